@@ -1,0 +1,88 @@
+# Every target prepares .venv by itself: `make test` on a fresh machine is enough. A stamp file makes the second run fast.
+#   make PYTHON=python3.12 test     another interpreter (3.10 or newer; `make clean` first when .venv exists)
+#   make test ARGS="-k fork -x"     arguments for the tool that the target runs
+#   make wheels                     download every package into .wheels/, then OFFLINE=1 make test needs no network
+
+PYTHON ?= python3
+ARGS ?=
+VENV := .venv
+PY := $(VENV)/bin/python
+WHEELS := .wheels
+
+PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
+PIP_FLAGS += $(if $(wildcard $(WHEELS)),--find-links $(WHEELS)) $(if $(OFFLINE),--no-index)
+PIP_INSTALL := $(PY) -m pip install $(PIP_FLAGS)
+
+define PIP_FAILED
+{ echo; \
+  echo "make: pip could not install the packages above."; \
+  echo "  Behind a proxy or a mirror: set PIP_INDEX_URL or HTTPS_PROXY and run make again."; \
+  echo "  Without a network: run 'make wheels' on a connected machine with the same Python version and platform,"; \
+  echo "  copy its $(WHEELS)/ folder here, and run 'OFFLINE=1 make ...'."; \
+  exit 1; } >&2
+endef
+
+define VENV_FAILED
+{ echo; \
+  echo "make: '$(PYTHON) -m venv' failed. On Debian and Ubuntu install the package python3-venv,"; \
+  echo "  or name another interpreter: make PYTHON=python3.12 ..."; \
+  exit 1; } >&2
+endef
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types bench bench-quick coverage wheels clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal
+	@$(PY) -m kvpool.demo $(ARGS)
+
+test: $(VENV)/.stamp-dev ## run the test suite
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.stamp-dev ## ruff
+	$(PY) -m ruff check . $(ARGS)
+
+types: $(VENV)/.stamp-dev ## mypy --strict over src and benchmarks
+	$(PY) -m mypy $(ARGS)
+
+bench: $(VENV)/.stamp-run ## benchmark the control plane, print the table
+	$(PY) benchmarks/control_plane.py $(ARGS)
+
+bench-quick: $(VENV)/.stamp-run ## the same benchmark, small sizes: proves that it runs
+	$(PY) benchmarks/control_plane.py --quick $(ARGS)
+
+coverage: $(VENV)/.stamp-dev ## test with branch coverage; lines in the terminal, pages in htmlcov/
+	$(PY) -m pytest --cov --cov-report=term-missing:skip-covered --cov-report=html $(ARGS)
+
+wheels: $(VENV)/.stamp-venv ## download all packages into .wheels/ for OFFLINE=1
+	@echo "Downloading into $(WHEELS)"
+	@$(PY) -m pip download --quiet --disable-pip-version-check -c constraints.txt -d $(WHEELS) \
+		'hatchling>=1.26' editables '.[dev]' || $(PIP_FAILED)
+	@rm -f $(WHEELS)/kvpool-*
+
+clean: ## remove .venv, caches and build outputs (keeps .wheels/)
+	rm -rf $(VENV) build dist htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.stamp-venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "make: kvpool needs Python 3.10 or newer and '$(PYTHON)' is not; try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || $(VENV_FAILED)
+	@touch $@
+
+# What running needs: kvpool and numpy.
+$(VENV)/.stamp-run: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+	@echo "Installing kvpool"
+	@$(PIP_INSTALL) -e . || $(PIP_FAILED)
+	@touch $@
+
+# What developing needs as well; it includes the above.
+$(VENV)/.stamp-dev: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+	@echo "Installing kvpool and the development tools"
+	@$(PIP_INSTALL) -e '.[dev]' || $(PIP_FAILED)
+	@touch $(VENV)/.stamp-run $@

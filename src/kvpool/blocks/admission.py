@@ -1,0 +1,295 @@
+"""Would a request fit, and what would it reuse? Nothing here changes anything."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool.blocks.arrays import Int32Array
+from kvpool.blocks.groups import longest_valid, sink_blocks, window_start
+from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.node import Node
+from kvpool.blocks.state import Admission, AllocStatus, CacheState
+from kvpool.blocks.tree import Match
+from kvpool.config import Tier
+
+NO_MATCH = Match(None, [], 0)
+
+
+class PrefixMatch(NamedTuple):
+    """What a prompt would reuse if it were admitted now."""
+
+    num_tokens: int  # tokens that need not be computed
+    num_blocks: int  # of them, whole blocks
+    num_partial_tokens: int  # of them, tokens copied out of one more block
+    tokens_by_tier: dict[Tier, int]  # whole blocks by the tier they lie on, in tokens
+    has_last_logits: bool  # the prompt hits in full and its logits were stored: no forward pass is needed
+    in_flight: bool  # another request is computing the next block of this prompt right now
+
+
+class Plan(NamedTuple):
+    """An admission, thought through: what is matched and what each GPU pool must supply."""
+
+    match: Match
+    num_hit_tokens: int
+    num_blocks: int
+    num_cross_blocks: int
+    needs: list[int]
+    supply: list[int]
+    last_logits: Any = None
+
+    @property
+    def fits(self) -> bool:
+        return all(need <= have for need, have in zip(self.needs, self.supply, strict=True))
+
+
+class Admissions:
+    """Plans admissions against the current state."""
+
+    def __init__(self, state: CacheState) -> None:
+        self.state = state
+        self.in_flight: dict[tuple[Node, bytes], int] = {}  # (tip, next block) -> the row that computes it
+
+    # --- reuse -------------------------------------------------------------------------------------------------------
+
+    def best_match(self, tokens: Int32Array, scope: ReuseScope) -> tuple[Match, Any]:
+        """The reusable part of a prompt, and its stored logits if all of it is.
+
+        Without logits the last token must be computed, so at most len - 1 tokens are reused. Every layer group must still
+        have what the next query reads.
+        """
+        state = self.state
+        if not state.config.enable_prefix_caching or not len(tokens):
+            return NO_MATCH, None
+        match = state.cache.match(scope, tokens, partial=True)
+        size = state.block_size
+        length = match.num_tokens(size)
+        logits = None
+        if length == len(tokens):
+            logits = self._stored_logits(match, tokens)
+            length -= logits is None
+        if state.cache.windowed:
+            length, logits = self._valid_in_windows(match, length, logits)
+        if length % size and not state.config.partial_match:
+            length, logits = length // size * size, None
+        return self._cut(match, length), logits
+
+    def _stored_logits(self, match: Match, tokens: Int32Array) -> Any:
+        size = self.state.block_size
+        blocks = len(tokens) // size
+        node: Node | None = next((n for n in reversed(match.path) if n.start < blocks <= n.end), match.root)
+        if node is None or node.logits is None:
+            return None
+        return node.logits.get((len(tokens), tokens[blocks * size :].tobytes()))
+
+    def store_logits(self, row: int, num_tokens: int, logits: Any) -> bool:
+        """Attaches logits to the node that holds the last full block of a row's prompt."""
+        rows, size = self.state.rows, self.state.block_size
+        blocks = num_tokens // size
+        node = rows.tips[row]
+        assert node is not None
+        self.state.cache.sync(node)
+        while node is not node.root and node.start >= blocks:
+            node = node.parent
+        if node.detached or node.end < blocks:
+            return False
+        if node.logits is None:
+            node.logits = {}
+        node.logits[num_tokens, rows.token_ids(row)[blocks * size : num_tokens].tobytes()] = logits
+        return True
+
+    def _valid_in_windows(self, match: Match, length: int, logits: Any) -> tuple[int, Any]:
+        cache, size = self.state.cache, self.state.block_size
+        shortened = True
+        while shortened and length:
+            shortened = False
+            for group in cache.windowed:
+                ids = cache.path_ids(match.path, match.num_blocks, group)
+                if match.partial is not None:
+                    ids = np.append(ids, match.partial.ids[group][match.num_blocks - match.partial.start])
+                valid = longest_valid(cache.groups[group], ids >= 0, length, size)
+                if valid < length:
+                    length, logits, shortened = valid, None, True
+        return length, logits
+
+    def _cut(self, match: Match, num_tokens: int) -> Match:
+        """A match shortened to `num_tokens`; what is cut from the last full block is reused as a partial block."""
+        size = self.state.block_size
+        if num_tokens == match.num_tokens(size):
+            return match
+        blocks, extra = divmod(num_tokens, size)
+        source = None
+        if extra:
+            source = next((n for n in match.path if n.start <= blocks < n.end), match.partial)
+        return Match(match.root, [n for n in match.path if n.start < blocks], blocks, source, extra)
+
+    def query(self, tokens: Int32Array, scope: ReuseScope) -> PrefixMatch:
+        match, logits = self.best_match(tokens, scope)
+        size = self.state.block_size
+        by_tier: dict[Tier, int] = {}
+        for node in match.path:
+            used = min(node.end, match.num_blocks) - node.start
+            by_tier[node.tier] = by_tier.get(node.tier, 0) + used * size
+        return PrefixMatch(
+            match.num_tokens(size),
+            match.num_blocks,
+            match.num_partial,
+            by_tier,
+            logits is not None,
+            self.computed_by(match, tokens) is not None,
+        )
+
+    # --- requests in flight ------------------------------------------------------------------------------------------
+
+    def computed_by(self, match: Match, tokens: Int32Array) -> int | None:
+        """The row that is computing the first block of `tokens` that is not cached yet, if any."""
+        if match.root is None or not self.in_flight:
+            return None
+        size = self.state.block_size
+        start = match.num_blocks * size
+        if len(tokens) - start < size:
+            return None
+        tip: Node = match.path[-1] if match.path else match.root
+        if tip.end != match.num_blocks:
+            return None
+        return self.in_flight.get((tip, tokens[start : start + size].tobytes()))
+
+    def track(self, row: int) -> None:
+        """Remembers which block a row with a known prompt computes next."""
+        rows, size = self.state.rows, self.state.block_size
+        handle = rows.handles[row]
+        assert handle is not None
+        self.untrack(row)
+        tip = rows.tips[row]
+        assert tip is not None
+        self.state.cache.sync(tip)
+        start = tip.end * size
+        if handle.publishes and not tip.detached and int(rows.known[row]) - start >= size:
+            key = (tip, rows.token_ids(row)[start : start + size].tobytes())
+            if self.in_flight.setdefault(key, row) == row:
+                handle.inflight = key
+
+    def untrack(self, row: int) -> None:
+        handle = self.state.rows.handles[row]
+        assert handle is not None
+        if handle.inflight is not None:
+            self.in_flight.pop(handle.inflight, None)
+            handle.inflight = None
+
+    def forget_detached(self) -> None:
+        """Nobody can find blocks below a detached node: stop announcing them as in flight."""
+        for (tip, _), row in list(self.in_flight.items()):
+            if tip.detached:
+                self.untrack(row)
+
+    # --- blocks ------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, tokens: Int32Array | None, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope
+    ) -> Plan:
+        """Matches a request and counts what it takes; `num_tokens` places are reserved, plus `lookahead`."""
+        match, logits = NO_MATCH, None
+        if tokens is not None:
+            match, logits = self.best_match(tokens, scope)
+        plan = self._count(match, num_tokens, lookahead, cross_tokens, scope, logits)
+        if not plan.fits and match.partial is not None:
+            # The source of a partial block must stay until it is copied: in a full pool, do without it.
+            whole = self._cut(match, match.num_blocks * self.state.block_size)
+            plan = self._count(whole, num_tokens, lookahead, cross_tokens, scope, None)
+        return plan
+
+    def _count(
+        self, match: Match, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope, logits: Any
+    ) -> Plan:
+        state = self.state
+        size = state.block_size
+        hit_tokens = match.num_tokens(size)
+        num_blocks = -(-(max(num_tokens, hit_tokens) + lookahead) // size)
+        cross_blocks = -(-cross_tokens // size)
+        needs = [(num_blocks - match.num_blocks) * per for per in state.per_position]
+        for group in state.groups[state.growing :]:
+            needs[group.pool] += cross_blocks
+        supply = state.supply(scope.tenant)
+        if match.root is not None:
+            self._count_match(match, needs, supply)
+        return Plan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, logits)
+
+    def _count_match(self, match: Match, needs: list[int], supply: list[int]) -> None:
+        """Matched idle blocks stop being supply; matched blocks on lower tiers need a place on the GPU."""
+        cache = self.state.cache
+        for node in match.path:
+            used = min(node.end, match.num_blocks) - node.start
+            if node.tier != Tier.GPU:
+                for group in range(cache.num_cached_groups):
+                    needs[cache.groups[group].pool] += int((node.ids[group][:used] >= 0).sum())
+            elif not node.active and not node.pins:
+                for pool, per_position in cache.full_per_pool:
+                    supply[pool] -= used * per_position
+        source = match.partial
+        if source is not None and source.tier == Tier.GPU and not source.active and not source.pins:
+            for pool, per_position in cache.full_per_pool:
+                rest = source.num_blocks if source not in match.path else source.end - match.num_blocks
+                supply[pool] -= rest * per_position
+        for group in cache.windowed:
+            supply[cache.groups[group].pool] -= self._idle_in_window(match, group)
+
+    def _idle_in_window(self, match: Match, group: int) -> int:
+        """Blocks of a windowed group on the GPU that the match would read and nobody reads now."""
+        cache, size = self.state.cache, self.state.block_size
+        spec = cache.groups[group]
+        pool = cache.pool(group, Tier.GPU)
+        start = window_start(spec, match.num_tokens(size), size)
+        sinks = sink_blocks(spec, size)
+        idle = 0
+        nodes = [(n, min(n.end, match.num_blocks)) for n in match.path]
+        if match.partial is not None:
+            nodes.append((match.partial, match.num_blocks + 1))
+        for node, end in nodes:
+            if node.tier == Tier.GPU:
+                first = node.start if node is not match.partial else max(node.start, match.num_blocks)
+                depths = np.arange(first, end)
+                ids = node.ids[group][depths - node.start]
+                read = ids[(ids >= 0) & ((depths >= start) | (depths < sinks))]
+                pinned = cache.pinned_windowed[pool.index]
+                unread = read[pool.refs[read] == 0]
+                idle += len(unread) if not pinned else sum(int(i) not in pinned for i in unread.tolist())
+        return idle
+
+    def can_allocate(
+        self,
+        tokens: Int32Array | None,
+        num_tokens: int,
+        lookahead: int,
+        cross_tokens: int,
+        scope: ReuseScope,
+        wait_for_prefix: bool,
+    ) -> Admission:
+        """OK, LATER or NEVER, with the watermark kept free."""
+        state = self.state
+        plan = self.plan(tokens, num_tokens, lookahead, cross_tokens, scope)
+        needs, supply = tuple(plan.needs), tuple(plan.supply)
+        for index, pool in enumerate(state.gpu_pools):
+            whole = plan.num_blocks * state.per_position[index]
+            whole += plan.num_cross_blocks * sum(g.pool == index for g in state.groups[state.growing :])
+            mark = state.config.watermark_blocks(index)
+            if whole > pool.num_blocks - mark:
+                most = max(0, pool.num_blocks - mark) // max(1, state.per_position[index]) * state.block_size
+                reason = (
+                    f"needs {whole} blocks of pool {index}, which has {pool.num_blocks} ({mark} kept as watermark): "
+                    f"at most {most} tokens fit"
+                )
+                return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
+        if wait_for_prefix and tokens is not None:
+            producer = self.computed_by(plan.match, tokens)
+            if producer is not None:
+                handle = state.rows.handles[producer]
+                assert handle is not None
+                reason = f"prefix in flight: request {handle.request_id!r} is computing the next block of this prompt"
+                return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
+        for index, need in enumerate(plan.needs):
+            mark = state.config.watermark_blocks(index)
+            if need and need > plan.supply[index] - mark:
+                reason = f"needs {need} blocks of pool {index}; {plan.supply[index]} are free or evictable, {mark} kept as watermark"
+                return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
+        return Admission(AllocStatus.OK, "fits", needs, supply, plan.num_hit_tokens)

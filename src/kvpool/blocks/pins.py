@@ -1,0 +1,110 @@
+"""Pinned prefixes: cached runs that eviction passes over, within a budget of tokens and for a limited time if asked."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from kvpool.blocks.arrays import Int32Array
+from kvpool.blocks.groups import sink_blocks, window_start
+from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.node import NEVER, Node
+from kvpool.blocks.state import CacheState
+from kvpool.config import Tier
+from kvpool.errors import InvalidArgumentError, PinBudgetError
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """A pinned prefix; give it to `unpin`. It is void once its prefix was invalidated."""
+
+    pin_id: int
+    num_tokens: int
+    expires_at: float
+    node: Node
+    windowed: list[tuple[int, int]]  # (group, depth) of windowed blocks that are kept as well
+
+
+class Pins:
+    """Makes and ends pins, and counts what they hold."""
+
+    def __init__(self, state: CacheState) -> None:
+        self.state = state
+        self.cache = state.cache
+        self.active = state.pins
+        self._ids = itertools.count(1)
+
+    def pinned_tokens(self) -> int:
+        """Tokens that pins keep, shared ones counted once."""
+        return self.cache.pinned_blocks * self.state.block_size
+
+    def pin(self, tokens: Int32Array, scope: ReuseScope, ttl: float | None) -> Pin:
+        """Pins the full cached blocks that `tokens` starts with."""
+        cache, size = self.cache, self.state.block_size
+        match = cache.match(scope, tokens, partial=False)
+        if not match.num_blocks:
+            raise InvalidArgumentError(f"no full block of these {len(tokens)} tokens is cached; commit them first")
+        fresh = sum(min(n.end, match.num_blocks) - n.start for n in match.path if not n.pins) * size
+        limit = self.state.config.pinned_tokens_limit
+        if self.pinned_tokens() + fresh > limit:
+            raise PinBudgetError(
+                f"pinning {fresh} more tokens would exceed max_pinned_tokens={limit} "
+                f"({self.pinned_tokens()} are pinned); unpin something or raise the limit"
+            )
+        node = match.path[-1]
+        if node.end > match.num_blocks:
+            node = cache.split(node, match.num_blocks - node.start)
+        elif node.open_row >= 0:
+            self.state.publisher.close(node.open_row)
+        cache.pin_path(node)
+        pin = Pin(next(self._ids), match.num_blocks * size, NEVER if ttl is None else cache.now + ttl, node, [])
+        for group in cache.windowed:
+            self._pin_window(pin, group, match.num_blocks)
+        self.active[pin.pin_id] = pin
+        return pin
+
+    def _block(self, node: Node, group: int, depth: int) -> tuple[Node, int]:
+        while node.start > depth:
+            node = node.parent
+        self.cache.sync(node)
+        return node, int(node.ids[group][depth - node.start])
+
+    def _pin_window(self, pin: Pin, group: int, num_blocks: int) -> None:
+        """Keeps the windowed blocks that a request continuing right behind the prefix would read."""
+        size = self.state.block_size
+        spec = self.state.groups[group]
+        start = window_start(spec, num_blocks * size, size)
+        sinks = min(sink_blocks(spec, size), num_blocks)
+        for depth in (*range(sinks), *range(max(start, sinks), num_blocks)):
+            node, block = self._block(pin.node, group, depth)
+            if block < 0 or node.tier != Tier.GPU:
+                continue
+            pool = self.cache.pool(group, Tier.GPU)
+            pinned = self.cache.pinned_windowed[pool.index]
+            pinned[block] = pinned.get(block, 0) + 1
+            if pinned[block] == 1 and not pool.refs[block]:
+                pool.num_pinned += 1
+            pin.windowed.append((group, depth))
+
+    def unpin(self, pin: Pin) -> None:
+        """Ends a pin; its blocks stay cached and may be evicted again."""
+        if self.active.pop(pin.pin_id, None) is not pin:
+            raise InvalidArgumentError(f"pin {pin.pin_id} is not active here; it was unpinned, expired or made elsewhere")
+        if pin.node.detached:
+            return
+        for group, depth in pin.windowed:
+            _, block = self._block(pin.node, group, depth)
+            self.cache.unpin_windowed(group, block)
+        self.cache.unpin_path(pin.node)
+
+    def expire(self) -> int:
+        """Ends pins whose time is over; returns how many."""
+        over = [pin for pin in self.active.values() if pin.expires_at <= self.cache.now]
+        for pin in over:
+            self.unpin(pin)
+        return len(over)
+
+    def forget_void(self) -> None:
+        """Drops pins whose prefix was invalidated."""
+        for pin_id in [pin_id for pin_id, pin in self.active.items() if pin.node.detached]:
+            del self.active[pin_id]

@@ -1,0 +1,583 @@
+"""The prefix cache: what leaves the tree, when, and to which tier.
+
+Eviction takes blocks from the tail of idle leaves in the order of the policy, so a parent never leaves before its cached
+children. With a lower tier below, evicted runs move there; without one, or when that is full too, they are dropped.
+Blocks of windowed groups that no window covers any more stay cached until their pool needs them: they stand in
+`leftovers`, oldest first, and compete with the policy's victim by age.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpool.blocks.arrays import Int32Array, Int64Array
+from kvpool.blocks.copies import CopyKind, CopyOp
+from kvpool.blocks.node import DEFAULT_PRIORITY, NEVER, Node, Root
+from kvpool.blocks.pool import BlockPool
+from kvpool.blocks.tree import PrefixTree
+from kvpool.config import Tier
+from kvpool.stats import EvictionReason
+
+
+class Leftover(NamedTuple):
+    """Blocks `first..last` (depths) of one windowed group on the path to `node`, unread since `tick`."""
+
+    tick: int
+    node: Node
+    first: int
+    last: int
+
+
+class PrefixCache(PrefixTree):
+    """The tree plus eviction, tiers, expiry and removal."""
+
+    copies: list[CopyOp]
+    offload_on_evict: bool
+
+    def start(self, copies: list[CopyOp], offload_on_evict: bool) -> None:
+        """Second half of construction: where planned copies go, and whether eviction demotes."""
+        self.copies = copies
+        self.offload_on_evict = offload_on_evict
+        self.leftovers: list[deque[Leftover]] = [deque() for _ in self.groups]
+        self.pinned_windowed: list[dict[int, int]] = [{} for _ in self.pools]
+        self.pinned_blocks = 0  # positions on pinned paths
+
+    # --- supply ------------------------------------------------------------------------------------------------------
+
+    def evictable(self, pool: BlockPool, tenant: str) -> int:
+        """How many cached blocks of a pool a request of `tenant` could have evicted."""
+        supply = pool.num_cached - pool.num_pinned
+        if pool.tier == Tier.GPU:
+            for quota in self.quotas.values():
+                if quota.tenant != tenant:
+                    supply -= quota.protected(pool.index)
+        return max(supply, 0)
+
+    def make_room(self, pool: BlockPool, num_blocks: int, tenant: str) -> None:
+        """Evicts until `num_blocks` are free. The caller has checked that enough is evictable."""
+        if pool.num_free < num_blocks:
+            self.evict(pool, num_blocks - pool.num_free, tenant, EvictionReason.CAPACITY)
+
+    def evict(self, pool: BlockPool, num_blocks: int, tenant: str, reason: EvictionReason) -> int:
+        """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several)."""
+        if self.expiries and self.expiries[0][0] <= self.now:
+            self.expire()
+        goal = pool.num_free + num_blocks
+        before = pool.num_free
+        while pool.num_free < goal:
+            victim = self.victim(pool, tenant)
+            leftover = self._oldest_leftover(pool) if self.windowed and pool.tier == Tier.GPU else None
+            if leftover is not None and (victim is None or leftover[1].tick <= victim.last_access):
+                if self._evict_leftover(leftover[0], goal - pool.num_free, tenant, reason):
+                    continue
+                if victim is None:
+                    break
+            if victim is None:
+                break
+            self._evict_tail(victim, self._tail_length(victim, pool, goal - pool.num_free, tenant), reason)
+        return pool.num_free - before
+
+    def victim(self, pool: BlockPool, tenant: str) -> Node | None:
+        """The next run to lose its tail: the policy's choice, or the stalest of those of tenants over their guarantee."""
+        best: Node | None = None
+        policy = self.policies[pool.tier]
+        if len(policy):
+            best = policy.victim()  # type: ignore[assignment]
+        for quota in self.quotas.values():
+            candidates = quota.policies[pool.tier]
+            if not len(candidates):
+                continue
+            if pool.tier == Tier.GPU and quota.tenant != tenant and quota.cached[pool.index] <= quota.guaranteed[pool.index]:
+                continue
+            node: Node = candidates.victim()  # type: ignore[assignment]
+            if best is None or node.last_access < best.last_access:
+                best = node
+        return best
+
+    def _tail_length(self, node: Node, pool: BlockPool, num_blocks: int, tenant: str) -> int:
+        """How many positions to cut from a victim so that about `num_blocks` of the pool become free."""
+        per_position = max(1, sum(self.groups[g].pool == pool.index for g in range(self.num_cached_groups)))
+        length = min(node.num_blocks, -(-num_blocks // per_position))
+        quota = node.root.quota
+        if quota is not None and quota.tenant != tenant and pool.tier == Tier.GPU:
+            length = min(length, max(1, (quota.cached[pool.index] - quota.guaranteed[pool.index]) // per_position))
+        return length
+
+    # --- leaving -----------------------------------------------------------------------------------------------------
+
+    def _evict_tail(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
+        if self.offload_on_evict and self.demote(node, num_blocks):
+            self.counters.evictions[reason.value] += num_blocks
+        else:
+            self.drop_tail(node, num_blocks, reason, evicted=True)
+
+    def drop_tail(self, node: Node, num_blocks: int, reason: EvictionReason, evicted: bool = False) -> None:
+        """Removes the last `num_blocks` of an idle leaf from the index and frees them; lower-tier children go with it."""
+        if node.children is not None:
+            for child in list(node.children.values()):
+                self.drop_subtree(child, reason)
+        policy = node.root.policies[node.tier]
+        if self.is_candidate(node):
+            if evicted and num_blocks == node.num_blocks:
+                policy.evicted(node)
+            policy.remove(node)
+        self._note_departure(node, num_blocks, reason)
+        keep = node.num_blocks - num_blocks
+        for group in self.full:
+            pool = self.pool(group, node.tier)
+            pool.give(node.ids[group][keep:])
+            self.add_cached(node.root, pool, -num_blocks)
+        for group in self.windowed:
+            ids = node.ids[group][keep:]
+            self.free_windowed(node, group, ids[ids >= 0])
+        node.ids = [ids[:keep] for ids in node.ids]
+        node.tokens = node.tokens[: keep * self.block_size]
+        node.num_blocks = keep
+        if node.digests is not None:
+            del node.digests[keep:]
+        if node.logits is not None:
+            node.logits = {k: v for k, v in node.logits.items() if k[0] // self.block_size <= node.end}
+        if keep:
+            policy.add(node)
+        else:
+            self._unlink(node)
+
+    def _unlink(self, node: Node) -> None:
+        """Takes an empty leaf out of the tree; its parent may become a leaf."""
+        node.detached = True
+        parent = node.parent
+        parent.remove_child(node)
+        self._untag(node)
+        if parent is parent.root:
+            self._forget_root(parent.root)
+        elif parent.tier == node.tier:
+            self.offer(parent)
+
+    def offer(self, node: Node) -> None:
+        """Gives a node to the eviction policy if it is a candidate now."""
+        if self.is_candidate(node):
+            if node.expires_at <= self.now:
+                self.schedule_expiry(node, node.expires_at)
+            node.root.policies[node.tier].add(node)
+
+    def _untag(self, node: Node) -> None:
+        if node.session is not None:
+            tagged = self.sessions.get(node.session)
+            if tagged is not None:
+                tagged.discard(node)
+                if not tagged:
+                    del self.sessions[node.session]
+
+    def _note_departure(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
+        counters = self.counters
+        counters.evictions[reason.value] += num_blocks
+        counters.lifetime.add(self.now - node.created_at, num_blocks)
+        counters.idle_before_eviction.add(self.now - node.last_access_at, num_blocks)
+        if self.events is not None and self.events.listening and node.digests:
+            self.announce_removal(node, node.num_blocks - num_blocks, node.num_blocks, reason)
+
+    def drop_subtree(self, node: Node, reason: EvictionReason) -> None:
+        """Drops an idle node with everything below it, deepest first."""
+        for part in reversed(list(node.subtree())):
+            self.drop_tail(part, part.num_blocks, reason)
+
+    def detach(self, node: Node, reason: EvictionReason) -> int:
+        """Takes a subtree out of the index, also under live sequences: they keep their blocks and publish nothing more.
+
+        Idle nodes are dropped; nodes that are read become detached and free their blocks with their last reader. Pins
+        below the node are void. Returns how many blocks (positions) left the index.
+        """
+        removed = 0
+        parts = list(node.subtree())
+        for part in reversed(parts):
+            self.sync(part)
+            removed += part.num_blocks
+            if part.pins:
+                self._clear_pins(part)
+            if not part.active:
+                if part.num_blocks:
+                    self.drop_tail(part, part.num_blocks, reason)
+                continue
+            if self.events is not None and self.events.listening and part.digests:
+                self.announce_removal(part, 0, part.num_blocks, reason)
+            self.counters.evictions[reason.value] += part.num_blocks
+            self._untag(part)
+            part.digests = part.logits = None
+        for part in parts:
+            if part.active and not part.detached:
+                self._cut_off(part)
+        return removed
+
+    def _cut_off(self, node: Node) -> None:
+        parent = node.parent
+        node.detached = True
+        node.expires_at = NEVER
+        parent.remove_child(node)
+        if parent is not parent.root and not parent.detached and parent.tier == node.tier:
+            self.offer(parent)
+
+    def _clear_pins(self, node: Node) -> None:
+        """Voids the pins of a node that leaves the index and tells its ancestors."""
+        if not node.active:
+            self._count_pinned(node, -node.num_blocks)
+        self.pinned_blocks -= node.num_blocks
+        node.pins = 0
+        for group in self.windowed:
+            for block in node.ids[group].tolist():
+                while block in self.pinned_windowed[self.groups[group].pool]:
+                    self.unpin_windowed(group, block)
+        self.unpin_path(node.parent)
+        self.offer(node)
+
+    def unpin_windowed(self, group: int, block: int) -> None:
+        """One pin less on a block of a windowed group."""
+        pool = self.pool(group, Tier.GPU)
+        pinned = self.pinned_windowed[pool.index]
+        pinned[block] -= 1
+        if not pinned[block]:
+            del pinned[block]
+            if not pool.refs[block]:
+                pool.num_pinned -= 1
+
+    # --- pins --------------------------------------------------------------------------------------------------------
+
+    def pin_path(self, node: Node) -> None:
+        """Protects a path from eviction; counts like `hold`."""
+        while node is not node.root:
+            node.pins += 1
+            if node.pins > 1:
+                return
+            self.pinned_blocks += node.num_blocks
+            if not node.active:
+                if not node.same_tier_children:
+                    node.root.policies[node.tier].remove(node)
+                self._count_pinned(node, node.num_blocks)
+            node = node.parent
+
+    def unpin_path(self, node: Node) -> None:
+        while node is not node.root:
+            node.pins -= 1
+            if node.pins:
+                return
+            self.pinned_blocks -= node.num_blocks
+            if not node.active:
+                self._count_pinned(node, -node.num_blocks)
+                self.offer(node)
+            node = node.parent
+
+    # --- tiers -------------------------------------------------------------------------------------------------------
+
+    def lower_tier(self, tier: Tier) -> Tier | None:
+        """The next tier that has blocks in every pool."""
+        for below in range(tier + 1, self.num_tiers):
+            if all(tiers[below].num_blocks for tiers in self.pools):
+                return Tier(below)
+        return None
+
+    def demote(self, node: Node, num_blocks: int) -> bool:
+        """Moves the last `num_blocks` of an idle leaf one tier down; False when there is no room."""
+        target = self.lower_tier(node.tier)
+        if target is None:
+            return False
+        keep = node.num_blocks - num_blocks
+        needs = [0] * len(self.pools)
+        for group in range(self.num_cached_groups):
+            needs[self.groups[group].pool] += int((node.ids[group][keep:] >= 0).sum())
+        for index, need in enumerate(needs):
+            pool = self.pools[index][target]
+            if pool.num_free + self.evictable(pool, "") < need:
+                return False
+        if keep:
+            self.split(node, keep)
+        for index, need in enumerate(needs):
+            self.make_room(self.pools[index][target], need, "")
+        self._move(node, target, CopyKind.OFFLOAD)
+        self.counters.offloaded_blocks += num_blocks
+        return True
+
+    def promote(self, node: Node) -> None:
+        """Moves a node to the GPU. The caller holds it and made room."""
+        self._move(node, Tier.GPU, CopyKind.ONBOARD)
+        self.counters.onboarded_blocks += node.num_blocks
+
+    def adopt_blocks(self, node: Node, ids: list[Int32Array]) -> None:
+        """An idle run of a lower tier was computed again: it takes the new GPU blocks and frees its own."""
+        for group in self.full:
+            self.pool(group, Tier.GPU).refs[ids[group]] = 0
+        self._move(node, Tier.GPU, CopyKind.ONBOARD, ids)
+
+    def _move(self, node: Node, target: Tier, kind: CopyKind, ready: list[Int32Array] | None = None) -> None:
+        """Gives a run blocks on another tier: new ones and a planned copy, or `ready` ones that hold the data already."""
+        source, parent = node.tier, node.parent
+        idle = not node.active
+        if self.is_candidate(node):
+            node.root.policies[source].evicted(node)
+            node.root.policies[source].remove(node)
+        if idle:
+            self._count_cached(node, -node.num_blocks)
+            if node.pins:
+                self._count_pinned(node, -node.num_blocks)
+        for group in range(self.num_cached_groups):
+            if ready is None:
+                node.ids[group] = self._move_ids(node, group, target, kind)
+            else:
+                self._give_back(node, group)
+                node.ids[group] = ready[group]
+        if self.events is not None and self.events.listening and node.digests:
+            self._announce_move(node, source, target)
+        if parent is not parent.root and parent.tier == target and self.is_candidate(parent):
+            parent.root.policies[target].remove(parent)
+        parent.same_tier_children += int(parent.tier == target) - int(parent.tier == source)
+        node.tier = target
+        node.same_tier_children = sum(c.tier == target for c in node.children.values()) if node.children else 0
+        if idle:
+            self._count_cached(node, node.num_blocks)
+            if node.pins:
+                self._count_pinned(node, node.num_blocks)
+        self.offer(node)
+        if parent is not parent.root and parent.tier == source:
+            self.offer(parent)
+
+    def _give_back(self, node: Node, group: int) -> None:
+        """Frees a run's blocks of one group on its present tier."""
+        ids = node.ids[group]
+        if group in self.windowed:
+            self.free_windowed(node, group, ids[ids >= 0])
+        else:
+            self.pool(group, node.tier).give(ids)
+
+    def _move_ids(self, node: Node, group: int, target: Tier, kind: CopyKind) -> Int32Array:
+        source = node.tier
+        old = node.ids[group]
+        present = old >= 0
+        src = old if present.all() else old[present]
+        pool = self.pool(group, target)
+        dst = pool.take(len(src))
+        pool.refs[dst] = 0
+        if len(src):
+            self.copies.append(CopyOp(kind, group, source, target, src, dst))
+        self.pool(group, source).give(src)
+        if group in self.windowed:
+            self.add_cached(node.root, self.pool(group, source), -len(src))
+            self.add_cached(node.root, pool, len(src))
+            if target == Tier.GPU and len(src):
+                self.leftovers[group].append(Leftover(self.tick, node, node.start, node.end - 1))
+        if len(src) == len(old):
+            return dst
+        moved = np.full(len(old), -1, np.int32)
+        moved[present] = dst
+        return moved
+
+    # --- windowed groups ---------------------------------------------------------------------------------------------
+
+    def leave_window(self, node: Node, group: int, first: int, last: int, ids: Int32Array) -> None:
+        """A sequence on the path to `node` stops reading published blocks `first..last` of a windowed group."""
+        pool = self.pool(group, Tier.GPU)
+        held = ids[ids >= 0]
+        left = pool.refs[held] - 1
+        pool.refs[held] = left
+        idle = int((left == 0).sum())
+        if idle:
+            self.add_cached(node.root, pool, idle)
+            if pool.index < len(self.pinned_windowed) and self.pinned_windowed[pool.index]:
+                pinned = self.pinned_windowed[pool.index]
+                pool.num_pinned += sum(int(i) in pinned for i in held[left == 0].tolist())
+            self.leftovers[group].append(Leftover(self.tick, node, first, last))
+
+    def enter_window(self, root: Root, group: int, ids: Int32Array) -> None:
+        """A sequence starts reading published blocks of a windowed group."""
+        pool = self.pool(group, Tier.GPU)
+        held = ids[ids >= 0]
+        before = pool.refs[held]
+        pool.refs[held] = before + 1
+        idle = held[before == 0]
+        if len(idle):
+            self.add_cached(root, pool, -len(idle))
+            if self.pinned_windowed[pool.index]:
+                pinned = self.pinned_windowed[pool.index]
+                pool.num_pinned -= sum(int(i) in pinned for i in idle.tolist())
+
+    def _oldest_leftover(self, pool: BlockPool) -> tuple[int, Leftover] | None:
+        """The windowed group of this pool whose oldest leftover is the oldest of all, with that leftover."""
+        best: tuple[int, Leftover] | None = None
+        for group in self.windowed:
+            queue = self.leftovers[group]
+            if self.groups[group].pool == pool.index and queue and (best is None or queue[0].tick < best[1].tick):
+                best = (group, queue[0])
+        return best
+
+    def _evict_leftover(self, group: int, num_blocks: int, tenant: str, reason: EvictionReason) -> int:
+        """Frees unread blocks of the oldest leftover of a windowed group, at most `num_blocks`; drops stale entries."""
+        queue = self.leftovers[group]
+        pool = self.pool(group, Tier.GPU)
+        pinned = self.pinned_windowed[pool.index]
+        kept: list[Leftover] = []
+        freed = 0
+        while queue and freed < num_blocks:
+            tick, node, first, last = queue.popleft()
+            quota = node.root.quota
+            shielded = quota is not None and quota.tenant != tenant
+            depth = last
+            blocked = False
+            while depth >= first and freed < num_blocks:
+                while node is not node.root and (node.start > depth or (node.detached and not node.num_blocks)):
+                    node = node.parent
+                if node is node.root or node.tier != Tier.GPU:
+                    break
+                self.sync(node)
+                if depth >= node.end:
+                    depth = node.end - 1
+                    continue
+                block = int(node.ids[group][depth - node.start])
+                if block >= 0 and not pool.refs[block]:
+                    over = quota is None or quota.cached[pool.index] > quota.guaranteed[pool.index]
+                    if block in pinned or (shielded and not over):
+                        blocked = True
+                    else:
+                        self._remove_windowed(node, group, depth, block, reason)
+                        freed += 1
+                depth -= 1
+            if blocked:
+                kept.append(Leftover(tick, node, first, last))
+            elif depth >= first and freed >= num_blocks:
+                queue.appendleft(Leftover(tick, node, first, depth))
+        queue.extendleft(reversed(kept))
+        return freed
+
+    def _remove_windowed(self, node: Node, group: int, depth: int, block: int, reason: EvictionReason) -> None:
+        """One block of a windowed group leaves the index; the rest of its run stays."""
+        if self.events is not None and self.events.listening and node.digests:
+            digest = node.digests[depth - node.start : depth - node.start + 1]
+            self.events.removed(digest, tier=Tier.GPU, group=group, reason=reason.value)
+        self.counters.evictions[reason.value] += 1
+        # For an open node the ids are a view of its row's table, so this clears the table entry as well.
+        if node.open_row < 0:
+            node.ids[group] = node.ids[group].copy()
+        node.ids[group][depth - node.start] = -1
+        self.free_windowed(node, group, np.array([block], np.int32))
+
+    # --- time --------------------------------------------------------------------------------------------------------
+
+    def expire(self) -> int:
+        """Drops idle leaves whose time to live is over and ends expired priorities; returns positions dropped."""
+        dropped = 0
+        while self.expiries and self.expiries[0][0] <= self.now:
+            _, _, node = heapq.heappop(self.expiries)
+            if node.priority_until <= self.now:
+                self.set_priority(node, DEFAULT_PRIORITY, NEVER)
+            while node.expires_at <= self.now and self.is_candidate(node):
+                dropped += node.num_blocks
+                parent = node.parent
+                self.drop_tail(node, node.num_blocks, EvictionReason.EXPIRED)
+                node = parent
+        return dropped
+
+    def set_priority(self, node: Node, priority: int, until: float) -> None:
+        """Changes the retention priority of a node, in the policy and for subscribers."""
+        old = node.priority
+        node.priority_until = until
+        if until != NEVER:
+            self.schedule_expiry(node, until)
+        if priority == old:
+            return
+        policy = node.root.policies[node.tier]
+        candidate = self.is_candidate(node)
+        if candidate:
+            policy.remove(node)
+        node.priority = priority
+        if candidate:
+            policy.add(node)
+        if self.events is not None and self.events.listening and node.digests:
+            for group in range(self.num_cached_groups):
+                self.events.updated(
+                    self._present_digests(node, group, 0, node.num_blocks),
+                    group=group,
+                    old_priority=old,
+                    new_priority=priority,
+                )
+
+    def enforce_quota(self, root: Root) -> None:
+        """Evicts a tenant's own idle blocks while it is over its maximum."""
+        quota = root.quota
+        if quota is None:
+            return
+        for tiers in self.pools:
+            pool = tiers[Tier.GPU]
+            while quota.excess(pool.index) and len(quota.policies[Tier.GPU]):
+                victim: Node = quota.policies[Tier.GPU].victim()  # type: ignore[assignment]
+                self._evict_tail(victim, min(victim.num_blocks, quota.excess(pool.index)), EvictionReason.QUOTA)
+
+    # --- announcing --------------------------------------------------------------------------------------------------
+
+    def announce(self, node: Node) -> None:
+        """Tells subscribers about blocks of a node that were not announced yet."""
+        assert self.events is not None
+        if node.detached:
+            return
+        first = len(node.digests or ())
+        self.digests(node)
+        self._emit(node, self.stored_runs(node, first))
+
+    def stored_runs(self, node: Node, first: int) -> Iterator[tuple[int, bytes | None, list[bytes], Int32Array]]:
+        """(group, parent digest, digests, tokens) of consecutive blocks from `first` on; digests are known."""
+        for group in range(self.num_cached_groups):
+            present = np.flatnonzero(node.ids[group][first : node.num_blocks] >= 0) + first
+            yield from self._consecutive(node, group, present)
+
+    def _consecutive(
+        self, node: Node, group: int, present: Int64Array
+    ) -> Iterator[tuple[int, bytes | None, list[bytes], Int32Array]]:
+        size = self.block_size
+        digests = node.digests or []
+        if not len(present):
+            return
+        for run in np.split(present, np.flatnonzero(np.diff(present) > 1) + 1):
+            begin, end = int(run[0]), int(run[-1]) + 1
+            parent: bytes | None
+            if begin:
+                parent = digests[begin - 1]
+            else:
+                parent = None if node.parent is node.root else self.digests_end(node.parent)
+            yield group, parent, digests[begin:end], node.tokens[begin * size : end * size]
+
+    def announce_blocks(self, node: Node, group: int, present: Int64Array) -> None:
+        """Tells subscribers that these blocks of a node are in a group (again)."""
+        self._emit(node, self._consecutive(node, group, present))
+
+    def _emit(self, node: Node, runs: Iterable[tuple[int, bytes | None, list[bytes], Int32Array]]) -> None:
+        assert self.events is not None
+        for group, parent, digests, tokens in runs:
+            self.events.stored(
+                parent,
+                digests,
+                tokens,
+                block_size=self.block_size,
+                scope=node.root.scope,
+                tier=node.tier,
+                priority=node.priority,
+                group=group,
+                session=node.session,
+            )
+
+    def _present_digests(self, node: Node, group: int, first: int, last: int) -> list[bytes]:
+        assert node.digests is not None
+        known = node.digests[first:last]
+        ids = node.ids[group][first : first + len(known)]
+        return known if (ids >= 0).all() else [d for d, i in zip(known, ids.tolist(), strict=True) if i >= 0]
+
+    def announce_removal(self, node: Node, first: int, last: int, reason: EvictionReason) -> None:
+        assert self.events is not None
+        for group in range(self.num_cached_groups):
+            gone = self._present_digests(node, group, first, last)[::-1]
+            self.events.removed(gone, tier=node.tier, group=group, reason=reason.value)
+
+    def _announce_move(self, node: Node, source: Tier, target: Tier) -> None:
+        assert self.events is not None
+        for group in range(self.num_cached_groups):
+            moved = self._present_digests(node, group, 0, node.num_blocks)
+            self.events.updated(moved, group=group, old_tier=source, new_tier=target)

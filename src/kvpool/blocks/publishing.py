@@ -1,0 +1,176 @@
+"""Committed blocks enter the prefix tree: as the growing tail of their sequence, or merged with equal ones already there."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.blocks.node import Node
+from kvpool.blocks.prefix import PrefixCache
+from kvpool.blocks.rows import SequenceRows
+from kvpool.config import Tier
+
+
+class Publisher:
+    """Moves ownership of full, committed blocks from sequences to the tree.
+
+    A sequence that publishes something new opens a node and keeps appending to it without further work. A sequence that
+    computed what the tree already holds adopts the tree's blocks and frees its own. Forks that share private blocks
+    follow whoever publishes them first, so a block never has two owners.
+    """
+
+    def __init__(self, cache: PrefixCache, rows: SequenceRows) -> None:
+        self.cache = cache
+        self.rows = rows
+        self.block_size = cache.block_size
+
+    def publish(self, row: int) -> None:
+        """Brings the tree up to date with everything that a row has committed."""
+        rows, cache = self.rows, self.cache
+        handle = rows.handles[row]
+        assert handle is not None
+        if not handle.publishes:
+            return
+        if not rows.is_open[row]:
+            self._attach(row)
+        tip = rows.tips[row]
+        assert tip is not None
+        if cache.events is not None and cache.events.listening and tip.open_row == row:
+            cache.announce(tip)
+
+    def _attach(self, row: int) -> None:
+        rows, cache, size = self.rows, self.cache, self.block_size
+        tip = rows.tips[row]
+        assert tip is not None
+        done = int(rows.committed[row]) // size
+        first = tip.end
+        while first < done:
+            limit, followers = self._followers(row, first, done)
+            tokens = rows.token_ids(row)[first * size : limit * size]
+            key = tokens[:size].tobytes()
+            child = tip.children.get(key) if tip.children is not None and not tip.detached else None
+            if child is not None:
+                cache.sync(child)
+                equal = cache.common_tokens(child, tokens) // size
+                if equal < child.num_blocks:
+                    child = cache.split(child, equal)
+                elif child.open_row >= 0:
+                    self.close(child.open_row)
+                self._merge([row, *followers], tip, child, first)
+            elif followers:
+                child = self._closed_child(row, tip, key, first, limit)
+                child.active = 1 + len(followers)
+                tip.active -= len(followers)  # each held the tip itself; together they now count as one active child
+                for reader in (row, *followers):
+                    rows.tips[reader] = child
+            else:
+                self._open(row, tip, key)
+                return
+            tip, first = child, child.end
+
+    def _followers(self, row: int, first: int, done: int) -> tuple[int, list[int]]:
+        """Rows that share this row's private blocks from `first` on, and how far (at most `done`) all of them do."""
+        handle = self.rows.handles[row]
+        assert handle is not None
+        if handle.family is None:
+            return done, []
+        shared_by: dict[int, int] = {}
+        for other in handle.family:
+            if other != row:
+                same = np.ones(done - first, np.bool_)
+                for group in range(self.cache.num_cached_groups):
+                    table = self.rows.tables[group]
+                    same &= (table[row, first:done] == table[other, first:done]) & (table[row, first:done] >= 0)
+                length = int(same.argmin()) if not same.all() else done - first
+                if length:
+                    shared_by[other] = first + length
+        if not shared_by:
+            return done, []
+        return min(shared_by.values()), list(shared_by)
+
+    def _node(self, row: int, tip: Node, key: bytes) -> Node:
+        handle = self.rows.handles[row]
+        assert handle is not None
+        node = self.cache.new_child(tip, key, handle.session)
+        node.ttl = handle.ttl
+        return node
+
+    def _open(self, row: int, tip: Node, key: bytes) -> None:
+        node = self._node(row, tip, key)
+        node.active = 1  # the row held the tip directly; now it does so through this node
+        node.open_row = row
+        self.rows.tips[row] = node
+        self.rows.is_open[row] = True
+        self.cache.sync(node)
+        if not tip.detached:
+            tip.add_child(key, node)
+
+    def _closed_child(self, row: int, tip: Node, key: bytes, first: int, last: int) -> Node:
+        rows, cache, size = self.rows, self.cache, self.block_size
+        node = self._node(row, tip, key)
+        node.num_blocks = last - first
+        node.tokens = rows.token_ids(row)[first * size : last * size]
+        node.ids = [rows.tables[g][row, first:last].copy() for g in range(cache.num_cached_groups)]
+        cache.publish_references(node)
+        if not tip.detached:
+            tip.add_child(key, node)
+        if cache.events is not None and cache.events.listening:
+            cache.announce(node)
+        return node
+
+    def _merge(self, readers: list[int], tip: Node, child: Node, first: int) -> None:
+        """The readers computed again what `child` holds: they take its blocks and free their own."""
+        rows, cache = self.rows, self.cache
+        if child.tier != Tier.GPU:
+            own = [rows.tables[g][readers[0], first : child.end].copy() for g in range(cache.num_cached_groups)]
+            cache.adopt_blocks(child, own)
+        for reader in readers:
+            cache.hold(child)
+            for group in cache.full:
+                self._adopt_full(reader, child, group, first)
+            for group in cache.windowed:
+                self._adopt_windowed(reader, child, group, first)
+            cache.release(tip)
+            rows.tips[reader] = child
+            handle = rows.handles[reader]
+            assert handle is not None
+            handle.stats.merged_blocks += child.num_blocks
+
+    def _adopt_full(self, row: int, child: Node, group: int, first: int) -> None:
+        table = self.rows.tables[group]
+        own, theirs = table[row, first : child.end], child.ids[group]
+        doubled = own[own != theirs]
+        if len(doubled):
+            self.cache.pool(group, Tier.GPU).release(doubled)
+            self.cache.counters.blocks_merged += len(doubled)
+            table[row, first : child.end] = theirs
+
+    def _adopt_windowed(self, row: int, child: Node, group: int, first: int) -> None:
+        """As `_adopt_full`, where the tree may have lost blocks that this row still has."""
+        cache = self.cache
+        table = self.rows.tables[group]
+        pool = cache.pool(group, Tier.GPU)
+        own, theirs = table[row, first : child.end], child.ids[group]
+        lost = (theirs < 0) & (own >= 0)
+        if lost.any():
+            child.ids[group] = theirs = np.where(lost, own, theirs)
+            if child.digests is not None and cache.events is not None and cache.events.listening:
+                cache.announce_blocks(child, group, np.flatnonzero(lost))
+        doubled = (own >= 0) & (own != theirs)
+        if doubled.any():
+            cache.enter_window(child.root, group, theirs[doubled])
+            pool.release(own[doubled])
+            cache.counters.blocks_merged += int(doubled.sum())
+            table[row, first : child.end] = np.where(doubled, theirs, own)
+
+    def close(self, row: int) -> None:
+        """Ends the growth of a row's open node: the node gets arrays of its own and may have other readers."""
+        rows, cache = self.rows, self.cache
+        node = rows.tips[row]
+        assert node is not None and node.open_row == row
+        cache.sync(node)
+        node.open_row = -1
+        node.ids = [ids.copy() for ids in node.ids]
+        if node.tokens.base is not None and node.tokens.base.nbytes > 1.25 * node.tokens.nbytes + 1024:
+            node.tokens = node.tokens.copy()
+        rows.is_open[row] = False
+        cache.publish_references(node)

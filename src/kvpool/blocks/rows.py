@@ -1,0 +1,187 @@
+"""Live sequences as rows of arrays: lengths, block tables and token ids.
+
+One row per live sequence, one block table per layer group, all preallocated and growable. Batch operations index these
+arrays with a whole batch at once, and kernels are handed the table itself. A row keeps the token ids it knows in
+`history` (one growing array per row); ids that arrive one per step go to `recent`, a narrow matrix that a whole batch
+writes in one operation, and move to `history` when the matrix row is full or somebody reads them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvpool.blocks.arrays import BoolArray, Int32Array, Int64Array
+from kvpool.blocks.groups import is_cross, is_windowed, visible
+from kvpool.blocks.node import Node
+from kvpool.config import LayerGroup
+
+if TYPE_CHECKING:
+    from kvpool.blocks.handle import KVCacheHandle
+
+RECENT_TOKENS = 128
+
+
+class SequenceRows:
+    """The struct of arrays behind all live sequences. Lengths are in tokens, `num_blocks` in blocks."""
+
+    def __init__(
+        self, groups: tuple[LayerGroup, ...], block_size: int, num_rows: int = 64, num_columns: int = 128
+    ) -> None:
+        num_groups = len(groups)
+        self.block_size = block_size
+        self.groups = groups
+        self.epoch = 0  # grows whenever a row ends or changes its tier: batches made before are checked again
+        self.num_shared = 0  # rows flagged in `shared`
+        self.reserved: Int64Array = np.zeros(num_rows, np.int64)
+        self.written: Int64Array = np.zeros(num_rows, np.int64)
+        self.committed: Int64Array = np.zeros(num_rows, np.int64)
+        self.num_blocks: Int64Array = np.zeros(num_rows, np.int64)
+        self.known: Int64Array = np.zeros(num_rows, np.int64)  # ids known: history followed by recent
+        self.num_history: Int64Array = np.zeros(num_rows, np.int64)
+        self.num_cross_blocks: Int64Array = np.zeros(num_rows, np.int64)
+        self.window_start: Int64Array = np.zeros((num_groups, num_rows), np.int64)  # first held block after the sinks
+        self.recent: Int32Array = np.zeros((num_rows, RECENT_TOKENS), np.int32)
+        self.is_open: BoolArray = np.zeros(num_rows, np.bool_)  # its tip is an open node of its own
+        self.shared: BoolArray = np.zeros(num_rows, np.bool_)  # blocks that it will write may have a second reader
+        self.tables: list[Int32Array] = [np.full((num_rows, num_columns), -1, np.int32) for _ in range(num_groups)]
+        self.tips: list[Node | None] = [None] * num_rows
+        self.history: list[Int32Array] = [np.empty(0, np.int32)] * num_rows
+        self.handles: list[KVCacheHandle | None] = [None] * num_rows
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.handles)
+
+    def live_rows(self) -> list[int]:
+        return [row for row, handle in enumerate(self.handles) if handle is not None]
+
+    def new_row(self, handle: KVCacheHandle, num_blocks: int) -> int:
+        """A cleared row with room for `num_blocks` in its tables."""
+        if not self._free_rows:
+            self._grow_rows()
+        self.ensure_columns(num_blocks)
+        row = self._free_rows.pop()
+        self.handles[row] = handle
+        return row
+
+    def drop_row(self, row: int) -> None:
+        """Clears a row and makes it available again. Its blocks were released before."""
+        used = max(int(self.num_blocks[row]), int(self.num_cross_blocks[row]))
+        for table in self.tables:
+            table[row, :used] = -1
+        self.reserved[row] = self.written[row] = self.committed[row] = self.num_blocks[row] = 0
+        self.known[row] = self.num_history[row] = self.num_cross_blocks[row] = 0
+        self.window_start[:, row] = 0
+        self.set_shared(row, False)
+        self._forget(row)
+
+    def drop_rows(self, rows: Int64Array) -> None:
+        """`drop_row` for many rows in a few array operations."""
+        used = max(int(self.num_blocks[rows].max()), int(self.num_cross_blocks[rows].max()))
+        for table in self.tables:
+            table[rows, :used] = -1
+        for array in (self.reserved, self.written, self.committed, self.known, self.num_history):
+            array[rows] = 0
+        self.num_blocks[rows] = self.num_cross_blocks[rows] = 0
+        self.window_start[:, rows] = 0
+        if self.num_shared:
+            self.num_shared -= int(self.shared[rows].sum())
+            self.shared[rows] = False
+        for row in rows.tolist():
+            self._forget(row)
+
+    def _forget(self, row: int) -> None:
+        self.handles[row] = None
+        self.tips[row] = None
+        self.history[row] = _NO_TOKENS
+        self._free_rows.append(row)
+        self.epoch += 1
+
+    def set_shared(self, row: int, shared: bool) -> None:
+        """Flags a row whose next write may meet a block with a second reader."""
+        self.num_shared += int(shared) - int(self.shared[row])
+        self.shared[row] = shared
+
+    def _grow_rows(self) -> None:
+        old = self.num_rows
+        self._free_rows.extend(range(2 * old - 1, old - 1, -1))
+        for name in ("reserved", "written", "committed", "num_blocks", "num_cross_blocks", "known", "num_history", "is_open", "shared", "recent"):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+        self.window_start = np.concatenate([self.window_start, np.zeros_like(self.window_start)], axis=1)
+        self.tables = [np.concatenate([table, np.full_like(table, -1)]) for table in self.tables]
+        self.tips.extend([None] * old)
+        self.history.extend([_NO_TOKENS] * old)
+        self.handles.extend([None] * old)
+        self.epoch += 1
+
+    def ensure_columns(self, num_blocks: int) -> None:
+        """Widens the tables so that a sequence of `num_blocks` fits."""
+        columns = self.tables[0].shape[1]
+        if num_blocks <= columns:
+            return
+        wider = max(num_blocks, 2 * columns)
+        for group, table in enumerate(self.tables):
+            grown = np.full((table.shape[0], wider), -1, np.int32)
+            grown[:, :columns] = table
+            self.tables[group] = grown
+        self.epoch += 1
+
+    def all_blocks(self, group: int, row: int) -> Int32Array:
+        """A row's part of a group's table, as a view that may be written."""
+        counts = self.num_cross_blocks if is_cross(self.groups[group]) else self.num_blocks
+        return self.tables[group][row, : int(counts[row])]
+
+    def visible_blocks(self, group: int, row: int) -> Int32Array:
+        """A row's block ids in one group, -1 where a block left its window."""
+        spec = self.groups[group]
+        ids = self.all_blocks(group, row)
+        return visible(spec, ids, int(self.window_start[group, row]), self.block_size) if is_windowed(spec) else ids[:]
+
+    def token_ids(self, row: int) -> Int32Array:
+        """All ids known of a row, as a view that stays valid while the row only grows."""
+        known = int(self.known[row])
+        have = int(self.num_history[row])
+        if known > have:
+            self._extend_history(row, have, known, self.recent[row, : known - have])
+        return self.history[row][:known]
+
+    def _extend_history(self, row: int, have: int, known: int, tokens: Int32Array) -> None:
+        history = self.history[row]
+        if len(history) < known:
+            grown = np.empty(known + max(known // 4, RECENT_TOKENS), np.int32)
+            grown[:have] = history[:have]
+            self.history[row] = history = grown
+        history[have:known] = tokens
+        self.num_history[row] = known
+
+    def set_token_ids(self, row: int, tokens: Int32Array) -> None:
+        """Starts a row's history with a copy of `tokens`."""
+        self.history[row] = tokens.copy()
+        self.known[row] = self.num_history[row] = len(tokens)
+
+    def share_token_ids(self, source: int, target: int) -> None:
+        """The target starts with the ids of the source; whoever appends first makes its own copy."""
+        ids = self.token_ids(source)
+        self.history[target] = ids
+        self.known[target] = self.num_history[target] = len(ids)
+
+    def append_token_ids(self, row: int, tokens: Int32Array) -> None:
+        """Adds ids behind those known already."""
+        have = len(self.token_ids(row))
+        self.known[row] = have + len(tokens)
+        self._extend_history(row, have, have + len(tokens), tokens)
+
+    def forget_token_ids(self, row: int, known: int) -> None:
+        """Keeps only the first `known` ids (after a rewind)."""
+        ids = self.token_ids(row)
+        if known < len(ids):
+            # Others (closed nodes, forks) may look at the same memory: what follows must not be overwritten in place.
+            self.history[row] = ids[:known].copy()
+            self.known[row] = self.num_history[row] = known
+
+
+_NO_TOKENS: Int32Array = np.empty(0, np.int32)

@@ -1,0 +1,451 @@
+"""The life of a sequence: admitted, forked, rewound, freed. (Its steps are in `stepping`.)"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from kvpool.blocks.admission import Admissions, Plan
+from kvpool.blocks.arrays import Int32Array
+from kvpool.blocks.copies import CopyKind, CopyOp
+from kvpool.blocks.groups import sink_blocks, window_start
+from kvpool.blocks.handle import KVCacheHandle
+from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.node import NEVER, Node
+from kvpool.blocks.retention import Retention
+from kvpool.blocks.state import CacheState
+from kvpool.blocks.tree import Match
+from kvpool.config import Tier
+from kvpool.errors import SequenceStateError
+from kvpool.stats import EvictionReason
+
+
+class Sequences:
+    """Operations that make, change and end sequences. Each checks everything first and then cannot fail."""
+
+    def __init__(self, state: CacheState, admissions: Admissions) -> None:
+        self.state = state
+        self.rows = state.rows
+        self.cache = state.cache
+        self.admissions = admissions
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    def allocate(
+        self,
+        handle: KVCacheHandle,
+        tokens: Int32Array | None,
+        num_tokens: int,
+        lookahead: int,
+        cross_tokens: int,
+    ) -> None:
+        """Gives a new handle its row and blocks, reusing the longest cached prefix."""
+        state, rows, cache = self.state, self.rows, self.cache
+        plan = self.admissions.plan(tokens, num_tokens, lookahead, cross_tokens, handle.scope)
+        if not plan.fits:
+            state.counters.allocation_failures += 1
+            self._refuse(handle, plan)
+        match, hit_tokens = plan.match, plan.num_hit_tokens
+        handle.first_serial = state.counters.nodes_created
+        tip = self.enter(match, handle.scope)
+        held_source = match.partial
+        if held_source is not None:
+            cache.hold(held_source)
+            self._hold_windowed_source(match, +1)
+        for pool, need in zip(state.gpu_pools, plan.needs, strict=True):
+            if need > pool.num_free:
+                cache.make_room(pool, need, handle.scope.tenant)
+        if match.path:
+            self._promote_path(tip, handle)
+        row = rows.new_row(handle, max(plan.num_blocks, plan.num_cross_blocks))
+        handle.row = row
+        rows.tips[row] = tip
+        self._fill_tables(row, tip, plan)
+        if held_source is not None:
+            self._copy_partial(row, match)
+            self._hold_windowed_source(match, -1)
+            cache.release(held_source)
+        rows.reserved[row] = max(num_tokens, hit_tokens)
+        rows.written[row] = rows.committed[row] = hit_tokens
+        if tokens is not None:
+            rows.set_token_ids(row, tokens)
+            self._count_request(handle, tokens, match, plan)
+            if handle.publishes:
+                self.admissions.track(row)
+        state.counters.requests += 1
+        state.requests[handle.request_id] = handle
+
+    def _refuse(self, handle: KVCacheHandle, plan: Plan) -> None:
+        what = f"request {handle.request_id!r}"
+        for pool, need, have in zip(self.state.gpu_pools, plan.needs, plan.supply, strict=True):
+            if need > have:
+                raise self.state.shortage(pool, need, have, what)
+
+    def enter(self, match: Match, scope: ReuseScope) -> Node:
+        """Splits the tree where the match ends and holds the matched path."""
+        cache = self.cache
+        tip: Node = match.root if match.root is not None else cache.root_for(scope)
+        gaps = cache.counters.reuse_gap
+        for node in match.path:
+            node.hits += 1
+            if not node.active:
+                gaps.add(cache.now - node.last_access_at, node.num_blocks)
+            used = match.num_blocks - node.start
+            if used < node.num_blocks:
+                node.hits -= 1
+                tip = cache.split(node, used)
+                tip.hits += 1
+            else:
+                if node.open_row >= 0:
+                    self.state.publisher.close(node.open_row)
+                tip = node
+        cache.hold(tip)
+        return tip
+
+    def _hold_windowed_source(self, match: Match, change: int) -> None:
+        """Protects (or lets go of) the windowed blocks of the block that is about to be copied."""
+        source = match.partial
+        assert source is not None
+        if source.tier != Tier.GPU:
+            return
+        for group in self.cache.windowed:
+            index = match.num_blocks - source.start
+            ids = source.ids[group][index : index + 1]
+            if change > 0:
+                self.cache.enter_window(source.root, group, ids)
+            else:
+                self.cache.leave_window(source, group, match.num_blocks, match.num_blocks, ids)
+
+    def _promote_path(self, tip: Node, handle: KVCacheHandle) -> None:
+        """Brings matched nodes of lower tiers to the GPU, top down."""
+        for node in self.cache.path_to(tip):
+            if node.tier != Tier.GPU:
+                handle.stats.cached_tokens_from_lower_tiers += node.num_blocks * self.state.block_size
+                self.cache.promote(node)
+
+    def _fill_tables(self, row: int, tip: Node, plan: Plan) -> None:
+        state, rows, cache = self.state, self.rows, self.cache
+        hit_blocks, num_blocks = plan.match.num_blocks, plan.num_blocks
+        rows.num_blocks[row] = num_blocks
+        if hit_blocks:
+            path = cache.path_to(tip)
+            for group in range(state.growing):
+                rows.tables[group][row, :hit_blocks] = cache.path_ids(path, hit_blocks, group)
+        new = num_blocks - hit_blocks
+        for group in range(state.growing):
+            if new:
+                ids = state.gpu_pools[state.groups[group].pool].take(new)
+                rows.tables[group][row, hit_blocks:num_blocks] = ids
+        state.counters.blocks_allocated += new * state.growing
+        for group in cache.windowed:
+            self._enter_windows(row, tip, group, hit_blocks, plan.num_hit_tokens)
+        if plan.num_cross_blocks:
+            rows.num_cross_blocks[row] = plan.num_cross_blocks
+            for spec in state.groups[state.growing :]:
+                ids = state.gpu_pools[spec.pool].take(plan.num_cross_blocks)
+                rows.tables[spec.index][row, : plan.num_cross_blocks] = ids
+
+    def _enter_windows(self, row: int, tip: Node, group: int, hit_blocks: int, hit_tokens: int) -> None:
+        """Reads the published blocks that the window covers; those before it are shown as dropped."""
+        spec, size = self.state.groups[group], self.state.block_size
+        table = self.rows.tables[group]
+        start = window_start(spec, hit_tokens, size)
+        sinks = sink_blocks(spec, size)
+        self.rows.window_start[group, row] = start
+        self.cache.enter_window(tip.root, group, table[row, : min(sinks, hit_blocks)])
+        self.cache.enter_window(tip.root, group, table[row, start:hit_blocks])
+
+    def _copy_partial(self, row: int, match: Match) -> None:
+        source = match.partial
+        assert source is not None
+        self.cache.sync(source)
+        for group in range(self.state.growing):
+            src = source.ids[group][match.num_blocks - source.start : match.num_blocks - source.start + 1].copy()
+            dst = self.rows.tables[group][row, match.num_blocks : match.num_blocks + 1].copy()
+            if src[0] >= 0:
+                op = CopyOp(CopyKind.PARTIAL_REUSE, group, source.tier, Tier.GPU, src, dst, match.num_partial)
+                self.state.copies.append(op)
+
+    def _count_request(self, handle: KVCacheHandle, tokens: Int32Array, match: Match, plan: Plan) -> None:
+        counters, size = self.state.counters, self.state.block_size
+        counters.prompt_tokens += len(tokens)
+        counters.prompt_blocks += len(tokens) // size
+        lower = handle.stats.cached_tokens_from_lower_tiers
+        counters.hit_tokens[Tier.HOST] += lower
+        counters.hit_blocks[Tier.HOST] += lower // size
+        counters.hit_tokens[Tier.GPU] += plan.num_hit_tokens - lower
+        counters.hit_blocks[Tier.GPU] += match.num_blocks - lower // size
+        counters.partial_hit_tokens += match.num_partial
+        handle.num_prompt_tokens = handle.stats.prompt_tokens = len(tokens)
+        handle.num_cached_tokens = handle.stats.cached_tokens = plan.num_hit_tokens
+        handle.stats.partial_tokens = match.num_partial
+        if plan.last_logits is not None:
+            handle.last_logits = plan.last_logits
+            counters.full_hits_with_logits += 1
+
+    # --- fork --------------------------------------------------------------------------------------------------------
+
+    def fork(self, parent: KVCacheHandle, request_ids: Sequence[Hashable]) -> list[KVCacheHandle]:
+        """Children that share every block of the parent; whoever writes into a shared block gets a copy first."""
+        source = self.state.row_of(parent)
+        if self.rows.is_open[source]:
+            self.state.publisher.close(source)
+        if parent.family is None:
+            parent.family = {source}
+        children = []
+        for request_id in request_ids:
+            child = KVCacheHandle(self.rows, request_id, parent.scope)
+            for name in ("retention", "ttl", "session", "publishes", "encoder_tokens", "num_prompt_tokens", "family"):
+                setattr(child, name, getattr(parent, name))
+            child.num_cached_tokens = child.stats.cached_tokens = parent.num_written
+            child.first_serial = parent.first_serial
+            self._share_row(source, child)
+            self.state.requests[request_id] = child
+            children.append(child)
+        self.state.counters.forks += len(children)
+        return children
+
+    def _share_row(self, source: int, child: KVCacheHandle) -> None:
+        rows, cache = self.rows, self.cache
+        num_blocks, cross = int(rows.num_blocks[source]), int(rows.num_cross_blocks[source])
+        row = child.row = rows.new_row(child, max(num_blocks, cross))
+        for name in ("reserved", "written", "committed", "num_blocks", "num_cross_blocks"):
+            array = getattr(rows, name)
+            array[row] = array[source]
+        rows.window_start[:, row] = rows.window_start[:, source]
+        rows.share_token_ids(source, row)
+        tip = rows.tips[row] = rows.tips[source]
+        assert tip is not None and child.family is not None
+        cache.hold(tip)
+        for group, spec in enumerate(self.state.groups):
+            table = rows.tables[group]
+            used = num_blocks if group < self.state.growing else cross
+            table[row, :used] = table[source, :used]
+            private = table[row, tip.end : used] if group < self.state.growing else table[row, :used]
+            pool = self.state.gpu_pools[spec.pool]
+            pool.acquire(private[private >= 0])
+            if group in cache.windowed:
+                sinks = sink_blocks(spec, self.state.block_size)
+                cache.enter_window(tip.root, group, table[row, : min(sinks, tip.end)])
+                cache.enter_window(tip.root, group, table[row, int(rows.window_start[group, row]) : tip.end])
+        child.family.add(row)
+        rows.set_shared(source, True)
+        rows.set_shared(row, True)
+
+    # --- rewind ------------------------------------------------------------------------------------------------------
+
+    def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
+        """Forgets the last `num_tokens` reserved tokens and gives back the blocks behind them."""
+        rows, size = self.rows, self.state.block_size
+        row = self.state.row_of(handle)
+        length = int(rows.reserved[row]) - num_tokens
+        tip = rows.tips[row]
+        assert tip is not None
+        self.cache.sync(tip)
+        self._check_windows(handle, row, min(length, int(rows.committed[row])))
+        if length < tip.end * size:
+            self._leave_published(handle, row, length)
+        self._drop_private(row, -(-length // size))
+        rows.reserved[row] = length
+        rows.written[row] = min(int(rows.written[row]), length)
+        if int(rows.committed[row]) > length:
+            rows.committed[row] = length
+            rows.forget_token_ids(row, length)
+            self._reopen_windows(row, length)
+        if handle.publishes and int(rows.known[row]) > int(rows.committed[row]):
+            self.admissions.track(row)
+        else:
+            self.admissions.untrack(row)
+        self.state.counters.rewinds += 1
+
+    def _check_windows(self, handle: KVCacheHandle, row: int, committed: int) -> None:
+        size = self.state.block_size
+        for group in self.cache.windowed:
+            start = window_start(self.state.groups[group], committed, size)
+            needed = self.rows.tables[group][row, start : int(self.rows.window_start[group, row])]
+            if len(needed) and int(needed.min()) < 0:
+                raise SequenceStateError(
+                    f"request {handle.request_id!r} cannot be rewound to {committed} committed tokens: "
+                    f"layer group {group} has already dropped blocks that its window would cover again"
+                )
+
+    def _reopen_windows(self, row: int, committed: int) -> None:
+        """After a rewind the windows reach further back: read the blocks that they cover again."""
+        tip = self.rows.tips[row]
+        assert tip is not None
+        for group in self.cache.windowed:
+            start = window_start(self.state.groups[group], committed, self.state.block_size)
+            again = self.rows.tables[group][row, start : min(int(self.rows.window_start[group, row]), tip.end)]
+            self.cache.enter_window(tip.root, group, again)
+            self.rows.window_start[group, row] = start
+
+    def _leave_published(self, handle: KVCacheHandle, row: int, length: int) -> None:
+        """Moves the tip up to the last full block before `length`; a block cut in two is copied."""
+        rows, cache, size = self.rows, self.cache, self.state.block_size
+        blocks, extra = divmod(length, size)
+        if extra:
+            self.state.require(list(self.state.per_position), handle.scope.tenant, f"rewinding {handle.request_id!r}")
+        if rows.is_open[row]:
+            self.state.publisher.close(row)
+        old = new = rows.tips[row]
+        assert old is not None and new is not None
+        end = old.end
+        while new is not new.root and new.start >= blocks:
+            new = new.parent
+        if new.end > blocks:
+            new = cache.split(new, blocks - new.start)
+        cache.hold(new)
+        for group in range(self.state.growing):
+            table = rows.tables[group]
+            if group in cache.windowed:
+                start = max(blocks, int(rows.window_start[group, row]))
+                cache.leave_window(old, group, start, end - 1, table[row, start:end])
+            if extra:
+                dst = self.state.gpu_pools[self.state.groups[group].pool].take(1)
+                src = table[row, blocks : blocks + 1].copy()
+                self.state.copies.append(
+                    CopyOp(CopyKind.COPY_ON_WRITE, group, Tier.GPU, Tier.GPU, src, dst.copy(), extra)
+                )
+                table[row, blocks] = dst[0]
+            table[row, blocks + bool(extra) : end] = -1
+        rows.tips[row] = new
+        cache.release(old)
+
+    def _drop_private(self, row: int, num_blocks: int) -> None:
+        """Gives back the blocks from `num_blocks` on, all of them private by now."""
+        rows = self.rows
+        used = int(rows.num_blocks[row])
+        if num_blocks >= used:
+            return
+        for group in range(self.state.growing):
+            table = rows.tables[group]
+            ids = table[row, num_blocks:used]
+            self.state.gpu_pools[self.state.groups[group].pool].release(ids[ids >= 0])
+            table[row, num_blocks:used] = -1
+        rows.num_blocks[row] = num_blocks
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def free(self, handle: KVCacheHandle, keep: bool) -> None:
+        """Ends a sequence; what it published stays cached unless `keep` is False."""
+        row = self.state.any_row_of(handle)
+        tip = self.rows.tips[row]
+        assert tip is not None
+        if handle.swapped is not None:
+            self.free_swapped(handle)
+        else:
+            self.release_gpu(handle, row)
+            if not keep:
+                self._drop_own(tip, handle.first_serial)
+        self._end(handle, row, tip)
+        self.rows.drop_row(row)
+
+    def _end(self, handle: KVCacheHandle, row: int, tip: Node) -> None:
+        self.admissions.untrack(row)
+        if handle.family is not None:
+            handle.family.discard(row)
+        del self.state.requests[handle.request_id]
+        handle.row = -1
+        if tip.root.quota is not None:
+            self.cache.enforce_quota(tip.root)
+
+    def free_swapped(self, handle: KVCacheHandle) -> None:
+        """Gives back the host blocks of a swapped-out sequence."""
+        assert handle.swapped is not None
+        for group, ids in enumerate(handle.swapped.ids):
+            self.cache.pool(group, Tier.HOST).release(ids[ids >= 0])
+        handle.swapped = None
+        tip = self.rows.tips[handle.row]
+        assert tip is not None
+        self.cache.release(tip)
+
+    def release_gpu(self, handle: KVCacheHandle, row: int) -> None:
+        """Lets go of every GPU block of a row: published ones stay in the tree, private ones become free."""
+        rows, cache = self.rows, self.cache
+        if rows.is_open[row]:
+            self.state.publisher.close(row)
+        tip = rows.tips[row]
+        assert tip is not None
+        used, cross, published = int(rows.num_blocks[row]), int(rows.num_cross_blocks[row]), tip.end
+        for group, spec in enumerate(self.state.groups):
+            table = rows.tables[group]
+            private = table[row, published:used] if group < self.state.growing else table[row, :cross]
+            if len(private):
+                self.state.gpu_pools[spec.pool].release(private[private >= 0])
+        for group in cache.windowed:
+            table = rows.tables[group]
+            start = int(rows.window_start[group, row])
+            sinks = min(sink_blocks(self.state.groups[group], self.state.block_size), published)
+            if sinks:
+                cache.leave_window(tip, group, 0, sinks - 1, table[row, :sinks])
+            if start < published:
+                cache.leave_window(tip, group, start, published - 1, table[row, start:published])
+        if handle.retention is not None and tip is not tip.root:
+            self._apply_retention(handle.retention, tip, handle.num_prompt_tokens)
+        cache.release(tip)
+
+    def _apply_retention(self, retention: Retention, tip: Node, num_prompt_tokens: int) -> None:
+        """Cuts the path where priorities change and sets them."""
+        cache, size = self.cache, self.state.block_size
+        for cut in retention.cuts(num_prompt_tokens, size):
+            for node in cache.path_to(tip):
+                if node.start < cut < node.end:
+                    cache.split(node, cut - node.start)
+        for node in cache.path_to(tip):
+            priority, duration = retention.priority_at(node.start * size, num_prompt_tokens)
+            if priority is not None:
+                cache.set_priority(node, priority, NEVER if duration is None else cache.now + duration)
+
+    def _drop_own(self, tip: Node, first_serial: int) -> None:
+        """Drops what a request added to the cache and nobody else uses."""
+        node = tip
+        while self.cache.is_candidate(node) and node.created > first_serial:
+            parent = node.parent
+            self.cache.drop_tail(node, node.num_blocks, EvictionReason.EXPLICIT)
+            node = parent
+
+    def free_batch(self, handles: Sequence[KVCacheHandle], keep: bool) -> None:
+        """Ends many sequences; checked as a whole first."""
+        seen = set()
+        for handle in handles:
+            row = self.state.any_row_of(handle)
+            if row in seen:
+                raise SequenceStateError(f"request {handle.request_id!r} stands twice in the batch to free")
+            seen.add(row)
+        simple = keep and len(self.state.groups) == 1 and not self.cache.windowed and self.state.growing == 1
+        plain = [h for h in handles if simple and h.swapped is None and h.retention is None and h.family is None]
+        if len(plain) > 1:
+            self._free_plain([h.row for h in plain], plain)
+        for handle in handles:
+            if handle.row >= 0:
+                self.free(handle, keep)
+
+    def _free_plain(self, row_list: list[int], handles: list[KVCacheHandle]) -> None:
+        """`free` for sequences of one full-attention group without forks, private blocks given back in one go."""
+        rows, cache = self.rows, self.cache
+        close, release = self.state.publisher.close, cache.release
+        is_open = rows.is_open
+        tips = rows.tips
+        index = np.array(row_list)
+        used = rows.num_blocks[index]
+        published = np.empty(len(row_list), np.int64)
+        for i, row in enumerate(row_list):
+            if is_open[row]:
+                close(row)
+            tip = tips[row]
+            assert tip is not None
+            published[i] = tip.start + tip.num_blocks
+        counts = used - published
+        total = int(counts.sum())
+        if total:
+            owner = np.repeat(index, counts)
+            ends = np.cumsum(counts)
+            column = np.arange(total) - np.repeat(ends - counts - published, counts)
+            self.state.gpu_pools[0].release(rows.tables[0][owner, column])
+        for row, handle in zip(row_list, handles, strict=True):
+            tip = tips[row]
+            assert tip is not None
+            release(tip)
+            self._end(handle, row, tip)
+        rows.drop_rows(index)

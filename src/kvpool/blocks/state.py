@@ -1,0 +1,128 @@
+"""Everything the control plane knows, in one place, and the few helpers that all operations share."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from enum import Enum
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvpool.blocks.copies import CopyOp
+from kvpool.blocks.eviction import EvictionPolicy
+from kvpool.blocks.handle import KVCacheHandle
+from kvpool.blocks.pool import BlockPool
+from kvpool.blocks.prefix import PrefixCache
+from kvpool.blocks.publishing import Publisher
+from kvpool.blocks.rows import SequenceRows
+from kvpool.config import KVCacheConfig, Tier
+from kvpool.errors import NeverFitsError, OutOfBlocksError, SequenceStateError, UnknownRequestError
+from kvpool.stats import Counters
+
+if TYPE_CHECKING:
+    from kvpool.blocks.pins import Pin
+
+LOCAL_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
+
+
+class AllocStatus(str, Enum):
+    """Whether a request fits."""
+
+    OK = "ok"
+    LATER = "later"
+    NEVER = "never"
+
+
+class Admission(NamedTuple):
+    """The answer of `can_allocate` and its relatives. True in a condition exactly when the status is OK."""
+
+    status: AllocStatus
+    reason: str
+    blocks_needed: tuple[int, ...]  # per pool
+    blocks_available: tuple[int, ...]  # per pool, free or evictable for this request
+    num_cached_tokens: int = 0
+
+    def __bool__(self) -> bool:
+        return self.status is AllocStatus.OK
+
+
+class CacheState:
+    """Pools, rows and tree. The operations on it live beside it, one file for each part of a sequence's life."""
+
+    def __init__(
+        self, config: KVCacheConfig, new_policy: Callable[[], EvictionPolicy], clock: Callable[[], float]
+    ) -> None:
+        self.config = config
+        self.lock = threading.RLock()
+        self.block_size = config.block_size
+        self.groups = config.groups
+        self.counters = Counters()
+        self.copies: list[CopyOp] = []
+        self.requests: dict[Hashable, KVCacheHandle] = {}
+        self.pins: dict[int, Pin] = {}
+        columns = 128 if config.max_seq_len is None else -(-config.max_seq_len // config.block_size)
+        self.rows = SequenceRows(self.groups, config.block_size, num_columns=max(columns, 1))
+        self.pools: list[list[BlockPool]] = [
+            [BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in LOCAL_TIERS] for spec in config.pools
+        ]
+        self.cache = PrefixCache(
+            config.block_size, self.groups, self.pools, self.rows, new_policy, self.counters, clock
+        )
+        self.cache.start(self.copies, config.offload_on_evict)
+        self.publisher = Publisher(self.cache, self.rows)
+        # How many blocks one more position costs in each pool, counting every group that grows with the sequence.
+        self.growing = self.cache.num_cached_groups
+        self.per_position = [0] * len(self.pools)
+        for group in self.groups[: self.growing]:
+            self.per_position[group.pool] += 1
+        self.gpu_pools = [tiers[Tier.GPU] for tiers in self.pools]
+
+    def row_of(self, handle: KVCacheHandle) -> int:
+        """The row of a live handle of this manager that is on the GPU."""
+        row = self.any_row_of(handle)
+        if handle.swapped is not None:
+            raise SequenceStateError(f"request {handle.request_id!r} is swapped out; call swap_in first")
+        return row
+
+    def any_row_of(self, handle: KVCacheHandle) -> int:
+        """The row of a live handle of this manager, swapped out or not."""
+        if not isinstance(handle, KVCacheHandle):
+            raise UnknownRequestError(f"expected a KVCacheHandle from allocate() or fork(), got {handle!r}")
+        row = handle.row
+        if row < 0:
+            raise UnknownRequestError(f"request {handle.request_id!r} was freed; its handle cannot be used any more")
+        if handle._rows is not self.rows:
+            raise UnknownRequestError(f"the handle of request {handle.request_id!r} belongs to another manager")
+        return row
+
+    def supply(self, tenant: str) -> list[int]:
+        """Blocks per GPU pool that are free or that a request of `tenant` may have evicted."""
+        return [pool.num_free + self.cache.evictable(pool, tenant) for pool in self.gpu_pools]
+
+    def require(self, needs: list[int], tenant: str, what: str, extra: list[int] | None = None) -> None:
+        """Raises, before anything changes, if the GPU pools cannot serve `needs`; then evicts to make room.
+
+        `extra` blocks per pool are about to be freed by the same operation and count as supply.
+        """
+        for index, pool in enumerate(self.gpu_pools):
+            need = needs[index]
+            if need <= pool.num_free:
+                continue
+            available = pool.num_free + self.cache.evictable(pool, tenant) + (extra[index] if extra else 0)
+            if need > available:
+                raise self.shortage(pool, need, available, what)
+        for index, pool in enumerate(self.gpu_pools):
+            need = needs[index] - (extra[index] if extra else 0)
+            if need > pool.num_free:
+                self.cache.make_room(pool, need, tenant)
+
+    def shortage(self, pool: BlockPool, need: int, available: int, what: str) -> OutOfBlocksError:
+        """The error for a pool that cannot serve `need` blocks."""
+        if need > pool.num_blocks:
+            return NeverFitsError(
+                f"{what} needs {need} blocks of pool {pool.index} on {pool.tier.name}, which has {pool.num_blocks} in all "
+                f"({pool.num_blocks * self.block_size} tokens); use a larger pool or a shorter sequence"
+            )
+        return OutOfBlocksError(
+            f"{what} needs {need} blocks of pool {pool.index} on {pool.tier.name}; {available} of {pool.num_blocks} are free "
+            f"or evictable ({pool.num_referenced} are in use, {pool.num_pinned} pinned); free or swap out requests and try again"
+        )

@@ -1,0 +1,347 @@
+"""One step of a whole batch: places for new tokens, and tokens that became final.
+
+These are the hot paths. They touch every sequence with array operations only; Python loops run over sequences that cross
+a block boundary in a way that needs attention (a shared block to copy, a node to open, a window that moves).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvpool.blocks.admission import Admissions
+from kvpool.blocks.arrays import Int32Array, Int64Array
+from kvpool.blocks.batch import SequenceBatch
+from kvpool.blocks.copies import CopyKind, CopyOp
+from kvpool.blocks.groups import sink_blocks, window_start
+from kvpool.blocks.rows import RECENT_TOKENS
+from kvpool.blocks.state import CacheState
+from kvpool.config import Tier
+from kvpool.errors import InvalidArgumentError, SequenceStateError
+
+
+class Stepping:
+    """extend, mark_written, commit and the slot mapping, for batches."""
+
+    def __init__(self, state: CacheState, admissions: Admissions) -> None:
+        self.state = state
+        self.rows = state.rows
+        self.cache = state.cache
+        self.admissions = admissions
+
+    # --- extend ------------------------------------------------------------------------------------------------------
+
+    def extend(
+        self, batch: SequenceBatch, num_tokens: int | Int64Array, lookahead: int, out: Int32Array | None
+    ) -> Int32Array:
+        """Reserves places for more tokens of every sequence; returns their slots, [group, token]."""
+        batch.refresh()
+        state, rows, size = self.state, self.rows, self.state.block_size
+        selection = batch.selection
+        old = rows.reserved[selection]
+        if isinstance(selection, slice):
+            old = old.copy()
+        new = old + num_tokens
+        self._check_length(new, lookahead)
+        have = rows.num_blocks[selection]
+        missing = (new + (lookahead + size - 1)) // size - have
+        np.maximum(missing, 0, out=missing)
+        num_new = int(missing.sum())
+        copies = self._shared_blocks(batch) if rows.num_shared else []
+        if num_new or copies:
+            self._grow(batch, missing, num_new, copies)
+        rows.reserved[selection] = new
+        return self._slots(batch, old, new if isinstance(num_tokens, np.ndarray) or num_tokens != 1 else None, out)
+
+    def blocks_needed(self, row: int, num_tokens: int) -> tuple[int, ...]:
+        """Blocks per pool that one sequence would take for `num_tokens` more tokens."""
+        rows, size = self.rows, self.state.block_size
+        missing = max(0, -(-(int(rows.reserved[row]) + num_tokens) // size) - int(rows.num_blocks[row]))
+        needs = [missing * per for per in self.state.per_position]
+        if rows.shared[row]:
+            for group in range(self.state.growing):
+                pool = self.state.gpu_pools[self.state.groups[group].pool]
+                ids = rows.tables[group][row, int(rows.written[row]) // size : int(rows.num_blocks[row])]
+                needs[pool.index] += int((pool.refs[ids[ids >= 0]] > 1).sum())
+        return tuple(needs)
+
+    def _check_length(self, new: Int64Array, lookahead: int) -> None:
+        limit = self.state.config.max_seq_len
+        if limit is not None and len(new) and int(new.max()) + lookahead > limit:
+            raise InvalidArgumentError(
+                f"a sequence would have {int(new.max()) + lookahead} tokens, over max_seq_len={limit}; free it or raise the limit"
+            )
+
+    def _grow(self, batch: SequenceBatch, missing: Int64Array, num_new: int, copies: list[tuple[int, int, int]]) -> None:
+        """Allocates the missing blocks and copies shared ones; all or nothing."""
+        state, rows = self.state, self.rows
+        needs = [num_new * per for per in state.per_position]
+        for _, group, _ in copies:
+            needs[state.groups[group].pool] += 1
+        tenant = batch.handles[0].scope.tenant if state.cache.quotas and batch.handles else ""
+        try:
+            state.require(needs, tenant, f"extending a batch of {len(batch)} sequences")
+        except Exception:
+            state.counters.extend_failures += 1
+            raise
+        self._unshare(copies)
+        if not num_new:
+            return
+        grown = np.flatnonzero(missing)
+        target_rows = batch.rows[grown]
+        counts = missing[grown]
+        columns = rows.num_blocks[target_rows]
+        longest = int((columns + counts).max())
+        if longest > rows.tables[0].shape[1]:
+            rows.ensure_columns(longest)
+        if num_new > len(grown):
+            ends = np.cumsum(counts)
+            offsets = np.arange(num_new) - np.repeat(ends - counts, counts)
+            columns = np.repeat(columns, counts) + offsets
+            target_rows = np.repeat(target_rows, counts)
+        for group in range(state.growing):
+            ids = state.gpu_pools[state.groups[group].pool].take(num_new)
+            rows.tables[group][target_rows, columns] = ids
+        rows.num_blocks[batch.rows[grown]] += counts
+        state.counters.blocks_allocated += num_new * state.growing
+
+    def _shared_blocks(self, batch: SequenceBatch) -> list[tuple[int, int, int]]:
+        """(row, group, column) of the blocks that flagged rows are about to write and that have another reader."""
+        rows, size = self.rows, self.state.block_size
+        found: list[tuple[int, int, int]] = []
+        flagged = batch.rows[rows.shared[batch.selection]].tolist()
+        claimed: dict[tuple[int, int], int] = {}
+        for row in flagged:
+            first, last = int(rows.written[row]) // size, int(rows.num_blocks[row])
+            before = len(found)
+            for group in range(self.state.growing):
+                refs = self.state.gpu_pools[self.state.groups[group].pool].refs
+                pool = self.state.groups[group].pool
+                for column in range(first, last):
+                    block = int(rows.tables[group][row, column])
+                    if block >= 0 and refs[block] - claimed.get((pool, block), 0) > 1:
+                        claimed[pool, block] = claimed.get((pool, block), 0) + 1
+                        found.append((row, group, column))
+            if len(found) == before:
+                rows.set_shared(row, False)
+        return found
+
+    def _unshare(self, copies: list[tuple[int, int, int]]) -> None:
+        """Gives each row its own copy of a shared block that it is about to write."""
+        state, rows, size = self.state, self.rows, self.state.block_size
+        for row, group, column in copies:
+            pool = state.gpu_pools[state.groups[group].pool]
+            src = rows.tables[group][row, column : column + 1].copy()
+            dst = pool.take(1)
+            used = min(int(rows.written[row]) - column * size, size)
+            if used > 0:
+                state.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group, Tier.GPU, Tier.GPU, src, dst, used))
+                state.counters.copies_on_write += 1
+                handle = rows.handles[row]
+                assert handle is not None
+                handle.stats.copies_on_write += 1
+            pool.release(src)
+            rows.tables[group][row, column] = dst[0]
+            rows.set_shared(row, False)
+
+    def prepare_write(self, batch: SequenceBatch) -> None:
+        """Copies shared blocks that the batch's unwritten places lie in."""
+        batch.refresh()
+        if self.rows.num_shared:
+            copies = self._shared_blocks(batch)
+            if copies:
+                self._grow(batch, np.zeros(len(batch), np.int64), 0, copies)
+
+    def _slots(
+        self, batch: SequenceBatch, start: Int64Array, stop: Int64Array | None, out: Int32Array | None
+    ) -> Int32Array:
+        """Slots (block id x block size + offset) of positions start..stop of every sequence; `stop` None means one each."""
+        rows, size = self.rows, self.state.block_size
+        if stop is None:
+            positions, owners = start, batch.rows
+        else:
+            counts = stop - start
+            ends = np.cumsum(counts)
+            total = int(ends[-1]) if len(ends) else 0
+            positions = np.arange(total) - np.repeat(ends - counts - start, counts)
+            owners = np.repeat(batch.rows, counts)
+        slots = out if out is not None else np.empty((len(self.state.groups), len(positions)), np.int32)
+        if slots.shape != (len(self.state.groups), len(positions)) or slots.dtype != np.int32:
+            raise InvalidArgumentError(
+                f"out must be int32 of shape {(len(self.state.groups), len(positions))}, got {slots.dtype} {slots.shape}"
+            )
+        column = positions // size
+        offset = positions - column * size
+        for group in range(self.state.growing):
+            blocks = rows.tables[group][owners, column]
+            np.multiply(blocks, size, out=slots[group])
+            slots[group] += offset.astype(np.int32)
+            if group in self.cache.windowed:
+                hidden = (column < rows.window_start[group][owners]) & (
+                    column >= sink_blocks(self.state.groups[group], size)
+                )
+                slots[group][hidden | (blocks < 0)] = -1
+        slots[self.state.growing :] = -1
+        return slots
+
+    def slot_mapping(self, batch: SequenceBatch, start: Any, stop: Any, out: Int32Array | None) -> Int32Array:
+        """Slots of the positions start..stop of every sequence."""
+        batch.refresh()
+        rows, size = self.rows, self.state.block_size
+        first = np.broadcast_to(np.asarray(start, np.int64), (len(batch),))
+        last = np.broadcast_to(np.asarray(stop, np.int64), (len(batch),))
+        capacity = rows.num_blocks[batch.selection] * size
+        if len(batch) and (int(first.min()) < 0 or (last < first).any() or (last > capacity).any()):
+            raise InvalidArgumentError(
+                f"slots were asked for positions {first.tolist()[:8]}..{last.tolist()[:8]}, "
+                f"but the sequences have places for {capacity.tolist()[:8]} tokens; call extend first"
+            )
+        if (last > rows.written[batch.selection]).any():
+            self.prepare_write(batch)
+        return self._slots(batch, first, last, out)
+
+    # --- written and committed ---------------------------------------------------------------------------------------
+
+    def mark_written(self, batch: SequenceBatch, num_tokens: int | Int64Array) -> None:
+        """The keys and values of the next tokens are in their blocks, but the tokens are not final yet."""
+        batch.refresh()
+        rows = self.rows
+        written = rows.written[batch.selection] + num_tokens
+        if (written > rows.reserved[batch.selection]).any():
+            self._refuse_over(batch, written, "written")
+        rows.written[batch.selection] = written
+
+    def _refuse_over(self, batch: SequenceBatch, wanted: Int64Array, verb: str) -> None:
+        reserved = self.rows.reserved[batch.selection]
+        i = int((wanted > reserved).argmax())
+        raise SequenceStateError(
+            f"request {batch.handles[i].request_id!r} has places for {int(reserved[i])} tokens, "
+            f"{int(wanted[i])} cannot be {verb}; call extend first"
+        )
+
+    def commit_step(self, batch: SequenceBatch, tokens: Int32Array) -> None:
+        """One final token for every sequence of a batch that decodes."""
+        batch.refresh()
+        rows, selection = self.rows, batch.selection
+        if len(tokens) != len(batch):
+            raise InvalidArgumentError(f"got {len(tokens)} tokens for a batch of {len(batch)} sequences")
+        committed = rows.committed[selection] + 1
+        if (committed > rows.reserved[selection]).any():
+            self._refuse_over(batch, committed, "committed")
+        known = rows.known[selection]
+        if not (known + 1 == committed).all():
+            self.commit_rows(batch, tokens, np.ones(len(batch), np.int64))
+            return
+        column = known - rows.num_history[selection]
+        if int(column.max(initial=0)) >= RECENT_TOKENS:
+            for row in batch.rows[column >= RECENT_TOKENS].tolist():
+                rows.token_ids(row)
+            column = known - rows.num_history[selection]
+        rows.recent[batch.rows, column] = tokens
+        rows.known[selection] = committed
+        rows.committed[selection] = committed
+        rows.written[selection] = np.maximum(rows.written[selection], committed)
+        self._complete(batch.rows[committed % self.state.block_size == 0])
+
+    def _complete(self, rows_done: Int64Array) -> None:
+        """Publishes blocks that were just filled. Rows with an open node have nothing to do unless somebody listens."""
+        if not len(rows_done):
+            return
+        events = self.cache.events
+        if self.cache.windowed or (events is not None and events.listening):
+            attention = rows_done
+        else:
+            attention = rows_done[~self.rows.is_open[rows_done]]
+        for row in attention.tolist():
+            self.publish(row)
+
+    def publish(self, row: int) -> None:
+        self.state.publisher.publish(row)
+        if self.cache.windowed:
+            self._slide(row)
+
+    def commit_rows(self, batch: SequenceBatch, tokens: Int32Array | None, counts: Int64Array) -> None:
+        """`counts[i]` final tokens for sequence i, their ids one after the other in `tokens` (None: the known prompt's)."""
+        batch.refresh()
+        rows = self.rows
+        committed = rows.committed[batch.selection] + counts
+        if (committed > rows.reserved[batch.selection]).any():
+            self._refuse_over(batch, committed, "committed")
+        if tokens is not None and len(tokens) != int(counts.sum()):
+            raise InvalidArgumentError(f"got {len(tokens)} tokens, the counts add up to {int(counts.sum())}")
+        pieces = self._pieces(batch, tokens, counts)
+        for row, count, ids in pieces:
+            if ids is not None and len(ids):
+                rows.append_token_ids(row, ids)
+            end = int(rows.committed[row]) + count
+            rows.committed[row] = end
+            rows.written[row] = max(int(rows.written[row]), end)
+            handle = rows.handles[row]
+            assert handle is not None
+            if end > int(rows.known[row]) and handle.publishes:
+                self._stop_publishing(row)
+            if end // self.state.block_size > (end - count) // self.state.block_size:
+                self.publish(row)
+            if handle.publishes:
+                self.admissions.track(row)
+
+    def _stop_publishing(self, row: int) -> None:
+        """Tokens without ids were committed: what follows them cannot be found by content."""
+        handle = self.rows.handles[row]
+        assert handle is not None
+        if self.rows.is_open[row]:
+            self.state.publisher.close(row)
+        handle.publishes = False
+        self.admissions.untrack(row)
+
+    def _pieces(
+        self, batch: SequenceBatch, tokens: Int32Array | None, counts: Int64Array
+    ) -> list[tuple[int, int, Int32Array | None]]:
+        """Splits the ids by sequence and checks them against those known already. Returns (row, count, new ids)."""
+        rows = self.rows
+        pieces: list[tuple[int, int, Int32Array | None]] = []
+        offset = 0
+        for row, count in zip(batch.rows.tolist(), counts.tolist(), strict=True):
+            ids = None
+            if tokens is not None:
+                given = tokens[offset : offset + count]
+                offset += count
+                committed, known = int(rows.committed[row]), int(rows.known[row])
+                if committed > known:
+                    raise SequenceStateError(
+                        f"request {rows.handles[row].request_id!r} committed {committed - known} tokens without ids; "  # type: ignore[union-attr]
+                        f"later ids cannot be placed: pass a count to commit"
+                    )
+                overlap = min(known - committed, count)
+                expected = rows.token_ids(row)[committed : committed + overlap]
+                if overlap and not np.array_equal(given[:overlap], expected):
+                    at = int((given[:overlap] != expected).argmax())
+                    raise InvalidArgumentError(
+                        f"request {rows.handles[row].request_id!r}: token {committed + at} was announced as "  # type: ignore[union-attr]
+                        f"{int(expected[at])} and is committed as {int(given[at])}; rewind before changing it"
+                    )
+                ids = given[overlap:]
+            pieces.append((row, count, ids))
+        return pieces
+
+    def _slide(self, row: int) -> None:
+        """Lets go of blocks that left the windows of a row."""
+        state, rows, size = self.state, self.rows, self.state.block_size
+        tip = rows.tips[row]
+        assert tip is not None
+        self.cache.sync(tip)
+        for group in self.cache.windowed:
+            old = int(rows.window_start[group, row])
+            new = window_start(state.groups[group], int(rows.committed[row]), size)
+            if new <= old:
+                continue
+            table = rows.tables[group]
+            published = min(new, max(old, tip.end))
+            if published > old:
+                self.cache.leave_window(tip, group, old, published - 1, table[row, old:published])
+            if new > published:
+                ids = table[row, published:new]
+                state.gpu_pools[state.groups[group].pool].release(ids[ids >= 0])
+                table[row, published:new] = -1
+            rows.window_start[group, row] = new

@@ -1,0 +1,282 @@
+"""Whole requests move between the GPU and the host: data, table and references together, shared blocks once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpool.blocks.arrays import Int32Array
+from kvpool.blocks.copies import CopyKind, CopyOp
+from kvpool.blocks.handle import KVCacheHandle
+from kvpool.blocks.node import Node
+from kvpool.blocks.sequences import Sequences
+from kvpool.blocks.state import Admission, AllocStatus, CacheState
+from kvpool.blocks.tree import Match
+from kvpool.config import Tier
+from kvpool.errors import InvalidArgumentError, SequenceStateError
+
+
+@dataclass(slots=True)
+class SwappedBlocks:
+    """Where a swapped-out sequence keeps its data: host block ids per group and column, -1 where there is none."""
+
+    ids: list[Int32Array]
+
+
+class Swapping:
+    """swap_out and swap_in of any number of requests at once; forks swapped together stay shared.
+
+    A swapped-out request owns host copies of everything it needs. What it published stays in the prefix cache as long as
+    it lasts, and is reused instead of copied back if it is still there at swap-in.
+    """
+
+    def __init__(self, state: CacheState, sequences: Sequences) -> None:
+        self.state = state
+        self.rows = state.rows
+        self.cache = state.cache
+        self.sequences = sequences
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def can_swap_out(self, handles: Sequence[KVCacheHandle]) -> Admission:
+        """OK, LATER (the host is full) or NEVER (it could not hold them even if empty)."""
+        held = self._held([self.state.row_of(handle) for handle in handles])
+        needs = self._needs(held)
+        supply = []
+        status, reason = AllocStatus.OK, "fits"
+        for index, tiers in enumerate(self.state.pools):
+            host = tiers[Tier.HOST]
+            have = host.num_free + self.cache.evictable(host, "")
+            supply.append(have)
+            if needs[index] > host.num_blocks:
+                status = AllocStatus.NEVER
+                reason = f"needs {needs[index]} host blocks of pool {index}, which has {host.num_blocks}"
+            elif needs[index] > have and status is AllocStatus.OK:
+                status = AllocStatus.LATER
+                reason = f"needs {needs[index]} host blocks of pool {index}, {have} are free or evictable"
+        return Admission(status, reason, tuple(needs), tuple(supply))
+
+    def _held(self, row_list: list[int]) -> list[list[Int32Array]]:
+        """Per group and row: the block ids that carry data, -1 elsewhere."""
+        rows, size = self.rows, self.state.block_size
+        held: list[list[Int32Array]] = []
+        for group in range(len(self.state.groups)):
+            of_group = []
+            for row in row_list:
+                ids = rows.visible_blocks(group, row).copy()
+                if group < self.state.growing:
+                    ids[-(-int(rows.written[row]) // size) :] = -1
+                of_group.append(ids)
+            held.append(of_group)
+        return held
+
+    def _needs(self, held: list[list[Int32Array]]) -> list[int]:
+        needs = [0] * len(self.state.pools)
+        for group, of_group in enumerate(held):
+            needs[self.state.groups[group].pool] += len(_distinct(of_group))
+        return needs
+
+    def swap_out(self, handles: Sequence[KVCacheHandle]) -> int:
+        """Moves requests to the host; returns how many blocks are copied."""
+        state = self.state
+        _no_repeats(handles)
+        row_list = [state.row_of(handle) for handle in handles]
+        held = self._held(row_list)
+        for index, need in enumerate(self._needs(held)):
+            host = state.pools[index][Tier.HOST]
+            have = host.num_free + self.cache.evictable(host, "")
+            if need > have:
+                raise state.shortage(host, need, have, f"swapping out {len(handles)} requests")
+        for index, need in enumerate(self._needs(held)):
+            self.cache.make_room(state.pools[index][Tier.HOST], need, "")
+        swapped = [SwappedBlocks([]) for _ in handles]
+        moved = 0
+        for group, of_group in enumerate(held):
+            src = _distinct(of_group)
+            dst, images = self._copy_ids(group, of_group, src, Tier.HOST)
+            moved += len(src)
+            if len(src):
+                state.copies.append(CopyOp(CopyKind.SWAP_OUT, group, Tier.GPU, Tier.HOST, src, dst))
+            for blocks, image in zip(swapped, images, strict=True):
+                blocks.ids.append(image)
+        for handle, row, blocks in zip(handles, row_list, swapped, strict=True):
+            self._leave_gpu(handle, row, blocks)
+        state.counters.swaps_out += len(handles)
+        state.counters.swapped_blocks += moved
+        return moved
+
+    def _leave_gpu(self, handle: KVCacheHandle, row: int, blocks: SwappedBlocks) -> None:
+        rows = self.rows
+        root = self.cache.root_for(handle.scope)
+        self.cache.hold(root)
+        self.sequences.admissions.untrack(row)
+        self.sequences.release_gpu(handle, row)
+        for table in rows.tables:
+            table[row, :] = -1
+        rows.tips[row] = root
+        rows.set_shared(row, False)
+        rows.epoch += 1
+        handle.swapped = blocks
+        handle.stats.swaps += 1
+
+    def _copy_ids(
+        self, group: int, of_group: list[Int32Array], src: Int32Array, tier: Tier
+    ) -> tuple[Int32Array, list[Int32Array]]:
+        """New blocks on `tier` for the distinct ids `src`, and each row's ids translated to them."""
+        pool = self.cache.pool(group, tier)
+        dst = pool.take(len(src))
+        images = []
+        for ids in of_group:
+            image = np.full(len(ids), -1, np.int32)
+            present = ids >= 0
+            image[present] = dst[np.searchsorted(src, ids[present])]
+            images.append(image)
+        holders = np.concatenate([i[i >= 0] for i in images]) if images else dst
+        pool.refs[dst] = 0
+        np.add.at(pool.refs, holders, 1)
+        return dst, images
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def can_swap_in(self, handles: Sequence[KVCacheHandle]) -> Admission:
+        """OK, LATER or NEVER, with the watermark kept free."""
+        _no_repeats(handles)
+        matches = [self._resident(handle, self._swapped_row(handle)) for handle in handles]
+        needs = self._gpu_needs(handles, matches)
+        supply = self._gpu_supply(handles, matches)
+        for index, pool in enumerate(self.state.gpu_pools):
+            mark = self.state.config.watermark_blocks(index)
+            if needs[index] > pool.num_blocks - mark:
+                reason = f"needs {needs[index]} blocks of pool {index}, which has {pool.num_blocks} ({mark} as watermark)"
+                return Admission(AllocStatus.NEVER, reason, tuple(needs), tuple(supply))
+            if needs[index] and needs[index] > supply[index] - mark:
+                reason = f"needs {needs[index]} blocks of pool {index}, {supply[index]} are free or evictable"
+                return Admission(AllocStatus.LATER, reason, tuple(needs), tuple(supply))
+        return Admission(AllocStatus.OK, "fits", tuple(needs), tuple(supply))
+
+    def _swapped_row(self, handle: KVCacheHandle) -> int:
+        row = self.state.any_row_of(handle)
+        if handle.swapped is None:
+            raise SequenceStateError(f"request {handle.request_id!r} is not swapped out")
+        return row
+
+    def _resident(self, handle: KVCacheHandle, row: int) -> Match:
+        """Full blocks of a swapped request that the GPU still has in the prefix cache."""
+        rows, size = self.rows, self.state.block_size
+        if not handle.publishes or self.cache.windowed:
+            return Match(None, [], 0)
+        final = min(int(rows.committed[row]), int(rows.known[row])) // size * size
+        return self.cache.match(handle.scope, rows.token_ids(row)[:final], partial=False, only_tier=Tier.GPU)
+
+    def _missing(
+        self, handles: Sequence[KVCacheHandle], num_resident: list[int]
+    ) -> tuple[list[list[Int32Array]], list[int]]:
+        """Host ids to bring back per group and row (-1: not needed), and columns per row that were never written."""
+        wanted: list[list[Int32Array]] = []
+        for group in range(len(self.state.groups)):
+            of_group = []
+            for handle, resident in zip(handles, num_resident, strict=True):
+                assert handle.swapped is not None
+                ids = handle.swapped.ids[group].copy()
+                if group < self.state.growing:
+                    ids[:resident] = -1
+                of_group.append(ids)
+            wanted.append(of_group)
+        size = self.state.block_size
+        fresh = [int(self.rows.num_blocks[h.row]) - -(-int(self.rows.written[h.row]) // size) for h in handles]
+        return wanted, fresh
+
+    def _gpu_needs(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> list[int]:
+        wanted, fresh = self._missing(handles, [m.num_blocks for m in matches])
+        needs = self._needs(wanted)
+        for index, per_position in enumerate(self.state.per_position):
+            needs[index] += sum(fresh) * per_position
+        return needs
+
+    def _gpu_supply(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> list[int]:
+        tenant = handles[0].scope.tenant if handles else ""
+        supply = self.state.supply(tenant)
+        used: dict[Node, int] = {}
+        for match in matches:
+            for node in match.path:
+                if not node.active and not node.pins:
+                    used[node] = max(used.get(node, 0), min(node.end, match.num_blocks) - node.start)
+        for pool, per_position in self.cache.full_per_pool:
+            supply[pool] -= sum(used.values()) * per_position
+        return supply
+
+    def swap_in(self, handles: Sequence[KVCacheHandle]) -> int:
+        """Brings requests back; returns how many blocks are copied."""
+        state = self.state
+        _no_repeats(handles)
+        row_list = [self._swapped_row(handle) for handle in handles]
+        matches = [self._resident(handle, row) for handle, row in zip(handles, row_list, strict=True)]
+        needs, supply = self._gpu_needs(handles, matches), self._gpu_supply(handles, matches)
+        for pool, need, have in zip(state.gpu_pools, needs, supply, strict=True):
+            if need > have:
+                raise state.shortage(pool, need, have, f"swapping in {len(handles)} requests")
+        for handle, row in zip(handles, row_list, strict=True):
+            self._hold_resident(handle, row)
+        tenant = handles[0].scope.tenant if handles else ""
+        for pool, need in zip(state.gpu_pools, needs, strict=True):
+            self.cache.make_room(pool, need, tenant)
+        wanted, fresh = self._missing(handles, [m.num_blocks for m in matches])
+        moved = 0
+        for group, of_group in enumerate(wanted):
+            src = _distinct(of_group)
+            dst, images = self._copy_ids(group, of_group, src, Tier.GPU)
+            moved += len(src)
+            if len(src):
+                state.copies.append(CopyOp(CopyKind.SWAP_IN, group, Tier.HOST, Tier.GPU, src, dst))
+            for row, image, num_fresh in zip(row_list, images, fresh, strict=True):
+                self._restore_table(group, row, image, num_fresh)
+        for handle, row in zip(handles, row_list, strict=True):
+            self._return_to_gpu(handle, row)
+        state.counters.swaps_in += len(handles)
+        state.counters.swapped_blocks += moved
+        return moved
+
+    def _hold_resident(self, handle: KVCacheHandle, row: int) -> None:
+        """Replaces the hold on the root by one on what is still cached, and shows it in the tables."""
+        root = self.rows.tips[row]
+        assert root is not None
+        match = self._resident(handle, row)
+        tip = self.sequences.enter(match, handle.scope)
+        self.rows.tips[row] = tip
+        self.cache.release(root)
+        for group in self.cache.full:
+            ids = self.cache.path_ids(self.cache.path_to(tip), match.num_blocks, group)
+            self.rows.tables[group][row, : match.num_blocks] = ids
+
+    def _restore_table(self, group: int, row: int, image: Int32Array, num_fresh: int) -> None:
+        table = self.rows.tables[group]
+        back = image >= 0
+        table[row, : len(image)][back] = image[back]
+        if group < self.state.growing and num_fresh:
+            used = int(self.rows.num_blocks[row])
+            table[row, used - num_fresh : used] = self.cache.pool(group, Tier.GPU).take(num_fresh)
+
+    def _return_to_gpu(self, handle: KVCacheHandle, row: int) -> None:
+        assert handle.swapped is not None
+        for group, ids in enumerate(handle.swapped.ids):
+            self.cache.pool(group, Tier.HOST).release(ids[ids >= 0])
+        handle.swapped = None
+        self.rows.epoch += 1
+        if handle.family is not None:
+            self.rows.set_shared(row, True)
+        self.state.publisher.publish(row)
+        if handle.publishes:
+            self.sequences.admissions.track(row)
+
+
+def _distinct(of_group: list[Int32Array]) -> Int32Array:
+    """The different block ids among several rows, ascending, without -1."""
+    ids = np.unique(np.concatenate(of_group)) if of_group else np.empty(0, np.int32)
+    return ids[ids >= 0]
+
+
+def _no_repeats(handles: Sequence[KVCacheHandle]) -> None:
+    if len({id(handle) for handle in handles}) != len(handles):
+        raise InvalidArgumentError("the same request stands twice in the list to swap")

@@ -1,0 +1,46 @@
+"""Every error that kvpool raises on purpose. All derive from `KVPoolError`; each says which value was wrong and what would help."""
+
+from __future__ import annotations
+
+
+class KVPoolError(Exception):
+    """Base class: `except KVPoolError` catches everything kvpool raises on purpose."""
+
+
+class ConfigError(KVPoolError, ValueError):
+    """A configuration contradicts itself or holds a value that cannot work."""
+
+
+class InvalidArgumentError(KVPoolError, ValueError):
+    """An argument has the wrong type, shape or range. Nothing was changed."""
+
+
+class UnknownRequestError(KVPoolError, KeyError):
+    """No live request has this id, or the handle was freed, or it belongs to another manager."""
+
+    def __str__(self) -> str:  # KeyError would print the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class DuplicateRequestError(KVPoolError, ValueError):
+    """A request with this id is already live."""
+
+
+class OutOfBlocksError(KVPoolError):
+    """The pool cannot serve the operation now. Nothing was changed; try again after other requests are freed."""
+
+
+class NeverFitsError(OutOfBlocksError):
+    """The pool could not serve the operation even if it were empty."""
+
+
+class SequenceStateError(KVPoolError):
+    """The operation does not fit the state of the sequence (swapped out, shorter than asked, past its window...)."""
+
+
+class PinBudgetError(KVPoolError):
+    """Pinning would exceed `max_pinned_tokens`."""
+
+
+class InvariantError(KVPoolError, AssertionError):
+    """`check()` found a broken invariant. This is a bug in kvpool; please report it with the message."""

@@ -1,0 +1,90 @@
+"""The manager's lock, and what happens when it is given back: pressure is measured, callbacks run outside.
+
+Locking rule: one re-entrant lock per manager. Every public method holds it from its first look at the state to its last
+change, so each call is atomic and callers need no lock of their own. Callbacks run after the lock was released, in the
+thread whose call caused them; they may call the manager, and their exceptions are logged and contained.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvpool.blocks.state import CacheState
+from kvpool.stats import MemoryPressure
+
+log = logging.getLogger("kvpool")
+
+
+class PressureChange(NamedTuple):
+    """Handed to callbacks when the pressure level changes, in either direction."""
+
+    level: MemoryPressure
+    previous: MemoryPressure
+    usage: float  # fraction of the fullest GPU pool that live sequences hold
+    pool: int
+    reason: str
+
+
+class Guard:
+    """`with guard:` around every public operation."""
+
+    def __init__(self, state: CacheState, levels: tuple[float, float, float]) -> None:
+        self.lock = threading.RLock()
+        self.state = state
+        self.levels = levels
+        self.level = MemoryPressure.LOW
+        self.pressure_callbacks: list[Callable[[PressureChange], None]] = []
+        self.capacity_callbacks: list[Callable[[], None]] = []
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self._depth += 1
+        self.state.cache.begin()
+
+    def __exit__(self, *exc_info: object) -> None:
+        change = None
+        callbacks: list[Callable[[], None]] = []
+        try:
+            if self._depth == 1:
+                change = self._measure()
+                callbacks = list(self.capacity_callbacks) if self.capacity_callbacks else []
+        finally:
+            self._depth -= 1
+            self.lock.release()
+        if change is not None:
+            for pressure_callback in list(self.pressure_callbacks):
+                _contain(lambda call=pressure_callback: call(change))  # type: ignore[misc]
+        for callback in callbacks:
+            _contain(callback)
+
+    def _measure(self) -> PressureChange | None:
+        """The new pressure level if it changed; peaks are noted on the way."""
+        fullest, at = 0.0, 0
+        for pool in self.state.gpu_pools:
+            pool.note_peak()
+            used = pool.num_referenced / pool.num_blocks if pool.num_blocks else 0.0
+            if used > fullest:
+                fullest, at = used, pool.index
+        medium, high, critical = self.levels
+        level = MemoryPressure((fullest >= medium) + (fullest >= high) + (fullest >= critical))
+        if level == self.level:
+            return None
+        previous, self.level = self.level, level
+        pool = self.state.gpu_pools[at]
+        direction = "rose" if level > previous else "fell"
+        reason = (
+            f"pool {at}: {pool.num_referenced} of {pool.num_blocks} blocks in use, {pool.num_cached} cached, "
+            f"{pool.num_free} free; pressure {direction} from {previous.name} to {level.name}"
+        )
+        return PressureChange(level, previous, fullest, at, reason)
+
+
+def _contain(callback: Callable[[], None]) -> None:
+    try:
+        callback()
+    except Exception:
+        log.exception("a callback raised; the manager is not affected")

@@ -1,0 +1,331 @@
+"""What one layer keeps per token, how layers form groups, and how groups share pools. Exact integer arithmetic."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from types import MappingProxyType
+from typing import Any
+
+from kvpool.errors import ConfigError, KVPoolError
+
+MAX_BLOCKS = 2**31 - 1  # block ids are int32
+MAX_BYTES = 2**63 - 1
+MAX_TOKENS = 2**40
+MAX_HEADS = 2**16
+MAX_HEAD_DIM = 2**20
+MAX_BLOCK_SIZE = 2**20
+
+
+class Tier(IntEnum):
+    """Where a block lives, fastest first."""
+
+    GPU = 0
+    HOST = 1
+    DISK = 2
+    REMOTE = 3
+
+
+class DType(str, Enum):
+    """Element type of the stored K and V. `DType("fp16")`, `DType("half")` and `DType("torch.float16")` are FLOAT16.
+
+    Integer types are quantised per token and head, separately for K and V: INT8 stores one float16 scale, INT4 a
+    float16 scale and a float16 zero point. The fp8 types store no scales (a constant per layer goes with the weights).
+    """
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @classmethod
+    def _missing_(cls, value: object) -> DType | None:
+        name = str(value).lower().removeprefix("torch.")
+        return next((dtype for dtype, names in _SPELLINGS.items() if name == dtype.value or name in names), None)
+
+    @classmethod
+    def parse(cls, value: object, name: str = "dtype") -> DType:
+        """The DType meant by a name, a DType, a torch dtype or a numpy dtype; ConfigError otherwise."""
+        try:
+            return cls(value)
+        except ValueError:
+            known = ", ".join(dtype.value for dtype in cls)
+            raise ConfigError(f"{name}={show(value)} is no known dtype; use one of {known}") from None
+
+    @property
+    def bits(self) -> int:
+        """Bits of one element."""
+        return _BITS[self]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scale (and zero point) stored beside each token's K, and again beside its V, for every head."""
+        return _SCALE_BYTES.get(self, 0)
+
+
+_BITS = {
+    DType.FLOAT32: 32,
+    DType.FLOAT16: 16,
+    DType.BFLOAT16: 16,
+    DType.FP8_E4M3: 8,
+    DType.FP8_E5M2: 8,
+    DType.INT8: 8,
+    DType.INT4: 4,
+}
+_SCALE_BYTES = {DType.INT8: 2, DType.INT4: 4}
+_SPELLINGS: dict[DType, frozenset[str]] = {
+    DType.FLOAT32: frozenset({"fp32", "f32", "float"}),
+    DType.FLOAT16: frozenset({"fp16", "f16", "half"}),
+    DType.BFLOAT16: frozenset({"bf16"}),
+    DType.FP8_E4M3: frozenset({"fp8", "float8", "e4m3", "float8_e4m3", "float8_e4m3fn", "fp8_e4m3fn"}),
+    DType.FP8_E5M2: frozenset({"e5m2", "float8_e5m2"}),
+    DType.INT8: frozenset({"i8"}),
+    DType.INT4: frozenset({"i4"}),
+}
+
+
+class GroupKind(str, Enum):
+    """Which earlier tokens a layer looks at."""
+
+    FULL = "full"
+    SLIDING = "sliding"
+    CHUNKED = "chunked"
+    CROSS = "cross"
+
+
+def show(value: object) -> str:
+    """`repr`, bounded: error messages must survive an integer of a million digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"{'-' if value < 0 else ''}(an integer of {value.bit_length()} bits)"
+    try:
+        text = repr(value)
+    except ValueError:  # such an integer inside a container
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def check_int(name: str, value: object, low: int, high: int, error: type[KVPoolError] = ConfigError) -> int:
+    """`value` as an int in [low, high]; bool and float are refused, numpy integers are welcome."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise error(f"{name}={show(value)} must be an integer, not {type(value).__name__}") from None
+    if not low <= number <= high:
+        limit = f"at least {low}" if number < low else f"at most {high}"
+        raise error(f"{name}={show(number)} must be {limit}")
+    return number
+
+
+def check_number(name: str, value: object, expected: str) -> float:
+    """`value` as a finite float; `expected` says in the error what would be right."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{name}={show(value)} must be {expected}")
+    return float(value)
+
+
+def check_bool(name: str, value: object) -> bool:
+    """`value` if it is True or False: 0, 1, "yes" and None are refused."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={show(value)} must be True or False")
+    return value
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """The quotient rounded up, without floats."""
+    return -(-numerator // denominator)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One attention layer, as the cache sees it.
+
+    `kv_heads` are the K/V heads, not the query heads. `window` counts the tokens a query sees, itself included
+    (Hugging Face's `sliding_window`); the first `sink_tokens` stay visible beside it. `chunk` is the length of
+    chunked-local attention, where a query sees its own chunk only. A `k_only` layer stores no V: multi-head latent
+    attention (MLA) is one head of `kv_lora_rank + qk_rope_head_dim`.
+
+    >>> LayerSpec(kv_heads=8, head_dim=128).bytes_per_token  # 8 heads x (128 K + 128 V) x 2 bytes
+    4096
+    """
+
+    kv_heads: int
+    head_dim: int
+    dtype: DType = DType.BFLOAT16
+    v_head_dim: int | None = None
+    k_only: bool = False
+    window: int | None = None
+    chunk: int | None = None
+    sink_tokens: int = 0
+    cross_attention: bool = False
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "kv_heads", check_int("kv_heads", self.kv_heads, 1, MAX_HEADS))
+        put(self, "head_dim", check_int("head_dim", self.head_dim, 1, MAX_HEAD_DIM))
+        put(self, "dtype", DType.parse(self.dtype))
+        for name, high in (("v_head_dim", MAX_HEAD_DIM), ("window", MAX_TOKENS), ("chunk", MAX_TOKENS)):
+            if getattr(self, name) is not None:
+                put(self, name, check_int(name, getattr(self, name), 1, high))
+        put(self, "sink_tokens", check_int("sink_tokens", self.sink_tokens, 0, MAX_TOKENS))
+        check_bool("k_only", self.k_only)
+        check_bool("cross_attention", self.cross_attention)
+        if self.k_only and self.v_head_dim is not None:
+            raise ConfigError(f"v_head_dim={self.v_head_dim} with k_only=True: a K-only layer has no V; drop one")
+        if self.window is not None and self.chunk is not None:
+            raise ConfigError(f"window={self.window} and chunk={self.chunk}: a layer slides or is chunked, not both")
+        if self.sink_tokens and self.window is None:
+            raise ConfigError(f"sink_tokens={self.sink_tokens} needs a window: without one every token stays visible")
+        if self.cross_attention and self.window_tokens is not None:
+            raise ConfigError(
+                f"cross_attention with a window or chunk of {self.window_tokens}: it sees the whole input"
+            )
+
+    @property
+    def kind(self) -> GroupKind:
+        """Which group kind the layer belongs to."""
+        if self.cross_attention:
+            return GroupKind.CROSS
+        if self.window is not None:
+            return GroupKind.SLIDING
+        return GroupKind.FULL if self.chunk is None else GroupKind.CHUNKED
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The window or chunk length, whichever there is."""
+        return self.chunk if self.window is None else self.window
+
+    @property
+    def value_dim(self) -> int:
+        """V elements per head and token; 0 for a K-only layer."""
+        return 0 if self.k_only else self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in this layer, scales included. A head starts on a whole byte."""
+        rows = (self.head_dim,) if self.k_only else (self.head_dim, self.value_dim)
+        return self.kv_heads * sum(ceil_div(dim * self.dtype.bits, 8) + self.dtype.scale_bytes for dim in rows)
+
+    @property
+    def group_key(self) -> tuple[Any, ...]:
+        """Layers with equal keys share a group: they keep the same tokens in the same shape."""
+        shape = (self.kv_heads, self.head_dim, self.value_dim, self.dtype)
+        return (self.kind, self.window_tokens, self.sink_tokens, *shape)
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers that keep the same tokens in the same shape, so one block table serves them all."""
+
+    index: int
+    kind: GroupKind
+    layers: tuple[int, ...]  # layer indices, ascending
+    window: int | None  # window or chunk length in tokens
+    sink_tokens: int
+    bytes_per_token: int  # over all its layers
+    block_bytes: int
+    pool: int  # index of the pool its blocks come from
+    spec: LayerSpec  # what every one of its layers looks like
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in one block."""
+        return self.block_bytes // self.bytes_per_token
+
+    def max_live_blocks(self, num_tokens: int) -> int:
+        """The most blocks a sequence holds at any moment while it grows to `num_tokens`, one token at a time.
+
+        Blocks that fell out of the window are given back before the next one is taken. For a CROSS group `num_tokens`
+        are the encoder's. For a chunk that is no multiple of the block size it is the limit over all alignments.
+        """
+        size = self.block_size
+        num_blocks = ceil_div(num_tokens, size)
+        if self.window is None:
+            return num_blocks
+        if self.kind is GroupKind.CHUNKED:
+            worst_offset = size - math.gcd(self.window, size)  # of a chunk's first token inside its block
+            return min(num_blocks, ceil_div(worst_offset + self.window, size))
+        return min(num_blocks, ceil_div(self.window - 1, size) + 1 + ceil_div(self.sink_tokens, size))
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """Blocks of one size, and how many of them each local tier has. Groups with equal block bytes share a pool."""
+
+    index: int
+    block_bytes: int
+    groups: tuple[int, ...]
+    num_blocks: Mapping[Tier, int] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_blocks", MappingProxyType(dict(self.num_blocks)))
+
+    def __reduce__(self) -> tuple[type[PoolSpec], tuple[Any, ...]]:  # a mapping proxy cannot be pickled
+        return PoolSpec, (self.index, self.block_bytes, self.groups, dict(self.num_blocks))
+
+
+def build_groups(layers: Sequence[LayerSpec], block_size: int) -> tuple[LayerGroup, ...]:
+    """FULL groups first, then SLIDING and CHUNKED by length, then CROSS; ties in order of their first layer."""
+    members: dict[tuple[Any, ...], list[int]] = {}
+    for index, layer in enumerate(layers):
+        members.setdefault(layer.group_key, []).append(index)
+    rank = {GroupKind.FULL: 0, GroupKind.SLIDING: 1, GroupKind.CHUNKED: 1, GroupKind.CROSS: 2}
+
+    def order(indices: list[int]) -> tuple[int, int, int]:
+        first = layers[indices[0]]
+        return rank[first.kind], first.window_tokens or 0, indices[0]
+
+    groups: list[LayerGroup] = []
+    pools: dict[int, int] = {}
+    for indices in sorted(members.values(), key=order):
+        spec = layers[indices[0]]
+        bytes_per_token = len(indices) * spec.bytes_per_token
+        block_bytes = block_size * bytes_per_token
+        pool = pools.setdefault(block_bytes, len(pools))
+        shape = (spec.kind, tuple(indices), spec.window_tokens, spec.sink_tokens)
+        groups.append(LayerGroup(len(groups), *shape, bytes_per_token, block_bytes, pool, spec))
+    return tuple(groups)
+
+
+def build_pools(groups: Sequence[LayerGroup]) -> tuple[PoolSpec, ...]:
+    """The pools of these groups, without blocks as yet."""
+    members: dict[int, list[LayerGroup]] = {}
+    for group in groups:
+        members.setdefault(group.pool, []).append(group)
+    return tuple(PoolSpec(pool, gs[0].block_bytes, tuple(g.index for g in gs), {}) for pool, gs in members.items())
+
+
+def divide_budget(
+    num_bytes: int, block_bytes: Sequence[int], needs: Sequence[int], minimums: Sequence[int]
+) -> tuple[int, ...]:
+    """Blocks per pool out of `num_bytes`, in proportion to `needs` but never below `minimums` (which must fit).
+
+    A budget of exactly k times the needs gives exactly k times the needs. The remainder goes, one block each, to the
+    pools that rounding took most from. Integers only, so no share is lost or overdrawn to float rounding.
+    """
+    counts = list(minimums)
+    flexible = list(range(len(counts)))
+    spare, weight = num_bytes, 1
+    while flexible:
+        fixed = (counts[pool] * block_bytes[pool] for pool in range(len(counts)) if pool not in flexible)
+        spare = num_bytes - sum(fixed)
+        weight = sum(needs[pool] * block_bytes[pool] for pool in flexible)
+        enough = [pool for pool in flexible if spare * needs[pool] // weight >= minimums[pool]]
+        if len(enough) == len(flexible):
+            break
+        flexible = enough
+    for pool in flexible:
+        counts[pool] = spare * needs[pool] // weight
+    rest = num_bytes - sum(count * size for count, size in zip(counts, block_bytes, strict=True))
+    for pool in sorted(flexible, key=lambda pool: -(spare * needs[pool] % weight)):
+        if block_bytes[pool] <= rest:
+            counts[pool] += 1
+            rest -= block_bytes[pool]
+    return tuple(counts)

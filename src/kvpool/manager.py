@@ -1,0 +1,384 @@
+"""The facade: one manager for the KV cache of one model. Read this first.
+
+A request's life, as an engine drives it:
+
+    if manager.can_allocate(prompt):                 # OK / LATER / NEVER
+        handle = manager.allocate("r1", prompt)      # reuses the longest cached prefix: handle.num_cached_tokens
+    ...                                              # run manager.take_copies(), then the forward pass
+    manager.commit(handle, num_tokens)               # keys and values of these prompt tokens are written: matchable now
+    batch = manager.batch([handle, ...])
+    slots = manager.extend_batch(batch)              # a place for one more token each, for the whole batch at once
+    ...                                              # forward pass; sample
+    manager.commit_batch(batch, sampled_tokens)
+    manager.free(handle)                             # what it computed stays cached
+
+Every operation either happens completely or raises and changes nothing. Methods may be called from several threads (the
+rule is in `kvpool.guard`). What concerns the cache as a whole (pins, quotas, tiers, resizing, statistics, events) is in
+`Maintenance`, from which the manager inherits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvpool.blocks.admission import Admissions, PrefixMatch
+from kvpool.blocks.arrays import Int32Array, Int64Array, as_count, as_token_array
+from kvpool.blocks.batch import SequenceBatch
+from kvpool.blocks.compaction import Compaction
+from kvpool.blocks.copies import CopyOp
+from kvpool.blocks.eviction import EvictionPolicy, make_policy
+from kvpool.blocks.handle import KVCacheHandle
+from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.pins import Pins
+from kvpool.blocks.retention import Retention
+from kvpool.blocks.sequences import Sequences
+from kvpool.blocks.state import Admission, CacheState
+from kvpool.blocks.stepping import Stepping
+from kvpool.blocks.swapping import Swapping
+from kvpool.config import KVCacheConfig
+from kvpool.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    InvalidArgumentError,
+    SequenceStateError,
+    UnknownRequestError,
+)
+from kvpool.events import EventLog
+from kvpool.guard import Guard
+from kvpool.maintenance import DEFAULT_SCOPE, Maintenance, check_seconds
+
+BatchLike = SequenceBatch | Sequence[KVCacheHandle]
+
+
+class KVCacheManager(Maintenance):
+    """Paged KV cache for one model: blocks, tables, prefix reuse, forks, swapping.
+
+    `policy` overrides `config.eviction_policy`: a registered name or a class. `clock` returns seconds (tests pass their own).
+
+    >>> from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
+    >>> manager = KVCacheManager(KVCacheConfig([LayerSpec(kv_heads=8, head_dim=128)] * 2, block_size=4, gpu_blocks=8))
+    >>> first = manager.allocate("a", [1, 2, 3, 4, 5])
+    >>> manager.commit(first, 5)
+    >>> manager.allocate("b", [1, 2, 3, 4, 9]).num_cached_tokens
+    4
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        policy: str | type[EvictionPolicy] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not isinstance(config, KVCacheConfig):
+            raise ConfigError(f"KVCacheManager takes a KVCacheConfig, got {type(config).__name__}")
+        chosen = config.eviction_policy if policy is None else policy
+        make_policy(chosen)  # an unknown name is refused here, before anything is built
+        self.config = config
+        self._state = CacheState(config, lambda: make_policy(chosen), clock)
+        self._guard = Guard(self._state, config.pressure_levels)
+        self._state.lock = self._guard.lock
+        self._admissions = Admissions(self._state)
+        self._sequences = Sequences(self._state, self._admissions)
+        self._stepping = Stepping(self._state, self._admissions)
+        self._swapping = Swapping(self._state, self._sequences)
+        self._compaction = Compaction(self._state)
+        self._pins = Pins(self._state)
+        self.events = EventLog(config.event_buffer_size, snapshot_source=self._event_snapshot)
+        self._state.cache.events = self.events
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    def match_prefix(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE) -> PrefixMatch:
+        """What would a request for `tokens` reuse? Changes nothing, not even the order of eviction."""
+        ids = as_token_array(tokens)
+        with self._guard:
+            return self._admissions.query(ids, _scope(scope))
+
+    def can_allocate(
+        self,
+        tokens: Any = None,
+        *,
+        num_tokens: int | None = None,
+        scope: ReuseScope = DEFAULT_SCOPE,
+        reserve: int | None = None,
+        lookahead: int = 0,
+        cross_tokens: int = 0,
+        wait_for_prefix: bool = False,
+    ) -> Admission:
+        """Whether `allocate` with the same arguments would fit: OK, LATER or NEVER, with a watermark kept free.
+
+        Blocks shared with live requests reduce the need, unreferenced cached blocks are supply, and every layer group must
+        fit. With `wait_for_prefix` the answer is LATER while another request computes the next block of this prompt.
+        """
+        ids, places = self._request(tokens, num_tokens, reserve)
+        as_count(lookahead, "lookahead")
+        as_count(cross_tokens, "cross_tokens")
+        with self._guard:
+            return self._admissions.can_allocate(ids, places, lookahead, cross_tokens, _scope(scope), wait_for_prefix)
+
+    def allocate(
+        self,
+        request_id: Hashable,
+        tokens: Any = None,
+        *,
+        num_tokens: int | None = None,
+        scope: ReuseScope = DEFAULT_SCOPE,
+        reserve: int | None = None,
+        lookahead: int = 0,
+        cross_tokens: int = 0,
+        retention: Retention | None = None,
+        ttl: float | None = None,
+        session: str | None = None,
+    ) -> KVCacheHandle:
+        """Admits a request and gives it blocks for its prompt, reusing the longest cached prefix.
+
+        Give the prompt's `tokens`, or only `num_tokens` when reuse is not wanted. `reserve` limits the places taken now
+        (chunked prefill: `extend` before each further chunk); `lookahead` adds places for draft tokens; `cross_tokens` are
+        the encoder's. `retention` and `ttl` say how long what it computes should stay cached; `session` names it for
+        `invalidate`. Raises `OutOfBlocksError` (`NeverFitsError` if the pool is too small) and changes nothing.
+        """
+        ids, places = self._request(tokens, num_tokens, reserve)
+        as_count(lookahead, "lookahead")
+        as_count(cross_tokens, "cross_tokens")
+        check_seconds(ttl, "ttl")
+        if cross_tokens and self._state.growing == len(self._state.groups):
+            raise InvalidArgumentError(f"cross_tokens={cross_tokens}, but no layer of this model is cross_attention")
+        self._check_length(places + lookahead)
+        with self._guard:
+            if request_id in self._state.requests:
+                raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
+            handle = KVCacheHandle(self._state.rows, request_id, _scope(scope))
+            handle.retention = retention
+            handle.ttl = ttl if ttl is not None else self.config.default_ttl
+            handle.session = session
+            handle.encoder_tokens = cross_tokens
+            handle.publishes = self.config.enable_prefix_caching
+            self._sequences.allocate(handle, ids, places, lookahead, cross_tokens)
+            return handle
+
+    def _request(self, tokens: Any, num_tokens: int | None, reserve: int | None) -> tuple[Int32Array | None, int]:
+        """Checks the description of a prompt: its ids (or None) and how many places to reserve."""
+        if (tokens is None) == (num_tokens is None):
+            raise InvalidArgumentError("give either the prompt's tokens or num_tokens")
+        if tokens is None:
+            total, ids = as_count(num_tokens, "num_tokens", minimum=1), None
+        else:
+            ids = as_token_array(tokens)
+            total = len(ids)
+            if not total:
+                raise InvalidArgumentError("a request needs at least one token")
+        if reserve is None:
+            return ids, total
+        return ids, as_count(reserve, "reserve", minimum=1, maximum=total)
+
+    def _check_length(self, num_tokens: int) -> None:
+        limit = self.config.max_seq_len
+        if limit is not None and num_tokens > limit:
+            raise InvalidArgumentError(f"a sequence of {num_tokens} tokens is over max_seq_len={limit}")
+
+    def get(self, request_id: Hashable) -> KVCacheHandle:
+        """The handle of a live request."""
+        with self._guard.lock:
+            handle = self._state.requests.get(request_id)
+            if handle is None:
+                raise UnknownRequestError(f"no live request has the id {request_id!r}")
+            return handle
+
+    @property
+    def handles(self) -> list[KVCacheHandle]:
+        """All live requests, in order of admission."""
+        with self._guard.lock:
+            return list(self._state.requests.values())
+
+    def blocks_needed(self, handle: KVCacheHandle, num_tokens: int = 1, lookahead: int = 0) -> tuple[int, ...]:
+        """Blocks per pool that `extend(handle, num_tokens, lookahead)` would take, copies of shared blocks included.
+
+        To completion: `blocks_needed(handle, remaining_tokens)`. Blocks that windows give up on the way are not counted.
+        """
+        as_count(num_tokens, "num_tokens")
+        as_count(lookahead, "lookahead")
+        with self._guard:
+            return self._stepping.blocks_needed(self._state.row_of(handle), num_tokens + lookahead)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def batch(self, handles: Sequence[KVCacheHandle]) -> SequenceBatch:
+        """A batch to use for many steps: rows are looked up once. Also exports tables for kernels."""
+        if isinstance(handles, SequenceBatch):
+            return handles
+        with self._guard.lock:
+            return SequenceBatch(self._state, handles)
+
+    def extend(self, handle: KVCacheHandle, num_tokens: int = 1, lookahead: int = 0) -> Int32Array:
+        """Reserves places for `num_tokens` more tokens; returns their slots, [layer group, token]."""
+        return self.extend_batch([handle], num_tokens, lookahead)
+
+    def extend_batch(
+        self,
+        batch: BatchLike,
+        num_tokens: int | Sequence[int] | Int64Array = 1,
+        lookahead: int = 0,
+        out: Int32Array | None = None,
+    ) -> Int32Array:
+        """Reserves places for more tokens of every sequence; returns their slots, [layer group, token].
+
+        A slot is `block id * block size + offset`. `lookahead` makes room for draft tokens behind them, which a later
+        `extend` claims. A block with another reader that is about to be written is copied first (see `take_copies`).
+        """
+        counts = _counts(num_tokens)
+        if lookahead:
+            as_count(lookahead, "lookahead")
+        with self._guard:
+            chosen = self._batch(batch)
+            _check_counts(counts, len(chosen))
+            return self._stepping.extend(chosen, counts, lookahead, out)
+
+    def slot_mapping(self, batch: BatchLike, start: Any, stop: Any, out: Int32Array | None = None) -> Int32Array:
+        """Slots of the positions `start..stop` (numbers or one per sequence), flat, [layer group, token].
+
+        Asking for unwritten positions announces a write: shared blocks are copied first.
+        """
+        with self._guard:
+            return self._stepping.slot_mapping(self._batch(batch), start, stop, out)
+
+    def mark_written(self, batch: BatchLike | KVCacheHandle, num_tokens: int | Sequence[int] = 1) -> None:
+        """The next tokens' keys and values are in their blocks, but not final (drafts): `commit` or `rewind` follows."""
+        counts = _counts(num_tokens)
+        with self._guard:
+            chosen = self._batch([batch] if isinstance(batch, KVCacheHandle) else batch)
+            _check_counts(counts, len(chosen))
+            self._stepping.mark_written(chosen, counts)
+
+    def commit(self, handle: KVCacheHandle, tokens: Any) -> None:
+        """The next tokens are written and final; blocks that are full become matchable.
+
+        `tokens` are their ids, or a count: then they are the next tokens of the known prompt. A count that goes past the
+        known ids is allowed, but what follows cannot be cached.
+        """
+        if isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool):
+            self.commit_batch([handle], None, [as_count(tokens, "tokens")])
+        else:
+            ids = as_token_array(tokens)
+            self.commit_batch([handle], ids, [len(ids)])
+
+    def commit_batch(self, batch: BatchLike, tokens: Any, counts: Sequence[int] | None = None) -> None:
+        """`commit` for a batch: one token each, or `counts[i]` tokens of sequence i one after the other in `tokens`."""
+        ids = None if tokens is None else as_token_array(tokens)
+        numbers = None if counts is None else _counts(counts)
+        with self._guard:
+            chosen = self._batch(batch)
+            if numbers is None:
+                if ids is None:
+                    raise InvalidArgumentError("commit_batch needs tokens, or counts for known prompts")
+                self._stepping.commit_step(chosen, ids)
+            else:
+                _check_counts(numbers, len(chosen))
+                assert isinstance(numbers, np.ndarray)
+                self._stepping.commit_rows(chosen, ids, numbers)
+
+    def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
+        """Forgets the last `num_tokens` reserved tokens (rejected drafts) and gives back the blocks behind them.
+
+        Committed tokens may be rewound too: what was published stays cached, and a block cut in two is copied.
+        """
+        with self._guard:
+            row = self._state.row_of(handle)
+            as_count(num_tokens, "num_tokens", maximum=int(self._state.rows.reserved[row]))
+            self._sequences.rewind(handle, num_tokens)
+
+    def fork(self, handle: KVCacheHandle, *request_ids: Hashable) -> list[KVCacheHandle]:
+        """New sequences that share every block with `handle` (parallel samples, beams, tree search)."""
+        if not request_ids:
+            raise InvalidArgumentError("fork needs at least one new request id")
+        with self._guard:
+            for request_id in request_ids:
+                if request_id in self._state.requests or request_ids.count(request_id) > 1:
+                    raise DuplicateRequestError(f"request {request_id!r} is already live; use another id")
+            return self._sequences.fork(handle, request_ids)
+
+    def free(self, handle: KVCacheHandle, keep: bool = True) -> None:
+        """Ends a request. What it published stays cached; with `keep=False` what only it used is dropped."""
+        with self._guard:
+            self._sequences.free(handle, keep)
+
+    def free_batch(self, batch: BatchLike, keep: bool = True) -> None:
+        """`free` for many requests at once."""
+        with self._guard:
+            self._sequences.free_batch(batch.handles if isinstance(batch, SequenceBatch) else batch, keep)
+
+    def _batch(self, batch: BatchLike) -> SequenceBatch:
+        if isinstance(batch, SequenceBatch):
+            if batch._state is not self._state:
+                raise UnknownRequestError("this batch was made by another manager")
+            return batch
+        return SequenceBatch(self._state, batch)
+
+    def store_last_logits(self, handle: KVCacheHandle, logits: Any) -> bool:
+        """Keeps the logits behind a prompt, so that the same prompt, fully cached, needs no forward pass at all.
+
+        Call it when the whole prompt is committed. A later `allocate` of the same tokens returns them as
+        `handle.last_logits`. False when nothing of the prompt can be cached.
+        """
+        with self._guard:
+            row = self._state.row_of(handle)
+            length = handle.num_prompt_tokens
+            if not length or int(self._state.rows.committed[row]) < length:
+                raise SequenceStateError(f"request {handle.request_id!r}: commit the whole prompt before its logits")
+            return handle.publishes and self._admissions.store_logits(row, length, logits)
+
+    # --- swapping and copies -----------------------------------------------------------------------------------------
+
+    def can_swap_out(self, *handles: KVCacheHandle) -> Admission:
+        """Whether the host can take these requests."""
+        with self._guard:
+            return self._swapping.can_swap_out(handles)
+
+    def swap_out(self, *handles: KVCacheHandle) -> int:
+        """Moves requests to the host pool; returns the blocks to copy. Swap forks together: they stay shared."""
+        with self._guard:
+            return self._swapping.swap_out(handles)
+
+    def can_swap_in(self, *handles: KVCacheHandle) -> Admission:
+        """Whether the GPU can take these requests back."""
+        with self._guard:
+            return self._swapping.can_swap_in(handles)
+
+    def swap_in(self, *handles: KVCacheHandle) -> int:
+        """Brings requests back to the GPU; returns the blocks to copy (what is still cached there is not copied)."""
+        with self._guard:
+            return self._swapping.swap_in(handles)
+
+    def take_copies(self) -> list[CopyOp]:
+        """Hands over the planned copies, in the order in which they must run before the next forward pass."""
+        with self._guard.lock:
+            copies = self._state.copies[:]
+            self._state.copies.clear()
+            return copies
+
+
+def _scope(scope: ReuseScope) -> ReuseScope:
+    if not isinstance(scope, ReuseScope):
+        raise InvalidArgumentError(f"scope must be a ReuseScope, got {scope!r}")
+    return scope
+
+
+def _counts(num_tokens: Any) -> int | Int64Array:
+    """Token counts: one for all sequences, or an int64 array with one per sequence."""
+    if isinstance(num_tokens, (int, np.integer)):
+        return as_count(num_tokens, "num_tokens")
+    array = np.asarray(num_tokens)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidArgumentError(f"num_tokens must be an int or one int per sequence, got {num_tokens!r}")
+    if array.size and (int(array.min()) < 0 or int(array.max()) > 2**40):
+        raise InvalidArgumentError(f"num_tokens must not be negative or huge, got {array.tolist()[:8]}")
+    return array.astype(np.int64)
+
+
+def _check_counts(counts: int | Int64Array, batch_size: int) -> None:
+    if isinstance(counts, np.ndarray) and len(counts) != batch_size:
+        raise InvalidArgumentError(f"got {len(counts)} counts for a batch of {batch_size} sequences")

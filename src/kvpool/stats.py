@@ -1,0 +1,195 @@
+"""Counters that the manager keeps, and the snapshots it hands out. One unit per counter; rates are computed from counts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum, IntEnum
+from typing import Any
+
+from kvpool.config import Tier
+
+
+class MemoryPressure(IntEnum):
+    """How much of the fullest GPU pool live sequences hold."""
+
+    LOW = 0
+    MEDIUM = 1
+    HIGH = 2
+    CRITICAL = 3
+
+
+class EvictionReason(str, Enum):
+    """Why cached blocks left the index (or the tier)."""
+
+    CAPACITY = "capacity"
+    EXPIRED = "expired"
+    EXPLICIT = "explicit"
+    QUOTA = "quota"
+    INVALIDATED = "invalidated"
+    RESET = "reset"
+    RESIZE = "resize"
+
+
+class Histogram:
+    """Durations in powers of two of a millisecond: cheap to add to, good enough for percentiles."""
+
+    __slots__ = ("buckets", "count", "total")
+
+    NUM_BUCKETS = 40
+
+    def __init__(self) -> None:
+        self.buckets = [0] * self.NUM_BUCKETS
+        self.count = 0
+        self.total = 0.0
+
+    def add(self, seconds: float, weight: int = 1) -> None:
+        milliseconds = int(seconds * 1000)
+        self.buckets[min(milliseconds.bit_length(), self.NUM_BUCKETS - 1)] += weight
+        self.count += weight
+        self.total += seconds * weight
+
+    def quantile(self, fraction: float) -> float:
+        """An upper bound in seconds below which `fraction` of the durations lie; 0.0 when nothing was recorded."""
+        wanted = fraction * self.count
+        seen = 0
+        for index, number in enumerate(self.buckets):
+            seen += number
+            if number and seen >= wanted:
+                return float(2**index) / 1000
+        return 0.0
+
+    def summary(self) -> dict[str, float]:
+        mean = self.total / self.count if self.count else 0.0
+        return {"count": self.count, "mean": mean, "p50": self.quantile(0.5), "p99": self.quantile(0.99)}
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the manager was made (or `reset_counters`). Internal: read them through `CacheStats`."""
+
+    requests: int = 0
+    allocation_failures: int = 0
+    extend_failures: int = 0
+    prompt_tokens: int = 0
+    prompt_blocks: int = 0
+    hit_tokens: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    hit_blocks: list[int] = field(default_factory=lambda: [0] * len(Tier))
+    partial_hit_tokens: int = 0
+    full_hits_with_logits: int = 0
+    blocks_allocated: int = 0
+    blocks_merged: int = 0
+    copies_on_write: int = 0
+    forks: int = 0
+    rewinds: int = 0
+    swaps_out: int = 0
+    swaps_in: int = 0
+    swapped_blocks: int = 0
+    offloaded_blocks: int = 0
+    onboarded_blocks: int = 0
+    defragmented_blocks: int = 0
+    evictions: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in EvictionReason})
+    lifetime: Histogram = field(default_factory=Histogram)
+    idle_before_eviction: Histogram = field(default_factory=Histogram)
+    reuse_gap: Histogram = field(default_factory=Histogram)
+    nodes_created: int = 0
+    expiries_scheduled: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """Blocks of one pool on one tier: free + referenced + cached = total; pinned ones are part of cached."""
+
+    pool: int
+    tier: Tier
+    groups: tuple[int, ...]
+    total: int
+    free: int
+    referenced: int
+    cached: int
+    pinned: int
+    peak_referenced: int
+    block_bytes: int
+
+    @property
+    def usage(self) -> float:
+        """The fraction that live sequences hold."""
+        return self.referenced / self.total if self.total else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """One consistent picture of the manager.
+
+    Hits and misses are counted at admission, once per request, in tokens and in full blocks. `hit_tokens` says from which
+    tier they came; tokens of partially reused blocks are in `partial_hit_tokens` as well.
+    """
+
+    pools: tuple[PoolStats, ...]
+    num_sequences: int
+    num_swapped: int
+    num_cached_runs: int
+    requests: int
+    allocation_failures: int
+    extend_failures: int
+    prompt_tokens: int
+    prompt_blocks: int
+    hit_tokens: Mapping[str, int]
+    hit_blocks: Mapping[str, int]
+    partial_hit_tokens: int
+    full_hits_with_logits: int
+    blocks_allocated: int
+    blocks_merged: int
+    copies_on_write: int
+    forks: int
+    rewinds: int
+    swaps_out: int
+    swaps_in: int
+    swapped_blocks: int
+    offloaded_blocks: int
+    onboarded_blocks: int
+    defragmented_blocks: int
+    evictions: Mapping[str, int]
+    lifetime_seconds: Mapping[str, float]
+    idle_before_eviction_seconds: Mapping[str, float]
+    reuse_gap_seconds: Mapping[str, float]
+    tenants: Mapping[str, tuple[int, ...]]
+    pressure: MemoryPressure
+
+    @property
+    def miss_tokens(self) -> int:
+        return self.prompt_tokens - sum(self.hit_tokens.values())
+
+    @property
+    def miss_blocks(self) -> int:
+        return self.prompt_blocks - sum(self.hit_blocks.values())
+
+    @property
+    def token_hit_rate(self) -> float:
+        """Prompt tokens that did not have to be computed, as a fraction of all prompt tokens."""
+        return sum(self.hit_tokens.values()) / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def pool(self, index: int = 0, tier: Tier = Tier.GPU) -> PoolStats:
+        return next(p for p in self.pools if p.pool == index and p.tier == tier)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for `json.dumps`."""
+        data = asdict(self)
+        for pool in data["pools"]:
+            pool["tier"] = pool["tier"].name
+        data["pressure"] = self.pressure.name
+        data["token_hit_rate"] = self.token_hit_rate
+        return data
+
+
+@dataclass(slots=True)
+class HandleStats:
+    """What one request cost and what it got from the cache."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    cached_tokens_from_lower_tiers: int = 0
+    partial_tokens: int = 0
+    copies_on_write: int = 0
+    swaps: int = 0
+    merged_blocks: int = 0

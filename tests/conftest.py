@@ -1,0 +1,54 @@
+"""What all tests share: hypothesis profiles, the real traces, and the rule for tests that need a GPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+REPO_ROOT = Path(__file__).resolve().parent.parent
+
+# ci: the same examples on every run, so that a red build is about the change. dev: new examples each time, quick.
+# thorough: for a night or after touching the pool or the prefix cache; `make test ARGS=--hypothesis-profile=thorough`.
+_NO_CLOCK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", _NO_CLOCK, max_examples=100, derandomize=True, print_blob=True)
+settings.register_profile("dev", _NO_CLOCK, max_examples=50, derandomize=False)
+settings.register_profile("thorough", _NO_CLOCK, max_examples=2000, derandomize=False, stateful_step_count=200)
+settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+@pytest.fixture(scope="session")
+def traces_dir() -> Path:
+    """Folder of the real request traces: `KVPOOL_TRACES`, else `../shared/traces` beside the checkout.
+
+    A test that asks for it is skipped where neither exists. A `KVPOOL_TRACES` that is not a folder is an error: whoever
+    set it wants those tests to run.
+    """
+    if configured := os.environ.get("KVPOOL_TRACES"):
+        path = Path(configured)
+        if not path.is_dir():
+            pytest.fail(f"KVPOOL_TRACES={configured!r} is not a folder; correct it or unset it", pytrace=False)
+        return path
+    path = REPO_ROOT.parent / "shared" / "traces"
+    if not path.is_dir():
+        pytest.skip("no real traces: set KVPOOL_TRACES to a folder that holds them, or put them in ../shared/traces")
+    return path
+
+
+@functools.cache
+def _missing_gpu_reason() -> str | None:
+    """Why tests marked `gpu` cannot run here, or None when they can. Imports torch: asked only when one is selected."""
+    if importlib.util.find_spec("torch") is None:
+        return "needs a CUDA device: torch is not installed"
+    import torch
+
+    return None if torch.cuda.is_available() else "needs a CUDA device: torch finds none"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and (reason := _missing_gpu_reason()):
+        pytest.skip(reason)

@@ -1,0 +1,145 @@
+"""The shape of the package: what importing it pulls in, which layer may import which, that each module has a docstring.
+
+The layer rules read the source, so they also see imports inside functions and under `TYPE_CHECKING`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parent.parent / "src"
+MODULE_FILES = sorted((SRC / "kvpool").rglob("*.py"))
+
+# Dependencies point one way: a layer may import those before it. `storage` and `kernels` hold bytes and decide nothing,
+# so they stand below the manager, and the control plane in `blocks` must not know them.
+LAYERS = ("errors", "config", "blocks", "kernels", "storage", "manager", "scheduling", "engine", "server")
+
+# The modules and packages directly under kvpool; any other name imported from the root is one it re-exports.
+SIBLINGS = {module_path.stem for module_path in (SRC / "kvpool").iterdir()}
+
+# Everything an extra brings. Trying to import one of these counts, even inside try/except.
+HEAVY = [
+    *("torch", "triton", "flashinfer", "transformers", "safetensors"),
+    *("msgspec", "zmq", "prometheus_client", "fastapi", "uvicorn", "typer", "rich"),
+]
+
+# Runs in a fresh interpreter: refuses and records every attempt to import a heavy module, then prints the record.
+PROBE = """
+import importlib, json, sys
+
+heavy, modules = json.loads(sys.argv[1])
+attempts = []
+
+class Recorder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in heavy:
+            attempts.append(name)
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return None
+
+sys.meta_path.insert(0, Recorder())
+for module in modules:
+    importlib.import_module(module)
+print(json.dumps(attempts))
+"""
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SRC).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_control_plane(name: str) -> bool:
+    return name in ("kvpool", "kvpool.config", "kvpool.events", "kvpool.manager") or name.startswith("kvpool.blocks")
+
+
+def imported_names(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Line and absolute dotted name of every import; `from a import b` gives `a.b`, be it a module or a name in one."""
+    package = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
+
+
+def upward_imports(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """Imports in `source` that reach a higher layer, or the root package, which holds the names of all layers."""
+    own = module.split(".")[1] if "." in module else ""
+    if own not in LAYERS:
+        return []
+    above = LAYERS[LAYERS.index(own) + 1 :]
+    found = []
+    for line, name in imported_names(source, module, is_package=is_package):
+        top, _, rest = name.partition(".")
+        target = rest.partition(".")[0]
+        if top == "kvpool" and (target in above or target not in {*LAYERS, *SIBLINGS}):
+            found.append(f"{module}:{line} imports {name}")
+    return found
+
+
+def test_given_a_fresh_interpreter_when_the_control_plane_is_imported_then_no_optional_package_is_asked_for() -> None:
+    modules = [name for name in map(module_name, MODULE_FILES) if is_control_plane(name)]
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps([HEAVY, modules])],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == []
+
+
+@pytest.mark.parametrize("path", MODULE_FILES, ids=module_name)
+def test_given_a_module_then_it_imports_no_higher_layer(path: Path) -> None:
+    source = path.read_text(encoding="utf-8")
+    assert upward_imports(source, module_name(path), is_package=path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize("path", MODULE_FILES, ids=module_name)
+def test_given_a_module_then_its_docstring_says_what_it_is_for(path: Path) -> None:
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path.relative_to(SRC)} has no docstring"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import kvpool.manager",
+        "from kvpool.scheduling import Scheduler",
+        "from kvpool import engine",
+        "from kvpool import KVCacheManager",
+        "import kvpool",
+        "from ..manager import KVCacheManager",
+        "from .. import server",
+        "from kvpool.storage import BlockStore",
+        "def f():\n    from kvpool.manager import KVCacheManager",
+    ],
+)
+def test_given_an_upward_import_in_blocks_then_it_is_found(source: str) -> None:
+    assert len(upward_imports(source, "kvpool.blocks.pool")) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import numpy as np",
+        "from kvpool.errors import ConfigError",
+        "from ..errors import KVPoolError",
+        "from . import eviction",
+        "from .eviction import LRU",
+    ],
+)
+def test_given_a_downward_import_in_blocks_then_it_is_allowed(source: str) -> None:
+    assert upward_imports(source, "kvpool.blocks.pool") == []
