@@ -61,7 +61,7 @@ class Pool:
         """Match, allocate, read the table row, make the prompt matchable: all that a prompt costs before it decodes."""
         handle = self.manager.allocate(str(next(self._ids)), tokens)
         handle.block_ids(0)
-        self.manager.commit(handle, len(tokens))
+        self.manager.commit(handle)
         return handle
 
     def free(self, handle: Any) -> None:

@@ -10,6 +10,7 @@ from kvpool.blocks.hashing import ReuseScope
 from kvpool.blocks.pins import Pin
 from kvpool.blocks.retention import Retention, TokenRange
 from kvpool.blocks.state import Admission, AllocStatus
+from kvpool.compat import create_kv_cache_manager
 from kvpool.config import DType, GroupKind, KVCacheConfig, LayerGroup, LayerSpec, Tier
 from kvpool.errors import KVPoolError
 from kvpool.guard import PressureChange
@@ -50,6 +51,7 @@ __all__ = [
     "Tier",
     "TokenRange",
     "config_from_hf",
+    "create_kv_cache_manager",
     "layers_from_hf",
     "register_policy",
 ]

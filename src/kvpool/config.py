@@ -104,17 +104,18 @@ class KVCacheConfig:
         """Bytes that all pools allocate on `tier`."""
         return sum(count * pool.block_bytes for count, pool in zip(self._counts(tier), self.pools, strict=True))
 
-    def watermark_blocks(self, pool: int) -> int:
-        """GPU blocks of a pool that admission leaves free.
+    def watermark_blocks(self, pool: int, num_blocks: int | None = None) -> int:
+        """GPU blocks of a pool that admission leaves free; `num_blocks` when the pool was resized.
 
         At least 1 if `watermark` > 0, but never so many that less than one block for each group of the pool is left.
         """
         check_int("pool", pool, 0, len(self.pools) - 1, InvalidArgumentError)
         if self.watermark == 0:
             return 0
-        num_blocks = self.pools[pool].num_blocks[Tier.GPU]
+        if num_blocks is None:
+            num_blocks = self.pools[pool].num_blocks[Tier.GPU]
         wanted = max(1, int(_exact(self.watermark) * num_blocks))
-        return min(wanted, num_blocks - len(self.pools[pool].groups))
+        return max(0, min(wanted, num_blocks - len(self.pools[pool].groups)))
 
     @property
     def planned_tokens(self) -> int:

@@ -8,8 +8,9 @@ thread whose call caused them; they may call the manager, and their exceptions a
 from __future__ import annotations
 
 import logging
+import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvpool.blocks.state import CacheState
@@ -31,10 +32,11 @@ class PressureChange(NamedTuple):
 class Guard:
     """`with guard:` around every public operation."""
 
-    def __init__(self, state: CacheState, levels: tuple[float, float, float]) -> None:
+    def __init__(self, state: CacheState, levels: Sequence[float]) -> None:
         self.lock = threading.RLock()
         self.state = state
-        self.levels = levels
+        self.levels = tuple(levels)
+        self.calm = (0, 0)  # while the only pool's referenced blocks stay in this range, the level cannot change
         self.level = MemoryPressure.LOW
         self.pressure_callbacks: list[Callable[[PressureChange], None]] = []
         self.capacity_callbacks: list[Callable[[], None]] = []
@@ -43,22 +45,30 @@ class Guard:
     def __enter__(self) -> None:
         self.lock.acquire()
         self._depth += 1
-        self.state.cache.begin()
+        cache = self.state.cache
+        cache.tick += 1
+        cache.now = cache.clock()
 
     def __exit__(self, *exc_info: object) -> None:
-        change = None
-        callbacks: list[Callable[[], None]] = []
-        try:
-            if self._depth == 1:
-                change = self._measure()
-                callbacks = list(self.capacity_callbacks) if self.capacity_callbacks else []
-        finally:
+        if self._depth > 1:
             self._depth -= 1
+            self.lock.release()
+            return
+        change = None
+        try:
+            pool = self.state.gpu_pools[0]
+            used = pool.num_blocks - pool.num_free - pool.num_cached
+            if used > pool.peak_referenced:
+                pool.peak_referenced = used
+            if not self.calm[0] <= used < self.calm[1]:
+                change = self._measure()
+        finally:
+            self._depth = 0
             self.lock.release()
         if change is not None:
             for pressure_callback in list(self.pressure_callbacks):
                 _contain(lambda call=pressure_callback: call(change))  # type: ignore[misc]
-        for callback in callbacks:
+        for callback in self.capacity_callbacks:
             _contain(callback)
 
     def _measure(self) -> PressureChange | None:
@@ -69,8 +79,10 @@ class Guard:
             used = pool.num_referenced / pool.num_blocks if pool.num_blocks else 0.0
             if used > fullest:
                 fullest, at = used, pool.index
-        medium, high, critical = self.levels
-        level = MemoryPressure((fullest >= medium) + (fullest >= high) + (fullest >= critical))
+        level = MemoryPressure(sum(fullest >= limit for limit in self.levels))
+        if len(self.state.gpu_pools) == 1:
+            edges = [0, *(math.ceil(limit * pool.num_blocks) for limit in self.levels), pool.num_blocks + 1]
+            self.calm = (edges[level], edges[level + 1])
         if level == self.level:
             return None
         previous, self.level = self.level, level

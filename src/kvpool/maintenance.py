@@ -21,6 +21,7 @@ from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError
 from kvpool.events import Created, Event, EventLog, PoolSize, Stored, Subscription
 from kvpool.guard import Guard, PressureChange
+from kvpool.layers import MAX_BLOCKS
 from kvpool.stats import CacheStats, EvictionReason, MemoryPressure, PoolStats
 
 DEFAULT_SCOPE = ReuseScope()
@@ -45,6 +46,7 @@ class Maintenance:
         """
         check_seconds(ttl, "ttl")
         with self._guard:
+            check_scope(scope)
             if isinstance(tokens, KVCacheHandle):
                 row = self._state.any_row_of(tokens)
                 scope = tokens.scope
@@ -66,6 +68,8 @@ class Maintenance:
         Up to `guaranteed`, other tenants' requests cannot evict it; beyond `maximum`, its own blocks go first. Call with
         neither to remove the quota.
         """
+        if not isinstance(tenant, str):
+            raise InvalidArgumentError(f"tenant must be a string, got {tenant!r}")
         with self._guard:
             pools = self._state.gpu_pools
             low = [_share(guaranteed, pool.num_blocks, "guaranteed") for pool in pools]
@@ -143,6 +147,10 @@ class Maintenance:
         given = [prefix is not None or scope is not None, session is not None]
         if sum(given) != 1:
             raise InvalidArgumentError("invalidate takes a prefix, a scope, a prefix with its scope, or a session")
+        if session is not None and not isinstance(session, str):
+            raise InvalidArgumentError(f"session must be a string, got {session!r}")
+        if scope is not None:
+            check_scope(scope)
         with self._guard:
             cache = self._state.cache
             if session is not None:
@@ -189,7 +197,7 @@ class Maintenance:
         as_count(num_blocks, "num_blocks")
         with self._guard:
             source, cache = self._pool(pool, tier), self._state.cache
-            if cache.lower_tier(tier) is None:
+            if cache.lower_tier[tier] is None:
                 raise InvalidArgumentError(f"there is no tier below {tier.name}: configure host_blocks or disk_blocks")
             before = source.num_free
             while source.num_free - before < num_blocks:
@@ -202,6 +210,7 @@ class Maintenance:
     def onboard(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE) -> int:
         """Brings the cached prefix of `tokens` up to the GPU ahead of its request; returns how many blocks move."""
         ids = as_token_array(tokens)
+        check_scope(scope)
         with self._guard:
             state, cache = self._state, self._state.cache
             match = cache.match(scope, ids, partial=False)
@@ -236,23 +245,24 @@ class Maintenance:
     def defragment(self, tier: Tier = Tier.GPU) -> int:
         """Plans the fewest moves that leave every pool's live blocks at its lowest ids; returns how many."""
         with self._guard:
+            self._pool(0, tier)
             return self._compaction.defragment(tier)
 
     def resize(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> ResizeResult:
         """Grows or shrinks a pool while requests run; says what had to be evicted and moved."""
-        as_count(num_blocks, "num_blocks", minimum=1 if tier == Tier.GPU else 0)
+        as_count(num_blocks, "num_blocks", minimum=1 if tier == Tier.GPU else 0, maximum=MAX_BLOCKS)
         with self._guard:
             result = self._compaction.resize(self._pool(pool, tier), num_blocks)
+            self._state.cache.find_lower_tiers()
+            self._guard.calm = (0, 0)
             if self.events.listening:
                 self.events.created(self._pool_sizes())
             return result
 
     def _pool(self, index: int, tier: Tier) -> Any:
-        if tier not in (Tier.GPU, Tier.HOST, Tier.DISK):
+        if not isinstance(tier, Tier) or tier == Tier.REMOTE:
             raise InvalidArgumentError(f"pools exist on GPU, HOST and DISK, not on {tier!r}")
-        if not 0 <= index < len(self._state.pools):
-            raise InvalidArgumentError(f"pool {index} does not exist; there are {len(self._state.pools)}")
-        return self._state.pools[index][tier]
+        return self._state.pools[as_count(index, "pool", maximum=len(self._state.pools) - 1)][tier]
 
     # --- observation -------------------------------------------------------------------------------------------------
 
@@ -260,14 +270,16 @@ class Maintenance:
         """Calls back whenever the pressure level changes; returns a function that stops it."""
         if not callable(callback):
             raise InvalidArgumentError(f"on_memory_pressure takes a callable, got {callback!r}")
-        with self._guard.lock:
-            self._guard.pressure_callbacks.append(callback)
+        def call(change: PressureChange) -> None:  # a registration of its own, also of a callback that has one already
+            callback(change)
 
         def stop() -> None:
             with self._guard.lock:
-                if callback in self._guard.pressure_callbacks:
-                    self._guard.pressure_callbacks.remove(callback)
+                if call in self._guard.pressure_callbacks:
+                    self._guard.pressure_callbacks.remove(call)
 
+        with self._guard.lock:
+            self._guard.pressure_callbacks.append(call)
         return stop
 
     @property
@@ -334,6 +346,8 @@ class Maintenance:
 
     def subscribe(self, snapshot: bool = True) -> Subscription:
         """Follows what the prefix cache holds; the first events describe what is cached already. See `kvpool.events`."""
+        if not self._state.config.event_buffer_size:
+            raise InvalidArgumentError("events are off: event_buffer_size is 0; configure how many events to keep")
         return self.events.subscribe(snapshot)
 
     def _pool_sizes(self) -> tuple[PoolSize, ...]:
@@ -360,6 +374,12 @@ class Maintenance:
             return events
 
 
+def check_scope(scope: ReuseScope) -> ReuseScope:
+    if not isinstance(scope, ReuseScope):
+        raise InvalidArgumentError(f"scope must be a ReuseScope, got {scope!r}")
+    return scope
+
+
 def check_seconds(value: float | None, name: str) -> None:
     if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
         raise InvalidArgumentError(f"{name} must be a positive number of seconds or None, got {value!r}")
@@ -369,7 +389,6 @@ def _share(value: float | int, num_blocks: int, name: str) -> int:
     """Blocks out of an int (blocks) or a float (fraction of the pool)."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer)):
         raise InvalidArgumentError(f"{name} must be a number of blocks or a fraction, got {value!r}")
-    blocks = round(value * num_blocks) if isinstance(value, float) else int(value)
-    if (isinstance(value, float) and not 0.0 <= value <= 1.0) or not 0 <= blocks <= num_blocks:
+    if not 0 <= value <= (1.0 if isinstance(value, float) else num_blocks):
         raise InvalidArgumentError(f"{name}={value} is outside the pool of {num_blocks} blocks")
-    return blocks
+    return round(value * num_blocks) if isinstance(value, float) else int(value)

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from kvpool.blocks.admission import Admissions, PrefixMatch
-from kvpool.blocks.arrays import Int32Array, Int64Array, as_count, as_token_array
-from kvpool.blocks.batch import SequenceBatch
+from kvpool.blocks.arrays import Int32Array, Int64Array, as_array, as_count, as_token_array
+from kvpool.blocks.batch import SequenceBatch, as_handles
 from kvpool.blocks.compaction import Compaction
 from kvpool.blocks.copies import CopyOp
 from kvpool.blocks.eviction import EvictionPolicy, make_policy
@@ -49,7 +49,7 @@ from kvpool.errors import (
 )
 from kvpool.events import EventLog
 from kvpool.guard import Guard
-from kvpool.maintenance import DEFAULT_SCOPE, Maintenance, check_seconds
+from kvpool.maintenance import DEFAULT_SCOPE, Maintenance, check_scope, check_seconds
 
 BatchLike = SequenceBatch | Sequence[KVCacheHandle]
 
@@ -77,6 +77,8 @@ class KVCacheManager(Maintenance):
         if not isinstance(config, KVCacheConfig):
             raise ConfigError(f"KVCacheManager takes a KVCacheConfig, got {type(config).__name__}")
         chosen = config.eviction_policy if policy is None else policy
+        if isinstance(chosen, EvictionPolicy):
+            raise ConfigError("policy takes a name, a class or a factory: each tier and tenant needs an instance of its own")
         make_policy(chosen)  # an unknown name is refused here, before anything is built
         self.config = config
         self._state = CacheState(config, lambda: make_policy(chosen), clock)
@@ -88,7 +90,7 @@ class KVCacheManager(Maintenance):
         self._swapping = Swapping(self._state, self._sequences)
         self._compaction = Compaction(self._state)
         self._pins = Pins(self._state)
-        self.events = EventLog(config.event_buffer_size, snapshot_source=self._event_snapshot)
+        self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
         self._state.cache.events = self.events
 
     # --- admission ---------------------------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ class KVCacheManager(Maintenance):
         """What would a request for `tokens` reuse? Changes nothing, not even the order of eviction."""
         ids = as_token_array(tokens)
         with self._guard:
-            return self._admissions.query(ids, _scope(scope))
+            return self._admissions.query(ids, check_scope(scope))
 
     def can_allocate(
         self,
@@ -116,10 +118,9 @@ class KVCacheManager(Maintenance):
         fit. With `wait_for_prefix` the answer is LATER while another request computes the next block of this prompt.
         """
         ids, places = self._request(tokens, num_tokens, reserve)
-        as_count(lookahead, "lookahead")
-        as_count(cross_tokens, "cross_tokens")
+        lookahead, cross_tokens = as_count(lookahead, "lookahead"), self._cross_tokens(cross_tokens)
         with self._guard:
-            return self._admissions.can_allocate(ids, places, lookahead, cross_tokens, _scope(scope), wait_for_prefix)
+            return self._admissions.can_allocate(ids, places, lookahead, cross_tokens, check_scope(scope), wait_for_prefix)
 
     def allocate(
         self,
@@ -143,16 +144,17 @@ class KVCacheManager(Maintenance):
         `invalidate`. Raises `OutOfBlocksError` (`NeverFitsError` if the pool is too small) and changes nothing.
         """
         ids, places = self._request(tokens, num_tokens, reserve)
-        as_count(lookahead, "lookahead")
-        as_count(cross_tokens, "cross_tokens")
-        check_seconds(ttl, "ttl")
-        if cross_tokens and self._state.growing == len(self._state.groups):
-            raise InvalidArgumentError(f"cross_tokens={cross_tokens}, but no layer of this model is cross_attention")
-        self._check_length(places + lookahead)
+        if lookahead or cross_tokens or type(lookahead) is not int or type(cross_tokens) is not int:
+            lookahead, cross_tokens = as_count(lookahead, "lookahead"), self._cross_tokens(cross_tokens)
+        if ttl is not None or retention is not None or session is not None:
+            _check_keeping(ttl, retention, session)
+        limit = self.config.max_seq_len
+        if limit is not None and places + lookahead > limit:
+            raise InvalidArgumentError(f"a sequence of {places + lookahead} tokens is over max_seq_len={limit}")
         with self._guard:
-            if request_id in self._state.requests:
+            if self._is_live(request_id):
                 raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
-            handle = KVCacheHandle(self._state.rows, request_id, _scope(scope))
+            handle = KVCacheHandle(self._state.rows, request_id, check_scope(scope))
             handle.retention = retention
             handle.ttl = ttl if ttl is not None else self.config.default_ttl
             handle.session = session
@@ -176,18 +178,23 @@ class KVCacheManager(Maintenance):
             return ids, total
         return ids, as_count(reserve, "reserve", minimum=1, maximum=total)
 
-    def _check_length(self, num_tokens: int) -> None:
-        limit = self.config.max_seq_len
-        if limit is not None and num_tokens > limit:
-            raise InvalidArgumentError(f"a sequence of {num_tokens} tokens is over max_seq_len={limit}")
+    def _cross_tokens(self, cross_tokens: int) -> int:
+        if as_count(cross_tokens, "cross_tokens") and self._state.growing == len(self._state.groups):
+            raise InvalidArgumentError(f"cross_tokens={cross_tokens}, but no layer of this model is cross_attention")
+        return int(cross_tokens)
+
+    def _is_live(self, request_id: Hashable) -> bool:
+        try:
+            return request_id in self._state.requests
+        except TypeError:
+            raise InvalidArgumentError(f"a request id must be hashable, got {request_id!r}") from None
 
     def get(self, request_id: Hashable) -> KVCacheHandle:
         """The handle of a live request."""
         with self._guard.lock:
-            handle = self._state.requests.get(request_id)
-            if handle is None:
+            if not self._is_live(request_id):
                 raise UnknownRequestError(f"no live request has the id {request_id!r}")
-            return handle
+            return self._state.requests[request_id]
 
     @property
     def handles(self) -> list[KVCacheHandle]:
@@ -231,8 +238,8 @@ class KVCacheManager(Maintenance):
         `extend` claims. A block with another reader that is about to be written is copied first (see `take_copies`).
         """
         counts = _counts(num_tokens)
-        if lookahead:
-            as_count(lookahead, "lookahead")
+        if lookahead or type(lookahead) is not int:
+            lookahead = as_count(lookahead, "lookahead")
         with self._guard:
             chosen = self._batch(batch)
             _check_counts(counts, len(chosen))
@@ -254,13 +261,16 @@ class KVCacheManager(Maintenance):
             _check_counts(counts, len(chosen))
             self._stepping.mark_written(chosen, counts)
 
-    def commit(self, handle: KVCacheHandle, tokens: Any) -> None:
+    def commit(self, handle: KVCacheHandle, tokens: Any = None) -> None:
         """The next tokens are written and final; blocks that are full become matchable.
 
-        `tokens` are their ids, or a count: then they are the next tokens of the known prompt. A count that goes past the
-        known ids is allowed, but what follows cannot be cached.
+        `tokens` are their ids, or a count: then they are the next tokens of the known prompt (None: the reserved rest of
+        it). A count that goes past the known ids is allowed, but what follows cannot be cached.
         """
-        if isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool):
+        if tokens is None:
+            with self._guard:
+                self._stepping.commit_prompt(self._state.row_of(handle))
+        elif isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool):
             self.commit_batch([handle], None, [as_count(tokens, "tokens")])
         else:
             ids = as_token_array(tokens)
@@ -278,7 +288,8 @@ class KVCacheManager(Maintenance):
                 self._stepping.commit_step(chosen, ids)
             else:
                 _check_counts(numbers, len(chosen))
-                assert isinstance(numbers, np.ndarray)
+                if not isinstance(numbers, np.ndarray):
+                    raise InvalidArgumentError(f"counts must hold one count for every sequence, got {counts!r}")
                 self._stepping.commit_rows(chosen, ids, numbers)
 
     def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
@@ -297,7 +308,7 @@ class KVCacheManager(Maintenance):
             raise InvalidArgumentError("fork needs at least one new request id")
         with self._guard:
             for request_id in request_ids:
-                if request_id in self._state.requests or request_ids.count(request_id) > 1:
+                if self._is_live(request_id) or request_ids.count(request_id) > 1:
                     raise DuplicateRequestError(f"request {request_id!r} is already live; use another id")
             return self._sequences.fork(handle, request_ids)
 
@@ -309,7 +320,7 @@ class KVCacheManager(Maintenance):
     def free_batch(self, batch: BatchLike, keep: bool = True) -> None:
         """`free` for many requests at once."""
         with self._guard:
-            self._sequences.free_batch(batch.handles if isinstance(batch, SequenceBatch) else batch, keep)
+            self._sequences.free_batch(batch.handles if isinstance(batch, SequenceBatch) else as_handles(batch), keep)
 
     def _batch(self, batch: BatchLike) -> SequenceBatch:
         if isinstance(batch, SequenceBatch):
@@ -318,15 +329,15 @@ class KVCacheManager(Maintenance):
             return batch
         return SequenceBatch(self._state, batch)
 
-    def store_last_logits(self, handle: KVCacheHandle, logits: Any) -> bool:
+    def store_last_logits(self, handle: KVCacheHandle, logits: Any, num_tokens: int | None = None) -> bool:
         """Keeps the logits behind a prompt, so that the same prompt, fully cached, needs no forward pass at all.
 
-        Call it when the whole prompt is committed. A later `allocate` of the same tokens returns them as
-        `handle.last_logits`. False when nothing of the prompt can be cached.
+        Call it when the whole prompt (or its first `num_tokens`, or with what was generated) is committed. A later
+        `allocate` of the same tokens returns them as `handle.last_logits`. False when nothing of it can be cached.
         """
         with self._guard:
             row = self._state.row_of(handle)
-            length = handle.num_prompt_tokens
+            length = handle.num_prompt_tokens if num_tokens is None else as_count(num_tokens, "num_tokens", minimum=1)
             if not length or int(self._state.rows.committed[row]) < length:
                 raise SequenceStateError(f"request {handle.request_id!r}: commit the whole prompt before its logits")
             return handle.publishes and self._admissions.store_logits(row, length, logits)
@@ -361,17 +372,19 @@ class KVCacheManager(Maintenance):
             return copies
 
 
-def _scope(scope: ReuseScope) -> ReuseScope:
-    if not isinstance(scope, ReuseScope):
-        raise InvalidArgumentError(f"scope must be a ReuseScope, got {scope!r}")
-    return scope
+def _check_keeping(ttl: float | None, retention: Retention | None, session: str | None) -> None:
+    check_seconds(ttl, "ttl")
+    if retention is not None and not isinstance(retention, Retention):
+        raise InvalidArgumentError(f"retention must be a Retention, got {retention!r}")
+    if session is not None and not isinstance(session, str):
+        raise InvalidArgumentError(f"session must be a string, got {session!r}")
 
 
 def _counts(num_tokens: Any) -> int | Int64Array:
     """Token counts: one for all sequences, or an int64 array with one per sequence."""
     if isinstance(num_tokens, (int, np.integer)):
         return as_count(num_tokens, "num_tokens")
-    array = np.asarray(num_tokens)
+    array = as_array(num_tokens, "num_tokens")
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidArgumentError(f"num_tokens must be an int or one int per sequence, got {num_tokens!r}")
     if array.size and (int(array.min()) < 0 or int(array.max()) > 2**40):

@@ -8,6 +8,7 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from kvpool.config import Tier
+from kvpool.errors import InvalidArgumentError
 
 
 class MemoryPressure(IntEnum):
@@ -170,7 +171,10 @@ class CacheStats:
         return sum(self.hit_tokens.values()) / self.prompt_tokens if self.prompt_tokens else 0.0
 
     def pool(self, index: int = 0, tier: Tier = Tier.GPU) -> PoolStats:
-        return next(p for p in self.pools if p.pool == index and p.tier == tier)
+        for pool in self.pools:
+            if pool.pool == index and pool.tier == tier:
+                return pool
+        raise InvalidArgumentError(f"there is no pool {index!r} on {tier!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for `json.dumps`."""

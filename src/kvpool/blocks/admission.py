@@ -8,6 +8,7 @@ import numpy as np
 
 from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.groups import longest_valid, sink_blocks, window_start
+from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.blocks.node import Node
 from kvpool.blocks.state import Admission, AllocStatus, CacheState
@@ -26,6 +27,7 @@ class PrefixMatch(NamedTuple):
     tokens_by_tier: dict[Tier, int]  # whole blocks by the tier they lie on, in tokens
     has_last_logits: bool  # the prompt hits in full and its logits were stored: no forward pass is needed
     in_flight: bool  # another request is computing the next block of this prompt right now
+    last_logits: Any = None  # what was stored for exactly this prompt, see `store_last_logits`
 
 
 class Plan(NamedTuple):
@@ -37,11 +39,8 @@ class Plan(NamedTuple):
     num_cross_blocks: int
     needs: list[int]
     supply: list[int]
+    fits: bool
     last_logits: Any = None
-
-    @property
-    def fits(self) -> bool:
-        return all(need <= have for need, have in zip(self.needs, self.supply, strict=True))
 
 
 class Admissions:
@@ -50,6 +49,8 @@ class Admissions:
     def __init__(self, state: CacheState) -> None:
         self.state = state
         self.in_flight: dict[tuple[Node, bytes], int] = {}  # (tip, next block) -> the row that computes it
+        state.publisher.on_follow = self.track
+        self.has_logits = False  # whether logits were ever stored: without, nobody looks for them
 
     # --- reuse -------------------------------------------------------------------------------------------------------
 
@@ -67,7 +68,8 @@ class Admissions:
         length = match.num_tokens(size)
         logits = None
         if length == len(tokens):
-            logits = self._stored_logits(match, tokens)
+            if self.has_logits:
+                logits = self._stored_logits(match, tokens)
             length -= logits is None
         if state.cache.windowed:
             length, logits = self._valid_in_windows(match, length, logits)
@@ -94,6 +96,7 @@ class Admissions:
             node = node.parent
         if node.detached or node.end < blocks:
             return False
+        self.has_logits = True
         if node.logits is None:
             node.logits = {}
         node.logits[num_tokens, rows.token_ids(row)[blocks * size : num_tokens].tobytes()] = logits
@@ -119,10 +122,15 @@ class Admissions:
         if num_tokens == match.num_tokens(size):
             return match
         blocks, extra = divmod(num_tokens, size)
-        source = None
-        if extra:
-            source = next((n for n in match.path if n.start <= blocks < n.end), match.partial)
-        return Match(match.root, [n for n in match.path if n.start < blocks], blocks, source, extra)
+        path = match.path
+        source = match.partial
+        cut = len(path)
+        while cut and path[cut - 1].start >= blocks:  # what is cut off may still serve as the source of a partial block
+            cut -= 1
+            source = path[cut]
+        if cut and path[cut - 1].end > blocks:
+            source = path[cut - 1]
+        return Match(match.root, path[:cut], blocks, source if extra else None, extra)
 
     def query(self, tokens: Int32Array, scope: ReuseScope) -> PrefixMatch:
         match, logits = self.best_match(tokens, scope)
@@ -138,6 +146,7 @@ class Admissions:
             by_tier,
             logits is not None,
             self.computed_by(match, tokens) is not None,
+            logits,
         )
 
     # --- requests in flight ------------------------------------------------------------------------------------------
@@ -160,19 +169,24 @@ class Admissions:
         rows, size = self.state.rows, self.state.block_size
         handle = rows.handles[row]
         assert handle is not None
-        self.untrack(row)
+        self.untrack(handle)
+        start = rows.committed.item(row) // size * size
+        if rows.known.item(row) - start < size:
+            return
         tip = rows.tips[row]
         assert tip is not None
         self.state.cache.sync(tip)
         start = tip.end * size
-        if handle.publishes and not tip.detached and int(rows.known[row]) - start >= size:
-            key = (tip, rows.token_ids(row)[start : start + size].tobytes())
-            if self.in_flight.setdefault(key, row) == row:
-                handle.inflight = key
+        if handle.publishes and not tip.detached and rows.known.item(row) - start >= size:
+            self.track_block(handle, tip, rows.token_ids(row)[start : start + size].tobytes())
 
-    def untrack(self, row: int) -> None:
-        handle = self.state.rows.handles[row]
-        assert handle is not None
+    def track_block(self, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
+        """Remembers that a request computes the block `key` behind `tip`."""
+        place = (tip, key)
+        if self.in_flight.setdefault(place, handle.row) == handle.row:
+            handle.inflight = place
+
+    def untrack(self, handle: KVCacheHandle) -> None:
         if handle.inflight is not None:
             self.in_flight.pop(handle.inflight, None)
             handle.inflight = None
@@ -180,8 +194,9 @@ class Admissions:
     def forget_detached(self) -> None:
         """Nobody can find blocks below a detached node: stop announcing them as in flight."""
         for (tip, _), row in list(self.in_flight.items()):
-            if tip.detached:
-                self.untrack(row)
+            handle = self.state.rows.handles[row]
+            if tip.detached and handle is not None:
+                self.untrack(handle)
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
@@ -192,6 +207,17 @@ class Admissions:
         match, logits = NO_MATCH, None
         if tokens is not None:
             match, logits = self.best_match(tokens, scope)
+        if not cross_tokens and self.state.is_simple and (not match.path or match.path[-1].tier == Tier.GPU):
+            size = self.state.block_size
+            hit_tokens = match.num_blocks * size + match.num_partial
+            num_blocks = -(-(max(num_tokens, hit_tokens) + lookahead) // size)
+            pool = self.state.gpu_pools[0]
+            need = num_blocks - match.num_blocks
+            if need <= pool.num_free:  # the usual case: nothing has to be evicted, so nothing else has to be counted
+                return Plan(match, hit_tokens, num_blocks, 0, [need], [pool.num_free], True, logits)
+            supply = pool.num_free + self.state.cache.evictable(pool, scope.tenant)
+            if need <= supply and not match.path and match.partial is None:
+                return Plan(match, hit_tokens, num_blocks, 0, [need], [supply], True, logits)
         plan = self._count(match, num_tokens, lookahead, cross_tokens, scope, logits)
         if not plan.fits and match.partial is not None:
             # The source of a partial block must stay until it is copied: in a full pool, do without it.
@@ -213,7 +239,8 @@ class Admissions:
         supply = state.supply(scope.tenant)
         if match.root is not None:
             self._count_match(match, needs, supply)
-        return Plan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, logits)
+        fits = all(need <= have for need, have in zip(needs, supply, strict=True))
+        return Plan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, fits, logits)
 
     def _count_match(self, match: Match, needs: list[int], supply: list[int]) -> None:
         """Matched idle blocks stop being supply; matched blocks on lower tiers need a place on the GPU."""
@@ -268,11 +295,16 @@ class Admissions:
         """OK, LATER or NEVER, with the watermark kept free."""
         state = self.state
         plan = self.plan(tokens, num_tokens, lookahead, cross_tokens, scope)
+        plan = self._count(plan.match, num_tokens, lookahead, cross_tokens, scope, plan.last_logits)
         needs, supply = tuple(plan.needs), tuple(plan.supply)
+        limit = state.config.max_seq_len
+        if limit is not None and num_tokens + lookahead > limit:
+            reason = f"asks for {num_tokens + lookahead} tokens, over max_seq_len={limit}"
+            return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
         for index, pool in enumerate(state.gpu_pools):
             whole = plan.num_blocks * state.per_position[index]
             whole += plan.num_cross_blocks * sum(g.pool == index for g in state.groups[state.growing :])
-            mark = state.config.watermark_blocks(index)
+            mark = state.watermark(index)
             if whole > pool.num_blocks - mark:
                 most = max(0, pool.num_blocks - mark) // max(1, state.per_position[index]) * state.block_size
                 reason = (
@@ -288,7 +320,7 @@ class Admissions:
                 reason = f"prefix in flight: request {handle.request_id!r} is computing the next block of this prompt"
                 return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
         for index, need in enumerate(plan.needs):
-            mark = state.config.watermark_blocks(index)
+            mark = state.watermark(index)
             if need and need > plan.supply[index] - mark:
                 reason = f"needs {need} blocks of pool {index}; {plan.supply[index]} are free or evictable, {mark} kept as watermark"
                 return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)

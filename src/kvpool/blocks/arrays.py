@@ -14,6 +14,15 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_TOKEN_ID = 2**31 - 1
+_smallest = np.minimum.reduce  # array.min() without its wrapper, which costs more than the work on short prompts
+
+
+def as_array(values: Any, name: str) -> npt.NDArray[Any]:
+    """`np.asarray`, with an error of ours for what numpy cannot make an array of."""
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        raise InvalidArgumentError(f"{name} is not a rectangular array: {error}") from None
 
 
 def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:
@@ -22,18 +31,18 @@ def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:
     >>> as_token_array([1, 2, 3]).dtype
     dtype('int32')
     """
-    array = tokens if isinstance(tokens, np.ndarray) else np.asarray(tokens)
+    array = tokens if isinstance(tokens, np.ndarray) else as_array(tokens, name)
+    if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous and array.size and _smallest(array) >= 0:
+        return array
     if array.ndim != 1:
         raise InvalidArgumentError(f"{name} must be one-dimensional, got shape {array.shape}")
     if array.size == 0:
         return np.empty(0, np.int32)
     if array.dtype.kind not in "iu":
         raise InvalidArgumentError(f"{name} must hold integers, got dtype {array.dtype}; convert with .astype('int32')")
-    if array.dtype.itemsize > 4 or array.dtype.kind == "u":
-        largest = int(array.max())
-        if largest > MAX_TOKEN_ID:
-            raise InvalidArgumentError(f"{name} holds {largest}; token ids must be below 2**31")
-    if array.dtype.kind == "i" and int(array.min()) < 0:
+    if (array.dtype.itemsize > 4 or array.dtype.kind == "u") and int(array.max()) > MAX_TOKEN_ID:
+        raise InvalidArgumentError(f"{name} holds {int(array.max())}; token ids must be below 2**31")
+    if array.dtype.kind == "i" and _smallest(array) < 0:
         raise InvalidArgumentError(f"{name} holds {int(array.min())}; token ids cannot be negative")
     return np.ascontiguousarray(array, dtype=np.int32)
 

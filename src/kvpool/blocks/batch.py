@@ -30,6 +30,14 @@ class CSRTable(NamedTuple):
     first_position: Int32Array
 
 
+def as_handles(handles: Sequence[KVCacheHandle]) -> tuple[KVCacheHandle, ...]:
+    """The members of a batch; whether they are live handles is checked where they are used."""
+    try:
+        return tuple(handles)
+    except TypeError:
+        raise InvalidArgumentError(f"a batch is a sequence of handles, got {handles!r}; put a single one in a list") from None
+
+
 class SequenceBatch:
     """Handles whose rows are looked up once and used for many steps. Make it with `manager.batch(handles)`.
 
@@ -37,11 +45,11 @@ class SequenceBatch:
     until a new batch is made.
     """
 
-    __slots__ = ("_epoch", "_state", "handles", "rows", "selection")
+    __slots__ = ("_epoch", "_state", "handles", "last_slots", "moves", "rows", "selection")
 
     def __init__(self, state: CacheState, handles: Sequence[KVCacheHandle]) -> None:
         self._state = state
-        self.handles = tuple(handles)
+        self.handles = as_handles(handles)
         self.rows: Int64Array = np.array([state.row_of(handle) for handle in self.handles], np.int64)
         if len(set(self.rows.tolist())) != len(self.rows):
             raise InvalidArgumentError("a batch must not hold the same sequence twice; fork it instead")
@@ -50,6 +58,9 @@ class SequenceBatch:
         if len(self.rows) and (np.diff(self.rows) == 1).all():
             self.selection = slice(int(self.rows[0]), int(self.rows[-1]) + 1)
         self._epoch = state.rows.epoch
+        # The slots of the step before, and `SequenceRows.moves` at that time: while it stands, the next slots follow them.
+        self.last_slots: Int32Array | None = None
+        self.moves = -1
 
     def __len__(self) -> int:
         return len(self.handles)
@@ -78,7 +89,7 @@ class SequenceBatch:
         """
         self.refresh()
         rows = self._state.rows
-        spec = rows.groups[group]
+        spec = rows.group(group)
         counts = rows.num_cross_blocks if is_cross(spec) else rows.num_blocks
         columns = int(counts[self.selection].max()) if len(self.rows) else 0
         table = rows.tables[group]
@@ -111,10 +122,13 @@ class SequenceBatch:
         self.refresh()
         rows = self._state.rows
         size = rows.block_size
-        spec = rows.groups[group]
+        spec = rows.group(group)
         count = len(self.rows)
         cross = is_cross(spec)
-        lengths = rows.num_cross_blocks[self.selection] * size if cross else rows.reserved[self.selection]
+        if cross:
+            lengths = np.array([handle.encoder_tokens for handle in self.handles], np.int64)
+        else:
+            lengths = rows.reserved[self.selection]
         ends = (lengths + (size - 1)) // size
         starts = np.zeros(count, np.int64)
         table = rows.tables[group]

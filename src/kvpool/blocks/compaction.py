@@ -140,6 +140,7 @@ class Compaction:
 
     def _apply(self, pool: BlockPool, remap: Int32Array) -> None:
         """Writes the new ids wherever the old ones stand."""
+        self.rows.moves += 1
         for _, ids in self._runs(pool):
             present = ids >= 0
             ids[present] = remap[ids[present]]

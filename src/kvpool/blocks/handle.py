@@ -58,6 +58,7 @@ class KVCacheHandle:
 
     __slots__ = (
         "_rows",
+        "_stats",
         "encoder_tokens",
         "family",
         "first_serial",
@@ -71,7 +72,6 @@ class KVCacheHandle:
         "row",
         "scope",
         "session",
-        "stats",
         "swapped",
         "ttl",
     )
@@ -93,7 +93,14 @@ class KVCacheHandle:
         self.family: set[int] | None = None  # rows that may share private blocks with this one
         self.inflight: Any = None
         self.swapped: SwappedBlocks | None = None
-        self.stats = HandleStats()
+        self._stats: HandleStats | None = None
+
+    @property
+    def stats(self) -> HandleStats:
+        """What this request cost and what it got from the cache."""
+        if self._stats is None:
+            self._stats = HandleStats(self.num_prompt_tokens, self.num_cached_tokens)
+        return self._stats
 
     @property
     def is_live(self) -> bool:
@@ -137,7 +144,7 @@ class KVCacheHandle:
         Views are for immediate use: the next operation on the manager may change them.
         """
         row = self._live_row()
-        view = self._rows.visible_blocks(group, row)
+        view = self._rows.visible_blocks(self._rows.group(group).index, row)
         view.flags.writeable = False
         return view
 

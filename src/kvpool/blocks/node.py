@@ -91,7 +91,7 @@ class Node:
         self.priority_until = NEVER
         self.ttl = None
         self.expires_at = NEVER
-        self.fingerprint = hash((parent.fingerprint, key))
+        self.fingerprint = hash((parent.root.fingerprint, start, key))
         self.session = None
         self.digests = None
         self.logits = None
@@ -197,7 +197,7 @@ class ChildIndex(dict[bytes, Node]):
             self._lasts = []
 
     def nearest(self, query: bytes) -> tuple[Node | None, int]:
-        """The child whose key shares the longest beginning with `query`, and how many bytes they share."""
+        """The child whose key shares the longest beginning with `query`, and how many bytes they share (0 if no token)."""
         if self._chunks is None:
             neighbours = list(self)
         else:
@@ -208,10 +208,12 @@ class ChildIndex(dict[bytes, Node]):
             if place == 0 and at > 0:
                 neighbours.append(self._lasts[at - 1])
         best, shared = None, 0
+        first_token = query[:4]
         for key in neighbours:
-            common = common_prefix_length(key, query)
-            if common > shared:
-                best, shared = self[key], common
+            if key[:4] == first_token:
+                common = common_prefix_length(key, query)
+                if common > shared:
+                    best, shared = self[key], common
         return best, shared
 
 

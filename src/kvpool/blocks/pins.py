@@ -96,6 +96,7 @@ class Pins:
             _, block = self._block(pin.node, group, depth)
             self.cache.unpin_windowed(group, block)
         self.cache.unpin_path(pin.node)
+        self.cache.enforce_quota(pin.node.root)
 
     def expire(self) -> int:
         """Ends pins whose time is over; returns how many."""
@@ -105,6 +106,11 @@ class Pins:
         return len(over)
 
     def forget_void(self) -> None:
-        """Drops pins whose prefix was invalidated."""
-        for pin_id in [pin_id for pin_id, pin in self.active.items() if pin.node.detached]:
-            del self.active[pin_id]
+        """Drops pins whose prefix was invalidated, and what they keep in the part of it that is still cached."""
+        for pin_id, pin in list(self.active.items()):
+            if pin.node.detached:
+                del self.active[pin_id]
+                for group, depth in pin.windowed:
+                    node, block = self._block(pin.node, group, depth)
+                    if not node.detached:
+                        self.cache.unpin_windowed(group, block)

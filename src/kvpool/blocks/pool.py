@@ -3,9 +3,14 @@
 Ownership, in one place:
 
 * free        the id is on the free stack; `refs` is 0.
-* private     one or more sequences (forks) hold it through their tables; `refs` counts them.
-* published   the prefix cache owns it. Blocks of full-attention groups then have `refs` 0, their readers are counted
-              on tree nodes; blocks of windowed groups keep counting the sequences whose window covers them.
+* private     one or more sequences (forks) hold it through their tables.
+* published   the prefix cache owns it.
+
+What `refs` counts depends on the layer group of the block. Blocks of full-attention groups are written by one sequence
+and read along tree paths, so counting starts only when forks share one: 0 means a single owner, n >= 2 means n sequences
+(`take`, `share`, `unshare`). Admitting, publishing and freeing a sequence then never touch the array. Blocks of windowed
+and cross-attention groups, and host blocks of swapped sequences, count every holder (`take_counted`, `acquire`,
+`release`); published ones of windowed groups go on counting the sequences whose window covers them.
 
 `num_cached` counts published blocks without any reader, `num_pinned` those of them that are pinned, so
 `num_free + num_referenced + num_cached == num_blocks` at every moment.
@@ -27,7 +32,7 @@ class BlockPool:
     >>> ids = pool.take(3)
     >>> ids.tolist(), pool.num_free
     ([0, 1, 2], 1)
-    >>> pool.release(ids)
+    >>> pool.give(ids)
     >>> pool.num_free
     4
     """
@@ -52,12 +57,17 @@ class BlockPool:
         return self.num_blocks - self.num_free - self.num_cached
 
     def take(self, num_blocks: int) -> Int32Array:
-        """Hands out `num_blocks` free ids, each with one reference. The caller made sure that they exist."""
+        """Hands out `num_blocks` free ids to a single owner. The caller made sure that they exist."""
         top = self.num_free
         if num_blocks > top:
             raise OutOfBlocksError(f"pool {self.index} on {self.tier.name} has {top} free blocks, {num_blocks} were asked for")
         ids = self._free[top - num_blocks : top][::-1].copy()
         self.num_free = top - num_blocks
+        return ids
+
+    def take_counted(self, num_blocks: int) -> Int32Array:
+        """`take` for blocks whose holders are all counted: each starts with one."""
+        ids = self.take(num_blocks)
         self.refs[ids] = 1
         return ids
 
@@ -67,12 +77,23 @@ class BlockPool:
         self.num_free = top + len(ids)
         self._free[top : self.num_free] = ids[::-1]
 
+    def share(self, ids: Int32Array) -> None:
+        """One more sequence holds these private blocks, which were handed out by `take`."""
+        holders = self.refs[ids]
+        self.refs[ids] = np.maximum(holders, 1) + 1
+
+    def unshare(self, ids: Int32Array) -> None:
+        """One sequence lets go of private blocks from `take`; those that nobody else holds become free."""
+        holders = self.refs[ids]
+        self.refs[ids] = np.where(holders > 2, holders - 1, 0)
+        self.give(ids[holders == 0])
+
     def acquire(self, ids: Int32Array) -> None:
-        """One more sequence holds these blocks (each id at most once in `ids`)."""
+        """One more sequence holds these counted blocks (each id at most once in `ids`)."""
         self.refs[ids] += 1
 
     def release(self, ids: Int32Array) -> None:
-        """One sequence lets go of these private blocks; those without a holder become free."""
+        """One sequence lets go of these counted blocks; those without a holder become free."""
         left = self.refs[ids] - 1
         if len(ids) and int(left.min()) < 0:
             wrong = ids[left < 0].tolist()

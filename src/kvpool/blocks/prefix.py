@@ -46,13 +46,16 @@ class PrefixCache(PrefixTree):
         self.leftovers: list[deque[Leftover]] = [deque() for _ in self.groups]
         self.pinned_windowed: list[dict[int, int]] = [{} for _ in self.pools]
         self.pinned_blocks = 0  # positions on pinned paths
+        cached_groups = self.groups[: self.num_cached_groups]
+        self.blocks_per_position = [max(1, sum(g.pool == i for g in cached_groups)) for i in range(len(self.pools))]
+        self.find_lower_tiers()
 
     # --- supply ------------------------------------------------------------------------------------------------------
 
     def evictable(self, pool: BlockPool, tenant: str) -> int:
         """How many cached blocks of a pool a request of `tenant` could have evicted."""
         supply = pool.num_cached - pool.num_pinned
-        if pool.tier == Tier.GPU:
+        if self.quotas and pool.tier == Tier.GPU:
             for quota in self.quotas.values():
                 if quota.tenant != tenant:
                     supply -= quota.protected(pool.index)
@@ -88,6 +91,8 @@ class PrefixCache(PrefixTree):
         policy = self.policies[pool.tier]
         if len(policy):
             best = policy.victim()  # type: ignore[assignment]
+        if not self.quotas:
+            return best
         for quota in self.quotas.values():
             candidates = quota.policies[pool.tier]
             if not len(candidates):
@@ -101,7 +106,7 @@ class PrefixCache(PrefixTree):
 
     def _tail_length(self, node: Node, pool: BlockPool, num_blocks: int, tenant: str) -> int:
         """How many positions to cut from a victim so that about `num_blocks` of the pool become free."""
-        per_position = max(1, sum(self.groups[g].pool == pool.index for g in range(self.num_cached_groups)))
+        per_position = self.blocks_per_position[pool.index]
         length = min(node.num_blocks, -(-num_blocks // per_position))
         quota = node.root.quota
         if quota is not None and quota.tenant != tenant and pool.tier == Tier.GPU:
@@ -111,7 +116,7 @@ class PrefixCache(PrefixTree):
     # --- leaving -----------------------------------------------------------------------------------------------------
 
     def _evict_tail(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
-        if self.offload_on_evict and self.demote(node, num_blocks):
+        if self.offload_on_evict and self.lower_tier[node.tier] is not None and self.demote(node, num_blocks):
             self.counters.evictions[reason.value] += num_blocks
         else:
             self.drop_tail(node, num_blocks, reason, evicted=True)
@@ -135,24 +140,25 @@ class PrefixCache(PrefixTree):
         for group in self.windowed:
             ids = node.ids[group][keep:]
             self.free_windowed(node, group, ids[ids >= 0])
+        node.num_blocks = keep
+        if not keep:
+            self._unlink(node)
+            return
         node.ids = [ids[:keep] for ids in node.ids]
         node.tokens = node.tokens[: keep * self.block_size]
-        node.num_blocks = keep
         if node.digests is not None:
             del node.digests[keep:]
         if node.logits is not None:
             node.logits = {k: v for k, v in node.logits.items() if k[0] // self.block_size <= node.end}
-        if keep:
-            policy.add(node)
-        else:
-            self._unlink(node)
+        policy.add(node)
 
     def _unlink(self, node: Node) -> None:
         """Takes an empty leaf out of the tree; its parent may become a leaf."""
         node.detached = True
         parent = node.parent
         parent.remove_child(node)
-        self._untag(node)
+        if node.session is not None:
+            self._untag(node)
         if parent is parent.root:
             self._forget_root(parent.root)
         elif parent.tier == node.tier:
@@ -272,16 +278,16 @@ class PrefixCache(PrefixTree):
 
     # --- tiers -------------------------------------------------------------------------------------------------------
 
-    def lower_tier(self, tier: Tier) -> Tier | None:
-        """The next tier that has blocks in every pool."""
-        for below in range(tier + 1, self.num_tiers):
-            if all(tiers[below].num_blocks for tiers in self.pools):
-                return Tier(below)
-        return None
+    def find_lower_tiers(self) -> None:
+        """Where evicted runs go from each tier: the next one that has blocks in every pool. Call again after a resize."""
+        usable = [tier for tier in range(self.num_tiers) if all(tiers[tier].num_blocks for tiers in self.pools)]
+        self.lower_tier: list[Tier | None] = [
+            next((Tier(below) for below in usable if below > tier), None) for tier in range(self.num_tiers)
+        ]
 
     def demote(self, node: Node, num_blocks: int) -> bool:
         """Moves the last `num_blocks` of an idle leaf one tier down; False when there is no room."""
-        target = self.lower_tier(node.tier)
+        target = self.lower_tier[node.tier]
         if target is None:
             return False
         keep = node.num_blocks - num_blocks
@@ -309,34 +315,45 @@ class PrefixCache(PrefixTree):
         """An idle run of a lower tier was computed again: it takes the new GPU blocks and frees its own."""
         for group in self.full:
             self.pool(group, Tier.GPU).refs[ids[group]] = 0
+        announced = self.events is not None and self.events.listening and bool(node.digests)
+        gained = []
+        for group in self.windowed:
+            for index in np.flatnonzero((node.ids[group] >= 0) & (ids[group] < 0)).tolist():
+                block = int(node.ids[group][index])
+                self._remove_windowed(node, group, node.start + index, block, EvictionReason.CAPACITY)
+            gained.append((group, np.flatnonzero((node.ids[group] < 0) & (ids[group] >= 0))))
         self._move(node, Tier.GPU, CopyKind.ONBOARD, ids)
+        for group, present in gained if announced else ():
+            self.announce_blocks(node, group, present)
 
     def _move(self, node: Node, target: Tier, kind: CopyKind, ready: list[Int32Array] | None = None) -> None:
         """Gives a run blocks on another tier: new ones and a planned copy, or `ready` ones that hold the data already."""
         source, parent = node.tier, node.parent
         idle = not node.active
         if self.is_candidate(node):
-            node.root.policies[source].evicted(node)
+            if kind is CopyKind.OFFLOAD:
+                node.root.policies[source].evicted(node)
             node.root.policies[source].remove(node)
+            node.entry = None  # the policy of the new tier starts afresh
         if idle:
-            self._count_cached(node, -node.num_blocks)
+            self.count_cached(node, -node.num_blocks)
             if node.pins:
                 self._count_pinned(node, -node.num_blocks)
+        if self.events is not None and self.events.listening and node.digests:
+            self._announce_move(node, source, target)
         for group in range(self.num_cached_groups):
             if ready is None:
                 node.ids[group] = self._move_ids(node, group, target, kind)
             else:
                 self._give_back(node, group)
                 node.ids[group] = ready[group]
-        if self.events is not None and self.events.listening and node.digests:
-            self._announce_move(node, source, target)
         if parent is not parent.root and parent.tier == target and self.is_candidate(parent):
             parent.root.policies[target].remove(parent)
         parent.same_tier_children += int(parent.tier == target) - int(parent.tier == source)
         node.tier = target
         node.same_tier_children = sum(c.tier == target for c in node.children.values()) if node.children else 0
         if idle:
-            self._count_cached(node, node.num_blocks)
+            self.count_cached(node, node.num_blocks)
             if node.pins:
                 self._count_pinned(node, node.num_blocks)
         self.offer(node)
@@ -358,7 +375,6 @@ class PrefixCache(PrefixTree):
         src = old if present.all() else old[present]
         pool = self.pool(group, target)
         dst = pool.take(len(src))
-        pool.refs[dst] = 0
         if len(src):
             self.copies.append(CopyOp(kind, group, source, target, src, dst))
         self.pool(group, source).give(src)
@@ -368,7 +384,7 @@ class PrefixCache(PrefixTree):
             if target == Tier.GPU and len(src):
                 self.leftovers[group].append(Leftover(self.tick, node, node.start, node.end - 1))
         if len(src) == len(old):
-            return dst
+            return dst.copy()  # the planned copy keeps its own: ids change when the pool is defragmented
         moved = np.full(len(old), -1, np.int32)
         moved[present] = dst
         return moved
@@ -384,7 +400,7 @@ class PrefixCache(PrefixTree):
         idle = int((left == 0).sum())
         if idle:
             self.add_cached(node.root, pool, idle)
-            if pool.index < len(self.pinned_windowed) and self.pinned_windowed[pool.index]:
+            if self.pinned_windowed[pool.index]:
                 pinned = self.pinned_windowed[pool.index]
                 pool.num_pinned += sum(int(i) in pinned for i in held[left == 0].tolist())
             self.leftovers[group].append(Leftover(self.tick, node, first, last))
@@ -427,8 +443,11 @@ class PrefixCache(PrefixTree):
             while depth >= first and freed < num_blocks:
                 while node is not node.root and (node.start > depth or (node.detached and not node.num_blocks)):
                     node = node.parent
-                if node is node.root or node.tier != Tier.GPU:
+                if node is node.root:
                     break
+                if node.tier != Tier.GPU:  # it moved down with its blocks; what stands above it may still be here
+                    depth = node.start - 1
+                    continue
                 self.sync(node)
                 if depth >= node.end:
                     depth = node.end - 1
@@ -453,7 +472,7 @@ class PrefixCache(PrefixTree):
         """One block of a windowed group leaves the index; the rest of its run stays."""
         if self.events is not None and self.events.listening and node.digests:
             digest = node.digests[depth - node.start : depth - node.start + 1]
-            self.events.removed(digest, tier=Tier.GPU, group=group, reason=reason.value)
+            self.events.removed(digest, tier=node.tier, group=group, reason=reason.value)
         self.counters.evictions[reason.value] += 1
         # For an open node the ids are a view of its row's table, so this clears the table entry as well.
         if node.open_row < 0:

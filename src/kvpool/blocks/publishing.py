@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.node import Node
 from kvpool.blocks.prefix import PrefixCache
 from kvpool.blocks.rows import SequenceRows
 from kvpool.config import Tier
+
+
+_NOBODY: list[int] = []
 
 
 class Publisher:
@@ -22,6 +28,7 @@ class Publisher:
         self.cache = cache
         self.rows = rows
         self.block_size = cache.block_size
+        self.on_follow: Callable[[int], None] = lambda row: None  # told when a row moves on because its fork published
 
     def publish(self, row: int) -> None:
         """Brings the tree up to date with everything that a row has committed."""
@@ -31,20 +38,21 @@ class Publisher:
         if not handle.publishes:
             return
         if not rows.is_open[row]:
-            self._attach(row)
-        tip = rows.tips[row]
-        assert tip is not None
-        if cache.events is not None and cache.events.listening and tip.open_row == row:
-            cache.announce(tip)
+            self._attach(row, handle)
+        if cache.events is not None and cache.events.listening:
+            tip = rows.tips[row]
+            assert tip is not None
+            if tip.open_row == row:
+                cache.announce(tip)
 
-    def _attach(self, row: int) -> None:
+    def _attach(self, row: int, handle: KVCacheHandle) -> None:
         rows, cache, size = self.rows, self.cache, self.block_size
         tip = rows.tips[row]
         assert tip is not None
-        done = int(rows.committed[row]) // size
-        first = tip.end
+        done = rows.committed.item(row) // size
+        first = tip.start + tip.num_blocks
         while first < done:
-            limit, followers = self._followers(row, first, done)
+            limit, followers = (done, _NOBODY) if handle.family is None else self._followers(row, first, done)
             tokens = rows.token_ids(row)[first * size : limit * size]
             key = tokens[:size].tobytes()
             child = tip.children.get(key) if tip.children is not None and not tip.detached else None
@@ -57,7 +65,7 @@ class Publisher:
                     self.close(child.open_row)
                 self._merge([row, *followers], tip, child, first)
             elif followers:
-                child = self._closed_child(row, tip, key, first, limit)
+                child = self._closed_child([row, *followers], tip, key, first, limit)
                 child.active = 1 + len(followers)
                 tip.active -= len(followers)  # each held the tip itself; together they now count as one active child
                 for reader in (row, *followers):
@@ -65,27 +73,38 @@ class Publisher:
             else:
                 self._open(row, tip, key)
                 return
+            for follower in followers:
+                self.on_follow(follower)
             tip, first = child, child.end
 
     def _followers(self, row: int, first: int, done: int) -> tuple[int, list[int]]:
         """Rows that share this row's private blocks from `first` on, and how far (at most `done`) all of them do."""
         handle = self.rows.handles[row]
-        assert handle is not None
-        if handle.family is None:
-            return done, []
+        assert handle is not None and handle.family is not None
         shared_by: dict[int, int] = {}
         for other in handle.family:
             if other != row:
-                same = np.ones(done - first, np.bool_)
-                for group in range(self.cache.num_cached_groups):
-                    table = self.rows.tables[group]
-                    same &= (table[row, first:done] == table[other, first:done]) & (table[row, first:done] >= 0)
-                length = int(same.argmin()) if not same.all() else done - first
+                length = self._shared_length(row, other, first, done)
                 if length:
                     shared_by[other] = first + length
         if not shared_by:
             return done, []
         return min(shared_by.values()), list(shared_by)
+
+    def _shared_length(self, row: int, other: int, first: int, done: int) -> int:
+        """How many blocks from `first` on two rows hold together; one may have given up windowed ones of them."""
+        columns = np.arange(first, done)
+        same, held = np.ones(done - first, np.bool_), np.zeros(done - first, np.bool_)
+        for group in range(self.cache.num_cached_groups):
+            mine, theirs = (self.rows.tables[group][r, first:done] for r in (row, other))
+            equal = (mine == theirs) & (mine >= 0)
+            held |= equal
+            if group in self.cache.windowed:
+                starts = self.rows.window_start[group]
+                equal |= ((mine < 0) | (theirs < 0)) & (columns < max(starts[row], starts[other]))
+            same &= equal
+        length = int(same.argmin()) if not same.all() else done - first
+        return length if held[:length].any() else 0
 
     def _node(self, row: int, tip: Node, key: bytes) -> Node:
         handle = self.rows.handles[row]
@@ -100,17 +119,20 @@ class Publisher:
         node.open_row = row
         self.rows.tips[row] = node
         self.rows.is_open[row] = True
-        self.cache.sync(node)
+        node.num_blocks = self.rows.committed.item(row) // self.block_size - node.start  # the rest when it is read: `sync`
         if not tip.detached:
             tip.add_child(key, node)
 
-    def _closed_child(self, row: int, tip: Node, key: bytes, first: int, last: int) -> Node:
+    def _closed_child(self, readers: list[int], tip: Node, key: bytes, first: int, last: int) -> Node:
         rows, cache, size = self.rows, self.cache, self.block_size
+        row = readers[0]
         node = self._node(row, tip, key)
         node.num_blocks = last - first
         node.tokens = rows.token_ids(row)[first * size : last * size]
-        node.ids = [rows.tables[g][row, first:last].copy() for g in range(cache.num_cached_groups)]
-        cache.publish_references(node)
+        # The same ids in every row, but for windowed blocks that some of them have given up.
+        node.ids = [rows.tables[g][readers, first:last].max(axis=0) for g in range(cache.num_cached_groups)]
+        for group in cache.full:
+            cache.pool(group, Tier.GPU).refs[node.ids[group]] = 0  # from now on their readers are counted on the node
         if not tip.detached:
             tip.add_child(key, node)
         if cache.events is not None and cache.events.listening:
@@ -120,27 +142,28 @@ class Publisher:
     def _merge(self, readers: list[int], tip: Node, child: Node, first: int) -> None:
         """The readers computed again what `child` holds: they take its blocks and free their own."""
         rows, cache = self.rows, self.cache
+        rows.moves += 1
         if child.tier != Tier.GPU:
-            own = [rows.tables[g][readers[0], first : child.end].copy() for g in range(cache.num_cached_groups)]
+            own = [rows.tables[g][readers, first : child.end].max(axis=0) for g in range(cache.num_cached_groups)]
             cache.adopt_blocks(child, own)
         for reader in readers:
+            handle = rows.handles[reader]
+            assert handle is not None
             cache.hold(child)
             for group in cache.full:
-                self._adopt_full(reader, child, group, first)
+                self._adopt_full(reader, child, group, first, handle.family is not None)
             for group in cache.windowed:
                 self._adopt_windowed(reader, child, group, first)
             cache.release(tip)
             rows.tips[reader] = child
-            handle = rows.handles[reader]
-            assert handle is not None
             handle.stats.merged_blocks += child.num_blocks
 
-    def _adopt_full(self, row: int, child: Node, group: int, first: int) -> None:
+    def _adopt_full(self, row: int, child: Node, group: int, first: int, shared: bool) -> None:
         table = self.rows.tables[group]
         own, theirs = table[row, first : child.end], child.ids[group]
         doubled = own[own != theirs]
         if len(doubled):
-            self.cache.pool(group, Tier.GPU).release(doubled)
+            self.cache.give_back_private(group, doubled, shared)
             self.cache.counters.blocks_merged += len(doubled)
             table[row, first : child.end] = theirs
 
@@ -173,4 +196,3 @@ class Publisher:
         if node.tokens.base is not None and node.tokens.base.nbytes > 1.25 * node.tokens.nbytes + 1024:
             node.tokens = node.tokens.copy()
         rows.is_open[row] = False
-        cache.publish_references(node)

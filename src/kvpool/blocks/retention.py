@@ -13,7 +13,7 @@ def _check_priority(priority: int | None, name: str) -> None:
 
 
 def _check_duration(duration: float | None, name: str) -> None:
-    if duration is not None and not (isinstance(duration, (int, float)) and duration > 0):
+    if duration is not None and (type(duration) not in (int, float) or not duration > 0):
         raise InvalidArgumentError(f"{name} must be a positive number of seconds or None, got {duration!r}")
 
 
@@ -55,6 +55,8 @@ class Retention:
         _check_duration(self.decode_duration, "decode_duration")
         if self.decode_duration is not None and self.decode_priority is None:
             raise InvalidArgumentError("decode_duration needs a decode_priority: set both or neither")
+        if not isinstance(self.ranges, (tuple, list)) or not all(isinstance(part, TokenRange) for part in self.ranges):
+            raise InvalidArgumentError(f"ranges must be a list of TokenRange, got {self.ranges!r}")
         ordered = tuple(sorted(self.ranges, key=lambda r: r.start))
         for left, right in zip(ordered, ordered[1:], strict=False):
             if left.end is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvpool.blocks.arrays import BoolArray, Int32Array, Int64Array
+from kvpool.blocks.arrays import BoolArray, Int32Array, Int64Array, as_count
 from kvpool.blocks.groups import is_cross, is_windowed, visible
 from kvpool.blocks.node import Node
 from kvpool.config import LayerGroup
@@ -34,6 +34,7 @@ class SequenceRows:
         self.groups = groups
         self.epoch = 0  # grows whenever a row ends or changes its tier: batches made before are checked again
         self.num_shared = 0  # rows flagged in `shared`
+        self.moves = 0  # grows whenever blocks or lengths of a live row change other than by one decoding step
         self.reserved: Int64Array = np.zeros(num_rows, np.int64)
         self.written: Int64Array = np.zeros(num_rows, np.int64)
         self.committed: Int64Array = np.zeros(num_rows, np.int64)
@@ -55,6 +56,10 @@ class SequenceRows:
     def num_rows(self) -> int:
         return len(self.handles)
 
+    def group(self, index: int) -> LayerGroup:
+        """The layer group that a caller means."""
+        return self.groups[as_count(index, "group", maximum=len(self.groups) - 1)]
+
     def live_rows(self) -> list[int]:
         return [row for row, handle in enumerate(self.handles) if handle is not None]
 
@@ -65,17 +70,16 @@ class SequenceRows:
         self.ensure_columns(num_blocks)
         row = self._free_rows.pop()
         self.handles[row] = handle
+        self.num_cross_blocks[row] = self.known[row] = self.num_history[row] = 0
         return row
 
     def drop_row(self, row: int) -> None:
         """Clears a row and makes it available again. Its blocks were released before."""
-        used = max(int(self.num_blocks[row]), int(self.num_cross_blocks[row]))
+        used = max(self.num_blocks.item(row), self.num_cross_blocks.item(row))
         for table in self.tables:
             table[row, :used] = -1
-        self.reserved[row] = self.written[row] = self.committed[row] = self.num_blocks[row] = 0
-        self.known[row] = self.num_history[row] = self.num_cross_blocks[row] = 0
-        self.window_start[:, row] = 0
-        self.set_shared(row, False)
+        if self.num_shared:
+            self.set_shared(row, False)
         self._forget(row)
 
     def drop_rows(self, rows: Int64Array) -> None:
@@ -83,10 +87,6 @@ class SequenceRows:
         used = max(int(self.num_blocks[rows].max()), int(self.num_cross_blocks[rows].max()))
         for table in self.tables:
             table[rows, :used] = -1
-        for array in (self.reserved, self.written, self.committed, self.known, self.num_history):
-            array[rows] = 0
-        self.num_blocks[rows] = self.num_cross_blocks[rows] = 0
-        self.window_start[:, rows] = 0
         if self.num_shared:
             self.num_shared -= int(self.shared[rows].sum())
             self.shared[rows] = False
@@ -94,6 +94,7 @@ class SequenceRows:
             self._forget(row)
 
     def _forget(self, row: int) -> None:
+        """Whoever gets the row next sets all of its lengths."""
         self.handles[row] = None
         self.tips[row] = None
         self.history[row] = _NO_TOKENS
@@ -143,8 +144,8 @@ class SequenceRows:
 
     def token_ids(self, row: int) -> Int32Array:
         """All ids known of a row, as a view that stays valid while the row only grows."""
-        known = int(self.known[row])
-        have = int(self.num_history[row])
+        known = self.known.item(row)
+        have = self.num_history.item(row)
         if known > have:
             self._extend_history(row, have, known, self.recent[row, : known - have])
         return self.history[row][:known]

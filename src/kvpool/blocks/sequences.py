@@ -17,7 +17,7 @@ from kvpool.blocks.retention import Retention
 from kvpool.blocks.state import CacheState
 from kvpool.blocks.tree import Match
 from kvpool.config import Tier
-from kvpool.errors import SequenceStateError
+from kvpool.errors import OutOfBlocksError, SequenceStateError
 from kvpool.stats import EvictionReason
 
 
@@ -56,10 +56,8 @@ class Sequences:
         for pool, need in zip(state.gpu_pools, plan.needs, strict=True):
             if need > pool.num_free:
                 cache.make_room(pool, need, handle.scope.tenant)
-        if match.path:
-            self._promote_path(tip, handle)
-        row = rows.new_row(handle, max(plan.num_blocks, plan.num_cross_blocks))
-        handle.row = row
+        promoted = self._promote_path(tip) if match.path and match.path[-1].tier != Tier.GPU else {}
+        row = handle.row = rows.new_row(handle, max(plan.num_blocks, plan.num_cross_blocks))
         rows.tips[row] = tip
         self._fill_tables(row, tip, plan)
         if held_source is not None:
@@ -70,9 +68,12 @@ class Sequences:
         rows.written[row] = rows.committed[row] = hit_tokens
         if tokens is not None:
             rows.set_token_ids(row, tokens)
-            self._count_request(handle, tokens, match, plan)
+            self._count_request(handle, len(tokens), promoted, plan)
             if handle.publishes:
-                self.admissions.track(row)
+                if match.next_key is not None:
+                    self.admissions.track_block(handle, tip, match.next_key)
+                else:
+                    self.admissions.track(row)
         state.counters.requests += 1
         state.requests[handle.request_id] = handle
 
@@ -85,23 +86,21 @@ class Sequences:
     def enter(self, match: Match, scope: ReuseScope) -> Node:
         """Splits the tree where the match ends and holds the matched path."""
         cache = self.cache
-        tip: Node = match.root if match.root is not None else cache.root_for(scope)
-        gaps = cache.counters.reuse_gap
+        if not match.path:
+            root = match.root if match.root is not None else cache.root_for(scope)
+            root.active += 1
+            return root
+        last = match.path[-1]
+        if last.end > match.num_blocks:
+            last = match.path[-1] = cache.split(last, match.num_blocks - last.start)
+        elif last.open_row >= 0:
+            self.state.publisher.close(last.open_row)
         for node in match.path:
             node.hits += 1
             if not node.active:
-                gaps.add(cache.now - node.last_access_at, node.num_blocks)
-            used = match.num_blocks - node.start
-            if used < node.num_blocks:
-                node.hits -= 1
-                tip = cache.split(node, used)
-                tip.hits += 1
-            else:
-                if node.open_row >= 0:
-                    self.state.publisher.close(node.open_row)
-                tip = node
-        cache.hold(tip)
-        return tip
+                cache.counters.reuse_gap.add(cache.now - node.last_access_at, node.num_blocks)
+        cache.hold(last)
+        return last
 
     def _hold_windowed_source(self, match: Match, change: int) -> None:
         """Protects (or lets go of) the windowed blocks of the block that is about to be copied."""
@@ -117,33 +116,34 @@ class Sequences:
             else:
                 self.cache.leave_window(source, group, match.num_blocks, match.num_blocks, ids)
 
-    def _promote_path(self, tip: Node, handle: KVCacheHandle) -> None:
-        """Brings matched nodes of lower tiers to the GPU, top down."""
+    def _promote_path(self, tip: Node) -> dict[Tier, int]:
+        """Brings matched nodes of lower tiers to the GPU, top down; returns how many blocks came from each tier."""
+        promoted: dict[Tier, int] = {}
         for node in self.cache.path_to(tip):
             if node.tier != Tier.GPU:
-                handle.stats.cached_tokens_from_lower_tiers += node.num_blocks * self.state.block_size
+                promoted[node.tier] = promoted.get(node.tier, 0) + node.num_blocks
                 self.cache.promote(node)
+        return promoted
 
     def _fill_tables(self, row: int, tip: Node, plan: Plan) -> None:
         state, rows, cache = self.state, self.rows, self.cache
         hit_blocks, num_blocks = plan.match.num_blocks, plan.num_blocks
         rows.num_blocks[row] = num_blocks
-        if hit_blocks:
-            path = cache.path_to(tip)
-            for group in range(state.growing):
-                rows.tables[group][row, :hit_blocks] = cache.path_ids(path, hit_blocks, group)
         new = num_blocks - hit_blocks
+        path = plan.match.path
         for group in range(state.growing):
+            table = rows.tables[group]
+            if hit_blocks:
+                table[row, :hit_blocks] = cache.path_ids(path, hit_blocks, group)
             if new:
-                ids = state.gpu_pools[state.groups[group].pool].take(new)
-                rows.tables[group][row, hit_blocks:num_blocks] = ids
+                table[row, hit_blocks:num_blocks] = state.take(group, new)
         state.counters.blocks_allocated += new * state.growing
         for group in cache.windowed:
             self._enter_windows(row, tip, group, hit_blocks, plan.num_hit_tokens)
         if plan.num_cross_blocks:
             rows.num_cross_blocks[row] = plan.num_cross_blocks
             for spec in state.groups[state.growing :]:
-                ids = state.gpu_pools[spec.pool].take(plan.num_cross_blocks)
+                ids = state.take(spec.index, plan.num_cross_blocks)
                 rows.tables[spec.index][row, : plan.num_cross_blocks] = ids
 
     def _enter_windows(self, row: int, tip: Node, group: int, hit_blocks: int, hit_tokens: int) -> None:
@@ -159,27 +159,37 @@ class Sequences:
     def _copy_partial(self, row: int, match: Match) -> None:
         source = match.partial
         assert source is not None
-        self.cache.sync(source)
+        if source.open_row >= 0:
+            self.cache.sync(source)
+        at = match.num_blocks
         for group in range(self.state.growing):
-            src = source.ids[group][match.num_blocks - source.start : match.num_blocks - source.start + 1].copy()
-            dst = self.rows.tables[group][row, match.num_blocks : match.num_blocks + 1].copy()
+            src = source.ids[group][at - source.start : at - source.start + 1].copy()
+            dst = self.rows.tables[group][row, at : at + 1].copy()
             if src[0] >= 0:
                 op = CopyOp(CopyKind.PARTIAL_REUSE, group, source.tier, Tier.GPU, src, dst, match.num_partial)
                 self.state.copies.append(op)
 
-    def _count_request(self, handle: KVCacheHandle, tokens: Int32Array, match: Match, plan: Plan) -> None:
-        counters, size = self.state.counters, self.state.block_size
-        counters.prompt_tokens += len(tokens)
-        counters.prompt_blocks += len(tokens) // size
-        lower = handle.stats.cached_tokens_from_lower_tiers
-        counters.hit_tokens[Tier.HOST] += lower
-        counters.hit_blocks[Tier.HOST] += lower // size
-        counters.hit_tokens[Tier.GPU] += plan.num_hit_tokens - lower
-        counters.hit_blocks[Tier.GPU] += match.num_blocks - lower // size
-        counters.partial_hit_tokens += match.num_partial
-        handle.num_prompt_tokens = handle.stats.prompt_tokens = len(tokens)
-        handle.num_cached_tokens = handle.stats.cached_tokens = plan.num_hit_tokens
-        handle.stats.partial_tokens = match.num_partial
+    def _count_request(self, handle: KVCacheHandle, num_tokens: int, promoted: dict[Tier, int], plan: Plan) -> None:
+        counters, size, match = self.state.counters, self.state.block_size, plan.match
+        counters.prompt_tokens += num_tokens
+        counters.prompt_blocks += num_tokens // size
+        handle.num_prompt_tokens = num_tokens
+        if not plan.num_hit_tokens:
+            return
+        handle.num_cached_tokens = plan.num_hit_tokens
+        resident = match.num_blocks - sum(promoted.values()) if promoted else match.num_blocks
+        counters.hit_tokens[Tier.GPU] += resident * size
+        counters.hit_blocks[Tier.GPU] += resident
+        for tier, num_blocks in promoted.items():
+            counters.hit_tokens[tier] += num_blocks * size
+            counters.hit_blocks[tier] += num_blocks
+            handle.stats.cached_tokens_from_lower_tiers += num_blocks * size
+        if match.partial is not None:
+            counters.hit_tokens[match.partial.tier] += match.num_partial
+            counters.partial_hit_tokens += match.num_partial
+            handle.stats.partial_tokens = match.num_partial
+            if match.partial.tier != Tier.GPU:
+                handle.stats.cached_tokens_from_lower_tiers += match.num_partial
         if plan.last_logits is not None:
             handle.last_logits = plan.last_logits
             counters.full_hits_with_logits += 1
@@ -198,7 +208,7 @@ class Sequences:
             child = KVCacheHandle(self.rows, request_id, parent.scope)
             for name in ("retention", "ttl", "session", "publishes", "encoder_tokens", "num_prompt_tokens", "family"):
                 setattr(child, name, getattr(parent, name))
-            child.num_cached_tokens = child.stats.cached_tokens = parent.num_written
+            child.num_cached_tokens = parent.num_written
             child.first_serial = parent.first_serial
             self._share_row(source, child)
             self.state.requests[request_id] = child
@@ -224,7 +234,10 @@ class Sequences:
             table[row, :used] = table[source, :used]
             private = table[row, tip.end : used] if group < self.state.growing else table[row, :used]
             pool = self.state.gpu_pools[spec.pool]
-            pool.acquire(private[private >= 0])
+            if group in cache.full:
+                pool.share(private)
+            else:
+                pool.acquire(private[private >= 0])
             if group in cache.windowed:
                 sinks = sink_blocks(spec, self.state.block_size)
                 cache.enter_window(tip.root, group, table[row, : min(sinks, tip.end)])
@@ -240,52 +253,64 @@ class Sequences:
         rows, size = self.rows, self.state.block_size
         row = self.state.row_of(handle)
         length = int(rows.reserved[row]) - num_tokens
+        rows.moves += 1
         tip = rows.tips[row]
         assert tip is not None
         self.cache.sync(tip)
-        self._check_windows(handle, row, min(length, int(rows.committed[row])))
+        self._reopen_windows(handle, row, min(length, int(rows.committed[row])))
         if length < tip.end * size:
-            self._leave_published(handle, row, length)
-        self._drop_private(row, -(-length // size))
+            self._leave_published(row, length)
+        self._drop_private(handle, row, -(-length // size))
         rows.reserved[row] = length
         rows.written[row] = min(int(rows.written[row]), length)
         if int(rows.committed[row]) > length:
             rows.committed[row] = length
             rows.forget_token_ids(row, length)
-            self._reopen_windows(row, length)
+        if handle.family is not None:
+            rows.set_shared(row, True)  # the blocks that it will write now may be older than those it copied
         if handle.publishes and int(rows.known[row]) > int(rows.committed[row]):
             self.admissions.track(row)
         else:
-            self.admissions.untrack(row)
+            self.admissions.untrack(handle)
         self.state.counters.rewinds += 1
+        self.cache.enforce_quota(tip.root)
 
-    def _check_windows(self, handle: KVCacheHandle, row: int, committed: int) -> None:
-        size = self.state.block_size
-        for group in self.cache.windowed:
-            start = window_start(self.state.groups[group], committed, size)
-            needed = self.rows.tables[group][row, start : int(self.rows.window_start[group, row])]
-            if len(needed) and int(needed.min()) < 0:
+    def _reopen_windows(self, handle: KVCacheHandle, row: int, committed: int) -> None:
+        """Before a rewind: reads again what the windows will cover, and makes room for the block that is cut in two."""
+        rows, cache, size = self.rows, self.cache, self.state.block_size
+        tip = rows.tips[row]
+        assert tip is not None
+        path = cache.path_to(tip)
+        reopened: list[tuple[int, int, int]] = []
+        for group in cache.windowed:
+            start, stop = window_start(self.state.groups[group], committed, size), int(rows.window_start[group, row])
+            left = rows.tables[group][row, start:stop]
+            # The tree may have lost blocks since they left the window; the table is not told.
+            left[: max(0, tip.end - start)] = cache.path_ids(path, tip.end, group)[start:stop]
+            if (left[: max(0, -(-committed // size) - start)] < 0).any():
                 raise SequenceStateError(
                     f"request {handle.request_id!r} cannot be rewound to {committed} committed tokens: "
                     f"layer group {group} has already dropped blocks that its window would cover again"
                 )
+            if start < stop:
+                reopened.append((group, start, stop))
+        for group, start, stop in reopened:
+            cache.enter_window(tip.root, group, rows.tables[group][row, start : min(stop, tip.end)])
+            rows.window_start[group, row] = start
+        if committed % size and committed < tip.end * size:
+            try:
+                self.state.require(list(self.state.per_position), handle.scope.tenant, f"rewinding {handle.request_id!r}")
+            except OutOfBlocksError:
+                for group, start, stop in reopened:
+                    ids = rows.tables[group][row, start : min(stop, tip.end)]
+                    cache.leave_window(tip, group, start, min(stop, tip.end) - 1, ids)
+                    rows.window_start[group, row] = stop
+                raise
 
-    def _reopen_windows(self, row: int, committed: int) -> None:
-        """After a rewind the windows reach further back: read the blocks that they cover again."""
-        tip = self.rows.tips[row]
-        assert tip is not None
-        for group in self.cache.windowed:
-            start = window_start(self.state.groups[group], committed, self.state.block_size)
-            again = self.rows.tables[group][row, start : min(int(self.rows.window_start[group, row]), tip.end)]
-            self.cache.enter_window(tip.root, group, again)
-            self.rows.window_start[group, row] = start
-
-    def _leave_published(self, handle: KVCacheHandle, row: int, length: int) -> None:
+    def _leave_published(self, row: int, length: int) -> None:
         """Moves the tip up to the last full block before `length`; a block cut in two is copied."""
         rows, cache, size = self.rows, self.cache, self.state.block_size
         blocks, extra = divmod(length, size)
-        if extra:
-            self.state.require(list(self.state.per_position), handle.scope.tenant, f"rewinding {handle.request_id!r}")
         if rows.is_open[row]:
             self.state.publisher.close(row)
         old = new = rows.tips[row]
@@ -302,7 +327,7 @@ class Sequences:
                 start = max(blocks, int(rows.window_start[group, row]))
                 cache.leave_window(old, group, start, end - 1, table[row, start:end])
             if extra:
-                dst = self.state.gpu_pools[self.state.groups[group].pool].take(1)
+                dst = self.state.take(group, 1)
                 src = table[row, blocks : blocks + 1].copy()
                 self.state.copies.append(
                     CopyOp(CopyKind.COPY_ON_WRITE, group, Tier.GPU, Tier.GPU, src, dst.copy(), extra)
@@ -312,7 +337,7 @@ class Sequences:
         rows.tips[row] = new
         cache.release(old)
 
-    def _drop_private(self, row: int, num_blocks: int) -> None:
+    def _drop_private(self, handle: KVCacheHandle, row: int, num_blocks: int) -> None:
         """Gives back the blocks from `num_blocks` on, all of them private by now."""
         rows = self.rows
         used = int(rows.num_blocks[row])
@@ -321,7 +346,7 @@ class Sequences:
         for group in range(self.state.growing):
             table = rows.tables[group]
             ids = table[row, num_blocks:used]
-            self.state.gpu_pools[self.state.groups[group].pool].release(ids[ids >= 0])
+            self.state.give_back(group, ids[ids >= 0], handle)  # -1 where published blocks were left just before
             table[row, num_blocks:used] = -1
         rows.num_blocks[row] = num_blocks
 
@@ -342,7 +367,7 @@ class Sequences:
         self.rows.drop_row(row)
 
     def _end(self, handle: KVCacheHandle, row: int, tip: Node) -> None:
-        self.admissions.untrack(row)
+        self.admissions.untrack(handle)
         if handle.family is not None:
             handle.family.discard(row)
         del self.state.requests[handle.request_id]
@@ -368,11 +393,11 @@ class Sequences:
         tip = rows.tips[row]
         assert tip is not None
         used, cross, published = int(rows.num_blocks[row]), int(rows.num_cross_blocks[row]), tip.end
-        for group, spec in enumerate(self.state.groups):
+        for group in range(len(self.state.groups)):
             table = rows.tables[group]
             private = table[row, published:used] if group < self.state.growing else table[row, :cross]
             if len(private):
-                self.state.gpu_pools[spec.pool].release(private[private >= 0])
+                self.state.give_back(group, private, handle)
         for group in cache.windowed:
             table = rows.tables[group]
             start = int(rows.window_start[group, row])
@@ -442,7 +467,7 @@ class Sequences:
             owner = np.repeat(index, counts)
             ends = np.cumsum(counts)
             column = np.arange(total) - np.repeat(ends - counts - published, counts)
-            self.state.gpu_pools[0].release(rows.tables[0][owner, column])
+            self.state.gpu_pools[0].give(rows.tables[0][owner, column])
         for row, handle in zip(row_list, handles, strict=True):
             tip = tips[row]
             assert tip is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.copies import CopyOp
 from kvpool.blocks.eviction import EvictionPolicy
 from kvpool.blocks.handle import KVCacheHandle
@@ -75,9 +76,12 @@ class CacheState:
         for group in self.groups[: self.growing]:
             self.per_position[group.pool] += 1
         self.gpu_pools = [tiers[Tier.GPU] for tiers in self.pools]
+        self.is_simple = len(self.groups) == 1 and self.growing == 1 and not self.cache.windowed
 
     def row_of(self, handle: KVCacheHandle) -> int:
         """The row of a live handle of this manager that is on the GPU."""
+        if type(handle) is KVCacheHandle and handle.row >= 0 and handle.swapped is None and handle._rows is self.rows:
+            return handle.row
         row = self.any_row_of(handle)
         if handle.swapped is not None:
             raise SequenceStateError(f"request {handle.request_id!r} is swapped out; call swap_in first")
@@ -93,6 +97,23 @@ class CacheState:
         if handle._rows is not self.rows:
             raise UnknownRequestError(f"the handle of request {handle.request_id!r} belongs to another manager")
         return row
+
+    def watermark(self, index: int) -> int:
+        """Blocks of a GPU pool, as large as it is now, that admission leaves free."""
+        return self.config.watermark_blocks(index, self.gpu_pools[index].num_blocks)
+
+    def take(self, group: int, num_blocks: int) -> Int32Array:
+        """New GPU blocks for a sequence, with the bookkeeping of their layer group."""
+        pool = self.gpu_pools[self.groups[group].pool]
+        return pool.take(num_blocks) if group in self.cache.full else pool.take_counted(num_blocks)
+
+    def give_back(self, group: int, ids: Int32Array, handle: KVCacheHandle) -> None:
+        """A sequence lets go of private GPU blocks; those that no fork holds become free."""
+        pool = self.gpu_pools[self.groups[group].pool]
+        if group not in self.cache.full:
+            pool.release(ids[ids >= 0])
+        else:
+            self.cache.give_back_private(group, ids, handle.family is not None)
 
     def supply(self, tenant: str) -> list[int]:
         """Blocks per GPU pool that are free or that a request of `tenant` may have evicted."""

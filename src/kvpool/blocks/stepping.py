@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.blocks.admission import Admissions
-from kvpool.blocks.arrays import Int32Array, Int64Array
+from kvpool.blocks.arrays import Int32Array, Int64Array, as_array
 from kvpool.blocks.batch import SequenceBatch
 from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.groups import sink_blocks, window_start
@@ -19,6 +19,9 @@ from kvpool.blocks.rows import RECENT_TOKENS
 from kvpool.blocks.state import CacheState
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError
+
+
+_any = np.logical_or.reduce  # array.any() without its wrapper
 
 
 class Stepping:
@@ -38,12 +41,17 @@ class Stepping:
         """Reserves places for more tokens of every sequence; returns their slots, [group, token]."""
         batch.refresh()
         state, rows, size = self.state, self.rows, self.state.block_size
+        if type(num_tokens) is int and num_tokens == 1 and not lookahead and state.is_simple and not rows.num_shared:
+            return self._extend_by_one(batch, out)
         selection = batch.selection
         old = rows.reserved[selection]
         if isinstance(selection, slice):
             old = old.copy()
         new = old + num_tokens
+        rows.moves += 1
         self._check_length(new, lookahead)
+        if out is not None:
+            self._check_out(out, num_tokens * len(batch) if isinstance(num_tokens, int) else int(num_tokens.sum()))
         have = rows.num_blocks[selection]
         missing = (new + (lookahead + size - 1)) // size - have
         np.maximum(missing, 0, out=missing)
@@ -53,6 +61,57 @@ class Stepping:
             self._grow(batch, missing, num_new, copies)
         rows.reserved[selection] = new
         return self._slots(batch, old, new if isinstance(num_tokens, np.ndarray) or num_tokens != 1 else None, out)
+
+    def _extend_by_one(self, batch: SequenceBatch, out: Int32Array | None) -> Int32Array:
+        """`extend` for a decoding step of one full-attention group: the next slot follows the last one, or starts a block."""
+        rows, size, selection = self.rows, self.state.block_size, batch.selection
+        new = rows.reserved[selection] + 1
+        if self.state.config.max_seq_len is not None:
+            self._check_length(new, 0)
+        if out is not None:
+            self._check_out(out, len(batch))
+        crossing = (new > rows.num_blocks[selection] * size).nonzero()[0]
+        slots = None if batch.moves != rows.moves or batch.last_slots is None else batch.last_slots + 1
+        if len(crossing):
+            targets = batch.rows[crossing]
+            columns = rows.num_blocks[targets]
+            if int(columns.max()) >= rows.tables[0].shape[1]:
+                rows.ensure_columns(int(columns.max()) + 1)
+            ids = self._take(batch, len(crossing))
+            rows.tables[0][targets, columns] = ids
+            rows.num_blocks[targets] = columns + 1
+            if slots is not None:
+                slots[crossing] = ids * size
+        rows.reserved[selection] = new
+        if slots is None:
+            positions = new - 1
+            columns = positions // size
+            slots = rows.tables[0][batch.rows, columns] * size
+            slots += (positions - columns * size).astype(np.int32)
+            batch.moves = rows.moves
+        batch.last_slots = slots
+        if out is None:
+            return slots[None, :].copy()
+        out[0] = slots
+        return out
+
+    def _take(self, batch: SequenceBatch, num_blocks: int) -> Int32Array:
+        """Blocks of the only group, evicting if need be."""
+        state = self.state
+        pool = state.gpu_pools[0]
+        if num_blocks > pool.num_free:
+            self._require(batch, [num_blocks])
+        state.counters.blocks_allocated += num_blocks
+        return pool.take(num_blocks)
+
+    def _require(self, batch: SequenceBatch, needs: list[int]) -> None:
+        state = self.state
+        tenant = batch.handles[0].scope.tenant if state.cache.quotas and batch.handles else ""
+        try:
+            state.require(needs, tenant, f"extending a batch of {len(batch)} sequences")
+        except Exception:
+            state.counters.extend_failures += 1
+            raise
 
     def blocks_needed(self, row: int, num_tokens: int) -> tuple[int, ...]:
         """Blocks per pool that one sequence would take for `num_tokens` more tokens."""
@@ -73,18 +132,20 @@ class Stepping:
                 f"a sequence would have {int(new.max()) + lookahead} tokens, over max_seq_len={limit}; free it or raise the limit"
             )
 
+    def _check_out(self, out: Int32Array, num_slots: int) -> None:
+        shape = (len(self.state.groups), num_slots)
+        if not isinstance(out, np.ndarray) or out.shape != shape or out.dtype != np.int32 or not out.flags.writeable:
+            given = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else repr(out)
+            raise InvalidArgumentError(f"out must be a writeable int32 array of shape {shape}, got {given}")
+
     def _grow(self, batch: SequenceBatch, missing: Int64Array, num_new: int, copies: list[tuple[int, int, int]]) -> None:
         """Allocates the missing blocks and copies shared ones; all or nothing."""
         state, rows = self.state, self.rows
         needs = [num_new * per for per in state.per_position]
         for _, group, _ in copies:
             needs[state.groups[group].pool] += 1
-        tenant = batch.handles[0].scope.tenant if state.cache.quotas and batch.handles else ""
-        try:
-            state.require(needs, tenant, f"extending a batch of {len(batch)} sequences")
-        except Exception:
-            state.counters.extend_failures += 1
-            raise
+        self._require(batch, needs)
+        rows.moves += 1
         self._unshare(copies)
         if not num_new:
             return
@@ -101,8 +162,7 @@ class Stepping:
             columns = np.repeat(columns, counts) + offsets
             target_rows = np.repeat(target_rows, counts)
         for group in range(state.growing):
-            ids = state.gpu_pools[state.groups[group].pool].take(num_new)
-            rows.tables[group][target_rows, columns] = ids
+            rows.tables[group][target_rows, columns] = state.take(group, num_new)
         rows.num_blocks[batch.rows[grown]] += counts
         state.counters.blocks_allocated += num_new * state.growing
 
@@ -114,16 +174,19 @@ class Stepping:
         claimed: dict[tuple[int, int], int] = {}
         for row in flagged:
             first, last = int(rows.written[row]) // size, int(rows.num_blocks[row])
-            before = len(found)
+            shared = False
             for group in range(self.state.growing):
                 refs = self.state.gpu_pools[self.state.groups[group].pool].refs
                 pool = self.state.groups[group].pool
                 for column in range(first, last):
                     block = int(rows.tables[group][row, column])
-                    if block >= 0 and refs[block] - claimed.get((pool, block), 0) > 1:
+                    if block < 0 or refs[block] <= 1:
+                        continue
+                    shared = True  # also for the row that keeps a block which others of the batch copy: they may yet fail
+                    if refs[block] - claimed.get((pool, block), 0) > 1:
                         claimed[pool, block] = claimed.get((pool, block), 0) + 1
                         found.append((row, group, column))
-            if len(found) == before:
+            if not shared:
                 rows.set_shared(row, False)
         return found
 
@@ -131,17 +194,16 @@ class Stepping:
         """Gives each row its own copy of a shared block that it is about to write."""
         state, rows, size = self.state, self.rows, self.state.block_size
         for row, group, column in copies:
-            pool = state.gpu_pools[state.groups[group].pool]
             src = rows.tables[group][row, column : column + 1].copy()
-            dst = pool.take(1)
+            dst = state.take(group, 1)
+            handle = rows.handles[row]
+            assert handle is not None
             used = min(int(rows.written[row]) - column * size, size)
             if used > 0:
                 state.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group, Tier.GPU, Tier.GPU, src, dst, used))
                 state.counters.copies_on_write += 1
-                handle = rows.handles[row]
-                assert handle is not None
                 handle.stats.copies_on_write += 1
-            pool.release(src)
+            state.give_back(group, src, handle)
             rows.tables[group][row, column] = dst[0]
             rows.set_shared(row, False)
 
@@ -167,10 +229,6 @@ class Stepping:
             positions = np.arange(total) - np.repeat(ends - counts - start, counts)
             owners = np.repeat(batch.rows, counts)
         slots = out if out is not None else np.empty((len(self.state.groups), len(positions)), np.int32)
-        if slots.shape != (len(self.state.groups), len(positions)) or slots.dtype != np.int32:
-            raise InvalidArgumentError(
-                f"out must be int32 of shape {(len(self.state.groups), len(positions))}, got {slots.dtype} {slots.shape}"
-            )
         column = positions // size
         offset = positions - column * size
         for group in range(self.state.growing):
@@ -189,14 +247,15 @@ class Stepping:
         """Slots of the positions start..stop of every sequence."""
         batch.refresh()
         rows, size = self.rows, self.state.block_size
-        first = np.broadcast_to(np.asarray(start, np.int64), (len(batch),))
-        last = np.broadcast_to(np.asarray(stop, np.int64), (len(batch),))
+        first, last = _positions(start, "start", len(batch)), _positions(stop, "stop", len(batch))
         capacity = rows.num_blocks[batch.selection] * size
         if len(batch) and (int(first.min()) < 0 or (last < first).any() or (last > capacity).any()):
             raise InvalidArgumentError(
                 f"slots were asked for positions {first.tolist()[:8]}..{last.tolist()[:8]}, "
                 f"but the sequences have places for {capacity.tolist()[:8]} tokens; call extend first"
             )
+        if out is not None:
+            self._check_out(out, int((last - first).sum()))
         if (last > rows.written[batch.selection]).any():
             self.prepare_write(batch)
         return self._slots(batch, first, last, out)
@@ -226,18 +285,20 @@ class Stepping:
         rows, selection = self.rows, batch.selection
         if len(tokens) != len(batch):
             raise InvalidArgumentError(f"got {len(tokens)} tokens for a batch of {len(batch)} sequences")
-        committed = rows.committed[selection] + 1
-        if (committed > rows.reserved[selection]).any():
-            self._refuse_over(batch, committed, "committed")
+        before = rows.committed[selection]
         known = rows.known[selection]
-        if not (known + 1 == committed).all():
+        if _any(known != before):
             self.commit_rows(batch, tokens, np.ones(len(batch), np.int64))
             return
+        committed = before + 1
+        if _any(committed > rows.reserved[selection]):
+            self._refuse_over(batch, committed, "committed")
         column = known - rows.num_history[selection]
-        if int(column.max(initial=0)) >= RECENT_TOKENS:
-            for row in batch.rows[column >= RECENT_TOKENS].tolist():
+        full = (column >= RECENT_TOKENS).nonzero()[0]
+        if len(full):
+            for row in batch.rows[full].tolist():
                 rows.token_ids(row)
-            column = known - rows.num_history[selection]
+            column[full] = 0
         rows.recent[batch.rows, column] = tokens
         rows.known[selection] = committed
         rows.committed[selection] = committed
@@ -254,12 +315,9 @@ class Stepping:
         else:
             attention = rows_done[~self.rows.is_open[rows_done]]
         for row in attention.tolist():
-            self.publish(row)
-
-    def publish(self, row: int) -> None:
-        self.state.publisher.publish(row)
-        if self.cache.windowed:
-            self._slide(row)
+            self.state.publisher.publish(row)
+            if self.cache.windowed:
+                self._slide(row)
 
     def commit_rows(self, batch: SequenceBatch, tokens: Int32Array | None, counts: Int64Array) -> None:
         """`counts[i]` final tokens for sequence i, their ids one after the other in `tokens` (None: the known prompt's)."""
@@ -270,30 +328,46 @@ class Stepping:
             self._refuse_over(batch, committed, "committed")
         if tokens is not None and len(tokens) != int(counts.sum()):
             raise InvalidArgumentError(f"got {len(tokens)} tokens, the counts add up to {int(counts.sum())}")
-        pieces = self._pieces(batch, tokens, counts)
-        for row, count, ids in pieces:
+        for row, count, ids in self._pieces(batch, tokens, counts):
             if ids is not None and len(ids):
                 rows.append_token_ids(row, ids)
-            end = int(rows.committed[row]) + count
-            rows.committed[row] = end
-            rows.written[row] = max(int(rows.written[row]), end)
-            handle = rows.handles[row]
-            assert handle is not None
-            if end > int(rows.known[row]) and handle.publishes:
-                self._stop_publishing(row)
-            if end // self.state.block_size > (end - count) // self.state.block_size:
-                self.publish(row)
-            if handle.publishes:
-                self.admissions.track(row)
+            self._commit_row(row, int(rows.committed[row]), int(rows.committed[row]) + count)
+
+    def commit_prompt(self, row: int) -> None:
+        """Commits what is reserved and known of a row's prompt."""
+        rows = self.rows
+        end = min(rows.known.item(row), rows.reserved.item(row))
+        self._commit_row(row, rows.committed.item(row), end)
+
+    def _commit_row(self, row: int, start: int, end: int) -> None:
+        rows, size = self.rows, self.state.block_size
+        handle = rows.handles[row]
+        assert handle is not None
+        known = rows.known.item(row)
+        if end > known and handle.publishes:
+            self._stop_publishing(row)
+        rows.committed[row] = end
+        if end > rows.written.item(row):
+            rows.written[row] = end
+        if end // size > start // size:
+            self.state.publisher.publish(row)
+            if self.cache.windowed:
+                self._slide(row)
+        if handle.inflight is not None:
+            self.admissions.untrack(handle)
+        if known - end >= size and handle.publishes:
+            self.admissions.track(row)
 
     def _stop_publishing(self, row: int) -> None:
-        """Tokens without ids were committed: what follows them cannot be found by content."""
+        """Tokens without ids are about to be committed: what precedes them is published, what follows cannot be found."""
         handle = self.rows.handles[row]
         assert handle is not None
+        self.rows.committed[row] = self.rows.known[row]
+        self.state.publisher.publish(row)
         if self.rows.is_open[row]:
             self.state.publisher.close(row)
         handle.publishes = False
-        self.admissions.untrack(row)
+        self.admissions.untrack(handle)
 
     def _pieces(
         self, batch: SequenceBatch, tokens: Int32Array | None, counts: Int64Array
@@ -328,8 +402,8 @@ class Stepping:
     def _slide(self, row: int) -> None:
         """Lets go of blocks that left the windows of a row."""
         state, rows, size = self.state, self.rows, self.state.block_size
-        tip = rows.tips[row]
-        assert tip is not None
+        tip, handle = rows.tips[row], rows.handles[row]
+        assert tip is not None and handle is not None
         self.cache.sync(tip)
         for group in self.cache.windowed:
             old = int(rows.window_start[group, row])
@@ -341,7 +415,15 @@ class Stepping:
             if published > old:
                 self.cache.leave_window(tip, group, old, published - 1, table[row, old:published])
             if new > published:
-                ids = table[row, published:new]
-                state.gpu_pools[state.groups[group].pool].release(ids[ids >= 0])
+                state.give_back(group, table[row, published:new], handle)
                 table[row, published:new] = -1
             rows.window_start[group, row] = new
+
+
+def _positions(value: Any, name: str, batch_size: int) -> Int64Array:
+    """One position for all sequences, or one for each, as an array."""
+    array = as_array(value, name)
+    wrong_type = array.size and array.dtype.kind not in "iu"  # an empty list has no type of its own
+    if wrong_type or array.shape not in ((), (batch_size,)) or int(array.max(initial=0)) > 2**40:
+        raise InvalidArgumentError(f"{name} must be a position or one for each of {batch_size} sequences, got {value!r}")
+    return np.broadcast_to(array.astype(np.int64), (batch_size,))

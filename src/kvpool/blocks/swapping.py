@@ -42,6 +42,7 @@ class Swapping:
 
     def can_swap_out(self, handles: Sequence[KVCacheHandle]) -> Admission:
         """OK, LATER (the host is full) or NEVER (it could not hold them even if empty)."""
+        _no_repeats(handles)
         held = self._held([self.state.row_of(handle) for handle in handles])
         needs = self._needs(held)
         supply = []
@@ -111,15 +112,17 @@ class Swapping:
         rows = self.rows
         root = self.cache.root_for(handle.scope)
         self.cache.hold(root)
-        self.sequences.admissions.untrack(row)
+        self.sequences.admissions.untrack(handle)
         self.sequences.release_gpu(handle, row)
         for table in rows.tables:
             table[row, :] = -1
         rows.tips[row] = root
         rows.set_shared(row, False)
         rows.epoch += 1
+        rows.moves += 1
         handle.swapped = blocks
         handle.stats.swaps += 1
+        self.cache.enforce_quota(root)
 
     def _copy_ids(
         self, group: int, of_group: list[Int32Array], src: Int32Array, tier: Tier
@@ -134,8 +137,9 @@ class Swapping:
             image[present] = dst[np.searchsorted(src, ids[present])]
             images.append(image)
         holders = np.concatenate([i[i >= 0] for i in images]) if images else dst
-        pool.refs[dst] = 0
         np.add.at(pool.refs, holders, 1)
+        if tier == Tier.GPU and group in self.cache.full:
+            pool.refs[dst[pool.refs[dst] == 1]] = 0  # single owners are not counted there
         return dst, images
 
     # --- in ----------------------------------------------------------------------------------------------------------
@@ -147,7 +151,7 @@ class Swapping:
         needs = self._gpu_needs(handles, matches)
         supply = self._gpu_supply(handles, matches)
         for index, pool in enumerate(self.state.gpu_pools):
-            mark = self.state.config.watermark_blocks(index)
+            mark = self.state.watermark(index)
             if needs[index] > pool.num_blocks - mark:
                 reason = f"needs {needs[index]} blocks of pool {index}, which has {pool.num_blocks} ({mark} as watermark)"
                 return Admission(AllocStatus.NEVER, reason, tuple(needs), tuple(supply))
@@ -256,7 +260,7 @@ class Swapping:
         table[row, : len(image)][back] = image[back]
         if group < self.state.growing and num_fresh:
             used = int(self.rows.num_blocks[row])
-            table[row, used - num_fresh : used] = self.cache.pool(group, Tier.GPU).take(num_fresh)
+            table[row, used - num_fresh : used] = self.state.take(group, num_fresh)
 
     def _return_to_gpu(self, handle: KVCacheHandle, row: int) -> None:
         assert handle.swapped is not None
@@ -264,6 +268,7 @@ class Swapping:
             self.cache.pool(group, Tier.HOST).release(ids[ids >= 0])
         handle.swapped = None
         self.rows.epoch += 1
+        self.rows.moves += 1
         if handle.family is not None:
             self.rows.set_shared(row, True)
         self.state.publisher.publish(row)

@@ -34,6 +34,7 @@ class Match(NamedTuple):
     num_blocks: int
     partial: Node | None = None  # the node that holds the block whose first `num_partial` tokens match
     num_partial: int = 0
+    next_key: bytes | None = None  # the tokens of the first block that is not cached, if the path ends where it begins
 
     def num_tokens(self, block_size: int) -> int:
         return self.num_blocks * block_size + self.num_partial
@@ -154,12 +155,13 @@ class PrefixTree:
         root = self.roots.get(scope)
         path: list[Node] = []
         if root is None:
-            return Match(None, path, 0)
+            return Match(None, path, 0, None, 0, tokens[: self.block_size].tobytes())
         size = self.block_size
         position, total = 0, len(tokens)
         node: Node = root
+        key = tokens[:size].tobytes()
         while node.children is not None and total - position >= size:
-            child = node.children.get(tokens[position : position + size].tobytes())
+            child = node.children.get(key)
             if child is None or (only_tier is not None and child.tier != only_tier):
                 break
             if child.open_row >= 0:
@@ -172,13 +174,15 @@ class PrefixTree:
                 extra = equal - blocks * size if partial else 0
                 return Match(root, path, position // size, child if extra else None, extra)
             node = child
+            key = tokens[position : position + size].tobytes()
+        next_key = key if len(key) == 4 * size else None
         if partial and node.children is not None and position < total:
-            near, shared = node.children.nearest(tokens[position : position + size].tobytes())
-            if near is not None and shared >= 4:
+            near, shared = node.children.nearest(key)
+            if near is not None:
                 if near.open_row >= 0:
                     self.sync(near)
-                return Match(root, path, position // size, near, shared // 4)
-        return Match(root, path, position // size)
+                return Match(root, path, position // size, near, shared // 4, next_key)
+        return Match(root, path, position // size, None, 0, next_key)
 
     def common_tokens(self, node: Node, tokens: Int32Array) -> int:
         """How many leading tokens a node and a prompt share; the first block is known to be equal."""
@@ -209,7 +213,7 @@ class PrefixTree:
                 self._count_pinned(node, -node.num_blocks)
             elif not node.same_tier_children:
                 node.root.policies[node.tier].remove(node)
-            self._count_cached(node, -node.num_blocks)
+            self.count_cached(node, -node.num_blocks)
             node = node.parent
 
     def release(self, node: Node) -> None:
@@ -228,7 +232,7 @@ class PrefixTree:
             if node.detached:
                 self._free_detached(node)
             else:
-                self._count_cached(node, node.num_blocks)
+                self.count_cached(node, node.num_blocks)
                 if node.ttl is not None:
                     node.expires_at = now + node.ttl
                     self.schedule_expiry(node, node.expires_at)
@@ -265,7 +269,8 @@ class PrefixTree:
         if root.quota is not None and pool.tier == Tier.GPU:
             root.quota.cached[pool.index] += change
 
-    def _count_cached(self, node: Node, change: int) -> None:
+    def count_cached(self, node: Node, change: int) -> None:
+        """`change` positions of full groups became cached (or, if negative, stopped being so)."""
         for index, per_position in self.full_per_pool:
             self.add_cached(node.root, self.pools[index][node.tier], change * per_position)
 
@@ -307,7 +312,6 @@ class PrefixTree:
         upper.tokens = node.tokens[: num_blocks * size]
         if node.open_row >= 0:
             upper.ids = [ids[:num_blocks].copy() for ids in node.ids]
-            self.publish_references(upper)
         else:
             upper.ids = [ids[:num_blocks] for ids in node.ids]
         for name in ("tier", "detached", "last_access", "last_access_at", "hits", "priority", "priority_until", "ttl", "expires_at"):
@@ -326,11 +330,12 @@ class PrefixTree:
         node.tokens = node.tokens[num_blocks * size :]
         node.ids = [ids[num_blocks:] for ids in node.ids]
         node.key = node.tokens[:size].tobytes()
-        node.fingerprint = hash((upper.fingerprint, node.key))
+        node.fingerprint = hash((node.root.fingerprint, node.start, node.key))
         if not node.detached:
             upper.add_child(node.key, node)
-        if upper.expires_at != NEVER:
-            self.schedule_expiry(upper, upper.expires_at)
+        for time in (upper.expires_at, upper.priority_until):
+            if time != NEVER:
+                self.schedule_expiry(upper, time)
         if candidate:
             policy.add(node)
         return upper
@@ -345,10 +350,13 @@ class PrefixTree:
             upper.logits = {key: value for key, value in stored.items() if key[0] // size <= end}
             node.logits = {key: value for key, value in stored.items() if key[0] // size > end}
 
-    def publish_references(self, node: Node) -> None:
-        """Blocks of full groups that the tree owns count their readers on nodes, not in the pool."""
-        for group in self.full:
-            self.pool(group, node.tier).refs[node.ids[group]] = 0
+    def give_back_private(self, group: int, ids: Int32Array, shared: bool) -> None:
+        """Private GPU blocks of a full group lose an owner; `shared` says whether forks may hold them too."""
+        pool = self.pool(group, Tier.GPU)
+        if shared:
+            pool.unshare(ids)
+        else:
+            pool.give(ids)
 
     def path_to(self, node: Node) -> list[Node]:
         """The nodes from just below the root down to `node`."""

@@ -1,0 +1,148 @@
+"""TensorRT-LLM's words: sequences, primary and secondary blocks per attention window, retention, the event stream."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+from kvpool.blocks.pins import Pin
+from kvpool.blocks.retention import Retention, TokenRange
+from kvpool.compat.base import SeedSpelling
+from kvpool.compat.trtllm_events import translate
+from kvpool.config import DType, KVCacheConfig, LayerSpec, Tier
+from kvpool.errors import ConfigError
+from kvpool.manager import KVCacheManager
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
+@dataclass(frozen=True)
+class TokenRangeRetentionConfig:
+    """Priority of the tokens `token_start..token_end` (None = to the end of the prompt)."""
+
+    token_start: int
+    token_end: int | None
+    priority: int
+    duration_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class KvCacheRetentionConfig:
+    """How long the blocks of a request stay; `retention` is the same thing in kvpool's words."""
+
+    token_range_retention_configs: Sequence[TokenRangeRetentionConfig] = ()
+    decode_retention_priority: int = 35
+    decode_duration_ms: float | None = None
+
+    @property
+    def retention(self) -> Retention:
+        ranges = [
+            TokenRange(part.token_start, part.token_end, part.priority, _seconds(part.duration_ms))
+            for part in self.token_range_retention_configs
+        ]
+        return Retention(ranges, self.decode_retention_priority, _seconds(self.decode_duration_ms))
+
+
+class TrtLlmKVCacheManager(SeedSpelling):
+    """One block manager per attention window, with primary (GPU) and secondary (host) blocks in each pool.
+
+    `max_attention_window` is repeated over the layers; None in it, or a window of `max_seq_len` and more, is full
+    attention. Eviction is by priority, then least recently used.
+    """
+
+    def __init__(
+        self,
+        num_kv_heads_per_layer: Sequence[int],
+        size_per_head: int,
+        tokens_per_block: int = 32,
+        blocks_in_primary_pool: int = 1024,
+        blocks_in_secondary_pool: int = 0,
+        *,
+        max_attention_window: Sequence[int | None] = (None,),
+        max_seq_len: int | None = None,
+        dtype: DType | str = DType.FLOAT16,
+        event_buffer_max_size: int = 0,
+        **settings: Any,
+    ) -> None:
+        if not max_attention_window:
+            raise ConfigError("max_attention_window must name a window; (None,) is full attention everywhere")
+        layers = []
+        for kv_heads, window in zip(num_kv_heads_per_layer, cycle(max_attention_window), strict=False):
+            full = window is None or (max_seq_len is not None and window >= max_seq_len)
+            layers.append(LayerSpec(kv_heads, size_per_head, DType.parse(dtype), window=None if full else window))
+        settings.setdefault("eviction_policy", "priority")
+        config = KVCacheConfig(
+            layers, tokens_per_block, gpu_blocks=blocks_in_primary_pool, host_blocks=blocks_in_secondary_pool,
+            max_seq_len=max_seq_len, event_buffer_size=event_buffer_max_size, **settings,
+        )  # fmt: skip
+        super().__init__(KVCacheManager(config))
+        self._events = self.manager.subscribe() if event_buffer_max_size else None
+
+    # --- sequences ---------------------------------------------------------------------------------------------------
+
+    def add_sequence(
+        self, request_id: Hashable, tokens: Any, retention_config: KvCacheRetentionConfig | None = None
+    ) -> int:
+        """Blocks for a prompt; returns the prepopulated length: how many of its tokens come from the cache."""
+        retention = None if retention_config is None else retention_config.retention
+        return self.manager.allocate(request_id, tokens, retention=retention).num_cached_tokens
+
+    def add_token(self, request_id: Hashable) -> None:
+        """A place for one more token."""
+        self.manager.extend(self.handle(request_id))
+
+    def rewind_kv_cache(self, request_id: Hashable, rewind_lengths: int) -> None:
+        self.manager.rewind(self.handle(request_id), rewind_lengths)
+
+    def store_context_blocks(self, request_id: Hashable) -> None:
+        """The prompt is computed: its full blocks can be reused while the request still runs."""
+        handle = self.handle(request_id)
+        self.manager.commit(handle, max(0, handle.num_prompt_tokens - handle.num_committed))
+
+    def store_new_block(self, request_id: Hashable, tokens: Any) -> None:
+        """These generated tokens are computed; a block that they fill can be reused."""
+        self.manager.commit(self.handle(request_id), tokens)
+
+    def remove_sequence(self, request_id: Hashable, pin_on_release: bool = False) -> Pin | None:
+        """Ends a sequence; what it stored stays reusable, and is kept from eviction if pinned."""
+        handle = self.handle(request_id)
+        pin = self.manager.pin(handle) if pin_on_release else None
+        self.manager.free(handle)
+        return pin
+
+    def unpin_blocks(self, pin: Pin) -> None:
+        self.manager.unpin(pin)
+
+    def get_cache_block_ids(self, request_id: Hashable, window_group: int = 0) -> list[int | None]:
+        return self.table(request_id, window_group)
+
+    # --- observation -------------------------------------------------------------------------------------------------
+
+    def get_kv_cache_stats(self) -> dict[str, float]:
+        stats = self.manager.stats()
+        primary = [pool for pool in stats.pools if pool.tier == Tier.GPU]
+        reused, missed = sum(stats.hit_blocks.values()), stats.miss_blocks
+        return {
+            "max_num_blocks": sum(pool.total for pool in primary),
+            "free_num_blocks": sum(pool.free + pool.cached for pool in primary),
+            "used_num_blocks": sum(pool.referenced for pool in primary),
+            "tokens_per_block": self.manager.config.block_size,
+            "alloc_total_blocks": stats.blocks_allocated,
+            "reused_blocks": reused,
+            "missed_blocks": missed,
+            "cache_hit_rate": reused / (reused + missed) if reused + missed else 0.0,
+        }
+
+    def get_latest_events(self, timeout_ms: float | None = 0) -> list[dict[str, Any]]:
+        """Events since the last call as TensorRT-LLM's dictionaries; 0 does not wait, None waits as long as it takes.
+
+        Event ids grow by one: a gap means that the buffer was too small, `manager.subscribe()` starts afresh.
+        """
+        if self._events is None:
+            raise ConfigError("events are off: pass event_buffer_max_size > 0")
+        self._events.wait(_seconds(timeout_ms))
+        return [item for event in self._events.poll().events for item in translate(event, self.manager.config)]

@@ -1,0 +1,70 @@
+"""The tour runs to its end, shows every scene, and draws without colours where there is no terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvpool import demo
+
+SRC = Path(__file__).resolve().parent.parent / "src"
+
+
+def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvpool.demo", *arguments],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(SRC), "PYTHONIOENCODING": "utf-8"},
+    )
+
+
+def test_given_no_terminal_when_the_demo_runs_then_every_scene_is_shown_without_pauses() -> None:
+    started = time.monotonic()
+    result = run_demo("--fast")
+    assert result.returncode == 0, result.stderr
+    assert time.monotonic() - started < 30
+    assert re.findall(r"^(\d)\. ", result.stdout, re.MULTILINE) == list("12345678")
+    assert result.stdout.count("→ ") >= 8
+    for fact in ("together 13 instead of 19", "the fork took 0 blocks", "system prompt cached: 96 of 96", "20 back"):
+        assert fact in result.stdout
+    assert "Every invariant holds" in result.stdout
+    assert "\x1b[" not in result.stdout
+
+
+def test_given_help_when_asked_then_it_explains_itself() -> None:
+    result = run_demo("--help")
+    assert result.returncode == 0
+    assert "--fast" in result.stdout
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [(None, True), ("1", False)])
+def test_given_a_terminal_then_colours_obey_no_color(
+    no_color: str | None, coloured: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    assert demo.main(["--fast"]) == 0
+    assert ("\x1b[" in capsys.readouterr().out) == coloured
+
+
+def test_given_blocks_in_every_state_when_drawn_then_each_has_its_symbol() -> None:
+    tour = demo.Tour(demo.Screen(colour=False, pause_seconds=0.0))
+    tour.admit("A", demo.SYSTEM)
+    tour.board.symbols()
+    tour.manager.free(tour.manager.get("A"))
+    tour.manager.pin(demo.SYSTEM[:32])
+    tour.admit("B", [9] * 40)
+    tour.manager.fork(tour.manager.get("B"), "C")
+    assert "".join(tour.board.symbols()[:12]) == "**aaaa###..."

@@ -1,0 +1,59 @@
+"""docs/architecture.md names files, classes and methods as they are: renaming one without the page is an error here."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "kvpool"
+
+
+def words_of(page: Path) -> set[str]:
+    """What stands between backticks, outside of drawings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def members(body: list[ast.stmt]) -> set[str]:
+    """Methods and plain attributes of a class."""
+    found = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    for node in body:
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def names_in_the_source() -> set[str]:
+    """`Class` and `Class.member` for every class of the package, inherited members included."""
+    classes = {
+        node.name: node
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
+    names = set(classes)
+    for name in classes:
+        lineage = [name]
+        for ancestor in lineage:
+            names |= {f"{name}.{member}" for member in members(classes[ancestor].body)}
+            bases = (base.id for base in classes[ancestor].bases if isinstance(base, ast.Name))
+            lineage += [base for base in bases if base in classes]
+    return names
+
+
+def test_given_the_architecture_page_then_every_file_it_names_exists_and_none_is_left_out() -> None:
+    files = {word for word in words_of(ROOT / "docs" / "architecture.md") if re.fullmatch(r"[a-z_/]+(\.py|/)", word)}
+    files.discard("src/kvpool/")
+    assert [name for name in sorted(files) if not (PACKAGE / name).exists()] == []
+    modules = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
+    folders = tuple(name for name in files if name.endswith("/"))
+    assert sorted(name for name in modules - files if not name.startswith(folders)) == []
+
+
+def test_given_the_architecture_page_then_every_class_and_method_it_names_exists() -> None:
+    words = words_of(ROOT / "docs" / "architecture.md")
+    named = {word for word in words if re.fullmatch(r"[A-Z][a-z]\w+(\.\w+)?|KVCache\w+(\.\w+)?", word)}
+    assert len(named) > 40
+    assert sorted(named - names_in_the_source()) == []

@@ -1,0 +1,59 @@
+"""Every example runs and shows what it promises; the Python of README.md runs as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# One line of the output of each example that would be wrong if the example were.
+EXPECTED = {
+    "quickstart.py": "992 tokens of the next prompt are cached",
+    "custom_policy.py": "two-class: 256 of 256 tokens still cached",
+    "seeds/pyagent.py": "49 tokens: [0, 1, 2, 3] free 96",
+    "seeds/vllm_v0.py": "copies: {'s0': [(2, 3)], 's1': [(2, 4)], 's2': []}",
+    "seeds/ferrum.py": "share: [0, 1, 2, 3] [0, 1, 4] copied 1 block",
+    "seeds/trtllm.py": "system prompt kept: 64 of 64 tokens",
+}
+EXAMPLES = sorted(path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.py"))
+README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "utf-8"},
+    )
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_given_an_example_when_it_runs_then_it_shows_what_it_promises(name: str) -> None:
+    result = run_python(str(ROOT / "examples" / name))
+    assert result.returncode == 0, result.stderr
+    assert EXPECTED[name] in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("number", range(len(README_BLOCKS)))
+def test_given_a_python_block_of_the_readme_when_it_runs_then_it_works(number: int) -> None:
+    result = run_python("-c", README_BLOCKS[number])
+    assert result.returncode == 0, result.stderr
+
+
+def test_given_the_readme_then_it_has_a_quick_start() -> None:
+    assert any("KVCacheManager(" in block for block in README_BLOCKS)
+
+
+def test_given_the_readme_then_its_quick_start_is_the_tested_example() -> None:
+    example = (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8")
+    assert README_BLOCKS[0] == example.partition("\n\n")[2]
