@@ -68,10 +68,10 @@ class PrefixCache(PrefixTree):
 
     def evict(self, pool: BlockPool, num_blocks: int, tenant: str, reason: EvictionReason) -> int:
         """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several)."""
+        before = pool.num_free
+        goal = before + num_blocks
         if self.expiries and self.expiries[0][0] <= self.now:
             self.expire()
-        goal = pool.num_free + num_blocks
-        before = pool.num_free
         while pool.num_free < goal:
             victim = self.victim(pool, tenant)
             leftover = self._oldest_leftover(pool) if self.windowed and pool.tier == Tier.GPU else None
@@ -195,16 +195,14 @@ class PrefixCache(PrefixTree):
     def detach(self, node: Node, reason: EvictionReason) -> int:
         """Takes a subtree out of the index, also under live sequences: they keep their blocks and publish nothing more.
 
-        Idle nodes are dropped; nodes that are read become detached and free their blocks with their last reader. Pins
-        below the node are void. Returns how many blocks (positions) left the index.
+        Idle nodes are dropped; nodes that are read become detached and free their blocks with their last reader. The
+        caller ended the pins on them. Returns how many blocks (positions) left the index.
         """
         removed = 0
         parts = list(node.subtree())
         for part in reversed(parts):
             self.sync(part)
             removed += part.num_blocks
-            if part.pins:
-                self._clear_pins(part)
             if not part.active:
                 if part.num_blocks:
                     self.drop_tail(part, part.num_blocks, reason)
@@ -226,19 +224,6 @@ class PrefixCache(PrefixTree):
         parent.remove_child(node)
         if parent is not parent.root and not parent.detached and parent.tier == node.tier:
             self.offer(parent)
-
-    def _clear_pins(self, node: Node) -> None:
-        """Voids the pins of a node that leaves the index and tells its ancestors."""
-        if not node.active:
-            self._count_pinned(node, -node.num_blocks)
-        self.pinned_blocks -= node.num_blocks
-        node.pins = 0
-        for group in self.windowed:
-            for block in node.ids[group].tolist():
-                while block in self.pinned_windowed[self.groups[group].pool]:
-                    self.unpin_windowed(group, block)
-        self.unpin_path(node.parent)
-        self.offer(node)
 
     def unpin_windowed(self, group: int, block: int) -> None:
         """One pin less on a block of a windowed group."""

@@ -33,22 +33,20 @@ class Publisher:
     def publish(self, row: int) -> None:
         """Brings the tree up to date with everything that a row has committed."""
         rows, cache = self.rows, self.cache
-        handle = rows.handles[row]
-        assert handle is not None
+        handle, tip = rows.handles[row], rows.tips[row]
+        assert handle is not None and tip is not None
         if not handle.publishes:
             return
-        if not rows.is_open[row]:
-            self._attach(row, handle)
+        if tip.open_row != row:
+            self._attach(row, handle, tip)
         if cache.events is not None and cache.events.listening:
             tip = rows.tips[row]
             assert tip is not None
             if tip.open_row == row:
                 cache.announce(tip)
 
-    def _attach(self, row: int, handle: KVCacheHandle) -> None:
+    def _attach(self, row: int, handle: KVCacheHandle, tip: Node) -> None:
         rows, cache, size = self.rows, self.cache, self.block_size
-        tip = rows.tips[row]
-        assert tip is not None
         done = rows.committed.item(row) // size
         first = tip.start + tip.num_blocks
         while first < done:
@@ -190,9 +188,10 @@ class Publisher:
         rows, cache = self.rows, self.cache
         node = rows.tips[row]
         assert node is not None and node.open_row == row
-        cache.sync(node)
+        size = self.block_size
+        start, end = node.start, rows.committed.item(row) // size
         node.open_row = -1
-        node.ids = [ids.copy() for ids in node.ids]
-        if node.tokens.base is not None and node.tokens.base.nbytes > 1.25 * node.tokens.nbytes + 1024:
-            node.tokens = node.tokens.copy()
+        node.num_blocks = end - start
+        node.tokens = rows.final_token_ids(row, start * size, end * size)
+        node.ids = [rows.tables[group][row, start:end].copy() for group in range(cache.num_cached_groups)]
         rows.is_open[row] = False

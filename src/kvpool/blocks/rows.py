@@ -159,6 +159,17 @@ class SequenceRows:
         history[have:known] = tokens
         self.num_history[row] = known
 
+    def final_token_ids(self, row: int, start: int, stop: int) -> Int32Array:
+        """Ids `start..stop` for a node that outlives the row: no larger than it must be."""
+        history, have = self.history[row], self.num_history.item(row)
+        if stop <= have:
+            ids = history[start:stop]
+            return ids.copy() if len(history) > 1.25 * len(ids) + 256 else ids
+        ids = np.empty(stop - start, np.int32)
+        ids[: have - start] = history[start:have]
+        ids[have - start :] = self.recent[row, : stop - have]
+        return ids
+
     def set_token_ids(self, row: int, tokens: Int32Array) -> None:
         """Starts a row's history with a copy of `tokens`."""
         self.history[row] = tokens.copy()

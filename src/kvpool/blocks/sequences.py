@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from kvpool.blocks.admission import Admissions, Plan
-from kvpool.blocks.arrays import Int32Array
+from kvpool.blocks.arrays import Int32Array, Int64Array
 from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.groups import sink_blocks, window_start
 from kvpool.blocks.handle import KVCacheHandle
@@ -367,7 +367,8 @@ class Sequences:
         self.rows.drop_row(row)
 
     def _end(self, handle: KVCacheHandle, row: int, tip: Node) -> None:
-        self.admissions.untrack(handle)
+        if handle.inflight is not None:
+            self.admissions.untrack(handle)
         if handle.family is not None:
             handle.family.discard(row)
         del self.state.requests[handle.request_id]
@@ -388,14 +389,16 @@ class Sequences:
     def release_gpu(self, handle: KVCacheHandle, row: int) -> None:
         """Lets go of every GPU block of a row: published ones stay in the tree, private ones become free."""
         rows, cache = self.rows, self.cache
-        if rows.is_open[row]:
-            self.state.publisher.close(row)
         tip = rows.tips[row]
         assert tip is not None
-        used, cross, published = int(rows.num_blocks[row]), int(rows.num_cross_blocks[row]), tip.end
+        if tip.open_row == row:
+            self.state.publisher.close(row)
+        used, published = rows.num_blocks.item(row), tip.start + tip.num_blocks
         for group in range(len(self.state.groups)):
             table = rows.tables[group]
-            private = table[row, published:used] if group < self.state.growing else table[row, :cross]
+            private = table[row, published:used]
+            if group >= self.state.growing:
+                private = table[row, : rows.num_cross_blocks.item(row)]
             if len(private):
                 self.state.give_back(group, private, handle)
         for group in cache.windowed:
@@ -448,29 +451,34 @@ class Sequences:
 
     def _free_plain(self, row_list: list[int], handles: list[KVCacheHandle]) -> None:
         """`free` for sequences of one full-attention group without forks, private blocks given back in one go."""
-        rows, cache = self.rows, self.cache
-        close, release = self.state.publisher.close, cache.release
-        is_open = rows.is_open
-        tips = rows.tips
+        rows, size = self.rows, self.state.block_size
         index = np.array(row_list)
         used = rows.num_blocks[index]
-        published = np.empty(len(row_list), np.int64)
+        done = (rows.committed[index] // size).tolist()
+        table = rows.tables[0][index, : int(used.max())]  # a copy: the nodes keep slices of it
+        published = []
         for i, row in enumerate(row_list):
-            if is_open[row]:
-                close(row)
-            tip = tips[row]
+            tip = rows.tips[row]
             assert tip is not None
-            published[i] = tip.start + tip.num_blocks
-        counts = used - published
-        total = int(counts.sum())
-        if total:
-            owner = np.repeat(index, counts)
-            ends = np.cumsum(counts)
-            column = np.arange(total) - np.repeat(ends - counts - published, counts)
-            self.state.gpu_pools[0].give(rows.tables[0][owner, column])
+            if tip.open_row == row:
+                end, start = done[i], tip.start
+                tip.open_row = -1
+                tip.num_blocks = end - start
+                tip.tokens = rows.final_token_ids(row, start * size, end * size)
+                tip.ids = [table[i, start:end]]
+            published.append(tip.start + tip.num_blocks)
+        rows.is_open[index] = False
+        self._give_tails(table, used, np.array(published))
+        release, end_of = self.cache.release, self._end
         for row, handle in zip(row_list, handles, strict=True):
-            tip = tips[row]
+            tip = rows.tips[row]
             assert tip is not None
             release(tip)
-            self._end(handle, row, tip)
+            end_of(handle, row, tip)
         rows.drop_rows(index)
+
+    def _give_tails(self, table: Int32Array, used: Int64Array, published: Int64Array) -> None:
+        """Frees what each row of `table` has between its published blocks and its end."""
+        column = np.arange(table.shape[1])
+        tails = (column >= published[:, None]) & (column < used[:, None])
+        self.state.gpu_pools[0].give(table[tails])

@@ -1,0 +1,310 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool.errors import InvalidArgumentError, NeverFitsError, OutOfBlocksError
+
+FULL = LayerSpec(kv_heads=1, head_dim=8)
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
+CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
+
+
+def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
+    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
+    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
+
+
+def cached(manager: KVCacheManager, num_tokens: int, first: int = 0, **options: Any) -> list[int]:
+    tokens = list(range(first, first + num_tokens))
+    handle = manager.allocate(("cached", first), tokens, **options)
+    manager.commit(handle, num_tokens - handle.num_cached_tokens)
+    manager.free(handle)
+    return tokens
+
+
+# --- OK, LATER, NEVER ------------------------------------------------------------------------------------------------
+
+
+def test_the_answer_is_true_exactly_when_it_is_ok() -> None:
+    manager = make_manager(gpu_blocks=4)
+    assert manager.can_allocate(num_tokens=4)
+    assert not manager.can_allocate(num_tokens=400)
+    manager.allocate("a", num_tokens=16)
+    assert not manager.can_allocate(num_tokens=4)
+
+
+def test_never_says_how_many_tokens_would_fit() -> None:
+    manager = make_manager(gpu_blocks=10, watermark=0.2)
+    answer = manager.can_allocate(num_tokens=40)
+    assert answer.status is AllocStatus.NEVER
+    assert answer.reason == "needs 10 blocks of pool 0, which has 10 (2 kept as watermark): at most 32 tokens fit"
+    assert manager.can_allocate(num_tokens=32)
+
+
+def test_later_says_what_is_needed_and_what_there_is() -> None:
+    manager = make_manager(gpu_blocks=4)
+    manager.allocate("a", num_tokens=8)
+    answer = manager.can_allocate(num_tokens=12)
+    assert (answer.status, answer.blocks_needed, answer.blocks_available) == (AllocStatus.LATER, (3,), (2,))
+    assert "needs 3 blocks of pool 0; 2 are free or evictable" in answer.reason
+
+
+def test_the_watermark_is_kept_at_admission_but_not_taken_from_running_requests() -> None:
+    manager = make_manager(gpu_blocks=10, watermark=0.2)
+    handle = manager.allocate("a", num_tokens=28)
+    assert manager.can_allocate(num_tokens=4)
+    assert manager.can_allocate(num_tokens=5).status is AllocStatus.LATER
+    manager.extend(handle, 12)
+    assert manager.get_num_free_blocks() == 0
+
+
+def test_the_watermark_follows_the_size_of_a_resized_pool() -> None:
+    manager = make_manager(gpu_blocks=1000, watermark=0.01)
+    manager.resize(8)
+    assert manager.can_allocate(num_tokens=28)
+    assert manager.can_allocate(num_tokens=32).status is AllocStatus.NEVER
+
+
+def test_a_prompt_over_max_seq_len_never_fits() -> None:
+    manager = make_manager(max_seq_len=8)
+    assert manager.can_allocate(num_tokens=8)
+    assert manager.can_allocate(num_tokens=9).status is AllocStatus.NEVER
+    assert manager.can_allocate(num_tokens=8, lookahead=1).status is AllocStatus.NEVER
+    with pytest.raises(InvalidArgumentError, match="max_seq_len=8"):
+        manager.allocate("a", num_tokens=9)
+
+
+def test_a_full_hit_that_needs_no_block_is_admitted_to_a_full_pool() -> None:
+    manager = make_manager(gpu_blocks=4, watermark=0.3)
+    live = manager.allocate("live", list(range(8)), lookahead=4)
+    manager.commit(live, 8)
+    manager.store_last_logits(live, "logits")
+    manager.extend(live, 8)
+    answer = manager.can_allocate(list(range(8)))
+    assert (answer.status, answer.blocks_needed) == (AllocStatus.OK, (0,))
+
+
+def test_lookahead_and_reserve_change_the_need() -> None:
+    manager = make_manager()
+    assert manager.can_allocate(num_tokens=8, lookahead=1).blocks_needed == (3,)
+    assert manager.can_allocate(list(range(40)), reserve=4).blocks_needed == (1,)
+    handle = manager.allocate("a", list(range(40)), reserve=4, lookahead=4)
+    assert (handle.num_reserved, handle.num_blocks) == (4, 2)
+
+
+def test_cross_tokens_need_blocks_of_their_group() -> None:
+    manager = make_manager(FULL, CROSS, gpu_blocks=8)
+    assert manager.can_allocate([1], cross_tokens=9).blocks_needed == (4,)
+    assert manager.can_allocate([1], cross_tokens=32).status is AllocStatus.NEVER
+    handle = manager.allocate("a", [1], cross_tokens=9)
+    assert len(handle.block_ids(1)) == 3
+    manager.check()
+    manager.free(handle)
+    assert manager.get_num_free_blocks() == 8
+
+
+def test_cross_tokens_for_a_model_without_cross_attention_are_refused_by_both() -> None:
+    manager = make_manager()
+    for ask in (lambda: manager.can_allocate([1], cross_tokens=4), lambda: manager.allocate("a", [1], cross_tokens=4)):
+        with pytest.raises(InvalidArgumentError, match="cross_tokens=4"):
+            ask()
+
+
+def test_a_refusal_tells_never_from_later() -> None:
+    manager = make_manager(gpu_blocks=4)
+    with pytest.raises(NeverFitsError, match="which has 4 in all"):
+        manager.allocate("a", num_tokens=17)
+    manager.allocate("b", num_tokens=8)
+    with pytest.raises(OutOfBlocksError, match="2 of 4 are free or evictable") as caught:
+        manager.allocate("c", num_tokens=16)
+    assert not isinstance(caught.value, NeverFitsError)
+
+
+# --- a dry run -------------------------------------------------------------------------------------------------------
+
+
+def test_asking_changes_nothing_not_even_the_order_of_eviction() -> None:
+    manager = make_manager(gpu_blocks=4)
+    old, new = cached(manager, 8), cached(manager, 8, first=50)
+    before = manager.stats()
+    for _ in range(3):
+        manager.match_prefix([*old, 1])
+        manager.can_allocate([*old, 1])
+        manager.can_allocate([*old[:6], 1])
+    assert manager.stats() == before
+    manager.evict(2)
+    assert manager.match_prefix([*new, 1]).num_blocks == 2
+    assert manager.match_prefix([*old, 1]).num_blocks == 0
+
+
+# --- reuse -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_query_describes_whole_blocks_partial_tokens_and_tiers() -> None:
+    manager = make_manager(host_blocks=8)
+    tokens = cached(manager, 12)
+    manager.offload(1)
+    match = manager.match_prefix([*tokens[:10], 77])
+    assert (match.num_tokens, match.num_blocks, match.num_partial_tokens) == (10, 2, 2)
+    assert match.tokens_by_tier == {Tier.GPU: 8}
+    assert manager.match_prefix([*tokens, 1]).tokens_by_tier == {Tier.GPU: 8, Tier.HOST: 4}
+
+
+def test_an_empty_prompt_matches_nothing() -> None:
+    assert make_manager().match_prefix([]).num_tokens == 0
+
+
+def test_partial_blocks_are_reused_only_when_configured() -> None:
+    for partial_match, expected in ((True, 6), (False, 4)):
+        manager = make_manager(partial_match=partial_match)
+        tokens = cached(manager, 8)
+        assert manager.match_prefix([*tokens[:6], 99]).num_tokens == expected
+        assert manager.match_prefix(tokens).num_tokens == (7 if partial_match else 4)
+
+
+def test_nothing_is_reused_or_published_without_prefix_caching() -> None:
+    manager = make_manager(enable_prefix_caching=False)
+    tokens = cached(manager, 8)
+    assert manager.match_prefix([*tokens, 1]).num_tokens == 0
+    assert manager.get_num_free_blocks() == 16
+
+
+def test_num_tokens_alone_reuses_nothing() -> None:
+    manager = make_manager()
+    cached(manager, 8)
+    assert manager.allocate("a", num_tokens=8).num_cached_tokens == 0
+
+
+def test_a_partial_source_is_done_without_when_the_pool_is_too_full_to_keep_it() -> None:
+    manager = make_manager(gpu_blocks=2)
+    tokens = cached(manager, 8)
+    handle = manager.allocate("a", [*tokens[:6], 99])  # block 0 hits; the source of block 1 must make room for it
+    assert handle.num_cached_tokens == 4
+    assert handle.num_blocks == 2
+    manager.check()
+
+
+def test_a_hit_must_have_what_every_window_reads() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=64)
+    handle = manager.allocate("a", list(range(32)))
+    manager.commit(handle, 32)
+    manager.evict(6)  # blocks of the sliding group that nobody reads
+    assert manager.match_prefix([*range(32), 1]).num_blocks == 8  # what the next token reads is there
+    assert manager.match_prefix([*range(16), 1]).num_blocks == 0  # what token 16 reads is gone
+    manager.check()
+
+
+def test_idle_windowed_blocks_that_are_matched_are_not_supply() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=12)
+    tokens = cached(manager, 16)
+    answer = manager.can_allocate([*tokens, 1])
+    # four full blocks and the two of the window are matched; two sliding blocks before it may go
+    assert (answer.blocks_needed, answer.blocks_available) == ((2,), (4 + 2,))
+    handle = manager.allocate("a", [*tokens, 1], lookahead=8)
+    assert handle.num_cached_tokens == 16
+    manager.check()
+
+
+def test_pinned_windowed_blocks_are_never_supply() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=12, max_pinned_tokens=16)
+    tokens = cached(manager, 16)
+    manager.pin(tokens)
+    assert manager.can_allocate([90]).blocks_available == (4 + 2,)
+    assert manager.can_allocate([*tokens, 1]).blocks_available == (4 + 2,)
+
+
+def test_a_partial_match_keeps_the_windowed_part_of_its_source() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=16)
+    tokens = cached(manager, 16)
+    manager.take_copies()
+    handle = manager.allocate("a", [*tokens[:14], 99])
+    assert handle.num_cached_tokens == 14
+    copies = manager.take_copies()
+    assert sorted(op.group for op in copies) == [0, 1]
+    assert {op.num_tokens for op in copies} == {2}
+    manager.check()
+
+
+def test_a_partial_source_may_lie_on_a_lower_tier() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=16, host_blocks=16)
+    tokens = cached(manager, 8)
+    manager.offload(4)
+    manager.take_copies()
+    handle = manager.allocate("a", [*tokens[:6], 99])
+    assert handle.num_cached_tokens == 6
+    partial = [op for op in manager.take_copies() if op.num_tokens == 2]
+    assert {(op.src_tier, op.dst_tier) for op in partial} == {(Tier.HOST, Tier.GPU)}
+    manager.check()
+
+
+# --- in flight -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_can_wait_for_the_prefix_that_another_one_is_computing() -> None:
+    manager = make_manager()
+    producer = manager.allocate("producer", list(range(12)))
+    wanted = [*range(12), 1]
+    answer = manager.can_allocate(wanted, wait_for_prefix=True)
+    assert answer.status is AllocStatus.LATER
+    assert "'producer' is computing the next block" in answer.reason
+    assert manager.match_prefix(wanted).in_flight
+    manager.commit(producer, 4)
+    assert manager.can_allocate(wanted, wait_for_prefix=True).status is AllocStatus.LATER  # the second block now
+    manager.commit(producer, 8)
+    assert manager.can_allocate(wanted, wait_for_prefix=True).status is AllocStatus.OK
+    assert not manager.match_prefix(wanted).in_flight
+
+
+def test_nobody_waits_who_did_not_ask_or_wants_something_else() -> None:
+    manager = make_manager()
+    manager.allocate("producer", list(range(12)))
+    assert manager.can_allocate([*range(12), 1])
+    assert manager.can_allocate([50, 51, 52, 53, 54], wait_for_prefix=True)
+    assert manager.can_allocate([0, 1, 2], wait_for_prefix=True)  # shorter than the block that is computed
+    assert manager.can_allocate(num_tokens=8, wait_for_prefix=True)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda manager, producer: manager.free(producer),
+        lambda manager, producer: manager.swap_out(producer),
+        lambda manager, producer: manager.invalidate(scope=ReuseScope()),
+        lambda manager, producer: manager.reset_prefix_cache(),
+    ],
+)
+def test_nobody_waits_for_a_producer_that_is_gone(end: Any) -> None:
+    manager = make_manager(host_blocks=8)
+    producer = manager.allocate("producer", list(range(12)))
+    manager.commit(producer, 4)
+    end(manager, producer)
+    assert manager.can_allocate([*range(12), 1], wait_for_prefix=True)
+    manager.check()
+
+
+def test_of_two_producers_of_the_same_block_the_first_is_waited_for() -> None:
+    manager = make_manager()
+    first = manager.allocate("first", list(range(12)))
+    second = manager.allocate("second", list(range(12)))
+    assert "'first'" in manager.can_allocate([*range(12), 1], wait_for_prefix=True).reason
+    manager.commit(first, 12)
+    manager.commit(second, 4)
+    assert manager.can_allocate([*range(12), 1], wait_for_prefix=True)
+    manager.check()
+
+
+# --- quotas ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_guaranteed_cache_of_another_tenant_is_no_supply() -> None:
+    manager = make_manager(gpu_blocks=8)
+    manager.set_quota("t", guaranteed=3)
+    cached(manager, 16, scope=ReuseScope(tenant="t"))
+    assert manager.can_allocate([99] * 8).blocks_available == (5,)
+    assert manager.can_allocate([99] * 8, scope=ReuseScope(tenant="t")).blocks_available == (8,)
+    manager.allocate("a", num_tokens=20)
+    assert manager.match_prefix([*range(16), 1], ReuseScope(tenant="t")).num_blocks == 3
+    manager.check()

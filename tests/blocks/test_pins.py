@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool.errors import InvalidArgumentError, OutOfBlocksError, PinBudgetError, UnknownRequestError
+
+FULL = LayerSpec(kv_heads=1, head_dim=8)
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4)
+
+
+def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
+    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
+    clock = options.pop("clock", None)
+    config = KVCacheConfig(list(layers) or [FULL], **options)
+    return KVCacheManager(config) if clock is None else KVCacheManager(config, clock=clock)
+
+
+def cached(manager: KVCacheManager, num_tokens: int, first: int = 0, **options: Any) -> list[int]:
+    tokens = list(range(first, first + num_tokens))
+    handle = manager.allocate(("cached", first), tokens, **options)
+    manager.commit(handle, num_tokens - handle.num_cached_tokens)
+    manager.free(handle)
+    return tokens
+
+
+def pinned(manager: KVCacheManager, tier: Tier = Tier.GPU) -> int:
+    manager.check()
+    return manager.stats().pool(tier=tier).pinned
+
+
+def test_a_pinned_prefix_stays_while_everything_else_goes() -> None:
+    manager = make_manager()
+    tokens = cached(manager, 16)
+    pin = manager.pin(tokens[:9])
+    assert pin.num_tokens == 8  # whole blocks
+    assert pinned(manager) == 2
+    assert manager.evict(100) == 2
+    assert manager.match_prefix([*tokens, 1]).num_blocks == 2
+
+
+def test_pinned_blocks_cannot_be_had_by_a_request() -> None:
+    manager = make_manager(gpu_blocks=4)
+    manager.pin(cached(manager, 8))
+    with pytest.raises(OutOfBlocksError, match="2 pinned"):
+        manager.allocate("a", num_tokens=12)
+
+
+def test_a_handle_pins_what_it_has_committed() -> None:
+    manager = make_manager()
+    handle = manager.allocate("a", list(range(12)), scope=ReuseScope(tenant="t"))
+    manager.commit(handle, 10)
+    assert manager.pin(handle).num_tokens == 8
+    assert pinned(manager) == 0  # the request reads them: nothing of it is idle
+    manager.commit(handle, 2)  # and goes on
+    manager.free(handle)
+    assert pinned(manager) == 2
+
+
+def test_a_pin_on_the_part_of_a_run_that_is_still_written_cuts_it() -> None:
+    manager = make_manager()
+    handle = manager.allocate("a", list(range(16)))
+    manager.commit(handle, 12)
+    manager.pin(list(range(4)))
+    manager.commit(handle, 4)
+    manager.free(handle)
+    manager.evict(100)
+    assert manager.match_prefix([*range(16), 1]).num_blocks == 1
+
+
+def test_pins_of_one_prefix_count_once_and_end_one_by_one() -> None:
+    manager = make_manager(max_pinned_tokens=16)
+    tokens = cached(manager, 16)
+    short, long = manager.pin(tokens[:8]), manager.pin(tokens)
+    again = manager.pin(tokens)
+    assert pinned(manager) == 4
+    manager.unpin(long)
+    manager.unpin(short)
+    assert pinned(manager) == 4
+    manager.unpin(again)
+    assert pinned(manager) == 0
+    assert manager.evict(100) == 4
+
+
+def test_the_budget_counts_shared_tokens_once_and_names_itself() -> None:
+    manager = make_manager(max_pinned_tokens=12)
+    tokens, other = cached(manager, 16), cached(manager, 8, first=50)
+    manager.pin(tokens[:8])
+    manager.pin(tokens[:12])
+    with pytest.raises(PinBudgetError, match="8 more tokens would exceed max_pinned_tokens=12"):
+        manager.pin(other)
+    assert pinned(manager) == 3
+
+
+def test_half_of_the_pool_may_be_pinned_by_default() -> None:
+    manager = make_manager(gpu_blocks=8)
+    tokens = cached(manager, 32)
+    with pytest.raises(PinBudgetError):
+        manager.pin(tokens)
+    manager.pin(tokens[:16])
+
+
+def test_what_is_not_cached_cannot_be_pinned() -> None:
+    manager = make_manager()
+    cached(manager, 8)
+    for tokens in ([1], [9, 9, 9, 9], []):
+        with pytest.raises(InvalidArgumentError, match="cached"):
+            manager.pin(tokens)
+    with pytest.raises(InvalidArgumentError):
+        manager.pin(list(range(8)), ReuseScope(tenant="other"))
+
+
+def test_a_pin_ends_once() -> None:
+    manager, other = make_manager(), make_manager()
+    pin = manager.pin(cached(manager, 8))
+    with pytest.raises(InvalidArgumentError, match="not active here"):
+        other.unpin(pin)
+    manager.unpin(pin)
+    with pytest.raises(InvalidArgumentError, match=f"pin {pin.pin_id}"):
+        manager.unpin(pin)
+    with pytest.raises(InvalidArgumentError, match="'x'"):
+        manager.unpin("x")
+    handle = manager.allocate("a", [1])
+    manager.free(handle)
+    with pytest.raises(UnknownRequestError):
+        manager.pin(handle)
+
+
+def test_a_pin_with_a_time_ends_with_it() -> None:
+    now = [0.0]
+    manager = make_manager(clock=lambda: now[0])
+    tokens = cached(manager, 8)
+    brief, lasting = manager.pin(tokens[:4], ttl=5.0), manager.pin(tokens[:4])
+    now[0] = 5.0
+    manager.gc()
+    assert pinned(manager) == 1
+    with pytest.raises(InvalidArgumentError):
+        manager.unpin(brief)
+    manager.unpin(lasting)
+    assert pinned(manager) == 0
+
+
+@pytest.mark.parametrize("ttl", [0, -1.0, True, "5", float("nan")])
+def test_a_pin_lasts_a_positive_number_of_seconds(ttl: Any) -> None:
+    manager = make_manager()
+    tokens = cached(manager, 8)
+    with pytest.raises(InvalidArgumentError, match="ttl"):
+        manager.pin(tokens, ttl=ttl)
+
+
+def test_an_invalidated_prefix_voids_its_pins() -> None:
+    manager = make_manager()
+    tokens = cached(manager, 16)
+    pin, upper = manager.pin(tokens), manager.pin(tokens[:4])
+    assert manager.invalidate(tokens[:8]) == 3
+    assert pinned(manager) == 1  # the pin that ends above goes on
+    with pytest.raises(InvalidArgumentError):
+        manager.unpin(pin)
+    manager.unpin(upper)
+    assert manager.evict(100) == 1
+
+
+def test_pins_on_a_run_that_is_read_are_void_after_a_reset_too() -> None:
+    manager = make_manager()
+    handle = manager.allocate("a", list(range(8)))
+    manager.commit(handle, 8)
+    manager.pin(handle)
+    manager.reset_prefix_cache()
+    manager.free(handle)
+    assert manager.get_num_free_blocks() == 16
+    assert pinned(manager) == 0
+
+
+# --- windows ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_pin_keeps_of_a_windowed_group_what_the_next_token_would_read() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=64)
+    tokens = cached(manager, 32)
+    manager.pin(tokens)
+    assert pinned(manager) == 8 + 1 + 2  # the whole prefix, the sink block and the window
+    manager.evict(100)
+    assert manager.stats().pool().cached == 11
+    assert manager.match_prefix([*tokens, 1]).num_blocks == 8
+
+
+def test_windowed_blocks_that_are_read_become_pinned_when_their_reader_leaves() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=64)
+    handle = manager.allocate("a", list(range(16)))
+    manager.commit(handle, 16)
+    pin, twice = manager.pin(handle), manager.pin(handle)
+    assert pinned(manager) == 0
+    manager.free(handle)
+    assert pinned(manager) == 4 + 1 + 2
+    reader = manager.allocate("b", [*range(16), 1])
+    assert pinned(manager) == 0
+    manager.free(reader)
+    manager.unpin(pin)
+    assert pinned(manager) == 4 + 1 + 2
+    manager.unpin(twice)
+    assert pinned(manager) == 0
+    assert manager.evict(100) == 8
+
+
+def test_a_void_pin_keeps_nothing_in_the_part_of_its_prefix_that_stays() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=64)
+    tokens = cached(manager, 16)
+    manager.pin(tokens)
+    manager.invalidate(tokens)  # the last block only
+    assert pinned(manager) == 0
+    manager.evict(100)
+    assert manager.stats().pool().free == 64
+
+
+def test_blocks_that_a_window_lost_before_are_not_pinned() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=64)
+    handle = manager.allocate("a", list(range(32)))
+    manager.commit(handle, 32)
+    manager.evict(5)  # sliding blocks 1 to 5
+    pin = manager.pin(list(range(16)))
+    manager.free(handle)
+    assert pinned(manager) == 4 + 1
+    manager.unpin(pin)
+    assert pinned(manager) == 0
+
+
+# --- tiers -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_can_be_pinned_where_it_lies_and_stays_pinned_when_it_moves_up() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=32, host_blocks=32)
+    tokens = cached(manager, 8)
+    manager.offload(4)
+    pin = manager.pin(tokens)
+    assert pinned(manager, Tier.HOST) == 2
+    assert manager.evict(100, tier=Tier.HOST) == 0
+    assert manager.onboard([*tokens, 1]) == 2
+    assert (pinned(manager, Tier.HOST), pinned(manager)) == (0, 2)
+    manager.unpin(pin)
+    assert pinned(manager) == 0
+
+
+def test_pinned_runs_are_not_offloaded() -> None:
+    manager = make_manager(host_blocks=8)
+    manager.pin(cached(manager, 8))
+    assert manager.offload(2) == 0

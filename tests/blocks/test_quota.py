@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool.errors import InvalidArgumentError, OutOfBlocksError
+
+FULL = LayerSpec(kv_heads=1, head_dim=8)
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
+MINE, YOURS = ReuseScope(tenant="mine"), ReuseScope(tenant="yours")
+
+
+def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
+    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
+    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
+
+
+def cached(manager: KVCacheManager, num_tokens: int, scope: ReuseScope, first: int = 0) -> list[int]:
+    tokens = list(range(first, first + num_tokens))
+    handle = manager.allocate(("cached", first, scope), tokens, scope=scope)
+    manager.commit(handle, num_tokens - handle.num_cached_tokens)
+    manager.free(handle)
+    return tokens
+
+
+def held(manager: KVCacheManager, tenant: str) -> int:
+    manager.check()
+    return manager.stats().tenants[tenant][0]
+
+
+def test_a_tenant_never_keeps_more_than_its_maximum() -> None:
+    manager = make_manager()
+    manager.set_quota("mine", maximum=3)
+    for first in range(0, 60, 20):
+        cached(manager, 16, MINE, first)
+        assert held(manager, "mine") == 3
+    assert manager.stats().evictions["quota"] == 9
+
+
+@pytest.mark.parametrize(
+    "idle",
+    [
+        lambda manager, handle: manager.free(handle),
+        lambda manager, handle: manager.free_batch([handle, manager.allocate("other", [1])]),
+        lambda manager, handle: manager.swap_out(handle),
+        lambda manager, handle: manager.rewind(handle, 16),
+    ],
+    ids=["free", "free_batch", "swap_out", "rewind"],
+)
+def test_the_maximum_holds_by_whatever_path_blocks_become_idle(idle: Any) -> None:
+    manager = make_manager(host_blocks=16)
+    manager.set_quota("mine", maximum=1)
+    handle = manager.allocate("a", list(range(16)), scope=MINE)
+    manager.commit(handle, 16)
+    idle(manager, handle)
+    assert held(manager, "mine") == 1
+
+
+def test_the_maximum_holds_again_when_a_pin_ends() -> None:
+    manager = make_manager()
+    tokens = cached(manager, 16, MINE)
+    pin = manager.pin(tokens, MINE)
+    manager.set_quota("mine", maximum=1)
+    assert held(manager, "mine") == 4
+    manager.unpin(pin)
+    assert held(manager, "mine") == 1
+
+
+def test_a_new_quota_applies_to_what_is_cached_already() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=64)
+    cached(manager, 16, MINE)
+    manager.set_quota("mine", maximum=2)
+    assert held(manager, "mine") <= 2
+
+
+def test_others_cannot_evict_what_is_guaranteed() -> None:
+    manager = make_manager(gpu_blocks=8)
+    manager.set_quota("mine", guaranteed=2)
+    tokens = cached(manager, 16, MINE)
+    manager.allocate("a", num_tokens=24, scope=YOURS)
+    assert manager.match_prefix([*tokens, 1], MINE).num_blocks == 2
+    with pytest.raises(OutOfBlocksError):
+        manager.allocate("b", num_tokens=4, scope=YOURS)
+    assert manager.evict(100) == 0
+    manager.allocate("c", num_tokens=8, scope=MINE)  # the tenant itself may
+    assert held(manager, "mine") == 0
+
+
+def test_a_guarantee_that_is_not_used_costs_others_nothing() -> None:
+    manager = make_manager(gpu_blocks=8)
+    manager.set_quota("mine", guaranteed=6)
+    manager.allocate("a", num_tokens=32, scope=YOURS)
+    assert manager.get_num_free_blocks() == 0
+
+
+def test_of_several_tenants_the_stalest_run_over_its_guarantee_goes_first() -> None:
+    manager = make_manager(gpu_blocks=8)
+    manager.set_quota("mine", guaranteed=1)
+    manager.set_quota("yours", guaranteed=1)
+    older, newer = cached(manager, 8, MINE), cached(manager, 8, YOURS)
+    cached(manager, 8, ReuseScope())
+    manager.evict(1)
+    assert manager.match_prefix([*older, 1], MINE).num_blocks == 1
+    manager.evict(1)
+    assert manager.match_prefix([*newer, 1], YOURS).num_blocks == 1
+    assert manager.evict(100) == 2  # the tenant without quota has no guarantee
+    manager.check()
+
+
+def test_guaranteed_windowed_blocks_are_shielded_too() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=24)
+    manager.set_quota("mine", guaranteed=8)
+    cached(manager, 16, MINE)
+    assert held(manager, "mine") == 8
+    assert manager.evict(100) == 0
+    manager.set_quota("mine", guaranteed=6)
+    assert manager.evict(100) == 2
+    assert held(manager, "mine") == 6
+
+
+def test_fractions_are_of_each_pool() -> None:
+    manager = make_manager(gpu_blocks=16)
+    manager.set_quota("mine", maximum=0.25)
+    cached(manager, 32, MINE)
+    assert held(manager, "mine") == 4
+
+
+def test_a_quota_without_limits_is_removed() -> None:
+    manager = make_manager()
+    manager.set_quota("mine", guaranteed=2, maximum=4)
+    tokens = cached(manager, 8, MINE)
+    manager.set_quota("mine")
+    assert manager.stats().tenants == {}
+    assert manager.evict(100) == 2
+    assert manager.match_prefix([*tokens, 1], MINE).num_blocks == 0
+    manager.check()
+
+
+def test_a_smaller_gpu_pool_may_cost_a_tenant_its_guarantee() -> None:
+    manager = make_manager(gpu_blocks=8)
+    manager.set_quota("mine", guaranteed=4)
+    cached(manager, 16, MINE)
+    assert manager.resize(2).num_evicted == 2
+    assert held(manager, "mine") == 2
+    assert manager.evict(100) == 0  # what is left is guaranteed as before
+
+
+def test_excess_blocks_are_offloaded_where_there_is_a_lower_tier() -> None:
+    manager = make_manager(host_blocks=8)
+    manager.set_quota("mine", maximum=1)
+    tokens = cached(manager, 12, MINE)
+    assert manager.match_prefix([*tokens, 1], MINE).tokens_by_tier == {Tier.GPU: 4, Tier.HOST: 8}
+    manager.check()
+
+
+@pytest.mark.parametrize(
+    ("tenant", "limits", "named"),
+    [
+        ("t", {"guaranteed": 17}, "guaranteed=17"),
+        ("t", {"guaranteed": -1}, "guaranteed=-1"),
+        ("t", {"guaranteed": 1.5}, "guaranteed=1.5"),
+        ("t", {"guaranteed": float("nan")}, "guaranteed=nan"),
+        ("t", {"maximum": float("inf")}, "maximum=inf"),
+        ("t", {"maximum": True}, "maximum"),
+        ("t", {"maximum": "4"}, "maximum"),
+        ("t", {"guaranteed": 5, "maximum": 4}, "guaranteed=5 is more than maximum=4"),
+        ("t", {"guaranteed": 9}, "add up to 17"),
+        (None, {"guaranteed": 1}, "tenant"),
+        (["t"], {"guaranteed": 1}, "tenant"),
+    ],
+)
+def test_a_quota_that_cannot_be_is_refused_by_name(tenant: Any, limits: dict[str, Any], named: str) -> None:
+    manager = make_manager()
+    manager.set_quota("yours", guaranteed=8)
+    with pytest.raises(InvalidArgumentError, match=named):
+        manager.set_quota(tenant, **limits)
+    assert set(manager.stats().tenants) == {"yours"}

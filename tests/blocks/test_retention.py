@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Retention, TokenRange
+from kvpool.errors import InvalidArgumentError
+from kvpool.events import Updated
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_manager(clock: Clock | None = None, **overrides: Any) -> KVCacheManager:
+    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
+    config = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], **options)
+    return KVCacheManager(config, clock=clock or Clock())
+
+
+def cached(manager: KVCacheManager, num_tokens: int, first: int = 0, **options: Any) -> list[int]:
+    tokens = list(range(first, first + num_tokens))
+    handle = manager.allocate(("cached", first), tokens, **options)
+    manager.commit(handle, num_tokens - handle.num_cached_tokens)
+    manager.free(handle)
+    return tokens
+
+
+def priorities(manager: KVCacheManager) -> dict[int, int]:
+    """Priority of every cached block, by depth; one chain is assumed."""
+    found = {}
+    for node in manager._state.cache.nodes():
+        found.update(dict.fromkeys(range(node.start, node.end), node.priority))
+    return dict(sorted(found.items()))
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_position_takes_the_range_that_holds_it() -> None:
+    retention = Retention([TokenRange(8, None, 20), TokenRange(0, 4, 90, duration=5.0)], 10, 3.0)
+    assert retention.priority_at(0, 12) == (90, 5.0)
+    assert retention.priority_at(4, 12) == (None, None)
+    assert retention.priority_at(11, 12) == (20, None)
+    assert retention.priority_at(12, 12) == (10, 3.0)
+
+
+def test_cuts_are_the_blocks_where_a_priority_begins() -> None:
+    retention = Retention([TokenRange(0, 5, 90), TokenRange(8, None, 20)])
+    assert retention.cuts(num_prompt_tokens=14, block_size=4) == [2, 4]
+    assert Retention().cuts(num_prompt_tokens=8, block_size=4) == [2]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TokenRange(-1, 4, 50),
+        lambda: TokenRange(True, 4, 50),
+        lambda: TokenRange(4, 4, 50),
+        lambda: TokenRange(0, 4.0, 50),
+        lambda: TokenRange(0, 4, 101),
+        lambda: TokenRange(0, 4, True),
+        lambda: TokenRange(0, 4, 50, duration=0),
+        lambda: TokenRange(0, 4, 50, duration=True),
+        lambda: TokenRange(0, 4, 50, duration=float("nan")),
+        lambda: TokenRange(0, 4, 50, duration="1"),
+        lambda: Retention([TokenRange(0, 5, 1), TokenRange(4, 8, 2)]),
+        lambda: Retention([TokenRange(0, None, 1), TokenRange(4, 8, 2)]),
+        lambda: Retention(decode_priority=-1),
+        lambda: Retention(decode_duration=1.0),
+        lambda: Retention([(0, 4, 50)]),
+        lambda: Retention(7),
+    ],
+)
+def test_a_retention_that_contradicts_itself_is_refused(make: Any) -> None:
+    with pytest.raises(InvalidArgumentError):
+        make()
+
+
+# --- effect ----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_take_the_priority_of_their_first_token() -> None:
+    manager = make_manager()
+    handle = manager.allocate(
+        "a", list(range(14)), retention=Retention([TokenRange(0, 5, 90), TokenRange(8, None, 20)], decode_priority=5)
+    )
+    manager.commit(handle, 14)
+    manager.extend(handle, 6)
+    manager.commit(handle, list(range(50, 56)))
+    manager.free(handle)
+    assert priorities(manager) == {0: 90, 1: 90, 2: 20, 3: 20, 4: 5}
+    manager.check()
+
+
+def test_tokens_that_no_range_names_keep_their_priority() -> None:
+    manager = make_manager()
+    cached(manager, 8, retention=Retention([TokenRange(0, 4, 90)]))
+    cached(manager, 8, retention=Retention([TokenRange(4, 8, 10)]))
+    assert priorities(manager) == {0: 90, 1: 10}
+
+
+def test_the_priority_policy_evicts_low_priorities_first() -> None:
+    manager = make_manager(eviction_policy="priority", gpu_blocks=4)
+    keep = cached(manager, 8, retention=Retention([TokenRange(0, None, 90)]))
+    cached(manager, 8, first=50)
+    manager.evict(2)
+    assert manager.match_prefix([*keep, 1]).num_blocks == 2
+
+
+def test_a_priority_ends_with_its_duration_and_starts_when_the_request_is_freed() -> None:
+    clock = Clock()
+    manager = make_manager(clock)
+    handle = manager.allocate("a", list(range(8)), retention=Retention([TokenRange(0, None, 90, duration=10.0)]))
+    manager.commit(handle, 8)
+    clock.now = 100.0
+    manager.free(handle)
+    clock.now = 109.0
+    manager.gc()
+    assert priorities(manager) == {0: 90, 1: 90}
+    clock.now = 110.0
+    manager.gc()
+    assert priorities(manager) == {0: 35, 1: 35}
+
+
+def test_a_change_of_priority_is_announced_once() -> None:
+    manager = make_manager()
+    subscription = manager.subscribe()
+    cached(manager, 8, retention=Retention([TokenRange(0, None, 90)]))
+    cached(manager, 8, retention=Retention([TokenRange(0, None, 90)]))
+    updates = [event for event in subscription.poll().events if isinstance(event, Updated)]
+    assert [(event.old_priority, event.new_priority, len(event.digests)) for event in updates] == [(35, 90, 2)]
+
+
+def test_an_idle_candidate_moves_in_the_order_when_its_priority_changes() -> None:
+    manager = make_manager(eviction_policy="priority")
+    first, second = cached(manager, 4), cached(manager, 4, first=50)
+    nodes = {node.tokens[0]: node for node in manager._state.cache.nodes()}
+    manager._state.cache.set_priority(nodes[0], 90, float("inf"))
+    manager.evict(1)
+    assert manager.match_prefix([*first, 1]).num_blocks == 1
+    assert manager.match_prefix([*second, 1]).num_blocks == 0
+
+
+# --- time to live ----------------------------------------------------------------------------------------------------
+
+
+def test_a_time_to_live_starts_with_the_last_use() -> None:
+    clock = Clock()
+    manager = make_manager(clock)
+    tokens = cached(manager, 8, ttl=10.0)
+    clock.now = 9.0
+    manager.free(manager.allocate("again", [*tokens, 1]))
+    clock.now = 18.0
+    assert manager.gc() == 0
+    clock.now = 19.0
+    assert manager.gc() == 2
+    assert manager.stats().evictions["expired"] == 2
+    manager.check()
+
+
+def test_the_configured_time_to_live_is_the_default() -> None:
+    clock = Clock()
+    manager = make_manager(clock, default_ttl=5.0)
+    cached(manager, 4)
+    cached(manager, 4, first=50, ttl=100.0)
+    clock.now = 5.0
+    assert manager.gc() == 1
+
+
+def test_an_expired_parent_goes_with_its_last_child() -> None:
+    clock = Clock()
+    manager = make_manager(clock)
+    cached(manager, 8, ttl=5.0)
+    cached(manager, 16, ttl=20.0)  # hits the first, which is used again and expires later than it was
+    clock.now = 5.0
+    manager.gc()
+    assert manager.match_prefix([*range(16), 1]).num_blocks == 4
+    clock.now = 30.0
+    assert manager.gc() == 4
+    assert manager.get_num_free_blocks() == 16
+
+
+def test_what_is_read_or_pinned_does_not_expire_until_it_is_let_go() -> None:
+    clock = Clock()
+    manager = make_manager(clock)
+    tokens = cached(manager, 8, ttl=5.0)
+    pin = manager.pin(tokens)
+    clock.now = 6.0
+    assert manager.gc() == 0
+    manager.unpin(pin)
+    assert manager.gc() == 2
+
+
+def test_expired_runs_are_evicted_before_anything_else() -> None:
+    clock = Clock()
+    manager = make_manager(clock, gpu_blocks=4)
+    older = cached(manager, 8)
+    newer = cached(manager, 8, first=50, ttl=5.0)
+    clock.now = 5.0
+    manager.allocate("a", num_tokens=8)
+    assert manager.match_prefix([*older, 1]).num_blocks == 2
+    assert manager.match_prefix([*newer, 1]).num_blocks == 0
+
+
+# --- keep=False ------------------------------------------------------------------------------------------------------
+
+
+def test_what_only_the_request_used_is_dropped_when_it_is_not_kept() -> None:
+    manager = make_manager()
+    tokens = cached(manager, 8)
+    handle = manager.allocate("secret", [*tokens, *range(50, 58)])
+    manager.commit(handle, 8)
+    manager.free(handle, keep=False)
+    assert manager.match_prefix([*tokens, *range(50, 58), 1]).num_blocks == 2
+    assert manager.stats().evictions["explicit"] == 2
+    manager.check()
+
+
+def test_what_another_request_reads_stays_although_it_is_not_kept() -> None:
+    manager = make_manager()
+    handle = manager.allocate("a", list(range(8)))
+    manager.commit(handle, 8)
+    manager.allocate("b", [*range(8), 1])
+    manager.free(handle, keep=False)
+    assert manager.match_prefix([*range(8), 1]).num_blocks == 2
+    manager.check()
