@@ -225,6 +225,24 @@ def test_given_a_prefix_in_flight_when_asked_to_wait_for_it_then_others_pass_and
     run(main(), cache)
 
 
+@pytest.mark.parametrize("windowed", [False, True])
+def test_given_an_idle_near_match_when_a_request_needs_all_but_the_watermark_then_it_does_not_wait_for_ever(
+    windowed: bool,
+) -> None:
+    """The idle source of a partly matching block must not keep the watermark from being reached."""
+    layers = [LayerSpec(1, 8), LayerSpec(1, 8, window=8)] if windowed else [LayerSpec(1, 8)]
+    cache = AsyncKVCacheManager(KVCacheManager(KVCacheConfig(layers, 4, gpu_blocks=16, watermark=0.05)))
+    num_tokens = 28 if windowed else 60  # all that fits above the watermark
+
+    async def main() -> None:
+        async with cache.sequence("short", [1, 2, 3, 4]) as handle:
+            cache.commit(handle)
+        async with cache.sequence("long", [1, 2, 3] + [9] * (num_tokens - 3), timeout=5):
+            pass
+
+    run(main(), cache)
+
+
 def test_given_a_grant_in_the_same_tick_as_the_cancellation_then_the_blocks_are_free_again() -> None:
     cache = make()
 

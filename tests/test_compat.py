@@ -245,6 +245,24 @@ def test_given_a_group_of_forks_when_swapped_then_shared_blocks_move_once_and_st
     blocks.manager.check()
 
 
+def test_given_a_sliding_window_when_a_sequence_grows_then_the_blocks_before_it_are_dropped_from_its_table() -> None:
+    blocks = BlockManager(4, 16, sliding_window=8)
+    blocks.allocate("a", PROMPT)
+    blocks.mark_blocks_as_computed("a", 16)
+    for token in range(20):
+        blocks.append_slots("a")
+        blocks.mark_blocks_as_computed("a", [token])
+    table = blocks.get_block_table("a")
+    assert len(table) == 9
+    assert sum(block is not None for block in table) <= 3
+    assert blocks.get_num_free_gpu_blocks() >= 13
+    blocks.fork("a", "b")
+    blocks.free("a")
+    blocks.free("b")
+    assert blocks.reset_prefix_cache() is True
+    assert blocks.manager.get_num_free_blocks() == 16
+
+
 def test_given_live_sequences_when_resetting_the_prefix_cache_then_it_says_no() -> None:
     blocks = BlockManager(4, 16)
     blocks.allocate("a", PROMPT)
@@ -290,6 +308,10 @@ def test_given_a_sequence_when_it_runs_then_reuse_rewind_and_pins_do_what_they_s
     cache.store_context_blocks("a")
     cache.store_context_blocks("a")  # nothing new: nothing happens
     assert cache.add_sequence("b", PROMPT) == 15
+    assert cache.add_sequence("salted", PROMPT, cache_salt="tenant") == 0
+    assert cache.add_sequence("tuned", PROMPT, lora_task_id="adapter") == 0
+    cache.remove_sequence("salted")
+    cache.remove_sequence("tuned")
     for _ in range(4):
         cache.add_token("a")
     cache.rewind_kv_cache("a", 4)
@@ -298,7 +320,7 @@ def test_given_a_sequence_when_it_runs_then_reuse_rewind_and_pins_do_what_they_s
     assert pin is not None
     assert cache.remove_sequence("b") is None
     assert cache.manager.evict(16) == 0
-    cache.unpin_blocks(pin)
+    cache.manager.unpin(pin)
     assert cache.manager.evict(16) == 4
     stats = cache.get_kv_cache_stats()
     assert (stats["free_num_blocks"], stats["used_num_blocks"], stats["reused_blocks"]) == (16, 0, 3)

@@ -16,15 +16,15 @@ from kvpool import demo
 SRC = Path(__file__).resolve().parent.parent / "src"
 
 
-def run_demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_demo(*arguments: str, encoding: str = "utf-8") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "kvpool.demo", *arguments],
         capture_output=True,
         text=True,
-        encoding="utf-8",
+        encoding=encoding,
         check=False,
         timeout=120,
-        env={**os.environ, "PYTHONPATH": str(SRC), "PYTHONIOENCODING": "utf-8"},
+        env={**os.environ, "PYTHONPATH": str(SRC), "PYTHONIOENCODING": encoding},
     )
 
 
@@ -39,6 +39,12 @@ def test_given_no_terminal_when_the_demo_runs_then_every_scene_is_shown_without_
         assert fact in result.stdout
     assert "Every invariant holds" in result.stdout
     assert "\x1b[" not in result.stdout
+
+
+def test_given_a_stream_without_arrows_when_the_demo_runs_then_it_ends_well() -> None:
+    result = run_demo("--fast", encoding="ascii")
+    assert result.returncode == 0, result.stderr
+    assert "Every invariant holds" in result.stdout
 
 
 def test_given_help_when_asked_then_it_explains_itself() -> None:

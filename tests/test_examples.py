@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # One line of the output of each example that would be wrong if the example were.
 EXPECTED = {
     "quickstart.py": "992 tokens of the next prompt are cached",
+    "async_requests.py": "served in order: True",
     "custom_policy.py": "two-class: 256 of 256 tokens still cached",
     "seeds/pyagent.py": "49 tokens: [0, 1, 2, 3] free 96",
     "seeds/vllm_v0.py": "copies: {'s0': [(2, 3)], 's1': [(2, 4)], 's2': []}",

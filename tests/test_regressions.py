@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
+from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Retention, TokenRange
 from kvpool.errors import InvalidArgumentError
 
 FULL = LayerSpec(kv_heads=1, head_dim=8)
@@ -16,6 +16,11 @@ FULL = LayerSpec(kv_heads=1, head_dim=8)
 def manager_with(*layers: LayerSpec, **options: Any) -> KVCacheManager:
     chosen = {"block_size": 4, "gpu_blocks": 10, "watermark": 0.0, **options}
     return KVCacheManager(KVCacheConfig(list(layers or (FULL,)), **chosen))
+
+
+def commit_all(manager: KVCacheManager, handle: KVCacheHandle) -> KVCacheHandle:
+    manager.commit(handle, handle.num_reserved - handle.num_committed)
+    return handle
 
 
 def test_extend_into_an_array_of_the_wrong_shape_reserves_nothing() -> None:
@@ -71,3 +76,56 @@ def test_a_refused_extend_of_two_forks_leaves_both_careful() -> None:
     manager.free(filler)
     slots = manager.extend(child)
     assert int(slots[0, 0]) // 4 != parent.block_table()[0]
+
+
+def test_evict_counts_what_expired_on_the_way() -> None:
+    now = [0.0]
+    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=4), clock=lambda: now[0])
+    manager.free(commit_all(manager, manager.allocate("a", [0, 0], ttl=5.0)))
+    now[0] = 6.0
+    assert manager.evict(1) == 1
+    assert manager.get_num_free_blocks() == 4
+
+
+def test_invalidating_a_pinned_prefix_unpins_its_windowed_blocks() -> None:
+    manager = manager_with(LayerSpec(kv_heads=1, head_dim=8, window=4), block_size=2)
+    retention = Retention([TokenRange(0, 2, priority=5)])
+    handle = commit_all(manager, manager.allocate("a", [0] * 4, retention=retention))
+    manager.pin(handle)
+    manager.free(handle)  # retention cuts the pinned run in two
+    manager.invalidate([0] * 4)  # only the lower half goes
+    manager.check()
+    manager.reset_prefix_cache()
+    manager.check()
+    assert manager.stats().pool().pinned == 0
+
+
+def test_a_rewind_into_the_sinks_lets_go_of_them() -> None:
+    manager = manager_with(FULL, LayerSpec(kv_heads=1, head_dim=32, window=4, sink_tokens=3), block_size=2)
+    handle = commit_all(manager, manager.allocate("a", [0, 0]))
+    manager.rewind(handle, 1)
+    manager.check()
+    manager.free(handle)
+    manager.check()
+
+
+def test_a_quota_can_be_removed_after_the_pool_shrank_below_the_guarantees() -> None:
+    manager = manager_with(gpu_blocks=8)
+    manager.set_quota("a", guaranteed=4)
+    manager.set_quota("b", guaranteed=4)
+    manager.resize(3)
+    manager.set_quota("a")
+    manager.set_quota("b")
+    assert manager.stats().tenants == {}
+
+
+def test_requests_swapped_together_share_their_prefix_like_forks_when_they_come_back() -> None:
+    manager = manager_with(block_size=2, host_blocks=10)
+    handles = [commit_all(manager, manager.allocate(name, [1, 1, 1, 1, last])) for name, last in (("a", 2), ("b", 3))]
+    manager.swap_out(*handles)
+    manager.reset_prefix_cache()  # the common prefix must come back from the host
+    manager.swap_in(*handles)
+    manager.check()
+    for handle in handles:
+        manager.free(handle)
+        manager.check()

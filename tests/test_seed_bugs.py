@@ -589,7 +589,7 @@ def test_f10_f11_f12_f13_f14_copy_on_write_copies_one_block_with_its_data_for_wh
     assert manager.get_num_free_blocks() == free - 1
     assert (clone.block_ids() != original.block_ids()).tolist() == [False, False, True]
     (op,) = manager.take_copies()
-    assert (len(op), op.num_tokens) == (1, 2)
+    assert (op.num_blocks, op.num_tokens) == (1, 2)
     assert manager.stats().copies_on_write == 1
 
 

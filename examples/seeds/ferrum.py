@@ -29,7 +29,7 @@ cache.manager.take_copies()
 shared = cache.share_prefix("again", "shared", num_tokens=40)
 cache.extend("shared", 1)
 (copy,) = cache.manager.take_copies()
-print("share:", cache.get_block_table("again"), cache.get_block_table("shared"), "copied", len(copy), "block")
+print("share:", cache.get_block_table("again"), cache.get_block_table("shared"), "copied", copy.num_blocks, "block")
 assert copy.num_tokens == 8
 
 # Swapping moves requests: the table forgets GPU ids at once and gets new ones back, the bytes travel with it.
@@ -41,7 +41,7 @@ freed = cache.get_num_free_blocks() - free_before
 print("swap out:", out, "copies,", freed, "blocks freed, table", cache.get_block_table("other"))
 back = cache.swap_in("other")
 assert None not in cache.get_block_table("other")
-print("swap in:", back, "copies, in order:", [(op.kind.value, len(op)) for op in cache.manager.take_copies()])
+print("swap in:", back, "copies, in order:", [(op.kind.value, op.num_blocks) for op in cache.manager.take_copies()])
 
 # Pressure is measured, not guessed: a nearly empty pool is LOW.
 print("pressure:", cache.check_pressure().name, "handles:", [name for name, _ in cache.list_handles()])

@@ -6,6 +6,7 @@ Every scene runs the real manager, draws its pool and prints what it counted. No
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import statistics
 import sys
@@ -275,7 +276,7 @@ class Tour:
         back = manager.swap_in(parent, child)
         print()
         self.board.draw("back")
-        kinds = " then ".join(f"{op.kind.value} {len(op)}" for op in manager.take_copies())
+        kinds = " then ".join(f"{op.kind.value} {op.num_blocks}" for op in manager.take_copies())
         self.screen.numbers(f"{out} blocks out for two requests of 20", f"{back} back", f"copies: {kinds}")
         manager.free_batch([parent, child])
         manager.check()
@@ -326,6 +327,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvpool.demo", description="A 30-second tour of kvpool.")
     parser.add_argument("--fast", action="store_true", help="no pauses between the scenes")
     options = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # arrows are nice to have, not worth a crash
     terminal = sys.stdout.isatty()
     screen = Screen(
         colour=terminal and "NO_COLOR" not in os.environ,
@@ -333,8 +336,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(screen.paint("kvpool: a paged KV-cache manager", 1))
     print("Each character is one block of 16 tokens: . free, A in use by A, # shared, a cached, * pinned")
-    tour = Tour(screen)
-    tour.run()
+    try:
+        Tour(screen).run()
+    except KeyboardInterrupt:
+        return 130
     print()
     print("Every invariant holds (manager.check()). Next: examples/quickstart.py and docs/architecture.md")
     return 0

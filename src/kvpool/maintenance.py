@@ -80,7 +80,7 @@ class Maintenance:
             others = [q for q in self._state.cache.quotas.values() if q.tenant != tenant]
             for index, pool in enumerate(pools):
                 promised = low[index] + sum(q.guaranteed[index] for q in others)
-                if promised > pool.num_blocks:
+                if low[index] and promised > pool.num_blocks:  # a pool that shrank may be short of what was promised
                     raise InvalidArgumentError(
                         f"guarantees of pool {index} would add up to {promised} blocks of {pool.num_blocks}; lower one"
                     )
@@ -176,8 +176,8 @@ class Maintenance:
         return [node]
 
     def _detach(self, nodes: Sequence[Node], reason: EvictionReason) -> int:
+        self._pins.void(nodes)
         removed = sum(self._state.cache.detach(node, reason) for node in nodes if not node.detached)
-        self._pins.forget_void()
         self._admissions.forget_detached()
         return removed
 

@@ -11,6 +11,7 @@ from kvpool.blocks.groups import longest_valid, sink_blocks, window_start
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.blocks.node import Node
+from kvpool.blocks.pool import GPU
 from kvpool.blocks.state import Admission, AllocStatus, CacheState
 from kvpool.blocks.tree import Match
 from kvpool.config import Tier
@@ -99,7 +100,7 @@ class Admissions:
         self.has_logits = True
         if node.logits is None:
             node.logits = {}
-        node.logits[num_tokens, rows.token_ids(row)[blocks * size : num_tokens].tobytes()] = logits
+        node.logits[num_tokens, rows.ids_between(row, blocks * size, num_tokens).tobytes()] = logits
         return True
 
     def _valid_in_windows(self, match: Match, length: int, logits: Any) -> tuple[int, Any]:
@@ -178,7 +179,7 @@ class Admissions:
         self.state.cache.sync(tip)
         start = tip.end * size
         if handle.publishes and not tip.detached and rows.known.item(row) - start >= size:
-            self.track_block(handle, tip, rows.token_ids(row)[start : start + size].tobytes())
+            self.track_block(handle, tip, rows.ids_between(row, start, start + size).tobytes())
 
     def track_block(self, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
         """Remembers that a request computes the block `key` behind `tip`."""
@@ -207,7 +208,7 @@ class Admissions:
         match, logits = NO_MATCH, None
         if tokens is not None:
             match, logits = self.best_match(tokens, scope)
-        if not cross_tokens and self.state.is_simple and (not match.path or match.path[-1].tier == Tier.GPU):
+        if not cross_tokens and self.state.is_simple and (not match.path or match.path[-1].tier == GPU):
             size = self.state.block_size
             hit_tokens = match.num_blocks * size + match.num_partial
             num_blocks = -(-(max(num_tokens, hit_tokens) + lookahead) // size)
@@ -247,14 +248,14 @@ class Admissions:
         cache = self.state.cache
         for node in match.path:
             used = min(node.end, match.num_blocks) - node.start
-            if node.tier != Tier.GPU:
+            if node.tier != GPU:
                 for group in range(cache.num_cached_groups):
                     needs[cache.groups[group].pool] += int((node.ids[group][:used] >= 0).sum())
             elif not node.active and not node.pins:
                 for pool, per_position in cache.full_per_pool:
                     supply[pool] -= used * per_position
         source = match.partial
-        if source is not None and source.tier == Tier.GPU and not source.active and not source.pins:
+        if source is not None and source.tier == GPU and not source.active and not source.pins:
             for pool, per_position in cache.full_per_pool:
                 rest = source.num_blocks if source not in match.path else source.end - match.num_blocks
                 supply[pool] -= rest * per_position
@@ -265,7 +266,7 @@ class Admissions:
         """Blocks of a windowed group on the GPU that the match would read and nobody reads now."""
         cache, size = self.state.cache, self.state.block_size
         spec = cache.groups[group]
-        pool = cache.pool(group, Tier.GPU)
+        pool = cache.pool(group, GPU)
         start = window_start(spec, match.num_tokens(size), size)
         sinks = sink_blocks(spec, size)
         idle = 0
@@ -273,7 +274,7 @@ class Admissions:
         if match.partial is not None:
             nodes.append((match.partial, match.num_blocks + 1))
         for node, end in nodes:
-            if node.tier == Tier.GPU:
+            if node.tier == GPU:
                 first = node.start if node is not match.partial else max(node.start, match.num_blocks)
                 depths = np.arange(first, end)
                 ids = node.ids[group][depths - node.start]
@@ -296,19 +297,23 @@ class Admissions:
         state = self.state
         plan = self.plan(tokens, num_tokens, lookahead, cross_tokens, scope)
         plan = self._count(plan.match, num_tokens, lookahead, cross_tokens, scope, plan.last_logits)
+        if plan.match.partial is not None and self._below_watermark(plan) is not None:
+            # As in `plan`: its idle source, which must stay, would keep the request out for as long as it is cached.
+            whole = self._cut(plan.match, plan.match.num_blocks * state.block_size)
+            plan = self._count(whole, num_tokens, lookahead, cross_tokens, scope, None)
         needs, supply = tuple(plan.needs), tuple(plan.supply)
         limit = state.config.max_seq_len
         if limit is not None and num_tokens + lookahead > limit:
             reason = f"asks for {num_tokens + lookahead} tokens, over max_seq_len={limit}"
             return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
         for index, pool in enumerate(state.gpu_pools):
-            whole = plan.num_blocks * state.per_position[index]
-            whole += plan.num_cross_blocks * sum(g.pool == index for g in state.groups[state.growing :])
+            total = plan.num_blocks * state.per_position[index]
+            total += plan.num_cross_blocks * sum(g.pool == index for g in state.groups[state.growing :])
             mark = state.watermark(index)
-            if whole > pool.num_blocks - mark:
+            if total > pool.num_blocks - mark:
                 most = max(0, pool.num_blocks - mark) // max(1, state.per_position[index]) * state.block_size
                 reason = (
-                    f"needs {whole} blocks of pool {index}, which has {pool.num_blocks} ({mark} kept as watermark): "
+                    f"needs {total} blocks of pool {index}, which has {pool.num_blocks} ({mark} kept as watermark): "
                     f"at most {most} tokens fit"
                 )
                 return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
@@ -319,9 +324,18 @@ class Admissions:
                 assert handle is not None
                 reason = f"prefix in flight: request {handle.request_id!r} is computing the next block of this prompt"
                 return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
-        for index, need in enumerate(plan.needs):
-            mark = state.watermark(index)
-            if need and need > plan.supply[index] - mark:
-                reason = f"needs {need} blocks of pool {index}; {plan.supply[index]} are free or evictable, {mark} kept as watermark"
-                return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
+        short = self._below_watermark(plan)
+        if short is not None:
+            reason = (
+                f"needs {needs[short]} blocks of pool {short}; {supply[short]} are free or evictable, "
+                f"{state.watermark(short)} kept as watermark"
+            )
+            return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
         return Admission(AllocStatus.OK, "fits", needs, supply, plan.num_hit_tokens)
+
+    def _below_watermark(self, plan: Plan) -> int | None:
+        """The first pool that could serve the plan only with blocks of its watermark, or not at all."""
+        for index, (need, have) in enumerate(zip(plan.needs, plan.supply, strict=True)):
+            if need and need > have - self.state.watermark(index):
+                return index
+        return None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from kvpool.blocks.arrays import Int32Array
 from kvpool.config import Tier
@@ -21,8 +21,7 @@ class CopyKind(str, Enum):
     DEFRAGMENT = "defragment"
 
 
-@dataclass(frozen=True, slots=True)
-class CopyOp:
+class CopyOp(NamedTuple):
     """Copy block `src[i]` of `src_tier` to block `dst[i]` of `dst_tier`, for every i, in the store of layer group `group`.
 
     `num_tokens` limits the copy to the first tokens of each block (None: whole blocks). Operations must be run in the order
@@ -38,5 +37,6 @@ class CopyOp:
     dst: Int32Array
     num_tokens: int | None = None
 
-    def __len__(self) -> int:
+    @property
+    def num_blocks(self) -> int:
         return len(self.src)

@@ -148,73 +148,86 @@ class Root(Node):
 class ChildIndex(dict[bytes, Node]):
     """Children by the bytes of their first block, and the nearest one for a key that is not there.
 
-    Once a node has more than a few children, their keys are also kept sorted in chunks: the key that shares the longest
-    beginning with a query is its neighbour in sorted order, found in O(log n) and kept up to date in O(sqrt n) pointers.
+    For the nearest, keys stand in one sorted list per first token: the key that shares the longest beginning with a query
+    is its neighbour in sorted order. Lists are cut into chunks, so that a step costs O(log n) comparisons and a bounded
+    number of moved pointers even when every prompt starts alike.
     """
 
-    __slots__ = ("_chunks", "_lasts")
-
-    SORT_FROM = 8
-    CHUNK = 512
+    __slots__ = ("_by_token",)
 
     def __init__(self) -> None:
         super().__init__()
-        self._chunks: list[list[bytes]] | None = None
-        self._lasts: list[bytes] = []
+        self._by_token: dict[bytes, SortedKeys] = {}
 
     def add(self, key: bytes, child: Node) -> None:
-        if key in self:
-            self[key] = child
-            return
+        if key not in self:
+            keys = self._by_token.get(key[:4])
+            if keys is None:
+                self._by_token[key[:4]] = SortedKeys([[key]])
+            else:
+                keys.add(key)
         self[key] = child
-        if self._chunks is not None:
-            at = min(bisect_left(self._lasts, key), len(self._chunks) - 1)
-            chunk = self._chunks[at]
-            insort(chunk, key)
-            self._lasts[at] = chunk[-1]
-            if len(chunk) > self.CHUNK:
-                half = len(chunk) // 2
-                self._chunks[at : at + 1] = [chunk[:half], chunk[half:]]
-                self._lasts[at : at + 1] = [chunk[half - 1], chunk[-1]]
-        elif len(self) > self.SORT_FROM:
-            keys = sorted(self)
-            self._chunks = [keys]
-            self._lasts = [keys[-1]]
 
     def discard(self, key: bytes) -> None:
         del self[key]
-        if self._chunks is None:
-            return
-        at = bisect_left(self._lasts, key)
-        chunk = self._chunks[at]
-        del chunk[bisect_left(chunk, key)]
-        if chunk:
-            self._lasts[at] = chunk[-1]
-        elif len(self._chunks) > 1:
-            del self._chunks[at], self._lasts[at]
-        else:
-            self._chunks = None
-            self._lasts = []
+        keys = self._by_token[key[:4]]
+        keys.remove(key)
+        if not keys:
+            del self._by_token[key[:4]]
 
     def nearest(self, query: bytes) -> tuple[Node | None, int]:
         """The child whose key shares the longest beginning with `query`, and how many bytes they share (0 if no token)."""
-        if self._chunks is None:
-            neighbours = list(self)
-        else:
-            at = min(bisect_left(self._lasts, query), len(self._chunks) - 1)
-            chunk = self._chunks[at]
-            place = bisect_left(chunk, query)
-            neighbours = chunk[max(0, place - 1) : place + 1]
-            if place == 0 and at > 0:
-                neighbours.append(self._lasts[at - 1])
+        keys = self._by_token.get(query[:4])
         best, shared = None, 0
-        first_token = query[:4]
-        for key in neighbours:
-            if key[:4] == first_token:
+        if keys is not None:
+            for key in keys.neighbours(query):
                 common = common_prefix_length(key, query)
                 if common > shared:
                     best, shared = self[key], common
         return best, shared
+
+
+class SortedKeys(list[list[bytes]]):
+    """Sorted strings in chunks of bounded length."""
+
+    __slots__ = ()
+
+    CHUNK = 512
+
+    def _chunk_of(self, key: bytes) -> int:
+        """The index of the chunk that holds `key` or would hold it."""
+        if len(self) == 1:
+            return 0
+        return min(bisect_left(self, key, key=_last), len(self) - 1)
+
+    def add(self, key: bytes) -> None:
+        at = self._chunk_of(key)
+        chunk = self[at]
+        insort(chunk, key)
+        if len(chunk) > self.CHUNK:
+            half = len(chunk) // 2
+            self[at : at + 1] = [chunk[:half], chunk[half:]]
+
+    def remove(self, key: bytes) -> None:  # type: ignore[override]
+        at = self._chunk_of(key)
+        chunk = self[at]
+        del chunk[bisect_left(chunk, key)]
+        if not chunk:
+            del self[at]
+
+    def neighbours(self, query: bytes) -> list[bytes]:
+        """The keys just before and just after the place of `query`."""
+        at = self._chunk_of(query)
+        chunk = self[at]
+        place = bisect_left(chunk, query)
+        found = chunk[max(0, place - 1) : place + 1]
+        if place == 0 and at > 0:
+            found.append(self[at - 1][-1])
+        return found
+
+
+def _last(chunk: list[bytes]) -> bytes:
+    return chunk[-1]
 
 
 def common_prefix_length(left: bytes, right: bytes) -> int:

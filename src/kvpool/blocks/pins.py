@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvpool.blocks.arrays import Int32Array
@@ -90,13 +91,14 @@ class Pins:
         """Ends a pin; its blocks stay cached and may be evicted again."""
         if self.active.pop(pin.pin_id, None) is not pin:
             raise InvalidArgumentError(f"pin {pin.pin_id} is not active here; it was unpinned, expired or made elsewhere")
-        if pin.node.detached:
-            return
+        self._let_go(pin)
+        self.cache.enforce_quota(pin.node.root)
+
+    def _let_go(self, pin: Pin) -> None:
         for group, depth in pin.windowed:
             _, block = self._block(pin.node, group, depth)
             self.cache.unpin_windowed(group, block)
         self.cache.unpin_path(pin.node)
-        self.cache.enforce_quota(pin.node.root)
 
     def expire(self) -> int:
         """Ends pins whose time is over; returns how many."""
@@ -105,12 +107,9 @@ class Pins:
             self.unpin(pin)
         return len(over)
 
-    def forget_void(self) -> None:
-        """Drops pins whose prefix was invalidated, and what they keep in the part of it that is still cached."""
-        for pin_id, pin in list(self.active.items()):
-            if pin.node.detached:
-                del self.active[pin_id]
-                for group, depth in pin.windowed:
-                    node, block = self._block(pin.node, group, depth)
-                    if not node.detached:
-                        self.cache.unpin_windowed(group, block)
+    def void(self, nodes: Iterable[Node]) -> None:
+        """Ends the pins on subtrees that are about to be invalidated."""
+        doomed = {part for node in nodes for part in node.subtree()}
+        for pin in [pin for pin in self.active.values() if pin.node in doomed]:
+            del self.active[pin.pin_id]
+            self._let_go(pin)

@@ -18,7 +18,7 @@ import numpy as np
 from kvpool.blocks.arrays import Int32Array, Int64Array
 from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.node import DEFAULT_PRIORITY, NEVER, Node, Root
-from kvpool.blocks.pool import BlockPool
+from kvpool.blocks.pool import GPU, BlockPool
 from kvpool.blocks.tree import PrefixTree
 from kvpool.config import Tier
 from kvpool.stats import EvictionReason
@@ -55,7 +55,7 @@ class PrefixCache(PrefixTree):
     def evictable(self, pool: BlockPool, tenant: str) -> int:
         """How many cached blocks of a pool a request of `tenant` could have evicted."""
         supply = pool.num_cached - pool.num_pinned
-        if self.quotas and pool.tier == Tier.GPU:
+        if self.quotas and pool.tier == GPU:
             for quota in self.quotas.values():
                 if quota.tenant != tenant:
                     supply -= quota.protected(pool.index)
@@ -74,7 +74,7 @@ class PrefixCache(PrefixTree):
             self.expire()
         while pool.num_free < goal:
             victim = self.victim(pool, tenant)
-            leftover = self._oldest_leftover(pool) if self.windowed and pool.tier == Tier.GPU else None
+            leftover = self._oldest_leftover(pool) if self.windowed and pool.tier == GPU else None
             if leftover is not None and (victim is None or leftover[1].tick <= victim.last_access):
                 if self._evict_leftover(leftover[0], goal - pool.num_free, tenant, reason):
                     continue
@@ -97,7 +97,7 @@ class PrefixCache(PrefixTree):
             candidates = quota.policies[pool.tier]
             if not len(candidates):
                 continue
-            if pool.tier == Tier.GPU and quota.tenant != tenant and quota.cached[pool.index] <= quota.guaranteed[pool.index]:
+            if pool.tier == GPU and quota.tenant != tenant and quota.cached[pool.index] <= quota.guaranteed[pool.index]:
                 continue
             node: Node = candidates.victim()  # type: ignore[assignment]
             if best is None or node.last_access < best.last_access:
@@ -109,7 +109,7 @@ class PrefixCache(PrefixTree):
         per_position = self.blocks_per_position[pool.index]
         length = min(node.num_blocks, -(-num_blocks // per_position))
         quota = node.root.quota
-        if quota is not None and quota.tenant != tenant and pool.tier == Tier.GPU:
+        if quota is not None and quota.tenant != tenant and pool.tier == GPU:
             length = min(length, max(1, (quota.cached[pool.index] - quota.guaranteed[pool.index]) // per_position))
         return length
 
@@ -227,7 +227,7 @@ class PrefixCache(PrefixTree):
 
     def unpin_windowed(self, group: int, block: int) -> None:
         """One pin less on a block of a windowed group."""
-        pool = self.pool(group, Tier.GPU)
+        pool = self.pool(group, GPU)
         pinned = self.pinned_windowed[pool.index]
         pinned[block] -= 1
         if not pinned[block]:
@@ -293,13 +293,13 @@ class PrefixCache(PrefixTree):
 
     def promote(self, node: Node) -> None:
         """Moves a node to the GPU. The caller holds it and made room."""
-        self._move(node, Tier.GPU, CopyKind.ONBOARD)
+        self._move(node, GPU, CopyKind.ONBOARD)
         self.counters.onboarded_blocks += node.num_blocks
 
     def adopt_blocks(self, node: Node, ids: list[Int32Array]) -> None:
         """An idle run of a lower tier was computed again: it takes the new GPU blocks and frees its own."""
         for group in self.full:
-            self.pool(group, Tier.GPU).refs[ids[group]] = 0
+            self.pool(group, GPU).refs[ids[group]] = 0
         announced = self.events is not None and self.events.listening and bool(node.digests)
         gained = []
         for group in self.windowed:
@@ -307,7 +307,7 @@ class PrefixCache(PrefixTree):
                 block = int(node.ids[group][index])
                 self._remove_windowed(node, group, node.start + index, block, EvictionReason.CAPACITY)
             gained.append((group, np.flatnonzero((node.ids[group] < 0) & (ids[group] >= 0))))
-        self._move(node, Tier.GPU, CopyKind.ONBOARD, ids)
+        self._move(node, GPU, CopyKind.ONBOARD, ids)
         for group, present in gained if announced else ():
             self.announce_blocks(node, group, present)
 
@@ -366,7 +366,7 @@ class PrefixCache(PrefixTree):
         if group in self.windowed:
             self.add_cached(node.root, self.pool(group, source), -len(src))
             self.add_cached(node.root, pool, len(src))
-            if target == Tier.GPU and len(src):
+            if target == GPU and len(src):
                 self.leftovers[group].append(Leftover(self.tick, node, node.start, node.end - 1))
         if len(src) == len(old):
             return dst.copy()  # the planned copy keeps its own: ids change when the pool is defragmented
@@ -378,7 +378,7 @@ class PrefixCache(PrefixTree):
 
     def leave_window(self, node: Node, group: int, first: int, last: int, ids: Int32Array) -> None:
         """A sequence on the path to `node` stops reading published blocks `first..last` of a windowed group."""
-        pool = self.pool(group, Tier.GPU)
+        pool = self.pool(group, GPU)
         held = ids[ids >= 0]
         left = pool.refs[held] - 1
         pool.refs[held] = left
@@ -392,7 +392,7 @@ class PrefixCache(PrefixTree):
 
     def enter_window(self, root: Root, group: int, ids: Int32Array) -> None:
         """A sequence starts reading published blocks of a windowed group."""
-        pool = self.pool(group, Tier.GPU)
+        pool = self.pool(group, GPU)
         held = ids[ids >= 0]
         before = pool.refs[held]
         pool.refs[held] = before + 1
@@ -415,7 +415,7 @@ class PrefixCache(PrefixTree):
     def _evict_leftover(self, group: int, num_blocks: int, tenant: str, reason: EvictionReason) -> int:
         """Frees unread blocks of the oldest leftover of a windowed group, at most `num_blocks`; drops stale entries."""
         queue = self.leftovers[group]
-        pool = self.pool(group, Tier.GPU)
+        pool = self.pool(group, GPU)
         pinned = self.pinned_windowed[pool.index]
         kept: list[Leftover] = []
         freed = 0
@@ -430,7 +430,7 @@ class PrefixCache(PrefixTree):
                     node = node.parent
                 if node is node.root:
                     break
-                if node.tier != Tier.GPU:  # it moved down with its blocks; what stands above it may still be here
+                if node.tier != GPU:  # it moved down with its blocks; what stands above it may still be here
                     depth = node.start - 1
                     continue
                 self.sync(node)
@@ -511,9 +511,9 @@ class PrefixCache(PrefixTree):
         if quota is None:
             return
         for tiers in self.pools:
-            pool = tiers[Tier.GPU]
-            while quota.excess(pool.index) and len(quota.policies[Tier.GPU]):
-                victim: Node = quota.policies[Tier.GPU].victim()  # type: ignore[assignment]
+            pool = tiers[GPU]
+            while quota.excess(pool.index) and len(quota.policies[GPU]):
+                victim: Node = quota.policies[GPU].victim()  # type: ignore[assignment]
                 self._evict_tail(victim, min(victim.num_blocks, quota.excess(pool.index)), EvictionReason.QUOTA)
 
     # --- announcing --------------------------------------------------------------------------------------------------

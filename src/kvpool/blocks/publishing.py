@@ -8,10 +8,9 @@ import numpy as np
 
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.node import Node
+from kvpool.blocks.pool import GPU
 from kvpool.blocks.prefix import PrefixCache
 from kvpool.blocks.rows import SequenceRows
-from kvpool.config import Tier
-
 
 _NOBODY: list[int] = []
 
@@ -51,7 +50,7 @@ class Publisher:
         first = tip.start + tip.num_blocks
         while first < done:
             limit, followers = (done, _NOBODY) if handle.family is None else self._followers(row, first, done)
-            tokens = rows.token_ids(row)[first * size : limit * size]
+            tokens = rows.ids_between(row, first * size, limit * size)
             key = tokens[:size].tobytes()
             child = tip.children.get(key) if tip.children is not None and not tip.detached else None
             if child is not None:
@@ -126,11 +125,11 @@ class Publisher:
         row = readers[0]
         node = self._node(row, tip, key)
         node.num_blocks = last - first
-        node.tokens = rows.token_ids(row)[first * size : last * size]
+        node.tokens = rows.ids_between(row, first * size, last * size)
         # The same ids in every row, but for windowed blocks that some of them have given up.
         node.ids = [rows.tables[g][readers, first:last].max(axis=0) for g in range(cache.num_cached_groups)]
         for group in cache.full:
-            cache.pool(group, Tier.GPU).refs[node.ids[group]] = 0  # from now on their readers are counted on the node
+            cache.pool(group, GPU).refs[node.ids[group]] = 0  # from now on their readers are counted on the node
         if not tip.detached:
             tip.add_child(key, node)
         if cache.events is not None and cache.events.listening:
@@ -141,7 +140,7 @@ class Publisher:
         """The readers computed again what `child` holds: they take its blocks and free their own."""
         rows, cache = self.rows, self.cache
         rows.moves += 1
-        if child.tier != Tier.GPU:
+        if child.tier != GPU:
             own = [rows.tables[g][readers, first : child.end].max(axis=0) for g in range(cache.num_cached_groups)]
             cache.adopt_blocks(child, own)
         for reader in readers:
@@ -169,7 +168,7 @@ class Publisher:
         """As `_adopt_full`, where the tree may have lost blocks that this row still has."""
         cache = self.cache
         table = self.rows.tables[group]
-        pool = cache.pool(group, Tier.GPU)
+        pool = cache.pool(group, GPU)
         own, theirs = table[row, first : child.end], child.ids[group]
         lost = (theirs < 0) & (own >= 0)
         if lost.any():

@@ -32,6 +32,8 @@ class SequenceRows:
         num_groups = len(groups)
         self.block_size = block_size
         self.groups = groups
+        self.has_cross = any(is_cross(group) for group in groups)
+        self.windowed = [is_windowed(group) for group in groups]
         self.epoch = 0  # grows whenever a row ends or changes its tier: batches made before are checked again
         self.num_shared = 0  # rows flagged in `shared`
         self.moves = 0  # grows whenever blocks or lengths of a live row change other than by one decoding step
@@ -49,6 +51,7 @@ class SequenceRows:
         self.tables: list[Int32Array] = [np.full((num_rows, num_columns), -1, np.int32) for _ in range(num_groups)]
         self.tips: list[Node | None] = [None] * num_rows
         self.history: list[Int32Array] = [np.empty(0, np.int32)] * num_rows
+        self.history_start = [0] * num_rows  # position of a history's first id; those before are read from the row's path
         self.handles: list[KVCacheHandle | None] = [None] * num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
@@ -70,12 +73,15 @@ class SequenceRows:
         self.ensure_columns(num_blocks)
         row = self._free_rows.pop()
         self.handles[row] = handle
-        self.num_cross_blocks[row] = self.known[row] = self.num_history[row] = 0
+        if self.has_cross:
+            self.num_cross_blocks[row] = 0
         return row
 
     def drop_row(self, row: int) -> None:
         """Clears a row and makes it available again. Its blocks were released before."""
-        used = max(self.num_blocks.item(row), self.num_cross_blocks.item(row))
+        used = self.num_blocks.item(row)
+        if self.has_cross:
+            used = max(used, self.num_cross_blocks.item(row))
         for table in self.tables:
             table[row, :used] = -1
         if self.num_shared:
@@ -98,6 +104,7 @@ class SequenceRows:
         self.handles[row] = None
         self.tips[row] = None
         self.history[row] = _NO_TOKENS
+        self.history_start[row] = 0
         self._free_rows.append(row)
         self.epoch += 1
 
@@ -116,6 +123,7 @@ class SequenceRows:
         self.tables = [np.concatenate([table, np.full_like(table, -1)]) for table in self.tables]
         self.tips.extend([None] * old)
         self.history.extend([_NO_TOKENS] * old)
+        self.history_start.extend([0] * old)
         self.handles.extend([None] * old)
         self.epoch += 1
 
@@ -133,57 +141,96 @@ class SequenceRows:
 
     def all_blocks(self, group: int, row: int) -> Int32Array:
         """A row's part of a group's table, as a view that may be written."""
-        counts = self.num_cross_blocks if is_cross(self.groups[group]) else self.num_blocks
-        return self.tables[group][row, : int(counts[row])]
+        counts = self.num_cross_blocks if self.has_cross and is_cross(self.groups[group]) else self.num_blocks
+        return self.tables[group][row, : counts.item(row)]
 
     def visible_blocks(self, group: int, row: int) -> Int32Array:
         """A row's block ids in one group, -1 where a block left its window."""
-        spec = self.groups[group]
         ids = self.all_blocks(group, row)
-        return visible(spec, ids, int(self.window_start[group, row]), self.block_size) if is_windowed(spec) else ids[:]
+        if not self.windowed[group]:
+            return ids
+        return visible(self.groups[group], ids, int(self.window_start[group, row]), self.block_size)
+
+    # --- token ids ---------------------------------------------------------------------------------------------------
+
+    def ids_between(self, row: int, start: int, stop: int) -> Int32Array:
+        """Ids `start..stop` of a row, as a view that stays valid while the row only grows."""
+        base = self.history_start[row]
+        if start < base:
+            return self.token_ids(row)[start:stop]
+        if stop > self.num_history.item(row):
+            self.store_recent(row)
+        return self.history[row][start - base : stop - base]
 
     def token_ids(self, row: int) -> Int32Array:
-        """All ids known of a row, as a view that stays valid while the row only grows."""
-        known = self.known.item(row)
-        have = self.num_history.item(row)
+        """All ids known of a row; a copy if the first of them are read from the tree."""
+        self.store_recent(row)
+        base = self.history_start[row]
+        ids = self.history[row][: self.known.item(row) - base]
+        if not base:
+            return ids
+        parts = [ids]
+        node = self.tips[row]
+        assert node is not None
+        while node is not node.root:
+            first = node.start * self.block_size
+            if first < base:
+                parts.append(node.tokens[: base - first])
+            node = node.parent
+        return np.concatenate(parts[::-1])
+
+    def keep_token_ids(self, row: int) -> None:
+        """Copies what is read from the tree: the row is about to leave its path."""
+        if self.history_start[row]:
+            self.history[row] = self.token_ids(row)
+            self.history_start[row] = 0
+
+    def store_recent(self, row: int) -> None:
+        """Moves ids from the matrix of recent ones to the row's history."""
+        known, have = self.known.item(row), self.num_history.item(row)
         if known > have:
             self._extend_history(row, have, known, self.recent[row, : known - have])
-        return self.history[row][:known]
 
     def _extend_history(self, row: int, have: int, known: int, tokens: Int32Array) -> None:
-        history = self.history[row]
-        if len(history) < known:
-            grown = np.empty(known + max(known // 4, RECENT_TOKENS), np.int32)
-            grown[:have] = history[:have]
+        history, base = self.history[row], self.history_start[row]
+        if len(history) < known - base:
+            grown = np.empty(known - base + max((known - base) // 4, RECENT_TOKENS), np.int32)
+            grown[: have - base] = history[: have - base]
             self.history[row] = history = grown
-        history[have:known] = tokens
+        history[have - base : known - base] = tokens
         self.num_history[row] = known
 
     def final_token_ids(self, row: int, start: int, stop: int) -> Int32Array:
         """Ids `start..stop` for a node that outlives the row: no larger than it must be."""
-        history, have = self.history[row], self.num_history.item(row)
+        history, base, have = self.history[row], self.history_start[row], self.num_history.item(row)
         if stop <= have:
-            ids = history[start:stop]
+            ids = history[start - base : stop - base]
             return ids.copy() if len(history) > 1.25 * len(ids) + 256 else ids
+        if start >= have:
+            return self.recent[row, start - have : stop - have].copy()
         ids = np.empty(stop - start, np.int32)
-        ids[: have - start] = history[start:have]
+        ids[: have - start] = history[start - base : have - base]
         ids[have - start :] = self.recent[row, : stop - have]
         return ids
 
-    def set_token_ids(self, row: int, tokens: Int32Array) -> None:
-        """Starts a row's history with a copy of `tokens`."""
-        self.history[row] = tokens.copy()
+    def set_token_ids(self, row: int, tokens: Int32Array, num_cached: int) -> None:
+        """Starts a row with the ids of its prompt: a copy, but for the first `num_cached`, which its path holds."""
+        self.history[row] = tokens[num_cached:].copy()
+        self.history_start[row] = num_cached
         self.known[row] = self.num_history[row] = len(tokens)
 
     def share_token_ids(self, source: int, target: int) -> None:
         """The target starts with the ids of the source; whoever appends first makes its own copy."""
-        ids = self.token_ids(source)
-        self.history[target] = ids
-        self.known[target] = self.num_history[target] = len(ids)
+        self.store_recent(source)
+        known, base = self.known.item(source), self.history_start[source]
+        self.history[target] = self.history[source][: known - base]
+        self.history_start[target] = base
+        self.known[target] = self.num_history[target] = known
 
     def append_token_ids(self, row: int, tokens: Int32Array) -> None:
         """Adds ids behind those known already."""
-        have = len(self.token_ids(row))
+        self.store_recent(row)
+        have = self.known.item(row)
         self.known[row] = have + len(tokens)
         self._extend_history(row, have, have + len(tokens), tokens)
 
@@ -193,6 +240,7 @@ class SequenceRows:
         if known < len(ids):
             # Others (closed nodes, forks) may look at the same memory: what follows must not be overwritten in place.
             self.history[row] = ids[:known].copy()
+            self.history_start[row] = 0
             self.known[row] = self.num_history[row] = known
 
 

@@ -13,6 +13,7 @@ from kvpool.blocks.groups import sink_blocks, window_start
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.blocks.node import NEVER, Node
+from kvpool.blocks.pool import GPU
 from kvpool.blocks.retention import Retention
 from kvpool.blocks.state import CacheState
 from kvpool.blocks.tree import Match
@@ -49,25 +50,29 @@ class Sequences:
         match, hit_tokens = plan.match, plan.num_hit_tokens
         handle.first_serial = state.counters.nodes_created
         tip = self.enter(match, handle.scope)
-        held_source = match.partial
-        if held_source is not None:
-            cache.hold(held_source)
-            self._hold_windowed_source(match, +1)
-        for pool, need in zip(state.gpu_pools, plan.needs, strict=True):
-            if need > pool.num_free:
+        held_source = None
+        if any(need > pool.num_free for pool, need in zip(state.gpu_pools, plan.needs, strict=True)):
+            held_source = match.partial
+            if held_source is not None:
+                cache.hold(held_source)
+                self._hold_windowed_source(match, +1)
+            for pool, need in zip(state.gpu_pools, plan.needs, strict=True):
                 cache.make_room(pool, need, handle.scope.tenant)
-        promoted = self._promote_path(tip) if match.path and match.path[-1].tier != Tier.GPU else {}
+        promoted = self._promote_path(tip) if match.path and match.path[-1].tier != GPU else {}
         row = handle.row = rows.new_row(handle, max(plan.num_blocks, plan.num_cross_blocks))
         rows.tips[row] = tip
         self._fill_tables(row, tip, plan)
-        if held_source is not None:
+        if match.partial is not None:
             self._copy_partial(row, match)
+        if held_source is not None:
             self._hold_windowed_source(match, -1)
             cache.release(held_source)
         rows.reserved[row] = max(num_tokens, hit_tokens)
         rows.written[row] = rows.committed[row] = hit_tokens
-        if tokens is not None:
-            rows.set_token_ids(row, tokens)
+        if tokens is None:
+            rows.known[row] = rows.num_history[row] = 0
+        else:
+            rows.set_token_ids(row, tokens, match.num_blocks * state.block_size)
             self._count_request(handle, len(tokens), promoted, plan)
             if handle.publishes:
                 if match.next_key is not None:
@@ -106,7 +111,7 @@ class Sequences:
         """Protects (or lets go of) the windowed blocks of the block that is about to be copied."""
         source = match.partial
         assert source is not None
-        if source.tier != Tier.GPU:
+        if source.tier != GPU:
             return
         for group in self.cache.windowed:
             index = match.num_blocks - source.start
@@ -120,7 +125,7 @@ class Sequences:
         """Brings matched nodes of lower tiers to the GPU, top down; returns how many blocks came from each tier."""
         promoted: dict[Tier, int] = {}
         for node in self.cache.path_to(tip):
-            if node.tier != Tier.GPU:
+            if node.tier != GPU:
                 promoted[node.tier] = promoted.get(node.tier, 0) + node.num_blocks
                 self.cache.promote(node)
         return promoted
@@ -166,7 +171,7 @@ class Sequences:
             src = source.ids[group][at - source.start : at - source.start + 1].copy()
             dst = self.rows.tables[group][row, at : at + 1].copy()
             if src[0] >= 0:
-                op = CopyOp(CopyKind.PARTIAL_REUSE, group, source.tier, Tier.GPU, src, dst, match.num_partial)
+                op = CopyOp(CopyKind.PARTIAL_REUSE, group, source.tier, GPU, src, dst, match.num_partial)
                 self.state.copies.append(op)
 
     def _count_request(self, handle: KVCacheHandle, num_tokens: int, promoted: dict[Tier, int], plan: Plan) -> None:
@@ -178,8 +183,8 @@ class Sequences:
             return
         handle.num_cached_tokens = plan.num_hit_tokens
         resident = match.num_blocks - sum(promoted.values()) if promoted else match.num_blocks
-        counters.hit_tokens[Tier.GPU] += resident * size
-        counters.hit_blocks[Tier.GPU] += resident
+        counters.hit_tokens[GPU] += resident * size
+        counters.hit_blocks[GPU] += resident
         for tier, num_blocks in promoted.items():
             counters.hit_tokens[tier] += num_blocks * size
             counters.hit_blocks[tier] += num_blocks
@@ -188,7 +193,7 @@ class Sequences:
             counters.hit_tokens[match.partial.tier] += match.num_partial
             counters.partial_hit_tokens += match.num_partial
             handle.stats.partial_tokens = match.num_partial
-            if match.partial.tier != Tier.GPU:
+            if match.partial.tier != GPU:
                 handle.stats.cached_tokens_from_lower_tiers += match.num_partial
         if plan.last_logits is not None:
             handle.last_logits = plan.last_logits
@@ -310,6 +315,7 @@ class Sequences:
     def _leave_published(self, row: int, length: int) -> None:
         """Moves the tip up to the last full block before `length`; a block cut in two is copied."""
         rows, cache, size = self.rows, self.cache, self.state.block_size
+        rows.keep_token_ids(row)
         blocks, extra = divmod(length, size)
         if rows.is_open[row]:
             self.state.publisher.close(row)
@@ -324,13 +330,16 @@ class Sequences:
         for group in range(self.state.growing):
             table = rows.tables[group]
             if group in cache.windowed:
+                sinks = min(sink_blocks(self.state.groups[group], size), end)
+                if blocks < sinks:
+                    cache.leave_window(old, group, blocks, sinks - 1, table[row, blocks:sinks])
                 start = max(blocks, int(rows.window_start[group, row]))
                 cache.leave_window(old, group, start, end - 1, table[row, start:end])
             if extra:
                 dst = self.state.take(group, 1)
                 src = table[row, blocks : blocks + 1].copy()
                 self.state.copies.append(
-                    CopyOp(CopyKind.COPY_ON_WRITE, group, Tier.GPU, Tier.GPU, src, dst.copy(), extra)
+                    CopyOp(CopyKind.COPY_ON_WRITE, group, GPU, GPU, src, dst.copy(), extra)
                 )
                 table[row, blocks] = dst[0]
             table[row, blocks + bool(extra) : end] = -1

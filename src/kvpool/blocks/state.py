@@ -11,7 +11,7 @@ from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.copies import CopyOp
 from kvpool.blocks.eviction import EvictionPolicy
 from kvpool.blocks.handle import KVCacheHandle
-from kvpool.blocks.pool import BlockPool
+from kvpool.blocks.pool import GPU, BlockPool
 from kvpool.blocks.prefix import PrefixCache
 from kvpool.blocks.publishing import Publisher
 from kvpool.blocks.rows import SequenceRows
@@ -22,7 +22,7 @@ from kvpool.stats import Counters
 if TYPE_CHECKING:
     from kvpool.blocks.pins import Pin
 
-LOCAL_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
+LOCAL_TIERS = (GPU, Tier.HOST, Tier.DISK)
 
 
 class AllocStatus(str, Enum):
@@ -75,7 +75,7 @@ class CacheState:
         self.per_position = [0] * len(self.pools)
         for group in self.groups[: self.growing]:
             self.per_position[group.pool] += 1
-        self.gpu_pools = [tiers[Tier.GPU] for tiers in self.pools]
+        self.gpu_pools = [tiers[GPU] for tiers in self.pools]
         self.is_simple = len(self.groups) == 1 and self.growing == 1 and not self.cache.windowed
 
     def row_of(self, handle: KVCacheHandle) -> int:

@@ -15,11 +15,10 @@ from kvpool.blocks.arrays import Int32Array, Int64Array, as_array
 from kvpool.blocks.batch import SequenceBatch
 from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.groups import sink_blocks, window_start
+from kvpool.blocks.pool import GPU
 from kvpool.blocks.rows import RECENT_TOKENS
 from kvpool.blocks.state import CacheState
-from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError
-
 
 _any = np.logical_or.reduce  # array.any() without its wrapper
 
@@ -200,7 +199,7 @@ class Stepping:
             assert handle is not None
             used = min(int(rows.written[row]) - column * size, size)
             if used > 0:
-                state.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group, Tier.GPU, Tier.GPU, src, dst, used))
+                state.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group, GPU, GPU, src, dst, used))
                 state.counters.copies_on_write += 1
                 handle.stats.copies_on_write += 1
             state.give_back(group, src, handle)
@@ -297,7 +296,7 @@ class Stepping:
         full = (column >= RECENT_TOKENS).nonzero()[0]
         if len(full):
             for row in batch.rows[full].tolist():
-                rows.token_ids(row)
+                rows.store_recent(row)
             column[full] = 0
         rows.recent[batch.rows, column] = tokens
         rows.known[selection] = committed
@@ -388,7 +387,7 @@ class Stepping:
                         f"later ids cannot be placed: pass a count to commit"
                     )
                 overlap = min(known - committed, count)
-                expected = rows.token_ids(row)[committed : committed + overlap]
+                expected = rows.ids_between(row, committed, committed + overlap)
                 if overlap and not np.array_equal(given[:overlap], expected):
                     at = int((given[:overlap] != expected).argmax())
                     raise InvalidArgumentError(

@@ -110,6 +110,7 @@ class Swapping:
 
     def _leave_gpu(self, handle: KVCacheHandle, row: int, blocks: SwappedBlocks) -> None:
         rows = self.rows
+        rows.keep_token_ids(row)
         root = self.cache.root_for(handle.scope)
         self.cache.hold(root)
         self.sequences.admissions.untrack(handle)
@@ -236,6 +237,7 @@ class Swapping:
                 state.copies.append(CopyOp(CopyKind.SWAP_IN, group, Tier.HOST, Tier.GPU, src, dst))
             for row, image, num_fresh in zip(row_list, images, fresh, strict=True):
                 self._restore_table(group, row, image, num_fresh)
+        self._join_families(handles, wanted)
         for handle, row in zip(handles, row_list, strict=True):
             self._return_to_gpu(handle, row)
         state.counters.swaps_in += len(handles)
@@ -261,6 +263,24 @@ class Swapping:
         if group < self.state.growing and num_fresh:
             used = int(self.rows.num_blocks[row])
             table[row, used - num_fresh : used] = self.state.take(group, num_fresh)
+
+    def _join_families(self, handles: Sequence[KVCacheHandle], wanted: list[list[Int32Array]]) -> None:
+        """Requests that went to the host with a common prefix come back sharing its blocks, as forks do."""
+        for of_group in wanted:
+            if not of_group:
+                continue
+            ids = np.concatenate(of_group)
+            owners = np.repeat(np.arange(len(handles)), [len(part) for part in of_group])
+            order = np.argsort(ids, kind="stable")
+            ids, owners = ids[order], owners[order]
+            shared = (ids[1:] == ids[:-1]) & (ids[1:] >= 0)
+            for left, right in set(zip(owners[:-1][shared].tolist(), owners[1:][shared].tolist(), strict=True)):
+                one, other = handles[left], handles[right]
+                family = (one.family or {one.row}) | (other.family or {other.row})
+                for row in family:
+                    member = self.rows.handles[row]
+                    assert member is not None
+                    member.family = family
 
     def _return_to_gpu(self, handle: KVCacheHandle, row: int) -> None:
         assert handle.swapped is not None

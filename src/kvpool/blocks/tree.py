@@ -18,12 +18,15 @@ from kvpool.blocks.eviction import EvictionPolicy
 from kvpool.blocks.groups import is_cross, is_windowed
 from kvpool.blocks.hashing import ReuseScope, chain_digests, root_digest
 from kvpool.blocks.node import NEVER, Node, Root
-from kvpool.blocks.pool import BlockPool
+from kvpool.blocks.pool import GPU, BlockPool
 from kvpool.blocks.quota import Quota
 from kvpool.blocks.rows import SequenceRows
 from kvpool.config import LayerGroup, Tier
 from kvpool.events import EventLog
 from kvpool.stats import Counters
+
+
+SHORT_RUN = 8192  # tokens up to which comparing copies of the bytes beats an array of differences
 
 
 class Match(NamedTuple):
@@ -79,6 +82,9 @@ class PrefixTree:
             if any(groups[g].pool == index for g in self.full)
         ]
 
+        # The pool of each tier when there is one full group and nothing else: counting is then one addition.
+        self.only_pools = pools[0] if len(pools) == 1 and self.full_per_pool == [(0, 1)] else None
+
     def begin(self) -> None:
         """Starts an operation: one tick of logical time, one look at the clock."""
         self.tick += 1
@@ -119,7 +125,7 @@ class PrefixTree:
             rows = self.rows
             end = int(rows.committed[row]) // self.block_size
             node.num_blocks = end - node.start
-            node.tokens = rows.token_ids(row)[node.start * self.block_size : end * self.block_size]
+            node.tokens = rows.ids_between(row, node.start * self.block_size, end * self.block_size)
             node.ids = [rows.tables[g][row, node.start : end] for g in range(self.num_cached_groups)]
 
     def digests(self, node: Node) -> list[bytes]:
@@ -188,6 +194,8 @@ class PrefixTree:
         """How many leading tokens a node and a prompt share; the first block is known to be equal."""
         length = min(node.num_blocks * self.block_size, len(tokens))
         if length <= self.block_size:
+            return length
+        if length <= SHORT_RUN and node.tokens[:length].tobytes() == tokens[:length].tobytes():
             return length
         differs = node.tokens[:length] != tokens[:length]
         first = int(differs.argmax())
@@ -266,11 +274,14 @@ class PrefixTree:
     def add_cached(self, root: Root, pool: BlockPool, change: int) -> None:
         """The one place where the number of cached blocks changes."""
         pool.num_cached += change
-        if root.quota is not None and pool.tier == Tier.GPU:
+        if root.quota is not None and pool.tier == GPU:
             root.quota.cached[pool.index] += change
 
     def count_cached(self, node: Node, change: int) -> None:
         """`change` positions of full groups became cached (or, if negative, stopped being so)."""
+        if self.only_pools is not None and node.root.quota is None:
+            self.only_pools[node.tier].num_cached += change
+            return
         for index, per_position in self.full_per_pool:
             self.add_cached(node.root, self.pools[index][node.tier], change * per_position)
 
@@ -352,7 +363,7 @@ class PrefixTree:
 
     def give_back_private(self, group: int, ids: Int32Array, shared: bool) -> None:
         """Private GPU blocks of a full group lose an owner; `shared` says whether forks may hold them too."""
-        pool = self.pool(group, Tier.GPU)
+        pool = self.pool(group, GPU)
         if shared:
             pool.unshare(ids)
         else:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
+from kvpool.blocks.hashing import ReuseScope
 from kvpool.blocks.pins import Pin
 from kvpool.blocks.retention import Retention, TokenRange
 from kvpool.compat.base import SeedSpelling
@@ -85,11 +86,13 @@ class TrtLlmKVCacheManager(SeedSpelling):
     # --- sequences ---------------------------------------------------------------------------------------------------
 
     def add_sequence(
-        self, request_id: Hashable, tokens: Any, retention_config: KvCacheRetentionConfig | None = None
-    ) -> int:
+        self, request_id: Hashable, tokens: Any, retention_config: KvCacheRetentionConfig | None = None,
+        *, lora_task_id: str = "", cache_salt: str = "",
+    ) -> int:  # fmt: skip
         """Blocks for a prompt; returns the prepopulated length: how many of its tokens come from the cache."""
         retention = None if retention_config is None else retention_config.retention
-        return self.manager.allocate(request_id, tokens, retention=retention).num_cached_tokens
+        scope = ReuseScope(tenant=cache_salt, adapter=lora_task_id)
+        return self.manager.allocate(request_id, tokens, retention=retention, scope=scope).num_cached_tokens
 
     def add_token(self, request_id: Hashable) -> None:
         """A place for one more token."""
@@ -108,14 +111,11 @@ class TrtLlmKVCacheManager(SeedSpelling):
         self.manager.commit(self.handle(request_id), tokens)
 
     def remove_sequence(self, request_id: Hashable, pin_on_release: bool = False) -> Pin | None:
-        """Ends a sequence; what it stored stays reusable, and is kept from eviction if pinned."""
+        """Ends a sequence; what it stored stays reusable, and is kept from eviction if pinned (`manager.unpin` ends that)."""
         handle = self.handle(request_id)
         pin = self.manager.pin(handle) if pin_on_release else None
         self.manager.free(handle)
         return pin
-
-    def unpin_blocks(self, pin: Pin) -> None:
-        self.manager.unpin(pin)
 
     def get_cache_block_ids(self, request_id: Hashable, window_group: int = 0) -> list[int | None]:
         return self.table(request_id, window_group)

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool import CopyKind, KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Tier
+from kvpool.errors import InvalidArgumentError, OutOfBlocksError
+
+FULL = LayerSpec(kv_heads=1, head_dim=8)
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4)
+
+
+def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
+    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
+    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
+
+
+def running(manager: KVCacheManager, name: Any, num_tokens: int, first: int = 0) -> KVCacheHandle:
+    handle = manager.allocate(name, list(range(first, first + num_tokens)))
+    manager.commit(handle, num_tokens - handle.num_cached_tokens)
+    return handle
+
+
+def used_ids(manager: KVCacheManager, tier: Tier = Tier.GPU) -> list[int]:
+    pool = manager._state.pools[0][tier]
+    return sorted(set(range(pool.num_blocks)) - set(pool.free_ids().tolist()))
+
+
+class Memory:
+    """The bytes behind the blocks, as far as these tests need them: what was written where."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self.manager = manager
+        self.contents: dict[tuple[int, Tier, int], object] = {}
+
+    def write(self, handle: KVCacheHandle) -> None:
+        for group in range(len(self.manager.config.groups)):
+            for column, block in enumerate(handle.block_table(group)):
+                if block is not None:
+                    self.contents[group, Tier.GPU, block] = (handle.request_id, group, column)
+
+    def run_copies(self) -> None:
+        for op in self.manager.take_copies():
+            moved = [self.contents.get((op.group, op.src_tier, block)) for block in op.src.tolist()]
+            for block, value in zip(op.dst.tolist(), moved, strict=True):
+                self.contents[op.group, op.dst_tier, block] = value
+
+    def expect(self, handle: KVCacheHandle) -> None:
+        for group in range(len(self.manager.config.groups)):
+            for column, block in enumerate(handle.block_table(group)):
+                if block is not None:
+                    assert self.contents[group, Tier.GPU, block] == (handle.request_id, group, column)
+
+
+# --- defragment ------------------------------------------------------------------------------------------------------
+
+
+def test_live_blocks_move_to_the_lowest_ids_with_the_fewest_moves() -> None:
+    manager = make_manager()
+    handles = [running(manager, i, 8, first=100 * i) for i in range(4)]
+    manager.free(handles[0], keep=False)
+    manager.free(handles[2], keep=False)
+    assert manager.defragment() == 2  # blocks 6 and 7; 2 and 3 stay
+    assert used_ids(manager) == [0, 1, 2, 3]
+    assert handles[1].block_ids().tolist() == [2, 3]
+    assert handles[3].block_ids().tolist() == [0, 1]
+    assert manager.stats().defragmented_blocks == 2
+    manager.check()
+
+
+def test_a_pool_without_holes_is_left_alone_and_hands_out_low_ids_next() -> None:
+    manager = make_manager()
+    first, second = running(manager, "a", 8), running(manager, "b", 8, first=100)
+    manager.free(second, keep=False)
+    assert manager.defragment() == 0
+    assert manager.take_copies() == []
+    assert manager.allocate("c", num_tokens=8).block_ids().tolist() == [2, 3]
+    assert first.block_ids().tolist() == [0, 1]
+
+
+def test_the_blocks_of_a_sequence_become_neighbours_where_they_can() -> None:
+    manager = make_manager(enable_prefix_caching=False)
+    filler, first, second = (manager.allocate(name, num_tokens=16) for name in ("filler", "a", "b"))
+    manager.free(filler)
+    manager.free(first)
+    manager.defragment()
+    assert second.block_ids().tolist() == [0, 1, 2, 3]
+
+
+def test_shared_and_cached_blocks_move_once_and_everybody_follows() -> None:
+    manager = make_manager()
+    memory = Memory(manager)
+    filler = running(manager, "filler", 8, first=500)
+    parent = running(manager, "parent", 10)
+    memory.write(parent)
+    (child,) = manager.fork(parent, "child")
+    manager.free(filler, keep=False)
+    assert manager.defragment() == 2
+    assert parent.block_ids().tolist() == child.block_ids().tolist()
+    memory.run_copies()
+    memory.expect(parent)
+    assert manager.match_prefix([*range(8), 1]).num_blocks == 2
+    manager.check()
+
+
+def test_windowed_groups_and_their_pins_move_too() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=64)
+    filler = running(manager, "filler", 24, first=500)
+    handle = running(manager, "a", 24)
+    pin = manager.pin(handle)
+    memory = Memory(manager)
+    memory.write(handle)
+    manager.free(filler, keep=False)
+    assert manager.defragment() > 0
+    memory.run_copies()
+    memory.expect(handle)
+    manager.check()
+    manager.free(handle)
+    manager.evict(100)
+    manager.check()
+    manager.unpin(pin)
+    assert manager.evict(100) > 0
+    manager.check()
+
+
+def test_host_blocks_of_swapped_requests_and_cached_runs_move_on_the_host() -> None:
+    manager = make_manager(host_blocks=16)
+    first, second = running(manager, "a", 10), running(manager, "b", 10, first=100)
+    memory = Memory(manager)
+    memory.write(first)
+    memory.write(second)
+    manager.swap_out(first)
+    manager.swap_out(second)
+    manager.free(first)
+    manager.offload(4)
+    manager.evict(2, tier=Tier.HOST)
+    assert manager.defragment(Tier.HOST) > 0
+    assert used_ids(manager, Tier.HOST) == list(range(len(used_ids(manager, Tier.HOST))))
+    manager.check()
+    manager.reset_prefix_cache()
+    manager.swap_in(second)
+    memory.run_copies()
+    memory.expect(second)
+
+
+def test_copies_planned_before_are_not_changed_by_a_later_move() -> None:
+    manager = make_manager(host_blocks=8)
+    for name, first in (("a", 0), ("b", 100)):
+        manager.free(running(manager, name, 8, first))
+    manager.offload(4)
+    manager.evict(2, tier=Tier.HOST)
+    before = [(op.src.tolist(), op.dst.tolist()) for op in manager._state.copies]
+    assert manager.defragment(Tier.HOST) == 2
+    after = [(op.src.tolist(), op.dst.tolist()) for op in manager.take_copies()]
+    assert after[: len(before)] == before
+    assert after[len(before) :] == [([2, 3], [0, 1])]
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.sets(st.integers(0, 6)))
+def test_after_any_frees_the_live_blocks_are_the_lowest_and_their_bytes_are_kept(
+    lengths: list[int], freed: set[int]
+) -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=128)
+    memory = Memory(manager)
+    handles = [running(manager, i, length, first=1000 * i) for i, length in enumerate(lengths)]
+    for handle in handles:
+        memory.write(handle)
+    for index in sorted(freed & set(range(len(handles)))):
+        manager.free(handles[index], keep=index % 2 == 0)
+    before = used_ids(manager)
+    moves = manager.defragment()
+    assert used_ids(manager) == list(range(len(before)))
+    assert moves == sum(block >= len(before) for block in before)  # no scheme can do with fewer
+    memory.run_copies()
+    for handle in manager.handles:
+        memory.expect(handle)
+    manager.check()
+
+
+# --- resize ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_grows_under_live_requests() -> None:
+    manager = make_manager(gpu_blocks=2)
+    handle = running(manager, "a", 8)
+    with pytest.raises(OutOfBlocksError):
+        manager.extend(handle)
+    assert manager.resize(4) == (4, 0, 0)
+    manager.extend(handle, 8)
+    assert handle.num_blocks == 4
+    manager.check()
+
+
+def test_a_pool_shrinks_by_moving_live_blocks_and_keeping_their_bytes() -> None:
+    manager = make_manager(gpu_blocks=8)
+    memory = Memory(manager)
+    filler, handle = running(manager, "filler", 16, first=500), running(manager, "a", 14)
+    memory.write(handle)
+    manager.free(filler, keep=False)
+    result = manager.resize(4)
+    assert (result.num_blocks, result.num_evicted, result.num_moved) == (4, 0, 4)
+    assert [op.kind for op in manager._state.copies] == [CopyKind.DEFRAGMENT]
+    memory.run_copies()
+    memory.expect(handle)
+    manager.extend(handle, 2)
+    manager.check()
+
+
+def test_a_pool_shrinks_by_evicting_idle_cache_tail_first() -> None:
+    manager = make_manager(gpu_blocks=8)
+    manager.free(running(manager, "a", 24))
+    assert manager.resize(4) == (4, 2, 0)
+    assert manager.match_prefix([*range(24), 1]).num_blocks == 4
+    assert manager.stats().evictions["resize"] == 2
+    manager.check()
+
+
+def test_a_pool_that_is_in_use_cannot_shrink_and_says_how_much_is() -> None:
+    manager = make_manager(gpu_blocks=8, max_pinned_tokens=100)
+    running(manager, "a", 12)
+    manager.free(running(manager, "b", 8, first=100))
+    manager.pin(list(range(100, 108)))
+    with pytest.raises(OutOfBlocksError, match="cannot shrink to 4 blocks: 5 are in use or pinned"):
+        manager.resize(4)
+    assert manager.stats().pool().total == 8
+    manager.check()
+
+
+def test_the_host_pool_can_be_taken_away_and_given_back() -> None:
+    manager = make_manager(host_blocks=8)
+    manager.free(running(manager, "a", 8))
+    manager.offload(2)
+    assert manager.resize(0, tier=Tier.HOST).num_evicted == 2
+    with pytest.raises(InvalidArgumentError, match="no tier below GPU"):
+        manager.offload(1)
+    manager.free(running(manager, "b", 8, first=100))
+    manager.evict(1)  # nowhere to go: dropped
+    manager.resize(4, tier=Tier.HOST)
+    assert manager.offload(1) == 1
+    manager.check()
+
+
+def test_a_resize_is_announced() -> None:
+    manager = make_manager()
+    subscription = manager.subscribe()
+    subscription.poll()
+    manager.resize(20)
+    (event,) = subscription.poll().events
+    assert (event.pools[0].tier, event.pools[0].num_blocks) == (Tier.GPU, 20)
+
+
+def test_the_pressure_is_measured_against_the_new_size() -> None:
+    manager = make_manager(gpu_blocks=100)
+    running(manager, "a", 16)
+    assert manager.pressure.name == "LOW"
+    manager.resize(4)
+    assert manager.pressure.name == "CRITICAL"
+    manager.resize(100)
+    assert manager.pressure.name == "LOW"
+
+
+def test_one_pool_of_several_is_resized() -> None:
+    manager = make_manager(FULL, LayerSpec(kv_heads=2, head_dim=8), gpu_blocks=(8, 8))
+    handle = running(manager, "a", 12)
+    manager.resize(4, pool=1)
+    assert [pool.total for pool in manager.stats().pools] == [8, 4]
+    assert (handle.block_ids(1) < 4).all()
+    manager.check()
+
+
+@pytest.mark.parametrize("num_blocks", [0, -1, 2**31, 2**40, 2**70, True, 4.0, "4", None])
+def test_a_size_that_cannot_be_is_refused(num_blocks: Any) -> None:
+    manager = make_manager()
+    with pytest.raises(InvalidArgumentError, match="num_blocks"):
+        manager.resize(num_blocks)
+
+
+def test_resizing_to_the_same_size_changes_nothing() -> None:
+    manager = make_manager()
+    handle = running(manager, "a", 8)
+    before = handle.block_ids().copy()
+    assert manager.resize(16) == (16, 0, 0)
+    assert np.array_equal(handle.block_ids(), before)

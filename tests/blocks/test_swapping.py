@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool import AllocStatus, CopyKind, KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool.errors import InvalidArgumentError, NeverFitsError, OutOfBlocksError, SequenceStateError
+
+FULL = LayerSpec(kv_heads=1, head_dim=8)
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
+CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
+
+
+def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
+    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "host_blocks": 16, "watermark": 0.0} | overrides
+    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
+
+
+def running(manager: KVCacheManager, name: str, num_tokens: int, first: int = 0, **options: Any) -> KVCacheHandle:
+    handle = manager.allocate(name, list(range(first, first + num_tokens)), **options)
+    manager.commit(handle, num_tokens - handle.num_cached_tokens)
+    return handle
+
+
+def test_a_swapped_request_keeps_its_lengths_and_tokens_and_nothing_on_the_gpu() -> None:
+    manager = make_manager(enable_prefix_caching=False)
+    handle = running(manager, "a", 10)
+    manager.extend(handle, 3)
+    assert manager.swap_out(handle) == 3  # the place for tokens that were never written is not copied
+    assert (handle.num_reserved, handle.num_written, handle.num_committed) == (13, 10, 10)
+    assert (handle.is_swapped, handle.token_ids.tolist()) == (True, list(range(10)))
+    assert manager.get_num_free_blocks() == 16
+    assert manager.stats().num_swapped == 1
+    manager.check()
+
+
+def test_a_request_that_comes_back_goes_on_where_it_was() -> None:
+    manager = make_manager()
+    handle = running(manager, "a", 10)
+    manager.extend(handle, 3)
+    manager.swap_out(handle)
+    manager.reset_prefix_cache()
+    assert manager.swap_in(handle) == 3
+    assert (handle.block_ids() >= 0).all()
+    assert handle.num_blocks == 4
+    manager.extend(handle)
+    manager.commit(handle, [50, 51, 52, 53])
+    assert manager.match_prefix([*range(10), 50, 51, 1]).num_blocks == 3
+    assert manager.stats().pool(tier=Tier.HOST).free == 16
+    manager.check()
+
+
+def test_what_is_still_cached_on_the_gpu_is_not_copied_back() -> None:
+    manager = make_manager()
+    handle = running(manager, "a", 10)
+    published = handle.block_ids()[:2].tolist()
+    manager.swap_out(handle)
+    manager.take_copies()
+    assert manager.swap_in(handle) == 1
+    assert handle.block_ids()[:2].tolist() == published
+    (op,) = manager.take_copies()
+    assert (op.kind, op.num_blocks) == (CopyKind.SWAP_IN, 1)
+    manager.check()
+
+
+def test_part_of_a_cached_run_is_enough() -> None:
+    manager = make_manager()
+    handle = running(manager, "a", 18)
+    manager.swap_out(handle)
+    manager.evict(2)
+    assert manager.swap_in(handle) == 3
+    other = running(manager, "b", 8)  # the run can be shared again
+    assert other.num_cached_tokens == 7
+    manager.check()
+
+
+def test_requests_swapped_in_together_share_what_one_of_them_had_to_cut() -> None:
+    manager = make_manager()
+    long, short = running(manager, "long", 16), running(manager, "short", 9)
+    manager.swap_out(long, short)
+    manager.swap_in(short, long)
+    assert short.block_ids()[:2].tolist() == long.block_ids()[:2].tolist()
+    manager.check()
+
+
+def test_one_of_two_forks_may_leave_alone() -> None:
+    manager = make_manager()
+    parent = running(manager, "parent", 10)
+    (child,) = manager.fork(parent, "child")
+    assert manager.swap_out(child) == 3
+    manager.extend(parent)
+    assert manager.take_copies()[-1].kind is not CopyKind.COPY_ON_WRITE  # the parent is alone on the GPU
+    manager.swap_in(child)
+    manager.extend(child)
+    assert child.block_ids()[2] != parent.block_ids()[2]
+    manager.check()
+
+
+def test_forks_come_back_shared_and_still_copy_before_they_write() -> None:
+    manager = make_manager()
+    parent = running(manager, "parent", 10)
+    (child,) = manager.fork(parent, "child")
+    manager.swap_out(parent, child)
+    manager.reset_prefix_cache()
+    assert manager.swap_in(parent, child) == 3
+    manager.take_copies()
+    manager.extend(child)
+    assert [op.kind for op in manager.take_copies()] == [CopyKind.COPY_ON_WRITE]
+    assert child.block_ids()[2] != parent.block_ids()[2]
+    manager.check()
+
+
+def test_windows_move_only_what_they_cover() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=32, host_blocks=32)
+    handle = running(manager, "a", 24)
+    assert manager.swap_out(handle) == 6 + 2
+    assert manager.swap_in(handle) == 6 + 2
+    assert list(handle.block_table(1))[:4] == [None] * 4
+    manager.extend(handle, 4)
+    manager.commit(handle, [9, 9, 9, 9])
+    manager.check()
+
+
+def test_forks_with_windows_come_back_shared() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=32, host_blocks=32, offload_on_evict=False)
+    parent = running(manager, "parent", 24)
+    forks = manager.fork(parent, "b", "c")
+    manager.swap_out(parent, *forks)
+    manager.reset_prefix_cache()
+    assert manager.swap_in(parent, *forks) == 8
+    manager.check()
+    for handle in (parent, *forks):
+        manager.free(handle)
+    manager.check()
+
+
+def test_a_run_that_went_to_the_host_meanwhile_adopts_the_blocks_that_come_back() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=32, host_blocks=32)
+    handle = running(manager, "a", 24)
+    manager.swap_out(handle)
+    manager.offload(100)
+    manager.swap_in(handle)
+    assert manager.match_prefix([*range(24), 1]).tokens_by_tier == {Tier.GPU: 24}
+    manager.check()
+    manager.free(handle)
+    manager.check()
+
+
+def test_the_encoders_blocks_travel_too() -> None:
+    manager = make_manager(FULL, CROSS)
+    handle = running(manager, "a", 5, cross_tokens=6)
+    assert manager.swap_out(handle) == 2 + 2
+    manager.reset_prefix_cache()
+    assert manager.swap_in(handle) == 4
+    assert (handle.block_ids(1) >= 0).all()
+    manager.check()
+
+
+def test_an_empty_list_moves_nothing() -> None:
+    manager = make_manager()
+    assert (manager.swap_out(), manager.swap_in()) == (0, 0)
+    assert manager.can_swap_out().status is AllocStatus.OK
+    assert manager.can_swap_in().status is AllocStatus.OK
+
+
+# --- what fits -------------------------------------------------------------------------------------------------------
+
+
+def test_can_swap_out_says_ok_later_or_never() -> None:
+    manager = make_manager(host_blocks=4, enable_prefix_caching=False)
+    small, large = running(manager, "small", 12), running(manager, "large", 20)
+    assert manager.can_swap_out(small).status is AllocStatus.OK
+    never = manager.can_swap_out(large)
+    assert (never.status, never.blocks_needed, never.blocks_available) == (AllocStatus.NEVER, (5,), (4,))
+    manager.swap_out(small)
+    third = running(manager, "third", 8)
+    assert manager.can_swap_out(third).status is AllocStatus.LATER
+    with pytest.raises(OutOfBlocksError, match="HOST"):
+        manager.swap_out(third)
+    with pytest.raises(NeverFitsError):
+        manager.swap_out(large)
+    assert not third.is_swapped
+
+
+def test_cached_host_blocks_make_room_for_a_swapped_request() -> None:
+    manager = make_manager(host_blocks=4)
+    manager.free(running(manager, "old", 16, first=500))
+    manager.offload(4)
+    handle = running(manager, "a", 12)
+    assert manager.can_swap_out(handle)
+    manager.swap_out(handle)
+    assert manager.stats().pool(tier=Tier.HOST).referenced == 3
+    manager.check()
+
+
+def test_can_swap_in_keeps_the_watermark_and_says_ok_later_or_never() -> None:
+    manager = make_manager(gpu_blocks=8, watermark=0.25, enable_prefix_caching=False)
+    handle = running(manager, "a", 20)
+    manager.swap_out(handle)
+    assert manager.can_swap_in(handle).status is AllocStatus.OK
+    manager.allocate("b", num_tokens=8)
+    assert manager.can_swap_in(handle).status is AllocStatus.LATER
+    manager.resize(6)
+    assert manager.can_swap_in(handle).status is AllocStatus.LATER
+    manager.free(manager.get("b"))
+    manager.resize(4)
+    assert manager.can_swap_in(handle).status is AllocStatus.NEVER
+
+
+def test_a_request_that_cannot_come_back_stays_out_unchanged() -> None:
+    manager = make_manager(gpu_blocks=4, enable_prefix_caching=False)
+    handle = running(manager, "a", 12)
+    manager.swap_out(handle)
+    manager.allocate("b", num_tokens=8)
+    with pytest.raises(OutOfBlocksError, match="swapping in 1 requests"):
+        manager.swap_in(handle)
+    assert handle.is_swapped
+    assert manager.get_num_free_blocks() == 2
+    manager.check()
+
+
+def test_idle_cache_that_will_be_reused_is_not_counted_as_supply() -> None:
+    manager = make_manager(gpu_blocks=4)
+    handle = running(manager, "a", 16)
+    manager.swap_out(handle)
+    answer = manager.can_swap_in(handle)
+    assert (answer.blocks_needed, answer.blocks_available) == ((0,), (0,))
+    assert answer
+    assert manager.swap_in(handle) == 0
+
+
+def test_quotas_of_others_hold_when_a_request_comes_back() -> None:
+    manager = make_manager(gpu_blocks=4)
+    manager.set_quota("t", guaranteed=2)
+    manager.free(running(manager, "old", 8, first=500, scope=ReuseScope(tenant="t")))
+    handle = manager.allocate("a", num_tokens=8)
+    manager.commit(handle, 8)
+    manager.swap_out(handle)
+    manager.allocate("b", num_tokens=4)
+    assert manager.can_swap_in(handle).status is AllocStatus.LATER
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda manager, handle: manager.extend(handle),
+        lambda manager, handle: manager.commit(handle, [1]),
+        lambda manager, handle: manager.fork(handle, "b"),
+        lambda manager, handle: manager.rewind(handle, 1),
+        lambda manager, handle: manager.batch([handle]),
+        lambda manager, handle: manager.swap_out(handle),
+        lambda manager, handle: manager.blocks_needed(handle),
+        lambda manager, handle: manager.store_last_logits(handle, 1),
+    ],
+)
+def test_a_swapped_request_must_come_back_first(use: Any) -> None:
+    manager = make_manager()
+    handle = running(manager, "a", 8)
+    manager.swap_out(handle)
+    with pytest.raises(SequenceStateError, match="'a' is swapped out; call swap_in first"):
+        use(manager, handle)
+    manager.check()
+
+
+def test_a_request_cannot_be_named_twice() -> None:
+    manager = make_manager()
+    handle = running(manager, "a", 8)
+    for use in (manager.can_swap_out, manager.swap_out, manager.can_swap_in, manager.swap_in):
+        with pytest.raises(InvalidArgumentError, match="twice"):
+            use(handle, handle)
+
+
+def test_a_request_that_is_here_cannot_be_swapped_in() -> None:
+    manager = make_manager()
+    handle = running(manager, "a", 8)
+    for use in (manager.can_swap_in, manager.swap_in):
+        with pytest.raises(SequenceStateError, match="'a' is not swapped out"):
+            use(handle)
+
+
+def test_swapped_requests_can_be_freed_alone_and_in_a_batch() -> None:
+    manager = make_manager()
+    first, second, third = (running(manager, name, 8, first=100 * i) for i, name in enumerate("abc"))
+    manager.swap_out(first, second)
+    manager.free(first)
+    manager.free_batch([second, third])
+    assert manager.stats().pool(tier=Tier.HOST).free == 16
+    assert manager.handles == []
+    manager.check()
+
+
+def test_swaps_are_counted_in_requests_and_in_blocks() -> None:
+    manager = make_manager()
+    handle = running(manager, "a", 10)
+    manager.swap_out(handle)
+    manager.swap_in(handle)
+    stats = manager.stats()
+    assert (stats.swaps_out, stats.swaps_in, stats.swapped_blocks) == (1, 1, 3 + 1)
+    assert handle.stats.swaps == 1
