@@ -248,7 +248,8 @@ class KVCacheManager(Maintenance):
     def slot_mapping(self, batch: BatchLike, start: Any, stop: Any, out: Int32Array | None = None) -> Int32Array:
         """Slots of the positions `start..stop` (numbers or one per sequence), flat, [layer group, token].
 
-        Asking for unwritten positions announces a write: shared blocks are copied first.
+        Asking for unwritten positions announces a write: shared blocks are copied first. -1 stands for places that need no
+        write: outside a window, or the last token of a fully cached prompt, whose data is there already.
         """
         with self._guard:
             return self._stepping.slot_mapping(self._batch(batch), start, stop, out)

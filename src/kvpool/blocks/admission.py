@@ -24,7 +24,7 @@ class PrefixMatch(NamedTuple):
 
     num_tokens: int  # tokens that need not be computed
     num_blocks: int  # of them, whole blocks
-    num_partial_tokens: int  # of them, tokens copied out of one more block
+    num_partial_tokens: int  # of them, tokens of one more block
     tokens_by_tier: dict[Tier, int]  # whole blocks by the tier they lie on, in tokens
     has_last_logits: bool  # the prompt hits in full and its logits were stored: no forward pass is needed
     in_flight: bool  # another request is computing the next block of this prompt right now
@@ -58,8 +58,9 @@ class Admissions:
     def best_match(self, tokens: Int32Array, scope: ReuseScope) -> tuple[Match, Any]:
         """The reusable part of a prompt, and its stored logits if all of it is.
 
-        Without logits the last token must be computed, so at most len - 1 tokens are reused. Every layer group must still
-        have what the next query reads.
+        Without logits the last token must be computed, so at most len - 1 tokens are reused. If the prompt ends with a
+        block, that block is held as it is and nothing is written for the last token: its data is there. Every layer group
+        must still have what the next query reads.
         """
         state = self.state
         if not state.config.enable_prefix_caching or not len(tokens):
@@ -71,10 +72,14 @@ class Admissions:
         if length == len(tokens):
             if self.has_logits:
                 logits = self._stored_logits(match, tokens)
-            length -= logits is None
+            if logits is None:
+                length -= 1
+                if not match.num_partial:
+                    match = Match(match.root, match.path, match.num_blocks, num_recomputed=1)
         if state.cache.windowed:
             length, logits = self._valid_in_windows(match, length, logits)
-        if length % size and not state.config.partial_match:
+        held_as_it_is = match.num_recomputed and length == match.num_tokens(size)
+        if length % size and not state.config.partial_match and not held_as_it_is:
             length, logits = length // size * size, None
         return self._cut(match, length), logits
 
@@ -140,10 +145,11 @@ class Admissions:
         for node in match.path:
             used = min(node.end, match.num_blocks) - node.start
             by_tier[node.tier] = by_tier.get(node.tier, 0) + used * size
+        num_tokens = match.num_tokens(size)
         return PrefixMatch(
-            match.num_tokens(size),
-            match.num_blocks,
-            match.num_partial,
+            num_tokens,
+            num_tokens // size,
+            num_tokens % size,
             by_tier,
             logits is not None,
             self.computed_by(match, tokens) is not None,
@@ -210,8 +216,8 @@ class Admissions:
             match, logits = self.best_match(tokens, scope)
         if not cross_tokens and self.state.is_simple and (not match.path or match.path[-1].tier == GPU):
             size = self.state.block_size
-            hit_tokens = match.num_blocks * size + match.num_partial
-            num_blocks = -(-(max(num_tokens, hit_tokens) + lookahead) // size)
+            hit_tokens = match.num_blocks * size + match.num_partial - match.num_recomputed
+            num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
             pool = self.state.gpu_pools[0]
             need = num_blocks - match.num_blocks
             if need <= pool.num_free:  # the usual case: nothing has to be evicted, so nothing else has to be counted
@@ -232,7 +238,7 @@ class Admissions:
         state = self.state
         size = state.block_size
         hit_tokens = match.num_tokens(size)
-        num_blocks = -(-(max(num_tokens, hit_tokens) + lookahead) // size)
+        num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
         cross_blocks = -(-cross_tokens // size)
         needs = [(num_blocks - match.num_blocks) * per for per in state.per_position]
         for group in state.groups[state.growing :]:

@@ -44,6 +44,7 @@ class SequenceRows:
         self.known: Int64Array = np.zeros(num_rows, np.int64)  # ids known: history followed by recent
         self.num_history: Int64Array = np.zeros(num_rows, np.int64)
         self.num_cross_blocks: Int64Array = np.zeros(num_rows, np.int64)
+        self.present: Int64Array = np.zeros(num_rows, np.int64)  # places below this have their data, written or not
         self.window_start: Int64Array = np.zeros((num_groups, num_rows), np.int64)  # first held block after the sinks
         self.recent: Int32Array = np.zeros((num_rows, RECENT_TOKENS), np.int32)
         self.is_open: BoolArray = np.zeros(num_rows, np.bool_)  # its tip is an open node of its own
@@ -116,7 +117,7 @@ class SequenceRows:
     def _grow_rows(self) -> None:
         old = self.num_rows
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))
-        for name in ("reserved", "written", "committed", "num_blocks", "num_cross_blocks", "known", "num_history", "is_open", "shared", "recent"):
+        for name in ("reserved", "written", "committed", "num_blocks", "num_cross_blocks", "present", "known", "num_history", "is_open", "shared", "recent"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self.window_start = np.concatenate([self.window_start, np.zeros_like(self.window_start)], axis=1)
@@ -206,6 +207,9 @@ class SequenceRows:
         if stop <= have:
             ids = history[start - base : stop - base]
             return ids.copy() if len(history) > 1.25 * len(ids) + 256 else ids
+        if stop - base <= len(history):
+            history[have - base : stop - base] = self.recent[row, : stop - have]
+            return history[start - base : stop - base]
         if start >= have:
             return self.recent[row, start - have : stop - have].copy()
         ids = np.empty(stop - start, np.int32)

@@ -67,8 +67,9 @@ class Sequences:
         if held_source is not None:
             self._hold_windowed_source(match, -1)
             cache.release(held_source)
-        rows.reserved[row] = max(num_tokens, hit_tokens)
+        rows.reserved[row] = max(num_tokens, hit_tokens + match.num_recomputed)
         rows.written[row] = rows.committed[row] = hit_tokens
+        rows.present[row] = hit_tokens + match.num_recomputed
         if tokens is None:
             rows.known[row] = rows.num_history[row] = 0
         else:
@@ -189,6 +190,7 @@ class Sequences:
             counters.hit_tokens[tier] += num_blocks * size
             counters.hit_blocks[tier] += num_blocks
             handle.stats.cached_tokens_from_lower_tiers += num_blocks * size
+        counters.hit_tokens[max(promoted, default=GPU)] -= match.num_recomputed
         if match.partial is not None:
             counters.hit_tokens[match.partial.tier] += match.num_partial
             counters.partial_hit_tokens += match.num_partial
@@ -225,7 +227,7 @@ class Sequences:
         rows, cache = self.rows, self.cache
         num_blocks, cross = int(rows.num_blocks[source]), int(rows.num_cross_blocks[source])
         row = child.row = rows.new_row(child, max(num_blocks, cross))
-        for name in ("reserved", "written", "committed", "num_blocks", "num_cross_blocks"):
+        for name in ("reserved", "written", "committed", "num_blocks", "num_cross_blocks", "present"):
             array = getattr(rows, name)
             array[row] = array[source]
         rows.window_start[:, row] = rows.window_start[:, source]
@@ -264,9 +266,10 @@ class Sequences:
         self.cache.sync(tip)
         self._reopen_windows(handle, row, min(length, int(rows.committed[row])))
         if length < tip.end * size:
-            self._leave_published(row, length)
+            self._leave_published(handle, row, length)
         self._drop_private(handle, row, -(-length // size))
         rows.reserved[row] = length
+        rows.present[row] = min(rows.present.item(row), length)
         rows.written[row] = min(int(rows.written[row]), length)
         if int(rows.committed[row]) > length:
             rows.committed[row] = length
@@ -312,7 +315,7 @@ class Sequences:
                     rows.window_start[group, row] = stop
                 raise
 
-    def _leave_published(self, row: int, length: int) -> None:
+    def _leave_published(self, handle: KVCacheHandle, row: int, length: int) -> None:
         """Moves the tip up to the last full block before `length`; a block cut in two is copied."""
         rows, cache, size = self.rows, self.cache, self.state.block_size
         rows.keep_token_ids(row)
@@ -338,9 +341,9 @@ class Sequences:
             if extra:
                 dst = self.state.take(group, 1)
                 src = table[row, blocks : blocks + 1].copy()
-                self.state.copies.append(
-                    CopyOp(CopyKind.COPY_ON_WRITE, group, GPU, GPU, src, dst.copy(), extra)
-                )
+                self.state.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group, GPU, GPU, src, dst.copy(), extra))
+                self.state.counters.copies_on_write += 1
+                handle.stats.copies_on_write += 1
                 table[row, blocks] = dst[0]
             table[row, blocks + bool(extra) : end] = -1
         rows.tips[row] = new

@@ -240,6 +240,9 @@ class Stepping:
                 )
                 slots[group][hidden | (blocks < 0)] = -1
         slots[self.state.growing :] = -1
+        present = (positions < rows.present[owners]) & (positions >= rows.written[owners])
+        if present.any():
+            slots[:, present] = -1  # the last token of a fully cached prompt: computed for its logits, not written again
         return slots
 
     def slot_mapping(self, batch: SequenceBatch, start: Any, stop: Any, out: Int32Array | None) -> Int32Array:

@@ -118,6 +118,7 @@ class Swapping:
         for table in rows.tables:
             table[row, :] = -1
         rows.tips[row] = root
+        rows.present[row] = 0
         rows.set_shared(row, False)
         rows.epoch += 1
         rows.moves += 1

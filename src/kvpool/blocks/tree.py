@@ -38,9 +38,11 @@ class Match(NamedTuple):
     partial: Node | None = None  # the node that holds the block whose first `num_partial` tokens match
     num_partial: int = 0
     next_key: bytes | None = None  # the tokens of the first block that is not cached, if the path ends where it begins
+    num_recomputed: int = 0  # 1 if all is cached and the last token is computed again, only for its logits
 
     def num_tokens(self, block_size: int) -> int:
-        return self.num_blocks * block_size + self.num_partial
+        """Tokens that need not be computed."""
+        return self.num_blocks * block_size + self.num_partial - self.num_recomputed
 
 
 class PrefixTree:

@@ -111,7 +111,7 @@ class TrtLlmKVCacheManager(SeedSpelling):
         self.manager.commit(self.handle(request_id), tokens)
 
     def remove_sequence(self, request_id: Hashable, pin_on_release: bool = False) -> Pin | None:
-        """Ends a sequence; what it stored stays reusable, and is kept from eviction if pinned (`manager.unpin` ends that)."""
+        """Ends a sequence; what it stored stays reusable, and is kept from eviction while it is pinned."""
         handle = self.handle(request_id)
         pin = self.manager.pin(handle) if pin_on_release else None
         self.manager.free(handle)
