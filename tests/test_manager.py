@@ -1,4 +1,4 @@
-"""The facade: what it refuses, and that refusing changes nothing. (What it does is tested with the parts that do it.)"""
+"""The facade: what it refuses, and that refusing changes nothing. What it does is tested with the parts that do it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def picture(manager: KVCacheManager) -> Any:
     return handles, stats, len(manager._state.copies), manager._state.rows.live_rows()
 
 
-def refuse(call: Call, error: type[KVPoolError], match: str = "") -> None:
+def refuse(call: Call, error: type[KVPoolError], match: str | None = None) -> None:
     """The call raises this very error, names the value, and leaves everything as it was."""
     manager = make_manager()
     handle = with_one_request(manager)

@@ -129,3 +129,29 @@ def test_requests_swapped_together_share_their_prefix_like_forks_when_they_come_
     for handle in handles:
         manager.free(handle)
         manager.check()
+
+
+def slots_of_step(manager: KVCacheManager, handle: KVCacheHandle, slots: Any) -> None:
+    """The slot of the last reserved position must be the one that the table names."""
+    column, offset = divmod(handle.num_reserved - 1, manager.config.block_size)
+    assert slots.tolist() == [[int(handle.block_ids()[column]) * manager.config.block_size + offset]]
+
+
+def test_decoding_enters_blocks_that_lookahead_reserved() -> None:
+    manager = manager_with(block_size=2)
+    other = manager.allocate("other", [9])
+    handle = commit_all(manager, manager.allocate("a", [0]))
+    manager.free(other)
+    manager.extend_batch([handle], 0, lookahead=4)  # its next blocks do not follow its first one
+    batch = manager.batch([handle])
+    for _ in range(4):
+        slots_of_step(manager, handle, manager.extend_batch(batch))
+
+
+def test_two_batches_may_step_the_same_sequence_in_turn() -> None:
+    manager = manager_with()
+    handle = commit_all(manager, manager.allocate("a", [0]))
+    batch = manager.batch([handle])
+    slots_of_step(manager, handle, manager.extend_batch(batch))
+    slots_of_step(manager, handle, manager.extend(handle))
+    slots_of_step(manager, handle, manager.extend_batch(batch))

@@ -576,7 +576,7 @@ def behaviour(**overrides: Any) -> Any:
         seen.append(manager.pressure)
         manager.free(handle)
     seen.append(type(manager._state.cache.policies[0]).name)
-    seen.append(manager.match_prefix(list(range(8))))
+    seen.append(manager.match_prefix(list(range(7))))
     seen.append(config.pinned_tokens_limit)
     seen.append(subscription.poll().missed)
     clock[0] = 2.0

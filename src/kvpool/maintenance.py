@@ -126,7 +126,7 @@ class Maintenance:
 
     def evict(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> int:
         """Evicts up to `num_blocks` cached blocks now, in the order of the policy; returns how many became free."""
-        as_count(num_blocks, "num_blocks")
+        num_blocks = as_count(num_blocks, "num_blocks")
         with self._guard:
             return self._state.cache.evict(self._pool(pool, tier), num_blocks, "", EvictionReason.EXPLICIT)
 
@@ -194,7 +194,7 @@ class Maintenance:
 
     def offload(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> int:
         """Moves up to `num_blocks` of the runs that would be evicted next one tier down; returns how many moved."""
-        as_count(num_blocks, "num_blocks")
+        num_blocks = as_count(num_blocks, "num_blocks")
         with self._guard:
             source, cache = self._pool(pool, tier), self._state.cache
             if cache.lower_tier[tier] is None:
@@ -250,7 +250,7 @@ class Maintenance:
 
     def resize(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> ResizeResult:
         """Grows or shrinks a pool while requests run; says what had to be evicted and moved."""
-        as_count(num_blocks, "num_blocks", minimum=1 if tier == Tier.GPU else 0, maximum=MAX_BLOCKS)
+        num_blocks = as_count(num_blocks, "num_blocks", minimum=1 if tier == Tier.GPU else 0, maximum=MAX_BLOCKS)
         with self._guard:
             result = self._compaction.resize(self._pool(pool, tier), num_blocks)
             self._state.cache.find_lower_tiers()

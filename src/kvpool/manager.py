@@ -207,10 +207,9 @@ class KVCacheManager(Maintenance):
 
         To completion: `blocks_needed(handle, remaining_tokens)`. Blocks that windows give up on the way are not counted.
         """
-        as_count(num_tokens, "num_tokens")
-        as_count(lookahead, "lookahead")
+        total = as_count(num_tokens, "num_tokens") + as_count(lookahead, "lookahead")
         with self._guard:
-            return self._stepping.blocks_needed(self._state.row_of(handle), num_tokens + lookahead)
+            return self._stepping.blocks_needed(self._state.row_of(handle), total)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -300,8 +299,8 @@ class KVCacheManager(Maintenance):
         """
         with self._guard:
             row = self._state.row_of(handle)
-            as_count(num_tokens, "num_tokens", maximum=int(self._state.rows.reserved[row]))
-            self._sequences.rewind(handle, num_tokens)
+            limit = int(self._state.rows.reserved[row])
+            self._sequences.rewind(handle, as_count(num_tokens, "num_tokens", maximum=limit))
 
     def fork(self, handle: KVCacheHandle, *request_ids: Hashable) -> list[KVCacheHandle]:
         """New sequences that share every block with `handle` (parallel samples, beams, tree search)."""

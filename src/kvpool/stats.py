@@ -37,7 +37,7 @@ class Histogram:
 
     __slots__ = ("buckets", "count", "total")
 
-    NUM_BUCKETS = 40
+    NUM_BUCKETS = 40  # the last one takes everything above 8 years
 
     def __init__(self) -> None:
         self.buckets = [0] * self.NUM_BUCKETS
@@ -45,8 +45,8 @@ class Histogram:
         self.total = 0.0
 
     def add(self, seconds: float, weight: int = 1) -> None:
-        milliseconds = int(seconds * 1000)
-        self.buckets[min(milliseconds.bit_length(), self.NUM_BUCKETS - 1)] += weight
+        bucket = int(seconds * 1000).bit_length()
+        self.buckets[bucket if bucket < 40 else 39] += weight
         self.count += weight
         self.total += seconds * weight
 

@@ -162,7 +162,21 @@ def test_partial_blocks_are_reused_only_when_configured() -> None:
         manager = make_manager(partial_match=partial_match)
         tokens = cached(manager, 8)
         assert manager.match_prefix([*tokens[:6], 99]).num_tokens == expected
-        assert manager.match_prefix(tokens).num_tokens == (7 if partial_match else 4)
+        assert manager.match_prefix(tokens[:6]).num_tokens == (5 if partial_match else 4)
+
+
+def test_a_prompt_that_ends_with_a_cached_block_holds_it_as_it_is() -> None:
+    manager = make_manager()
+    source = manager.allocate("source", list(range(8)))
+    manager.commit(source, 8)
+    handle = manager.allocate("a", list(range(8)))
+    assert handle.num_cached_tokens == 7
+    assert handle.block_ids().tolist() == source.block_ids().tolist()
+    assert manager.take_copies() == []
+    manager.commit(handle, 1)  # computed again for its logits only
+    manager.extend(handle)
+    assert manager.take_copies() == []
+    manager.check()
 
 
 def test_nothing_is_reused_or_published_without_prefix_caching() -> None:

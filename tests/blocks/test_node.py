@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.blocks.hashing import ReuseScope
-from kvpool.blocks.node import DEFAULT_PRIORITY, NEVER, ChildIndex, Node, Root, common_prefix_length
+from kvpool.blocks.node import DEFAULT_PRIORITY, NEVER, ChildIndex, Node, Root, SortedKeys, common_prefix_length
 from kvpool.config import Tier
 
 
@@ -125,20 +125,37 @@ def test_a_query_shorter_than_a_block_finds_its_continuation() -> None:
     assert shared // 4 == 2
 
 
-@pytest.mark.parametrize("num_children", [3, 9, 513, 3000])
-def test_thousands_of_children_are_kept_in_sorted_chunks_that_split(num_children: int) -> None:
-    rng = np.random.default_rng(num_children)
-    keys = [key_of(token, token) for token in rng.permutation(num_children * 4)[:num_children].tolist()]
-    index = index_of(*keys)
-    assert (index._chunks is None) == (num_children <= ChildIndex.SORT_FROM)
-    if index._chunks is not None:
-        assert [key for chunk in index._chunks for key in chunk] == sorted(keys)
-        assert index._lasts == [chunk[-1] for chunk in index._chunks]
-        assert max(map(len, index._chunks)) <= ChildIndex.CHUNK
-    for key in keys:
-        index.discard(key)
-    assert len(index) == 0
-    assert (index._chunks, index._lasts) == (None, [])
+@pytest.mark.parametrize("num_keys", [1, 3, 513, 3000])
+def test_thousands_of_keys_are_kept_sorted_in_chunks_of_bounded_length(num_keys: int) -> None:
+    rng = np.random.default_rng(num_keys)
+    strings = [key_of(7, token) for token in rng.permutation(num_keys * 4)[:num_keys].tolist()]
+    keys = SortedKeys([strings[:1]])
+    for string in strings[1:]:
+        keys.add(string)
+    assert [string for chunk in keys for string in chunk] == sorted(strings)
+    assert max(map(len, keys)) <= SortedKeys.CHUNK
+    assert (len(keys) > 1) == (num_keys > SortedKeys.CHUNK)
+    for string in strings:
+        keys.remove(string)
+    assert keys == []
+
+
+def test_the_neighbours_of_a_string_may_stand_in_two_chunks() -> None:
+    first, second = [key_of(7, 0, n) for n in range(3)], [key_of(7, 1, n) for n in range(3)]
+    keys = SortedKeys([first, second])
+    assert set(keys.neighbours(key_of(7, 1))) == {first[-1], second[0]}
+    assert keys.neighbours(key_of(7, 0)) == [first[0]]
+    assert keys.neighbours(key_of(7, 2)) == [second[-1]]
+
+
+def test_children_that_start_alike_are_found_among_thousands() -> None:
+    index = index_of(*(key_of(7, token) for token in range(2000)))
+    node, shared = index.nearest(key_of(7, 1500, 1))
+    assert node is index[key_of(7, 1500)]
+    assert shared == 8
+    for token in range(2000):
+        index.discard(key_of(7, token))
+    assert (len(index), index.nearest(key_of(7, 1))) == (0, (None, 0))
 
 
 def test_an_index_that_ran_empty_can_be_used_again() -> None:

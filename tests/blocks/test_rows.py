@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheConfig, KVCacheHandle, LayerSpec, ReuseScope
+from kvpool.blocks.node import Node, Root
 from kvpool.blocks.rows import RECENT_TOKENS, SequenceRows
 from kvpool.errors import InvalidArgumentError
 
@@ -42,7 +43,7 @@ def test_a_row_that_ended_leaves_nothing_in_its_tables_or_token_ids() -> None:
         rows.num_blocks[row], rows.num_cross_blocks[row] = 2, 3
         rows.tables[0][row, :2] = rows.tables[1][row, :2] = 7
         rows.tables[1][row, 2] = 7
-        rows.set_token_ids(row, tokens_of(1, 2, 3))
+        rows.set_token_ids(row, tokens_of(1, 2, 3), 0)
         rows.set_shared(row, True)
         drop(row)
         again = add(rows)
@@ -83,7 +84,7 @@ def test_longer_sequences_make_the_tables_wider_and_keep_their_contents() -> Non
 def test_token_ids_that_arrive_one_by_one_are_read_in_order() -> None:
     rows = make_rows()
     row = add(rows)
-    rows.set_token_ids(row, tokens_of(1, 2))
+    rows.set_token_ids(row, tokens_of(1, 2), 0)
     rows.recent[row, :3] = [3, 4, 5]
     rows.known[row] = 5
     assert rows.token_ids(row).tolist() == [1, 2, 3, 4, 5]
@@ -94,7 +95,7 @@ def test_token_ids_that_arrive_one_by_one_are_read_in_order() -> None:
 def test_a_history_has_room_to_grow_and_older_views_stay_valid() -> None:
     rows = make_rows()
     row = add(rows)
-    rows.set_token_ids(row, tokens_of(1, 2))
+    rows.set_token_ids(row, tokens_of(1, 2), 0)
     rows.append_token_ids(row, tokens_of(3))
     view, memory = rows.token_ids(row), rows.history[row]
     for token in range(4, RECENT_TOKENS):
@@ -107,15 +108,59 @@ def test_token_ids_are_copied_from_the_caller() -> None:
     rows = make_rows()
     row = add(rows)
     mine = tokens_of(1, 2, 3)
-    rows.set_token_ids(row, mine)
+    rows.set_token_ids(row, mine, 0)
     mine[:] = 9
     assert rows.token_ids(row).tolist() == [1, 2, 3]
+
+
+def make_path(rows: SequenceRows, row: int, *tokens: int) -> None:
+    """Puts the row on a path of one node that holds these tokens."""
+    root = Root(ReuseScope(), [], None)
+    node = Node(root, b"", 0, 1, 0.0)
+    node.tokens, node.num_blocks = tokens_of(*tokens), len(tokens) // rows.block_size
+    rows.tips[row] = node
+
+
+def test_the_ids_of_a_cached_prefix_are_read_from_the_path_and_kept_when_the_row_leaves_it() -> None:
+    rows = make_rows()
+    row = add(rows)
+    make_path(rows, row, 1, 2, 3, 4)
+    rows.set_token_ids(row, tokens_of(1, 2, 3, 4, 5, 6), 4)
+    rows.append_token_ids(row, tokens_of(7))
+    assert rows.history[row][:3].tolist() == [5, 6, 7]
+    assert rows.token_ids(row).tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert rows.ids_between(row, 4, 6).tolist() == [5, 6]
+    assert rows.ids_between(row, 2, 6).tolist() == [3, 4, 5, 6]
+    rows.keep_token_ids(row)
+    rows.tips[row] = None
+    assert rows.token_ids(row).tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("num_history", "room"), [(6, 6), (6, 100), (3, 100), (3, 3), (0, 0), (5, 5)])
+def test_ids_for_a_node_are_the_same_wherever_they_lie_and_no_larger_than_they_must_be(
+    num_history: int, room: int
+) -> None:
+    rows = make_rows()
+    row = add(rows)
+    ids = [10, 11, 12, 13, 14, 15]
+    rows.history[row] = tokens_of(*ids[:num_history], *[0] * (room - num_history))
+    rows.num_history[row], rows.known[row] = num_history, 6
+    rows.recent[row, : 6 - num_history] = ids[num_history:]
+    for start, stop in ((0, 6), (4, 6), (0, 4)):
+        assert rows.final_token_ids(row, start, stop).tolist() == ids[start:stop]
+
+
+def test_ids_for_a_node_do_not_keep_a_long_history_alive() -> None:
+    rows = make_rows()
+    row = add(rows)
+    rows.set_token_ids(row, np.arange(2000, dtype=np.int32), 0)
+    assert rows.final_token_ids(row, 0, 4).base is None
 
 
 def test_a_fork_shares_token_ids_until_one_of_the_two_appends() -> None:
     rows = make_rows()
     source, target = add(rows), add(rows)
-    rows.set_token_ids(source, tokens_of(1, 2))
+    rows.set_token_ids(source, tokens_of(1, 2), 0)
     rows.append_token_ids(source, tokens_of(3))
     rows.share_token_ids(source, target)
     rows.append_token_ids(source, tokens_of(4))
@@ -127,7 +172,7 @@ def test_a_fork_shares_token_ids_until_one_of_the_two_appends() -> None:
 def test_a_rewind_never_overwrites_ids_that_others_look_at() -> None:
     rows = make_rows()
     row = add(rows)
-    rows.set_token_ids(row, tokens_of(1, 2, 3, 4))
+    rows.set_token_ids(row, tokens_of(1, 2, 3, 4), 0)
     seen = rows.token_ids(row)
     rows.forget_token_ids(row, 2)
     rows.append_token_ids(row, tokens_of(9, 9))

@@ -170,17 +170,18 @@ def test_onboarding_that_does_not_fit_moves_nothing() -> None:
 
 
 def test_a_run_that_is_computed_again_takes_the_new_blocks_and_frees_the_old() -> None:
-    manager = make_manager(gpu_blocks=8, partial_match=False)
+    manager = make_manager(gpu_blocks=8)
     tokens = cached(manager, 8)
-    handle = manager.allocate("a", tokens, reserve=8)
-    manager.free(handle)
-    first = manager.allocate("first", tokens[:4])  # a hit of nothing: its only block must be computed
+    handle = manager.allocate("a", [50])
+    manager.commit(handle, 1)
+    manager.rewind(handle, 1)
+    manager.extend(handle, 4)
     manager.offload(2)
     manager.take_copies()
-    manager.commit(first, 4)
+    manager.commit(handle, tokens[:4])  # what the host holds, but nobody looked for it
     assert tiers(manager, tokens) == {"GPU": 1, "HOST": 1}
-    assert manager.take_copies() == []  # the data is there already
-    assert manager.stats().blocks_merged == 0
+    assert manager.take_copies() == []  # the data is here already
+    assert manager.stats().pool(tier=Tier.HOST).free == 3
 
 
 # --- windows ---------------------------------------------------------------------------------------------------------

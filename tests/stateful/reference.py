@@ -184,7 +184,8 @@ def expected_hit(
         if longest == len(tokens) and not has_logits:
             longest -= 1
         candidates = {longest, *range(0, longest, size)}
-        if not config.partial_match:
+        # A last block that is cached as a whole is held as it is, though its last token must be computed again.
+        if not config.partial_match and not (longest == len(tokens) - 1 and not best):
             candidates = {length for length in candidates if length % size == 0}
         results.add(max(length for length in candidates if _valid(config, length, full, growing)))
     return results

@@ -233,6 +233,8 @@ class ManagerMachine(RuleBasedStateMachine):
         else:
             assert hit == 0
         reserved = max(options.get("reserve", len(tokens)), hit)
+        if hit == len(tokens) - 1 and len(tokens) % self.config.block_size == 0 and handle.num_reserved == len(tokens):
+            reserved = len(tokens)  # the last block is held as a whole, though its last token is computed again
         seq = Sequence(
             handle, scope, tokens[:hit], tokens[:] if known else [], reserved, hit, len(tokens) if known else 0,
             self.config.enable_prefix_caching, options.get("cross_tokens", 0), name,

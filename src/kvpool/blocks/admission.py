@@ -41,6 +41,7 @@ class Plan(NamedTuple):
     needs: list[int]
     supply: list[int]
     fits: bool
+    evicts: bool  # something must be evicted first
     last_logits: Any = None
 
 
@@ -81,6 +82,8 @@ class Admissions:
         held_as_it_is = match.num_recomputed and length == match.num_tokens(size)
         if length % size and not state.config.partial_match and not held_as_it_is:
             length, logits = length // size * size, None
+            if state.cache.windowed:  # a shorter prefix may read blocks that the longer one did not
+                length, _ = self._valid_in_windows(match, length, None)
         return self._cut(match, length), logits
 
     def _stored_logits(self, match: Match, tokens: Int32Array) -> Any:
@@ -137,6 +140,14 @@ class Admissions:
         if cut and path[cut - 1].end > blocks:
             source = path[cut - 1]
         return Match(match.root, path[:cut], blocks, source if extra else None, extra)
+
+    def _without_partial(self, match: Match) -> Match:
+        """The whole blocks of a match, as many as the windows allow: a shorter prefix may read blocks that are gone."""
+        size = self.state.block_size
+        whole = self._cut(match, match.num_blocks * size)
+        if not self.state.cache.windowed:
+            return whole
+        return self._cut(whole, self._valid_in_windows(whole, whole.num_tokens(size), None)[0])
 
     def query(self, tokens: Int32Array, scope: ReuseScope) -> PrefixMatch:
         match, logits = self.best_match(tokens, scope)
@@ -221,15 +232,14 @@ class Admissions:
             pool = self.state.gpu_pools[0]
             need = num_blocks - match.num_blocks
             if need <= pool.num_free:  # the usual case: nothing has to be evicted, so nothing else has to be counted
-                return Plan(match, hit_tokens, num_blocks, 0, [need], [pool.num_free], True, logits)
+                return Plan(match, hit_tokens, num_blocks, 0, [need], [pool.num_free], True, False, logits)
             supply = pool.num_free + self.state.cache.evictable(pool, scope.tenant)
             if need <= supply and not match.path and match.partial is None:
-                return Plan(match, hit_tokens, num_blocks, 0, [need], [supply], True, logits)
+                return Plan(match, hit_tokens, num_blocks, 0, [need], [supply], True, True, logits)
         plan = self._count(match, num_tokens, lookahead, cross_tokens, scope, logits)
         if not plan.fits and match.partial is not None:
             # The source of a partial block must stay until it is copied: in a full pool, do without it.
-            whole = self._cut(match, match.num_blocks * self.state.block_size)
-            plan = self._count(whole, num_tokens, lookahead, cross_tokens, scope, None)
+            plan = self._count(self._without_partial(match), num_tokens, lookahead, cross_tokens, scope, None)
         return plan
 
     def _count(
@@ -247,7 +257,8 @@ class Admissions:
         if match.root is not None:
             self._count_match(match, needs, supply)
         fits = all(need <= have for need, have in zip(needs, supply, strict=True))
-        return Plan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, fits, logits)
+        evicts = any(need > pool.num_free for need, pool in zip(needs, state.gpu_pools, strict=True))
+        return Plan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, fits, evicts, logits)
 
     def _count_match(self, match: Match, needs: list[int], supply: list[int]) -> None:
         """Matched idle blocks stop being supply; matched blocks on lower tiers need a place on the GPU."""
@@ -305,8 +316,7 @@ class Admissions:
         plan = self._count(plan.match, num_tokens, lookahead, cross_tokens, scope, plan.last_logits)
         if plan.match.partial is not None and self._below_watermark(plan) is not None:
             # As in `plan`: its idle source, which must stay, would keep the request out for as long as it is cached.
-            whole = self._cut(plan.match, plan.match.num_blocks * state.block_size)
-            plan = self._count(whole, num_tokens, lookahead, cross_tokens, scope, None)
+            plan = self._count(self._without_partial(plan.match), num_tokens, lookahead, cross_tokens, scope, None)
         needs, supply = tuple(plan.needs), tuple(plan.supply)
         limit = state.config.max_seq_len
         if limit is not None and num_tokens + lookahead > limit:

@@ -51,7 +51,11 @@ class Sequences:
         handle.first_serial = state.counters.nodes_created
         tip = self.enter(match, handle.scope)
         held_source = None
-        if any(need > pool.num_free for pool, need in zip(state.gpu_pools, plan.needs, strict=True)):
+        held_windows: list[tuple[int, Int32Array]] = []
+        if plan.evicts:
+            held_windows = self._windows_of(tip, hit_tokens)
+            for group, ids in held_windows:
+                cache.enter_window(tip.root, group, ids)
             held_source = match.partial
             if held_source is not None:
                 cache.hold(held_source)
@@ -62,6 +66,8 @@ class Sequences:
         row = handle.row = rows.new_row(handle, max(plan.num_blocks, plan.num_cross_blocks))
         rows.tips[row] = tip
         self._fill_tables(row, tip, plan)
+        for group, ids in held_windows:  # now the row itself reads them
+            cache.leave_window(tip, group, 0, 0, ids)
         if match.partial is not None:
             self._copy_partial(row, match)
         if held_source is not None:
@@ -82,6 +88,19 @@ class Sequences:
                     self.admissions.track(row)
         state.counters.requests += 1
         state.requests[handle.request_id] = handle
+
+    def _windows_of(self, tip: Node, num_tokens: int) -> list[tuple[int, Int32Array]]:
+        """(group, ids) of the blocks on the GPU that a request which reuses `num_tokens` up to `tip` reads in its windows."""
+        size = self.state.block_size
+        found: list[tuple[int, Int32Array]] = []
+        for group in self.cache.windowed:
+            spec = self.state.groups[group]
+            start, sinks = window_start(spec, num_tokens, size), sink_blocks(spec, size)
+            for node in self.cache.path_to(tip):
+                if node.tier == GPU:
+                    depths = np.arange(node.start, node.end)
+                    found.append((group, node.ids[group][(depths >= start) | (depths < sinks)]))
+        return found
 
     def _refuse(self, handle: KVCacheHandle, plan: Plan) -> None:
         what = f"request {handle.request_id!r}"

@@ -87,8 +87,12 @@ class Stepping:
             columns = positions // size
             slots = rows.tables[0][batch.rows, columns] * size
             slots += (positions - columns * size).astype(np.int32)
+            rows.moves += 1  # other batches may hold the same sequences
             batch.moves = rows.moves
-        batch.last_slots = slots
+            has_spare_block = bool((rows.num_blocks[selection] > columns + 1).any())
+            batch.last_slots = None if has_spare_block else slots  # a block that is there already is entered by its table
+        else:
+            batch.last_slots = slots
         if out is None:
             return slots[None, :].copy()
         out[0] = slots
