@@ -15,6 +15,7 @@ from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.blocks.node import Node
 from kvpool.blocks.pins import Pin, Pins
+from kvpool.blocks.pool import BlockPool
 from kvpool.blocks.quota import Quota
 from kvpool.blocks.state import CacheState
 from kvpool.config import Tier
@@ -259,7 +260,7 @@ class Maintenance:
                 self.events.created(self._pool_sizes())
             return result
 
-    def _pool(self, index: int, tier: Tier) -> Any:
+    def _pool(self, index: int, tier: Tier) -> BlockPool:
         if not isinstance(tier, Tier) or tier == Tier.REMOTE:
             raise InvalidArgumentError(f"pools exist on GPU, HOST and DISK, not on {tier!r}")
         return self._state.pools[as_count(index, "pool", maximum=len(self._state.pools) - 1)][tier]

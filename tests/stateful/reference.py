@@ -36,6 +36,7 @@ class Sequence:
     num_cross: int = 0
     cross_name: str = ""
     swapped: bool = False
+    present: int = 0  # tokens whose keys and values are there; one more than written if the last is computed again
 
     @property
     def written(self) -> int:

@@ -137,7 +137,8 @@ class ManagerMachine(RuleBasedStateMachine):
             table = seq.handle.block_table(group)
             for position in range(start, stop):
                 block = table[position // size]
-                expected = -1 if block is None else block * size + position % size
+                is_there = seq.written <= position < seq.present
+                expected = -1 if block is None or is_there else block * size + position % size
                 assert slots[group, position - start] == expected
         for group in self.cross:
             assert (slots[group] == -1).all()
@@ -150,6 +151,8 @@ class ManagerMachine(RuleBasedStateMachine):
             seq.tokens.append(token)
             for group in self.growing:
                 slot = int(slots[group, offset])
+                if position < seq.present:
+                    continue
                 assert slot >= 0, f"no place to write position {position} of group {group}"
                 self.contents.write(group, slot, seq.content(position))
 
@@ -235,6 +238,7 @@ class ManagerMachine(RuleBasedStateMachine):
         reserved = max(options.get("reserve", len(tokens)), hit)
         if hit == len(tokens) - 1 and len(tokens) % self.config.block_size == 0 and handle.num_reserved == len(tokens):
             reserved = len(tokens)  # the last block is held as a whole, though its last token is computed again
+        present = len(tokens) if hit == len(tokens) - 1 and (scope, tuple(tokens)) in cached else hit
         seq = Sequence(
             handle, scope, tokens[:hit], tokens[:] if known else [], reserved, hit, len(tokens) if known else 0,
             self.config.enable_prefix_caching, options.get("cross_tokens", 0), name,
@@ -397,6 +401,7 @@ class ManagerMachine(RuleBasedStateMachine):
             return
         seq.reserved -= count
         del seq.tokens[seq.reserved :]
+        seq.present = min(seq.present, seq.reserved)
         if seq.committed > seq.reserved:
             seq.committed = seq.reserved
             del seq.known[seq.reserved :]

@@ -79,7 +79,8 @@ class SequenceBatch:
     def lengths(self) -> Int64Array:
         """Reserved tokens of each sequence (a copy)."""
         self.refresh()
-        return self._state.rows.reserved[self.selection].copy()
+        lengths: Int64Array = self._state.rows.reserved[self.selection].copy()
+        return lengths
 
     def padded_table(self, group: int = 0, out: Int32Array | None = None) -> Int32Array:
         """Block ids, one row per sequence, -1 behind the last block and where a block left its window.

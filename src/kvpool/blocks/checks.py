@@ -144,8 +144,7 @@ class Checker:
                 self.expect(node.key == node.tokens[:size].tobytes(), f"{name}: key is not its first block")
                 siblings = node.parent.children
                 self.expect(siblings is not None and siblings.get(node.key) is node, f"{name}: not among its parent's children")
-            children = node.children or {}
-            same = sum(child.tier == node.tier for child in children.values())
+            same = sum(child.tier == node.tier for child in (node.children or {}).values())
             self.expect(same == node.same_tier_children, f"{name}: counts {node.same_tier_children} children of its tier")
             self.collect_blocks(node, name)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.copies import CopyKind, CopyOp
+from kvpool.blocks.groups import sink_blocks
 from kvpool.blocks.pool import BlockPool
 from kvpool.blocks.state import CacheState
 from kvpool.config import Tier
@@ -112,11 +113,24 @@ class Compaction:
                 if pool.tier == Tier.HOST and handle.swapped is not None:
                     runs.append((group, handle.swapped.ids[group]))
                 elif pool.tier == Tier.GPU and handle.swapped is None:
-                    runs.append((group, self.rows.all_blocks(group, row)))
+                    runs.extend((group, ids) for ids in self._held(group, row))
         for node in self.cache.nodes():
             if node.tier == pool.tier and node.open_row < 0:
                 runs.extend((group, node.ids[group]) for group in groups if group < self.state.growing)
         return runs
+
+    def _held(self, group: int, row: int) -> list[Int32Array]:
+        """The parts of a row's table that name its blocks: what left a window stands there still, but may be another's now."""
+        ids = self.rows.all_blocks(group, row)
+        if group not in self.cache.windowed:
+            return [ids]
+        tip = self.rows.tips[row]
+        assert tip is not None
+        start = int(self.rows.window_start[group, row])
+        if self.rows.is_open[row]:
+            start = min(start, tip.start)  # an open node reads its ids from here
+        sinks = min(sink_blocks(self.state.groups[group], self.state.block_size), start)
+        return [ids[:sinks], ids[start:]]
 
     @staticmethod
     def _place(movers: list[tuple[int, int, int]], holes: Int32Array, remap: Int32Array) -> Int32Array:

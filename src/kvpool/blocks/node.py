@@ -68,6 +68,8 @@ class Node:
     session: str | None
     ttl: float | None
     entry: Any
+    detached: bool
+    fingerprint: int
 
     def __init__(self, parent: Node, key: bytes, start: int, created: int, now: float) -> None:
         self.parent = parent

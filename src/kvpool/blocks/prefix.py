@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -90,7 +90,7 @@ class PrefixCache(PrefixTree):
         best: Node | None = None
         policy = self.policies[pool.tier]
         if len(policy):
-            best = policy.victim()  # type: ignore[assignment]
+            best = cast(Node, policy.victim())
         if not self.quotas:
             return best
         for quota in self.quotas.values():
@@ -99,7 +99,7 @@ class PrefixCache(PrefixTree):
                 continue
             if pool.tier == GPU and quota.tenant != tenant and quota.cached[pool.index] <= quota.guaranteed[pool.index]:
                 continue
-            node: Node = candidates.victim()  # type: ignore[assignment]
+            node = cast(Node, candidates.victim())
             if best is None or node.last_access < best.last_access:
                 best = node
         return best
@@ -513,7 +513,7 @@ class PrefixCache(PrefixTree):
         for tiers in self.pools:
             pool = tiers[GPU]
             while quota.excess(pool.index) and len(quota.policies[GPU]):
-                victim: Node = quota.policies[GPU].victim()  # type: ignore[assignment]
+                victim = cast(Node, quota.policies[GPU].victim())
                 self._evict_tail(victim, min(victim.num_blocks, quota.excess(pool.index)), EvictionReason.QUOTA)
 
     # --- announcing --------------------------------------------------------------------------------------------------

@@ -382,7 +382,7 @@ class Stepping:
         rows = self.rows
         pieces: list[tuple[int, int, Int32Array | None]] = []
         offset = 0
-        for row, count in zip(batch.rows.tolist(), counts.tolist(), strict=True):
+        for i, (row, count) in enumerate(zip(batch.rows.tolist(), counts.tolist(), strict=True)):
             ids = None
             if tokens is not None:
                 given = tokens[offset : offset + count]
@@ -390,7 +390,7 @@ class Stepping:
                 committed, known = int(rows.committed[row]), int(rows.known[row])
                 if committed > known:
                     raise SequenceStateError(
-                        f"request {rows.handles[row].request_id!r} committed {committed - known} tokens without ids; "  # type: ignore[union-attr]
+                        f"request {batch.handles[i].request_id!r} committed {committed - known} tokens without ids; "
                         f"later ids cannot be placed: pass a count to commit"
                     )
                 overlap = min(known - committed, count)
@@ -398,7 +398,7 @@ class Stepping:
                 if overlap and not np.array_equal(given[:overlap], expected):
                     at = int((given[:overlap] != expected).argmax())
                     raise InvalidArgumentError(
-                        f"request {rows.handles[row].request_id!r}: token {committed + at} was announced as "  # type: ignore[union-attr]
+                        f"request {batch.handles[i].request_id!r}: token {committed + at} was announced as "
                         f"{int(expected[at])} and is committed as {int(given[at])}; rewind before changing it"
                     )
                 ids = given[overlap:]

@@ -114,11 +114,11 @@ class PrefixTree:
                     seen.add(id(node))
                     yield node
         for tip in self.rows.tips:
-            node = tip
-            while node is not None and node.detached and id(node) not in seen and not isinstance(node, Root):
-                seen.add(id(node))
-                yield node
-                node = node.parent
+            held = tip
+            while held is not None and held.detached and id(held) not in seen and not isinstance(held, Root):
+                seen.add(id(held))
+                yield held
+                held = held.parent
 
     def sync(self, node: Node) -> None:
         """Brings an open node up to date with the row that still writes it."""
