@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool import AllocStatus, CopyKind, KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, NeverFitsError, OutOfBlocksError
 
 FULL = LayerSpec(kv_heads=1, head_dim=8)
@@ -254,6 +254,52 @@ def test_a_partial_source_may_lie_on_a_lower_tier() -> None:
     manager.check()
 
 
+@pytest.mark.parametrize("layers", [(FULL,), (FULL, SLIDING)])
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_partial_source_stays_while_others_make_room_for_its_copy(
+    layers: tuple[LayerSpec, ...], offloaded: bool
+) -> None:
+    per_position = len(layers)
+    manager = make_manager(*layers, gpu_blocks=4 * per_position, host_blocks=16)
+    tokens = cached(manager, 8)  # the oldest: it would be the first to go
+    if offloaded:
+        manager.offload(2 * per_position)
+        cached(manager, 8, first=100)
+    cached(manager, 8, first=50)
+    assert manager.get_num_free_blocks() == 0
+    handle = manager.allocate("a", [*tokens[:6], 99])
+    assert handle.num_cached_tokens == 6
+    copies = [op for op in manager.take_copies() if op.kind is CopyKind.PARTIAL_REUSE]
+    assert len(copies) == per_position
+    assert manager.match_prefix([*tokens, 1]).num_blocks == 2
+    manager.check()
+
+
+def test_without_partial_blocks_a_hit_is_cut_to_whole_blocks_that_every_window_has() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=64, partial_match=False)
+    handle = manager.allocate("a", list(range(32)))
+    manager.commit(handle, 32)
+    manager.evict(6)
+    assert manager.match_prefix(list(range(31))).num_tokens == 0  # at 28 tokens the window reads a block that is gone
+    assert manager.match_prefix([*range(32), 1]).num_tokens == 32
+
+
+def test_a_partial_source_that_a_window_needs_is_done_without_when_the_pool_is_full() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=4)
+    tokens = cached(manager, 8)
+    handle = manager.allocate("a", [*tokens[:6], 99])
+    assert handle.num_cached_tokens == 4
+    manager.check()
+
+
+def test_the_watermark_does_not_keep_a_request_out_for_the_sake_of_a_partial_source() -> None:
+    manager = make_manager(gpu_blocks=4, watermark=0.25)
+    tokens = cached(manager, 12)
+    answer = manager.can_allocate([*tokens[:10], 99])
+    assert answer.status is AllocStatus.OK
+    assert answer.num_cached_tokens == 8
+
+
 # --- in flight -------------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +343,13 @@ def test_nobody_waits_for_a_producer_that_is_gone(end: Any) -> None:
     end(manager, producer)
     assert manager.can_allocate([*range(12), 1], wait_for_prefix=True)
     manager.check()
+
+
+def test_a_prompt_that_leaves_a_run_in_its_middle_waits_for_nobody() -> None:
+    manager = make_manager()
+    cached(manager, 12)
+    manager.allocate("producer", list(range(500, 512)))
+    assert manager.can_allocate([*range(4), 90, 91, 92, 93, 94], wait_for_prefix=True)
 
 
 def test_of_two_producers_of_the_same_block_the_first_is_waited_for() -> None:

@@ -273,18 +273,21 @@ def test_a_window_that_reopens_is_protected_from_the_eviction_that_the_rewind_ne
     assert list(handle.block_table(1))[6:] != [None, None]
 
 
-def test_a_rewind_into_a_window_without_room_changes_nothing() -> None:
-    manager = make_manager(FULL, SLIDING, gpu_blocks=14)
-    handle = running(manager, "a", 20)
-    manager.evict(100)
-    running(manager, "filler", 6, first=500)
-    while manager.get_num_free_blocks() > 1:
-        manager.allocate(object(), num_tokens=1)
-    table = handle.block_ids(1).tolist()
-    with pytest.raises((OutOfBlocksError, SequenceStateError)):
+def test_a_rewind_that_reopens_a_window_without_room_for_the_copy_changes_nothing() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=12)
+    handle = manager.allocate("a", list(range(20)))
+    manager.commit(handle, 16)
+    manager.commit(handle, 4)
+    assert manager.evict(2) == 2  # sliding blocks 0 and 1; block 2, which the shorter sequence reads, is still there
+    for number in range(2):
+        manager.allocate(number, num_tokens=4)
+    assert manager.get_num_free_blocks() == 0
+    table, before = handle.block_ids(1).tolist(), manager.stats()
+    with pytest.raises(OutOfBlocksError, match="rewinding"):
         manager.rewind(handle, 2)
     assert handle.block_ids(1).tolist() == table
     assert lengths(handle) == (20, 20, 20)
+    assert manager.stats().pools == before.pools
     manager.check()
 
 

@@ -238,10 +238,10 @@ class ManagerMachine(RuleBasedStateMachine):
         reserved = max(options.get("reserve", len(tokens)), hit)
         if hit == len(tokens) - 1 and len(tokens) % self.config.block_size == 0 and handle.num_reserved == len(tokens):
             reserved = len(tokens)  # the last block is held as a whole, though its last token is computed again
-        present = len(tokens) if hit == len(tokens) - 1 and (scope, tuple(tokens)) in cached else hit
+        present = len(tokens) if known and hit == len(tokens) - 1 and (scope, tuple(tokens)) in cached else hit
         seq = Sequence(
             handle, scope, tokens[:hit], tokens[:] if known else [], reserved, hit, len(tokens) if known else 0,
-            self.config.enable_prefix_caching, options.get("cross_tokens", 0), name,
+            self.config.enable_prefix_caching, options.get("cross_tokens", 0), name, present=present,
         )  # fmt: skip
         self.live[name] = seq
         self.write_cross(seq)
@@ -418,7 +418,7 @@ class ManagerMachine(RuleBasedStateMachine):
         for name, handle in zip(names, self.manager.fork(seq.handle, *names), strict=True):
             self.live[name] = Sequence(
                 handle, seq.scope, seq.tokens[:], seq.known[:], seq.reserved, seq.committed, seq.num_prompt,
-                seq.publishes, seq.num_cross, seq.cross_name,
+                seq.publishes, seq.num_cross, seq.cross_name, present=seq.present,
             )  # fmt: skip
 
     @rule(number=picks, keep=st.sampled_from((True, True, True, False)))

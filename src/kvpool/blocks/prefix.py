@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from kvpool.blocks.pool import GPU, BlockPool
 from kvpool.blocks.tree import PrefixTree
 from kvpool.config import Tier
 from kvpool.stats import EvictionReason
+
+
+StoredRun: TypeAlias = tuple[int, "bytes | None", list[bytes], Int32Array]  # group, parent digest, digests, tokens
 
 
 class Leftover(NamedTuple):
@@ -420,7 +423,8 @@ class PrefixCache(PrefixTree):
         kept: list[Leftover] = []
         freed = 0
         while queue and freed < num_blocks:
-            tick, node, first, last = queue.popleft()
+            leftover = queue.popleft()
+            tick, node, first, last = leftover
             quota = node.root.quota
             shielded = quota is not None and quota.tenant != tenant
             depth = last
@@ -447,7 +451,7 @@ class PrefixCache(PrefixTree):
                         freed += 1
                 depth -= 1
             if blocked:
-                kept.append(Leftover(tick, node, first, last))
+                kept.append(leftover)
             elif depth >= first and freed >= num_blocks:
                 queue.appendleft(Leftover(tick, node, first, depth))
         queue.extendleft(reversed(kept))
@@ -527,33 +531,34 @@ class PrefixCache(PrefixTree):
         self.digests(node)
         self._emit(node, self.stored_runs(node, first))
 
-    def stored_runs(self, node: Node, first: int) -> Iterator[tuple[int, bytes | None, list[bytes], Int32Array]]:
+    def stored_runs(self, node: Node, first: int) -> Iterator[StoredRun]:
         """(group, parent digest, digests, tokens) of consecutive blocks from `first` on; digests are known."""
         for group in range(self.num_cached_groups):
-            present = np.flatnonzero(node.ids[group][first : node.num_blocks] >= 0) + first
-            yield from self._consecutive(node, group, present)
+            if group in self.windowed:
+                present = np.flatnonzero(node.ids[group][first : node.num_blocks] >= 0) + first
+                yield from self._consecutive(node, group, present)
+            elif first < node.num_blocks:
+                yield self._stored_run(node, group, first, node.num_blocks)
 
-    def _consecutive(
-        self, node: Node, group: int, present: Int64Array
-    ) -> Iterator[tuple[int, bytes | None, list[bytes], Int32Array]]:
-        size = self.block_size
-        digests = node.digests or []
-        if not len(present):
-            return
-        for run in np.split(present, np.flatnonzero(np.diff(present) > 1) + 1):
-            begin, end = int(run[0]), int(run[-1]) + 1
-            parent: bytes | None
-            if begin:
-                parent = digests[begin - 1]
-            else:
-                parent = None if node.parent is node.root else self.digests_end(node.parent)
-            yield group, parent, digests[begin:end], node.tokens[begin * size : end * size]
+    def _consecutive(self, node: Node, group: int, present: Int64Array) -> Iterator[StoredRun]:
+        if len(present):
+            for run in np.split(present, np.flatnonzero(np.diff(present) > 1) + 1):
+                yield self._stored_run(node, group, int(run[0]), int(run[-1]) + 1)
+
+    def _stored_run(self, node: Node, group: int, begin: int, end: int) -> StoredRun:
+        size, digests = self.block_size, node.digests or []
+        parent: bytes | None
+        if begin:
+            parent = digests[begin - 1]
+        else:
+            parent = None if node.parent is node.root else self.digests_end(node.parent)
+        return group, parent, digests[begin:end], node.tokens[begin * size : end * size]
 
     def announce_blocks(self, node: Node, group: int, present: Int64Array) -> None:
         """Tells subscribers that these blocks of a node are in a group (again)."""
         self._emit(node, self._consecutive(node, group, present))
 
-    def _emit(self, node: Node, runs: Iterable[tuple[int, bytes | None, list[bytes], Int32Array]]) -> None:
+    def _emit(self, node: Node, runs: Iterable[StoredRun]) -> None:
         assert self.events is not None
         for group, parent, digests, tokens in runs:
             self.events.stored(
@@ -571,6 +576,8 @@ class PrefixCache(PrefixTree):
     def _present_digests(self, node: Node, group: int, first: int, last: int) -> list[bytes]:
         assert node.digests is not None
         known = node.digests[first:last]
+        if group not in self.windowed:
+            return known
         ids = node.ids[group][first : first + len(known)]
         return known if (ids >= 0).all() else [d for d, i in zip(known, ids.tolist(), strict=True) if i >= 0]
 
