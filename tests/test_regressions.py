@@ -155,3 +155,44 @@ def test_two_batches_may_step_the_same_sequence_in_turn() -> None:
     slots_of_step(manager, handle, manager.extend_batch(batch))
     slots_of_step(manager, handle, manager.extend(handle))
     slots_of_step(manager, handle, manager.extend_batch(batch))
+
+
+def test_an_admission_does_not_evict_windowed_blocks_that_it_is_about_to_read() -> None:
+    manager = manager_with(FULL, LayerSpec(kv_heads=1, head_dim=8, window=6), block_size=2, gpu_blocks=14)
+    first = [1] * 10
+    manager.free(commit_all(manager, manager.allocate("first", first)))
+    assert manager.evict(2) == 2  # what had left its window
+    manager.free(commit_all(manager, manager.allocate("second", [2] * 6)))  # younger, fills the pool
+    again = manager.allocate("again", [*first, 3])
+    assert again.num_cached_tokens == 10
+    manager.check()
+
+
+def test_a_partial_block_that_must_go_does_not_leave_a_window_with_a_hole() -> None:
+    manager = manager_with(FULL, LayerSpec(kv_heads=1, head_dim=8, window=2), block_size=2, partial_match=False)
+    manager.free(commit_all(manager, manager.allocate("a", [1] * 8)))
+    assert manager.evict(2) == 2  # windowed blocks 1 and 2 of 4 are gone, the last one is there
+    manager.allocate("b", [*[1] * 7, 2])  # its last whole block is the third: nothing to read in its window
+    manager.check()
+
+
+def test_defragment_ignores_what_a_table_says_about_blocks_that_left_the_window() -> None:
+    manager = manager_with(FULL, LayerSpec(kv_heads=1, head_dim=8, window=2), block_size=2, gpu_blocks=12)
+    filler = manager.allocate("filler", num_tokens=4)
+    manager.free(commit_all(manager, manager.allocate("a", [0] * 6)))
+    commit_all(manager, manager.allocate("b", [0] * 6 + [1]))
+    assert manager.evict(2) == 2  # windowed blocks that "b" has passed
+    manager.free(filler)
+    manager.defragment()
+    manager.check()
+
+
+def test_windowed_blocks_can_be_evicted_after_their_pin_ends() -> None:
+    manager = manager_with(FULL, LayerSpec(kv_heads=1, head_dim=8, window=2), block_size=2, gpu_blocks=20)
+    commit_all(manager, manager.allocate("a", [0] * 12))
+    pin = manager.pin([0] * 8)
+    manager.free(commit_all(manager, manager.allocate("b", [0] * 4 + [1])))  # cuts the pinned run in two
+    manager.evict(100)
+    manager.unpin(pin)
+    assert manager.evict(1) == 1
+    manager.check()

@@ -120,7 +120,8 @@ class KVCacheManager(Maintenance):
         ids, places = self._request(tokens, num_tokens, reserve)
         lookahead, cross_tokens = as_count(lookahead, "lookahead"), self._cross_tokens(cross_tokens)
         with self._guard:
-            return self._admissions.can_allocate(ids, places, lookahead, cross_tokens, check_scope(scope), wait_for_prefix)
+            check_scope(scope)
+            return self._admissions.can_allocate(ids, places, lookahead, cross_tokens, scope, wait_for_prefix)
 
     def allocate(
         self,

@@ -1,6 +1,6 @@
 """The slow, obvious model that the state machine compares the manager with.
 
-Bytes are simulated: the keys and values of a token are represented by its whole history (scope and every token up to it),
+Bytes are simulated: the keys and values of a token are its whole history (scope and every token up to it),
 so two slots hold the same "bytes" exactly when reusing one for the other is right. Blocks on a free list are poisoned.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from kvpool import CopyOp, GroupKind, KVCacheConfig, KVCacheHandle, KVCacheManager, ReuseScope, Tier
 from kvpool.blocks.hashing import chain_digests, root_digest
+from kvpool.events import CacheMirror
 
 LOCAL_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
 Place = tuple[int, int, int]  # tier, pool, block
@@ -84,6 +85,11 @@ class Contents:
     def poison(self, tier: Tier, pool: int, blocks: Iterable[int]) -> None:
         for block in blocks:
             self.slots.pop((int(tier), pool, block), None)
+
+
+def mirror_for(config: KVCacheConfig) -> CacheMirror:
+    """A mirror that knows which groups have windows: their blocks may be stored below a parent that is gone."""
+    return CacheMirror({g.index: -(-g.window // config.block_size) + 1 for g in config.groups if g.window is not None})
 
 
 def sink_blocks(config: KVCacheConfig, group: int) -> int:

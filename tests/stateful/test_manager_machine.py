@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from reference import (
     LOCAL_TIERS,
     CachedBlocks,
@@ -18,6 +25,7 @@ from reference import (
     Sequence,
     cached_blocks,
     expected_hit,
+    mirror_for,
     mirror_of,
     needed_positions,
     snapshot,
@@ -54,7 +62,9 @@ RETENTIONS = (
     None,
     None,
     Retention([TokenRange(0, 3, priority=90, duration=10.0)], decode_priority=10),
-    Retention([TokenRange(0, 2, priority=5), TokenRange(2, None, priority=60)], decode_priority=80, decode_duration=4.0),
+    Retention(
+        [TokenRange(0, 2, priority=5), TokenRange(2, None, priority=60)], decode_priority=80, decode_duration=4.0
+    ),
 )
 MAX_LIVE = 7
 
@@ -125,9 +135,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def supply(self) -> list[int]:
         """Free and evictable GPU blocks per pool, when there are no quotas."""
         stats = self.manager.stats()
-        return [
-            stats.pool(i).free + stats.pool(i).cached - stats.pool(i).pinned for i in range(len(self.config.pools))
-        ]
+        return [stats.pool(i).free + stats.pool(i).cached - stats.pool(i).pinned for i in range(len(self.config.pools))]
 
     def check_slots(self, seq: Sequence, slots: Any, start: int, stop: int) -> None:
         """Slots name the right places of the sequence's own table."""
@@ -186,7 +194,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule()
     def subscribe(self) -> None:
         self.subscription = self.manager.subscribe()
-        self.mirror = CacheMirror()
+        self.mirror = mirror_for(self.config)
 
     @precondition(lambda self: self.subscription is not None)
     @rule(really=st.integers(0, 4))
@@ -208,7 +216,10 @@ class ManagerMachine(RuleBasedStateMachine):
         if not repeat and self.live:  # a prompt that continues what another request computed
             other = self.pick(len(tokens), swapped=None)
             assert other is not None
-            tokens, scope = [*other.tokens, *tokens[: len(tokens) % 3 + 1]][-40:] if other.tokens else tokens, other.scope
+            tokens, scope = (
+                [*other.tokens, *tokens[: len(tokens) % 3 + 1]][-40:] if other.tokens else tokens,
+                other.scope,
+            )
         known = bool(named)
         options: dict[str, Any] = {"scope": scope, "lookahead": lookahead}
         if reserve is not None:
@@ -330,16 +341,16 @@ class ManagerMachine(RuleBasedStateMachine):
             self.write(seq, self.next_tokens(seq, count, draw), slots)
             self.manager.mark_written(seq.handle, count)
 
-    @rule(number=picks, counts=st.none() | st.lists(st.integers(0, 4), min_size=MAX_LIVE, max_size=MAX_LIVE), ahead=small)
+    @rule(
+        number=picks, counts=st.none() | st.lists(st.integers(0, 4), min_size=MAX_LIVE, max_size=MAX_LIVE), ahead=small
+    )
     def extend_batch(self, number: int, counts: list[int] | None, ahead: int) -> None:
         some = self.pick_some(number)
         per_sequence = [1] * len(some) if counts is None else counts[: len(some)]
         argument = 1 if counts is None else per_sequence
         handles = [seq.handle for seq in some]
         batch = self.manager.batch(handles) if number >> 10 & 1 else handles
-        done, slots = self.attempt(
-            lambda: self.manager.extend_batch(batch, argument, ahead % 3), OutOfBlocksError
-        )
+        done, slots = self.attempt(lambda: self.manager.extend_batch(batch, argument, ahead % 3), OutOfBlocksError)
         if not done:
             return
         offset = 0
@@ -394,9 +405,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if seq is None:
             return
         count = min(count, seq.reserved)
-        done, _ = self.attempt(
-            lambda: self.manager.rewind(seq.handle, count), OutOfBlocksError, SequenceStateError
-        )
+        done, _ = self.attempt(lambda: self.manager.rewind(seq.handle, count), OutOfBlocksError, SequenceStateError)
         if not done:
             return
         seq.reserved -= count
@@ -476,9 +485,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(("", "a", "b")), low=st.integers(0, 4), high=st.none() | st.integers(0, 6))
     def set_quota(self, tenant: str, low: int, high: int | None) -> None:
-        self.attempt(
-            lambda: self.manager.set_quota(tenant, guaranteed=low, maximum=high), InvalidArgumentError
-        )
+        self.attempt(lambda: self.manager.set_quota(tenant, guaranteed=low, maximum=high), InvalidArgumentError)
 
     @rule()
     def clear_quotas(self) -> None:
@@ -538,8 +545,16 @@ class ManagerMachine(RuleBasedStateMachine):
             for seq in some:
                 seq.swapped = False
 
-    @rule(tokens=prompts, scope=st.none() | scopes, session=st.sampled_from(SESSIONS), kind=st.integers(0, 4), number=picks)
-    def invalidate(self, tokens: list[int], scope: ReuseScope | None, session: str | None, kind: int, number: int) -> None:
+    @rule(
+        tokens=prompts,
+        scope=st.none() | scopes,
+        session=st.sampled_from(SESSIONS),
+        kind=st.integers(0, 4),
+        number=picks,
+    )
+    def invalidate(
+        self, tokens: list[int], scope: ReuseScope | None, session: str | None, kind: int, number: int
+    ) -> None:
         if kind == 4 and number % 8:
             return
         if kind == 3 and (seq := self.pick(number, swapped=None)) and seq.tokens:
@@ -773,7 +788,10 @@ CONFIGS: dict[str, tuple[list[LayerSpec], dict[str, Any]]] = {
     "host": ([full()], dict(block_size=2, gpu_blocks=10, host_blocks=8)),
     "host, kept on eviction": ([full()], dict(block_size=2, gpu_blocks=10, host_blocks=8, offload_on_evict=False)),
     "disk": ([full()], dict(block_size=2, gpu_blocks=8, host_blocks=5, disk_blocks=6)),
-    "no caching": ([full(), full(window=4)], dict(block_size=2, gpu_blocks=16, host_blocks=8, enable_prefix_caching=False)),
+    "no caching": (
+        [full(), full(window=4)],
+        dict(block_size=2, gpu_blocks=16, host_blocks=8, enable_prefix_caching=False),
+    ),
     "no partial": ([full(), full(window=5)], dict(block_size=4, gpu_blocks=14, partial_match=False)),
     "no partial, host": ([full()], dict(block_size=4, gpu_blocks=8, host_blocks=4, partial_match=False)),
     "default ttl": ([full()], dict(block_size=2, gpu_blocks=10, host_blocks=4, default_ttl=8.0)),

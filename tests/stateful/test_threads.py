@@ -1,4 +1,4 @@
-"""Real threads on one manager: each drives its own requests, all share prefixes, and the books must balance throughout."""
+"""Real threads on one manager: each drives its own requests, all share prefixes, and the books must always balance."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from reference import mirror_for
 
 from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, PinBudgetError, SequenceStateError
-from kvpool.events import CacheMirror
 
 NUM_THREADS = 6
 SECONDS = 2.0
@@ -60,7 +60,8 @@ class Worker:
         return self.number, self.serial
 
     def admit(self) -> None:
-        prompt = [*self.random.choice(SYSTEM_PROMPTS), *(self.random.randrange(3) for _ in range(self.random.randrange(8)))]
+        question = [self.random.randrange(3) for _ in range(self.random.randrange(8))]
+        prompt = [*self.random.choice(SYSTEM_PROMPTS), *question]
         self.manager.can_allocate(prompt, scope=self.scope)
         handle = self.manager.allocate(self.new_id(), prompt, scope=self.scope, session=f"s{self.number}")
         self.mine.append(handle)
@@ -150,7 +151,7 @@ class Worker:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_threads_share_one_manager(name: str) -> None:
     manager = KVCacheManager(CONFIGS[name])
-    subscription, mirror = manager.subscribe(), CacheMirror()
+    subscription, mirror = manager.subscribe(), mirror_for(manager.config)
     workers = [Worker(manager, number) for number in range(NUM_THREADS)]
     failures: list[BaseException] = []
 

@@ -35,7 +35,8 @@ def as_handles(handles: Sequence[KVCacheHandle]) -> tuple[KVCacheHandle, ...]:
     try:
         return tuple(handles)
     except TypeError:
-        raise InvalidArgumentError(f"a batch is a sequence of handles, got {handles!r}; put a single one in a list") from None
+        message = f"a batch is a sequence of handles, got {handles!r}; put a single one in a list"
+        raise InvalidArgumentError(message) from None
 
 
 class SequenceBatch:

@@ -326,7 +326,8 @@ class Sequences:
             rows.window_start[group, row] = start
         if committed % size and committed < tip.end * size:
             try:
-                self.state.require(list(self.state.per_position), handle.scope.tenant, f"rewinding {handle.request_id!r}")
+                what = f"rewinding {handle.request_id!r}"
+                self.state.require(list(self.state.per_position), handle.scope.tenant, what)
             except OutOfBlocksError:
                 for group, start, stop in reopened:
                     ids = rows.tables[group][row, start : min(stop, tip.end)]

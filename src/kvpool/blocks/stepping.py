@@ -365,7 +365,7 @@ class Stepping:
             self.admissions.track(row)
 
     def _stop_publishing(self, row: int) -> None:
-        """Tokens without ids are about to be committed: what precedes them is published, what follows cannot be found."""
+        """Before tokens without ids are committed: what precedes them is published, what follows cannot be found."""
         handle = self.rows.handles[row]
         assert handle is not None
         self.rows.committed[row] = self.rows.known[row]
@@ -431,5 +431,5 @@ def _positions(value: Any, name: str, batch_size: int) -> Int64Array:
     array = as_array(value, name)
     wrong_type = array.size and array.dtype.kind not in "iu"  # an empty list has no type of its own
     if wrong_type or array.shape not in ((), (batch_size,)) or int(array.max(initial=0)) > 2**40:
-        raise InvalidArgumentError(f"{name} must be a position or one for each of {batch_size} sequences, got {value!r}")
+        raise InvalidArgumentError(f"{name} must be one position or one per sequence ({batch_size}), got {value!r}")
     return np.broadcast_to(array.astype(np.int64), (batch_size,))
