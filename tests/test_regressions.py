@@ -7,8 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Retention, TokenRange
-from kvpool.errors import InvalidArgumentError
+from kvpool import (
+    AllocStatus,
+    KVCacheConfig,
+    KVCacheHandle,
+    KVCacheManager,
+    LayerSpec,
+    Retention,
+    ReuseScope,
+    TokenRange,
+)
+from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 
 FULL = LayerSpec(kv_heads=1, head_dim=8)
 
@@ -78,13 +87,85 @@ def test_a_refused_extend_of_two_forks_leaves_both_careful() -> None:
     assert int(slots[0, 0]) // 4 != parent.block_table()[0]
 
 
-def test_evict_counts_what_expired_on_the_way() -> None:
+def test_what_has_expired_is_neither_matched_nor_evicted_again() -> None:
     now = [0.0]
     manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=4), clock=lambda: now[0])
     manager.free(commit_all(manager, manager.allocate("a", [0, 0], ttl=5.0)))
     now[0] = 6.0
-    assert manager.evict(1) == 1
-    assert manager.get_num_free_blocks() == 4
+    assert manager.match_prefix([0, 0, 1]).num_tokens == 0
+    assert (manager.evict(1), manager.get_num_free_blocks()) == (0, 4)
+    assert manager.stats().evictions["expired"] == 1
+
+
+def test_a_pin_whose_time_is_over_does_not_block_an_admission() -> None:
+    now = [0.0]
+    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=4), clock=lambda: now[0])
+    manager.free(commit_all(manager, manager.allocate("a", [0] * 4)))
+    manager.pin([0] * 4, ttl=5.0)
+    now[0] = 6.0
+    manager.allocate("b", [1] * 8)
+    manager.check()
+
+
+def test_deadlines_do_not_pile_up_with_requests() -> None:
+    now = [0.0]
+    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=8, default_ttl=1000.0), clock=lambda: now[0])
+    for number in range(500):
+        now[0] = number
+        manager.free(commit_all(manager, manager.allocate(number, [number % 3] * 4)))
+    assert len(manager._state.cache.calendar._heap) < 200
+
+
+def test_leftovers_of_windows_do_not_pile_up_with_requests() -> None:
+    manager = manager_with(LayerSpec(kv_heads=1, head_dim=8, window=4), block_size=2)
+    for number in range(2000):
+        manager.free(commit_all(manager, manager.allocate(number, [number % 2] * 6)))
+    pool = manager.stats().pool()
+    assert all(len(queue) <= 2 * pool.total + 64 for queue in manager._state.cache.leftovers)
+    manager.check()
+    assert manager.evict(pool.total) == pool.cached
+    manager.check()
+
+
+def test_freeing_a_swapped_request_without_keeping_drops_what_it_published() -> None:
+    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=8, host_blocks=8))
+    handle = commit_all(manager, manager.allocate("a", [0] * 4))
+    manager.swap_out(handle)
+    manager.free(handle, keep=False)
+    assert manager.match_prefix([0] * 5).num_tokens == 0
+    manager.check()
+
+
+def test_forks_that_share_written_blocks_cannot_commit_different_tokens() -> None:
+    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=8))
+    parent = manager.allocate("a", num_tokens=4)
+    manager.mark_written(parent, 4)
+    (child,) = manager.fork(parent, "b")
+    manager.commit(parent, [0, 1, 2, 3])
+    with pytest.raises(InvalidArgumentError, match="token 2"):
+        manager.commit(child, [0, 1, 9, 3])
+    manager.check()
+    manager.commit(child, [0, 1, 2, 3])
+    manager.check()
+
+
+def test_a_prompt_over_the_limit_is_refused_even_if_less_is_reserved() -> None:
+    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=8, max_seq_len=6))
+    assert manager.can_allocate([0] * 8, reserve=2).status is AllocStatus.NEVER
+    with pytest.raises(InvalidArgumentError, match="max_seq_len=6"):
+        manager.allocate("a", [0] * 8, reserve=2)
+
+
+def test_a_batch_of_several_tenants_does_not_use_the_guarantee_of_one() -> None:
+    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=8, watermark=0.0))
+    manager.set_quota("a", guaranteed=4)
+    manager.free(commit_all(manager, manager.allocate("old", [0] * 8, scope=ReuseScope(tenant="a"))))
+    first = commit_all(manager, manager.allocate("a", [1] * 4, scope=ReuseScope(tenant="a")))
+    second = commit_all(manager, manager.allocate("b", [2] * 4, scope=ReuseScope(tenant="b")))
+    with pytest.raises(OutOfBlocksError):
+        manager.extend_batch([first, second])
+    manager.extend(first)
+    manager.check()
 
 
 def test_invalidating_a_pinned_prefix_unpins_its_windowed_blocks() -> None:

@@ -48,6 +48,8 @@ class Guard:
         cache = self.state.cache
         cache.tick += 1
         cache.now = cache.clock()
+        if cache.calendar.next <= cache.now:
+            cache.expire()
 
     def __exit__(self, *exc_info: object) -> None:
         if self._depth > 1:

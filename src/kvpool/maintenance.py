@@ -129,13 +129,15 @@ class Maintenance:
         """Evicts up to `num_blocks` cached blocks now, in the order of the policy; returns how many became free."""
         num_blocks = as_count(num_blocks, "num_blocks")
         with self._guard:
-            return self._state.cache.evict(self._pool(pool, tier), num_blocks, "", EvictionReason.EXPLICIT)
+            return self._state.cache.evict(self._pool(pool, tier), num_blocks, None, EvictionReason.EXPLICIT)
 
     def gc(self) -> int:
         """Drops cached runs and pins whose time is over; returns the number of blocks (positions) dropped."""
-        with self._guard:
-            self._pins.expire()
-            return self._state.cache.expire()
+        expired = self._state.counters.evictions
+        with self._guard.lock:
+            before = expired[EvictionReason.EXPIRED.value]
+            with self._guard:  # every operation begins with what is due
+                return expired[EvictionReason.EXPIRED.value] - before
 
     def invalidate(
         self, prefix: Any = None, *, scope: ReuseScope | None = None, session: str | None = None
@@ -202,7 +204,7 @@ class Maintenance:
                 raise InvalidArgumentError(f"there is no tier below {tier.name}: configure host_blocks or disk_blocks")
             before = source.num_free
             while source.num_free - before < num_blocks:
-                victim = cache.victim(source, "")
+                victim = cache.victim(source, None)
                 wanted = num_blocks - (source.num_free - before)
                 if victim is None or not cache.demote(victim, min(victim.num_blocks, wanted)):
                     break

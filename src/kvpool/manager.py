@@ -81,7 +81,8 @@ class KVCacheManager(Maintenance):
             raise ConfigError("policy takes a name, a class or a factory: each tier and tenant needs an instance of its own")
         make_policy(chosen)  # an unknown name is refused here, before anything is built
         self.config = config
-        self._state = CacheState(config, lambda: make_policy(chosen), clock)
+        self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
+        self._state = CacheState(config, lambda: make_policy(chosen), clock, self.events)
         self._guard = Guard(self._state, config.pressure_levels)
         self._state.lock = self._guard.lock
         self._admissions = Admissions(self._state)
@@ -90,8 +91,6 @@ class KVCacheManager(Maintenance):
         self._swapping = Swapping(self._state, self._sequences)
         self._compaction = Compaction(self._state)
         self._pins = Pins(self._state)
-        self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
-        self._state.cache.events = self.events
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -150,8 +149,10 @@ class KVCacheManager(Maintenance):
         if ttl is not None or retention is not None or session is not None:
             _check_keeping(ttl, retention, session)
         limit = self.config.max_seq_len
-        if limit is not None and places + lookahead > limit:
-            raise InvalidArgumentError(f"a sequence of {places + lookahead} tokens is over max_seq_len={limit}")
+        if limit is not None:
+            longest = max(places + lookahead, 0 if ids is None else len(ids))
+            if longest > limit:
+                raise InvalidArgumentError(f"a sequence of {longest} tokens is over max_seq_len={limit}")
         with self._guard:
             if self._is_live(request_id):
                 raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")

@@ -94,7 +94,6 @@ class Counters:
     idle_before_eviction: Histogram = field(default_factory=Histogram)
     reuse_gap: Histogram = field(default_factory=Histogram)
     nodes_created: int = 0
-    expiries_scheduled: int = 0
 
 
 @dataclass(frozen=True, slots=True)

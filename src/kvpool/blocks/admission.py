@@ -17,6 +17,7 @@ from kvpool.blocks.tree import Match
 from kvpool.config import Tier
 
 NO_MATCH = Match(None, [], 0)
+MAX_LOGITS = 64  # prompts that end in one run and have their logits stored; the oldest gives way
 
 
 class PrefixMatch(NamedTuple):
@@ -108,6 +109,8 @@ class Admissions:
         self.has_logits = True
         if node.logits is None:
             node.logits = {}
+        elif len(node.logits) >= MAX_LOGITS:
+            del node.logits[next(iter(node.logits))]
         node.logits[num_tokens, rows.ids_between(row, blocks * size, num_tokens).tobytes()] = logits
         return True
 
@@ -319,12 +322,12 @@ class Admissions:
             plan = self._count(self._without_partial(plan.match), num_tokens, lookahead, cross_tokens, scope, None)
         needs, supply = tuple(plan.needs), tuple(plan.supply)
         limit = state.config.max_seq_len
-        if limit is not None and num_tokens + lookahead > limit:
-            reason = f"asks for {num_tokens + lookahead} tokens, over max_seq_len={limit}"
+        longest = max(num_tokens + lookahead, 0 if tokens is None else len(tokens))
+        if limit is not None and longest > limit:
+            reason = f"asks for {longest} tokens, over max_seq_len={limit}"
             return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
         for index, pool in enumerate(state.gpu_pools):
-            total = plan.num_blocks * state.per_position[index]
-            total += plan.num_cross_blocks * sum(g.pool == index for g in state.groups[state.growing :])
+            total = self._blocks_at_once(plan, index)
             mark = state.watermark(index)
             if total > pool.num_blocks - mark:
                 most = max(0, pool.num_blocks - mark) // max(1, state.per_position[index]) * state.block_size
@@ -348,6 +351,23 @@ class Admissions:
             )
             return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
         return Admission(AllocStatus.OK, "fits", needs, supply, plan.num_hit_tokens)
+
+    def _blocks_at_once(self, plan: Plan, pool: int) -> int:
+        """Blocks of a pool that a request would hold right after its admission, reused ones included."""
+        state, size = self.state, self.state.block_size
+        total = 0
+        for group in state.groups:
+            if group.pool != pool:
+                continue
+            if group.index >= state.growing:
+                total += plan.num_cross_blocks
+            elif group.index in state.cache.windowed:
+                start = window_start(group, plan.num_hit_tokens, size)
+                dropped = max(0, min(start, plan.match.num_blocks) - sink_blocks(group, size))
+                total += plan.num_blocks - dropped
+            else:
+                total += plan.num_blocks
+        return total
 
     def _below_watermark(self, plan: Plan) -> int | None:
         """The first pool that could serve the plan only with blocks of its watermark, or not at all."""

@@ -41,7 +41,7 @@ class Compaction:
         self.state.counters.defragmented_blocks += moved
         return moved
 
-    def resize(self, pool: BlockPool, num_blocks: int, tenant: str = "") -> ResizeResult:
+    def resize(self, pool: BlockPool, num_blocks: int) -> ResizeResult:
         """Changes the number of blocks of a pool; evicts and moves what stands in the way, or changes nothing."""
         live = pool.num_blocks - pool.num_free
         evicted = moved = 0
@@ -65,7 +65,7 @@ class Compaction:
         for quota in quotas:
             quota.guaranteed = [0] * len(quota.guaranteed)
         try:
-            return self.cache.evict(pool, num_blocks, "", EvictionReason.RESIZE)
+            return self.cache.evict(pool, num_blocks, None, EvictionReason.RESIZE)
         finally:
             for quota, limits in zip(quotas, guaranteed, strict=True):
                 quota.guaranteed = limits

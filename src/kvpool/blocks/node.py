@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from kvpool.blocks.arrays import Int32Array
+from kvpool.blocks.calendar import NEVER
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.config import Tier
 
 DEFAULT_PRIORITY = 35
-NEVER = float("inf")
 
 
 class Node:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvpool.blocks.arrays import Int32Array
+from kvpool.blocks.calendar import NEVER
 from kvpool.blocks.groups import sink_blocks, window_start
 from kvpool.blocks.hashing import ReuseScope
-from kvpool.blocks.node import NEVER, Node
+from kvpool.blocks.node import Node
 from kvpool.blocks.state import CacheState
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, PinBudgetError
@@ -62,6 +63,8 @@ class Pins:
         for group in cache.windowed:
             self._pin_window(pin, group, match.num_blocks)
         self.active[pin.pin_id] = pin
+        if ttl is not None:
+            cache.calendar.schedule(pin.pin_id, pin.expires_at, lambda: self._time_is_up(pin))
         return pin
 
     def _block(self, node: Node, group: int, depth: int) -> tuple[Node, int]:
@@ -100,12 +103,10 @@ class Pins:
             self.cache.unpin_windowed(group, block)
         self.cache.unpin_path(pin.node)
 
-    def expire(self) -> int:
-        """Ends pins whose time is over; returns how many."""
-        over = [pin for pin in self.active.values() if pin.expires_at <= self.cache.now]
-        for pin in over:
+    def _time_is_up(self, pin: Pin) -> int:
+        if pin.pin_id in self.active:
             self.unpin(pin)
-        return len(over)
+        return 0
 
     def void(self, nodes: Iterable[Node]) -> None:
         """Ends the pins on subtrees that are about to be invalidated."""

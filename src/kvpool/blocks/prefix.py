@@ -8,54 +8,54 @@ Blocks of windowed groups that no window covers any more stay cached until their
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, TypeAlias, cast
+from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 
-from kvpool.blocks.arrays import Int32Array, Int64Array
+from kvpool.blocks.arrays import Int32Array
+from kvpool.blocks.calendar import NEVER
 from kvpool.blocks.copies import CopyKind, CopyOp
-from kvpool.blocks.node import DEFAULT_PRIORITY, NEVER, Node, Root
+from kvpool.blocks.eviction import EvictionPolicy
+from kvpool.blocks.node import DEFAULT_PRIORITY, Node, Root
 from kvpool.blocks.pool import GPU, BlockPool
-from kvpool.blocks.tree import PrefixTree
-from kvpool.config import Tier
-from kvpool.stats import EvictionReason
+from kvpool.blocks.rows import SequenceRows
+from kvpool.blocks.windows import Leftover, WindowedTree
+from kvpool.config import LayerGroup, Tier
+from kvpool.events import EventLog
+from kvpool.stats import Counters, EvictionReason
 
 
-StoredRun: TypeAlias = tuple[int, "bytes | None", list[bytes], Int32Array]  # group, parent digest, digests, tokens
-
-
-class Leftover(NamedTuple):
-    """Blocks `first..last` (depths) of one windowed group on the path to `node`, unread since `tick`."""
-
-    tick: int
-    node: Node
-    first: int
-    last: int
-
-
-class PrefixCache(PrefixTree):
+class PrefixCache(WindowedTree):
     """The tree plus eviction, tiers, expiry and removal."""
 
-    copies: list[CopyOp]
-    offload_on_evict: bool
-
-    def start(self, copies: list[CopyOp], offload_on_evict: bool) -> None:
-        """Second half of construction: where planned copies go, and whether eviction demotes."""
+    def __init__(
+        self,
+        block_size: int,
+        groups: tuple[LayerGroup, ...],
+        pools: list[list[BlockPool]],
+        rows: SequenceRows,
+        new_policy: Callable[[], EvictionPolicy],
+        counters: Counters,
+        clock: Callable[[], float],
+        events: EventLog,
+        copies: list[CopyOp],
+        offload_on_evict: bool,
+    ) -> None:
+        super().__init__(block_size, groups, pools, rows, new_policy, counters, clock, events)
         self.copies = copies
         self.offload_on_evict = offload_on_evict
-        self.leftovers: list[deque[Leftover]] = [deque() for _ in self.groups]
-        self.pinned_windowed: list[dict[int, int]] = [{} for _ in self.pools]
+        self.leftovers = [deque() for _ in groups]
+        self.pinned_windowed = [{} for _ in pools]
         self.pinned_blocks = 0  # positions on pinned paths
-        cached_groups = self.groups[: self.num_cached_groups]
-        self.blocks_per_position = [max(1, sum(g.pool == i for g in cached_groups)) for i in range(len(self.pools))]
+        cached_groups = groups[: self.num_cached_groups]
+        self.blocks_per_position = [max(1, sum(g.pool == i for g in cached_groups)) for i in range(len(pools))]
         self.find_lower_tiers()
 
     # --- supply ------------------------------------------------------------------------------------------------------
 
-    def evictable(self, pool: BlockPool, tenant: str) -> int:
+    def evictable(self, pool: BlockPool, tenant: str | None) -> int:
         """How many cached blocks of a pool a request of `tenant` could have evicted."""
         supply = pool.num_cached - pool.num_pinned
         if self.quotas and pool.tier == GPU:
@@ -64,22 +64,20 @@ class PrefixCache(PrefixTree):
                     supply -= quota.protected(pool.index)
         return max(supply, 0)
 
-    def make_room(self, pool: BlockPool, num_blocks: int, tenant: str) -> None:
+    def make_room(self, pool: BlockPool, num_blocks: int, tenant: str | None) -> None:
         """Evicts until `num_blocks` are free. The caller has checked that enough is evictable."""
         if pool.num_free < num_blocks:
             self.evict(pool, num_blocks - pool.num_free, tenant, EvictionReason.CAPACITY)
 
-    def evict(self, pool: BlockPool, num_blocks: int, tenant: str, reason: EvictionReason) -> int:
+    def evict(self, pool: BlockPool, num_blocks: int, tenant: str | None, reason: EvictionReason) -> int:
         """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several)."""
         before = pool.num_free
         goal = before + num_blocks
-        if self.expiries and self.expiries[0][0] <= self.now:
-            self.expire()
         while pool.num_free < goal:
             victim = self.victim(pool, tenant)
-            leftover = self._oldest_leftover(pool) if self.windowed and pool.tier == GPU else None
+            leftover = self.oldest_leftover(pool) if self.windowed and pool.tier == GPU else None
             if leftover is not None and (victim is None or leftover[1].tick <= victim.last_access):
-                if self._evict_leftover(leftover[0], goal - pool.num_free, tenant, reason):
+                if self.evict_leftover(leftover[0], goal - pool.num_free, tenant, reason):
                     continue
                 if victim is None:
                     break
@@ -88,7 +86,7 @@ class PrefixCache(PrefixTree):
             self._evict_tail(victim, self._tail_length(victim, pool, goal - pool.num_free, tenant), reason)
         return pool.num_free - before
 
-    def victim(self, pool: BlockPool, tenant: str) -> Node | None:
+    def victim(self, pool: BlockPool, tenant: str | None) -> Node | None:
         """The next run to lose its tail: the policy's choice, or the stalest of those of tenants over their guarantee."""
         best: Node | None = None
         policy = self.policies[pool.tier]
@@ -107,7 +105,7 @@ class PrefixCache(PrefixTree):
                 best = node
         return best
 
-    def _tail_length(self, node: Node, pool: BlockPool, num_blocks: int, tenant: str) -> int:
+    def _tail_length(self, node: Node, pool: BlockPool, num_blocks: int, tenant: str | None) -> int:
         """How many positions to cut from a victim so that about `num_blocks` of the pool become free."""
         per_position = self.blocks_per_position[pool.index]
         length = min(node.num_blocks, -(-num_blocks // per_position))
@@ -158,6 +156,7 @@ class PrefixCache(PrefixTree):
     def _unlink(self, node: Node) -> None:
         """Takes an empty leaf out of the tree; its parent may become a leaf."""
         node.detached = True
+        self.calendar.forget(node)
         parent = node.parent
         parent.remove_child(node)
         if node.session is not None:
@@ -171,7 +170,7 @@ class PrefixCache(PrefixTree):
         """Gives a node to the eviction policy if it is a candidate now."""
         if self.is_candidate(node):
             if node.expires_at <= self.now:
-                self.schedule_expiry(node, node.expires_at)
+                self.watch(node)
             node.root.policies[node.tier].add(node)
 
     def _untag(self, node: Node) -> None:
@@ -187,7 +186,7 @@ class PrefixCache(PrefixTree):
         counters.evictions[reason.value] += num_blocks
         counters.lifetime.add(self.now - node.created_at, num_blocks)
         counters.idle_before_eviction.add(self.now - node.last_access_at, num_blocks)
-        if self.events is not None and self.events.listening and node.digests:
+        if self.events.listening and node.digests:
             self.announce_removal(node, node.num_blocks - num_blocks, node.num_blocks, reason)
 
     def drop_subtree(self, node: Node, reason: EvictionReason) -> None:
@@ -210,7 +209,7 @@ class PrefixCache(PrefixTree):
                 if part.num_blocks:
                     self.drop_tail(part, part.num_blocks, reason)
                 continue
-            if self.events is not None and self.events.listening and part.digests:
+            if self.events.listening and part.digests:
                 self.announce_removal(part, 0, part.num_blocks, reason)
             self.counters.evictions[reason.value] += part.num_blocks
             self._untag(part)
@@ -223,20 +222,10 @@ class PrefixCache(PrefixTree):
     def _cut_off(self, node: Node) -> None:
         parent = node.parent
         node.detached = True
-        node.expires_at = NEVER
+        self.calendar.forget(node)
         parent.remove_child(node)
         if parent is not parent.root and not parent.detached and parent.tier == node.tier:
             self.offer(parent)
-
-    def unpin_windowed(self, group: int, block: int) -> None:
-        """One pin less on a block of a windowed group."""
-        pool = self.pool(group, GPU)
-        pinned = self.pinned_windowed[pool.index]
-        pinned[block] -= 1
-        if not pinned[block]:
-            del pinned[block]
-            if not pool.refs[block]:
-                pool.num_pinned -= 1
 
     # --- pins --------------------------------------------------------------------------------------------------------
 
@@ -284,12 +273,12 @@ class PrefixCache(PrefixTree):
             needs[self.groups[group].pool] += int((node.ids[group][keep:] >= 0).sum())
         for index, need in enumerate(needs):
             pool = self.pools[index][target]
-            if pool.num_free + self.evictable(pool, "") < need:
+            if pool.num_free + self.evictable(pool, None) < need:
                 return False
         if keep:
             self.split(node, keep)
         for index, need in enumerate(needs):
-            self.make_room(self.pools[index][target], need, "")
+            self.make_room(self.pools[index][target], need, None)
         self._move(node, target, CopyKind.OFFLOAD)
         self.counters.offloaded_blocks += num_blocks
         return True
@@ -303,12 +292,12 @@ class PrefixCache(PrefixTree):
         """An idle run of a lower tier was computed again: it takes the new GPU blocks and frees its own."""
         for group in self.full:
             self.pool(group, GPU).refs[ids[group]] = 0
-        announced = self.events is not None and self.events.listening and bool(node.digests)
+        announced = self.events.listening and bool(node.digests)
         gained = []
         for group in self.windowed:
             for index in np.flatnonzero((node.ids[group] >= 0) & (ids[group] < 0)).tolist():
                 block = int(node.ids[group][index])
-                self._remove_windowed(node, group, node.start + index, block, EvictionReason.CAPACITY)
+                self.remove_windowed(node, group, node.start + index, block, EvictionReason.CAPACITY)
             gained.append((group, np.flatnonzero((node.ids[group] < 0) & (ids[group] >= 0))))
         self._move(node, GPU, CopyKind.ONBOARD, ids)
         for group, present in gained if announced else ():
@@ -327,8 +316,8 @@ class PrefixCache(PrefixTree):
             self.count_cached(node, -node.num_blocks)
             if node.pins:
                 self._count_pinned(node, -node.num_blocks)
-        if self.events is not None and self.events.listening and node.digests:
-            self._announce_move(node, source, target)
+        if self.events.listening and node.digests:
+            self.announce_move(node, source, target)
         for group in range(self.num_cached_groups):
             if ready is None:
                 node.ids[group] = self._move_ids(node, group, target, kind)
@@ -370,127 +359,38 @@ class PrefixCache(PrefixTree):
             self.add_cached(node.root, self.pool(group, source), -len(src))
             self.add_cached(node.root, pool, len(src))
             if target == GPU and len(src):
-                self.leftovers[group].append(Leftover(self.tick, node, node.start, node.end - 1))
+                self.leave_over(group, Leftover(self.tick, node, node.start, node.end - 1))
         if len(src) == len(old):
             return dst.copy()  # the planned copy keeps its own: ids change when the pool is defragmented
         moved = np.full(len(old), -1, np.int32)
         moved[present] = dst
         return moved
 
-    # --- windowed groups ---------------------------------------------------------------------------------------------
-
-    def leave_window(self, node: Node, group: int, first: int, last: int, ids: Int32Array) -> None:
-        """A sequence on the path to `node` stops reading published blocks `first..last` of a windowed group."""
-        pool = self.pool(group, GPU)
-        held = ids[ids >= 0]
-        left = pool.refs[held] - 1
-        pool.refs[held] = left
-        idle = int((left == 0).sum())
-        if idle:
-            self.add_cached(node.root, pool, idle)
-            if self.pinned_windowed[pool.index]:
-                pinned = self.pinned_windowed[pool.index]
-                pool.num_pinned += sum(int(i) in pinned for i in held[left == 0].tolist())
-            self.leftovers[group].append(Leftover(self.tick, node, first, last))
-
-    def enter_window(self, root: Root, group: int, ids: Int32Array) -> None:
-        """A sequence starts reading published blocks of a windowed group."""
-        pool = self.pool(group, GPU)
-        held = ids[ids >= 0]
-        before = pool.refs[held]
-        pool.refs[held] = before + 1
-        idle = held[before == 0]
-        if len(idle):
-            self.add_cached(root, pool, -len(idle))
-            if self.pinned_windowed[pool.index]:
-                pinned = self.pinned_windowed[pool.index]
-                pool.num_pinned -= sum(int(i) in pinned for i in idle.tolist())
-
-    def _oldest_leftover(self, pool: BlockPool) -> tuple[int, Leftover] | None:
-        """The windowed group of this pool whose oldest leftover is the oldest of all, with that leftover."""
-        best: tuple[int, Leftover] | None = None
-        for group in self.windowed:
-            queue = self.leftovers[group]
-            if self.groups[group].pool == pool.index and queue and (best is None or queue[0].tick < best[1].tick):
-                best = (group, queue[0])
-        return best
-
-    def _evict_leftover(self, group: int, num_blocks: int, tenant: str, reason: EvictionReason) -> int:
-        """Frees unread blocks of the oldest leftover of a windowed group, at most `num_blocks`; drops stale entries."""
-        queue = self.leftovers[group]
-        pool = self.pool(group, GPU)
-        pinned = self.pinned_windowed[pool.index]
-        kept: list[Leftover] = []
-        freed = 0
-        while queue and freed < num_blocks:
-            leftover = queue.popleft()
-            tick, node, first, last = leftover
-            quota = node.root.quota
-            shielded = quota is not None and quota.tenant != tenant
-            depth = last
-            blocked = False
-            while depth >= first and freed < num_blocks:
-                while node is not node.root and (node.start > depth or (node.detached and not node.num_blocks)):
-                    node = node.parent
-                if node is node.root:
-                    break
-                if node.tier != GPU:  # it moved down with its blocks; what stands above it may still be here
-                    depth = node.start - 1
-                    continue
-                self.sync(node)
-                if depth >= node.end:
-                    depth = node.end - 1
-                    continue
-                block = int(node.ids[group][depth - node.start])
-                if block >= 0 and not pool.refs[block]:
-                    over = quota is None or quota.cached[pool.index] > quota.guaranteed[pool.index]
-                    if block in pinned or (shielded and not over):
-                        blocked = True
-                    else:
-                        self._remove_windowed(node, group, depth, block, reason)
-                        freed += 1
-                depth -= 1
-            if blocked:
-                kept.append(leftover)
-            elif depth >= first and freed >= num_blocks:
-                queue.appendleft(Leftover(tick, node, first, depth))
-        queue.extendleft(reversed(kept))
-        return freed
-
-    def _remove_windowed(self, node: Node, group: int, depth: int, block: int, reason: EvictionReason) -> None:
-        """One block of a windowed group leaves the index; the rest of its run stays."""
-        if self.events is not None and self.events.listening and node.digests:
-            digest = node.digests[depth - node.start : depth - node.start + 1]
-            self.events.removed(digest, tier=node.tier, group=group, reason=reason.value)
-        self.counters.evictions[reason.value] += 1
-        # For an open node the ids are a view of its row's table, so this clears the table entry as well.
-        if node.open_row < 0:
-            node.ids[group] = node.ids[group].copy()
-        node.ids[group][depth - node.start] = -1
-        self.free_windowed(node, group, np.array([block], np.int32))
-
     # --- time --------------------------------------------------------------------------------------------------------
 
     def expire(self) -> int:
-        """Drops idle leaves whose time to live is over and ends expired priorities; returns positions dropped."""
+        """Drops idle leaves whose time to live is over, ends pins and priorities; returns positions dropped."""
+        return self.calendar.run_due(self.now)
+
+    def time_is_up(self, node: Node) -> int:
         dropped = 0
-        while self.expiries and self.expiries[0][0] <= self.now:
-            _, _, node = heapq.heappop(self.expiries)
-            if node.priority_until <= self.now:
-                self.set_priority(node, DEFAULT_PRIORITY, NEVER)
-            while node.expires_at <= self.now and self.is_candidate(node):
-                dropped += node.num_blocks
-                parent = node.parent
-                self.drop_tail(node, node.num_blocks, EvictionReason.EXPIRED)
-                node = parent
+        if node.priority_until <= self.now:
+            self.set_priority(node, DEFAULT_PRIORITY, NEVER)
+        while node.expires_at <= self.now and self.is_candidate(node):
+            dropped += node.num_blocks
+            parent = node.parent
+            self.drop_tail(node, node.num_blocks, EvictionReason.EXPIRED)
+            node = parent
+        for when in (node.expires_at, node.priority_until):
+            if self.now < when < NEVER and not node.detached:
+                self.calendar.schedule(node, when, lambda: self.time_is_up(node))
         return dropped
 
     def set_priority(self, node: Node, priority: int, until: float) -> None:
         """Changes the retention priority of a node, in the policy and for subscribers."""
         old = node.priority
         node.priority_until = until
-        if until != NEVER:
-            self.schedule_expiry(node, until)
+        self.watch(node)
         if priority == old:
             return
         policy = node.root.policies[node.tier]
@@ -500,10 +400,10 @@ class PrefixCache(PrefixTree):
         node.priority = priority
         if candidate:
             policy.add(node)
-        if self.events is not None and self.events.listening and node.digests:
+        if self.events.listening and node.digests:
             for group in range(self.num_cached_groups):
                 self.events.updated(
-                    self._present_digests(node, group, 0, node.num_blocks),
+                    self.present_digests(node, group, 0, node.num_blocks),
                     group=group,
                     old_priority=old,
                     new_priority=priority,
@@ -520,75 +420,3 @@ class PrefixCache(PrefixTree):
                 victim = cast(Node, quota.policies[GPU].victim())
                 self._evict_tail(victim, min(victim.num_blocks, quota.excess(pool.index)), EvictionReason.QUOTA)
 
-    # --- announcing --------------------------------------------------------------------------------------------------
-
-    def announce(self, node: Node) -> None:
-        """Tells subscribers about blocks of a node that were not announced yet."""
-        assert self.events is not None
-        if node.detached:
-            return
-        first = len(node.digests or ())
-        self.digests(node)
-        self._emit(node, self.stored_runs(node, first))
-
-    def stored_runs(self, node: Node, first: int) -> Iterator[StoredRun]:
-        """(group, parent digest, digests, tokens) of consecutive blocks from `first` on; digests are known."""
-        for group in range(self.num_cached_groups):
-            if group in self.windowed:
-                present = np.flatnonzero(node.ids[group][first : node.num_blocks] >= 0) + first
-                yield from self._consecutive(node, group, present)
-            elif first < node.num_blocks:
-                yield self._stored_run(node, group, first, node.num_blocks)
-
-    def _consecutive(self, node: Node, group: int, present: Int64Array) -> Iterator[StoredRun]:
-        if len(present):
-            for run in np.split(present, np.flatnonzero(np.diff(present) > 1) + 1):
-                yield self._stored_run(node, group, int(run[0]), int(run[-1]) + 1)
-
-    def _stored_run(self, node: Node, group: int, begin: int, end: int) -> StoredRun:
-        size, digests = self.block_size, node.digests or []
-        parent: bytes | None
-        if begin:
-            parent = digests[begin - 1]
-        else:
-            parent = None if node.parent is node.root else self.digests_end(node.parent)
-        return group, parent, digests[begin:end], node.tokens[begin * size : end * size]
-
-    def announce_blocks(self, node: Node, group: int, present: Int64Array) -> None:
-        """Tells subscribers that these blocks of a node are in a group (again)."""
-        self._emit(node, self._consecutive(node, group, present))
-
-    def _emit(self, node: Node, runs: Iterable[StoredRun]) -> None:
-        assert self.events is not None
-        for group, parent, digests, tokens in runs:
-            self.events.stored(
-                parent,
-                digests,
-                tokens,
-                block_size=self.block_size,
-                scope=node.root.scope,
-                tier=node.tier,
-                priority=node.priority,
-                group=group,
-                session=node.session,
-            )
-
-    def _present_digests(self, node: Node, group: int, first: int, last: int) -> list[bytes]:
-        assert node.digests is not None
-        known = node.digests[first:last]
-        if group not in self.windowed:
-            return known
-        ids = node.ids[group][first : first + len(known)]
-        return known if (ids >= 0).all() else [d for d, i in zip(known, ids.tolist(), strict=True) if i >= 0]
-
-    def announce_removal(self, node: Node, first: int, last: int, reason: EvictionReason) -> None:
-        assert self.events is not None
-        for group in range(self.num_cached_groups):
-            gone = self._present_digests(node, group, first, last)[::-1]
-            self.events.removed(gone, tier=node.tier, group=group, reason=reason.value)
-
-    def _announce_move(self, node: Node, source: Tier, target: Tier) -> None:
-        assert self.events is not None
-        for group in range(self.num_cached_groups):
-            moved = self._present_digests(node, group, 0, node.num_blocks)
-            self.events.updated(moved, group=group, old_tier=source, new_tier=target)

@@ -38,7 +38,7 @@ class Publisher:
             return
         if tip.open_row != row:
             self._attach(row, handle, tip)
-        if cache.events is not None and cache.events.listening:
+        if cache.events.listening:
             tip = rows.tips[row]
             assert tip is not None
             if tip.open_row == row:
@@ -71,6 +71,7 @@ class Publisher:
                 self._open(row, tip, key)
                 return
             for follower in followers:
+                rows.following[follower] = child.end * size
                 self.on_follow(follower)
             tip, first = child, child.end
 
@@ -132,7 +133,7 @@ class Publisher:
             cache.pool(group, GPU).refs[node.ids[group]] = 0  # from now on their readers are counted on the node
         if not tip.detached:
             tip.add_child(key, node)
-        if cache.events is not None and cache.events.listening:
+        if cache.events.listening:
             cache.announce(node)
         return node
 
@@ -173,7 +174,7 @@ class Publisher:
         lost = (theirs < 0) & (own >= 0)
         if lost.any():
             child.ids[group] = theirs = np.where(lost, own, theirs)
-            if child.digests is not None and cache.events is not None and cache.events.listening:
+            if child.digests is not None and cache.events.listening:
                 cache.announce_blocks(child, group, np.flatnonzero(lost))
         doubled = (own >= 0) & (own != theirs)
         if doubled.any():

@@ -52,6 +52,7 @@ class SequenceRows:
         self.tables: list[Int32Array] = [np.full((num_rows, num_columns), -1, np.int32) for _ in range(num_groups)]
         self.tips: list[Node | None] = [None] * num_rows
         self.history: list[Int32Array] = [np.empty(0, np.int32)] * num_rows
+        self.following: dict[int, int] = {}  # forks that share blocks another one published, up to this many tokens
         self.history_start = [0] * num_rows  # position of a history's first id; those before are read from the row's path
         self.handles: list[KVCacheHandle | None] = [None] * num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -168,17 +169,19 @@ class SequenceRows:
         self.store_recent(row)
         base = self.history_start[row]
         ids = self.history[row][: self.known.item(row) - base]
-        if not base:
-            return ids
-        parts = [ids]
+        return np.concatenate([self.path_ids(row, base), ids]) if base else ids
+
+    def path_ids(self, row: int, stop: int) -> Int32Array:
+        """The first `stop` ids of a row as the nodes of its path hold them."""
+        parts: list[Int32Array] = []
         node = self.tips[row]
         assert node is not None
         while node is not node.root:
             first = node.start * self.block_size
-            if first < base:
-                parts.append(node.tokens[: base - first])
+            if first < stop:
+                parts.append(node.tokens[: stop - first])
             node = node.parent
-        return np.concatenate(parts[::-1])
+        return np.concatenate(parts[::-1]) if parts else _NO_TOKENS
 
     def keep_token_ids(self, row: int) -> None:
         """Copies what is read from the tree: the row is about to leave its path."""

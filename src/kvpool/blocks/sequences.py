@@ -8,11 +8,12 @@ import numpy as np
 
 from kvpool.blocks.admission import Admissions, Plan
 from kvpool.blocks.arrays import Int32Array, Int64Array
+from kvpool.blocks.calendar import NEVER
 from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.groups import sink_blocks, window_start
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
-from kvpool.blocks.node import NEVER, Node
+from kvpool.blocks.node import Node
 from kvpool.blocks.pool import GPU
 from kvpool.blocks.retention import Retention
 from kvpool.blocks.state import CacheState
@@ -289,6 +290,7 @@ class Sequences:
         self._drop_private(handle, row, -(-length // size))
         rows.reserved[row] = length
         rows.present[row] = min(rows.present.item(row), length)
+        rows.following.pop(row, None)
         rows.written[row] = min(int(rows.written[row]), length)
         if int(rows.committed[row]) > length:
             rows.committed[row] = length
@@ -390,11 +392,14 @@ class Sequences:
         tip = self.rows.tips[row]
         assert tip is not None
         if handle.swapped is not None:
+            if not keep and handle.publishes:
+                final = self.rows.token_ids(row)[: self.rows.committed.item(row)]
+                tip = next(reversed(self.cache.match(handle.scope, final, partial=False).path), tip)
             self.free_swapped(handle)
         else:
             self.release_gpu(handle, row)
-            if not keep:
-                self._drop_own(tip, handle.first_serial)
+        if not keep:
+            self._drop_own(tip, handle.first_serial)
         self._end(handle, row, tip)
         self.rows.drop_row(row)
 
@@ -403,6 +408,7 @@ class Sequences:
             self.admissions.untrack(handle)
         if handle.family is not None:
             handle.family.discard(row)
+            self.rows.following.pop(row, None)
         del self.state.requests[handle.request_id]
         handle.row = -1
         if tip.root.quota is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +17,7 @@ from kvpool.blocks.publishing import Publisher
 from kvpool.blocks.rows import SequenceRows
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.errors import NeverFitsError, OutOfBlocksError, SequenceStateError, UnknownRequestError
+from kvpool.events import EventLog
 from kvpool.stats import Counters
 
 if TYPE_CHECKING:
@@ -46,11 +47,21 @@ class Admission(NamedTuple):
         return self.status is AllocStatus.OK
 
 
+def common_tenant(handles: Sequence[KVCacheHandle]) -> str | None:
+    """The tenant of all these sequences, or None if there are several: then nobody's guarantee gives way."""
+    tenants = {handle.scope.tenant for handle in handles}
+    return tenants.pop() if len(tenants) == 1 else None
+
+
 class CacheState:
     """Pools, rows and tree. The operations on it live beside it, one file for each part of a sequence's life."""
 
     def __init__(
-        self, config: KVCacheConfig, new_policy: Callable[[], EvictionPolicy], clock: Callable[[], float]
+        self,
+        config: KVCacheConfig,
+        new_policy: Callable[[], EvictionPolicy],
+        clock: Callable[[], float],
+        events: EventLog,
     ) -> None:
         self.config = config
         self.lock = threading.RLock()
@@ -66,9 +77,17 @@ class CacheState:
             [BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in LOCAL_TIERS] for spec in config.pools
         ]
         self.cache = PrefixCache(
-            config.block_size, self.groups, self.pools, self.rows, new_policy, self.counters, clock
+            config.block_size,
+            self.groups,
+            self.pools,
+            self.rows,
+            new_policy,
+            self.counters,
+            clock,
+            events,
+            self.copies,
+            config.offload_on_evict,
         )
-        self.cache.start(self.copies, config.offload_on_evict)
         self.publisher = Publisher(self.cache, self.rows)
         # How many blocks one more position costs in each pool, counting every group that grows with the sequence.
         self.growing = self.cache.num_cached_groups
@@ -82,10 +101,8 @@ class CacheState:
         """The row of a live handle of this manager that is on the GPU."""
         if type(handle) is KVCacheHandle and handle.row >= 0 and handle.swapped is None and handle._rows is self.rows:
             return handle.row
-        row = self.any_row_of(handle)
-        if handle.swapped is not None:
-            raise SequenceStateError(f"request {handle.request_id!r} is swapped out; call swap_in first")
-        return row
+        self.any_row_of(handle)
+        raise SequenceStateError(f"request {handle.request_id!r} is swapped out; call swap_in first")
 
     def any_row_of(self, handle: KVCacheHandle) -> int:
         """The row of a live handle of this manager, swapped out or not."""
@@ -115,26 +132,19 @@ class CacheState:
         else:
             self.cache.give_back_private(group, ids, handle.family is not None)
 
-    def supply(self, tenant: str) -> list[int]:
+    def supply(self, tenant: str | None) -> list[int]:
         """Blocks per GPU pool that are free or that a request of `tenant` may have evicted."""
         return [pool.num_free + self.cache.evictable(pool, tenant) for pool in self.gpu_pools]
 
-    def require(self, needs: list[int], tenant: str, what: str, extra: list[int] | None = None) -> None:
-        """Raises, before anything changes, if the GPU pools cannot serve `needs`; then evicts to make room.
-
-        `extra` blocks per pool are about to be freed by the same operation and count as supply.
-        """
-        for index, pool in enumerate(self.gpu_pools):
-            need = needs[index]
-            if need <= pool.num_free:
-                continue
-            available = pool.num_free + self.cache.evictable(pool, tenant) + (extra[index] if extra else 0)
-            if need > available:
-                raise self.shortage(pool, need, available, what)
-        for index, pool in enumerate(self.gpu_pools):
-            need = needs[index] - (extra[index] if extra else 0)
+    def require(self, needs: list[int], tenant: str | None, what: str) -> None:
+        """Raises, before anything changes, if the GPU pools cannot serve `needs`; then evicts to make room."""
+        for pool, need in zip(self.gpu_pools, needs, strict=True):
             if need > pool.num_free:
-                self.cache.make_room(pool, need, tenant)
+                available = pool.num_free + self.cache.evictable(pool, tenant)
+                if need > available:
+                    raise self.shortage(pool, need, available, what)
+        for pool, need in zip(self.gpu_pools, needs, strict=True):
+            self.cache.make_room(pool, need, tenant)
 
     def shortage(self, pool: BlockPool, need: int, available: int, what: str) -> OutOfBlocksError:
         """The error for a pool that cannot serve `need` blocks."""

@@ -15,9 +15,10 @@ from kvpool.blocks.arrays import Int32Array, Int64Array, as_array
 from kvpool.blocks.batch import SequenceBatch
 from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.groups import sink_blocks, window_start
+from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.pool import GPU
 from kvpool.blocks.rows import RECENT_TOKENS
-from kvpool.blocks.state import CacheState
+from kvpool.blocks.state import CacheState, common_tenant
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 
 _any = np.logical_or.reduce  # array.any() without its wrapper
@@ -109,7 +110,7 @@ class Stepping:
 
     def _require(self, batch: SequenceBatch, needs: list[int]) -> None:
         state = self.state
-        tenant = batch.handles[0].scope.tenant if state.cache.quotas and batch.handles else ""
+        tenant = common_tenant(batch.handles) if state.cache.quotas else None
         try:
             state.require(needs, tenant, f"extending a batch of {len(batch)} sequences")
         except Exception:
@@ -293,7 +294,7 @@ class Stepping:
             raise InvalidArgumentError(f"got {len(tokens)} tokens for a batch of {len(batch)} sequences")
         before = rows.committed[selection]
         known = rows.known[selection]
-        if _any(known != before):
+        if rows.following or _any(known != before):
             self.commit_rows(batch, tokens, np.ones(len(batch), np.int64))
             return
         committed = before + 1
@@ -315,8 +316,7 @@ class Stepping:
         """Publishes blocks that were just filled. Rows with an open node have nothing to do unless somebody listens."""
         if not len(rows_done):
             return
-        events = self.cache.events
-        if self.cache.windowed or (events is not None and events.listening):
+        if self.cache.windowed or self.cache.events.listening:
             attention = rows_done
         else:
             attention = rows_done[~self.rows.is_open[rows_done]]
@@ -359,6 +359,8 @@ class Stepping:
             self.state.publisher.publish(row)
             if self.cache.windowed:
                 self._slide(row)
+        if rows.following and end >= rows.following.get(row, end + 1):
+            del rows.following[row]
         if handle.inflight is not None:
             self.admissions.untrack(handle)
         if known - end >= size and handle.publishes:
@@ -382,25 +384,22 @@ class Stepping:
         rows = self.rows
         pieces: list[tuple[int, int, Int32Array | None]] = []
         offset = 0
-        for i, (row, count) in enumerate(zip(batch.rows.tolist(), counts.tolist(), strict=True)):
+        for handle, row, count in zip(batch.handles, batch.rows.tolist(), counts.tolist(), strict=True):
             ids = None
             if tokens is not None:
                 given = tokens[offset : offset + count]
                 offset += count
-                committed, known = int(rows.committed[row]), int(rows.known[row])
+                committed, known = rows.committed.item(row), rows.known.item(row)
                 if committed > known:
                     raise SequenceStateError(
-                        f"request {batch.handles[i].request_id!r} committed {committed - known} tokens without ids; "
+                        f"request {handle.request_id!r} committed {committed - known} tokens without ids; "
                         f"later ids cannot be placed: pass a count to commit"
                     )
                 overlap = min(known - committed, count)
-                expected = rows.ids_between(row, committed, committed + overlap)
-                if overlap and not np.array_equal(given[:overlap], expected):
-                    at = int((given[:overlap] != expected).argmax())
-                    raise InvalidArgumentError(
-                        f"request {batch.handles[i].request_id!r}: token {committed + at} was announced as "
-                        f"{int(expected[at])} and is committed as {int(given[at])}; rewind before changing it"
-                    )
+                _check_same(handle, committed, given[:overlap], rows.ids_between(row, committed, committed + overlap))
+                if row in rows.following:
+                    shared = rows.path_ids(row, rows.following[row])[committed : committed + count]
+                    _check_same(handle, committed, given[: len(shared)], shared)
                 ids = given[overlap:]
             pieces.append((row, count, ids))
         return pieces
@@ -433,3 +432,13 @@ def _positions(value: Any, name: str, batch_size: int) -> Int64Array:
     if wrong_type or array.shape not in ((), (batch_size,)) or int(array.max(initial=0)) > 2**40:
         raise InvalidArgumentError(f"{name} must be one position or one per sequence ({batch_size}), got {value!r}")
     return np.broadcast_to(array.astype(np.int64), (batch_size,))
+
+
+def _check_same(handle: KVCacheHandle, start: int, given: Int32Array, known: Int32Array) -> None:
+    """Token ids cannot change once they were announced, or once a fork published the blocks that hold their data."""
+    if len(given) and not np.array_equal(given, known):
+        at = int((given != known).argmax())
+        raise InvalidArgumentError(
+            f"request {handle.request_id!r}: token {start + at} was announced as {int(known[at])} "
+            f"and is committed as {int(given[at])}; rewind before changing it"
+        )

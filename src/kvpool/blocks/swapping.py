@@ -12,7 +12,7 @@ from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.node import Node
 from kvpool.blocks.sequences import Sequences
-from kvpool.blocks.state import Admission, AllocStatus, CacheState
+from kvpool.blocks.state import Admission, AllocStatus, CacheState, common_tenant
 from kvpool.blocks.tree import Match
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError
@@ -49,7 +49,7 @@ class Swapping:
         status, reason = AllocStatus.OK, "fits"
         for index, tiers in enumerate(self.state.pools):
             host = tiers[Tier.HOST]
-            have = host.num_free + self.cache.evictable(host, "")
+            have = host.num_free + self.cache.evictable(host, None)
             supply.append(have)
             if needs[index] > host.num_blocks:
                 status = AllocStatus.NEVER
@@ -87,11 +87,11 @@ class Swapping:
         held = self._held(row_list)
         for index, need in enumerate(self._needs(held)):
             host = state.pools[index][Tier.HOST]
-            have = host.num_free + self.cache.evictable(host, "")
+            have = host.num_free + self.cache.evictable(host, None)
             if need > have:
                 raise state.shortage(host, need, have, f"swapping out {len(handles)} requests")
         for index, need in enumerate(self._needs(held)):
-            self.cache.make_room(state.pools[index][Tier.HOST], need, "")
+            self.cache.make_room(state.pools[index][Tier.HOST], need, None)
         swapped = [SwappedBlocks([]) for _ in handles]
         moved = 0
         for group, of_group in enumerate(held):
@@ -119,6 +119,7 @@ class Swapping:
             table[row, :] = -1
         rows.tips[row] = root
         rows.present[row] = 0
+        rows.following.pop(row, None)
         rows.set_shared(row, False)
         rows.epoch += 1
         rows.moves += 1
@@ -202,8 +203,7 @@ class Swapping:
         return needs
 
     def _gpu_supply(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> list[int]:
-        tenant = handles[0].scope.tenant if handles else ""
-        supply = self.state.supply(tenant)
+        supply = self.state.supply(common_tenant(handles))
         used: dict[Node, int] = {}
         for match in matches:
             for node in match.path:
@@ -225,9 +225,8 @@ class Swapping:
                 raise state.shortage(pool, need, have, f"swapping in {len(handles)} requests")
         for handle, row in zip(handles, row_list, strict=True):
             self._hold_resident(handle, row)
-        tenant = handles[0].scope.tenant if handles else ""
         for pool, need in zip(state.gpu_pools, needs, strict=True):
-            self.cache.make_room(pool, need, tenant)
+            self.cache.make_room(pool, need, common_tenant(handles))
         wanted, fresh = self._missing(handles, [m.num_blocks for m in matches])
         moved = 0
         for group, of_group in enumerate(wanted):

@@ -7,24 +7,24 @@ and active. The tree offers idle leaves to the eviction policy and takes them ba
 
 from __future__ import annotations
 
-import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from kvpool.blocks.arrays import Int32Array
+from kvpool.blocks.calendar import NEVER, Calendar
 from kvpool.blocks.eviction import EvictionPolicy
 from kvpool.blocks.groups import is_cross, is_windowed
 from kvpool.blocks.hashing import ReuseScope, chain_digests, root_digest
-from kvpool.blocks.node import NEVER, Node, Root
+from kvpool.blocks.node import Node, Root
 from kvpool.blocks.pool import GPU, BlockPool
 from kvpool.blocks.quota import Quota
 from kvpool.blocks.rows import SequenceRows
 from kvpool.config import LayerGroup, Tier
 from kvpool.events import EventLog
 from kvpool.stats import Counters
-
 
 SHORT_RUN = 8192  # tokens up to which comparing copies of the bytes beats an array of differences
 
@@ -45,7 +45,7 @@ class Match(NamedTuple):
         return self.num_blocks * block_size + self.num_partial - self.num_recomputed
 
 
-class PrefixTree:
+class PrefixTree(ABC):
     """Structure and readers of the tree; what leaves it and when is decided in `PrefixCache`."""
 
     def __init__(
@@ -57,13 +57,14 @@ class PrefixTree:
         new_policy: Callable[[], EvictionPolicy],
         counters: Counters,
         clock: Callable[[], float],
+        events: EventLog,
     ) -> None:
         self.block_size = block_size
         self.groups = groups
         self.pools = pools
         self.rows = rows
         self.counters = counters
-        self.events: EventLog | None = None
+        self.events = events
         self.clock = clock
         self.now = clock()
         self.tick = 0
@@ -73,7 +74,7 @@ class PrefixTree:
         self.num_tiers = max(len(tiers) for tiers in pools)
         self.policies = [new_policy() for _ in range(self.num_tiers)]
         self.sessions: dict[str, set[Node]] = {}
-        self.expiries: list[tuple[float, int, Node]] = []  # a heap of (when, serial, node)
+        self.calendar = Calendar()
         # Groups whose blocks are published, those of them with a window, and blocks of full groups per pool and position.
         self.num_cached_groups = sum(not is_cross(group) for group in groups)
         self.windowed = [g.index for g in groups if is_windowed(g)]
@@ -86,11 +87,6 @@ class PrefixTree:
 
         # The pool of each tier when there is one full group and nothing else: counting is then one addition.
         self.only_pools = pools[0] if len(pools) == 1 and self.full_per_pool == [(0, 1)] else None
-
-    def begin(self) -> None:
-        """Starts an operation: one tick of logical time, one look at the clock."""
-        self.tick += 1
-        self.now = self.clock()
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
@@ -245,7 +241,7 @@ class PrefixTree:
                 self.count_cached(node, node.num_blocks)
                 if node.ttl is not None:
                     node.expires_at = now + node.ttl
-                    self.schedule_expiry(node, node.expires_at)
+                    self.watch(node)
                 if node.pins:
                     self._count_pinned(node, node.num_blocks)
                 elif not node.same_tier_children:
@@ -346,9 +342,7 @@ class PrefixTree:
         node.fingerprint = hash((node.root.fingerprint, node.start, node.key))
         if not node.detached:
             upper.add_child(node.key, node)
-        for time in (upper.expires_at, upper.priority_until):
-            if time != NEVER:
-                self.schedule_expiry(upper, time)
+        self.watch(upper)
         if candidate:
             policy.add(node)
         return upper
@@ -371,6 +365,16 @@ class PrefixTree:
         else:
             pool.give(ids)
 
+    def watch(self, node: Node) -> None:
+        """Notes when a node's time to live or priority ends, if it does."""
+        for when in (node.expires_at, node.priority_until):
+            if when != NEVER:
+                self.calendar.schedule(node, when, lambda: self.time_is_up(node))
+
+    @abstractmethod
+    def time_is_up(self, node: Node) -> int:
+        """A deadline of a node has passed; returns the positions that left the tree."""
+
     def path_to(self, node: Node) -> list[Node]:
         """The nodes from just below the root down to `node`."""
         path: list[Node] = []
@@ -379,11 +383,6 @@ class PrefixTree:
             node = node.parent
         path.reverse()
         return path
-
-    def schedule_expiry(self, node: Node, at: float) -> None:
-        """Notes when an idle node runs out of its time to live (or its priority ends)."""
-        self.counters.expiries_scheduled += 1
-        heapq.heappush(self.expiries, (at, self.counters.expiries_scheduled, node))
 
 
 _NO_IDS: Int32Array = np.empty(0, np.int32)
