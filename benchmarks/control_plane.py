@@ -355,15 +355,40 @@ def _throughput_cases() -> list[Case]:
     quiet, loud = {"events": False}, {"events": True}
     few: dict[str, Any] = {"repeats": 5, "quick_repeats": 2}
     return [
-        _both("free 1,024 sequences of 45 blocks", "ms", free_all, released,
-              bars=_times_best(3), figures="free 1024", **few),
+        _both(
+            "free 1,024 sequences of 45 blocks",
+            "ms",
+            free_all,
+            released,
+            bars=_times_best(3),
+            figures="free 1024",
+            **few,
+        ),
         _both("churn of 2k prompts", "req/s", churn, {**long, **quiet}, bars=(25_000,), figures="churn 2k"),
-        _both("churn of 2k prompts, events on", "req/s", churn, {**long, **loud},
-              bars=(Times(10, "vllm"),), figures="churn 2k with events"),
-        _both("churn of 128-token prompts, 8,192 leaves", "req/s", churn, {**short, **quiet},
-              bars=(30_000,), figures="churn 128"),
-        _both("128k prompt announced as events", "ms", announce, {"num_tokens": 131_072},
-              bars=(10,), figures="announce 128k"),
+        _both(
+            "churn of 2k prompts, events on",
+            "req/s",
+            churn,
+            {**long, **loud},
+            bars=(Times(10, "vllm"),),
+            figures="churn 2k with events",
+        ),
+        _both(
+            "churn of 128-token prompts, 8,192 leaves",
+            "req/s",
+            churn,
+            {**short, **quiet},
+            bars=(30_000,),
+            figures="churn 128",
+        ),
+        _both(
+            "128k prompt announced as events",
+            "ms",
+            announce,
+            {"num_tokens": 131_072},
+            bars=(10,),
+            figures="announce 128k",
+        ),
     ]
 
 
@@ -372,10 +397,27 @@ def _size_cases() -> list[Case]:
     filled = {"num_blocks": NUM_BLOCKS, "prompt_length": 2048}
     return [
         _both("metadata per cached block", "B", metadata, filled, bars=(140,), figures="metadata", **once),
-        _both("build 1,048,576 blocks", "ms", construction, {"num_blocks": MILLION},
-              bars=(50,), figures="construction 1M", repeats=5, max_peer_repeats=2),
-        _both("import in a fresh process", "s", import_time, {},
-              bars=(0.25,), figures="import", repeats=5, max_peer_repeats=1, warmups=0),
+        _both(
+            "build 1,048,576 blocks",
+            "ms",
+            construction,
+            {"num_blocks": MILLION},
+            bars=(50,),
+            figures="construction 1M",
+            repeats=5,
+            max_peer_repeats=2,
+        ),
+        _both(
+            "import in a fresh process",
+            "s",
+            import_time,
+            {},
+            bars=(0.25,),
+            figures="import",
+            repeats=5,
+            max_peer_repeats=1,
+            warmups=0,
+        ),
         Case("torch modules after the import", "modules", "lower", partial(import_time, TORCH_MODULES), (0,), **once),
     ]
 

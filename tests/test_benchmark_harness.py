@@ -225,16 +225,19 @@ class TestCommand:
         assert document["versions"]["vllm"] == "0.32.0"
         assert document["versions"]["kvpool"] == "0.1.0"
         (case,) = document["cases"]
-        assert case.items() >= {
-            "name": "a case",
-            "unit": "ms",
-            "better": "lower",
-            "kvpool": 1.0,
-            "peers": {"vllm": 10.0},
-            "ceiling": None,
-            "bar": "<= 1 ms",
-            "ok": True,
-        }.items()
+        assert (
+            case.items()
+            >= {
+                "name": "a case",
+                "unit": "ms",
+                "better": "lower",
+                "kvpool": 1.0,
+                "peers": {"vllm": 10.0},
+                "ceiling": None,
+                "bar": "<= 1 ms",
+                "ok": True,
+            }.items()
+        )
 
     def test_json_to_stdout_leaves_the_table_to_stderr(self, capsys: pytest.CaptureFixture[str]) -> None:
         run_main([make_case(1.0)], FakePeer(), "--json", "-")

@@ -15,18 +15,8 @@ import pytest
 from kvpool.blocks.hashing import ReuseScope, chain_digests, root_digest
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, InvariantError
-from kvpool.events import (
-    CacheMirror,
-    Created,
-    Event,
-    EventLog,
-    PoolSize,
-    Removed,
-    Stored,
-    Subscription,
-    Updated,
-    to_dict,
-)
+from kvpool.events import Created, Event, EventLog, PoolSize, Removed, Stored, Subscription, Updated, to_dict
+from kvpool.mirror import CacheMirror
 
 SCOPE = ReuseScope()
 BLOCK_SIZE = 2

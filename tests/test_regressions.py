@@ -109,7 +109,9 @@ def test_a_pin_whose_time_is_over_does_not_block_an_admission() -> None:
 
 def test_deadlines_do_not_pile_up_with_requests() -> None:
     now = [0.0]
-    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=8, default_ttl=1000.0), clock=lambda: now[0])
+    manager = KVCacheManager(
+        KVCacheConfig([FULL], block_size=2, gpu_blocks=8, default_ttl=1000.0), clock=lambda: now[0]
+    )
     for number in range(500):
         now[0] = number
         manager.free(commit_all(manager, manager.allocate(number, [number % 3] * 4)))

@@ -32,7 +32,8 @@ from kvpool.errors import (
     OutOfBlocksError,
     UnknownRequestError,
 )
-from kvpool.events import CacheMirror, Removed, Stored, Updated, to_dict
+from kvpool.events import Removed, Stored, Updated, to_dict
+from kvpool.mirror import CacheMirror
 
 FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)

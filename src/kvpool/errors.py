@@ -1,4 +1,4 @@
-"""Every error that kvpool raises on purpose. All derive from `KVPoolError`; each says which value was wrong and what would help."""
+"""Every error that kvpool raises on purpose. Each says which value was wrong and what would help."""
 
 from __future__ import annotations
 

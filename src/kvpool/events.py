@@ -11,129 +11,34 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from enum import Enum
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.errors import InvalidArgumentError, InvariantError
+from kvpool.event_kinds import Created, Event, PoolSize, Removed, Stored, Updated, to_dict
 
 if TYPE_CHECKING:
     from kvpool.config import Tier
 
 
-class PoolSize(NamedTuple):
-    """How many blocks one layer group can hold in one tier."""
-
-    group: int
-    tier: Tier
-    num_blocks: int
-
-
-@dataclass(frozen=True, slots=True)
-class Created:
-    """The pools were created or resized. Says nothing about their contents."""
-
-    event_id: int
-    pools: tuple[PoolSize, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Consecutive blocks of one sequence became reusable in one layer group, each the parent of the next.
-
-    `parent` is the digest of the block before the first one, None at the start of a sequence. `tokens` holds the tokens
-    of all these blocks; it shares memory with what the producer passed and is read-only.
-    """
-
-    event_id: int
-    parent: bytes | None
-    digests: tuple[bytes, ...]
-    tokens: npt.NDArray[np.int32] = field(compare=False, repr=False)  # the digests identify them
-    block_size: int
-    scope: ReuseScope
-    tier: Tier
-    priority: int
-    group: int
-    session: str | None = None
-
-    def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.digests) * self.block_size:
-            raise InvalidArgumentError(
-                f"{len(self.digests)} blocks of {self.block_size} tokens were stored with {len(self.tokens)} tokens"
-            )
-        tokens = self.tokens.view()
-        tokens.flags.writeable = False
-        object.__setattr__(self, "tokens", tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Removed:
-    """Blocks of one layer group left the cache, in this order; `tier` is where they were last."""
-
-    event_id: int
-    digests: tuple[bytes, ...]
-    tier: Tier
-    group: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Updated:
-    """Blocks of one layer group moved to another tier, or got another priority, or both. An unchanged pair is None."""
-
-    event_id: int
-    digests: tuple[bytes, ...]
-    group: int
-    old_tier: Tier | None = None
-    new_tier: Tier | None = None
-    old_priority: int | None = None
-    new_priority: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.old_tier is None) != (self.new_tier is None):
-            raise InvalidArgumentError(f"an update needs both tiers or none, got {self.old_tier} -> {self.new_tier}")
-        if (self.old_priority is None) != (self.new_priority is None):
-            raise InvalidArgumentError(
-                f"an update needs both priorities or none, got {self.old_priority} -> {self.new_priority}"
-            )
-        if self.old_tier is None and self.old_priority is None:
-            raise InvalidArgumentError("an update changes a tier or a priority, got neither")
-
-
-Event: TypeAlias = Created | Stored | Removed | Updated
-
-
-def to_dict(event: Event) -> dict[str, Any]:
-    """An event as JSON-able values: digests in hexadecimal, tiers by name, its kind under "type".
-
-    >>> to_dict(Updated(7, (bytes(2),), group=0, old_priority=35, new_priority=80))["digests"]
-    ['0000']
-    """
-    values = {item.name: _jsonable(getattr(event, item.name)) for item in fields(event)}
-    return {"type": type(event).__name__.lower(), **values}
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, Enum):
-        return value.name if isinstance(value, int) else value.value
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    if isinstance(value, PoolSize):
-        return {"group": value.group, "tier": value.tier.name, "num_blocks": value.num_blocks}
-    if isinstance(value, ReuseScope):
-        return {item.name: _jsonable(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, tuple):
-        return [_jsonable(item) for item in value]
-    return value
-
+__all__ = [
+    "Created",
+    "Event",
+    "EventBatch",
+    "EventLog",
+    "PoolSize",
+    "Removed",
+    "SnapshotSource",
+    "Stored",
+    "Subscription",
+    "Updated",
+    "to_dict",
+]
 
 SnapshotSource: TypeAlias = Callable[[Callable[[], int]], Sequence[Event]]
 """Describes everything that is cached now: a `Created`, then `Stored` events with parents before their children.
@@ -472,113 +377,3 @@ class Subscription:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-class BlockState(NamedTuple):
-    tier: Tier
-    priority: int
-
-
-class CacheMirror:
-    """What a cache holds, rebuilt from its events: {group: {digest: (tier, priority)}}. Not thread-safe.
-
-    A router keeps one per worker and sends a request where `longest_prefix` is largest. It checks what the producer
-    promises and raises `InvariantError` when an event contradicts the ones before it; that event changes nothing.
-
-    `windows` gives, for each group of sliding-window layers, how many blocks before the next token must be held.
-    Such a group may hold a block whose parent has left the cache.
-    """
-
-    def __init__(self, windows: Mapping[int, int] | None = None) -> None:
-        self._windows = dict(windows or {})
-        for group, num_blocks in self._windows.items():
-            if num_blocks < 1:
-                raise InvalidArgumentError(f"a window is at least 1 block, got {num_blocks} for group {group}")
-        self.pools: tuple[PoolSize, ...] = ()
-        self.blocks: dict[int, dict[bytes, BlockState]] = {}
-        self.last_event_id: int | None = None
-
-    def clear(self) -> None:
-        """Forgets everything, before a new snapshot is applied."""
-        self.pools = ()
-        self.blocks = {}
-        self.last_event_id = None
-
-    def apply(self, events: Iterable[Event]) -> None:
-        """Follows these events, which must continue the ones applied before."""
-        for event in events:
-            # all events of a snapshot carry the id of the last event it includes
-            if self.last_event_id is not None and event.event_id - self.last_event_id not in (0, 1):
-                raise InvariantError(f"event {event.event_id} follows event {self.last_event_id}: resync() first")
-            if isinstance(event, Stored):
-                self._store(event)
-            elif isinstance(event, Removed):
-                self._remove(event)
-            elif isinstance(event, Updated):
-                self._update(event)
-            else:
-                self.pools = event.pools
-            self.last_event_id = event.event_id
-
-    def longest_prefix(self, digests: Sequence[bytes], groups: Collection[int] | None = None) -> int:
-        """How many leading blocks of a prompt could be reused: the groups (all that ever stored) hold what they need.
-
-        Sink blocks of a windowed group are not looked for.
-        """
-        chosen = self.blocks if groups is None else groups
-        num_tried = len(digests)
-        num_blocks = np.arange(1, num_tried + 1)  # of every prefix that is tried
-        usable = np.full(num_tried, bool(chosen))
-        for group in chosen:
-            held = self.blocks.get(group, {})
-            is_held = np.fromiter(map(held.__contains__, digests), dtype=np.bool_, count=num_tried)
-            last_missing = np.maximum.accumulate(np.where(is_held, 0, num_blocks))
-            usable &= num_blocks - last_missing >= np.minimum(num_blocks, self._windows.get(group, num_tried))
-        return int(num_blocks[usable].max(initial=0))
-
-    def _store(self, event: Stored) -> None:
-        parent, group = event.parent, event.group
-        if parent is not None and group not in self._windows and not any(parent in g for g in self.blocks.values()):
-            raise InvariantError(f"event {event.event_id} stored blocks below an unknown parent {parent.hex()}")
-        held = self.blocks.get(group, {})
-        added = dict.fromkeys(event.digests, BlockState(event.tier, event.priority))
-        if len(added) < len(event.digests) or not held.keys().isdisjoint(added):
-            raise InvariantError(f"event {event.event_id} stored a block of group {group} that was stored already")
-        self.blocks.setdefault(group, held).update(added)
-
-    def _remove(self, event: Removed) -> None:
-        held = self._check_held(event)
-        for digest in event.digests:
-            if held[digest].tier != event.tier:
-                raise InvariantError(
-                    f"event {event.event_id} removed block {digest.hex()} of group {event.group} "
-                    f"from {event.tier.name}, but it was in {held[digest].tier.name}"
-                )
-        for digest in event.digests:
-            del held[digest]
-
-    def _update(self, event: Updated) -> None:
-        held = self._check_held(event)
-        changed: dict[bytes, BlockState] = {}
-        for digest in event.digests:
-            tier, priority = held[digest]
-            if event.old_tier not in (None, tier) or event.old_priority not in (None, priority):
-                raise InvariantError(
-                    f"event {event.event_id} updated block {digest.hex()} of group {event.group} from "
-                    f"{(event.old_tier, event.old_priority)}, but it had {(tier, priority)}"
-                )
-            new_tier = tier if event.new_tier is None else event.new_tier
-            new_priority = priority if event.new_priority is None else event.new_priority
-            changed[digest] = BlockState(new_tier, new_priority)
-        held.update(changed)
-
-    def _check_held(self, event: Removed | Updated) -> dict[bytes, BlockState]:
-        held = self.blocks.get(event.group, {})
-        named = set(event.digests)
-        if len(named) < len(event.digests) or not held.keys() >= named:
-            unknown = next((digest.hex() for digest in event.digests if digest not in held), "named twice")
-            raise InvariantError(
-                f"event {event.event_id} {type(event).__name__.lower()} a block that group {event.group} "
-                f"does not hold: {unknown}"
-            )
-        return held

@@ -139,9 +139,7 @@ class Maintenance:
             with self._guard:  # every operation begins with what is due
                 return expired[EvictionReason.EXPIRED.value] - before
 
-    def invalidate(
-        self, prefix: Any = None, *, scope: ReuseScope | None = None, session: str | None = None
-    ) -> int:
+    def invalidate(self, prefix: Any = None, *, scope: ReuseScope | None = None, session: str | None = None) -> int:
         """Removes cached content that must not be reused: below a prefix, in a scope, or made by a session.
 
         `prefix` (with `scope`, default scope otherwise) removes what follows its last full block match, that block
@@ -273,6 +271,7 @@ class Maintenance:
         """Calls back whenever the pressure level changes; returns a function that stops it."""
         if not callable(callback):
             raise InvalidArgumentError(f"on_memory_pressure takes a callable, got {callback!r}")
+
         def call(change: PressureChange) -> None:  # a registration of its own, also of a callback that has one already
             callback(change)
 

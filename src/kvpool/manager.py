@@ -35,6 +35,7 @@ from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.blocks.pins import Pins
 from kvpool.blocks.retention import Retention
+from kvpool.blocks.rewinding import Rewinding
 from kvpool.blocks.sequences import Sequences
 from kvpool.blocks.state import Admission, CacheState
 from kvpool.blocks.stepping import Stepping
@@ -78,7 +79,9 @@ class KVCacheManager(Maintenance):
             raise ConfigError(f"KVCacheManager takes a KVCacheConfig, got {type(config).__name__}")
         chosen = config.eviction_policy if policy is None else policy
         if isinstance(chosen, EvictionPolicy):
-            raise ConfigError("policy takes a name, a class or a factory: each tier and tenant needs an instance of its own")
+            raise ConfigError(
+                "policy takes a name, a class or a factory: each tier and tenant needs an instance of its own"
+            )
         make_policy(chosen)  # an unknown name is refused here, before anything is built
         self.config = config
         self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
@@ -88,6 +91,7 @@ class KVCacheManager(Maintenance):
         self._admissions = Admissions(self._state)
         self._sequences = Sequences(self._state, self._admissions)
         self._stepping = Stepping(self._state, self._admissions)
+        self._rewinding = Rewinding(self._state, self._admissions)
         self._swapping = Swapping(self._state, self._sequences)
         self._compaction = Compaction(self._state)
         self._pins = Pins(self._state)
@@ -302,7 +306,7 @@ class KVCacheManager(Maintenance):
         with self._guard:
             row = self._state.row_of(handle)
             limit = int(self._state.rows.reserved[row])
-            self._sequences.rewind(handle, as_count(num_tokens, "num_tokens", maximum=limit))
+            self._rewinding.rewind(handle, as_count(num_tokens, "num_tokens", maximum=limit))
 
     def fork(self, handle: KVCacheHandle, *request_ids: Hashable) -> list[KVCacheHandle]:
         """New sequences that share every block with `handle` (parallel samples, beams, tree search)."""

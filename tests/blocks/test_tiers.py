@@ -6,7 +6,7 @@ import pytest
 
 from kvpool import CopyKind, KVCacheConfig, KVCacheManager, LayerSpec, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
-from kvpool.events import CacheMirror
+from kvpool.mirror import CacheMirror
 
 FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)

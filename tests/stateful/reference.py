@@ -14,7 +14,7 @@ import numpy as np
 
 from kvpool import CopyOp, GroupKind, KVCacheConfig, KVCacheHandle, KVCacheManager, ReuseScope, Tier
 from kvpool.blocks.hashing import chain_digests, root_digest
-from kvpool.events import CacheMirror
+from kvpool.mirror import CacheMirror
 
 LOCAL_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
 Place = tuple[int, int, int]  # tier, pool, block

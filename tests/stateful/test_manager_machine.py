@@ -52,7 +52,7 @@ from kvpool.errors import (
     SequenceStateError,
     UnknownRequestError,
 )
-from kvpool.events import CacheMirror
+from kvpool.mirror import CacheMirror
 
 SCOPES = (ReuseScope(), ReuseScope(tenant="a"), ReuseScope(tenant="b"), ReuseScope(tenant="a", adapter="lora"))
 SESSIONS = (None, "s", "t")

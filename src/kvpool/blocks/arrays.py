@@ -32,7 +32,13 @@ def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:
     dtype('int32')
     """
     array = tokens if isinstance(tokens, np.ndarray) else as_array(tokens, name)
-    if array.dtype == np.int32 and array.ndim == 1 and array.flags.c_contiguous and array.size and _smallest(array) >= 0:
+    if (
+        array.dtype == np.int32
+        and array.ndim == 1
+        and array.flags.c_contiguous
+        and array.size
+        and _smallest(array) >= 0
+    ):
         return array
     if array.ndim != 1:
         raise InvalidArgumentError(f"{name} must be one-dimensional, got shape {array.shape}")

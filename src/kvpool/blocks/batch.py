@@ -170,7 +170,13 @@ def _array(out: Int32Array | None, length: int, name: str) -> Int32Array:
 
 def _check_out(out: npt.NDArray[Any], shape: tuple[int, ...], name: str, exact: bool) -> None:
     if not isinstance(out, np.ndarray) or out.dtype != np.int32:
-        raise InvalidArgumentError(f"the array for {name} must be int32, got {getattr(out, 'dtype', type(out).__name__)}")
-    fits = out.shape == shape if exact else len(out.shape) == len(shape) and out.shape[:-1] == shape[:-1] and out.shape[-1] >= shape[-1]
+        raise InvalidArgumentError(
+            f"the array for {name} must be int32, got {getattr(out, 'dtype', type(out).__name__)}"
+        )
+    fits = (
+        out.shape == shape
+        if exact
+        else len(out.shape) == len(shape) and out.shape[:-1] == shape[:-1] and out.shape[-1] >= shape[-1]
+    )
     if not fits:
         raise InvalidArgumentError(f"the array for {name} has shape {out.shape}, needed is {shape}")

@@ -66,9 +66,12 @@ class Checker:
             self.expect(self.state.requests.get(handle.request_id) is handle, f"{name}: not in the request index")
             reserved, written, committed = (int(a[row]) for a in (rows.reserved, rows.written, rows.committed))
             self.expect(
-                reserved >= written >= committed >= 0, f"{name}: reserved {reserved}, written {written}, committed {committed}"
+                reserved >= written >= committed >= 0,
+                f"{name}: reserved {reserved}, written {written}, committed {committed}",
             )
-            self.expect(int(rows.num_blocks[row]) * self.state.block_size >= reserved, f"{name}: too few blocks for {reserved}")
+            self.expect(
+                int(rows.num_blocks[row]) * self.state.block_size >= reserved, f"{name}: too few blocks for {reserved}"
+            )
             if handle.swapped is not None:
                 self.check_swapped(row, name)
             else:
@@ -103,7 +106,9 @@ class Checker:
             first = tip.end if group < self.state.growing else 0
             if first:
                 cached = self.cache.path_ids(path, first, group)
-                self.expect(bool((ids[:first] == cached).all()), f"{name}: table differs from the tree in group {group}")
+                self.expect(
+                    bool((ids[:first] == cached).all()), f"{name}: table differs from the tree in group {group}"
+                )
             for block in ids[first:].tolist():
                 self.private[spec.pool, Tier.GPU, block] += 1
                 if group in self.cache.full:
@@ -139,20 +144,28 @@ class Checker:
             self.expect(node.num_blocks > 0, f"{name}: is empty")
             self.expect(len(node.tokens) == node.num_blocks * size, f"{name}: {len(node.tokens)} tokens")
             self.expect(node.start == node.parent.end, f"{name}: its parent ends at {node.parent.end}")
-            self.expect(node.tier >= node.parent.tier, f"{name}: lies on {node.tier.name} below {node.parent.tier.name}")
+            self.expect(
+                node.tier >= node.parent.tier, f"{name}: lies on {node.tier.name} below {node.parent.tier.name}"
+            )
             if not node.detached:
                 self.expect(node.key == node.tokens[:size].tobytes(), f"{name}: key is not its first block")
                 siblings = node.parent.children
-                self.expect(siblings is not None and siblings.get(node.key) is node, f"{name}: not among its parent's children")
+                self.expect(
+                    siblings is not None and siblings.get(node.key) is node, f"{name}: not among its parent's children"
+                )
             same = sum(child.tier == node.tier for child in (node.children or {}).values())
-            self.expect(same == node.same_tier_children, f"{name}: counts {node.same_tier_children} children of its tier")
+            self.expect(
+                same == node.same_tier_children, f"{name}: counts {node.same_tier_children} children of its tier"
+            )
             self.collect_blocks(node, name)
 
     def collect_blocks(self, node: Node, name: str) -> None:
         for group in range(self.state.growing):
             pool = self.state.groups[group].pool
             ids = node.ids[group]
-            self.expect(len(ids) == node.num_blocks, f"{name}: {len(ids)} ids in group {group} for {node.num_blocks} blocks")
+            self.expect(
+                len(ids) == node.num_blocks, f"{name}: {len(ids)} ids in group {group} for {node.num_blocks} blocks"
+            )
             if group not in self.cache.windowed:
                 self.expect(bool((ids >= 0).all()), f"{name}: a hole in group {group}")
             for block in ids[ids >= 0].tolist():
@@ -175,7 +188,9 @@ class Checker:
             if not pin.node.detached:
                 pins[pin.node] += 1
         for node in sorted(self.nodes, key=lambda n: -n.start):
-            self.expect(node.active == active[node], f"node at block {node.start}: active {node.active}, counted {active[node]}")
+            self.expect(
+                node.active == active[node], f"node at block {node.start}: active {node.active}, counted {active[node]}"
+            )
             self.expect(node.pins == pins[node], f"node at block {node.start}: pins {node.pins}, counted {pins[node]}")
             if node.detached:
                 self.expect(node.active > 0, f"node at block {node.start} is detached and unread but not freed")
@@ -193,7 +208,9 @@ class Checker:
                 if index == pool.index and tier == Tier.GPU and self._group_of(node, block, index) == group:
                     readers = self.window_readers[index, tier, block]
                     refs = int(pool.refs[block])
-                    self.expect(refs == readers, f"block {block} of group {group} has {refs} references, {readers} readers")
+                    self.expect(
+                        refs == readers, f"block {block} of group {group} has {refs} references, {readers} readers"
+                    )
                     if not refs:
                         self.idle[index, tier] += 1
                         self.pinned[index, tier] += int(block in self.cache.pinned_windowed[index])
@@ -220,7 +237,10 @@ class Checker:
         owned = {b for (p, t, b) in self.private if p == pool.index and t == pool.tier}
         shared = {b for (p, t, b) in self.published if p == pool.index and t == pool.tier}
         self.expect(not owned & shared, f"{name}: blocks {sorted(owned & shared)} are private and published")
-        self.expect(not set(free) & (owned | shared), f"{name}: blocks {sorted(set(free) & (owned | shared))} are free and in use")
+        self.expect(
+            not set(free) & (owned | shared),
+            f"{name}: blocks {sorted(set(free) & (owned | shared))} are free and in use",
+        )
         lost = set(range(pool.num_blocks)) - set(free) - owned - shared
         self.expect(not lost, f"{name}: blocks {sorted(lost)[:8]} belong to nobody (leaked)")
         for block in free:
@@ -229,7 +249,9 @@ class Checker:
             held = self.private[pool.index, int(pool.tier), block]
             if (pool.index, block) in self.uncounted and pool.tier == Tier.GPU and held == 1:
                 held = 0
-            self.expect(pool.refs[block] == held, f"{name}: block {block} has {pool.refs[block]} references, {held} holders")
+            self.expect(
+                pool.refs[block] == held, f"{name}: block {block} has {pool.refs[block]} references, {held} holders"
+            )
         self.check_published(pool, shared, name)
         idle, pinned = self.idle[pool.index, int(pool.tier)], self.pinned[pool.index, int(pool.tier)]
         self.expect(pool.num_cached == idle, f"{name}: {pool.num_cached} cached blocks booked, {idle} counted")
@@ -260,10 +282,14 @@ class Checker:
         shared = int(self.rows.shared[self.rows.live_rows()].sum())
         self.expect(shared == self.rows.num_shared, f"{self.rows.num_shared} shared rows booked, {shared} flagged")
         pinned = sum(node.num_blocks for node in self.nodes if node.pins)
-        self.expect(pinned == self.cache.pinned_blocks, f"{self.cache.pinned_blocks} pinned positions booked, {pinned} counted")
+        self.expect(
+            pinned == self.cache.pinned_blocks, f"{self.cache.pinned_blocks} pinned positions booked, {pinned} counted"
+        )
         for (tip, _), row in self.admissions.in_flight.items():
             handle = self.rows.handles[row]
-            self.expect(handle is not None and self.rows.tips[row] is tip, f"row {row} is tracked in flight at a node it left")
+            self.expect(
+                handle is not None and self.rows.tips[row] is tip, f"row {row} is tracked in flight at a node it left"
+            )
         for quota in self.cache.quotas.values():
             self.check_quota_counts(quota.tenant, quota.cached)
 

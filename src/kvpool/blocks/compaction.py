@@ -120,7 +120,7 @@ class Compaction:
         return runs
 
     def _held(self, group: int, row: int) -> list[Int32Array]:
-        """The parts of a row's table that name its blocks: what left a window stands there still, but may be another's now."""
+        """The parts of a row's table that name its own blocks; what left a window may be another's by now."""
         ids = self.rows.all_blocks(group, row)
         if group not in self.cache.windowed:
             return [ids]

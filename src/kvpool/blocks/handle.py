@@ -36,7 +36,7 @@ class BlockTable(Sequence["int | None"]):
     def __getitem__(self, index: int) -> int | None: ...
     @overload
     def __getitem__(self, index: slice) -> list[int | None]: ...
-    def __getitem__(self, index: int | slice) -> int | None | list[int | None]:
+    def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
         return self._ids[index]
 
     def __iter__(self) -> Iterator[int | None]:

@@ -93,7 +93,9 @@ class Pins:
     def unpin(self, pin: Pin) -> None:
         """Ends a pin; its blocks stay cached and may be evicted again."""
         if self.active.pop(pin.pin_id, None) is not pin:
-            raise InvalidArgumentError(f"pin {pin.pin_id} is not active here; it was unpinned, expired or made elsewhere")
+            raise InvalidArgumentError(
+                f"pin {pin.pin_id} is not active here; it was unpinned, expired or made elsewhere"
+            )
         self._let_go(pin)
         self.cache.enforce_quota(pin.node.root)
 

@@ -41,7 +41,17 @@ class BlockPool:
     4
     """
 
-    __slots__ = ("_free", "index", "num_blocks", "num_cached", "num_free", "num_pinned", "peak_referenced", "refs", "tier")
+    __slots__ = (
+        "_free",
+        "index",
+        "num_blocks",
+        "num_cached",
+        "num_free",
+        "num_pinned",
+        "peak_referenced",
+        "refs",
+        "tier",
+    )
 
     def __init__(self, index: int, tier: Tier, num_blocks: int) -> None:
         self.index = index
@@ -64,7 +74,9 @@ class BlockPool:
         """Hands out `num_blocks` free ids to a single owner. The caller made sure that they exist."""
         top = self.num_free
         if num_blocks > top:
-            raise OutOfBlocksError(f"pool {self.index} on {self.tier.name} has {top} free blocks, {num_blocks} were asked for")
+            raise OutOfBlocksError(
+                f"pool {self.index} on {self.tier.name} has {top} free blocks, {num_blocks} were asked for"
+            )
         ids = self._free[top - num_blocks : top][::-1].copy()
         self.num_free = top - num_blocks
         return ids
@@ -101,7 +113,9 @@ class BlockPool:
         left = self.refs[ids] - 1
         if len(ids) and int(left.min()) < 0:
             wrong = ids[left < 0].tolist()
-            raise InvalidArgumentError(f"blocks {wrong} of pool {self.index} on {self.tier.name} have no reference to release")
+            raise InvalidArgumentError(
+                f"blocks {wrong} of pool {self.index} on {self.tier.name} have no reference to release"
+            )
         self.refs[ids] = left
         self.give(ids[left == 0])
 

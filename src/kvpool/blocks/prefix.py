@@ -419,4 +419,3 @@ class PrefixCache(WindowedTree):
             while quota.excess(pool.index) and len(quota.policies[GPU]):
                 victim = cast(Node, quota.policies[GPU].victim())
                 self._evict_tail(victim, min(victim.num_blocks, quota.excess(pool.index)), EvictionReason.QUOTA)
-

@@ -117,7 +117,9 @@ class Publisher:
         node.open_row = row
         self.rows.tips[row] = node
         self.rows.is_open[row] = True
-        node.num_blocks = self.rows.committed.item(row) // self.block_size - node.start  # the rest when it is read: `sync`
+        node.num_blocks = (
+            self.rows.committed.item(row) // self.block_size - node.start
+        )  # the rest when it is read: `sync`
         if not tip.detached:
             tip.add_child(key, node)
 

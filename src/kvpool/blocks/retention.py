@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from kvpool.errors import InvalidArgumentError
 
@@ -58,9 +59,11 @@ class Retention:
         if not isinstance(self.ranges, (tuple, list)) or not all(isinstance(part, TokenRange) for part in self.ranges):
             raise InvalidArgumentError(f"ranges must be a list of TokenRange, got {self.ranges!r}")
         ordered = tuple(sorted(self.ranges, key=lambda r: r.start))
-        for left, right in zip(ordered, ordered[1:], strict=False):
+        for left, right in pairwise(ordered):
             if left.end is None:
-                raise InvalidArgumentError(f"the open range from {left.start} must be the last; {right.start}.. follows it")
+                raise InvalidArgumentError(
+                    f"the open range from {left.start} must be the last; {right.start}.. follows it"
+                )
             if right.start < left.end:
                 raise InvalidArgumentError(
                     f"token ranges {left.start}..{left.end} and {right.start}..{right.end} overlap; cut them apart"

@@ -53,7 +53,9 @@ class SequenceRows:
         self.tips: list[Node | None] = [None] * num_rows
         self.history: list[Int32Array] = [np.empty(0, np.int32)] * num_rows
         self.following: dict[int, int] = {}  # forks that share blocks another one published, up to this many tokens
-        self.history_start = [0] * num_rows  # position of a history's first id; those before are read from the row's path
+        self.history_start = [
+            0
+        ] * num_rows  # position of a history's first id; those before are read from the row's path
         self.handles: list[KVCacheHandle | None] = [None] * num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
@@ -118,7 +120,19 @@ class SequenceRows:
     def _grow_rows(self) -> None:
         old = self.num_rows
         self._free_rows.extend(range(2 * old - 1, old - 1, -1))
-        for name in ("reserved", "written", "committed", "num_blocks", "num_cross_blocks", "present", "known", "num_history", "is_open", "shared", "recent"):
+        for name in (
+            "reserved",
+            "written",
+            "committed",
+            "num_blocks",
+            "num_cross_blocks",
+            "present",
+            "known",
+            "num_history",
+            "is_open",
+            "shared",
+            "recent",
+        ):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
         self.window_start = np.concatenate([self.window_start, np.zeros_like(self.window_start)], axis=1)

@@ -155,5 +155,5 @@ class CacheState:
             )
         return OutOfBlocksError(
             f"{what} needs {need} blocks of pool {pool.index} on {pool.tier.name}; {available} of {pool.num_blocks} are free "
-            f"or evictable ({pool.num_referenced} are in use, {pool.num_pinned} pinned); free or swap out requests and try again"
+            f"or evictable ({pool.num_referenced} are in use, {pool.num_pinned} pinned); free or swap out requests first"
         )

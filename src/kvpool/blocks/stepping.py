@@ -91,7 +91,9 @@ class Stepping:
             rows.moves += 1  # other batches may hold the same sequences
             batch.moves = rows.moves
             has_spare_block = bool((rows.num_blocks[selection] > columns + 1).any())
-            batch.last_slots = None if has_spare_block else slots  # a block that is there already is entered by its table
+            batch.last_slots = (
+                None if has_spare_block else slots
+            )  # a block that is there already is entered by its table
         else:
             batch.last_slots = slots
         if out is None:
@@ -133,7 +135,7 @@ class Stepping:
         limit = self.state.config.max_seq_len
         if limit is not None and len(new) and int(new.max()) + lookahead > limit:
             raise InvalidArgumentError(
-                f"a sequence would have {int(new.max()) + lookahead} tokens, over max_seq_len={limit}; free it or raise the limit"
+                f"a sequence would have {int(new.max()) + lookahead} tokens, over max_seq_len={limit}; free it or raise that"
             )
 
     def _check_out(self, out: Int32Array, num_slots: int) -> None:
@@ -142,7 +144,9 @@ class Stepping:
             given = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else repr(out)
             raise InvalidArgumentError(f"out must be a writeable int32 array of shape {shape}, got {given}")
 
-    def _grow(self, batch: SequenceBatch, missing: Int64Array, num_new: int, copies: list[tuple[int, int, int]]) -> None:
+    def _grow(
+        self, batch: SequenceBatch, missing: Int64Array, num_new: int, copies: list[tuple[int, int, int]]
+    ) -> None:
         """Allocates the missing blocks and copies shared ones; all or nothing."""
         state, rows = self.state, self.rows
         needs = [num_new * per for per in state.per_position]
@@ -186,7 +190,9 @@ class Stepping:
                     block = int(rows.tables[group][row, column])
                     if block < 0 or refs[block] <= 1:
                         continue
-                    shared = True  # also for the row that keeps a block which others of the batch copy: they may yet fail
+                    shared = (
+                        True  # also for the row that keeps a block which others of the batch copy: they may yet fail
+                    )
                     if refs[block] - claimed.get((pool, block), 0) > 1:
                         claimed[pool, block] = claimed.get((pool, block), 0) + 1
                         found.append((row, group, column))
@@ -247,7 +253,9 @@ class Stepping:
         slots[self.state.growing :] = -1
         present = (positions < rows.present[owners]) & (positions >= rows.written[owners])
         if present.any():
-            slots[:, present] = -1  # the last token of a fully cached prompt: computed for its logits, not written again
+            slots[
+                :, present
+            ] = -1  # the last token of a fully cached prompt: computed for its logits, not written again
         return slots
 
     def slot_mapping(self, batch: SequenceBatch, start: Any, stop: Any, out: Int32Array | None) -> Int32Array:

@@ -156,7 +156,9 @@ class Swapping:
         for index, pool in enumerate(self.state.gpu_pools):
             mark = self.state.watermark(index)
             if needs[index] > pool.num_blocks - mark:
-                reason = f"needs {needs[index]} blocks of pool {index}, which has {pool.num_blocks} ({mark} as watermark)"
+                reason = (
+                    f"needs {needs[index]} blocks of pool {index}, which has {pool.num_blocks} ({mark} as watermark)"
+                )
                 return Admission(AllocStatus.NEVER, reason, tuple(needs), tuple(supply))
             if needs[index] and needs[index] > supply[index] - mark:
                 reason = f"needs {needs[index]} blocks of pool {index}, {supply[index]} are free or evictable"

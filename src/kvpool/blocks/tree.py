@@ -323,7 +323,17 @@ class PrefixTree(ABC):
             upper.ids = [ids[:num_blocks].copy() for ids in node.ids]
         else:
             upper.ids = [ids[:num_blocks] for ids in node.ids]
-        for name in ("tier", "detached", "last_access", "last_access_at", "hits", "priority", "priority_until", "ttl", "expires_at"):
+        for name in (
+            "tier",
+            "detached",
+            "last_access",
+            "last_access_at",
+            "hits",
+            "priority",
+            "priority_until",
+            "ttl",
+            "expires_at",
+        ):
             setattr(upper, name, getattr(node, name))
         upper.active = int(node.active > 0)
         upper.pins = int(node.pins > 0)

@@ -129,7 +129,9 @@ class WindowedTree(AnnouncedTree):
             leftover = queue.popleft()
             quota = leftover.node.root.quota
             for node, depth, block in self._unread(group, leftover):
-                guarded = quota is not None and quota.tenant != tenant and quota.cached[index] <= quota.guaranteed[index]
+                guarded = (
+                    quota is not None and quota.tenant != tenant and quota.cached[index] <= quota.guaranteed[index]
+                )
                 if freed == num_blocks or guarded or block in pinned:
                     kept.append(leftover)
                     if freed == num_blocks:
