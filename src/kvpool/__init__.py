@@ -1,5 +1,7 @@
 """kvpool: a paged KV-cache manager for transformer inference. The public names; start with `KVCacheManager`."""
 
+from typing import TYPE_CHECKING, Any
+
 from kvpool.blocks.admission import PrefixMatch
 from kvpool.blocks.batch import CSRTable, SequenceBatch
 from kvpool.blocks.compaction import ResizeResult
@@ -7,22 +9,26 @@ from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.eviction import EvictionPolicy, KeyedPolicy, register_policy
 from kvpool.blocks.handle import BlockTable, KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.inspection import BlockState, KVCacheBlock
 from kvpool.blocks.pins import Pin
 from kvpool.blocks.retention import Retention, TokenRange
 from kvpool.blocks.state import Admission, AllocStatus
-from kvpool.compat import create_kv_cache_manager
 from kvpool.config import DType, GroupKind, KVCacheConfig, LayerGroup, LayerSpec, Tier
 from kvpool.errors import KVPoolError
 from kvpool.guard import PressureChange
 from kvpool.manager import KVCacheManager
 from kvpool.model_config import config_from_hf, layers_from_hf
-from kvpool.stats import CacheStats, EvictionReason, HandleStats, MemoryPressure
+from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, PoolStats
+
+if TYPE_CHECKING:
+    from kvpool.compat import create_kv_cache_manager
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Admission",
     "AllocStatus",
+    "BlockState",
     "BlockTable",
     "CSRTable",
     "CacheStats",
@@ -32,7 +38,9 @@ __all__ = [
     "EvictionPolicy",
     "EvictionReason",
     "GroupKind",
+    "GroupStats",
     "HandleStats",
+    "KVCacheBlock",
     "KVCacheConfig",
     "KVCacheHandle",
     "KVCacheManager",
@@ -42,6 +50,7 @@ __all__ = [
     "LayerSpec",
     "MemoryPressure",
     "Pin",
+    "PoolStats",
     "PrefixMatch",
     "PressureChange",
     "ResizeResult",
@@ -55,3 +64,12 @@ __all__ = [
     "layers_from_hf",
     "register_policy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Spellings of other systems are imported when they are asked for, not with the package."""
+    if name == "create_kv_cache_manager":
+        from kvpool.compat import create_kv_cache_manager
+
+        return create_kv_cache_manager
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,7 @@ from kvpool.blocks.checks import Checker
 from kvpool.blocks.compaction import Compaction, ResizeResult
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.inspection import Inspector, KVCacheBlock
 from kvpool.blocks.node import Node
 from kvpool.blocks.pins import Pin, Pins
 from kvpool.blocks.pool import BlockPool
@@ -325,6 +326,7 @@ class Maintenance:
             }  # fmt: skip
             return CacheStats(
                 pools=pools,
+                groups=Inspector(state).groups(),
                 num_sequences=len(state.requests),
                 num_swapped=sum(handle.swapped is not None for handle in state.requests.values()),
                 num_cached_runs=sum(1 for _ in state.cache.nodes()),
@@ -338,6 +340,13 @@ class Maintenance:
                 pressure=self._guard.level,
                 **same,
             )
+
+    def block(self, block_id: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> KVCacheBlock:
+        """Who uses one block, and as what. Looks at everything: for people and tests, not for engines."""
+        with self._guard:
+            chosen = self._pool(pool, tier)
+            as_count(block_id, "block_id", maximum=chosen.num_blocks - 1)
+            return Inspector(self._state).block(chosen, block_id)
 
     def check(self) -> None:
         """Proves every invariant or raises `InvariantError` naming what is broken. Slow: for tests and doubts."""

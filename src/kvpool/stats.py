@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError
@@ -117,6 +117,16 @@ class PoolStats:
         return self.referenced / self.total if self.total else 0.0
 
 
+class GroupStats(NamedTuple):
+    """Blocks that one layer group uses on one tier; what is free belongs to its pool."""
+
+    group: int
+    tier: Tier
+    referenced: int
+    cached: int
+    pinned: int
+
+
 @dataclass(frozen=True, slots=True)
 class CacheStats:
     """One consistent picture of the manager.
@@ -126,6 +136,7 @@ class CacheStats:
     """
 
     pools: tuple[PoolStats, ...]
+    groups: tuple[GroupStats, ...]
     num_sequences: int
     num_swapped: int
     num_cached_runs: int
@@ -180,6 +191,7 @@ class CacheStats:
         data = asdict(self)
         for pool in data["pools"]:
             pool["tier"] = pool["tier"].name
+        data["groups"] = [{**group._asdict(), "tier": group.tier.name} for group in self.groups]
         data["pressure"] = self.pressure.name
         data["token_hit_rate"] = self.token_hit_rate
         return data

@@ -1,0 +1,67 @@
+"""Single blocks and groups as people see them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool import BlockState, KVCacheConfig, KVCacheManager, LayerSpec, Tier
+from kvpool.errors import InvalidArgumentError
+
+FULL = LayerSpec(kv_heads=1, head_dim=8)
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=4)
+
+
+def test_a_block_goes_from_free_to_referenced_to_cached_to_pinned() -> None:
+    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=4))
+    assert manager.block(0).state is BlockState.FREE
+    handle = manager.allocate("a", [1, 2, 3, 4])
+    (child,) = manager.fork(handle, "b")
+    block = manager.block(int(handle.block_ids()[1]))
+    assert (block.state, block.request_ids, block.position) == (BlockState.REFERENCED, ("a", "b"), 2)
+    assert (block.ref_count, block.is_published) == (2, False)
+    manager.commit(handle)
+    block_id = int(handle.block_ids()[1])
+    assert manager.block(block_id).is_published
+    manager.free_batch([handle, child])
+    assert manager.block(block_id).state is BlockState.CACHED
+    manager.pin([1, 2, 3, 4])
+    assert manager.block(block_id).state is BlockState.PINNED
+
+
+def test_a_swapped_request_holds_host_blocks() -> None:
+    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=4, host_blocks=4))
+    handle = manager.allocate("a", [1, 2, 3])
+    manager.mark_written(handle, 3)
+    manager.swap_out(handle)
+    assert manager.block(0, tier=Tier.HOST).request_ids == ("a",)
+
+
+@pytest.mark.parametrize("block_id", [-1, 4, True, 1.0])
+def test_a_block_that_does_not_exist_is_refused(block_id: int) -> None:
+    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=4))
+    with pytest.raises(InvalidArgumentError, match="block_id"):
+        manager.block(block_id)
+
+
+def test_groups_that_share_a_pool_are_counted_apart() -> None:
+    manager = KVCacheManager(KVCacheConfig([FULL, SLIDING], block_size=2, gpu_blocks=16))
+    manager.free(_committed(manager, "a", 8))
+    running = _committed(manager, "b", 4, first=100)
+    full, sliding = manager.stats().groups
+    assert (full.referenced, full.cached) == (2, 4)
+    assert (sliding.referenced, sliding.cached) == (2, 4)
+    pin = manager.pin(list(range(8)))
+    full, sliding = manager.stats().groups
+    assert (full.pinned, sliding.pinned) == (4, 2)
+    pool = manager.stats().pool()
+    assert pool.referenced == full.referenced + sliding.referenced
+    assert pool.cached == full.cached + sliding.cached
+    assert pool.pinned == full.pinned + sliding.pinned
+    manager.unpin(pin)
+    manager.free(running)
+
+
+def _committed(manager: KVCacheManager, request_id: str, num_tokens: int, first: int = 0):  # type: ignore[no-untyped-def]
+    handle = manager.allocate(request_id, list(range(first, first + num_tokens)))
+    manager.commit(handle)
+    return handle
