@@ -143,8 +143,10 @@ class KVCacheHandle:
 
         Views are for immediate use: the next operation on the manager may change them.
         """
-        row = self._live_row()
-        view = self._rows.visible_blocks(self._rows.group(group).index, row)
+        rows = self._rows
+        if group or type(group) is not int:  # 0 always exists
+            group = rows.group(group).index
+        view = rows.visible_blocks(group, self._live_row())
         view.flags.writeable = False
         return view
 

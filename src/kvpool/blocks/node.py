@@ -159,13 +159,15 @@ class ChildIndex(dict[bytes, Node]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._by_token: dict[bytes, SortedKeys] = {}
+        self._by_token: dict[bytes, bytes | SortedKeys] = {}  # a first token's only key, or all of them
 
     def add(self, key: bytes, child: Node) -> None:
         if key not in self:
             keys = self._by_token.get(key[:4])
             if keys is None:
-                self._by_token[key[:4]] = SortedKeys([[key]])
+                self._by_token[key[:4]] = key
+            elif isinstance(keys, bytes):
+                self._by_token[key[:4]] = SortedKeys([sorted((keys, key))])
             else:
                 keys.add(key)
         self[key] = child
@@ -173,8 +175,9 @@ class ChildIndex(dict[bytes, Node]):
     def discard(self, key: bytes) -> None:
         del self[key]
         keys = self._by_token[key[:4]]
-        keys.remove(key)
-        if not keys:
+        if not isinstance(keys, bytes):
+            keys.remove(key)
+        if isinstance(keys, bytes) or not keys:
             del self._by_token[key[:4]]
 
     def nearest(self, query: bytes) -> tuple[Node | None, int]:
@@ -182,7 +185,7 @@ class ChildIndex(dict[bytes, Node]):
         keys = self._by_token.get(query[:4])
         best, shared = None, 0
         if keys is not None:
-            for key in keys.neighbours(query):
+            for key in (keys,) if isinstance(keys, bytes) else keys.neighbours(query):
                 common = common_prefix_length(key, query)
                 if common > shared:
                     best, shared = self[key], common
