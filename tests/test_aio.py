@@ -432,3 +432,17 @@ def test_given_only_threads_that_free_when_the_loop_sleeps_then_the_waiter_still
         await asyncio.to_thread(timer.join)
 
     run(main(), cache)
+
+
+def test_given_a_pin_that_runs_out_when_somebody_waits_then_time_alone_serves_it() -> None:
+    async def run() -> None:
+        manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], 4, gpu_blocks=4, watermark=0.0))
+        handle = manager.allocate("a", list(range(8)))
+        manager.commit(handle)
+        manager.free(handle)
+        manager.pin(list(range(8)), ttl=0.05)
+        cache = AsyncKVCacheManager(manager)
+        await cache.allocate("b", [99] * 16, timeout=30)
+        manager.check()
+
+    asyncio.run(run())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -279,3 +280,153 @@ def test_windowed_blocks_can_be_evicted_after_their_pin_ends() -> None:
     manager.unpin(pin)
     assert manager.evict(1) == 1
     manager.check()
+
+
+def test_a_fork_that_was_rewound_keeps_its_share_of_a_block_that_its_sibling_commits() -> None:
+    manager = manager_with()
+    parent = commit_all(manager, manager.allocate("p", [1, 2, 3, 4]))
+    manager.extend(parent, 4)
+    manager.mark_written(parent, 4)
+    (child,) = manager.fork(parent, "c")
+    manager.rewind(parent, 3)
+    manager.commit(child, [5, 6, 7, 8])
+    shared = int(child.block_ids()[1])
+    slots = manager.extend(parent)
+    (copy,) = manager.take_copies()
+    assert (int(copy.src[0]), int(copy.dst[0]), copy.num_tokens) == (shared, int(slots[0, 0]) // 4, 1)
+    assert manager.match_prefix([*range(1, 9), 0]).num_tokens == 8  # published as soon as the parent let go
+    manager.check()
+
+
+def test_forks_that_commit_different_tokens_in_one_batch_share_nothing_they_disagree_about() -> None:
+    manager = manager_with()
+    parent = manager.allocate("p", num_tokens=4)
+    manager.mark_written(parent, 4)
+    (child,) = manager.fork(parent, "c")
+    manager.commit_batch([parent, child], [5, 6, 7, 8, 9, 10, 11, 12], [4, 4])
+    manager.check()
+    manager.free_batch([parent, child])
+    manager.check()
+
+
+def test_the_source_of_a_partial_block_is_not_counted_as_supply_in_windows() -> None:
+    layers = [FULL, LayerSpec(kv_heads=1, head_dim=8, window=64)]
+    manager = manager_with(*layers, gpu_blocks=16)
+    manager.free(commit_all(manager, manager.allocate("a", list(range(24)))))
+    prompt = list(range(14)) + [99] * 14
+    if manager.can_allocate(prompt):
+        manager.allocate("b", prompt)
+    else:
+        with pytest.raises(OutOfBlocksError):
+            manager.allocate("b", prompt)
+    manager.check()
+
+
+def test_a_rewind_of_nothing_in_a_full_pool_changes_nothing() -> None:
+    manager = manager_with(gpu_blocks=3)
+    parent = commit_all(manager, manager.allocate("p", [1, 2, 3, 4]))
+    manager.extend(parent, 4)
+    manager.mark_written(parent, 4)
+    (child,) = manager.fork(parent, "c")
+    manager.commit(parent, [5, 6, 7, 8])
+    manager.allocate("other", [9])
+    manager.rewind(child, 0)
+    manager.check()
+    with pytest.raises(OutOfBlocksError):
+        manager.rewind(child, 1)
+    manager.check()
+
+
+def test_a_clock_that_raises_leaves_the_lock_free() -> None:
+    broken = []
+
+    def clock() -> float:
+        if broken:
+            raise RuntimeError("no time")
+        return 0.0
+
+    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=4), clock=clock)
+    broken.append(True)
+    with pytest.raises(RuntimeError):
+        manager.stats()
+    broken.clear()
+    seen: list[int] = []
+    thread = threading.Thread(target=lambda: seen.append(manager.stats().num_sequences))
+    thread.start()
+    thread.join(timeout=10)
+    assert seen == [0]
+
+
+def test_what_is_pinned_and_guaranteed_is_protected_once() -> None:
+    manager = manager_with(gpu_blocks=12, block_size=1)
+    scope = ReuseScope(tenant="a")
+    manager.set_quota("a", guaranteed=4)
+    manager.free(commit_all(manager, manager.allocate("old", [0] * 12, scope=scope)))
+    manager.pin([0] * 4, scope=scope)
+    assert manager.can_allocate([1] * 8)
+    manager.allocate("new", [1] * 8)
+    manager.check()
+
+
+def test_pressure_changes_are_told_in_the_order_in_which_they_happened() -> None:
+    manager = manager_with(gpu_blocks=10, block_size=1)
+    handles: list[KVCacheHandle] = []
+    manager.on_memory_pressure(lambda change: manager.free(handles.pop(), keep=False) if handles else None)
+    seen: list[tuple[int, int]] = []
+    manager.on_memory_pressure(lambda change: seen.append((int(change.previous), int(change.level))))
+    handles.append(manager.allocate("a", num_tokens=5))
+    manager.allocate("b", num_tokens=4)
+    assert seen == [(0, 2), (2, 0)]
+
+
+def test_dropping_a_request_does_not_drop_what_another_published() -> None:
+    manager = manager_with()
+    first = manager.allocate("a", [1, 2, 3, 4])
+    second = commit_all(manager, manager.allocate("b", [1, 2, 3, 4]))
+    commit_all(manager, first)  # merged with what b published
+    manager.free(second)
+    manager.free(first, keep=False)
+    assert manager.match_prefix([1, 2, 3, 4, 5]).num_tokens == 4
+
+
+def test_the_next_producer_of_a_prefix_is_known_when_the_first_one_ends() -> None:
+    manager = manager_with(gpu_blocks=40)
+    first = manager.allocate("a", [1] * 8)
+    manager.allocate("b", [1] * 8)
+    manager.free(first)
+    assert "'b'" in manager.can_allocate([1] * 8, wait_for_prefix=True).reason
+    manager.check()
+
+
+def test_offload_moves_no_more_than_asked_when_groups_share_a_pool() -> None:
+    layers = [FULL, LayerSpec(kv_heads=1, head_dim=8, window=64)]
+    manager = manager_with(*layers, gpu_blocks=16, host_blocks=16)
+    manager.free(commit_all(manager, manager.allocate("a", list(range(16)))))
+    assert manager.offload(2) == 2
+    assert manager.stats().offloaded_blocks == 1
+    manager.check()
+
+
+def test_token_ids_can_be_read_while_another_thread_decodes() -> None:
+    manager = manager_with(gpu_blocks=400)
+    handle = commit_all(manager, manager.allocate("a", [1] * 4))
+    failures: list[BaseException] = []
+    done = threading.Event()
+
+    def read() -> None:
+        try:
+            while not done.is_set():
+                ids = handle.token_ids
+                assert (ids[4:] == np.arange(4, len(ids))).all()
+        except BaseException as error:
+            failures.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    batch = manager.batch([handle])
+    for token in range(4, 1200):
+        manager.extend_batch(batch)
+        manager.commit_batch(batch, [token])
+    done.set()
+    reader.join(timeout=10)
+    assert failures == []

@@ -36,7 +36,7 @@ class _Waiter:
 
     def __init__(self, request_id: Hashable, tokens: Any, wait_for_prefix: bool, options: dict[str, Any]) -> None:
         self.request_id = request_id
-        self.tokens = None if tokens is None else as_token_array(tokens)
+        self.tokens = None if tokens is None else as_token_array(tokens).copy()  # the caller may change its own
         self.wait_for_prefix = wait_for_prefix
         self.options = options
         self.future: asyncio.Future[KVCacheHandle] = asyncio.get_running_loop().create_future()
@@ -65,6 +65,7 @@ class AsyncKVCacheManager:
         self._waiters: dict[_Waiter, None] = {}  # in order of arrival
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake_planned = False
+        self._timer: asyncio.TimerHandle | None = None
         self._serving_thread = 0  # our own calls of the manager must not wake us again
 
     def __getattr__(self, name: str) -> Any:
@@ -194,8 +195,18 @@ class AsyncKVCacheManager:
         try:
             while self._serve_once():
                 pass
+            self._watch_the_clock()
         finally:
             self._serving_thread = previous
+
+    def _watch_the_clock(self) -> None:
+        """Time frees blocks too: look again when the next pin or cached run runs out."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        delay = self.manager.next_deadline() if self._waiters else None
+        if delay is not None and self._loop is not None:
+            self._timer = self._loop.call_later(delay + 0.001, self._wake)
 
     def _serve_once(self) -> bool:
         """One walk along the queue, until somebody must wait for blocks. Whether anybody was served."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -33,48 +34,64 @@ class Guard:
     """`with guard:` around every public operation."""
 
     def __init__(self, state: CacheState, levels: Sequence[float]) -> None:
-        self.lock = threading.RLock()
+        self.lock = state.rows.lock
         self.state = state
         self.levels = tuple(levels)
         self.calm = (0, 0)  # while the only pool's referenced blocks stay in this range, the level cannot change
         self.level = MemoryPressure.LOW
         self.pressure_callbacks: list[Callable[[PressureChange], None]] = []
         self.capacity_callbacks: list[Callable[[], None]] = []
+        self.num_expired = 0  # positions whose time was over when the present operation began
         self._depth = 0
+        self._changes: deque[PressureChange] = deque()
+        self._delivery = threading.Lock()
 
     def __enter__(self) -> None:
         self.lock.acquire()
         self._depth += 1
-        cache = self.state.cache
-        cache.tick += 1
-        cache.now = cache.clock()
-        if cache.calendar.next <= cache.now:
-            cache.expire()
+        try:
+            cache = self.state.cache
+            cache.tick += 1
+            cache.now = cache.clock()
+            self.num_expired = cache.expire() if cache.calendar.next <= cache.now else 0
+        except BaseException:
+            self._depth -= 1
+            self.lock.release()
+            raise
 
     def __exit__(self, *exc_info: object) -> None:
         if self._depth > 1:
             self._depth -= 1
             self.lock.release()
             return
-        change = None
         try:
             pool = self.state.gpu_pools[0]
             used = pool.num_blocks - pool.num_free - pool.num_cached
             if used > pool.peak_referenced:
                 pool.peak_referenced = used
             if not self.calm[0] <= used < self.calm[1]:
-                change = self._measure()
+                self._measure()
         finally:
             self._depth = 0
             self.lock.release()
-        if change is not None:
-            for pressure_callback in list(self.pressure_callbacks):
-                _contain(lambda call=pressure_callback: call(change))  # type: ignore[misc]
+        if self._changes:
+            self._deliver()
         for callback in self.capacity_callbacks:
             _contain(callback)
 
-    def _measure(self) -> PressureChange | None:
-        """The new pressure level if it changed; peaks are noted on the way."""
+    def _deliver(self) -> None:
+        """Runs pressure callbacks in the order of the changes: one thread at a time, and no change inside another's."""
+        while self._changes and self._delivery.acquire(blocking=False):
+            try:
+                while self._changes:
+                    change = self._changes.popleft()
+                    for callback in list(self.pressure_callbacks):
+                        _contain(lambda call=callback, now=change: call(now))  # type: ignore[misc]
+            finally:
+                self._delivery.release()
+
+    def _measure(self) -> None:
+        """Notes a change of the pressure level for delivery, and peaks on the way."""
         fullest, at = 0.0, 0
         for pool in self.state.gpu_pools:
             pool.note_peak()
@@ -86,7 +103,7 @@ class Guard:
             edges = [0, *(math.ceil(limit * pool.num_blocks) for limit in self.levels), pool.num_blocks + 1]
             self.calm = (edges[level], edges[level + 1])
         if level == self.level:
-            return None
+            return
         previous, self.level = self.level, level
         pool = self.state.gpu_pools[at]
         direction = "rose" if level > previous else "fell"
@@ -94,7 +111,7 @@ class Guard:
             f"pool {at}: {pool.num_referenced} of {pool.num_blocks} blocks in use, {pool.num_cached} cached, "
             f"{pool.num_free} free; pressure {direction} from {previous.name} to {level.name}"
         )
-        return PressureChange(level, previous, fullest, at, reason)
+        self._changes.append(PressureChange(level, previous, fullest, at, reason))
 
 
 def _contain(callback: Callable[[], None]) -> None:

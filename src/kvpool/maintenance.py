@@ -9,6 +9,7 @@ import numpy as np
 
 from kvpool.blocks.admission import Admissions
 from kvpool.blocks.arrays import as_count, as_token_array
+from kvpool.blocks.calendar import NEVER
 from kvpool.blocks.checks import Checker
 from kvpool.blocks.compaction import Compaction, ResizeResult
 from kvpool.blocks.handle import KVCacheHandle
@@ -106,14 +107,14 @@ class Maintenance:
             for node in candidates:
                 root.policies[node.tier].add(node)
         if quota is not None:
-            quota.cached = self._idle_blocks(tenant)
+            quota.cached, quota.pinned = self._idle_blocks(tenant)
             for root in roots:
                 cache.enforce_quota(root)
 
-    def _idle_blocks(self, tenant: str) -> list[int]:
-        """Recounts the unread GPU blocks that a tenant's runs hold."""
+    def _idle_blocks(self, tenant: str) -> tuple[list[int], list[int]]:
+        """Recounts the unread GPU blocks that a tenant's runs hold, and how many of them are pinned."""
         cache = self._state.cache
-        counts = [0] * len(self._state.pools)
+        counts, pinned = [0] * len(self._state.pools), [0] * len(self._state.pools)
         for node in cache.nodes():
             if node.root.scope.tenant == tenant and node.tier == Tier.GPU:
                 cache.sync(node)
@@ -121,10 +122,14 @@ class Maintenance:
                     pool = cache.pool(group, Tier.GPU)
                     ids = node.ids[group]
                     if group in cache.windowed:
-                        counts[pool.index] += int((pool.refs[ids[ids >= 0]] == 0).sum())
+                        idle = ids[ids >= 0]
+                        idle = idle[pool.refs[idle] == 0]
+                        counts[pool.index] += len(idle)
+                        pinned[pool.index] += sum(block in cache.pinned_windowed[pool.index] for block in idle.tolist())
                     elif not node.active:
                         counts[pool.index] += len(ids)
-        return counts
+                        pinned[pool.index] += len(ids) if node.pins else 0
+        return counts, pinned
 
     def evict(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> int:
         """Evicts up to `num_blocks` cached blocks now, in the order of the policy; returns how many became free."""
@@ -134,11 +139,14 @@ class Maintenance:
 
     def gc(self) -> int:
         """Drops cached runs and pins whose time is over; returns the number of blocks (positions) dropped."""
-        expired = self._state.counters.evictions
-        with self._guard.lock:
-            before = expired[EvictionReason.EXPIRED.value]
-            with self._guard:  # every operation begins with what is due
-                return expired[EvictionReason.EXPIRED.value] - before
+        with self._guard:  # every operation begins with what is due
+            return self._guard.num_expired
+
+    def next_deadline(self) -> float | None:
+        """Seconds until the next time to live, priority or pin runs out; None when nothing does."""
+        with self._guard:
+            cache = self._state.cache
+            return None if cache.calendar.next == NEVER else cache.calendar.next - cache.now
 
     def invalidate(self, prefix: Any = None, *, scope: ReuseScope | None = None, session: str | None = None) -> int:
         """Removes cached content that must not be reused: below a prefix, in a scope, or made by a session.
@@ -204,7 +212,7 @@ class Maintenance:
             before = source.num_free
             while source.num_free - before < num_blocks:
                 victim = cache.victim(source, None)
-                wanted = num_blocks - (source.num_free - before)
+                wanted = -(-(num_blocks - (source.num_free - before)) // cache.blocks_per_position[pool])
                 if victim is None or not cache.demote(victim, min(victim.num_blocks, wanted)):
                     break
             return source.num_free - before
@@ -216,29 +224,27 @@ class Maintenance:
         with self._guard:
             state, cache = self._state, self._state.cache
             match = cache.match(scope, ids, partial=False)
-            lower = [n for n in match.path if n.tier != Tier.GPU]
-            if not lower:
+            if not match.path or match.path[-1].tier == Tier.GPU:
                 return 0
+            needs, supply = [0] * len(state.pools), state.supply(scope.tenant)
+            self._admissions.count_match(match, needs, supply)
+            for gpu_pool, need, have in zip(state.gpu_pools, needs, supply, strict=True):
+                if need > have:
+                    raise state.shortage(gpu_pool, need, have, f"onboarding a prefix of {match.num_blocks} blocks")
             node = match.path[-1]
             if node.end > match.num_blocks:
                 node = cache.split(node, match.num_blocks - node.start)
-            path = cache.path_to(node)
             cache.hold(node)
-            try:
-                needs = [0] * len(state.pools)
-                for part in path:
-                    if part.tier != Tier.GPU:
-                        for group in range(cache.num_cached_groups):
-                            needs[state.groups[group].pool] += int((part.ids[group] >= 0).sum())
-                state.require(needs, scope.tenant, f"onboarding a prefix of {match.num_blocks} blocks")
-                moved = 0
-                for part in path:
-                    if part.tier != Tier.GPU:
-                        cache.promote(part)
-                        moved += part.num_blocks
-                return moved
-            finally:
-                cache.release(node)
+            for gpu_pool, need in zip(state.gpu_pools, needs, strict=True):
+                cache.make_room(gpu_pool, need, scope.tenant)
+            moved = 0
+            for part in cache.path_to(node):
+                if part.tier != Tier.GPU:
+                    cache.promote(part)
+                    moved += part.num_blocks
+            cache.release(node)
+            cache.enforce_quota(node.root)
+            return moved
 
     prefetch = onboard
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,8 @@ BatchLike = SequenceBatch | Sequence[KVCacheHandle]
 class KVCacheManager(Maintenance):
     """Paged KV cache for one model: blocks, tables, prefix reuse, forks, swapping.
 
-    `policy` overrides `config.eviction_policy`: a registered name or a class. `clock` returns seconds (tests pass their own).
+    `policy` overrides `config.eviction_policy`: a registered name, a class, or a function that makes
+    one. `clock` returns seconds (tests pass their own).
 
     >>> from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
     >>> manager = KVCacheManager(KVCacheConfig([LayerSpec(kv_heads=8, head_dim=128)] * 2, block_size=4, gpu_blocks=8))
@@ -72,7 +74,7 @@ class KVCacheManager(Maintenance):
         self,
         config: KVCacheConfig,
         *,
-        policy: str | type[EvictionPolicy] | None = None,
+        policy: str | Callable[[], EvictionPolicy] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not isinstance(config, KVCacheConfig):
@@ -82,12 +84,13 @@ class KVCacheManager(Maintenance):
             raise ConfigError(
                 "policy takes a name, a class or a factory: each tier and tenant needs an instance of its own"
             )
-        make_policy(chosen)  # an unknown name is refused here, before anything is built
+        new_policy = chosen if callable(chosen) else partial(make_policy, chosen)
+        if not isinstance(new_policy(), EvictionPolicy):  # an unknown name is refused here, before anything is built
+            raise ConfigError(f"policy {chosen!r} does not make an EvictionPolicy")
         self.config = config
         self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
-        self._state = CacheState(config, lambda: make_policy(chosen), clock, self.events)
+        self._state = CacheState(config, new_policy, clock, self.events)
         self._guard = Guard(self._state, config.pressure_levels)
-        self._state.lock = self._guard.lock
         self._admissions = Admissions(self._state)
         self._sequences = Sequences(self._state, self._admissions)
         self._stepping = Stepping(self._state, self._admissions)
@@ -339,7 +342,8 @@ class KVCacheManager(Maintenance):
         """Keeps the logits behind a prompt, so that the same prompt, fully cached, needs no forward pass at all.
 
         Call it when the whole prompt (or its first `num_tokens`, or with what was generated) is committed. A later
-        `allocate` of the same tokens returns them as `handle.last_logits`. False when nothing of it can be cached.
+        `allocate` of the same tokens returns them as `handle.last_logits` if every token is still cached. Returns whether
+        that is so now: tokens behind the last full block count only once decoding has filled their block.
         """
         with self._guard:
             row = self._state.row_of(handle)

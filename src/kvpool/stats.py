@@ -67,7 +67,7 @@ class Histogram:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the manager was made (or `reset_counters`). Internal: read them through `CacheStats`."""
+    """Totals since the manager was made. Internal: read them through `CacheStats`."""
 
     requests: int = 0
     allocation_failures: int = 0

@@ -147,7 +147,7 @@ DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (rename_a_request, "not in the request index"),
     (change_the_key_of_a_run, "key is not its first block"),
     (lose_a_child, "belong to nobody|is empty and unused"),
-    (lift_a_child_above_its_parent, "lies on HOST below DISK"),
+    (lift_a_child_above_its_parent, "lies on HOST below DISK|children of its tier"),
     (drop_a_candidate, "candidates"),
     (flag_nobody, "shared rows booked"),
     (set_attribute(lambda m: m._state.gpu_pools[0], "num_cached", 1), "cached"),

@@ -15,6 +15,7 @@ def test_a_block_goes_from_free_to_referenced_to_cached_to_pinned() -> None:
     manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=4))
     assert manager.block(0).state is BlockState.FREE
     handle = manager.allocate("a", [1, 2, 3, 4])
+    manager.mark_written(handle, 4)
     (child,) = manager.fork(handle, "b")
     block = manager.block(int(handle.block_ids()[1]))
     assert (block.state, block.request_ids, block.position) == (BlockState.REFERENCED, ("a", "b"), 2)

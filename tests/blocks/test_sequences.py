@@ -393,7 +393,10 @@ def test_what_is_decoded_is_matchable_block_by_block_while_the_request_runs() ->
 def test_a_prompt_whose_logits_are_stored_needs_no_forward_pass(num_tokens: int) -> None:
     manager = make_manager()
     handle = running(manager, "a", num_tokens)
-    assert manager.store_last_logits(handle, "logits") is True
+    ends_with_a_block = num_tokens % 4 == 0
+    assert (
+        manager.store_last_logits(handle, "logits") is ends_with_a_block
+    )  # the others once decoding fills their block
     manager.extend(handle, 8)
     manager.commit(handle, list(range(num_tokens, num_tokens + 8)))
     manager.free(handle)

@@ -111,8 +111,10 @@ class Admissions:
             node.logits = {}
         elif len(node.logits) >= MAX_LOGITS:
             del node.logits[next(iter(node.logits))]
-        node.logits[num_tokens, rows.ids_between(row, blocks * size, num_tokens).tobytes()] = logits
-        return True
+        ids = rows.token_ids(row)[:num_tokens]
+        node.logits[num_tokens, ids[blocks * size :].tobytes()] = logits
+        match = self.state.cache.match(node.root.scope, ids, partial=self.state.config.partial_match)
+        return match.num_tokens(size) == num_tokens
 
     def _valid_in_windows(self, match: Match, length: int, logits: Any) -> tuple[int, Any]:
         cache, size = self.state.cache, self.state.block_size
@@ -159,6 +161,8 @@ class Admissions:
         for node in match.path:
             used = min(node.end, match.num_blocks) - node.start
             by_tier[node.tier] = by_tier.get(node.tier, 0) + used * size
+        if match.num_recomputed:
+            by_tier[match.path[-1].tier] -= 1
         num_tokens = match.num_tokens(size)
         return PrefixMatch(
             num_tokens,
@@ -212,6 +216,17 @@ class Admissions:
             self.in_flight.pop(handle.inflight, None)
             handle.inflight = None
 
+    def hand_over(self, handle: KVCacheHandle) -> None:
+        """A request ends before its next block was computed: another one may be computing the same."""
+        place = handle.inflight
+        self.untrack(handle)
+        rows = self.state.rows
+        for row in rows.live_rows():
+            other = rows.handles[row]
+            idle = other is not None and other is not handle and other.inflight is None and other.swapped is None
+            if idle and rows.tips[row] is place[0]:
+                self.track(row)
+
     def forget_detached(self) -> None:
         """Nobody can find blocks below a detached node: stop announcing them as in flight."""
         for (tip, _), row in list(self.in_flight.items()):
@@ -258,12 +273,12 @@ class Admissions:
             needs[group.pool] += cross_blocks
         supply = state.supply(scope.tenant)
         if match.root is not None:
-            self._count_match(match, needs, supply)
+            self.count_match(match, needs, supply)
         fits = all(need <= have for need, have in zip(needs, supply, strict=True))
         evicts = any(need > pool.num_free for need, pool in zip(needs, state.gpu_pools, strict=True))
         return Plan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, fits, evicts, logits)
 
-    def _count_match(self, match: Match, needs: list[int], supply: list[int]) -> None:
+    def count_match(self, match: Match, needs: list[int], supply: list[int]) -> None:
         """Matched idle blocks stop being supply; matched blocks on lower tiers need a place on the GPU."""
         cache = self.state.cache
         for node in match.path:
@@ -290,12 +305,11 @@ class Admissions:
         start = window_start(spec, match.num_tokens(size), size)
         sinks = sink_blocks(spec, size)
         idle = 0
-        nodes = [(n, min(n.end, match.num_blocks)) for n in match.path]
+        parts = [(n, n.start, min(n.end, match.num_blocks)) for n in match.path]
         if match.partial is not None:
-            nodes.append((match.partial, match.num_blocks + 1))
-        for node, end in nodes:
+            parts.append((match.partial, match.num_blocks, match.num_blocks + 1))
+        for node, first, end in parts:
             if node.tier == GPU:
-                first = node.start if node is not match.partial else max(node.start, match.num_blocks)
                 depths = np.arange(first, end)
                 ids = node.ids[group][depths - node.start]
                 read = ids[(ids >= 0) & ((depths >= start) | (depths < sinks))]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,23 @@ from kvpool.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from kvpool.blocks.state import CacheState
+
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+_Method: TypeAlias = Callable[Concatenate["SequenceBatch", _Parameters], _Result]
+
+
+def _consistent(method: _Method[_Parameters, _Result]) -> _Method[_Parameters, _Result]:
+    """Holds the manager's lock while a batch is read, and checks first that its sequences still live."""
+
+    def run(self: SequenceBatch, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        with self._state.rows.lock:
+            self.refresh()
+            return method(self, *args, **kwargs)
+
+    update_wrapper(run, method)
+    return run
 
 
 class CSRTable(NamedTuple):
@@ -77,19 +95,19 @@ class SequenceBatch:
                 self._state.row_of(handle)
             self._epoch = epoch
 
+    @_consistent
     def lengths(self) -> Int64Array:
         """Reserved tokens of each sequence (a copy)."""
-        self.refresh()
         lengths: Int64Array = self._state.rows.reserved[self.selection].copy()
         return lengths
 
+    @_consistent
     def padded_table(self, group: int = 0, out: Int32Array | None = None) -> Int32Array:
         """Block ids, one row per sequence, -1 behind the last block and where a block left its window.
 
         Without `out`, a full-attention group with consecutive rows gives a read-only view of the manager's own table:
         valid until the next operation. `out` receives a copy and must have enough columns.
         """
-        self.refresh()
         rows = self._state.rows
         spec = rows.group(group)
         counts = rows.num_cross_blocks if is_cross(spec) else rows.num_blocks
@@ -112,6 +130,7 @@ class SequenceBatch:
             target.flags.writeable = False
         return out if out is not None else target
 
+    @_consistent
     def csr(
         self,
         group: int = 0,
@@ -121,7 +140,6 @@ class SequenceBatch:
         last_page_len: Int32Array | None = None,
     ) -> CSRTable:
         """The batch's blocks in CSR form, into the given arrays where there are any (`indices` may be longer)."""
-        self.refresh()
         rows = self._state.rows
         size = rows.block_size
         spec = rows.group(group)

@@ -61,7 +61,6 @@ class KVCacheHandle:
         "_stats",
         "encoder_tokens",
         "family",
-        "first_serial",
         "inflight",
         "last_logits",
         "num_cached_tokens",
@@ -71,6 +70,7 @@ class KVCacheHandle:
         "retention",
         "row",
         "scope",
+        "serial",
         "session",
         "swapped",
         "ttl",
@@ -88,7 +88,7 @@ class KVCacheHandle:
         self.encoder_tokens = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self.first_serial = 0
+        self.serial = rows.next_serial()
         self.last_logits: Any = None
         self.family: set[int] | None = None  # rows that may share private blocks with this one
         self.inflight: Any = None
@@ -136,7 +136,8 @@ class KVCacheHandle:
     @property
     def token_ids(self) -> Int32Array:
         """The token ids known so far (a copy)."""
-        return self._rows.token_ids(self._live_row()).copy()
+        with self._rows.lock:
+            return self._rows.token_ids(self._live_row()).copy()
 
     def block_ids(self, group: int = 0) -> Int32Array:
         """The sequence's row of the block table: a read-only view, −1 where a block left its window.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterator
 from enum import Enum
 from typing import NamedTuple
@@ -112,14 +111,22 @@ class Inspector:
         return tuple(found)
 
     def _count(self, group: int, pool: BlockPool) -> tuple[int, int, int]:
+        """Referenced, cached and pinned blocks of a group that shares its pool."""
+        cache = self.state.cache
         held = [ids[ids >= 0] for _, of_group, ids in self._held(pool) if of_group == group]
-        referenced = set(np.concatenate(held).tolist()) if held else set()
-        states: Counter[bool] = Counter()
+        referenced = len(np.unique(np.concatenate(held))) if held else 0
+        cached = pinned = 0
+        kept = cache.pinned_windowed[pool.index] if pool.tier == GPU else {}
         for node, of_group in self._runs(pool):
-            if of_group == group:
-                for block in node.ids[group].tolist():
-                    if block >= 0 and block not in referenced:
-                        windowed = group in self.state.cache.windowed
-                        kept = self.state.cache.pinned_windowed[pool.index] if pool.tier == GPU else {}
-                        states[block in kept if windowed else node.pins > 0] += 1
-        return len(referenced), states[True] + states[False], states[True]
+            if of_group != group:
+                continue
+            if group in cache.windowed:
+                ids = node.ids[group]
+                idle = ids[ids >= 0]
+                idle = idle[pool.refs[idle] == 0]
+                cached += len(idle)
+                pinned += sum(block in kept for block in idle.tolist()) if kept else 0
+            elif not node.active:
+                cached += node.num_blocks
+                pinned += node.num_blocks if node.pins else 0
+        return referenced, cached, pinned

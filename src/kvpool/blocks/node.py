@@ -49,6 +49,7 @@ class Node:
         "pins",
         "priority",
         "priority_until",
+        "published_by",
         "root",
         "same_tier_children",
         "session",
@@ -91,6 +92,7 @@ class Node:
         self.hits = 0
         self.priority = DEFAULT_PRIORITY
         self.priority_until = NEVER
+        self.published_by = 0
         self.ttl = None
         self.expires_at = NEVER
         self.fingerprint = hash((parent.root.fingerprint, start, key))

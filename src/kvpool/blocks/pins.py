@@ -87,7 +87,7 @@ class Pins:
             pinned = self.cache.pinned_windowed[pool.index]
             pinned[block] = pinned.get(block, 0) + 1
             if pinned[block] == 1 and not pool.refs[block]:
-                pool.num_pinned += 1
+                self.cache.add_pinned(node.root, pool, 1)
             pin.windowed.append((group, depth))
 
     def unpin(self, pin: Pin) -> None:
@@ -102,7 +102,7 @@ class Pins:
     def _let_go(self, pin: Pin) -> None:
         for group, depth in pin.windowed:
             _, block = self._block(pin.node, group, depth)
-            self.cache.unpin_windowed(group, block)
+            self.cache.unpin_windowed(pin.node.root, group, block)
         self.cache.unpin_path(pin.node)
 
     def _time_is_up(self, pin: Pin) -> int:

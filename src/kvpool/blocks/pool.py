@@ -142,10 +142,10 @@ class BlockPool:
         refs = np.zeros(num_blocks, np.int32)
         keep = min(old, num_blocks)
         refs[:keep] = self.refs[:keep]
-        self.refs = refs
-        self.num_blocks = num_blocks
         if num_blocks < old:
             free = free[free < num_blocks]
         else:
             free = np.concatenate([np.arange(num_blocks - 1, old - 1, -1, dtype=np.int32), free])
-        self.set_free_ids(free)
+        stack = np.empty(num_blocks, np.int32)  # all memory is there before anything changes
+        stack[: len(free)] = free
+        self.refs, self._free, self.num_blocks, self.num_free = refs, stack, num_blocks, len(free)

@@ -118,7 +118,7 @@ class PrefixCache(WindowedTree):
 
     def _evict_tail(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
         if self.offload_on_evict and self.lower_tier[node.tier] is not None and self.demote(node, num_blocks):
-            self.counters.evictions[reason.value] += num_blocks
+            self.counters.evictions[reason.value] += self.num_present(node, 0)
         else:
             self.drop_tail(node, num_blocks, reason, evicted=True)
 
@@ -145,13 +145,20 @@ class PrefixCache(WindowedTree):
         if not keep:
             self._unlink(node)
             return
-        node.ids = [ids[:keep] for ids in node.ids]
-        node.tokens = node.tokens[: keep * self.block_size]
+        rest = 2 * keep < keep + num_blocks  # a short rest must not keep the memory of a long run
+        node.ids = [ids[:keep].copy() if rest else ids[:keep] for ids in node.ids]
+        tokens = node.tokens[: keep * self.block_size]
+        node.tokens = tokens.copy() if rest else tokens
         if node.digests is not None:
             del node.digests[keep:]
         if node.logits is not None:
             node.logits = {k: v for k, v in node.logits.items() if k[0] // self.block_size <= node.end}
         policy.add(node)
+
+    def num_present(self, node: Node, first: int) -> int:
+        """Blocks of all groups in a run from position `first` on."""
+        count = (node.num_blocks - first) * len(self.full)
+        return count + sum(int((node.ids[group][first:] >= 0).sum()) for group in self.windowed)
 
     def _unlink(self, node: Node) -> None:
         """Takes an empty leaf out of the tree; its parent may become a leaf."""
@@ -183,7 +190,7 @@ class PrefixCache(WindowedTree):
 
     def _note_departure(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
         counters = self.counters
-        counters.evictions[reason.value] += num_blocks
+        counters.evictions[reason.value] += self.num_present(node, node.num_blocks - num_blocks)
         counters.lifetime.add(self.now - node.created_at, num_blocks)
         counters.idle_before_eviction.add(self.now - node.last_access_at, num_blocks)
         if self.events.listening and node.digests:
@@ -211,7 +218,7 @@ class PrefixCache(WindowedTree):
                 continue
             if self.events.listening and part.digests:
                 self.announce_removal(part, 0, part.num_blocks, reason)
-            self.counters.evictions[reason.value] += part.num_blocks
+            self.counters.evictions[reason.value] += self.num_present(part, 0)
             self._untag(part)
             part.digests = part.logits = None
         for part in parts:

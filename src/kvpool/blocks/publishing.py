@@ -50,6 +50,8 @@ class Publisher:
         first = tip.start + tip.num_blocks
         while first < done:
             limit, followers = (done, _NOBODY) if handle.family is None else self._followers(row, first, done)
+            if limit == first:
+                return
             tokens = rows.ids_between(row, first * size, limit * size)
             key = tokens[:size].tobytes()
             child = tip.children.get(key) if tip.children is not None and not tip.detached else None
@@ -76,18 +78,30 @@ class Publisher:
             tip, first = child, child.end
 
     def _followers(self, row: int, first: int, done: int) -> tuple[int, list[int]]:
-        """Rows that share this row's private blocks from `first` on, and how far (at most `done`) all of them do."""
+        """Rows that share this row's private blocks from `first` on, and how far (at most `done`) all of them may follow.
+
+        A fork follows as far as it has written the same tokens itself. Where one does not (it was rewound, or says that
+        other tokens are there), the block stays private to both until one of them has let go of it.
+        """
         handle = self.rows.handles[row]
         assert handle is not None and handle.family is not None
-        shared_by: dict[int, int] = {}
+        limit, followers = done, []
         for other in handle.family:
-            if other != row:
-                length = self._shared_length(row, other, first, done)
-                if length:
-                    shared_by[other] = first + length
-        if not shared_by:
-            return done, []
-        return min(shared_by.values()), list(shared_by)
+            if other != row and self._shared_length(row, other, first, done):
+                limit = min(limit, first + self._agreed_length(row, other, first, done))
+                followers.append(other)
+        return limit, followers
+
+    def _agreed_length(self, row: int, other: int, first: int, done: int) -> int:
+        """How many of the shared blocks from `first` on another row has written with the same tokens."""
+        rows, size = self.rows, self.block_size
+        length = min(self._shared_length(row, other, first, done), rows.written.item(other) // size - first)
+        start, stop = first * size, min((first + max(length, 0)) * size, rows.known.item(other))
+        if stop > start:
+            differs = rows.ids_between(row, start, stop) != rows.ids_between(other, start, stop)
+            if differs.any():
+                length = int(differs.argmax()) // size
+        return max(length, 0)
 
     def _shared_length(self, row: int, other: int, first: int, done: int) -> int:
         """How many blocks from `first` on two rows hold together; one may have given up windowed ones of them."""
@@ -104,11 +118,22 @@ class Publisher:
         length = int(same.argmin()) if not same.all() else done - first
         return length if held[:length].any() else 0
 
+    def publish_postponed(self, family: set[int]) -> None:
+        """A fork let go of shared blocks: others of its family may publish them now."""
+        rows = self.rows
+        for row in list(family):
+            handle, tip = rows.handles[row], rows.tips[row]
+            assert handle is not None and tip is not None
+            closed = handle.swapped is None and tip.open_row != row
+            if closed and rows.committed.item(row) // self.block_size > tip.end:
+                self.publish(row)
+
     def _node(self, row: int, tip: Node, key: bytes) -> Node:
         handle = self.rows.handles[row]
         assert handle is not None
         node = self.cache.new_child(tip, key, handle.session)
         node.ttl = handle.ttl
+        node.published_by = handle.serial
         return node
 
     def _open(self, row: int, tip: Node, key: bytes) -> None:

@@ -33,7 +33,7 @@ class Rewinding:
         tip = rows.tips[row]
         assert tip is not None
         self.cache.sync(tip)
-        self._reopen_windows(handle, row, min(length, int(rows.committed[row])))
+        self._prepare(handle, row, length)
         if length < tip.end * size:
             self._leave_published(handle, row, length)
         self._drop_private(handle, row, -(-length // size))
@@ -53,9 +53,10 @@ class Rewinding:
         self.state.counters.rewinds += 1
         self.cache.enforce_quota(tip.root)
 
-    def _reopen_windows(self, handle: KVCacheHandle, row: int, committed: int) -> None:
+    def _prepare(self, handle: KVCacheHandle, row: int, length: int) -> None:
         """Before a rewind: reads again what the windows will cover, and makes room for the block that is cut in two."""
         rows, cache, size = self.rows, self.cache, self.state.block_size
+        committed = min(length, rows.committed.item(row))
         tip = rows.tips[row]
         assert tip is not None
         path = cache.path_to(tip)
@@ -75,7 +76,7 @@ class Rewinding:
         for group, start, stop in reopened:
             cache.enter_window(tip.root, group, rows.tables[group][row, start : min(stop, tip.end)])
             rows.window_start[group, row] = start
-        if committed % size and committed < tip.end * size:
+        if length % size and length < tip.end * size:
             try:
                 what = f"rewinding {handle.request_id!r}"
                 self.state.require(list(self.state.per_position), handle.scope.tenant, what)

@@ -8,6 +8,7 @@ writes in one operation, and move to `history` when the matrix row is full or so
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +31,7 @@ class SequenceRows:
         self, groups: tuple[LayerGroup, ...], block_size: int, num_rows: int = 64, num_columns: int = 128
     ) -> None:
         num_groups = len(groups)
+        self.lock = threading.RLock()  # the manager's one lock: whoever reads or changes rows holds it
         self.block_size = block_size
         self.groups = groups
         self.has_cross = any(is_cross(group) for group in groups)
@@ -57,7 +59,13 @@ class SequenceRows:
             0
         ] * num_rows  # position of a history's first id; those before are read from the row's path
         self.handles: list[KVCacheHandle | None] = [None] * num_rows
+        self._serial = 0
         self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    def next_serial(self) -> int:
+        """A number that no other sequence has had."""
+        self._serial += 1
+        return self._serial
 
     @property
     def num_rows(self) -> int:

@@ -1,4 +1,4 @@
-"""The life of a sequence: admitted, forked, rewound, freed. (Its steps are in `stepping`.)"""
+"""The life of a sequence: admitted, forked, freed. (Its steps are in `stepping`, the way back in `rewinding`.)"""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ class Sequences:
             state.counters.allocation_failures += 1
             self._refuse(handle, plan)
         match, hit_tokens = plan.match, plan.num_hit_tokens
-        handle.first_serial = state.counters.nodes_created
         tip = self.enter(match, handle.scope)
         held_source = None
         held_windows: list[tuple[int, Int32Array]] = []
@@ -236,7 +235,6 @@ class Sequences:
             for name in ("retention", "ttl", "session", "publishes", "encoder_tokens", "num_prompt_tokens", "family"):
                 setattr(child, name, getattr(parent, name))
             child.num_cached_tokens = parent.num_written
-            child.first_serial = parent.first_serial
             self._share_row(source, child)
             self.state.requests[request_id] = child
             children.append(child)
@@ -288,16 +286,17 @@ class Sequences:
         else:
             self.release_gpu(handle, row)
         if not keep:
-            self._drop_own(tip, handle.first_serial)
+            self._drop_own(tip, handle.serial)
         self._end(handle, row, tip)
         self.rows.drop_row(row)
 
     def _end(self, handle: KVCacheHandle, row: int, tip: Node) -> None:
         if handle.inflight is not None:
-            self.admissions.untrack(handle)
+            self.admissions.hand_over(handle)
         if handle.family is not None:
             handle.family.discard(row)
             self.rows.following.pop(row, None)
+            self.state.publisher.publish_postponed(handle.family)
         del self.state.requests[handle.request_id]
         handle.row = -1
         if tip.root.quota is not None:
@@ -352,10 +351,10 @@ class Sequences:
             if priority is not None:
                 cache.set_priority(node, priority, NEVER if duration is None else cache.now + duration)
 
-    def _drop_own(self, tip: Node, first_serial: int) -> None:
-        """Drops what a request added to the cache and nobody else uses."""
+    def _drop_own(self, tip: Node, serial: int) -> None:
+        """Drops what a request published and nobody else uses."""
         node = tip
-        while self.cache.is_candidate(node) and node.created > first_serial:
+        while self.cache.is_candidate(node) and node.published_by == serial:
             parent = node.parent
             self.cache.drop_tail(node, node.num_blocks, EvictionReason.EXPLICIT)
             node = parent
@@ -382,7 +381,8 @@ class Sequences:
         index = np.array(row_list)
         used = rows.num_blocks[index]
         done = (rows.committed[index] // size).tolist()
-        table = rows.tables[0][index, : int(used.max())]  # a copy: the nodes keep slices of it
+        table = rows.tables[0][index, : int(used.max())]  # a copy, of which nodes may keep slices
+        alike = int(used.max()) * len(index) <= 4 * int(used.sum())
         published = []
         for i, row in enumerate(row_list):
             tip = rows.tips[row]
@@ -392,7 +392,7 @@ class Sequences:
                 tip.open_row = -1
                 tip.num_blocks = end - start
                 tip.tokens = rows.final_token_ids(row, start * size, end * size)
-                tip.ids = [table[i, start:end]]
+                tip.ids = [table[i, start:end] if alike else table[i, start:end].copy()]
             published.append(tip.start + tip.num_blocks)
         rows.is_open[index] = False
         self._give_tails(table, used, np.array(published))

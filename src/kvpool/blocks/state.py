@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
@@ -64,14 +63,13 @@ class CacheState:
         events: EventLog,
     ) -> None:
         self.config = config
-        self.lock = threading.RLock()
         self.block_size = config.block_size
         self.groups = config.groups
         self.counters = Counters()
         self.copies: list[CopyOp] = []
         self.requests: dict[Hashable, KVCacheHandle] = {}
         self.pins: dict[int, Pin] = {}
-        columns = 128 if config.max_seq_len is None else -(-config.max_seq_len // config.block_size)
+        columns = 128 if config.max_seq_len is None else min(1024, -(-config.max_seq_len // config.block_size))
         self.rows = SequenceRows(self.groups, config.block_size, num_columns=max(columns, 1))
         self.pools: list[list[BlockPool]] = [
             [BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in LOCAL_TIERS] for spec in config.pools

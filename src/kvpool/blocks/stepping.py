@@ -216,6 +216,8 @@ class Stepping:
             state.give_back(group, src, handle)
             rows.tables[group][row, column] = dst[0]
             rows.set_shared(row, False)
+            if handle.family is not None and group == state.growing - 1:
+                state.publisher.publish_postponed(handle.family)
 
     def prepare_write(self, batch: SequenceBatch) -> None:
         """Copies shared blocks that the batch's unwritten places lie in."""
@@ -342,10 +344,12 @@ class Stepping:
             self._refuse_over(batch, committed, "committed")
         if tokens is not None and len(tokens) != int(counts.sum()):
             raise InvalidArgumentError(f"got {len(tokens)} tokens, the counts add up to {int(counts.sum())}")
-        for row, count, ids in self._pieces(batch, tokens, counts):
+        pieces = self._pieces(batch, tokens, counts)
+        for row, _, ids in pieces:  # all ids first: forks that publish compare them
             if ids is not None and len(ids):
                 rows.append_token_ids(row, ids)
-            self._commit_row(row, int(rows.committed[row]), int(rows.committed[row]) + count)
+        for row, count, _ in pieces:
+            self._commit_row(row, rows.committed.item(row), rows.committed.item(row) + count)
 
     def commit_prompt(self, row: int) -> None:
         """Commits what is reserved and known of a row's prompt."""

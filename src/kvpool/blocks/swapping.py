@@ -85,12 +85,13 @@ class Swapping:
         _no_repeats(handles)
         row_list = [state.row_of(handle) for handle in handles]
         held = self._held(row_list)
-        for index, need in enumerate(self._needs(held)):
+        needs = self._needs(held)
+        for index, need in enumerate(needs):
             host = state.pools[index][Tier.HOST]
             have = host.num_free + self.cache.evictable(host, None)
             if need > have:
                 raise state.shortage(host, need, have, f"swapping out {len(handles)} requests")
-        for index, need in enumerate(self._needs(held)):
+        for index, need in enumerate(needs):
             self.cache.make_room(state.pools[index][Tier.HOST], need, None)
         swapped = [SwappedBlocks([]) for _ in handles]
         moved = 0
@@ -104,6 +105,8 @@ class Swapping:
                 blocks.ids.append(image)
         for handle, row, blocks in zip(handles, row_list, swapped, strict=True):
             self._leave_gpu(handle, row, blocks)
+        for tiers in state.pools:
+            tiers[Tier.HOST].note_peak()
         state.counters.swaps_out += len(handles)
         state.counters.swapped_blocks += moved
         return moved

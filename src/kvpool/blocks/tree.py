@@ -29,6 +29,12 @@ from kvpool.stats import Counters
 SHORT_RUN = 8192  # tokens up to which comparing copies of the bytes beats an array of differences
 
 
+INHERITED = (  # what both parts of a split run have in common
+    *("tier", "detached", "last_access", "last_access_at", "hits", "priority", "priority_until"),
+    *("ttl", "expires_at", "published_by"),
+)
+
+
 class Match(NamedTuple):
     """What a prompt shares with the tree. `num_blocks` full blocks along `path`, then `num_partial` tokens of `partial`."""
 
@@ -283,9 +289,15 @@ class PrefixTree(ABC):
         for index, per_position in self.full_per_pool:
             self.add_cached(node.root, self.pools[index][node.tier], change * per_position)
 
+    def add_pinned(self, root: Root, pool: BlockPool, change: int) -> None:
+        """The one place where the number of pinned cached blocks changes."""
+        pool.num_pinned += change
+        if root.quota is not None and pool.tier == GPU:
+            root.quota.pinned[pool.index] += change
+
     def _count_pinned(self, node: Node, change: int) -> None:
         for index, per_position in self.full_per_pool:
-            self.pools[index][node.tier].num_pinned += change * per_position
+            self.add_pinned(node.root, self.pools[index][node.tier], change * per_position)
 
     # --- shape -------------------------------------------------------------------------------------------------------
 
@@ -323,17 +335,7 @@ class PrefixTree(ABC):
             upper.ids = [ids[:num_blocks].copy() for ids in node.ids]
         else:
             upper.ids = [ids[:num_blocks] for ids in node.ids]
-        for name in (
-            "tier",
-            "detached",
-            "last_access",
-            "last_access_at",
-            "hits",
-            "priority",
-            "priority_until",
-            "ttl",
-            "expires_at",
-        ):
+        for name in INHERITED:
             setattr(upper, name, getattr(node, name))
         upper.active = int(node.active > 0)
         upper.pins = int(node.pins > 0)

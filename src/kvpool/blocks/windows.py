@@ -45,7 +45,7 @@ class WindowedTree(AnnouncedTree):
             self.add_cached(node.root, pool, idle)
             if self.pinned_windowed[pool.index]:
                 pinned = self.pinned_windowed[pool.index]
-                pool.num_pinned += sum(int(i) in pinned for i in held[left == 0].tolist())
+                self.add_pinned(node.root, pool, sum(int(i) in pinned for i in held[left == 0].tolist()))
             self.leave_over(group, Leftover(self.tick, node, first, last))
 
     def enter_window(self, root: Root, group: int, ids: Int32Array) -> None:
@@ -59,7 +59,7 @@ class WindowedTree(AnnouncedTree):
             self.add_cached(root, pool, -len(idle))
             if self.pinned_windowed[pool.index]:
                 pinned = self.pinned_windowed[pool.index]
-                pool.num_pinned -= sum(int(i) in pinned for i in idle.tolist())
+                self.add_pinned(root, pool, -sum(int(i) in pinned for i in idle.tolist()))
 
     def leave_over(self, group: int, leftover: Leftover) -> None:
         """Notes unread blocks of a windowed group as the youngest candidates for eviction."""
@@ -79,7 +79,7 @@ class WindowedTree(AnnouncedTree):
                 seen |= blocks
         self.leftovers[group] = deque(reversed(kept))
 
-    def unpin_windowed(self, group: int, block: int) -> None:
+    def unpin_windowed(self, root: Root, group: int, block: int) -> None:
         """One pin less on a block of a windowed group."""
         pool = self.pool(group, GPU)
         pinned = self.pinned_windowed[pool.index]
@@ -87,7 +87,7 @@ class WindowedTree(AnnouncedTree):
         if not pinned[block]:
             del pinned[block]
             if not pool.refs[block]:
-                pool.num_pinned -= 1
+                self.add_pinned(root, pool, -1)
 
     def oldest_leftover(self, pool: BlockPool) -> tuple[int, Leftover] | None:
         """The windowed group of this pool whose oldest leftover is the oldest of all, with that leftover."""
