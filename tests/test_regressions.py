@@ -430,3 +430,90 @@ def test_token_ids_can_be_read_while_another_thread_decodes() -> None:
     done.set()
     reader.join(timeout=10)
     assert failures == []
+
+
+def test_a_fork_that_went_another_way_does_not_follow_into_a_block_it_has_passed() -> None:
+    manager = manager_with(LayerSpec(kv_heads=1, head_dim=8, window=2), block_size=2)
+    slow = commit_all(manager, manager.allocate("slow", [0, 0]))
+    (fast,) = manager.fork(slow, "fast")
+    manager.extend(fast, 4)
+    manager.commit(fast, [1, 1, 1, 1])
+    manager.fork(fast, "closes its run")
+    assert manager.evict(10) == 1  # the second block of "fast", which has left its window; its table is not told
+    manager.extend(slow, 2)  # takes the same block, at the same place
+    manager.commit(slow, [0, 0])
+    manager.check()
+    assert manager.match_prefix([0, 0, 1, 1, 1, 1, 2]).num_tokens == 6
+
+
+@pytest.mark.parametrize("is_fork", [True, False])
+@pytest.mark.parametrize("first", [0, 1])
+def test_requests_swapped_in_together_share_blocks_though_only_one_publishes(is_fork: bool, first: int) -> None:
+    manager = manager_with(block_size=2, host_blocks=8)
+    one = commit_all(manager, manager.allocate("one", [0, 0, 0, 0, 0]))
+    other = manager.fork(one, "other")[0] if is_fork else manager.allocate("other", [0, 0, 0, 0, 1])
+    commit_all(manager, other)
+    manager.extend(other)
+    manager.commit(other, 1)  # its id is not known: it publishes nothing more
+    manager.swap_out(one, other)
+    assert manager.evict(1) == 1  # one of the two blocks that both have in common
+    manager.swap_in(*[one, other][:: 1 if first == 0 else -1])
+    manager.check()
+    manager.free_batch([one, other])
+    manager.check()
+
+
+def test_requests_swapped_in_together_share_blocks_though_only_one_committed_them() -> None:
+    manager = manager_with(block_size=2, host_blocks=8)
+    one = manager.allocate("one", [0] * 6)
+    manager.mark_written(one, 6)
+    manager.commit(one, 2)
+    (other,) = manager.fork(one, "other")
+    manager.commit(one, 4)
+    manager.swap_out(one, other)
+    assert manager.evict(1) == 1  # "one" has two blocks left in the cache, "other" may take one of them
+    manager.swap_in(one, other)
+    manager.check()
+    manager.commit(other, 4)
+    manager.check()
+    assert one.block_table() == other.block_table()
+
+
+@pytest.mark.parametrize("swapped_first", [True, False])
+@pytest.mark.parametrize("how", ["prefix", "scope", "session", "reset"])
+def test_what_was_invalidated_does_not_come_back_with_a_swapped_request(swapped_first: bool, how: str) -> None:
+    manager = manager_with(block_size=2, host_blocks=8)
+    handle = commit_all(manager, manager.allocate("a", [0] * 5, session="s"))
+    if swapped_first:
+        manager.swap_out(handle)
+    if how == "prefix":
+        manager.invalidate([0, 0])
+    elif how == "scope":
+        manager.invalidate(scope=ReuseScope())
+    elif how == "session":
+        manager.invalidate(session="s")
+    else:
+        manager.reset_prefix_cache()
+    if not swapped_first:
+        manager.swap_out(handle)
+    manager.swap_in(handle)
+    assert manager.match_prefix([0] * 5).num_tokens == 0
+    manager.check()
+
+
+def test_idle_windowed_blocks_before_a_partial_block_of_the_same_run_are_no_supply() -> None:
+    manager = manager_with(FULL, LayerSpec(kv_heads=1, head_dim=8, window=4), block_size=2, gpu_blocks=11)
+    commit_all(manager, manager.allocate("a", [0] * 10))  # one block is free, three windowed ones are unread
+    prompt = [0] * 7 + [1] * 3  # needs four, and reads one of the three
+    assert manager.can_allocate(prompt).status is not AllocStatus.OK
+    with pytest.raises(OutOfBlocksError, match="free or evictable"):
+        manager.allocate("b", prompt)
+    manager.check()
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_can_allocate_says_what_allocate_reuses_also_below_the_watermark(lookahead: int) -> None:
+    manager = manager_with(block_size=2, gpu_blocks=12, watermark=0.1)
+    commit_all(manager, manager.allocate("a", [1, 1, *[0] * 15]))
+    answer = manager.can_allocate([1, 0], lookahead=lookahead)
+    assert manager.allocate("b", [1, 0], lookahead=lookahead).num_cached_tokens == answer.num_cached_tokens == 1

@@ -165,10 +165,14 @@ class Maintenance:
             cache = self._state.cache
             if session is not None:
                 nodes = sorted(cache.sessions.get(session, ()), key=lambda n: n.start)
+                scopes = {node.root.scope for node in nodes}
+                self._silence_swapped(lambda handle: handle.session == session or handle.scope in scopes)
             elif prefix is not None:
                 nodes = self._nodes_from(as_token_array(prefix, "prefix"), scope or DEFAULT_SCOPE)
+                self._silence_swapped(lambda handle: handle.scope == (scope or DEFAULT_SCOPE))
             else:
                 assert scope is not None
+                self._silence_swapped(lambda handle: handle.scope == scope)
                 root = cache.roots.get(scope)
                 nodes = list(root.children.values()) if root is not None and root.children else []
             return self._detach(nodes, EvictionReason.INVALIDATED)
@@ -191,9 +195,16 @@ class Maintenance:
         self._admissions.forget_detached()
         return removed
 
+    def _silence_swapped(self, affected: Callable[[KVCacheHandle], bool]) -> None:
+        """Swapped-out requests may hold copies of what is removed: they publish nothing more when they come back."""
+        for handle in self._state.requests.values():
+            if handle.swapped is not None and affected(handle):
+                handle.publishes = False
+
     def reset_prefix_cache(self) -> int:
         """Forgets everything cached, on all tiers, also under live requests. Returns the blocks removed."""
         with self._guard:
+            self._silence_swapped(lambda handle: True)
             nodes = [n for root in self._state.cache.roots.values() for n in (root.children or {}).values()]
             removed = self._detach(nodes, EvictionReason.RESET)
             for root in list(self._state.cache.roots.values()):

@@ -40,7 +40,7 @@ def test_a_request_that_comes_back_goes_on_where_it_was() -> None:
     handle = running(manager, "a", 10)
     manager.extend(handle, 3)
     manager.swap_out(handle)
-    manager.reset_prefix_cache()
+    manager.evict(16)
     assert manager.swap_in(handle) == 3
     assert (handle.block_ids() >= 0).all()
     assert handle.num_blocks == 4

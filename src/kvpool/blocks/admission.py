@@ -333,7 +333,9 @@ class Admissions:
         plan = self._count(plan.match, num_tokens, lookahead, cross_tokens, scope, plan.last_logits)
         if plan.match.partial is not None and self._below_watermark(plan) is not None:
             # As in `plan`: its idle source, which must stay, would keep the request out for as long as it is cached.
-            plan = self._count(self._without_partial(plan.match), num_tokens, lookahead, cross_tokens, scope, None)
+            whole = self._count(self._without_partial(plan.match), num_tokens, lookahead, cross_tokens, scope, None)
+            if self._below_watermark(whole) is None:
+                plan = whole
         needs, supply = tuple(plan.needs), tuple(plan.supply)
         limit = state.config.max_seq_len
         longest = max(num_tokens + lookahead, 0 if tokens is None else len(tokens))

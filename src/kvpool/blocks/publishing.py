@@ -87,7 +87,9 @@ class Publisher:
         assert handle is not None and handle.family is not None
         limit, followers = done, []
         for other in handle.family:
-            if other != row and self._shared_length(row, other, first, done):
+            # What rows with another tip say about these columns is published, or out of date where it left their windows.
+            alike = other != row and self.rows.tips[other] is self.rows.tips[row]
+            if alike and self._shared_length(row, other, first, done):
                 limit = min(limit, first + self._agreed_length(row, other, first, done))
                 followers.append(other)
         return limit, followers

@@ -114,6 +114,10 @@ class Swapping:
     def _leave_gpu(self, handle: KVCacheHandle, row: int, blocks: SwappedBlocks) -> None:
         rows = self.rows
         rows.keep_token_ids(row)
+        tip = rows.tips[row]
+        assert tip is not None
+        if tip.detached:
+            handle.publishes = False  # invalidated: it must not be found again when the request comes back
         root = self.cache.root_for(handle.scope)
         self.cache.hold(root)
         self.sequences.admissions.untrack(handle)
@@ -153,7 +157,7 @@ class Swapping:
     def can_swap_in(self, handles: Sequence[KVCacheHandle]) -> Admission:
         """OK, LATER or NEVER, with the watermark kept free."""
         _no_repeats(handles)
-        matches = [self._resident(handle, self._swapped_row(handle)) for handle in handles]
+        matches = self._residents(handles)
         needs = self._gpu_needs(handles, matches)
         supply = self._gpu_supply(handles, matches)
         for index, pool in enumerate(self.state.gpu_pools):
@@ -174,12 +178,35 @@ class Swapping:
             raise SequenceStateError(f"request {handle.request_id!r} is not swapped out")
         return row
 
-    def _resident(self, handle: KVCacheHandle, row: int) -> Match:
-        """Full blocks of a swapped request that the GPU still has in the prefix cache."""
+    def _residents(self, handles: Sequence[KVCacheHandle]) -> list[Match]:
+        """What each request takes from the prefix cache: as much as all those with whom it shares host blocks behind that.
+
+        They come back sharing private blocks, as forks do, and forks that share private blocks have the same tip.
+        """
+        matches = [self._resident(handle, self._swapped_row(handle)) for handle in handles]
+        if self.cache.windowed:
+            return matches
+        group = self.cache.full[0]
+        least = np.empty(self.cache.pool(group, Tier.HOST).num_blocks, np.int64)
+        while True:
+            counts = [match.num_blocks for match in matches]
+            wanted = [ids[ids >= 0] for ids in self._missing(handles, counts)[0][group]]
+            least[:] = max(counts, default=0)
+            for blocks, count in zip(wanted, counts, strict=True):
+                least[blocks] = np.minimum(least[blocks], count)
+            common = [int(least[b].min(initial=count)) for b, count in zip(wanted, counts, strict=True)]
+            if common == counts:
+                return matches
+            matches = [self._resident(h, h.row, count) for h, count in zip(handles, common, strict=True)]
+
+    def _resident(self, handle: KVCacheHandle, row: int, limit: int | None = None) -> Match:
+        """Full blocks of a swapped request, at most `limit`, that the GPU still has in the prefix cache."""
         rows, size = self.rows, self.state.block_size
         if not handle.publishes or self.cache.windowed:
             return Match(None, [], 0)
         final = min(int(rows.committed[row]), int(rows.known[row])) // size * size
+        if limit is not None:
+            final = min(final, limit * size)
         return self.cache.match(handle.scope, rows.token_ids(row)[:final], partial=False, only_tier=Tier.GPU)
 
     def _missing(
@@ -223,13 +250,13 @@ class Swapping:
         state = self.state
         _no_repeats(handles)
         row_list = [self._swapped_row(handle) for handle in handles]
-        matches = [self._resident(handle, row) for handle, row in zip(handles, row_list, strict=True)]
+        matches = self._residents(handles)
         needs, supply = self._gpu_needs(handles, matches), self._gpu_supply(handles, matches)
         for pool, need, have in zip(state.gpu_pools, needs, supply, strict=True):
             if need > have:
                 raise state.shortage(pool, need, have, f"swapping in {len(handles)} requests")
-        for handle, row in zip(handles, row_list, strict=True):
-            self._hold_resident(handle, row)
+        for handle, row, match in zip(handles, row_list, matches, strict=True):
+            self._hold_resident(handle, row, match.num_blocks)
         for pool, need in zip(state.gpu_pools, needs, strict=True):
             self.cache.make_room(pool, need, common_tenant(handles))
         wanted, fresh = self._missing(handles, [m.num_blocks for m in matches])
@@ -249,11 +276,11 @@ class Swapping:
         state.counters.swapped_blocks += moved
         return moved
 
-    def _hold_resident(self, handle: KVCacheHandle, row: int) -> None:
+    def _hold_resident(self, handle: KVCacheHandle, row: int, num_blocks: int) -> None:
         """Replaces the hold on the root by one on what is still cached, and shows it in the tables."""
         root = self.rows.tips[row]
         assert root is not None
-        match = self._resident(handle, row)
+        match = self._resident(handle, row, num_blocks)  # again: the tree was cut for those before it
         tip = self.sequences.enter(match, handle.scope)
         self.rows.tips[row] = tip
         self.cache.release(root)
