@@ -58,3 +58,10 @@ def test_given_the_readme_then_it_has_a_quick_start() -> None:
 def test_given_the_readme_then_its_quick_start_is_the_tested_example() -> None:
     example = (ROOT / "examples" / "quickstart.py").read_text(encoding="utf-8")
     assert README_BLOCKS[0] == example.partition("\n\n")[2]
+
+
+def test_given_the_guide_when_its_recipes_run_in_order_then_they_work() -> None:
+    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+    recipes = "\n".join(re.findall(r"^```python\n(.*?)^```", guide, re.M | re.S))
+    result = run_python("-c", recipes)
+    assert "hits" in result.stdout, result.stderr
