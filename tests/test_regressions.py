@@ -517,3 +517,14 @@ def test_can_allocate_says_what_allocate_reuses_also_below_the_watermark(lookahe
     commit_all(manager, manager.allocate("a", [1, 1, *[0] * 15]))
     answer = manager.can_allocate([1, 0], lookahead=lookahead)
     assert manager.allocate("b", [1, 0], lookahead=lookahead).num_cached_tokens == answer.num_cached_tokens == 1
+
+
+def test_requests_freed_together_while_in_flight_leave_nothing_tracked() -> None:
+    manager = manager_with(gpu_blocks=40)
+    handles = [manager.allocate(name, [1] * 8) for name in ("a", "b", "c")]
+    manager.free_batch([handles[1], handles[0]])
+    manager.check()
+    assert "'c'" in manager.can_allocate([1] * 8, wait_for_prefix=True).reason
+    manager.free(handles[2])
+    assert manager.can_allocate([1] * 8, wait_for_prefix=True)
+    manager.check()

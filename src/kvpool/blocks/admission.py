@@ -223,8 +223,9 @@ class Admissions:
         rows = self.state.rows
         for row in rows.live_rows():
             other = rows.handles[row]
-            idle = other is not None and other is not handle and other.inflight is None and other.swapped is None
-            if idle and rows.tips[row] is place[0]:
+            if other is None or other.row != row or other is handle:  # ended, in the same batch perhaps
+                continue
+            if other.inflight is None and other.swapped is None and rows.tips[row] is place[0]:
                 self.track(row)
 
     def forget_detached(self) -> None:
