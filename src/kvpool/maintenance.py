@@ -239,9 +239,7 @@ class Maintenance:
                 return 0
             needs, supply = [0] * len(state.pools), state.supply(scope.tenant)
             self._admissions.count_match(match, needs, supply)
-            for gpu_pool, need, have in zip(state.gpu_pools, needs, supply, strict=True):
-                if need > have:
-                    raise state.shortage(gpu_pool, need, have, f"onboarding a prefix of {match.num_blocks} blocks")
+            state.refuse_shortage(needs, supply, f"onboarding a prefix of {match.num_blocks} blocks")
             node = match.path[-1]
             if node.end > match.num_blocks:
                 node = cache.split(node, match.num_blocks - node.start)

@@ -166,8 +166,7 @@ class PrefixCache(WindowedTree):
         self.calendar.forget(node)
         parent = node.parent
         parent.remove_child(node)
-        if node.session is not None:
-            self._untag(node)
+        self._untag(node)
         if parent is parent.root:
             self._forget_root(parent.root)
         elif parent.tier == node.tier:
@@ -181,12 +180,11 @@ class PrefixCache(WindowedTree):
             node.root.policies[node.tier].add(node)
 
     def _untag(self, node: Node) -> None:
-        if node.session is not None:
-            tagged = self.sessions.get(node.session)
-            if tagged is not None:
-                tagged.discard(node)
-                if not tagged:
-                    del self.sessions[node.session]
+        tagged = None if node.session is None else self.sessions.get(node.session)
+        if tagged is not None:
+            tagged.discard(node)
+            if not tagged:
+                del self.sessions[cast(str, node.session)]
 
     def _note_departure(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
         counters = self.counters

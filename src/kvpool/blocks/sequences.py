@@ -47,7 +47,7 @@ class Sequences:
         plan = self.admissions.plan(tokens, num_tokens, lookahead, cross_tokens, handle.scope)
         if not plan.fits:
             state.counters.allocation_failures += 1
-            self._refuse(handle, plan)
+            state.refuse_shortage(plan.needs, plan.supply, f"request {handle.request_id!r}")
         match, hit_tokens = plan.match, plan.num_hit_tokens
         tip = self.enter(match, handle.scope)
         held_source = None
@@ -101,12 +101,6 @@ class Sequences:
                     depths = np.arange(node.start, node.end)
                     found.append((group, node.ids[group][(depths >= start) | (depths < sinks)]))
         return found
-
-    def _refuse(self, handle: KVCacheHandle, plan: Plan) -> None:
-        what = f"request {handle.request_id!r}"
-        for pool, need, have in zip(self.state.gpu_pools, plan.needs, plan.supply, strict=True):
-            if need > have:
-                raise self.state.shortage(pool, need, have, what)
 
     def enter(self, match: Match, scope: ReuseScope) -> Node:
         """Splits the tree where the match ends and holds the matched path."""
@@ -367,7 +361,7 @@ class Sequences:
             if row in seen:
                 raise SequenceStateError(f"request {handle.request_id!r} stands twice in the batch to free")
             seen.add(row)
-        simple = keep and len(self.state.groups) == 1 and not self.cache.windowed and self.state.growing == 1
+        simple = keep and self.state.is_simple
         plain = [h for h in handles if simple and h.swapped is None and h.retention is None and h.family is None]
         if len(plain) > 1:
             self._free_plain([h.row for h in plain], plain)

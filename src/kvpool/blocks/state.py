@@ -144,6 +144,12 @@ class CacheState:
         for pool, need in zip(self.gpu_pools, needs, strict=True):
             self.cache.make_room(pool, need, tenant)
 
+    def refuse_shortage(self, needs: list[int], supply: list[int], what: str) -> None:
+        """Raises for the first GPU pool that cannot serve what an operation needs."""
+        for pool, need, have in zip(self.gpu_pools, needs, supply, strict=True):
+            if need > have:
+                raise self.shortage(pool, need, have, what)
+
     def shortage(self, pool: BlockPool, need: int, available: int, what: str) -> OutOfBlocksError:
         """The error for a pool that cannot serve `need` blocks."""
         if need > pool.num_blocks:

@@ -84,16 +84,12 @@ class Stepping:
                 slots[crossing] = ids * size
         rows.reserved[selection] = new
         if slots is None:
-            positions = new - 1
-            columns = positions // size
-            slots = rows.tables[0][batch.rows, columns] * size
-            slots += (positions - columns * size).astype(np.int32)
+            slots = self._slots(batch, new - 1, None, None)[0]
             rows.moves += 1  # other batches may hold the same sequences
             batch.moves = rows.moves
-            has_spare_block = bool((rows.num_blocks[selection] > columns + 1).any())
-            batch.last_slots = (
-                None if has_spare_block else slots
-            )  # a block that is there already is entered by its table
+            # A spare block that lookahead left behind is entered by its table, not by counting on.
+            has_spare_block = bool((rows.num_blocks[selection] > (new - 1) // size + 1).any())
+            batch.last_slots = None if has_spare_block else slots
         else:
             batch.last_slots = slots
         if out is None:
@@ -190,9 +186,8 @@ class Stepping:
                     block = int(rows.tables[group][row, column])
                     if block < 0 or refs[block] <= 1:
                         continue
-                    shared = (
-                        True  # also for the row that keeps a block which others of the batch copy: they may yet fail
-                    )
+                    # Also for the row that keeps a block which others of the batch copy: they may yet fail.
+                    shared = True
                     if refs[block] - claimed.get((pool, block), 0) > 1:
                         claimed[pool, block] = claimed.get((pool, block), 0) + 1
                         found.append((row, group, column))
@@ -255,9 +250,8 @@ class Stepping:
         slots[self.state.growing :] = -1
         present = (positions < rows.present[owners]) & (positions >= rows.written[owners])
         if present.any():
-            slots[
-                :, present
-            ] = -1  # the last token of a fully cached prompt: computed for its logits, not written again
+            # The last token of a fully cached prompt: computed for its logits, not written again.
+            slots[:, present] = -1
         return slots
 
     def slot_mapping(self, batch: SequenceBatch, start: Any, stop: Any, out: Int32Array | None) -> Int32Array:

@@ -252,9 +252,7 @@ class Swapping:
         row_list = [self._swapped_row(handle) for handle in handles]
         matches = self._residents(handles)
         needs, supply = self._gpu_needs(handles, matches), self._gpu_supply(handles, matches)
-        for pool, need, have in zip(state.gpu_pools, needs, supply, strict=True):
-            if need > have:
-                raise state.shortage(pool, need, have, f"swapping in {len(handles)} requests")
+        state.refuse_shortage(needs, supply, f"swapping in {len(handles)} requests")
         for handle, row, match in zip(handles, row_list, matches, strict=True):
             self._hold_resident(handle, row, match.num_blocks)
         for pool, need in zip(state.gpu_pools, needs, strict=True):
