@@ -36,6 +36,8 @@ class Guard:
     def __init__(self, state: CacheState, levels: Sequence[float]) -> None:
         self.lock = state.rows.lock
         self.state = state
+        self.cache = state.cache
+        self.first_pool = state.gpu_pools[0]
         self.levels = tuple(levels)
         self.calm = (0, 0)  # while the only pool's referenced blocks stay in this range, the level cannot change
         self.level = MemoryPressure.LOW
@@ -50,7 +52,7 @@ class Guard:
         self.lock.acquire()
         self._depth += 1
         try:
-            cache = self.state.cache
+            cache = self.cache
             cache.tick += 1
             cache.now = cache.clock()
             self.num_expired = cache.expire() if cache.calendar.next <= cache.now else 0
@@ -65,7 +67,7 @@ class Guard:
             self.lock.release()
             return
         try:
-            pool = self.state.gpu_pools[0]
+            pool = self.first_pool
             used = pool.num_blocks - pool.num_free - pool.num_cached
             if used > pool.peak_referenced:
                 pool.peak_referenced = used

@@ -344,7 +344,7 @@ class Maintenance:
                 groups=Inspector(state).groups(),
                 num_sequences=len(state.requests),
                 num_swapped=sum(handle.swapped is not None for handle in state.requests.values()),
-                num_cached_runs=sum(1 for _ in state.cache.nodes()),
+                num_cached_runs=state.cache.num_runs,
                 hit_tokens={tier.name: counters.hit_tokens[tier] for tier in Tier},
                 hit_blocks={tier.name: counters.hit_blocks[tier] for tier in Tier},
                 evictions=dict(counters.evictions),

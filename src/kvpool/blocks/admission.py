@@ -68,6 +68,8 @@ class Admissions:
         if not state.config.enable_prefix_caching or not len(tokens):
             return NO_MATCH, None
         match = state.cache.match(scope, tokens, partial=True)
+        if not match.path and match.partial is None:
+            return match, None
         size = state.block_size
         length = match.num_tokens(size)
         logits = None
@@ -85,7 +87,9 @@ class Admissions:
             length, logits = length // size * size, None
             if state.cache.windowed:  # a shorter prefix may read blocks that the longer one did not
                 length, _ = self._valid_in_windows(match, length, None)
-        return self._cut(match, length), logits
+        if length != match.num_tokens(size):
+            match = self._cut(match, length)
+        return match, logits
 
     def _stored_logits(self, match: Match, tokens: Int32Array) -> Any:
         size = self.state.block_size
@@ -133,8 +137,6 @@ class Admissions:
     def _cut(self, match: Match, num_tokens: int) -> Match:
         """A match shortened to `num_tokens`; what is cut from the last full block is reused as a partial block."""
         size = self.state.block_size
-        if num_tokens == match.num_tokens(size):
-            return match
         blocks, extra = divmod(num_tokens, size)
         path = match.path
         source = match.partial

@@ -279,6 +279,8 @@ class Checker:
             self.expect(len(policy) == wanted, f"policy {policy.name!r} has {len(policy)} candidates, {wanted} exist")
 
     def check_bookkeeping(self) -> None:
+        runs = sum(not node.detached for node in self.nodes)
+        self.expect(runs == self.cache.num_runs, f"{runs} runs are in the tree, {self.cache.num_runs} are counted")
         shared = int(self.rows.shared[self.rows.live_rows()].sum())
         self.expect(shared == self.rows.num_shared, f"{self.rows.num_shared} shared rows booked, {shared} flagged")
         pinned = sum(node.num_blocks for node in self.nodes if node.pins)

@@ -88,7 +88,8 @@ class KVCacheHandle:
         self.encoder_tokens = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self.serial = rows.next_serial()
+        rows.serial += 1
+        self.serial = rows.serial  # a number that no other sequence has had
         self.last_logits: Any = None
         self.family: set[int] | None = None  # rows that may share private blocks with this one
         self.inflight: Any = None
@@ -147,7 +148,8 @@ class KVCacheHandle:
         rows = self._rows
         if group or type(group) is not int:  # 0 always exists
             group = rows.group(group).index
-        view = rows.visible_blocks(group, self._live_row())
+        row = self.row if self.row >= 0 else self._live_row()
+        view = rows.visible_blocks(group, row)
         view.flags.writeable = False
         return view
 

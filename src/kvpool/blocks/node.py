@@ -176,11 +176,14 @@ class ChildIndex(dict[bytes, Node]):
 
     def discard(self, key: bytes) -> None:
         del self[key]
-        keys = self._by_token[key[:4]]
-        if not isinstance(keys, bytes):
-            keys.remove(key)
-        if isinstance(keys, bytes) or not keys:
-            del self._by_token[key[:4]]
+        first = key[:4]
+        keys = self._by_token[first]
+        if isinstance(keys, bytes):
+            del self._by_token[first]
+            return
+        keys.remove(key)
+        if not keys:
+            del self._by_token[first]
 
     def nearest(self, query: bytes) -> tuple[Node | None, int]:
         """The child whose key shares the longest beginning with `query`, and how many bytes they share (0 if no token)."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import cast
+from typing import Any, Final
 
 import numpy as np
 
@@ -20,11 +20,14 @@ from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.eviction import EvictionPolicy
 from kvpool.blocks.node import DEFAULT_PRIORITY, Node, Root
 from kvpool.blocks.pool import GPU, BlockPool
+from kvpool.blocks.quota import Quota
 from kvpool.blocks.rows import SequenceRows
 from kvpool.blocks.windows import Leftover, WindowedTree
 from kvpool.config import LayerGroup, Tier
 from kvpool.events import EventLog
 from kvpool.stats import Counters, EvictionReason
+
+CAPACITY: Final = EvictionReason.CAPACITY  # a global is several times cheaper than a member of an enum
 
 
 class PrefixCache(WindowedTree):
@@ -67,7 +70,7 @@ class PrefixCache(WindowedTree):
     def make_room(self, pool: BlockPool, num_blocks: int, tenant: str | None) -> None:
         """Evicts until `num_blocks` are free. The caller has checked that enough is evictable."""
         if pool.num_free < num_blocks:
-            self.evict(pool, num_blocks - pool.num_free, tenant, EvictionReason.CAPACITY)
+            self.evict(pool, num_blocks - pool.num_free, tenant, CAPACITY)
 
     def evict(self, pool: BlockPool, num_blocks: int, tenant: str | None, reason: EvictionReason) -> int:
         """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several)."""
@@ -83,36 +86,39 @@ class PrefixCache(WindowedTree):
                     break
             if victim is None:
                 break
-            self._evict_tail(victim, self._tail_length(victim, pool, goal - pool.num_free, tenant), reason)
+            length = -(-(goal - pool.num_free) // self.blocks_per_position[pool.index])
+            if length > victim.num_blocks:
+                length = victim.num_blocks
+            if victim.root.quota is not None:
+                length = self._above_guarantee(victim.root.quota, length, pool, tenant)
+            self._evict_tail(victim, length, reason)
         return pool.num_free - before
 
     def victim(self, pool: BlockPool, tenant: str | None) -> Node | None:
         """The next run to lose its tail: the policy's choice, or the stalest of those of tenants over their guarantee."""
-        best: Node | None = None
-        policy = self.policies[pool.tier]
-        if len(policy):
-            best = cast(Node, policy.victim())
+        try:
+            best: Any = self.policies[pool.tier].victim()
+        except LookupError:
+            best = None
         if not self.quotas:
-            return best
+            return best  # type: ignore[no-any-return]
         for quota in self.quotas.values():
             candidates = quota.policies[pool.tier]
             if not len(candidates):
                 continue
             if pool.tier == GPU and quota.tenant != tenant and quota.cached[pool.index] <= quota.guaranteed[pool.index]:
                 continue
-            node = cast(Node, candidates.victim())
+            node = candidates.victim()
             if best is None or node.last_access < best.last_access:
                 best = node
-        return best
+        return best  # type: ignore[no-any-return]
 
-    def _tail_length(self, node: Node, pool: BlockPool, num_blocks: int, tenant: str | None) -> int:
-        """How many positions to cut from a victim so that about `num_blocks` of the pool become free."""
-        per_position = self.blocks_per_position[pool.index]
-        length = min(node.num_blocks, -(-num_blocks // per_position))
-        quota = node.root.quota
-        if quota is not None and quota.tenant != tenant and pool.tier == GPU:
-            length = min(length, max(1, (quota.cached[pool.index] - quota.guaranteed[pool.index]) // per_position))
-        return length
+    def _above_guarantee(self, quota: Quota, length: int, pool: BlockPool, tenant: str | None) -> int:
+        """How many of `length` positions another tenant's run may lose before its owner has less than is guaranteed."""
+        if quota.tenant == tenant or pool.tier != GPU:
+            return length
+        spare = (quota.cached[pool.index] - quota.guaranteed[pool.index]) // self.blocks_per_position[pool.index]
+        return min(length, max(1, spare))
 
     # --- leaving -----------------------------------------------------------------------------------------------------
 
@@ -135,9 +141,8 @@ class PrefixCache(WindowedTree):
         self._note_departure(node, num_blocks, reason)
         keep = node.num_blocks - num_blocks
         for group in self.full:
-            pool = self.pool(group, node.tier)
-            pool.give(node.ids[group][keep:])
-            self.add_cached(node.root, pool, -num_blocks)
+            self.pools[self.groups[group].pool][node.tier].give(node.ids[group][keep:])
+        self.count_cached(node, -num_blocks)
         for group in self.windowed:
             ids = node.ids[group][keep:]
             self.free_windowed(node, group, ids[ids >= 0])
@@ -158,17 +163,23 @@ class PrefixCache(WindowedTree):
     def num_present(self, node: Node, first: int) -> int:
         """Blocks of all groups in a run from position `first` on."""
         count = (node.num_blocks - first) * len(self.full)
-        return count + sum(int((node.ids[group][first:] >= 0).sum()) for group in self.windowed)
+        for group in self.windowed:
+            count += int((node.ids[group][first:] >= 0).sum())
+        return count
 
     def _unlink(self, node: Node) -> None:
         """Takes an empty leaf out of the tree; its parent may become a leaf."""
         node.detached = True
-        self.calendar.forget(node)
+        if self.calendar.actions:
+            self.calendar.forget(node)
         parent = node.parent
         parent.remove_child(node)
-        self._untag(node)
+        self.num_runs -= 1
+        if node.session is not None:
+            self._untag(node, node.session)
         if parent is parent.root:
-            self._forget_root(parent.root)
+            if parent.children is None:
+                self._forget_root(parent.root)
         elif parent.tier == node.tier:
             self.offer(parent)
 
@@ -179,16 +190,16 @@ class PrefixCache(WindowedTree):
                 self.watch(node)
             node.root.policies[node.tier].add(node)
 
-    def _untag(self, node: Node) -> None:
-        tagged = None if node.session is None else self.sessions.get(node.session)
+    def _untag(self, node: Node, session: str) -> None:
+        tagged = self.sessions.get(session)
         if tagged is not None:
             tagged.discard(node)
             if not tagged:
-                del self.sessions[cast(str, node.session)]
+                del self.sessions[session]
 
     def _note_departure(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
         counters = self.counters
-        counters.evictions[reason.value] += self.num_present(node, node.num_blocks - num_blocks)
+        counters.evictions[reason._value_] += self.num_present(node, node.num_blocks - num_blocks)
         counters.lifetime.add(self.now - node.created_at, num_blocks)
         counters.idle_before_eviction.add(self.now - node.last_access_at, num_blocks)
         if self.events.listening and node.digests:
@@ -217,7 +228,8 @@ class PrefixCache(WindowedTree):
             if self.events.listening and part.digests:
                 self.announce_removal(part, 0, part.num_blocks, reason)
             self.counters.evictions[reason.value] += self.num_present(part, 0)
-            self._untag(part)
+            if part.session is not None:
+                self._untag(part, part.session)
             part.digests = part.logits = None
         for part in parts:
             if part.active and not part.detached:
@@ -229,6 +241,7 @@ class PrefixCache(WindowedTree):
         node.detached = True
         self.calendar.forget(node)
         parent.remove_child(node)
+        self.num_runs -= 1
         if parent is not parent.root and not parent.detached and parent.tier == node.tier:
             self.offer(parent)
 
@@ -302,7 +315,7 @@ class PrefixCache(WindowedTree):
         for group in self.windowed:
             for index in np.flatnonzero((node.ids[group] >= 0) & (ids[group] < 0)).tolist():
                 block = int(node.ids[group][index])
-                self.remove_windowed(node, group, node.start + index, block, EvictionReason.CAPACITY)
+                self.remove_windowed(node, group, node.start + index, block, CAPACITY)
             gained.append((group, np.flatnonzero((node.ids[group] < 0) & (ids[group] >= 0))))
         self._move(node, GPU, CopyKind.ONBOARD, ids)
         for group, present in gained if announced else ():
@@ -422,5 +435,5 @@ class PrefixCache(WindowedTree):
         for tiers in self.pools:
             pool = tiers[GPU]
             while quota.excess(pool.index) and len(quota.policies[GPU]):
-                victim = cast(Node, quota.policies[GPU].victim())
+                victim: Any = quota.policies[GPU].victim()
                 self._evict_tail(victim, min(victim.num_blocks, quota.excess(pool.index)), EvictionReason.QUOTA)

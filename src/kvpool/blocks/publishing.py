@@ -70,7 +70,7 @@ class Publisher:
                 for reader in (row, *followers):
                     rows.tips[reader] = child
             else:
-                self._open(row, tip, key)
+                self._open(row, handle, tip, key)
                 return
             for follower in followers:
                 rows.following[follower] = child.end * size
@@ -130,16 +130,8 @@ class Publisher:
             if closed and rows.committed.item(row) // self.block_size > tip.end:
                 self.publish(row)
 
-    def _node(self, row: int, tip: Node, key: bytes) -> Node:
-        handle = self.rows.handles[row]
-        assert handle is not None
-        node = self.cache.new_child(tip, key, handle.session)
-        node.ttl = handle.ttl
-        node.published_by = handle.serial
-        return node
-
-    def _open(self, row: int, tip: Node, key: bytes) -> None:
-        node = self._node(row, tip, key)
+    def _open(self, row: int, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
+        node = self.cache.new_child(tip, key, handle)
         node.active = 1  # the row held the tip directly; now it does so through this node
         node.open_row = row
         self.rows.tips[row] = node
@@ -149,11 +141,14 @@ class Publisher:
         )  # the rest when it is read: `sync`
         if not tip.detached:
             tip.add_child(key, node)
+            self.cache.num_runs += 1
 
     def _closed_child(self, readers: list[int], tip: Node, key: bytes, first: int, last: int) -> Node:
         rows, cache, size = self.rows, self.cache, self.block_size
         row = readers[0]
-        node = self._node(row, tip, key)
+        handle = rows.handles[row]
+        assert handle is not None
+        node = cache.new_child(tip, key, handle)
         node.num_blocks = last - first
         node.tokens = rows.ids_between(row, first * size, last * size)
         # The same ids in every row, but for windowed blocks that some of them have given up.
@@ -162,6 +157,7 @@ class Publisher:
             cache.pool(group, GPU).refs[node.ids[group]] = 0  # from now on their readers are counted on the node
         if not tip.detached:
             tip.add_child(key, node)
+            cache.num_runs += 1
         if cache.events.listening:
             cache.announce(node)
         return node
@@ -222,5 +218,8 @@ class Publisher:
         node.open_row = -1
         node.num_blocks = end - start
         node.tokens = rows.final_token_ids(row, start * size, end * size)
-        node.ids = [rows.tables[group][row, start:end].copy() for group in range(cache.num_cached_groups)]
+        if cache.num_cached_groups == 1:
+            node.ids = [rows.tables[0][row, start:end].copy()]
+        else:
+            node.ids = [rows.tables[group][row, start:end].copy() for group in range(cache.num_cached_groups)]
         rows.is_open[row] = False

@@ -59,13 +59,8 @@ class SequenceRows:
             0
         ] * num_rows  # position of a history's first id; those before are read from the row's path
         self.handles: list[KVCacheHandle | None] = [None] * num_rows
-        self._serial = 0
+        self.serial = 0  # grows with every sequence
         self._free_rows = list(range(num_rows - 1, -1, -1))
-
-    def next_serial(self) -> int:
-        """A number that no other sequence has had."""
-        self._serial += 1
-        return self._serial
 
     @property
     def num_rows(self) -> int:
@@ -82,7 +77,8 @@ class SequenceRows:
         """A cleared row with room for `num_blocks` in its tables."""
         if not self._free_rows:
             self._grow_rows()
-        self.ensure_columns(num_blocks)
+        if num_blocks > self.tables[0].shape[1]:
+            self.ensure_columns(num_blocks)
         row = self._free_rows.pop()
         self.handles[row] = handle
         if self.has_cross:
@@ -170,6 +166,8 @@ class SequenceRows:
 
     def visible_blocks(self, group: int, row: int) -> Int32Array:
         """A row's block ids in one group, -1 where a block left its window."""
+        if not self.windowed[group] and not self.has_cross:
+            return self.tables[group][row, : self.num_blocks.item(row)]
         ids = self.all_blocks(group, row)
         if not self.windowed[group]:
             return ids

@@ -53,7 +53,7 @@ class Sequences:
         held_source = None
         held_windows: list[tuple[int, Int32Array]] = []
         if plan.evicts:
-            held_windows = self._windows_of(tip, hit_tokens)
+            held_windows = self._windows_of(tip, hit_tokens) if cache.windowed else []
             for group, ids in held_windows:
                 cache.enter_window(tip.root, group, ids)
             held_source = match.partial

@@ -17,6 +17,7 @@ from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.calendar import NEVER, Calendar
 from kvpool.blocks.eviction import EvictionPolicy
 from kvpool.blocks.groups import is_cross, is_windowed
+from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope, chain_digests, root_digest
 from kvpool.blocks.node import Node, Root
 from kvpool.blocks.pool import GPU, BlockPool
@@ -74,6 +75,7 @@ class PrefixTree(ABC):
         self.clock = clock
         self.now = clock()
         self.tick = 0
+        self.num_runs = 0  # nodes in the tree, roots and detached ones apart
         self.roots: dict[ReuseScope, Root] = {}
         self.quotas: dict[str, Quota] = {}
         self.new_policy = new_policy
@@ -236,7 +238,8 @@ class PrefixTree(ABC):
             if node.active:
                 return
             if node is node.root:
-                self._forget_root(node.root)
+                if node.children is None:
+                    self._forget_root(node.root)
                 return
             parent = node.parent
             node.last_access = tick
@@ -305,13 +308,15 @@ class PrefixTree(ABC):
         """Whether the eviction policy has this node: an unread, unpinned leaf of its tier."""
         return not (node.active or node.pins or node.same_tier_children or node is node.root or node.detached)
 
-    def new_child(self, parent: Node, key: bytes, session: str | None) -> Node:
-        """An empty node below `parent`, not yet counted anywhere."""
+    def new_child(self, parent: Node, key: bytes, publisher: KVCacheHandle) -> Node:
+        """An empty node below `parent` for what a sequence publishes, not yet counted anywhere."""
         self.counters.nodes_created += 1
         node = Node(parent, key, parent.start + parent.num_blocks, self.counters.nodes_created, self.now)
         node.last_access = self.tick
-        if session is not None:
-            self.tag_session(node, session)
+        node.ttl = publisher.ttl
+        node.published_by = publisher.serial
+        if publisher.session is not None:
+            self.tag_session(node, publisher.session)
         return node
 
     def tag_session(self, node: Node, session: str) -> None:
@@ -354,6 +359,7 @@ class PrefixTree(ABC):
         node.fingerprint = hash((node.root.fingerprint, node.start, node.key))
         if not node.detached:
             upper.add_child(node.key, node)
+            self.num_runs += 1
         self.watch(upper)
         if candidate:
             policy.add(node)

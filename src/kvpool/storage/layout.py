@@ -1,19 +1,24 @@
-"""What kernels see of a store: the K and V of one layer as strided views, in one index order for every layout."""
+"""How K and V lie inside a block, and what kernels see of that: strided views, in one index order for every layout."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from kvpool.layers import DType
+from kvpool.errors import ConfigError
+from kvpool.kernels.copy_blocks import Runs
+from kvpool.kernels.quantization import TORCH_DTYPES
+from kvpool.layers import DType, LayerGroup
 
 
 class LayerCache(NamedTuple):
     """Stored K and V of one layer, read and written in place.
 
-    The index order is always [block, token in block, KV head, element]; how these lie in memory is in the strides, so a kernel
-    that takes strides serves every layout. The last dimension is contiguous. Integer types carry float16 `scale` tensors
+    The index order is always [block, token in block, KV head, element]; how these lie in memory is in the strides, so a
+    kernel that takes strides serves every layout. The last dimension is contiguous. Integer types carry float16 `scale` tensors
     [block, token, head]: an INT8 element is worth `q * scale`, an INT4 element (0..15) `q * scale + zero`; INT4 packs
     elements 2i and 2i + 1 into the low and high half of byte i. fp8 elements are worth `q * k_factor` (or `v_factor`).
     """
@@ -35,3 +40,78 @@ class LayerCache(NamedTuple):
     @property
     def block_size(self) -> int:
         return self.k.shape[1]
+
+
+class Part(NamedTuple):
+    """One tensor of every layer inside a block: layer i has it at byte `offset + i * layer_stride`, token after token."""
+
+    name: str  # a field of LayerCache
+    dtype: torch.dtype
+    heads: int
+    width: int  # stored elements of one head and token; 0 for scales, which are one number
+    offset: int
+    layer_stride: int
+
+    @property
+    def token_bytes(self) -> int:
+        return self.heads * max(self.width, 1) * self.dtype.itemsize
+
+
+class GroupLayout:
+    """Where the layers of one group lie inside a block.
+
+        block:  K of layer 0 | V of layer 0 | K of layer 1 | ... | scales of layer 0 | scales of layer 1 | ...
+        K:      token 0: head 0, head 1, ... | token 1: ...
+
+    A block is one contiguous run over all layers, so moving it is one copy. A token's K of one layer is contiguous too,
+    so writing it is one copy. Nothing is padded: a block takes exactly `LayerGroup.block_bytes`.
+    """
+
+    def __init__(self, group: LayerGroup, factors: Mapping[int, tuple[float, float]] | None = None) -> None:
+        self.group = group
+        self.factors = factors or {}
+        self.block_size = group.block_size
+        self.block_bytes = group.block_bytes
+        spec, dtype = group.spec, TORCH_DTYPES[group.spec.dtype]
+        widths = {"k": spec.head_dim} if spec.k_only else {"k": spec.head_dim, "v": spec.value_dim}
+        shapes = [(name, dtype, -(-dim * spec.dtype.bits // (8 * dtype.itemsize))) for name, dim in widths.items()]
+        scales = ["scale", "zero"][: spec.dtype.scale_bytes // 2]
+        if scales and self.block_bytes % 2:
+            raise ConfigError(
+                f"blocks of layer group {group.index} take {self.block_bytes} bytes: their float16 scales would start at "
+                f"odd addresses; use an even block_size or head_dim"
+            )
+        scale_shapes = [(f"{name}_{scale}", torch.float16, 0) for name in widths for scale in scales]
+        elements = self._place(shapes, 0)
+        behind = sum(part.token_bytes for part in elements) * self.block_size * len(group.layers)
+        self.parts = (*elements, *self._place(scale_shapes, behind))
+
+    def _place(self, shapes: list[tuple[str, torch.dtype, int]], start: int) -> list[Part]:
+        """Parts one after the other from byte `start`, layer by layer."""
+        heads = self.group.spec.kv_heads
+        sizes = [heads * max(width, 1) * dtype.itemsize * self.block_size for _, dtype, width in shapes]
+        offsets = [start + sum(sizes[:i]) for i in range(len(sizes))]
+        return [Part(*shape[:2], heads, shape[2], at, sum(sizes)) for shape, at in zip(shapes, offsets, strict=True)]
+
+    def layer_cache(self, data: Tensor, index: int) -> LayerCache:
+        """Layer number `index` of the group, as views into the bytes of a store, uint8 [block, byte]."""
+        spec = self.group.spec
+        views = {part.name: self._view(data, part, index) for part in self.parts}
+        k_factor, v_factor = self.factors.get(self.group.layers[index], (1.0, 1.0))
+        return LayerCache(spec.dtype, **{"v": None, **views}, k_factor=k_factor, v_factor=v_factor)
+
+    def _view(self, data: Tensor, part: Part, index: int) -> Tensor:
+        item = part.dtype.itemsize
+        flat = data.view(-1).view(part.dtype)
+        row = max(part.width, 1)
+        shape = (data.shape[0], self.block_size, part.heads, row)
+        strides = (self.block_bytes // item, part.heads * row, row, 1)
+        offset = flat.storage_offset() + (part.offset + index * part.layer_stride) // item
+        view = flat.as_strided(shape, strides, offset)
+        return view if part.width else view[..., 0]
+
+    @property
+    def runs(self) -> list[Runs]:
+        """The stretches of a block that hold tokens one after the other, for copies of its first tokens."""
+        layers = len(self.group.layers)
+        return [Runs(part.offset, part.layer_stride, layers, part.token_bytes) for part in self.parts]
