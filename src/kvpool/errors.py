@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class KVPoolError(Exception):
     """Base class: `except KVPoolError` catches everything kvpool raises on purpose."""
@@ -42,5 +45,33 @@ class PinBudgetError(KVPoolError):
     """Pinning would exceed `max_pinned_tokens`."""
 
 
+class UnsupportedAttentionError(KVPoolError):
+    """An attention backend cannot compute this kind of attention, or cannot run here. Raised before anything runs."""
+
+
 class InvariantError(KVPoolError, AssertionError):
     """`check()` found a broken invariant. This is a bug in kvpool; please report it with the message."""
+
+
+class StorageError(KVPoolError):
+    """Base class of what goes wrong with bytes rather than with ids."""
+
+
+class StorageMemoryError(StorageError, MemoryError):
+    """A device, the host or a disk has no room for a store. Nothing was allocated; the message says what would fit."""
+
+
+class SharedBlockError(StorageError):
+    """A write would reach a block that is published, that a second sequence reads, or that nobody holds."""
+
+
+class TransferError(StorageError):
+    """Moving blocks failed. Their sources are unchanged, and `remaining` can be run again."""
+
+    def __init__(self, message: str, remaining: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.remaining = list(remaining)  # the operations that were not carried out, the failed one first
+
+
+class ChecksumError(TransferError):
+    """Blocks came back with other bytes than they left with."""

@@ -1,0 +1,19 @@
+"""Attention over paged memory: one interface, backends for CPUs and NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.batch import PagedBatch
+from kvpool.attention.registry import available_backends, create_backend, register_backend
+from kvpool.kernels.paged_spec import AttentionSpec
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionPlan",
+    "AttentionSpec",
+    "PagedBatch",
+    "PlanBuffers",
+    "available_backends",
+    "create_backend",
+    "register_backend",
+]

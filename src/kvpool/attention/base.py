@@ -1,0 +1,141 @@
+"""AttentionBackend: plan once per step and layer group, run once per layer. What every implementation promises."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvpool.attention.batch import PagedBatch
+from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
+from kvpool.kernels.layer_cache import LayerCache
+from kvpool.kernels.paged_spec import AttentionSpec
+from kvpool.kernels.quantization import TORCH_DTYPES
+from kvpool.layers import check_int
+
+
+class AttentionPlan:
+    """What a backend prepared for one step: use it for every layer with the same spec and block table."""
+
+    def __init__(self, backend: AttentionBackend, spec: AttentionSpec, num_query_tokens: int, block_size: int) -> None:
+        self.backend = backend
+        self.spec = spec
+        self.num_query_tokens = num_query_tokens
+        self.block_size = block_size
+
+
+class PlanBuffers:
+    """Device memory of fixed size that plans are written into, so that a captured CUDA graph reads the newest plan.
+
+    Queries and outputs have `max_query_tokens` rows; rows behind the batch come out as zeros.
+    """
+
+    def __init__(self, spec: AttentionSpec, max_sequences: int, max_query_tokens: int, max_blocks: int) -> None:
+        self.spec = spec
+        self.max_sequences = check_int("max_sequences", max_sequences, 1, 2**24, InvalidArgumentError)
+        self.max_query_tokens = check_int("max_query_tokens", max_query_tokens, 1, 2**24, InvalidArgumentError)
+        self.max_blocks = check_int("max_blocks", max_blocks, 1, 2**31 - 1, InvalidArgumentError)
+
+    def check(self, spec: AttentionSpec, batch: PagedBatch) -> None:
+        """InvalidArgumentError unless the batch fits into these buffers."""
+        if spec != self.spec:
+            raise InvalidArgumentError(
+                f"these buffers are for {self.spec}, not for {spec}; reserve a set for each spec"
+            )
+        limits = (
+            ("sequences", len(batch), self.max_sequences),
+            ("queries", batch.num_query_tokens, self.max_query_tokens),
+            ("blocks", int(batch.indptr[-1]), self.max_blocks),
+        )
+        for name, count, limit in limits:
+            if count > limit:
+                raise InvalidArgumentError(
+                    f"the batch has {count} {name}, its buffers hold {limit}; reserve larger ones"
+                )
+
+
+class AttentionBackend(ABC):
+    """Paged attention on one device.
+
+        backend = create_backend(device="cuda")
+        plan = backend.plan(spec, PagedBatch.of(kv.batch(handles).csr(0), group, query_lens, kv_lens))
+        for layer in layers:                       # K and V of this step are written before
+            out = backend.run(q, store.layer(layer), plan)
+
+    For CUDA graphs, `reserve` buffers once, plan into them before the capture and before every replay.
+    """
+
+    name: ClassVar[str]
+    graphs: ClassVar[bool] = False  # whether `reserve` works
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    @abstractmethod
+    def missing(self, spec: AttentionSpec) -> str | None:
+        """What this backend cannot do of `spec`, in words; None where it can do all of it."""
+
+    @abstractmethod
+    def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:
+        """Prepares one step. With `buffers`, into them: earlier plans in the same buffers are over."""
+
+    @abstractmethod
+    def run(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        *,
+        sink_logits: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of `q` [tokens, query heads, head dim] over one layer: [tokens, query heads, v dim]."""
+
+    def reserve(
+        self, spec: AttentionSpec, *, max_sequences: int, max_blocks: int, max_query_tokens: int | None = None
+    ) -> PlanBuffers:
+        """Buffers for plans of up to so many sequences, queries (default: one each) and listed blocks."""
+        raise UnsupportedAttentionError(
+            f"the {self.name} backend cannot be captured in CUDA graphs; use triton or flashinfer"
+        )
+
+    def require(self, spec: AttentionSpec) -> None:
+        """UnsupportedAttentionError, naming what is missing, if this backend cannot compute `spec`."""
+        if reason := self.missing(spec):
+            raise UnsupportedAttentionError(f"the {self.name} backend cannot do {reason}; spec: {spec}")
+
+    def check_run(
+        self, q: Tensor, cache: LayerCache, plan: AttentionPlan, sink_logits: Tensor | None, out: Tensor | None
+    ) -> None:
+        """InvalidArgumentError where the arguments of `run` do not fit the plan."""
+        spec = plan.spec
+        expected: list[tuple[str, Tensor | None, Any]] = [
+            ("q", q, (plan.num_query_tokens, spec.q_heads, spec.head_dim)),
+            ("out", out, (plan.num_query_tokens, spec.q_heads, spec.v_dim)),
+        ]
+        for name, tensor, shape in expected:
+            if tensor is not None and (tensor.shape != shape or tensor.dtype != TORCH_DTYPES[spec.dtype]):
+                raise InvalidArgumentError(
+                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, planned was {spec.dtype.value} of {shape}"
+                )
+        if plan.backend is not self:
+            raise InvalidArgumentError(
+                f"the plan was made by another {plan.backend.name} backend; plan and run with the same"
+            )
+        if cache.dtype is not spec.kv_dtype or cache.block_size != plan.block_size or cache.k.shape[2] != spec.kv_heads:
+            raise InvalidArgumentError(
+                f"the layer holds {cache.dtype.value} in blocks of {cache.block_size} with {cache.k.shape[2]} heads, planned "
+                f"was {spec.kv_dtype.value}, {plan.block_size} and {spec.kv_heads}"
+            )
+        if (cache.v is None) != spec.k_only:
+            raise InvalidArgumentError(
+                f"k_only={spec.k_only} was planned, but the layer has {'no' if cache.v is None else 'a'} V"
+            )
+        if q.device != cache.k.device:
+            raise InvalidArgumentError(f"q is on {q.device}, the layer on {cache.k.device}")
+        if (sink_logits is not None) != spec.sink_logits:
+            raise InvalidArgumentError(f"sink_logits={spec.sink_logits} was planned: pass the tensor exactly then")
+        if sink_logits is not None and sink_logits.shape != (spec.q_heads,):
+            raise InvalidArgumentError(f"sink_logits has shape {tuple(sink_logits.shape)}, needed is ({spec.q_heads},)")

@@ -1,0 +1,135 @@
+"""Which backends there are, which of them work here, and the one that chooses for every kind of attention."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.batch import PagedBatch
+from kvpool.errors import ConfigError, UnsupportedAttentionError
+from kvpool.kernels.layer_cache import LayerCache
+from kvpool.kernels.paged_spec import AttentionSpec
+
+Factory = Callable[[torch.device], AttentionBackend]
+_FACTORIES: dict[str, Factory] = {}  # in order of preference
+
+
+def register_backend(name: str) -> Callable[[Factory], Factory]:
+    """Decorates the function that makes a backend. It raises UnsupportedAttentionError where the backend cannot run."""
+
+    def register(factory: Factory) -> Factory:
+        _FACTORIES[name] = factory
+        return factory
+
+    return register
+
+
+@register_backend("flashinfer")
+def _create_flashinfer(device: torch.device) -> AttentionBackend:
+    _require("flashinfer", device)
+    from kvpool.attention.flashinfer_backend import FlashInferBackend
+
+    return FlashInferBackend(device)
+
+
+@register_backend("triton")
+def _create_triton(device: torch.device) -> AttentionBackend:
+    _require("triton", device)
+    from kvpool.attention.triton_backend import TritonBackend
+
+    return TritonBackend(device)
+
+
+@register_backend("torch")
+def _create_torch(device: torch.device) -> AttentionBackend:
+    from kvpool.attention.torch_backend import TorchBackend
+
+    return TorchBackend(device)
+
+
+def _require(package: str, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UnsupportedAttentionError(f"the {package} backend needs a CUDA device, not {device}; use torch")
+    if importlib.util.find_spec(package) is None:
+        raise UnsupportedAttentionError(f"the {package} backend needs the package {package}: pip install 'kvpool[gpu]'")
+
+
+def create_backend(name: str = "auto", device: torch.device | str | None = None) -> AttentionBackend:
+    """The backend of this name. "auto" takes, for each kind of attention, the first of flashinfer, triton and torch that
+    works on the device and can do it.
+
+    >>> create_backend("torch", "cpu").name
+    'torch'
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if name == "auto":
+        return ChoosingBackend(where, available_backends(where))
+    if name not in _FACTORIES:
+        raise ConfigError(f"no attention backend is called {name!r}; use auto, {', '.join(_FACTORIES)}")
+    return _FACTORIES[name](where)
+
+
+def available_backends(device: torch.device | str) -> list[AttentionBackend]:
+    """One of every backend that works on this device, the preferred one first."""
+    backends = []
+    for factory in _FACTORIES.values():
+        try:
+            backends.append(factory(torch.device(device)))
+        except UnsupportedAttentionError:
+            continue
+    return backends
+
+
+class ChoosingBackend(AttentionBackend):
+    """Plans each kind of attention with the first of its backends that can do it."""
+
+    name = "auto"
+
+    def __init__(self, device: torch.device, backends: Sequence[AttentionBackend]) -> None:
+        super().__init__(device)
+        self.backends = tuple(backends)
+
+    def choose(self, spec: AttentionSpec, *, graphs: bool = False) -> AttentionBackend:
+        """The backend that plans `spec`, one that can be captured with `graphs`; UnsupportedAttentionError if none can."""
+        reasons = []
+        for backend in self.backends:
+            if (reason := backend.missing(spec)) is None and (backend.graphs or not graphs):
+                return backend
+            reasons.append(f"{backend.name}: {reason or 'cannot be captured in CUDA graphs'}")
+        raise UnsupportedAttentionError(f"no attention backend on {self.device} can do {spec}: {'; '.join(reasons)}")
+
+    def missing(self, spec: AttentionSpec) -> str | None:
+        """What all backends lack; None where one can do it."""
+        try:
+            self.choose(spec)
+        except UnsupportedAttentionError as error:
+            return str(error)
+        return None
+
+    def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:
+        """A plan of the chosen backend."""
+        return self.choose(spec, graphs=buffers is not None).plan(spec, batch, buffers)
+
+    def run(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        *,
+        sink_logits: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Runs on the backend that planned."""
+        return plan.backend.run(q, cache, plan, sink_logits=sink_logits, out=out)
+
+    def reserve(
+        self, spec: AttentionSpec, *, max_sequences: int, max_blocks: int, max_query_tokens: int | None = None
+    ) -> PlanBuffers:
+        """Buffers of the first backend that can do `spec` in CUDA graphs."""
+        return self.choose(spec, graphs=True).reserve(
+            spec, max_sequences=max_sequences, max_blocks=max_blocks, max_query_tokens=max_query_tokens
+        )

@@ -1,0 +1,203 @@
+"""Random paged batches with poison in every slot that nobody may read, and the float64 answer to each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch
+from kvpool.kernels.layer_cache import LayerCache
+from kvpool.kernels.paged_reference import reference_attention
+from kvpool.kernels.quantization import TORCH_DTYPES, quantize
+from kvpool.layers import DType
+
+MIXED_QUERIES = (1, 1, 5, 1, 33, 2, 0, 1)
+MIXED_KEYS = (1, 70, 5, 33, 64, 18, 40, 17)
+TOLERANCE = {DType.FLOAT32: 2e-6, DType.FLOAT16: 2e-3, DType.BFLOAT16: 1e-2}
+
+
+def poisoned_layer(spec: AttentionSpec, num_blocks: int, block_size: int, layout: str, device: str) -> LayerCache:
+    """Layer 1 of a block-first store of two layers, K beside V; every byte is NaN, or worth NaN."""
+    stored = TORCH_DTYPES[spec.kv_dtype]
+
+    def part(dim: int) -> Tensor:
+        width = -(-dim // 2) if spec.kv_dtype is DType.INT4 else dim
+        inner = (block_size, spec.kv_heads) if layout == "nhd" else (spec.kv_heads, block_size)
+        memory = torch.full((num_blocks, 2, 2, *inner, width), 0.0, device=device)
+        memory = memory.to(stored) if not stored.is_floating_point else memory.fill_(torch.nan).to(stored)
+        views = memory[:, 1]
+        return views if layout == "nhd" else views.transpose(2, 3)
+
+    def scales() -> Tensor:
+        return torch.full((num_blocks, 2, 2, block_size, spec.kv_heads), torch.nan, device=device).half()[:, 1]
+
+    k, v = part(spec.head_dim)[:, 0], None if spec.k_only else part(spec.v_dim)[:, 1]
+    integer = spec.kv_dtype in (DType.INT8, DType.INT4)
+    four = spec.kv_dtype is DType.INT4
+    return LayerCache(
+        spec.kv_dtype,
+        k,
+        v,
+        k_scale=scales()[:, 0] if integer else None,
+        v_scale=scales()[:, 1] if integer and v is not None else None,
+        k_zero=scales()[:, 0] if four else None,
+        v_zero=scales()[:, 1] if four and v is not None else None,
+        k_factor=0.5 if "fp8" in spec.kv_dtype.value else 1.0,
+        v_factor=0.25 if "fp8" in spec.kv_dtype.value else 1.0,
+    )
+
+
+def write(cache: LayerCache, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor | None) -> None:
+    """K and V [tokens, heads, dim] into their places, quantised as the store does."""
+    for values, data, scale, zero, factor in (
+        (k, cache.k, cache.k_scale, cache.k_zero, cache.k_factor),
+        (v, cache.v, cache.v_scale, cache.v_zero, cache.v_factor),
+    ):
+        if values is None or data is None:
+            continue
+        stored = quantize(values, cache.dtype, factor)
+        if data.element_size() == 1:  # indexing has no fp8
+            data.view(torch.uint8)[blocks, offsets] = stored.data.view(torch.uint8)
+        else:
+            data[blocks, offsets] = stored.data
+        for part, target in ((stored.scale, scale), (stored.zero, zero)):
+            if target is not None:
+                assert part is not None
+                target[blocks, offsets] = part
+
+
+@dataclass
+class Case:
+    """A spec and the lengths of a batch; `build` draws the rest."""
+
+    name: str
+    spec: AttentionSpec
+    query_lens: tuple[int, ...] = MIXED_QUERIES
+    kv_lens: tuple[int, ...] = MIXED_KEYS
+    block_size: int = 16
+    layout: str = "nhd"
+    slide: bool = True  # a windowed sequence has let go of the blocks that no query of this step sees
+    spare_blocks: int = 1  # reserved ahead: listed, but nothing is written there
+    seed: int = field(default=0)
+
+    def build(self, device: str = "cpu") -> BuiltCase:
+        """Writes every token that the block lists hold, and nothing else, then asks the reference."""
+        rng = np.random.default_rng(self.seed)
+        torch.manual_seed(self.seed)
+        spec, size = self.spec, self.block_size
+        lists, gaps, taken = [], [], 0
+        sink_blocks = -(-spec.sink_tokens // size)
+        for queries, keys in zip(self.query_lens, self.kv_lens, strict=True):
+            first = int(spec.first_visible(np.int64(max(keys - queries, 0))))
+            dropped = max(0, first // size - sink_blocks) if self.slide else 0
+            count = -(-keys // size) - dropped + self.spare_blocks
+            gaps.append(dropped * size)
+            lists.append(list(range(taken, taken + count)))
+            taken += count
+        order = rng.permutation(taken + 3)
+        blocks = [[int(order[block]) for block in block_list] for block_list in lists]
+        cache = poisoned_layer(spec, taken + 3, size, self.layout, device)
+        for block_list, keys, gap in zip(blocks, self.kv_lens, gaps, strict=True):
+            listed = torch.arange(max(keys - gap, 0))
+            places = torch.tensor(block_list, dtype=torch.long)[listed // size].to(device), (listed % size).to(device)
+            shape = (len(listed), spec.kv_heads)
+            v = None if spec.k_only else torch.randn(*shape, spec.v_dim, device=device)
+            write(cache, *places, torch.randn(*shape, spec.head_dim, device=device), v)
+        total = sum(self.query_lens)
+        q = torch.randn(total, spec.q_heads, spec.head_dim, device=device).to(TORCH_DTYPES[spec.dtype])
+        sinks = torch.randn(spec.q_heads, device=device) * 2 if spec.sink_logits else None
+        expected = reference_attention(q, cache, spec, blocks, self.query_lens, self.kv_lens, gaps, sinks)
+        indptr = np.cumsum([0, *(len(block_list) for block_list in blocks)])
+        indices = np.concatenate([*blocks, []]).astype(np.int32)
+        batch = PagedBatch.build(
+            indptr, indices, self.query_lens, self.kv_lens, block_size=size, gaps=np.array(gaps, np.int64)
+        )
+        return BuiltCase(self, batch, cache, q, sinks, expected)
+
+
+@dataclass
+class BuiltCase:
+    """A case with its data and the expected output."""
+
+    case: Case
+    batch: PagedBatch
+    cache: LayerCache
+    q: Tensor
+    sink_logits: Tensor | None
+    expected: Tensor
+
+    def run(self, backend: AttentionBackend) -> Tensor:
+        """What a backend computes, into an output full of poison."""
+        plan = backend.plan(self.case.spec, self.batch)
+        out = torch.full(self.expected.shape, torch.nan, dtype=self.q.dtype, device=self.q.device)
+        return backend.run(self.q, self.cache, plan, sink_logits=self.sink_logits, out=out)
+
+    def check(self, out: Tensor) -> None:
+        """Fails where `out` differs from the float64 answer by more than its type explains."""
+        assert out.shape == self.expected.shape
+        assert out.isfinite().all(), "poison was read, or a row was not written"
+        error = (out.double() - self.expected).norm() / self.expected.norm().clamp(min=1e-30)
+        assert error < TOLERANCE[self.case.spec.dtype], f"relative error {error:.2e}"
+
+
+def spec(q_heads: int = 4, kv_heads: int = 2, head_dim: int = 64, **options: Any) -> AttentionSpec:
+    """Float32 unless said otherwise, so that mistakes are not lost in rounding."""
+    types = {"dtype": DType.FLOAT32, "kv_dtype": DType.FLOAT32}
+    return AttentionSpec(q_heads, kv_heads, head_dim, **{**types, **options})
+
+
+def feature_cases() -> list[Case]:
+    """Every feature alone and the combinations that models have, on a batch of decode rows and prompt chunks."""
+    cases = [
+        Case("plain", spec()),
+        Case("heads first", spec(), layout="hnd"),
+        *(Case(f"head dim {dim}", spec(head_dim=dim)) for dim in (80, 96, 128)),
+        *(Case(f"{ratio} query heads each", spec(q_heads=2 * ratio)) for ratio in (1, 3, 7, 8)),
+        *(Case(f"blocks of {size}", spec(), block_size=size) for size in (1, 32, 12)),
+        *(Case(f"window {window}", spec(window=window)) for window in (1, 16, 23)),
+        Case("window, nothing dropped", spec(window=23), slide=False),
+        Case("sink tokens", spec(window=20, sink_tokens=5)),
+        Case("sink tokens beyond a block", spec(window=9, sink_tokens=18), block_size=8),
+        Case("sink tokens, nothing dropped", spec(window=20, sink_tokens=5), slide=False),
+        *(Case(f"chunk {chunk}", spec(chunk=chunk)) for chunk in (16, 24)),
+        Case("soft cap", spec(soft_cap=1.5)),
+        Case("soft cap and window", spec(soft_cap=2.0, window=20)),
+        Case("sink logits", spec(sink_logits=True)),
+        Case("sink logits and window", spec(sink_logits=True, window=20)),
+        Case("soft cap, sink logits, sink tokens", spec(soft_cap=2.0, sink_logits=True, window=16, sink_tokens=4)),
+        Case("own scale", spec(scale=0.3)),
+        Case("K only", spec(1 * 4, 1, 96, v_dim=64, k_only=True)),
+        Case("short V", spec(v_dim=32)),
+        Case("cross", spec(causal=False), query_lens=(3, 1, 2, 1, 20), kv_lens=(40, 0, 17, 33, 64)),
+        Case("cross with sink logits", spec(causal=False, sink_logits=True), (3, 1, 2), (40, 0, 17)),
+    ]
+    cases += [Case(f"stored as {dtype.value}", spec(kv_dtype=dtype)) for dtype in DType if dtype is not DType.FLOAT32]
+    cases += [
+        Case(f"{kv.value} stored, {dtype.value} computed", spec(dtype=dtype, kv_dtype=kv), layout="hnd")
+        for dtype in (DType.BFLOAT16, DType.FLOAT16)
+        for kv in (dtype, DType.INT8, DType.INT4, DType.FP8_E4M3)
+    ]
+    return cases
+
+
+def shape_cases() -> list[Case]:
+    """Lengths at the edges."""
+    return [
+        Case("one token", spec(), (1,), (1,)),
+        Case("only empty sequences", spec(), (0, 1, 0), (0, 0, 20)),
+        Case("padding rows between others", spec(), (1, 1, 1, 2), (33, 0, 16, 7)),
+        Case("long decode", spec(), (1,) * 3, (700, 3, 350)),
+        Case("many decode rows of alike lengths", spec(), (1,) * 40, tuple(range(64, 104))),
+        Case("drafts", spec(window=40), (4,) * 6, (100, 90, 80, 70, 60, 4)),
+        Case("long chunk behind a prefix", spec(), (90,), (300,)),
+        Case("whole prompt", spec(), (130, 64), (130, 64)),
+        Case("long chunk in a window", spec(window=50), (90, 1), (300, 300)),
+        Case("long chunk, sinks and window", spec(window=50, sink_tokens=3), (90, 1), (300, 300)),
+        Case("long chunk over chunk borders", spec(chunk=32), (90, 1), (300, 300)),
+        Case("more than one tile of a long prompt", spec(2, 1, 16), (1100, 1), (1200, 40)),
+        Case("more than one tile in the open", spec(2, 1, 16, soft_cap=5.0), (1100, 1), (5000, 40)),
+    ]

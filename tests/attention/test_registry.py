@@ -1,0 +1,127 @@
+"""create_backend gives what works here, and says before anything runs what does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from paged_cases import Case, spec
+
+from kvpool.attention import AttentionBackend, AttentionPlan, AttentionSpec, PagedBatch, PlanBuffers, create_backend
+from kvpool.attention.registry import ChoosingBackend
+from kvpool.attention.torch_backend import TorchBackend
+from kvpool.errors import ConfigError, InvalidArgumentError, UnsupportedAttentionError
+
+CPU = torch.device("cpu")
+
+
+class NoWindows(TorchBackend):
+    """A backend that cannot do everything."""
+
+    name = "no-windows"
+
+    def missing(self, spec: AttentionSpec) -> str | None:
+        return None if spec.window is None else "sliding windows"
+
+
+def test_given_a_cpu_then_auto_plans_with_torch() -> None:
+    built = Case("plain", spec()).build()
+
+    backend = create_backend("auto", "cpu")
+
+    assert backend.plan(built.case.spec, built.batch).backend.name == "torch"
+    built.check(built.run(backend))
+
+
+def test_given_a_backend_that_lacks_something_then_auto_falls_back_for_that_kind_of_attention_alone() -> None:
+    limited, everything = NoWindows(CPU), TorchBackend(CPU)
+    auto = ChoosingBackend(CPU, [limited, everything])
+
+    assert auto.choose(spec()) is limited
+    assert auto.choose(spec(window=16)) is everything
+    for case in (Case("plain", spec()), Case("window", spec(window=16))):
+        built = case.build()
+        built.check(built.run(auto))
+
+
+def test_given_no_backend_that_can_do_it_then_auto_names_what_each_lacks() -> None:
+    auto = ChoosingBackend(CPU, [NoWindows(CPU)])
+
+    assert auto.missing(spec()) is None
+    with pytest.raises(UnsupportedAttentionError, match="no-windows: sliding windows"):
+        auto.require(spec(window=16))
+
+
+def test_given_an_unknown_name_then_the_known_ones_are_listed() -> None:
+    with pytest.raises(ConfigError, match="flashinfer, triton, torch"):
+        create_backend("flash", "cpu")
+
+
+@pytest.mark.parametrize("name", ["triton", "flashinfer"])
+def test_given_a_cpu_then_gpu_backends_say_that_they_need_cuda(name: str) -> None:
+    with pytest.raises(UnsupportedAttentionError, match="needs a CUDA device"):
+        create_backend(name, "cpu")
+
+
+def test_given_the_torch_backend_then_cuda_graphs_are_refused() -> None:
+    with pytest.raises(UnsupportedAttentionError, match="torch backend cannot be captured"):
+        create_backend("torch", "cpu").reserve(spec(), max_sequences=4, max_blocks=8)
+    with pytest.raises(UnsupportedAttentionError, match="cannot be captured in CUDA graphs"):
+        create_backend("auto", "cpu").reserve(spec(), max_sequences=4, max_blocks=8)
+
+
+def wrong_arguments() -> list[tuple[str, dict[str, Any], str]]:
+    built = Case("plain", spec()).build()
+    other = Case("other", spec(kv_dtype="float16"), block_size=32).build()
+    return [
+        ("one row less", {"q": built.q[1:]}, "q is torch.float32 of shape"),
+        ("other dtype", {"q": built.q.half()}, "planned was float32"),
+        ("output too small", {"out": built.q[:, :1]}, "out is"),
+        ("other store", {"cache": other.cache}, "float16 in blocks of 32"),
+        ("no V", {"cache": built.cache._replace(v=None)}, "the layer has no V"),
+        ("other device", {"q": built.q.to("meta")}, "q is on meta"),
+        ("unplanned sink logits", {"sink_logits": torch.zeros(4)}, "sink_logits=False"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [case[1:] for case in wrong_arguments()], ids=[c[0] for c in wrong_arguments()]
+)
+def test_given_arguments_that_do_not_fit_the_plan_then_run_says_which(change: dict[str, Any], named: str) -> None:
+    built = Case("plain", spec()).build()
+    backend = create_backend("torch", "cpu")
+    plan = backend.plan(built.case.spec, built.batch)
+
+    with pytest.raises(InvalidArgumentError, match=named):
+        backend.run(**{"q": built.q, "cache": built.cache, "plan": plan, **change})
+
+
+def test_given_sink_logits_of_another_shape_or_a_foreign_plan_then_run_refuses() -> None:
+    built = Case("sinks", spec(sink_logits=True)).build()
+    backend = create_backend("torch", "cpu")
+    plan = backend.plan(built.case.spec, built.batch)
+
+    with pytest.raises(InvalidArgumentError, match=r"sink_logits has shape \(3,\)"):
+        backend.run(built.q, built.cache, plan, sink_logits=torch.zeros(3))
+    with pytest.raises(InvalidArgumentError, match="another torch backend"):
+        create_backend("torch", "cpu").run(built.q, built.cache, plan, sink_logits=built.sink_logits)
+
+
+def test_given_buffers_then_a_batch_that_is_too_large_is_refused() -> None:
+    batch = PagedBatch.build([0, 2, 3], [4, 5, 6], [1, 1], [20, 16], block_size=16)
+
+    PlanBuffers(spec(), max_sequences=2, max_query_tokens=2, max_blocks=3).check(spec(), batch)
+    for sizes, named in (((1, 2, 3), "2 sequences"), ((2, 1, 3), "2 queries"), ((2, 2, 2), "3 blocks")):
+        with pytest.raises(InvalidArgumentError, match=named):
+            PlanBuffers(spec(), *sizes).check(spec(), batch)
+    with pytest.raises(InvalidArgumentError, match="reserve a set for each spec"):
+        PlanBuffers(spec(window=3), 2, 2, 3).check(spec(), batch)
+
+
+def test_given_the_interface_then_a_backend_must_implement_it() -> None:
+    assert AttentionBackend.__abstractmethods__ == {"missing", "plan", "run"}
+    assert AttentionPlan(TorchBackend(CPU), spec(), 3, 16).num_query_tokens == 3
