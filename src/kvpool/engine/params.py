@@ -1,0 +1,106 @@
+"""SamplingParams: how one request turns logits into tokens, and when it stops. Checked on construction; no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from kvpool.blocks.arrays import as_count
+from kvpool.errors import InvalidArgumentError
+from kvpool.layers import show
+
+MAX_LOGPROBS = 100
+MAX_STOPS = 64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a request wants. The defaults decode greedily.
+
+    Filters apply in the order of transformers: penalties, temperature, `top_k`, `top_p`, `min_p`. `repetition_penalty`
+    counts prompt and output, `presence_penalty` and `frequency_penalty` the output only. The same `seed` gives the same
+    tokens for the same logits, whatever else is in the batch; None draws a fresh one. `stop` strings end the text before
+    themselves. `logprobs` asks for the log probability of each token and of that many best ones, before any filter.
+
+    >>> SamplingParams(temperature=0.8, top_p=0.95, seed=7, stop="\\n\\n").stop
+    ('\\n\\n',)
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: str | Iterable[str] = ()
+    stop_token_ids: Iterable[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+    num_beams: int = 1
+    length_penalty: float = 1.0  # of beam search: a finished beam scores sum(logprobs) / length ** length_penalty
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        for name, low, high in (
+            *(("max_new_tokens", 1, 2**31), ("top_k", 0, 2**31), ("n", 1, 2**16), ("num_beams", 1, 2**10)),
+            *((("seed", 0, 2**63 - 1),) if self.seed is not None else ()),
+            *((("logprobs", 0, MAX_LOGPROBS),) if self.logprobs is not None else ()),
+        ):
+            put(self, name, as_count(getattr(self, name), name, minimum=low, maximum=high))
+        for name, low_bound, high_bound in (
+            *(("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("repetition_penalty", 0.0, 100.0)),
+            *(("presence_penalty", -100.0, 100.0), ("frequency_penalty", -100.0, 100.0), ("length_penalty", -100.0, 100.0)),
+        ):
+            put(self, name, _number(name, getattr(self, name), low_bound, high_bound))
+        if self.top_p == 0.0 or self.repetition_penalty == 0.0:
+            raise InvalidArgumentError("top_p and repetition_penalty must be above 0; leave them at 1 to turn them off")
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if len(stops) > MAX_STOPS or any(not isinstance(text, str) or not text for text in stops):
+            raise InvalidArgumentError(f"stop must be up to {MAX_STOPS} non-empty strings, got {show(self.stop)}")
+        put(self, "stop", stops)
+        ids = frozenset(as_count(token, "stop_token_ids", maximum=2**31 - 1) for token in self.stop_token_ids)
+        put(self, "stop_token_ids", ids)
+        bias = {
+            as_count(token, "a token of logit_bias", maximum=2**31 - 1): _number("logit_bias", value, -1e4, 1e4)
+            for token, value in dict(self.logit_bias).items()
+        }
+        put(self, "logit_bias", MappingProxyType(bias))
+        if self.num_beams > 1:
+            self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.temperature or self.has_penalties or self.logprobs is not None or self.logit_bias:
+            raise InvalidArgumentError(
+                f"num_beams={self.num_beams} searches by plain log probabilities: leave temperature, penalties, "
+                f"logit_bias and logprobs at their defaults"
+            )
+        if self.n > self.num_beams:
+            raise InvalidArgumentError(f"n={self.n} results need at least as many beams, num_beams={self.num_beams}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice of a token depends on which tokens came before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens are cut from the distribution."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type, operator]
+        raise InvalidArgumentError(f"{name} must be a number in {low:g}..{high:g}, got {show(value)}")
+    return float(value)  # type: ignore[arg-type]

@@ -1,0 +1,94 @@
+"""Tokens become text while they arrive: never half a character, never the beginning of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_UNFINISHED_TOKENS = 8  # a character has at most four bytes; what is still broken after this many tokens is not one
+
+
+class Decoder(Protocol):
+    """The one method of a tokenizer that is needed here."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+
+
+class TextStream:
+    """The text of one sequence, grown token by token.
+
+    `push` returns what can be shown now. Held back are bytes of an unfinished character, and text that may turn out to be
+    the beginning of a stop string. When a stop string is complete, `stopped` names it and the text ends before it.
+
+    Tokens are decoded in a short window that begins a few tokens back, since tokenizers look at neighbours (spaces,
+    joined pieces): the difference between the window with and without the new token is the new text.
+    """
+
+    def __init__(self, tokenizer: Decoder, stop: Sequence[str] = (), skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._skip_special = skip_special_tokens
+        self._window: list[int] = []  # tokens shown, then tokens held back
+        self._num_shown = 0  # tokens of the window whose text was taken
+        self._held = ""  # decoded text that may begin a stop string
+        self.text = ""  # everything that was returned
+        self.stopped: str | None = None
+
+    def push(self, token: int) -> str:
+        """Adds a token and returns the text that is certain now ("" while nothing is, and after a stop)."""
+        if self.stopped is not None:
+            return ""
+        self._window.append(token)
+        return self._take(self._new_text())
+
+    def finish(self) -> str:
+        """No token follows: returns what was held back."""
+        if self.stopped is not None:
+            return ""
+        shown = self._take(self._new_text(last=True))
+        if self.stopped is None:
+            shown += self._show(self._held)
+            self._held = ""
+        return shown
+
+    def _new_text(self, last: bool = False) -> str:
+        shown = self._decode(self._window[: self._num_shown])
+        text = self._decode(self._window)
+        waiting = len(self._window) - self._num_shown
+        if text.endswith(REPLACEMENT) and not last and waiting < MAX_UNFINISHED_TOKENS:
+            return ""
+        fresh = text[len(shown) :]
+        # The next window begins with the tokens of this step: enough context for spaces between pieces.
+        self._window = self._window[self._num_shown :] if fresh else self._window
+        self._num_shown = len(self._window)
+        return fresh
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special) if tokens else ""
+
+    def _take(self, fresh: str) -> str:
+        """What of the text so far may be shown, given the stop strings."""
+        if not self._stop:
+            return self._show(fresh)
+        pending = self._held + fresh
+        found = [(pending.find(stop), stop) for stop in self._stop if stop in pending]
+        if found:
+            at, self.stopped = min(found)
+            self._held = ""
+            return self._show(pending[:at])
+        keep = max(_overlap(pending, stop) for stop in self._stop)
+        self._held = pending[len(pending) - keep :]
+        return self._show(pending[: len(pending) - keep])
+
+    def _show(self, text: str) -> str:
+        self.text += text
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The longest end of `text` that is a proper beginning of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,80 @@
+"""Text that streams: whole characters only, stop strings cut exactly, nothing lost at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.engine.text import TextStream
+
+
+class ByteTokenizer:
+    """One token per byte, so that characters are split across tokens; 256 is a special token."""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        kept = bytes(token for token in token_ids if token < 256)
+        return kept.decode("utf-8", errors="replace")
+
+
+def stream(text: str, stop: Sequence[str] = ()) -> tuple[list[str], TextStream]:
+    sink = TextStream(ByteTokenizer(), stop)
+    pieces = [sink.push(token) for token in text.encode()]
+    return [*pieces, sink.finish()], sink
+
+
+@given(st.text())
+def test_given_any_text_byte_by_byte_then_the_pieces_join_to_it_and_none_holds_half_a_character(text: str) -> None:
+    pieces, sink = stream(text)
+    assert "".join(pieces) == text == sink.text
+    assert all(piece.encode().decode() == piece for piece in pieces)
+
+
+@given(st.text(alphabet="ab", max_size=30), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3))
+def test_given_stop_strings_then_the_text_ends_before_the_first_of_them(text: str, stop: list[str]) -> None:
+    pieces, sink = stream(text, stop)
+    # The first stop that is complete wins; of those complete at the same letter, the one that begins first.
+    expected, stopped = text, None
+    for end in range(len(text) + 1):
+        found = [text[:end].find(word) for word in stop if text[:end].endswith(word)]
+        if found:
+            expected, stopped = text[: min(found)], True
+            break
+    assert "".join(pieces) == expected
+    assert (sink.stopped is not None) == bool(stopped)
+
+
+def test_given_text_that_may_become_a_stop_string_then_it_is_held_back_until_it_does_not() -> None:
+    sink = TextStream(ByteTokenizer(), ["END"])
+    assert [sink.push(token) for token in b"xENxE"] == ["x", "", "", "ENx", ""]
+    assert sink.finish() == "E"
+
+
+def test_given_bytes_that_never_become_a_character_then_they_are_shown_in_the_end() -> None:
+    sink = TextStream(ByteTokenizer())
+    assert sink.push(0xFF) == ""
+    assert sink.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_given_special_tokens_then_they_leave_no_text() -> None:
+    sink = TextStream(ByteTokenizer())
+    assert [sink.push(token) for token in (72, 256, 105)] == ["H", "", "i"]
+
+
+def test_given_tokens_after_a_stop_then_they_add_nothing() -> None:
+    sink = TextStream(ByteTokenizer(), ["."])
+    assert [sink.push(token) for token in b"a.b"] == ["a", "", ""]
+    assert sink.finish() == ""
+    assert sink.text == "a"
+
+
+def test_given_a_sentencepiece_tokenizer_then_spaces_between_words_survive() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<unk>": 0, "▁Hello": 1, "▁world": 2, "s": 3}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="<unk>")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.decoder = tokenizers.decoders.Metaspace()
+    sink = TextStream(tokenizer)
+    assert "".join(sink.push(token) for token in (1, 2, 3)) + sink.finish() == "Hello worlds"
