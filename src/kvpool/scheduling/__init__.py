@@ -1,0 +1,48 @@
+"""Who runs next: queues, admission, preemption and batch plans over a `KVCacheManager`; numpy only."""
+
+from __future__ import annotations
+
+from kvpool.scheduling.config import CapacityMode, PreemptionMode, SchedulerConfig
+from kvpool.scheduling.costs import CostModel, LinearCostModel
+from kvpool.scheduling.plan import BatchPlan
+from kvpool.scheduling.policies import (
+    POLICIES,
+    FairShare,
+    FirstComeFirstServed,
+    KeyedPolicy,
+    LongestPrefixMatch,
+    Priority,
+    SchedulingPolicy,
+    ShortestRemaining,
+)
+from kvpool.scheduling.request import Finished, FinishReason, Output, Request, ScheduledSequence, SequenceState
+from kvpool.scheduling.results import Fork
+from kvpool.scheduling.scheduler import Scheduler, StepResult
+from kvpool.scheduling.stats import SchedulerStats
+
+__all__ = [
+    "BatchPlan",
+    "CapacityMode",
+    "CostModel",
+    "FairShare",
+    "FinishReason",
+    "Finished",
+    "FirstComeFirstServed",
+    "Fork",
+    "KeyedPolicy",
+    "LinearCostModel",
+    "LongestPrefixMatch",
+    "Output",
+    "POLICIES",
+    "PreemptionMode",
+    "Priority",
+    "Request",
+    "ScheduledSequence",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerStats",
+    "SchedulingPolicy",
+    "SequenceState",
+    "ShortestRemaining",
+    "StepResult",
+]

@@ -1,0 +1,122 @@
+"""How much memory is promised to whom, and what can never fit. Numbers only; nothing here changes the manager."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.blocks.arrays import Int64Array
+from kvpool.blocks.groups import is_cross, is_windowed
+from kvpool.config import LayerGroup
+from kvpool.layers import ceil_div
+from kvpool.manager import KVCacheManager
+from kvpool.scheduling.config import CapacityMode, SchedulerConfig
+from kvpool.scheduling.request import Request, ScheduledSequence
+from kvpool.scheduling.running import Lanes
+
+SPARE_WINDOW_BLOCKS = 2  # a window moves on when a step is committed: until then its last blocks are held
+
+
+class Capacity:
+    """Promises made at admission, in blocks per pool.
+
+    A running sequence was promised places for its known tokens, or, in guaranteed mode, for all it may generate. What it has
+    not taken yet is not available to others, although it is free or evictable.
+    """
+
+    def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
+        self.manager = manager
+        self.block_size = manager.config.block_size
+        self.num_pools = len(manager.config.pools)
+        self.guaranteed = config.capacity is CapacityMode.GUARANTEED
+        self._growing = [group for group in manager.config.groups if not is_cross(group)]
+        self._chunk_blocks = ceil_div(config.chunk_tokens, self.block_size) + SPARE_WINDOW_BLOCKS
+
+    def horizon(self, sequence: ScheduledSequence) -> int:
+        """Tokens that a sequence is promised places for when it is admitted."""
+        return sequence.request.num_places if self.guaranteed else len(sequence.tokens)
+
+    def promise(self, lanes: Lanes, sequence: ScheduledSequence) -> None:
+        """Notes what a sequence on the GPU is promised."""
+        lanes.promised[sequence.lane] = self.horizon(sequence)
+        lanes.spare_blocks[sequence.lane] = self.spare_blocks(sequence)
+
+    def spare_blocks(self, sequence: ScheduledSequence) -> int:
+        """Blocks on top of its own that a sequence is promised: for samples that will branch off, or copies for forks."""
+        request = sequence.request
+        if request.n == 1:
+            return 0
+        if sequence.group.branched or not self.guaranteed:
+            return 1
+        of_each = ceil_div(request.num_places, self.block_size) - len(request.prompt) // self.block_size
+        return (request.n - 1) * of_each + 1
+
+    def outstanding(self, lanes: Lanes) -> list[int]:
+        """Blocks per pool that all running sequences may still take by what they were promised."""
+        size = self.block_size
+        blocks = (lanes.promised + (size - 1)) // size - (lanes.places + (size - 1)) // size
+        np.maximum(blocks, 0, out=blocks)
+        blocks += lanes.spare_blocks
+        return self._per_pool(blocks[blocks > 0])
+
+    def future(self, sequence: ScheduledSequence, num_places: int) -> list[int]:
+        """What `outstanding` will count for a sequence that is admitted with `num_places` places."""
+        size = self.block_size
+        blocks = max(0, ceil_div(self.horizon(sequence), size) - ceil_div(num_places, size))
+        return self._per_pool(np.array([blocks + self.spare_blocks(sequence)]))
+
+    def _per_pool(self, blocks: Int64Array) -> list[int]:
+        """Columns of the block table, as blocks of every pool: a window gives back blocks while it takes new ones."""
+        needs = [0] * self.num_pools
+        for group in self._growing:
+            limit = self._window_limit(group)
+            needs[group.pool] += int((blocks if limit is None else np.minimum(blocks, limit)).sum())
+        return needs
+
+    def _window_limit(self, group: LayerGroup) -> int | None:
+        """The most blocks that a sequence of any length holds in a windowed group."""
+        return group.max_live_blocks(2**40) + self._chunk_blocks if is_windowed(group) else None
+
+    def why_never(self, request: Request) -> str | None:
+        """Why a request could not be completed even if it had the whole GPU tier; None if it could."""
+        config = self.manager.config
+        if config.max_seq_len is not None and request.num_places > config.max_seq_len:
+            return (
+                f"its prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens are over "
+                f"max_seq_len={config.max_seq_len}"
+            )
+        sizes = self.pool_sizes()
+        for index, need in enumerate(self._needs_alone(request)):
+            if need > sizes[index]:
+                return (
+                    f"its prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens need {need} blocks of "
+                    f"pool {index}, which has {sizes[index]} in all; ask for fewer tokens or use a larger pool"
+                )
+        return None
+
+    def _needs_alone(self, request: Request) -> list[int]:
+        """Blocks per pool that one sequence of a request holds at most; all of them where they advance together."""
+        needs = list(self.manager.config.pool_blocks_for(request.num_places, cross_tokens=request.cross_tokens))
+        for group in self._growing:
+            if is_windowed(group):  # commits lag behind by a step
+                columns = ceil_div(request.num_places, self.block_size)
+                needs[group.pool] += min(SPARE_WINDOW_BLOCKS, columns - group.max_live_blocks(request.num_places))
+            if request.n > 1 and (request.steered or self.guaranteed):
+                own = ceil_div(request.num_places, self.block_size) - len(request.prompt) // self.block_size
+                needs[group.pool] += (request.n - 1) * own
+        return needs
+
+    def pool_sizes(self) -> list[int]:
+        """Blocks of each GPU pool, as large as it is now."""
+        return [pool.num_blocks for pool in self.manager._state.gpu_pools]
+
+    def blocks_per_column(self, pool: int) -> int:
+        """Blocks of a pool behind one column of the block table."""
+        return sum(group.pool == pool for group in self._growing)
+
+    def watermark(self, pool: int) -> int:
+        """Blocks of a pool that admission leaves free."""
+        return self.manager.config.watermark_blocks(pool, self.pool_sizes()[pool])
+
+    def free_blocks(self) -> tuple[int, ...]:
+        """Blocks per pool that are free or evictable."""
+        return self.manager.can_allocate(num_tokens=1).blocks_available

@@ -1,0 +1,217 @@
+"""Who is served next: an order of waiting sequences behind one small interface, and the five orders that come with kvpool."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator, Mapping
+from heapq import heapify, heappop, heapreplace
+from itertools import islice
+from typing import Any, TypeAlias
+
+from kvpool.errors import ConfigError
+from kvpool.scheduling.request import ScheduledSequence
+
+CachedTokens: TypeAlias = Callable[[ScheduledSequence], int]  # how many tokens of a sequence the prefix cache has now
+
+
+class OrderedQueue:
+    """Sequences in the order of a key that does not change while they wait; equal keys in order of entry."""
+
+    def __init__(self, key: Callable[[ScheduledSequence], Any]) -> None:
+        self._key = key
+        self._entries: list[tuple[Any, int, ScheduledSequence]] = []
+        self._places: dict[ScheduledSequence, tuple[Any, int]] = {}
+        self._next = 0
+
+    def push(self, sequence: ScheduledSequence) -> None:
+        place = (self._key(sequence), self._next)
+        self._next += 1
+        self._places[sequence] = place
+        insort(self._entries, (*place, sequence))
+
+    def remove(self, sequence: ScheduledSequence) -> None:
+        place = self._places.pop(sequence)
+        del self._entries[bisect_left(self._entries, place, key=lambda entry: entry[:2])]
+
+    def __contains__(self, sequence: ScheduledSequence) -> bool:
+        return sequence in self._places
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        return (sequence for _, _, sequence in self._entries)
+
+
+class SchedulingPolicy(ABC):
+    """The waiting queue and its order. Subclass it, or `KeyedPolicy`, for an order of your own."""
+
+    def urgency(self, sequence: ScheduledSequence) -> int:
+        """Smaller goes first, even before sequences that were preempted, and may preempt larger. Fixed for a sequence."""
+        return 0
+
+    @abstractmethod
+    def push(self, sequence: ScheduledSequence) -> None:
+        """A sequence begins to wait."""
+
+    @abstractmethod
+    def remove(self, sequence: ScheduledSequence) -> None:
+        """A waiting sequence is admitted, or leaves."""
+
+    @abstractmethod
+    def candidates(self, limit: int, cached_tokens: CachedTokens) -> list[ScheduledSequence]:
+        """At most `limit` waiting sequences, the next one first."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[ScheduledSequence]: ...
+
+    def charge(self, sequence: ScheduledSequence, num_tokens: int) -> None:  # noqa: B027 - most do not count
+        """A sequence was granted this many tokens of work; negative: it used so many less than were granted."""
+
+
+class KeyedPolicy(SchedulingPolicy):
+    """An order by a key that does not change while a sequence waits: override `key`, smaller is served first."""
+
+    def __init__(self) -> None:
+        self._queue = OrderedQueue(lambda sequence: (self.urgency(sequence), self.key(sequence)))
+
+    @abstractmethod
+    def key(self, sequence: ScheduledSequence) -> Any:
+        """What to sort by."""
+
+    def push(self, sequence: ScheduledSequence) -> None:
+        self._queue.push(sequence)
+
+    def remove(self, sequence: ScheduledSequence) -> None:
+        self._queue.remove(sequence)
+
+    def candidates(self, limit: int, cached_tokens: CachedTokens) -> list[ScheduledSequence]:
+        return list(islice(self._queue, limit))
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        return iter(self._queue)
+
+
+class FirstComeFirstServed(KeyedPolicy):
+    """In order of arrival."""
+
+    def key(self, sequence: ScheduledSequence) -> float:
+        return sequence.group.arrival
+
+
+class Priority(FirstComeFirstServed):
+    """Larger `Request.priority` first, equal ones in order of arrival. An urgent request may preempt less urgent ones."""
+
+    def urgency(self, sequence: ScheduledSequence) -> int:
+        return -sequence.request.priority
+
+
+class ShortestRemaining(KeyedPolicy):
+    """What needs the fewest tokens to completion first: the best mean latency; long requests may wait long."""
+
+    def key(self, sequence: ScheduledSequence) -> tuple[int, float]:
+        return sequence.request.num_places - len(sequence.tokens), sequence.group.arrival
+
+
+class LongestPrefixMatch(FirstComeFirstServed):
+    """What the cache can serve best first, among the `window` requests that have waited longest; then in order of arrival.
+
+    Looking at all of a long queue in every step would cost more than it wins.
+    """
+
+    def __init__(self, window: int = 64) -> None:
+        super().__init__()
+        self.window = window
+
+    def candidates(self, limit: int, cached_tokens: CachedTokens) -> list[ScheduledSequence]:
+        oldest = list(islice(self._queue, max(limit, self.window)))
+        looked_at = sorted(oldest[: self.window], key=lambda sequence: -cached_tokens(sequence))
+        return [*looked_at, *oldest[self.window :]][:limit]
+
+
+class FairShare(SchedulingPolicy):
+    """The tenant that was granted the least work, relative to its weight, goes next; inside a tenant in order of arrival.
+
+    Work is counted in tokens, granted at admission and corrected at the end. Who comes back after a pause starts level with
+    the least served tenant that waits: nobody saves up credit.
+    """
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        self.weights = dict(weights or {})
+        for tenant, weight in self.weights.items():
+            if not weight > 0:
+                raise ConfigError(f"the weight of tenant {tenant!r} must be over 0, got {weight}")
+        self.served: dict[str, float] = {}
+        self._queues: dict[str, OrderedQueue] = {}
+        self._level = 0.0  # what the least served waiting tenant had when a tenant last joined
+
+    def _cost(self, sequence: ScheduledSequence, num_tokens: int) -> float:
+        return num_tokens / self.weights.get(sequence.request.scope.tenant, 1.0)
+
+    def push(self, sequence: ScheduledSequence) -> None:
+        tenant = sequence.request.scope.tenant
+        queue = self._queues.get(tenant)
+        if queue is None:
+            queue = self._queues[tenant] = OrderedQueue(lambda waiting: waiting.group.arrival)
+            self._level = min((self.served[other] for other in self._queues if other != tenant), default=self._level)
+            self.served[tenant] = max(self.served.get(tenant, 0.0), self._level)
+        queue.push(sequence)
+
+    def remove(self, sequence: ScheduledSequence) -> None:
+        tenant = sequence.request.scope.tenant
+        self._queues[tenant].remove(sequence)
+        if not self._queues[tenant]:
+            del self._queues[tenant]
+
+    def candidates(self, limit: int, cached_tokens: CachedTokens) -> list[ScheduledSequence]:
+        """As if each one were admitted and charged before the next is chosen."""
+        heads = [(self.served[tenant], tenant) for tenant in self._queues]
+        heapify(heads)
+        waiting = {tenant: iter(queue) for tenant, queue in self._queues.items()}
+        chosen: list[ScheduledSequence] = []
+        while heads and len(chosen) < limit:
+            served, tenant = heads[0]
+            sequence = next(waiting[tenant], None)
+            if sequence is None:
+                heappop(heads)
+                continue
+            chosen.append(sequence)
+            heapreplace(heads, (served + self._cost(sequence, sequence.request.num_places), tenant))
+        return chosen
+
+    def charge(self, sequence: ScheduledSequence, num_tokens: int) -> None:
+        self.served[sequence.request.scope.tenant] += self._cost(sequence, num_tokens)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[ScheduledSequence]:
+        return (sequence for queue in self._queues.values() for sequence in queue)
+
+
+POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
+    "fcfs": FirstComeFirstServed,
+    "priority": Priority,
+    "longest_prefix_match": LongestPrefixMatch,
+    "shortest_remaining": ShortestRemaining,
+    "fair_share": FairShare,
+}
+
+
+def make_policy(policy: str | Callable[[], SchedulingPolicy]) -> SchedulingPolicy:
+    """A policy by its name in `POLICIES`, or made by a class or function of your own."""
+    if isinstance(policy, str):
+        if policy not in POLICIES:
+            raise ConfigError(f"no scheduling policy is called {policy!r}; there are {', '.join(sorted(POLICIES))}")
+        return POLICIES[policy]()
+    made = policy() if callable(policy) else None
+    if not isinstance(made, SchedulingPolicy):
+        raise ConfigError(f"policy takes a name, a class or a function that makes a SchedulingPolicy, got {policy!r}")
+    return made

@@ -1,0 +1,227 @@
+"""What a user asks for (`Request`), and the sequences that the scheduler makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import KW_ONLY, dataclass, field
+from enum import Enum
+from math import isfinite
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool.blocks.arrays import Int32Array, as_count, as_token_array
+from kvpool.blocks.handle import KVCacheHandle
+from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.retention import Retention
+from kvpool.errors import InvalidArgumentError
+
+MAX_PRIORITY = 2**31
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended."""
+
+    LENGTH = "length"  # it has its max_new_tokens
+    STOP = "stop"  # it sampled one of its stop tokens, or the engine called `Scheduler.finish`
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    REFUSED = "refused"  # the pool shrank so far that it can never fit
+    PRUNED = "pruned"  # a beam that was not continued
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A prompt and how to continue it. Times are those of the scheduler's clock, in seconds.
+
+    `n` samples share the prompt's blocks. With `steered`, `complete` must say which sequences go on (beam search): they
+    advance together, one step at a time. `retention`, `ttl`, `session` and `cross_tokens` are handed to
+    `KVCacheManager.allocate`.
+
+    >>> Request("r1", [1, 2, 3], max_new_tokens=16, priority=5).num_places
+    18
+    """
+
+    id: Hashable
+    prompt: Any  # token ids; an int32 array after construction
+    max_new_tokens: int
+    _: KW_ONLY
+    n: int = 1
+    priority: int = 0  # larger is more urgent; counts with the policy "priority"
+    scope: ReuseScope = ReuseScope()  # noqa: RUF009 - frozen
+    stop_token_ids: Iterable[int] = ()
+    deadline: float | None = None
+    arrival: float | None = None  # None: when it is added
+    steered: bool = False
+    cross_tokens: int = 0
+    retention: Retention | None = None
+    ttl: float | None = None
+    session: str | None = None
+    stop_ids: frozenset[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            hash(self.id)
+        except TypeError:
+            raise InvalidArgumentError(f"a request id must be hashable, got {self.id!r}") from None
+        prompt = as_token_array(self.prompt, "prompt").copy()
+        if not len(prompt):
+            raise InvalidArgumentError(f"request {self.id!r}: the prompt needs at least one token")
+        object.__setattr__(self, "prompt", prompt)
+        as_count(self.max_new_tokens, "max_new_tokens", minimum=1)
+        as_count(self.n, "n", minimum=1)
+        as_count(self.priority, "priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
+        as_count(self.cross_tokens, "cross_tokens")
+        if not isinstance(self.scope, ReuseScope):
+            raise InvalidArgumentError(f"request {self.id!r}: scope must be a ReuseScope, got {self.scope!r}")
+        stops = as_token_array(list(self.stop_token_ids), "stop_token_ids")
+        object.__setattr__(self, "stop_ids", frozenset(stops.tolist()))
+        for name in ("deadline", "arrival"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and isfinite(value)):
+                raise InvalidArgumentError(f"request {self.id!r}: {name} must be a time in seconds, got {value!r}")
+
+    @property
+    def num_places(self) -> int:
+        """Tokens whose keys and values are stored when it is complete: the last sample's never are."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+
+class SequenceState(str, Enum):
+    """Where a sequence is."""
+
+    WAITING = "waiting"  # it holds nothing: new, or preempted by recompute
+    RUNNING = "running"  # it holds blocks on the GPU and a lane
+    SWAPPED = "swapped"  # its blocks are on the host
+    FINISHED = "finished"
+
+
+class ScheduledSequence:
+    """One continuation of a request: sample `index` of `request`. Made and changed by the scheduler only.
+
+    A running sequence has a `handle` of the manager and a `lane`: a small number that stays the same while it runs, for
+    whatever an engine keeps per sequence on the device (last token, random state, penalties).
+    """
+
+    __slots__ = (
+        "drafts",
+        "finish_reason",
+        "group",
+        "handle",
+        "in_flight",
+        "index",
+        "lane",
+        "num_drafts_in_flight",
+        "num_preemptions",
+        "request",
+        "residence",
+        "state",
+        "seniority",
+        "tokens",
+        "urgency",
+        "waits_for_prefix",
+    )
+
+    def __init__(self, group: RequestGroup, index: int, tokens: Int32Array) -> None:
+        self.group = group
+        self.request = group.request
+        self.index = index
+        self.state = SequenceState.WAITING
+        self.tokens = tokens  # ids known when it last entered or left the GPU: prompt and samples
+        self.in_flight = 0  # samples of unfinished plans, while it has no lane
+        self.handle: KVCacheHandle | None = None
+        self.lane = -1
+        self.residence = 0  # grows whenever it leaves the GPU: rows of older plans are stale then
+        self.urgency = 0  # from the policy: smaller goes first and may preempt larger
+        self.seniority = 0  # order of first admission: among equally urgent ones, juniors give way to seniors
+        self.num_preemptions = 0
+        self.drafts: Int32Array | None = None  # proposed for the next step
+        self.num_drafts_in_flight = 0
+        self.waits_for_prefix = False  # another request computes the beginning of its prompt
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def id(self) -> tuple[Hashable, int]:
+        """Its request id at the manager: (request id, sample)."""
+        return self.request.id, self.index
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def is_running(self) -> bool:
+        return self.state is SequenceState.RUNNING
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Who may take memory from whom: smaller from larger, never the other way round."""
+        return self.urgency, self.seniority, self.index
+
+    @property
+    def prefill_target(self) -> int:
+        """How many of its tokens are computed as a prompt: all it had when it was admitted."""
+        return self.live_handle().num_prompt_tokens
+
+    def live_handle(self) -> KVCacheHandle:
+        """The handle of a sequence that is on the GPU or swapped out."""
+        assert self.handle is not None
+        return self.handle
+
+    def __repr__(self) -> str:
+        return f"<sequence {self.index} of {self.request.id!r} {self.state.value}>"
+
+
+class RequestGroup:
+    """A request in the scheduler, and all sequences that continue it."""
+
+    __slots__ = ("arrival", "branched", "next_index", "request", "sequences")
+
+    def __init__(self, request: Request, arrival: float) -> None:
+        self.request = request
+        self.arrival = arrival
+        self.branched = request.n == 1  # whether its samples have gone separate ways
+        self.sequences = [ScheduledSequence(self, 0, request.prompt)]
+        self.next_index = 1
+
+    def new_sequence(self, tokens: Int32Array) -> ScheduledSequence:
+        """One more continuation."""
+        sequence = ScheduledSequence(self, self.next_index, tokens)
+        self.next_index += 1
+        self.sequences.append(sequence)
+        return sequence
+
+    @property
+    def is_finished(self) -> bool:
+        return all(sequence.is_finished for sequence in self.sequences)
+
+
+class Output(NamedTuple):
+    """What became of one sequence."""
+
+    sample: int
+    token_ids: Int32Array  # sampled tokens, the stop token included
+    reason: FinishReason
+
+
+class Finished(NamedTuple):
+    """A request that is over, with the outputs of all its sequences."""
+
+    request: Request
+    outputs: tuple[Output, ...]
+    detail: str = ""
+
+    @property
+    def reason(self) -> FinishReason:
+        """Why its first sequence ended."""
+        return self.outputs[0].reason
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """The sampled tokens of its first sequence."""
+        return self.outputs[0].token_ids
+
+
+def joined(*parts: Any) -> Int32Array:
+    """Token ids one after the other."""
+    return np.concatenate([np.asarray(part, np.int32) for part in parts])

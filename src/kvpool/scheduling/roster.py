@@ -1,0 +1,153 @@
+"""Every sequence and where it is: waiting, running or swapped; and the moves between these places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvpool.blocks.handle import KVCacheHandle
+from kvpool.config import Tier
+from kvpool.manager import KVCacheManager
+from kvpool.scheduling.config import PreemptionMode, SchedulerConfig
+from kvpool.scheduling.costs import CostModel
+from kvpool.scheduling.policies import OrderedQueue, make_policy
+from kvpool.scheduling.request import FinishReason, ScheduledSequence, SequenceState
+from kvpool.scheduling.running import Running
+from kvpool.scheduling.stats import SchedulerStats
+
+
+class Roster:
+    """The queues. `waiting` holds what never ran, `resuming` what was preempted: those go first among equally urgent."""
+
+    def __init__(self, manager: KVCacheManager, config: SchedulerConfig, costs: CostModel) -> None:
+        self.manager = manager
+        self.config = config
+        self.costs = costs
+        self.policy = make_policy(config.policy)
+        self.resuming = OrderedQueue(lambda sequence: sequence.rank)
+        self.running = Running(manager, config.max_sequences)
+        self.stats = SchedulerStats()
+        self._num_seniors = 0
+        self._has_host = manager.config.num_blocks(Tier.HOST) > 0
+
+    def wait(self, sequence: ScheduledSequence) -> None:
+        """A new sequence begins to wait."""
+        sequence.urgency = self.policy.urgency(sequence)
+        self.policy.push(sequence)
+
+    def leave_queue(self, sequence: ScheduledSequence) -> None:
+        """A sequence no longer waits."""
+        if sequence in self.resuming:
+            self.resuming.remove(sequence)
+        else:
+            self.policy.remove(sequence)
+
+    def enter(self, sequence: ScheduledSequence, handle: KVCacheHandle) -> None:
+        """A waiting or swapped sequence got its blocks."""
+        self.leave_queue(sequence)
+        if not sequence.seniority:
+            self._num_seniors += 1
+            sequence.seniority = self._num_seniors
+            self.policy.charge(sequence, sequence.request.num_places)
+        self.running.enter(sequence, handle, handle.num_reserved)
+
+    # --- preemption --------------------------------------------------------------------------------------------------
+
+    def victim(self, above: ScheduledSequence, *, only_less_urgent: bool = False) -> ScheduledSequence | None:
+        """The running sequence that loses the least if it gives way to `above`; None if all rank higher.
+
+        What has its last sample in flight is no victim: it leaves by itself.
+        """
+        lanes = self.running.lanes
+        best, least = None, (float("inf"), 0)
+        for sequence in self.running.members:
+            if sequence.urgency <= above.urgency if only_less_urgent else sequence.rank <= above.rank:
+                continue
+            lane = sequence.lane
+            if lanes.generated[lane] + lanes.in_flight[lane] >= lanes.limit[lane]:
+                continue
+            loss = (self.loss(sequence), -sequence.seniority)
+            if loss < least:
+                best, least = sequence, loss
+        return best
+
+    def loss(self, sequence: ScheduledSequence) -> float:
+        """Seconds that it takes to bring a preempted sequence back to where it is."""
+        return self._swap_seconds(sequence) if self._prefers_swap(sequence) else self._recompute_seconds(sequence)
+
+    def _recompute_seconds(self, sequence: ScheduledSequence) -> float:
+        """Tokens that siblings hold stay cached and need not be computed again."""
+        places = int(self.running.lanes.places[sequence.lane])
+        kept = min(places, len(sequence.request.prompt)) if self._has_siblings(sequence) else 0
+        return self.costs.prefill_seconds(places - kept, kept)
+
+    def _swap_seconds(self, sequence: ScheduledSequence) -> float:
+        num_bytes = sequence.live_handle().num_blocks * self.manager.config.block_bytes
+        return 2 * self.costs.transfer_seconds(num_bytes)
+
+    def _has_siblings(self, sequence: ScheduledSequence) -> bool:
+        group = sequence.group
+        return len(group.sequences) > 1 and any(s is not sequence and s.is_running for s in group.sequences)
+
+    def _prefers_swap(self, sequence: ScheduledSequence) -> bool:
+        """Forks share blocks: alone on the host each would have copies of its own, so they are recomputed instead.
+
+        So is what has drafts in flight: how many of its places will count is not known yet.
+        """
+        mode = self.config.preemption
+        if mode is PreemptionMode.RECOMPUTE or not self._has_host or self._has_siblings(sequence):
+            return False
+        if sequence.num_drafts_in_flight:
+            return False
+        return mode is PreemptionMode.SWAP or self._swap_seconds(sequence) < self._recompute_seconds(sequence)
+
+    def preempt(self, sequence: ScheduledSequence, num_planned: int) -> None:
+        """Takes a sequence off the GPU. `num_planned` of its places belong to the step being planned: nobody writes them.
+
+        What plans in flight write is there before the copies of the next plan run, so it is swapped out with the rest.
+        """
+        handle = sequence.live_handle()
+        places = int(self.running.lanes.places[sequence.lane]) - num_planned
+        swap = self._prefers_swap(sequence) and bool(self.manager.can_swap_out(handle))
+        self.running.leave(sequence)
+        if swap:
+            if num_planned:
+                self.manager.rewind(handle, num_planned)
+            self.manager.mark_written(handle, places - handle.num_written)
+            self.manager.swap_out(handle)
+            sequence.state = SequenceState.SWAPPED
+            self.stats.swapped_out += 1
+        else:
+            self.manager.free(handle)
+            sequence.handle = None
+            sequence.state = SequenceState.WAITING
+            self.stats.recomputed_tokens += places
+        sequence.num_preemptions += 1
+        self.stats.preemptions += 1
+        self.resuming.push(sequence)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def finish(self, sequences: Iterable[ScheduledSequence], reason: FinishReason) -> None:
+        """Ends sequences, wherever they are, and gives back all they hold; those that ended before stay as they are."""
+        handles = []
+        for sequence in sequences:
+            if sequence.is_finished:
+                continue
+            if sequence.is_running:
+                self.running.leave(sequence)
+            else:
+                self.leave_queue(sequence)
+            if sequence.handle is not None:
+                handles.append(sequence.handle)
+                sequence.handle = None
+            self.end(sequence, reason)
+        self.manager.free_batch(handles)
+
+    def end(self, sequence: ScheduledSequence, reason: FinishReason) -> None:
+        """Notes that a sequence which holds nothing is over."""
+        sequence.state = SequenceState.FINISHED
+        sequence.finish_reason = reason
+        sequence.in_flight = 0
+        unused = sequence.request.num_places + 1 - len(sequence.tokens)
+        if sequence.seniority and unused > 0:
+            self.policy.charge(sequence, -unused)

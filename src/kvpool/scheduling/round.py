@@ -1,0 +1,77 @@
+"""What one step has decided so far: rows that decode, chunks of prompts, who came and who went."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpool.blocks.arrays import Int32Array, Int64Array
+from kvpool.blocks.batch import SequenceBatch
+from kvpool.scheduling.request import ScheduledSequence
+from kvpool.scheduling.roster import Roster
+from kvpool.scheduling.running import make_rows
+
+
+class Chunk(NamedTuple):
+    """Tokens `start..stop` of a sequence whose prompt is not computed yet, and where their keys and values go."""
+
+    start: int
+    stop: int
+    slots: Int32Array
+
+
+class DecodeRows(NamedTuple):
+    """Sequences that decode in this step: one token each, and `counts - 1` drafts behind it."""
+
+    sequences: tuple[ScheduledSequence, ...]
+    lanes: Int64Array
+    batch: SequenceBatch
+    counts: Int64Array | None  # None: one token each
+    slots: Int32Array
+
+    def without_departed(self, roster: Roster) -> DecodeRows:
+        """Without those that gave way after they had been planned."""
+        keep = np.array([sequence.is_running for sequence in self.sequences])
+        kept = [sequence for sequence in self.sequences if sequence.is_running]
+        counts = None if self.counts is None else self.counts[keep]
+        columns = keep if self.counts is None else np.repeat(keep, self.counts)
+        return DecodeRows(*make_rows(roster.manager, kept), counts, self.slots[:, columns])
+
+
+class Round:
+    """The step being planned."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+        self.budget = roster.config.max_tokens_per_step
+        self.decode: DecodeRows | None = None
+        self.chunks: dict[ScheduledSequence, Chunk] = {}
+        self.admitted: list[ScheduledSequence] = []
+        self.resumed: list[ScheduledSequence] = []
+        self.preempted: list[ScheduledSequence] = []
+        self.refused: list[tuple[ScheduledSequence, str]] = []
+
+    def plan_chunk(self, sequence: ScheduledSequence, chunk: Chunk) -> None:
+        self.chunks[sequence] = chunk
+        self.budget -= chunk.stop - chunk.start
+
+    def chunk_stop(self, start: int, target: int) -> int:
+        """Where the next chunk of a prompt ends: at a block's end unless it is the last one or smaller than a block."""
+        stop = min(target, start + min(self.budget, self.roster.config.chunk_tokens))
+        size = self.roster.manager.config.block_size
+        aligned = stop // size * size
+        return aligned if start < aligned and stop < target else stop
+
+    def preempt(self, sequence: ScheduledSequence) -> None:
+        """Takes a sequence off the GPU, out of this step too if it was in it."""
+        num_planned = 0
+        chunk = self.chunks.pop(sequence, None)
+        if chunk is not None:
+            num_planned = chunk.stop - chunk.start
+        elif self.decode is not None and sequence in self.decode.sequences:
+            counts = self.decode.counts
+            num_planned = 1 if counts is None else int(counts[self.decode.sequences.index(sequence)])
+        self.budget += num_planned
+        self.roster.preempt(sequence, num_planned)
+        self.preempted.append(sequence)

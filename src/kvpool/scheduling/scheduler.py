@@ -1,0 +1,279 @@
+"""The scheduler: which sequences compute which tokens in the next step. Read `Scheduler` first.
+
+    scheduler = Scheduler(manager)
+    scheduler.add(Request("r1", prompt, max_new_tokens=64))
+    while scheduler.has_work:
+        plan = scheduler.step()                  # who computes what, with token ids, positions and slots
+        ...                                      # run plan.copies, then the forward pass, then sample
+        for done in scheduler.complete(plan, tokens).finished:
+            print(done.request.id, done.token_ids)
+
+It decides and counts; it moves no bytes, imports no tensor library, and has no clock but the one it is given: a simulator
+drives the same code.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Hashable
+from heapq import heappop, heappush
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool.blocks.arrays import Int32Array, Int64Array, as_array, as_token_array
+from kvpool.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    InvalidArgumentError,
+    NeverFitsError,
+    SequenceStateError,
+    UnknownRequestError,
+)
+from kvpool.manager import KVCacheManager
+from kvpool.scheduling.capacity import Capacity
+from kvpool.scheduling.config import SchedulerConfig
+from kvpool.scheduling.costs import CostModel, LinearCostModel
+from kvpool.scheduling.plan import BatchPlan
+from kvpool.scheduling.planning import Planner
+from kvpool.scheduling.request import (
+    Finished,
+    FinishReason,
+    Output,
+    Request,
+    RequestGroup,
+    ScheduledSequence,
+    SequenceState,
+)
+from kvpool.scheduling.results import Fork, Results
+from kvpool.scheduling.roster import Roster
+from kvpool.scheduling.stats import SchedulerStats
+
+
+class StepResult(NamedTuple):
+    """What `complete` did besides moving sequences on."""
+
+    finished: list[Finished]
+    forks: list[Fork]
+
+
+class Scheduler:
+    """Continuous batching over a `KVCacheManager`: `add` requests, then `step` and `complete` until nothing is left.
+
+    `step()` may be called again before the plan before was completed, so that the next step is prepared while the device
+    works: token ids that are not known yet are -1 in the plan, to be taken from the device. Plans are run and completed in
+    the order in which they were made. Not for several threads at once.
+
+    >>> from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
+    >>> manager = KVCacheManager(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=8))
+    >>> scheduler = Scheduler(manager)
+    >>> scheduler.add(Request("r1", [5, 6, 7], max_new_tokens=2))
+    >>> first = scheduler.step()
+    >>> first.token_ids.tolist(), first.positions.tolist()
+    ([5, 6, 7], [0, 1, 2])
+    >>> second = scheduler.step()  # before the first sample is known
+    >>> second.token_ids.tolist(), second.positions.tolist()
+    ([-1], [3])
+    >>> scheduler.complete(first, [8]).finished
+    []
+    >>> scheduler.complete(second, [9]).finished[0].token_ids.tolist()
+    [8, 9]
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        config: SchedulerConfig | None = None,
+        cost_model: CostModel | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not isinstance(manager, KVCacheManager):
+            raise ConfigError(f"Scheduler takes a KVCacheManager, got {type(manager).__name__}")
+        self.manager = manager
+        self.config = config if config is not None else SchedulerConfig()
+        self.costs: CostModel = cost_model if cost_model is not None else LinearCostModel()
+        self.clock = clock
+        self._capacity = Capacity(manager, self.config)
+        self._roster = Roster(manager, self.config, self.costs)
+        self._planner = Planner(self._roster, self._capacity)
+        self._groups: dict[Hashable, RequestGroup] = {}
+        self._deadlines: list[tuple[float, int, RequestGroup]] = []
+        self._in_flight: deque[BatchPlan] = deque()
+        self._over: list[Finished] = []  # ended since the last step: reported by the next plan
+        self._num_added = 0
+        self._num_plans = 0
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises `NeverFitsError` at once if it could not be completed even with the whole pool."""
+        if not isinstance(request, Request):
+            raise InvalidArgumentError(f"add takes a Request, got {request!r}")
+        if request.id in self._groups:
+            raise DuplicateRequestError(f"request {request.id!r} is already scheduled; use another id")
+        if request.n > self.config.max_sequences:
+            raise NeverFitsError(
+                f"request {request.id!r}: n={request.n} is over max_sequences={self.config.max_sequences}"
+            )
+        reason = self._capacity.why_never(request)
+        if reason is not None:
+            raise NeverFitsError(f"request {request.id!r} can never run: {reason}")
+        group = RequestGroup(request, self.clock() if request.arrival is None else request.arrival)
+        self._groups[request.id] = group
+        self._num_added += 1
+        if request.deadline is not None:
+            heappush(self._deadlines, (request.deadline, self._num_added, group))
+        self._roster.wait(group.sequences[0])
+        self._planner.admissions.num_arrivals += 1
+
+    def cancel(self, request_id: Hashable) -> Finished:
+        """Ends a request at any moment, also while a plan with it is in flight; what it has computed stays cached."""
+        return self._stop(self._group(request_id), FinishReason.CANCELLED)
+
+    def finish(self, request_id: Hashable, index: int | None = None) -> Finished | None:
+        """The engine found a reason to stop (a stop string): ends one sequence of a request, or all of them.
+
+        Returns the request's outputs if that was its last sequence.
+        """
+        group = self._group(request_id)
+        if index is None:
+            return self._stop(group, FinishReason.STOP)
+        chosen = [sequence for sequence in group.sequences if sequence.index == index]
+        if not chosen or chosen[0].is_finished:
+            raise UnknownRequestError(f"request {request_id!r} has no live sequence {index}")
+        self._roster.finish(chosen, FinishReason.STOP)
+        return self._report(group)
+
+    def propose(self, sequence: ScheduledSequence, drafts: Any) -> None:
+        """Draft tokens that the next step should verify behind this sequence's newest token (speculative decoding).
+
+        As many as fit are planned: never more than `max_draft_tokens`, and none at the expense of others. The sequence
+        must have no sample in flight.
+        """
+        ids = as_token_array(drafts, "drafts")
+        lanes, lane = self._roster.running.lanes, sequence.lane
+        if sequence not in self._roster.running.decoding or lanes.in_flight[lane]:
+            raise SequenceStateError(f"{sequence!r} cannot take drafts: it does not decode, or its sample is in flight")
+        if not len(ids) or not self.config.max_draft_tokens or sequence.request.steered or lanes.samples[lane] > 1:
+            return
+        self._roster.running.num_proposals += sequence.drafts is None
+        sequence.drafts = ids[: self.config.max_draft_tokens].copy()
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def step(self) -> BatchPlan:
+        """Plans the next step and takes the memory for it. An empty plan may still have copies; it need not be completed."""
+        self._expire()
+        self._num_plans += 1
+        plan, round = self._planner.plan(self._num_plans)
+        for sequence, reason in round.refused:
+            self._over.append(self._stop(sequence.group, FinishReason.REFUSED, reason))
+        plan.finished, self._over = self._over, []
+        if not plan.is_empty:
+            self._in_flight.append(plan)
+        return plan
+
+    def complete(self, plan: BatchPlan, tokens: Any = (), counts: Any = None) -> StepResult:
+        """The plan has run, and `tokens` are its samples: `plan.num_samples[row]` for each of `plan.sampling_rows`.
+
+        `counts` says otherwise how many tokens each of these rows got. For a row with drafts: the accepted ones and one
+        more. For a steered request: its continuations, of which the first goes on in the same sequence and each further
+        one in a fork; 0 ends it. Sequences that were cancelled or preempted meanwhile are taken care of.
+        """
+        if plan.is_empty:
+            return StepResult([], [])
+        if not self._in_flight or plan is not self._in_flight[0]:
+            raise SequenceStateError("plans must be completed once each, in the order in which step() made them")
+        ids = as_token_array(tokens)
+        results = Results(self._roster, self._capacity, plan, ids)
+        results.apply(results.checked_counts(None if counts is None else _as_counts(counts)))
+        self._in_flight.popleft()
+        reports = (self._report(group) for group in results.groups)
+        return StepResult([report for report in reports if report is not None], results.forks)
+
+    # --- looking at it -----------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is not over, or a plan is in flight."""
+        return bool(self._groups or self._in_flight or self._over)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that hold nothing: new ones, and those preempted by recompute."""
+        preempted = sum(sequence.state is SequenceState.WAITING for sequence in self._roster.resuming)
+        return len(self._roster.policy) + preempted
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with blocks on the GPU."""
+        return len(self._roster.running)
+
+    @property
+    def num_swapped(self) -> int:
+        """Sequences whose blocks are on the host."""
+        return sum(sequence.state is SequenceState.SWAPPED for sequence in self._roster.resuming)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans that are not completed yet."""
+        return len(self._in_flight)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Counters, live."""
+        return self._roster.stats
+
+    def sequences(self, request_id: Hashable) -> tuple[ScheduledSequence, ...]:
+        """The sequences of a request that is not over."""
+        return tuple(self._group(request_id).sequences)
+
+    def token_ids(self, sequence: ScheduledSequence) -> Int32Array:
+        """Prompt and samples of a sequence, as far as they came back."""
+        return self._roster.running.known_tokens(sequence) if sequence.is_running else sequence.tokens
+
+    # --- ends --------------------------------------------------------------------------------------------------------
+
+    def _group(self, request_id: Hashable) -> RequestGroup:
+        try:
+            return self._groups[request_id]
+        except (KeyError, TypeError):
+            raise UnknownRequestError(f"no request {request_id!r} is scheduled; it may be over") from None
+
+    def _stop(self, group: RequestGroup, reason: FinishReason, detail: str = "") -> Finished:
+        """Ends all sequences of a request, wherever they are."""
+        self._roster.finish(group.sequences, reason)
+        report = self._report(group, detail)
+        assert report is not None
+        return report
+
+    def _report(self, group: RequestGroup, detail: str = "") -> Finished | None:
+        """The outputs of a request that is over, once."""
+        request = group.request
+        if not group.is_finished or self._groups.pop(request.id, None) is None:
+            return None
+        outputs = tuple(
+            Output(sequence.index, sequence.tokens[len(request.prompt) :], sequence.finish_reason)
+            for sequence in group.sequences
+            if sequence.finish_reason is not None
+        )
+        self.stats.finished += 1
+        return Finished(request, outputs, detail)
+
+    def _expire(self) -> None:
+        """Ends requests whose deadline has passed."""
+        if not self._deadlines:
+            return
+        now = self.clock()
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].is_finished):
+            group = heappop(self._deadlines)[2]
+            if not group.is_finished:
+                self._over.append(self._stop(group, FinishReason.DEADLINE))
+
+
+def _as_counts(counts: Any) -> Int64Array:
+    array = as_array(counts, "counts")
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidArgumentError(f"counts must hold one int for every row that samples, got {counts!r}")
+    return array.astype(np.int64)

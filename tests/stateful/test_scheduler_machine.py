@@ -1,0 +1,201 @@
+"""Random arrivals, cancellations and deadlines against a tiny pool: all that is not cut off ends with the right tokens.
+
+The toy engine derives each token from what the blocks hold of the whole history, so a sequence that was preempted, swapped,
+resumed or forked must end exactly as it would alone. The manager proves its invariants after every step, the number of steps
+is bounded (no livelock), and at the end nobody holds a block (no leak).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import event, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scheduling"))
+from toy_engine import ToyEngine, expected_output
+
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope
+from kvpool.errors import NeverFitsError
+from kvpool.scheduling import (
+    POLICIES,
+    CapacityMode,
+    Finished,
+    FinishReason,
+    LinearCostModel,
+    PreemptionMode,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+)
+
+FULL = LayerSpec(kv_heads=1, head_dim=8)
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=5)
+SINKS = LayerSpec(kv_heads=1, head_dim=16, window=5, sink_tokens=1)
+CUT_OFF = {FinishReason.CANCELLED, FinishReason.DEADLINE}
+
+# Few different tokens and beginnings, so that prompts share prefixes, also while they are being computed.
+prompts = st.tuples(
+    st.sampled_from([(), (1,) * 4, (1,) * 9, (2,) * 6]), st.lists(st.integers(0, 2), min_size=1, max_size=8)
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """A scheduler, the engine that runs its plans, and the requests that were added."""
+
+    @initialize(
+        layers=st.sampled_from([[FULL], [FULL], [FULL, SLIDING], [FULL, SINKS]]),
+        block_size=st.sampled_from([1, 3, 4]),
+        gpu_tokens=st.integers(16, 48),
+        host_blocks=st.sampled_from([0, 4, 40]),
+        caching=st.sampled_from([True, True, False]),
+        watermark=st.sampled_from([0.0, 0.01, 0.2]),
+        policy=st.sampled_from(sorted(POLICIES)),
+        capacity=st.sampled_from(CapacityMode),
+        preemption=st.sampled_from(PreemptionMode),
+        max_sequences=st.integers(2, 6),
+        spare_tokens=st.sampled_from([0, 1, 5, 100]),
+        chunk=st.sampled_from([None, 1, 3]),
+        depth=st.integers(1, 3),
+        drafts=st.sampled_from([(), (), (0, 2, 1)]),
+        slow_link=st.booleans(),
+    )
+    def start(self, **chosen: Any) -> None:
+        layers, size = chosen["layers"], chosen["block_size"]
+        self.now = 0.0
+        self.manager = KVCacheManager(
+            KVCacheConfig(
+                layers,
+                block_size=size,
+                gpu_blocks=len(layers) * max(3, chosen["gpu_tokens"] // size),
+                host_blocks=chosen["host_blocks"],
+                enable_prefix_caching=chosen["caching"],
+                watermark=chosen["watermark"],
+            ),
+            clock=lambda: self.now,
+        )
+        config = SchedulerConfig(
+            max_tokens_per_step=chosen["max_sequences"] + chosen["spare_tokens"],
+            max_sequences=chosen["max_sequences"],
+            max_chunk_tokens=chosen["chunk"],
+            policy=chosen["policy"],
+            capacity=chosen["capacity"],
+            preemption=chosen["preemption"],
+            max_draft_tokens=3 if chosen["drafts"] else 0,
+        )
+        costs = LinearCostModel(transfer_bytes_per_second=1e3 if chosen["slow_link"] else 1e12, transfer_latency=0.0)
+        self.scheduler = Scheduler(self.manager, config, costs, clock=lambda: self.now)
+        self.engine = ToyEngine(self.scheduler, chosen["depth"], chosen["drafts"])
+        self.requests: dict[int, Request] = {}
+        self.cancelled: dict[int, Finished] = {}
+        self.number = 0
+
+    @rule(
+        prompt=prompts,
+        max_new_tokens=st.integers(1, 12),
+        n=st.sampled_from([1, 1, 1, 2]),
+        priority=st.integers(0, 2),
+        tenant=st.sampled_from(["", "a"]),
+        stops=st.sampled_from([(), (), (3,), (5, 6, 7)]),
+        patience=st.sampled_from([None, None, None, 3.0]),
+    )
+    def add(
+        self, prompt: tuple[tuple[int, ...], list[int]], patience: float | None, tenant: str, **options: Any
+    ) -> None:
+        stops = options.pop("stops")
+        self.number += 1
+        request = Request(
+            self.number,
+            [*prompt[0], *prompt[1]],
+            options.pop("max_new_tokens"),
+            scope=ReuseScope(tenant=tenant),
+            stop_token_ids=stops,
+            deadline=None if patience is None else self.now + patience,
+            **options,
+        )
+        try:
+            self.scheduler.add(request)
+        except NeverFitsError as error:
+            assert "can never run" in str(error)
+            event("refused")
+        else:
+            self.requests[request.id] = request
+
+    @rule(steps=st.integers(1, 5))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.now += 0.1
+            plan = self.engine.step()
+            config = self.scheduler.config
+            assert plan.num_tokens <= config.max_tokens_per_step
+            assert self.scheduler.num_running <= config.max_sequences
+            self.manager.check()
+
+    @precondition(lambda self: self.engine.launched)
+    @rule()
+    def complete(self) -> None:
+        self.engine.complete()
+
+    @precondition(lambda self: self.live())
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.sampled_from(self.live()))
+        self.cancelled[chosen] = self.scheduler.cancel(chosen)
+
+    @rule()
+    def let_time_pass(self) -> None:
+        self.now += 2.0
+
+    @rule(num_blocks=st.integers(1, 8))
+    def evict(self, num_blocks: int) -> None:
+        self.manager.evict(num_blocks)
+
+    def live(self) -> list[int]:
+        return [i for i in self.requests if i not in self.engine.finished and i not in self.cancelled]
+
+    @invariant()
+    def the_manager_is_consistent(self) -> None:
+        if hasattr(self, "manager"):
+            self.manager.check()
+
+    @invariant()
+    def places_are_what_the_manager_reserved(self) -> None:
+        if hasattr(self, "scheduler"):
+            running = self.scheduler._roster.running
+            for sequence in running.members:
+                assert sequence.live_handle().num_reserved == running.lanes.places[sequence.lane]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        work = sum(len(r.prompt) + r.max_new_tokens * r.n for r in self.requests.values())
+        self.engine.drain(max_steps=100 + 20 * work)
+        self.assert_outputs_are_right()
+        assert self.scheduler.num_running == self.scheduler.num_waiting == self.scheduler.num_swapped == 0
+        assert all(pool.referenced == 0 for pool in self.manager.stats().pools)
+        assert self.manager.stats().num_sequences == 0
+        stats = self.scheduler.stats
+        for name in ("preemptions", "swapped_out", "stalls", "prefix_waits", "accepted_draft_tokens", "cached_tokens"):
+            event(f"{name}: {getattr(stats, name) > 0}")
+
+    def assert_outputs_are_right(self) -> None:
+        for number, request in self.requests.items():
+            done = self.cancelled.get(number) or self.engine.finished[number]
+            outputs = {output.sample: output for output in done.outputs}
+            if done.reason not in CUT_OFF:
+                assert sorted(outputs) == list(range(request.n))
+            for sample, output in outputs.items():
+                expected = expected_output(request, sample)
+                if output.reason in CUT_OFF:
+                    expected = expected[: len(output.token_ids)]
+                assert output.token_ids.tolist() == expected
+                assert output.reason in CUT_OFF or (output.reason is FinishReason.STOP) == (
+                    expected[-1] in request.stop_ids
+                )
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(stateful_step_count=40)
