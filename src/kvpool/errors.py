@@ -49,6 +49,10 @@ class UnsupportedAttentionError(KVPoolError):
     """An attention backend cannot compute this kind of attention, or cannot run here. Raised before anything runs."""
 
 
+class UnsupportedModelError(KVPoolError):
+    """A model that kvpool would run wrongly, or not at all; the message names what is missing. Nothing was allocated."""
+
+
 class InvariantError(KVPoolError, AssertionError):
     """`check()` found a broken invariant. This is a bug in kvpool; please report it with the message."""
 

@@ -1,0 +1,100 @@
+"""The attention implementation "kvpool" of transformers: every layer's queries, keys and values go to a callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+
+from kvpool.errors import KVPoolError, UnsupportedModelError
+
+ATTENTION_NAME = "kvpool"
+
+
+class AttentionCall(NamedTuple):
+    """What one layer wants computed for the tokens of a step; positions are already in `q` and `k`."""
+
+    layer: int
+    q: Tensor  # [token, query head, head dim]
+    k: Tensor  # [token, KV head, head dim]
+    v: Tensor  # [token, KV head, v dim]
+    scale: float
+    window: int | None  # how many tokens are seen, the query's own included
+    soft_cap: float | None
+    sinks: Tensor | None  # learned logits [query head]
+
+
+Attend: TypeAlias = Callable[[AttentionCall], Tensor]  # the result is [token, query head, v dim]
+
+# A ContextVar and no keyword argument: some models (stablelm, nemotron) do not pass theirs on to attention.
+_ATTEND: ContextVar[Attend | None] = ContextVar("kvpool_attend", default=None)
+
+
+@contextmanager
+def attending(attend: Attend) -> Iterator[None]:
+    """While it is open, attention of models that use "kvpool" is computed by `attend`, in this thread or task.
+
+        with attending(lambda call: my_attention(call.q, call.k, call.v)):
+            model(input_ids=..., position_ids=..., use_cache=False)
+    """
+    token = _ATTEND.set(attend)
+    try:
+        yield
+    finally:
+        _ATTEND.reset(token)
+
+
+def use_kvpool_attention(model: Any) -> bool:
+    """Sets the attention of a transformers model to "kvpool"; False if its code has no way to do so.
+
+    From then on the model runs inside `attending` only; `model.set_attn_implementation("sdpa")` undoes it.
+    """
+    from transformers import AttentionInterface
+
+    # No mask function is registered under this name, and so the model builds no mask.
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+    if not model._can_set_attn_implementation():
+        return False
+    model.set_attn_implementation(ATTENTION_NAME)
+    return True
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls once per layer, with [1, head, token, dim]; it expects [1, token, head, dim] back."""
+    attend = _ATTEND.get()
+    if attend is None:
+        raise KVPoolError(
+            "the model's attention is kvpool's, which runs only under kvpool.engine; to use the model by itself, call "
+            'model.set_attn_implementation("sdpa")'
+        )
+    if attention_mask is not None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} adds a mask or bias of its own to attention, which a paged cache cannot see"
+        )
+    out = attend(
+        AttentionCall(
+            module.layer_idx,
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            query.shape[-1] ** -0.5 if scaling is None else scaling,
+            sliding_window,
+            softcap,
+            s_aux,
+        )
+    )
+    return out.unsqueeze(0), None
