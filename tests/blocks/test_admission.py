@@ -375,3 +375,14 @@ def test_the_guaranteed_cache_of_another_tenant_is_no_supply() -> None:
     manager.allocate("a", num_tokens=20)
     assert manager.match_prefix([*range(16), 1], ReuseScope(tenant="t")).num_blocks == 3
     manager.check()
+
+
+def test_a_fully_cached_prompt_whose_last_block_left_a_window_is_written_again() -> None:
+    sliding = LayerSpec(kv_heads=1, head_dim=16, window=3)  # a pool of its own, which forgets by itself
+    manager = make_manager(FULL, sliding, block_size=1, gpu_blocks=[16, 4])
+    tokens = cached(manager, 1)
+    manager.free(manager.allocate("other", [100, 101, 102, 103]))  # needs every block of the second pool
+    assert manager.match_prefix(tokens).num_tokens == 0
+    handle = manager.allocate("again", tokens)
+    assert (manager.slot_mapping([handle], 0, 1) >= 0).all()
+    manager.check()

@@ -78,7 +78,7 @@ class Admissions:
                 logits = self._stored_logits(match, tokens)
             if logits is None:
                 length -= 1
-                if not match.num_partial:
+                if not match.num_partial and self._has_last_block(match):
                     match = Match(match.root, match.path, match.num_blocks, num_recomputed=1)
         if state.cache.windowed:
             length, logits = self._valid_in_windows(match, length, logits)
@@ -90,6 +90,11 @@ class Admissions:
         if length != match.num_tokens(size):
             match = self._cut(match, length)
         return match, logits
+
+    def _has_last_block(self, match: Match) -> bool:
+        """Whether every window still has the last matched block: what is not written again must be there."""
+        cache = self.state.cache
+        return all(cache.path_ids(match.path, match.num_blocks, group)[-1] >= 0 for group in cache.windowed)
 
     def _stored_logits(self, match: Match, tokens: Int32Array) -> Any:
         size = self.state.block_size
