@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.blocks.admission import Admissions, PrefixMatch
-from kvpool.blocks.arrays import Int32Array, Int64Array, as_array, as_count, as_token_array
+from kvpool.blocks.arrays import BoolArray, Int32Array, Int64Array, as_array, as_count, as_token_array
 from kvpool.blocks.batch import SequenceBatch, as_handles
 from kvpool.blocks.compaction import Compaction
 from kvpool.blocks.copies import CopyOp
@@ -41,6 +41,7 @@ from kvpool.blocks.sequences import Sequences
 from kvpool.blocks.state import Admission, CacheState
 from kvpool.blocks.stepping import Stepping
 from kvpool.blocks.swapping import Swapping
+from kvpool.blocks.writing import writable_blocks
 from kvpool.config import KVCacheConfig
 from kvpool.errors import (
     ConfigError,
@@ -163,7 +164,9 @@ class KVCacheManager(Maintenance):
         with self._guard:
             if self._is_live(request_id):
                 raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
-            handle = KVCacheHandle(self._state.rows, request_id, check_scope(scope))
+            if scope is not DEFAULT_SCOPE:
+                check_scope(scope)
+            handle = KVCacheHandle(self._state.rows, request_id, scope)
             handle.retention = retention
             handle.ttl = ttl if ttl is not None else self.config.default_ttl
             handle.session = session
@@ -261,6 +264,11 @@ class KVCacheManager(Maintenance):
         """
         with self._guard:
             return self._stepping.slot_mapping(self._batch(batch), start, stop, out)
+
+    def writable_blocks(self, group: int = 0) -> BoolArray:
+        """For every GPU block of a layer group's pool, whether some sequence may write it: it alone holds it, unpublished."""
+        with self._guard.lock:
+            return writable_blocks(self._state, group)
 
     def mark_written(self, batch: BatchLike | KVCacheHandle, num_tokens: int | Sequence[int] = 1) -> None:
         """The next tokens' keys and values are in their blocks, but not final (drafts): `commit` or `rewind` follows."""

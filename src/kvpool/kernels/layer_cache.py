@@ -13,9 +13,10 @@ class LayerCache(NamedTuple):
     """Stored K and V of one layer, read and written in place.
 
     The index order is always [block, token in block, KV head, element]; how these lie in memory is in the strides, so a
-    kernel that takes strides serves every layout. The last dimension is contiguous. Integer types carry float16 `scale` tensors
-    [block, token, head]: an INT8 element is worth `q * scale`, an INT4 element (0..15) `q * scale + zero`; INT4 packs
-    elements 2i and 2i + 1 into the low and high half of byte i. fp8 elements are worth `q * k_factor` (or `v_factor`).
+    kernel that takes strides serves every layout. The last dimension is contiguous. Integer types carry float16 `scale`
+    tensors [block, token, head]: an INT8 element is worth `q * scale`, an INT4 element (0..15) `q * scale + zero`; INT4
+    packs elements 2i and 2i + 1 into the low and high half of byte i. fp8 elements are worth `q * k_factor` (or
+    `v_factor`).
     """
 
     dtype: DType

@@ -1,1 +1,21 @@
 """The data plane: the bytes behind the block ids. Needs torch (`pip install kvpool[torch]`)."""
+
+from kvpool.storage.data_plane import DataPlane, StepSlots
+from kvpool.storage.disk import DiskStore
+from kvpool.storage.layout import GroupLayout, LayerCache
+from kvpool.storage.memory import free_bytes, measure_budget
+from kvpool.storage.store import BlockStore
+from kvpool.storage.transfer import Transfer, TransferEngine
+
+__all__ = [
+    "DataPlane",
+    "StepSlots",
+    "BlockStore",
+    "DiskStore",
+    "GroupLayout",
+    "LayerCache",
+    "Transfer",
+    "TransferEngine",
+    "free_bytes",
+    "measure_budget",
+]

@@ -1,4 +1,4 @@
-"""How K and V lie inside a block, and what kernels see of that: strided views, in one index order for every layout."""
+"""How K and V lie inside a block, and the views of them that kernels get."""
 
 from __future__ import annotations
 
@@ -10,36 +10,11 @@ from torch import Tensor
 
 from kvpool.errors import ConfigError
 from kvpool.kernels.copy_blocks import Runs
+from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.quantization import TORCH_DTYPES
-from kvpool.layers import DType, LayerGroup
+from kvpool.layers import LayerGroup
 
-
-class LayerCache(NamedTuple):
-    """Stored K and V of one layer, read and written in place.
-
-    The index order is always [block, token in block, KV head, element]; how these lie in memory is in the strides, so a
-    kernel that takes strides serves every layout. The last dimension is contiguous. Integer types carry float16 `scale` tensors
-    [block, token, head]: an INT8 element is worth `q * scale`, an INT4 element (0..15) `q * scale + zero`; INT4 packs
-    elements 2i and 2i + 1 into the low and high half of byte i. fp8 elements are worth `q * k_factor` (or `v_factor`).
-    """
-
-    dtype: DType
-    k: Tensor
-    v: Tensor | None  # None in a K-only layer: V is then the first elements of K
-    k_scale: Tensor | None = None
-    v_scale: Tensor | None = None
-    k_zero: Tensor | None = None
-    v_zero: Tensor | None = None
-    k_factor: float = 1.0
-    v_factor: float = 1.0
-
-    @property
-    def num_blocks(self) -> int:
-        return self.k.shape[0]
-
-    @property
-    def block_size(self) -> int:
-        return self.k.shape[1]
+__all__ = ["GroupLayout", "LayerCache", "Part"]
 
 
 class Part(NamedTuple):
@@ -98,7 +73,8 @@ class GroupLayout:
         spec = self.group.spec
         views = {part.name: self._view(data, part, index) for part in self.parts}
         k_factor, v_factor = self.factors.get(self.group.layers[index], (1.0, 1.0))
-        return LayerCache(spec.dtype, **{"v": None, **views}, k_factor=k_factor, v_factor=v_factor)
+        v = views.pop("v", None)
+        return LayerCache(spec.dtype, views.pop("k"), v, **views, k_factor=k_factor, v_factor=v_factor)
 
     def _view(self, data: Tensor, part: Part, index: int) -> Tensor:
         item = part.dtype.itemsize

@@ -1,0 +1,327 @@
+"""DataPlane: the bytes of a cache, as its engine uses them. Read this first.
+
+A step, as an engine drives it:
+
+    slots = manager.extend_batch(batch)              # which places
+    step = plane.prepare(slots)                      # planned copies run; the places are checked and go to the device
+    for layer in range(num_layers):
+        plane.write(step, k, v, layer)
+        ...                                          # attention reads plane.layer_cache(layer) through the batch's tables
+    manager.commit_batch(batch, tokens)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpool.blocks.arrays import BoolArray, Int32Array, as_array, as_count
+from kvpool.blocks.batch import SequenceBatch
+from kvpool.blocks.compaction import ResizeResult
+from kvpool.blocks.copies import CopyOp
+from kvpool.blocks.groups import is_cross
+from kvpool.blocks.handle import KVCacheHandle
+from kvpool.config import KVCacheConfig, LayerGroup, Tier
+from kvpool.errors import InvalidArgumentError, SequenceStateError, SharedBlockError, TransferError
+from kvpool.kernels.quantization import dequantize
+from kvpool.kernels.scatter import read_slots, write_slots
+from kvpool.storage.disk import DiskStore
+from kvpool.storage.layout import GroupLayout, LayerCache
+from kvpool.storage.moving import upload
+from kvpool.storage.steps import Store
+from kvpool.storage.store import BlockStore
+from kvpool.storage.transfer import Transfer, TransferEngine
+
+KV = tuple[Tensor, "Tensor | None"]
+
+
+class Manager(Protocol):
+    """What the data plane asks of a `KVCacheManager`."""
+
+    config: KVCacheConfig
+
+    def take_copies(self) -> list[CopyOp]: ...
+    def writable_blocks(self, group: int = 0) -> BoolArray: ...
+    def resize(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> ResizeResult: ...
+
+
+class StepSlots(NamedTuple):
+    """Checked slots of one step on the device, int32 [layer group, token]. Made by `DataPlane.prepare`."""
+
+    tensor: Tensor
+
+
+class DataPlane:
+    """Stores for every pool and tier of a manager, writing and reading, and the engine that runs planned copies.
+
+    `device` holds the GPU tier: "cuda", or "cpu" where there is none. `check_writes` refuses slots of blocks that are
+    published, shared or free (default: on a CPU only; it costs about one operation on the tables per step). `factors` are
+    the (K, V) scale factors of fp8 layers. `disk_directory` is where the file of the DISK tier goes.
+
+    One thread drives it. Views (`layer_cache`) are stale after `resize`.
+
+    >>> from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
+    >>> manager = KVCacheManager(KVCacheConfig([LayerSpec(kv_heads=2, head_dim=4)], block_size=4, gpu_blocks=8))
+    >>> plane = DataPlane(manager, "cpu")
+    >>> handle = manager.allocate("a", [1, 2, 3, 4, 5])
+    >>> slots = manager.slot_mapping([handle], 0, 5)
+    >>> k, v = torch.randn(5, 2, 4).bfloat16(), torch.randn(5, 2, 4).bfloat16()
+    >>> plane.write(slots, k, v, layer=0)
+    >>> manager.commit(handle)
+    >>> torch.equal(plane.read(handle, layer=0)[0], k)
+    True
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        device: torch.device | str = "cuda",
+        *,
+        check_writes: bool | None = None,
+        checksums: bool = False,
+        factors: Mapping[int, tuple[float, float]] | None = None,
+        disk_directory: Path | str | None = None,
+    ) -> None:
+        self.manager = manager
+        self.config = config = manager.config
+        self.device = _checked_device(device)
+        self.check_writes = self.device.type == "cpu" if check_writes is None else check_writes
+        self._pending: list[CopyOp] = []
+        self._index_in_group = {layer: (g.index, i) for g in config.groups for i, layer in enumerate(g.layers)}
+        layouts = {group.index: GroupLayout(group, factors) for group in config.groups}
+        gpu = self.device if self.device.type == "cuda" else None
+        self.stores: dict[tuple[int, Tier], Store] = {}
+        for pool in config.pools:
+            self.stores[pool.index, Tier.GPU] = BlockStore(pool, Tier.GPU, layouts, device=self.device)
+            self.stores[pool.index, Tier.HOST] = BlockStore(pool, Tier.HOST, layouts, gpu=gpu)
+            self.stores[pool.index, Tier.DISK] = DiskStore(pool, directory=disk_directory)
+        self.transfers = TransferEngine(self.stores, config.groups, self.device, checksums=checksums)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def layer_cache(self, layer: int) -> LayerCache:
+        """K and V of one layer on the GPU tier, for attention kernels."""
+        group, index = self._index_in_group[self._layer(layer)]
+        return self._gpu_store(self.config.groups[group].pool).layer_cache(group, index)
+
+    def run_copies(self, copies: Sequence[CopyOp] = (), *, overlap: bool = False) -> Transfer:
+        """Carries out what the manager planned, in order. Required before bytes are touched: `prepare` and `read` do it too.
+
+        `copies` were taken from the manager before, by a scheduler: they come first. With `overlap`, work on the current
+        stream does not wait for the transfers; announce each step by `prepare`. If it fails, nothing is forgotten: the
+        operations that were not carried out come first in the next call.
+        """
+        self._pending += [*copies, *self.manager.take_copies()]
+        ops, self._pending = self._pending, []
+        try:
+            return self.transfers.submit(ops, overlap=overlap)
+        except TransferError as error:
+            self._pending = error.remaining
+            raise
+        except Exception:
+            self._pending = ops
+            raise
+
+    def prepare(self, slots: Any, batch: SequenceBatch | None = None, copies: Sequence[CopyOp] = ()) -> StepSlots:
+        """Makes a step's slots ready for `write`: runs planned copies, checks the slots, puts them on the device.
+
+        `slots` is what `extend_batch` or `slot_mapping` returned, [layer group, token]. The step waits for transfers under
+        way that touch the blocks it writes and those that `batch` reads (None: any block). `copies`: see `run_copies`.
+        """
+        array = self._checked_slots(slots, len(self.config.groups))
+        self.run_copies(copies, overlap=True)
+        for group in self.config.groups:
+            self._check_group(array[group.index], group)
+            written = _blocks(array[group.index], self.config.block_size)
+            read = None if batch is None else _table_blocks(batch, group.index)
+            self.transfers.before_compute(group.pool, written, read)
+        return StepSlots(upload(array, self.device))
+
+    def write(self, slots: Any, k: Tensor, v: Tensor | None, layer: int) -> None:
+        """Stores K and V of many tokens in one layer: k is [token, head, head_dim], v None in a K-only layer.
+
+        `slots`: what `prepare` returned (best: checked once for all layers); or an int32 tensor [token] on the GPU, which is
+        trusted, so that the call can be captured in a CUDA graph; or one row of slots, or all of them, as the manager
+        returned them, which are prepared first. -1 is skipped.
+        """
+        group, index = self._index_in_group[self._layer(layer)]
+        spec = self.config.groups[group].spec
+        if isinstance(slots, StepSlots):
+            tensor = slots.tensor[group]
+        elif isinstance(slots, Tensor) and slots.is_cuda:
+            tensor = slots
+        else:
+            tensor = self._prepare_one(slots, group)
+        _check_values(k, "k", (len(tensor), spec.kv_heads, spec.head_dim), self.device)
+        if (v is None) != spec.k_only:
+            raise InvalidArgumentError(f"layer {layer} {'stores no V: pass v=None' if spec.k_only else 'stores V: pass v'}")
+        if v is not None:
+            _check_values(v, "v", (len(tensor), spec.kv_heads, spec.value_dim), self.device)
+        write_slots(self._gpu_store(self.config.groups[group].pool).layer_cache(group, index), tensor, k, v)
+
+    def read(
+        self, handle: KVCacheHandle, layer: int, start: int = 0, num_tokens: int | None = None, *, raw: bool = False
+    ) -> KV:
+        """K and V of written tokens `start..start + num_tokens` of a sequence, [token, head, element], dequantised.
+
+        `raw` returns the elements as they are stored, without scales. A swapped-out sequence is read from the host.
+        """
+        group, index = self._index_in_group[self._layer(layer)]
+        spec = self.config.groups[group]
+        length = handle.encoder_tokens if is_cross(spec) else handle.num_written
+        start = as_count(start, "start", maximum=length)
+        count = length - start if num_tokens is None else as_count(num_tokens, "num_tokens", maximum=length - start)
+        self.run_copies()
+        tier = Tier.GPU if handle.swapped is None else Tier.HOST
+        ids = handle.block_ids(group) if handle.swapped is None else handle.swapped.ids[group]
+        slots = self._slots_of(handle, ids, group, start, count)
+        store = self.stores[spec.pool, tier]
+        assert isinstance(store, BlockStore)
+        if tier == Tier.HOST:
+            self.transfers.wait_for(store)
+        stored_k, stored_v = read_slots(store.layer_cache(group, index), upload(slots, store.device))
+        if raw:
+            return stored_k.data, None if stored_v is None else stored_v.data
+        cache = store.layer_cache(group, index)
+        k = dequantize(stored_k, cache.dtype, spec.spec.head_dim, cache.k_factor)
+        if stored_v is None:
+            return k, None
+        return k, dequantize(stored_v, cache.dtype, spec.spec.value_dim, cache.v_factor)
+
+    def cross_slots(self, handle: KVCacheHandle, group: int) -> Int32Array:
+        """Slots of the encoder's tokens of a request in a cross-attention group."""
+        return self._slots_of(handle, handle.block_ids(group), group, 0, handle.encoder_tokens)
+
+    # --- shape -------------------------------------------------------------------------------------------------------
+
+    def resize(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> ResizeResult:
+        """`manager.resize`, with the bytes: moves what stands in the way, then changes the store."""
+        self.run_copies()
+        store = self.stores.get((pool, tier))
+        if store is None:
+            raise InvalidArgumentError(f"there is no pool {pool!r} on {tier!r}")
+        num_blocks = as_count(num_blocks, "num_blocks")
+        self.transfers.wait_for(store)
+        before = store.num_blocks
+        if num_blocks > before:
+            store.resize(num_blocks)  # may find no memory: then nothing has changed
+        try:
+            result = self.manager.resize(num_blocks, pool=pool, tier=tier)
+        except Exception:
+            store.resize(before)
+            raise
+        if num_blocks < before:
+            self.run_copies()
+            self.transfers.wait_for(store)
+            store.resize(num_blocks)
+        return result
+
+    @property
+    def num_bytes(self) -> dict[Tier, int]:
+        """Bytes allocated per tier: exactly what the configuration says."""
+        return {
+            tier: sum(store.num_bytes for (_, at), store in self.stores.items() if at == tier)
+            for tier in (Tier.GPU, Tier.HOST, Tier.DISK)
+        }
+
+    def close(self) -> None:
+        """Waits for transfers and gives all memory back."""
+        self.transfers.close()
+        for store in self.stores.values():
+            store.close()
+
+    # --- checks ------------------------------------------------------------------------------------------------------
+
+    def _layer(self, layer: int) -> int:
+        return as_count(layer, "layer", maximum=len(self.config.layers) - 1)
+
+    def _gpu_store(self, pool: int) -> BlockStore:
+        store = self.stores[pool, Tier.GPU]
+        assert isinstance(store, BlockStore)
+        return store
+
+    def _prepare_one(self, slots: Any, group: int) -> Tensor:
+        """Slots for one layer group, given as they are or as a row of all."""
+        array = slots.numpy() if isinstance(slots, Tensor) else as_array(slots, "slots")
+        if array.ndim == 2 and len(array) == len(self.config.groups):
+            array = array[group]
+        array = self._checked_slots(array[None], 1)[0]
+        self.run_copies(overlap=True)
+        spec = self.config.groups[group]
+        self._check_group(array, spec)
+        self.transfers.before_compute(spec.pool, _blocks(array, self.config.block_size), None)
+        return upload(array, self.device)
+
+    def _checked_slots(self, slots: Any, num_groups: int) -> Int32Array:
+        array = slots.numpy() if isinstance(slots, Tensor) and not slots.is_cuda else as_array(slots, "slots")
+        if array.ndim != 2 or len(array) != num_groups or (array.size and array.dtype.kind not in "iu"):
+            raise InvalidArgumentError(
+                f"slots must be integers [layer group ({len(self.config.groups)}), token], got {array.dtype} {array.shape}"
+            )
+        if array.size and int(array.min()) < -1:
+            raise InvalidArgumentError(f"slots hold {int(array.min())}; -1 is the only negative one (no write)")
+        return np.ascontiguousarray(array, np.int32)
+
+    def _check_group(self, slots: Int32Array, group: LayerGroup) -> None:
+        """Slots lie inside the store, and with `check_writes` only in blocks that may be written."""
+        size = self.config.block_size
+        limit = self._gpu_store(group.pool).num_blocks * size
+        if not len(slots):
+            return
+        if int(slots.max()) >= limit:
+            raise InvalidArgumentError(
+                f"slot {int(slots.max())} of layer group {group.index} is outside its store, which has {limit} slots"
+            )
+        if self.check_writes:
+            blocks = _blocks(slots, size)
+            refused = blocks[~self.manager.writable_blocks(group.index)[blocks]]
+            if len(refused):
+                raise SharedBlockError(
+                    f"blocks {np.unique(refused)[:8].tolist()} of layer group {group.index} are published, shared or free: "
+                    f"only slots that the manager handed out for uncommitted tokens can be written"
+                )
+
+    def _slots_of(self, handle: KVCacheHandle, ids: Int32Array, group: int, start: int, count: int) -> Int32Array:
+        size = self.config.block_size
+        positions = np.arange(start, start + count)
+        blocks = ids[positions // size]
+        if (blocks < 0).any():
+            position = int(positions[(blocks < 0).argmax()])
+            raise SequenceStateError(
+                f"request {handle.request_id!r}: position {position} left the window of layer group {group}; "
+                f"its keys and values are gone"
+            )
+        return np.asarray(blocks * size + positions % size, np.int32)
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    chosen = torch.device(device)
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise InvalidArgumentError(f"device={str(device)!r}, but torch finds no GPU; use device='cpu'")
+        return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
+    if chosen.type != "cpu":
+        raise InvalidArgumentError(f"device={str(device)!r}: stores live on 'cuda' or 'cpu'")
+    return chosen
+
+
+def _check_values(values: Tensor, name: str, shape: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(values, Tensor) or tuple(values.shape) != shape or not values.is_floating_point():
+        given = f"{values.dtype} {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
+        raise InvalidArgumentError(f"{name} must be a floating-point tensor [token, head, element] = {shape}, got {given}")
+    if values.device != device:
+        raise InvalidArgumentError(f"{name} is on {values.device}, the store on {device}; move it with .to()")
+
+
+def _blocks(slots: Int32Array, block_size: int) -> Int32Array:
+    return np.asarray(slots[slots >= 0] // block_size, np.int32)
+
+
+def _table_blocks(batch: SequenceBatch, group: int) -> Int32Array:
+    table = batch.padded_table(group)
+    return table[table >= 0]

@@ -1,0 +1,144 @@
+"""Memory for stores: a device's, or the host's, pinned where a GPU is there to read it. Exactly the bytes asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpool.errors import InvalidArgumentError, StorageMemoryError
+from kvpool.layers import check_int, check_number
+
+_PAGE = mmap.PAGESIZE
+_TOUCH_THREADS = 8
+
+
+def free_bytes(device: torch.device | str) -> int:
+    """Bytes that can still be allocated: of a GPU as its driver says, of the host as the kernel estimates."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure_budget(device: torch.device | str = "cuda", fraction: float = 0.9, reserve_bytes: int = 0) -> int:
+    """Bytes to give the GPU tier: `fraction` of what is free on `device` now, less `reserve_bytes` (activations).
+
+    Call it when the model's weights are loaded, and pass the result on; several ranks pass the smallest of theirs:
+
+        config = KVCacheConfig(layers, gpu_bytes=measure_budget("cuda:0", 0.9))
+    """
+    check_number("fraction", fraction, "a fraction above 0 and up to 1")
+    if not 0 < fraction <= 1:
+        raise InvalidArgumentError(f"fraction={fraction} must be above 0 and up to 1")
+    check_int("reserve_bytes", reserve_bytes, 0, 2**63 - 1, InvalidArgumentError)
+    return max(0, int(free_bytes(device) * fraction) - reserve_bytes)
+
+
+def allocate_device(device: torch.device, num_blocks: int, block_bytes: int) -> Tensor:
+    """uint8 [num_blocks, block_bytes] on a GPU, or an error that says how many blocks would have fit."""
+    try:
+        return torch.empty((num_blocks, block_bytes), dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        fitting = free_bytes(device) // block_bytes
+        raise StorageMemoryError(
+            f"{num_blocks} blocks of {block_bytes} bytes do not fit on {device}: about {fitting} blocks would; "
+            f"lower gpu_blocks, gpu_bytes or gpu_fraction"
+        ) from None
+
+
+class HostMemory:
+    """uint8 [num_blocks, block_bytes] of host memory; page-locked if `gpu` is given and the system allows it.
+
+    Pages are first touched by threads that run beside the GPU, so that Linux places them on its NUMA node. A system that
+    refuses to lock so much memory (`ulimit -l`, containers) gets ordinary memory and a warning; `pinned` says which.
+    """
+
+    def __init__(self, num_blocks: int, block_bytes: int, gpu: torch.device | None = None) -> None:
+        self.pinned = False
+        num_bytes = num_blocks * block_bytes
+        if not num_bytes:
+            self.tensor = torch.empty((num_blocks, block_bytes), dtype=torch.uint8)
+            return
+        try:
+            memory = mmap.mmap(-1, num_bytes)
+        except (OSError, OverflowError, ValueError) as error:
+            fitting = free_bytes("cpu") // block_bytes
+            raise StorageMemoryError(
+                f"{num_blocks} blocks of {block_bytes} bytes do not fit into host memory ({error}): about {fitting} blocks "
+                f"would; lower host_blocks or host_bytes"
+            ) from None
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        self.tensor = flat.view(num_blocks, block_bytes)
+        if gpu is not None:
+            _touch(flat, _cpus_near(gpu))
+            self.pinned = self._pin(flat, gpu)
+
+    def _pin(self, flat: Tensor, gpu: torch.device) -> bool:
+        with torch.cuda.device(gpu):
+            status = int(_cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
+        if status:
+            warnings.warn(
+                f"{flat.numel()} bytes of host memory could not be pinned (CUDA error {status}): transfers will be several "
+                f"times slower; raise the limit of locked memory (ulimit -l) or lower host_bytes",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+            return False
+        self._unpin = weakref.finalize(self, _unpin, flat)
+        return True
+
+    def close(self) -> None:
+        """Unlocks the pages now instead of when the object dies."""
+        if self.pinned:
+            self._unpin()
+            self.pinned = False
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _unpin(flat: Tensor) -> None:
+    _cudart().cudaHostUnregister(flat.data_ptr())
+
+
+def _cpus_near(gpu: torch.device) -> set[int]:
+    """CPUs of the GPU's NUMA node, as far as Linux says and this process may use them; empty: unknown."""
+    properties: Any = torch.cuda.get_device_properties(gpu)
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    listing = Path("/sys/bus/pci/devices") / address / "local_cpulist"
+    try:
+        ranges = listing.read_text(encoding="ascii").strip().split(",")
+        cpus = {cpu for r in ranges if r for cpu in range(int(r.split("-")[0]), int(r.split("-")[-1]) + 1)}
+        return cpus & os.sched_getaffinity(0)
+    except (OSError, ValueError, AttributeError):
+        return set()
+
+
+def _touch(flat: Tensor, cpus: set[int]) -> None:
+    """Writes every page once, from threads that run on `cpus` where any are named."""
+    size = flat.numel()
+    share = -(-size // (_TOUCH_THREADS * _PAGE)) * _PAGE
+
+    def touch(start: int) -> None:
+        if cpus:
+            os.sched_setaffinity(0, cpus)  # of this thread only
+        ctypes.memset(flat.data_ptr() + start, 0, min(share, size - start))
+
+    with ThreadPoolExecutor(_TOUCH_THREADS) as threads:
+        list(threads.map(touch, range(0, size, share)))

@@ -1,0 +1,108 @@
+"""How bytes get from one store to another: by copies inside a memory, by a GPU's copy engines, through files."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpool.blocks.arrays import Int32Array
+from kvpool.kernels.copy_blocks import copy_blocks, copy_tokens, widest_view
+from kvpool.storage.disk import ByteRows, DiskStore
+from kvpool.storage.layout import GroupLayout
+from kvpool.storage.steps import Step
+from kvpool.storage.store import BlockStore
+
+_STAGING_BYTES = 1 << 26  # that a transfer between a GPU and a disk takes at a time
+
+
+def move(step: Step) -> None:
+    """Carries out a step on the current stream. Where a disk is involved, it is over on return."""
+    source, target = step.source, step.target
+    if isinstance(target, DiskStore):
+        _to_disk(source, target, step.src, step.dst)
+    elif isinstance(source, DiskStore):
+        _from_disk(source, target, step)
+    else:
+        _copy(source.data, target.data, step.src, step.dst, step.num_tokens, source.layouts[step.group])
+
+
+def _copy(
+    source: Tensor, target: Tensor, src: Int32Array, dst: Int32Array, num_tokens: Int32Array | None, layout: GroupLayout
+) -> None:
+    """Between two tensors of blocks, in memory of whatever kind."""
+    if source.device.type != target.device.type:
+        if num_tokens is None:
+            _over_the_link(source, target, src, dst)
+            return
+        # The first tokens of a block lie in many places: the whole block crosses the link, then they are picked out.
+        landed = torch.empty((len(src), source.shape[1]), dtype=torch.uint8, device=target.device)
+        numbers = np.arange(len(src), dtype=np.int32)
+        _over_the_link(source, landed, src, numbers)
+        source, src = landed, numbers
+    device = target.device
+    sources, targets = upload(src, device), upload(dst, device)
+    if num_tokens is None:
+        copy_blocks(source, target, sources, targets)
+    else:
+        copy_tokens(source, target, sources, targets, upload(num_tokens, device), layout.runs)
+
+
+def _over_the_link(source: Tensor, target: Tensor, src: Int32Array, dst: Int32Array) -> None:
+    """Between a GPU and the host: one DMA per run of blocks that follow each other on both sides."""
+    source, target = widest_view(source), widest_view(target)
+    ends = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    starts = np.concatenate([[0], ends])
+    lengths = np.diff(np.concatenate([starts, [len(src)]]))
+    for a, b, n in zip(src[starts].tolist(), dst[starts].tolist(), lengths.tolist(), strict=True):
+        target[b : b + n].copy_(source[a : a + n], non_blocking=True)
+
+
+def upload(array: Int32Array, device: torch.device) -> Tensor:
+    """Ids on the device, without making the CPU wait."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _to_disk(source: BlockStore | DiskStore, target: DiskStore, src: Int32Array, dst: Int32Array) -> None:
+    if isinstance(source, BlockStore) and source.device.type == "cpu":
+        target.write(dst, _rows(source.data, src))
+        return
+    for chunk in _chunks(len(src), source.block_bytes):
+        staging = _staging(len(src[chunk]), source)
+        if isinstance(source, DiskStore):
+            source.read(src[chunk], _rows(staging))
+        else:
+            _over_the_link(source.data, staging, src[chunk], np.arange(len(staging), dtype=np.int32))
+            torch.cuda.current_stream().synchronize()
+        target.write(dst[chunk], _rows(staging))
+
+
+def _from_disk(source: DiskStore, target: BlockStore, step: Step) -> None:
+    if target.device.type == "cpu" and step.num_tokens is None:
+        source.read(step.src, _rows(target.data, step.dst))
+        return
+    for chunk in _chunks(len(step.src), source.block_bytes):
+        staging = _staging(len(step.src[chunk]), target)
+        source.read(step.src[chunk], _rows(staging))
+        tokens = None if step.num_tokens is None else step.num_tokens[chunk]
+        numbers = np.arange(len(staging), dtype=np.int32)
+        _copy(staging, target.data, numbers, step.dst[chunk], tokens, target.layouts[step.group])
+        if target.device.type != "cpu":
+            torch.cuda.current_stream().synchronize()
+
+
+def _chunks(num_blocks: int, block_bytes: int) -> list[slice]:
+    size = max(1, _STAGING_BYTES // block_bytes)
+    return [slice(start, start + size) for start in range(0, num_blocks, size)]
+
+
+def _staging(num_blocks: int, store: BlockStore | DiskStore) -> Tensor:
+    pinned = isinstance(store, BlockStore) and store.device.type != "cpu"
+    return torch.empty((num_blocks, store.block_bytes), dtype=torch.uint8, pin_memory=pinned)
+
+
+def _rows(data: Tensor, blocks: Int32Array | None = None) -> list[ByteRows]:
+    """The bytes of these blocks (None: of all), one array each, in place."""
+    array = data.numpy()
+    return [array[block] for block in (range(len(array)) if blocks is None else blocks.tolist())]

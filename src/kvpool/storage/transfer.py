@@ -1,0 +1,284 @@
+"""TransferEngine: carries out the manager's CopyOps, in order, on streams of their own where there are any.
+
+Who waits for whom, with a GPU (no wait is device-wide, none blocks the CPU unless a disk is involved):
+
+    compute stream   writes, attention, copies inside the GPU
+    out, in          one stream per direction; each transfer first waits for what the compute stream was given so far
+    disk worker      one thread; waits for the transfers that it depends on
+
+A transfer waits for every earlier one that is not done and touches the same blocks in a conflicting way. The compute
+stream waits for all transfers at once, or with `overlap=True` only in `before_compute` and only for those that touch
+the blocks in question.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvpool.blocks.arrays import Int32Array
+from kvpool.blocks.copies import CopyOp
+from kvpool.config import LayerGroup, Tier
+from kvpool.errors import ChecksumError, TransferError
+from kvpool.storage.checksums import TravellingChecksums
+from kvpool.storage.disk import DiskStore
+from kvpool.storage.moving import move
+from kvpool.storage.steps import Access, Step, Store, Stores, plan_steps
+
+_log = logging.getLogger(__name__)
+
+
+_Check: TypeAlias = tuple[Step, Tensor]
+"""A step and, per block, whether its checksum differs."""
+
+
+class Completion(Protocol):
+    """The end of a step."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> None: ...
+    def order(self) -> None:
+        """Makes what follows on the current stream come after it."""
+
+
+class _Recorded:
+    """A step on a CUDA stream: over when the event is reached."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.event = stream.record_event()
+
+    def done(self) -> bool:
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def order(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+class _Promised:
+    """A step of the disk worker: over when its future is."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self.future = future
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def wait(self) -> None:
+        self.future.result()
+
+    order = wait
+
+
+class Transfer:
+    """Copies under way. `wait` returns when all of them are done, or raises what went wrong."""
+
+    def __init__(self, completions: list[Completion], verify: Callable[[], None], watcher: ThreadPoolExecutor) -> None:
+        self._completions = completions
+        self._verify = verify
+        self._watcher = watcher
+
+    def done(self) -> bool:
+        """Whether everything has ended, well or not."""
+        return all(completion.done() for completion in self._completions)
+
+    def wait(self) -> None:
+        """Blocks the CPU until the bytes are there. Raises `TransferError`, or `ChecksumError` if they are wrong."""
+        for completion in self._completions:
+            completion.wait()
+        self._verify()
+
+    def add_callback(self, callback: Callable[[Transfer], None]) -> None:
+        """Calls `callback(transfer)` once it is done, from a thread of the engine; at once if it is done already."""
+        if self.done():
+            self._call(callback)
+        else:
+            self._watcher.submit(self._watch, callback)
+
+    def _watch(self, callback: Callable[[Transfer], None]) -> None:
+        for completion in self._completions:
+            try:
+                completion.wait()
+            except TransferError:
+                _log.debug("a transfer failed; its callback is told")
+        self._call(callback)
+
+    def _call(self, callback: Callable[[Transfer], None]) -> None:
+        try:
+            callback(self)
+        except Exception:
+            _log.exception("a transfer's callback raised")
+
+
+class _InFlight(NamedTuple):
+    step: Step
+    access: Access
+    completion: Completion
+
+    def failed(self) -> bool:
+        return isinstance(self.completion, _Promised) and self.completion.done() and bool(self.completion.future.exception())
+
+
+class TransferEngine:
+    """Moves blocks between the stores of one cache. One thread uses it at a time.
+
+    `stores` maps (pool, tier) to stores; `device` is where those of the GPU tier are. With `checksums`, whole blocks that
+    leave the GPU tier are summed up, and checked when they come back to it.
+    """
+
+    def __init__(
+        self, stores: Stores, groups: Sequence[LayerGroup], device: torch.device, *, checksums: bool = False
+    ) -> None:
+        self.stores = stores
+        self.device = device
+        self._groups = groups
+        self._checksums = TravellingChecksums(device) if checksums else None
+        self._to_verify: list[_Check] = []
+        self._in_flight: list[_InFlight] = []
+        self._disk_worker = ThreadPoolExecutor(1, thread_name_prefix="kvpool-disk-transfers")
+        self._watcher = ThreadPoolExecutor(1, thread_name_prefix="kvpool-transfer-callbacks")
+        if device.type == "cuda":
+            self._out, self._in, self._disk = (_new_stream(device) for _ in range(3))
+
+    def submit(self, ops: Sequence[CopyOp], *, overlap: bool = False) -> Transfer:
+        """Starts the operations in order and returns at once where a GPU or a disk does the work.
+
+        Everything is checked before the first byte moves. What follows on the current stream finds the copies done; with
+        `overlap` it does not wait, and whoever launches work calls `before_compute`. An operation that cannot be started
+        raises `TransferError`; it and those behind it are in `remaining`.
+        """
+        steps = plan_steps(ops, self.stores, self._groups)
+        return self._run(steps, overlap)
+
+    def retry_failed(self) -> Transfer:
+        """Runs again what failed after it was started (a disk that was full, for instance), in the same order."""
+        failed = [item for item in self._in_flight if item.failed()]
+        self._in_flight = [item for item in self._in_flight if not item.failed()]
+        return self._run([item.step for item in failed], overlap=False)
+
+    def before_compute(self, pool: int, written: Int32Array | None = None, read: Int32Array | None = None) -> None:
+        """Makes work that follows on the current stream wait for transfers of the GPU blocks that it writes and reads.
+
+        None stands for every block. Costs nothing while no transfer is under way.
+        """
+        if not self._in_flight:
+            return
+        store = self.stores[pool, Tier.GPU]
+        self._forget_done()
+        for _, access, completion in self._in_flight:
+            if access.changes(store, written) or access.uses(store, written) or access.changes(store, read):
+                completion.order()
+
+    def wait_for(self, store: Store) -> None:
+        """Blocks the CPU until no transfer touches this store any more."""
+        for _, access, completion in self._in_flight:
+            if access.changes(store, None) or access.uses(store, None):
+                completion.wait()
+
+    def close(self) -> None:
+        """Waits for what is under way and ends the threads."""
+        self._disk_worker.shutdown()
+        for item in self._in_flight:
+            if not item.failed():
+                item.completion.wait()
+        self._watcher.shutdown()
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def _run(self, steps: list[Step], overlap: bool) -> Transfer:
+        self._forget_done()
+        started: list[Completion] = []
+        self._to_verify = []
+        for number, step in enumerate(steps):
+            try:
+                item = self._start(step)
+            except TransferError as error:
+                error.remaining = [op for later in steps[number:] for op in later.ops]
+                raise
+            if item is not None:
+                self._in_flight.append(item)
+                started.append(item.completion)
+                if not overlap and Tier.GPU in (step.source.tier, step.target.tier):
+                    item.completion.order()
+        return Transfer(started, partial(_verify, self._to_verify), self._watcher)
+
+    def _forget_done(self) -> None:
+        self._in_flight = [item for item in self._in_flight if not item.completion.done() or item.failed()]
+
+    def _start(self, step: Step) -> _InFlight | None:
+        """Begins a step behind everything it depends on; None if it is over already."""
+        before = [item.completion for item in self._in_flight if item.access.conflicts(step)]
+        if isinstance(step.source, DiskStore) or isinstance(step.target, DiskStore):
+            return self._start_on_disk(step, before)
+        if self.device.type == "cpu":
+            for completion in before:
+                completion.wait()
+            self._move_and_note(step)
+            return None
+        compute = torch.cuda.current_stream(self.device)
+        if step.source.tier == step.target.tier == Tier.GPU:
+            stream = compute
+        else:
+            stream = self._out if step.source.tier == Tier.GPU else self._in
+            stream.wait_stream(compute)
+        with torch.cuda.stream(stream):
+            for completion in before:
+                completion.order()
+            self._move_and_note(step)
+            return _InFlight(step, Access(step), _Recorded(stream))
+
+    def _start_on_disk(self, step: Step, before: list[Completion]) -> _InFlight:
+        for completion in before:
+            if isinstance(completion, _Promised) and completion.done():
+                completion.wait()  # raises what went wrong there
+        cuda = self.device.type == "cuda"
+        written = torch.cuda.current_stream(self.device).record_event() if cuda else None
+
+        def run() -> None:
+            for completion in before:
+                completion.wait()
+            if written is None:
+                _verify(self._move(step))
+                return
+            with torch.cuda.stream(self._disk):
+                self._disk.wait_event(written)
+                _verify(self._move(step))
+                self._disk.synchronize()
+
+        return _InFlight(step, Access(step), _Promised(self._disk_worker.submit(run)))
+
+    def _move_and_note(self, step: Step) -> None:
+        self._to_verify.extend(self._move(step))
+
+    def _move(self, step: Step) -> list[_Check]:
+        """Moves the bytes; returns what is to be verified once they are there."""
+        if self._checksums is None:
+            move(step)
+            return []
+        self._checksums.before(step)
+        move(step)
+        differ = self._checksums.after(step)
+        return [] if differ is None else [(step, differ)]
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _verify(checks: list[_Check]) -> None:
+    """Raises for the blocks whose checksums differ."""
+    for step, differ in checks:
+        if bool(differ.any()):
+            blocks = step.src[differ.cpu().numpy()].tolist()
+            raise ChecksumError(
+                f"blocks {blocks[:8]} of pool {step.source.pool} came back from {step.source.tier.name} with other bytes "
+                f"than they left with; drop what was cached there (reset_prefix_cache) and check the memory"
+            )

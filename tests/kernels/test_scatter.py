@@ -1,0 +1,113 @@
+"""Writing K and V into slots and reading them back: the reference, and the kernels against it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from kvpool import DType, KVCacheConfig, LayerSpec  # noqa: E402
+from kvpool.kernels.quantization import dequantize, quantize  # noqa: E402
+from kvpool.kernels.scatter import read_slots, write_slots_reference  # noqa: E402
+from kvpool.kernels.scatter_triton import write_slots_triton  # noqa: E402
+from kvpool.storage.layout import GroupLayout  # noqa: E402
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+POISON = 0xA5
+SHAPES = {
+    "two heads of 8": dict(kv_heads=2, head_dim=8),
+    "other V": dict(kv_heads=3, head_dim=6, v_head_dim=10),
+    "K only, odd": dict(kv_heads=1, head_dim=7, k_only=True),
+}
+NUM_BLOCKS, BLOCK_SIZE = 6, 4
+SLOTS = [5, -1, 0, 23, 11, 12]
+
+
+def make_layout(dtype: str, shape: dict[str, Any]) -> GroupLayout:
+    config = KVCacheConfig([LayerSpec(dtype=DType(dtype), **shape)] * 2, BLOCK_SIZE, gpu_blocks=NUM_BLOCKS)
+    return GroupLayout(config.groups[0], {0: (0.5, 2.0), 1: (0.25, 4.0)})
+
+
+def poisoned(layout: GroupLayout, device: str) -> Any:
+    return torch.full((NUM_BLOCKS, layout.block_bytes), POISON, dtype=torch.uint8, device=device)
+
+
+def random_kv(layout: GroupLayout, num_tokens: int, dtype: Any = torch.float32) -> tuple[Any, Any]:
+    spec = layout.group.spec
+    torch.manual_seed(num_tokens)
+    k = torch.randn(num_tokens, spec.kv_heads, spec.head_dim) * 3
+    v = None if spec.k_only else torch.randn(num_tokens, spec.kv_heads, spec.value_dim).to(dtype)
+    return k.to(dtype), v
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [d.value for d in DType])
+def test_given_written_slots_when_read_then_they_hold_the_quantised_values_and_nothing_else_changed(
+    dtype: str, shape: dict[str, Any]
+) -> None:
+    layout = make_layout(dtype, shape)
+    data = poisoned(layout, "cpu")
+    cache = layout.layer_cache(data, 1)
+    k, v = random_kv(layout, len(SLOTS))
+    write_slots_reference(cache, torch.tensor(SLOTS), k, v)
+    kept = [i for i, slot in enumerate(SLOTS) if slot >= 0]
+    found = read_slots(cache, torch.tensor([SLOTS[i] for i in kept]))
+    sides = [(found[0], k, cache.k_factor), (found[1], v, cache.v_factor)]
+    for stored, values, factor in sides:
+        if values is None:
+            assert stored is None
+            continue
+        expected = quantize(values[kept], cache.dtype, factor)
+        dim = values.shape[-1]
+        assert torch.equal(dequantize(stored, cache.dtype, dim, factor), dequantize(expected, cache.dtype, dim, factor))
+    changed = (data != POISON).sum().item()
+    assert 0 < changed <= len(kept) * layout.group.bytes_per_token // 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("dtype", [d.value for d in DType])
+def test_given_the_kernel_when_it_writes_then_every_byte_is_the_reference_s(
+    dtype: str, shape: dict[str, Any], given: Any, device: str
+) -> None:
+    layout = make_layout(dtype, shape)
+    k, v = random_kv(layout, len(SLOTS), given)
+    if device == "cpu" and DType(dtype).bits < 32 and not DType(dtype).scale_bytes:
+        # The interpreter cuts off where a GPU rounds: halves from -1.5 to 1.5 need no rounding in any type.
+        k, v = ((x.float() * 2).round().clamp(-3, 3).to(given) / 2 if x is not None else None for x in (k, v))
+    expected, data = poisoned(layout, "cpu"), poisoned(layout, device)
+    write_slots_reference(layout.layer_cache(expected, 1), torch.tensor(SLOTS), k, v)
+    slots = torch.tensor(SLOTS, dtype=torch.int32, device=device)
+    write_slots_triton(layout.layer_cache(data, 1), slots, k.to(device), None if v is None else v.to(device))
+    assert torch.equal(data.cpu(), expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_given_slots_outside_the_store_when_the_kernel_writes_then_they_are_skipped(dtype: str, device: str) -> None:
+    layout = make_layout(dtype, SHAPES["two heads of 8"])
+    data = poisoned(layout, device)
+    k, v = random_kv(layout, 3)
+    slots = torch.tensor([-1, NUM_BLOCKS * BLOCK_SIZE, 2**31 - 1], dtype=torch.int32, device=device)
+    write_slots_triton(layout.layer_cache(data, 0), slots, k.to(device), v.to(device))
+    assert (data == POISON).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", ["float16", "int8", "int4"])
+def test_given_values_cut_from_a_fused_projection_then_the_kernel_needs_no_copy_and_no_other_answer(
+    dtype: str, device: str
+) -> None:
+    layout = make_layout(dtype, SHAPES["two heads of 8"])
+    fused = torch.randn(len(SLOTS), 48)
+    k, v = fused[:, 16:32].view(-1, 2, 8), fused[:, 32:].view(-1, 2, 8)
+    expected, data = poisoned(layout, "cpu"), poisoned(layout, device)
+    write_slots_reference(layout.layer_cache(expected, 0), torch.tensor(SLOTS), k, v)
+    fused = fused.to(device)
+    k, v = fused[:, 16:32].view(-1, 2, 8), fused[:, 32:].view(-1, 2, 8)
+    write_slots_triton(layout.layer_cache(data, 0), torch.tensor(SLOTS, dtype=torch.int32, device=device), k, v)
+    assert torch.equal(data.cpu(), expected)
