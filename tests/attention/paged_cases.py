@@ -201,3 +201,24 @@ def shape_cases() -> list[Case]:
         Case("more than one tile of a long prompt", spec(2, 1, 16), (1100, 1), (1200, 40)),
         Case("more than one tile in the open", spec(2, 1, 16, soft_cap=5.0), (1100, 1), (5000, 40)),
     ]
+
+
+def large_cases() -> list[Case]:
+    """Sizes that only a GPU should be asked for: shapes of real models, long contexts, splits."""
+    rng = np.random.default_rng(7)
+    lens = tuple(int(n) for n in rng.integers(1, 3000, 40))
+    bf16: dict[str, Any] = {"dtype": DType.BFLOAT16, "kv_dtype": DType.BFLOAT16}
+    cases = [
+        Case("llama decode", spec(32, 8, 128, **bf16), (1,) * 40, lens),
+        Case("llama decode, one long", spec(32, 8, 128, **bf16), (1,) * 3, (30_000, 5, 17)),
+        Case("llama mixed", spec(32, 8, 128, **bf16), (1,) * 20 + (700, 64, 5), (*lens[:20], 2000, 64, 900)),
+        Case("llama heads first", spec(32, 8, 128, **bf16), (1,) * 20 + (700,), (*lens[:20], 700), layout="hnd"),
+        Case("gemma 2", spec(16, 8, 256, soft_cap=50.0, window=512, **bf16), (1, 600, 1), (1500, 1400, 30)),
+        Case("gpt-oss", spec(64, 8, 64, sink_logits=True, window=128, **bf16), (1, 600, 1), (1500, 1400, 30)),
+        Case("latent", spec(16, 1, 576, v_dim=512, k_only=True, **bf16), (1, 20, 1), (900, 100, 30)),
+        Case("many query heads", spec(71, 1, 64, **bf16), (1, 40, 1), (900, 100, 30)),
+    ]
+    for kv in (DType.FP8_E4M3, DType.FP8_E5M2, DType.INT8, DType.INT4):
+        kind = spec(32, 8, 128, dtype=DType.BFLOAT16, kv_dtype=kv)
+        cases.append(Case(f"llama in {kv.value}", kind, (1,) * 20 + (300,), (*lens[:20], 700)))
+    return cases

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "attention"))  # paged_cases
 
@@ -14,3 +15,15 @@ if importlib.util.find_spec("torch") is not None:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if os.environ.get("TRITON_INTERPRET") and importlib.util.find_spec("triton") is not None:
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:
+        """Scalars are arrays of one element in Triton 3.6's interpreter; numpy 2.4 no longer makes these an index."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor_for_numpy

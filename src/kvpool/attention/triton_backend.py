@@ -1,0 +1,204 @@
+"""The Triton backend: kvpool's own kernels, for every kind of attention and every stored type on NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.batch import Int32Array, Int64Array, PagedBatch
+from kvpool.attention.work import Work, divide_work
+from kvpool.errors import UnsupportedAttentionError
+from kvpool.kernels.layer_cache import LayerCache
+from kvpool.kernels.paged_attention import (
+    ITEM_FIELDS,
+    TILE_FIELDS,
+    Partials,
+    TileShape,
+    attend_items,
+    merge_partials,
+    use_interpreter,
+)
+from kvpool.kernels.paged_spec import AttentionSpec
+from kvpool.layers import DType
+
+_DECODE_ROWS = 16  # the smallest tile that tensor cores take
+_ITEMS_PER_SM = 4  # programs that share a multiprocessor; more hide latency, fewer leave less to merge
+_WIDE_ELEMENTS = 128  # beyond this many elements a head, tiles are halved to fit shared memory
+
+
+class _Launch(NamedTuple):
+    """One kernel launch over work items of one tile shape, and the merge behind it."""
+
+    shape: TileShape
+    tile_tokens: int
+    items: Tensor
+    tiles: Tensor
+    partials: Partials | None
+
+
+class _TritonPlan(AttentionPlan):
+    def __init__(
+        self, backend: AttentionBackend, spec: AttentionSpec, num_query_tokens: int, block_size: int, indices: Tensor
+    ) -> None:
+        super().__init__(backend, spec, num_query_tokens, block_size)
+        self.indices = indices
+        self.launches: list[_Launch] = []
+
+
+class _TritonBuffers(PlanBuffers):
+    """One launch of fixed size: every query is a tile of its own where there is one query a sequence."""
+
+    def __init__(
+        self,
+        backend: TritonBackend,
+        spec: AttentionSpec,
+        max_sequences: int,
+        max_query_tokens: int,
+        max_blocks: int,
+    ) -> None:
+        super().__init__(spec, max_sequences, max_query_tokens, max_blocks)
+        self.shape = backend.tile_shape(spec, short=True)
+        self.tile_tokens = 1 if max_query_tokens <= max_sequences else backend.tile_tokens(spec, self.shape)
+        self.max_tiles = min(max_query_tokens, max_sequences + -(-max_query_tokens // self.tile_tokens))
+        self.max_items = backend.target_items(spec, self.shape, self.tile_tokens) + 2 * self.max_tiles
+        sizes = [self.max_items * ITEM_FIELDS, self.max_tiles * TILE_FIELDS, max_blocks]
+        self.memory = torch.zeros(sum(sizes), dtype=torch.int32, device=backend.device)
+        items, tiles, self.indices = torch.split(self.memory, sizes)
+        self.items, self.tiles = items.view(-1, ITEM_FIELDS), tiles.view(-1, TILE_FIELDS)
+        self.partials = backend.partials(spec, self.max_items, self.tile_tokens)
+
+
+class TritonBackend(AttentionBackend):
+    """Plans work items on the host, sends them in one copy, and runs one kernel, or one for each of two tile shapes."""
+
+    name = "triton"
+    graphs = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        if device.type == "cuda":
+            self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        elif use_interpreter():
+            self.num_sms = 4
+        else:
+            raise UnsupportedAttentionError(f"the triton backend needs a CUDA device, not {device}; use torch")
+
+    def missing(self, spec: AttentionSpec) -> str | None:
+        """Only heads too wide for a tile in shared memory are missing."""
+        if max(spec.head_dim, spec.v_dim) > 1024:
+            return f"heads of {max(spec.head_dim, spec.v_dim)} elements (at most 1024)"
+        return None
+
+    def tile_shape(self, spec: AttentionSpec, *, short: bool) -> TileShape:
+        """The tile for sequences with few queries (`short`) or many."""
+        wide = max(1, max(spec.head_dim, spec.v_dim) // _WIDE_ELEMENTS) * (2 if spec.dtype is DType.FLOAT32 else 1)
+        if short:
+            return TileShape(_DECODE_ROWS, max(16, 64 // wide), 4, 3 if wide == 1 else 2)
+        return TileShape(128 if wide == 1 else 64, max(16, 64 // wide), 8 if wide == 1 else 4, 3 if wide == 1 else 2)
+
+    def tile_tokens(self, spec: AttentionSpec, shape: TileShape) -> int:
+        """Queries of one sequence in a tile: their heads fill its rows."""
+        return max(1, shape.rows // spec.group_size)
+
+    def target_items(self, spec: AttentionSpec, shape: TileShape, tile_tokens: int) -> int:
+        """How many work items fill the GPU: each is run once for every KV head (and part of its query heads)."""
+        heads = min(spec.group_size, shape.rows // tile_tokens)
+        return max(1, self.num_sms * _ITEMS_PER_SM // (spec.kv_heads * -(-spec.group_size // heads)))
+
+    def partials(self, spec: AttentionSpec, count: int, tile_tokens: int) -> Partials:
+        """Uninitialised memory for partial results."""
+        rows = (count, spec.q_heads, tile_tokens)
+        options = {"dtype": torch.float32, "device": self.device}
+        return Partials(torch.empty(*rows, spec.v_dim, **options), torch.empty(rows, **options))  # type: ignore[call-overload]
+
+    def reserve(
+        self, spec: AttentionSpec, *, max_sequences: int, max_blocks: int, max_query_tokens: int | None = None
+    ) -> PlanBuffers:
+        """Fixed buffers; sized for one query a sequence unless `max_query_tokens` says otherwise."""
+        self.require(spec)
+        return _TritonBuffers(self, spec, max_sequences, max_query_tokens or max_sequences, max_blocks)
+
+    def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:
+        """Divides the work and copies it to the device, asynchronously; nothing waits for the GPU."""
+        self.require(spec)
+        batch.check_for(spec)
+        if buffers is not None:
+            assert isinstance(buffers, _TritonBuffers)
+            return self._plan_into(buffers, batch)
+        shapes = (self.tile_shape(spec, short=True), self.tile_shape(spec, short=False))
+        few = max(1, shapes[0].rows // spec.group_size)
+        short = batch.query_lens <= few
+        parts: list[tuple[TileShape, int, Work]] = []
+        for shape, rows in zip(shapes, (np.flatnonzero(short), np.flatnonzero(~short)), strict=True):
+            if batch.query_lens[rows].any():
+                tokens = 1 if batch.query_lens[rows].max() == 1 else self.tile_tokens(spec, shape)
+                parts.append((shape, tokens, self._divide(spec, batch, rows, shape, tokens)))
+        arrays = [array for _, _, work in parts for array in (work.items, work.tiles)]
+        *sent, indices = self._send([*arrays, batch.indices[: int(batch.indptr[-1])]])
+        plan = _TritonPlan(self, spec, batch.num_query_tokens, batch.block_size, indices)
+        for number, (shape, tokens, work) in enumerate(parts):
+            partials = self.partials(spec, work.num_partials, tokens) if work.num_partials else None
+            items, tiles = sent[2 * number].view(-1, ITEM_FIELDS), sent[2 * number + 1].view(-1, TILE_FIELDS)
+            plan.launches.append(_Launch(shape, tokens, items, tiles, partials))
+        return plan
+
+    def run(
+        self,
+        q: Tensor,
+        cache: LayerCache,
+        plan: AttentionPlan,
+        *,
+        sink_logits: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Launches the planned kernels on the current stream. Rows of sequences without keys become zero."""
+        assert isinstance(plan, _TritonPlan)
+        self.check_run(q, cache, plan, sink_logits, out)
+        spec = plan.spec
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        if out is None:
+            out = q.new_empty(q.shape[0], spec.q_heads, spec.v_dim)
+        for shape, tile_tokens, items, tiles, partials in plan.launches:
+            attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, sink_logits)
+            if partials is not None:
+                merge_partials(spec, tiles, tile_tokens, out, partials, sink_logits)
+        return out
+
+    def _divide(
+        self, spec: AttentionSpec, batch: PagedBatch, rows: Int64Array, shape: TileShape, tile_tokens: int
+    ) -> Work:
+        target = self.target_items(spec, shape, tile_tokens)
+        return divide_work(spec, batch, rows, tile_tokens=tile_tokens, tile_keys=shape.keys, target_items=target)
+
+    def _plan_into(self, buffers: _TritonBuffers, batch: PagedBatch) -> AttentionPlan:
+        buffers.check(buffers.spec, batch)
+        work = self._divide(buffers.spec, batch, np.arange(len(batch)), buffers.shape, buffers.tile_tokens)
+        num_blocks = int(batch.indptr[-1])
+        sizes = [buffers.items.numel(), buffers.tiles.numel()]
+        host = self._host(sum(sizes) + num_blocks)
+        target = host.numpy()
+        target[: sum(sizes)] = 0  # items and tiles that are not used have no queries
+        target[: work.items.size] = work.items.ravel()
+        target[sizes[0] : sizes[0] + work.tiles.size] = work.tiles.ravel()
+        target[sum(sizes) :] = batch.indices[:num_blocks]
+        buffers.memory[: len(host)].copy_(host, non_blocking=True)
+        plan = _TritonPlan(self, buffers.spec, buffers.max_query_tokens, batch.block_size, buffers.indices)
+        launch = _Launch(buffers.shape, buffers.tile_tokens, buffers.items, buffers.tiles, buffers.partials)
+        plan.launches.append(launch)
+        return plan
+
+    def _send(self, arrays: list[Int32Array]) -> list[Tensor]:
+        """Arrays on the device, by way of one pinned buffer and one copy."""
+        sizes = [array.size for array in arrays]
+        host = self._host(sum(sizes))
+        np.concatenate([array.ravel() for array in arrays], out=host.numpy())
+        return list(torch.split(host.to(self.device, non_blocking=True), sizes))
+
+    def _host(self, size: int) -> Tensor:
+        # Torch gives pinned memory to somebody else only after the copies from it are done.
+        return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")

@@ -1,0 +1,130 @@
+"""The Triton kernels compute what the float64 reference says: in the interpreter here, on a GPU where there is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import torch
+from paged_cases import MIXED_KEYS, Case, feature_cases, large_cases, shape_cases, spec
+
+from kvpool.attention import PagedBatch
+from kvpool.attention.triton_backend import TritonBackend
+from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
+from kvpool.layers import DType
+
+CASES = feature_cases() + shape_cases()
+CPU = torch.device("cpu")
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the compiled kernels")
+
+
+def interpreter_cases() -> list[Case]:
+    """The same features on fewer tokens: the interpreter is slow. It cannot multiply bfloat16 either."""
+    cases = []
+    for case in CASES:
+        if case.spec.dtype is DType.BFLOAT16 or max(case.kv_lens, default=0) > 150 or len(case.kv_lens) > 10:
+            continue
+        mixed = case.kv_lens == MIXED_KEYS
+        cases.append(replace(case, query_lens=(1, 5, 9, 1, 0), kv_lens=(1, 5, 37, 66, 9)) if mixed else case)
+    cases.append(Case("chunk behind a prefix", spec(2, 1, 16, window=30), (40, 1), (90, 60)))
+    return cases
+
+
+@interpreted
+@pytest.mark.parametrize("case", interpreter_cases(), ids=lambda case: case.name)
+def test_given_the_interpreter_then_the_output_is_that_of_the_reference(case: Case) -> None:
+    built = case.build()
+
+    built.check(built.run(TritonBackend(CPU)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES + large_cases(), ids=lambda case: case.name)
+def test_given_a_gpu_then_the_output_is_that_of_the_reference(case: Case) -> None:
+    built = case.build("cuda")
+
+    built.check(built.run(TritonBackend(torch.device("cuda"))))
+
+
+@interpreted
+def test_given_buffers_when_batches_change_then_one_plan_after_another_is_right() -> None:
+    backend = TritonBackend(CPU)
+    buffers = backend.reserve(spec(), max_sequences=6, max_blocks=64)
+    addresses = set()
+
+    for lengths in ((70, 3, 33), (16, 80, 1, 5, 0), (90,)):
+        built = Case("step", spec(), (1,) * len(lengths), lengths).build()
+        plan = backend.plan(spec(), built.batch, buffers)
+        q = torch.randn(6, 4, 64)
+        q[: len(lengths)] = built.q
+        out = backend.run(q, built.cache, plan)
+        built.check(out[: len(lengths)])
+        addresses.add(tuple(tensor.data_ptr() for tensor in (plan.indices, *plan.launches[0][2:4])))
+
+    assert len(addresses) == 1
+
+
+@interpreted
+def test_given_buffers_for_drafts_then_sequences_may_have_several_queries() -> None:
+    backend = TritonBackend(CPU)
+    buffers = backend.reserve(spec(window=20), max_sequences=3, max_query_tokens=12, max_blocks=64)
+    built = Case("drafts", spec(window=20), (4, 1, 4), (70, 3, 33)).build()
+    q = torch.randn(12, 4, 64)
+    q[:9] = built.q
+
+    out = backend.run(q, built.cache, backend.plan(built.case.spec, built.batch, buffers))
+
+    built.check(out[:9])
+
+
+@interpreted
+def test_given_a_batch_beyond_its_buffers_then_it_is_refused() -> None:
+    backend = TritonBackend(CPU)
+    buffers = backend.reserve(spec(), max_sequences=2, max_blocks=4)
+    batch = PagedBatch.build([0, 2, 5], [0, 1, 2, 3, 4], [1, 1], [20, 40], block_size=16)
+
+    with pytest.raises(InvalidArgumentError, match="5 blocks"):
+        backend.plan(spec(), batch, buffers)
+
+
+@interpreted
+def test_given_heads_that_fit_no_tile_then_the_backend_says_so() -> None:
+    with pytest.raises(UnsupportedAttentionError, match="heads of 2048 elements"):
+        TritonBackend(CPU).require(spec(head_dim=2048))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"sink_logits": True}], ids=str)
+def test_given_a_captured_graph_when_it_is_replayed_for_other_batches_then_each_replay_is_right(
+    options: dict[str, object],
+) -> None:
+    kind = spec(8, 2, 128, dtype=DType.BFLOAT16, kv_dtype=DType.BFLOAT16, **options)
+    backend = TritonBackend(torch.device("cuda"))
+    buffers = backend.reserve(kind, max_sequences=8, max_blocks=512)
+    first = Case("capture", kind, (1,) * 8, (100, 200, 300, 1, 5, 70, 16, 17), seed=1).build("cuda")
+    q, out = torch.zeros(8, 8, 128, device="cuda").bfloat16(), torch.zeros(8, 8, 128, device="cuda").bfloat16()
+    cache = first.cache._replace(k=torch.empty_like(first.cache.k), v=torch.empty_like(first.cache.v))
+    sinks = None if first.sink_logits is None else torch.empty_like(first.sink_logits)
+    plan = backend.plan(kind, first.batch, buffers)
+    backend.run(q, cache, plan, sink_logits=sinks, out=out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.run(q, cache, plan, sink_logits=sinks, out=out)
+
+    for seed, lengths in enumerate(((60, 3, 33), (100, 200, 300, 1, 5, 70, 16, 17), (400,))):
+        built = Case("replay", kind, (1,) * len(lengths), lengths, seed=seed).build("cuda")
+        blocks = built.cache.k.shape[0]
+        if blocks > cache.k.shape[0]:
+            pytest.fail("the captured store is too small for this test")
+        cache.k[:blocks], cache.v[:blocks] = built.cache.k, built.cache.v
+        if sinks is not None:
+            sinks.copy_(built.sink_logits)
+        backend.plan(kind, built.batch, buffers)
+        q[: len(lengths)] = built.q
+        out.fill_(torch.nan)
+        graph.replay()
+        built.check(out[: len(lengths)])
