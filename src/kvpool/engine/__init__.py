@@ -1,1 +1,40 @@
 """Runs Hugging Face causal language models on the cache. Needs torch and transformers (`pip install kvpool[hf]`)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvpool.engine.engine import Engine, EngineStats
+    from kvpool.engine.generation import Chunk, Completion, Generation, Sample, TokenLogprob
+    from kvpool.engine.params import SamplingParams
+
+# Where each public name lives: torch and transformers are imported when one of them is used, not before.
+_HOMES = {
+    "Engine": "engine",
+    "EngineStats": "engine",
+    "SamplingParams": "params",
+    "Generation": "generation",
+    "Completion": "generation",
+    "Sample": "generation",
+    "Chunk": "generation",
+    "TokenLogprob": "generation",
+}
+
+__all__ = [
+    "Engine",
+    "EngineStats",
+    "SamplingParams",
+    "Generation",
+    "Completion",
+    "Sample",
+    "Chunk",
+    "TokenLogprob",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

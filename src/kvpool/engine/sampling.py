@@ -6,7 +6,6 @@ many tokens it has sampled. So neither the rest of the batch nor preemption chan
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -166,12 +165,10 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def seed_of(params: SamplingParams, sample_index: int) -> int:
-    """The seed of one sample of a request: fresh where the request names none."""
-    if params.seed is None:
-        return secrets.randbits(63)
-    pair = np.array([params.seed], np.uint64) + _GOLDEN * np.uint64(sample_index)
-    return int(_mix(pair)[0] >> np.uint64(1))
+def seed_of(seed: int, sample_index: int) -> int:
+    """The seed of one sample of a request."""
+    mixed = _mix(np.array([seed], np.uint64) + _GOLDEN * np.array([sample_index], np.uint64))
+    return int(mixed[0])
 
 
 def uniforms_for(seeds: npt.NDArray[np.uint64], steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:

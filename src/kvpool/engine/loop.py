@@ -1,0 +1,279 @@
+"""The engine's loop: plan a step, run it, sample, hand out what came of it. One thread drives it.
+
+On a GPU the next step is planned and launched before the tokens of the one before are back: the host works in the shadow of
+the device, and only the sampled ids cross back. What needs the tokens to go on (beams, drafts) makes the loop wait.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpool.blocks.arrays import Int32Array, Int64Array
+from kvpool.engine.beams import BeamSearch
+from kvpool.engine.generation import Generation
+from kvpool.engine.runner import ModelRunner
+from kvpool.engine.sampling import Sampled
+from kvpool.engine.speculation import propose
+from kvpool.engine.step_sampling import StepSampler, logprobs_of
+from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError
+from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
+from kvpool.scheduling.request import Finished
+
+
+class _Launched(NamedTuple):
+    """A step on its way: its plan, and its samples as they will be on the host once `ready` has happened."""
+
+    plan: BatchPlan
+    sampled: Sampled | None
+    logits: Tensor | None  # kept for beam search only
+    ready: Any
+
+
+class EngineLoop:
+    """Joins scheduler, runner and sampling."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        vocabulary: int,
+        *,
+        num_draft_tokens: int = 0,
+        overlap: bool | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.num_draft_tokens = num_draft_tokens
+        max_sequences = scheduler.config.max_sequences
+        self._sampler = StepSampler(vocabulary, max_sequences, runner.device)
+        self._last_token = torch.zeros(max_sequences, dtype=torch.int64, device=runner.device)  # by lane
+        self._generations: dict[Hashable, Generation] = {}
+        self._beams: dict[Hashable, BeamSearch] = {}
+        self._flying: deque[_Launched] = deque()
+        on_gpu = runner.device.type == "cuda"
+        self.overlap = on_gpu and not num_draft_tokens if overlap is None else overlap
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or bool(self._flying)
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def add(self, generation: Generation, request: Request) -> None:
+        """Queues a request; raises if it can never run."""
+        self.scheduler.add(request)
+        self._generations[request.id] = generation
+        if request.steered:
+            self._beams[request.id] = BeamSearch(generation.params, request)
+
+    def cancel(self, request_id: Hashable) -> None:
+        """Ends a request that is not over; nothing happens if it is."""
+        if request_id in self._generations:
+            self._end(self.scheduler.cancel(request_id))
+
+    def fail(self, error: KVPoolError) -> None:
+        """Ends every request with an error."""
+        for generation in self._generations.values():
+            generation.end(error)
+        self._generations.clear()
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Launches the next step, and finishes the one before it (or this one, where steps do not overlap)."""
+        self._flying.append(self._launch(self.scheduler.step()))
+        wait = not self.overlap or bool(self._beams) or self._flying[-1].plan.is_empty
+        while len(self._flying) > (0 if wait else 1):
+            self._finish(self._flying.popleft())
+
+    def _launch(self, plan: BatchPlan) -> _Launched:
+        for sequence in plan.admitted:
+            generation = self._generations.get(sequence.request.id)
+            if generation is not None and not generation.samples:
+                generation.num_cached_tokens = sequence.live_handle().num_cached_tokens
+        for sequence in (*plan.admitted, *plan.resumed):
+            self._track(sequence)
+        if plan.is_empty:
+            self.runner.plane.run_copies(plan.copies)
+            return _Launched(plan, None, None, None)
+        logits = self.runner.run(plan, self._inputs(plan))
+        if not len(plan.sampling_rows):
+            return _Launched(plan, None, None, None)
+        generations = [self._generations[plan.sequences[row].request.id] for row in plan.sampling_rows.tolist()]
+        sampled = self._sampler.sample(plan, logits, generations)
+        self._remember(plan, sampled.tokens)
+        kept = logits if self._beams else None
+        if self.runner.device.type == "cpu":
+            return _Launched(plan, sampled, kept, None)
+        parts: Any = [None if part is None else part.to("cpu", non_blocking=True) for part in sampled]
+        on_host = Sampled(*parts)
+        ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        ready.record()
+        return _Launched(plan, on_host, kept, ready)
+
+    def _inputs(self, plan: BatchPlan) -> Tensor:
+        """Token ids on the device; those that the host does not know yet are the newest of their lane."""
+        token_ids = self.runner.upload(plan.token_ids.astype(np.int64))
+        unknown = plan.token_ids < 0
+        if unknown.any():
+            lanes = np.repeat(plan.lanes, np.diff(plan.query_start))
+            newest = self._last_token.index_select(0, self.runner.upload(lanes))
+            token_ids = torch.where(token_ids < 0, newest, token_ids)
+        return token_ids
+
+    def _remember(self, plan: BatchPlan, tokens: Tensor) -> None:
+        rows = plan.sampling_rows
+        if self.overlap and len(tokens) == len(rows):
+            self._last_token.index_copy_(0, self.runner.upload(plan.lanes[rows]), tokens)
+
+    # --- results -----------------------------------------------------------------------------------------------------
+
+    def _finish(self, launched: _Launched) -> None:
+        plan = launched.plan
+        if launched.ready is not None:
+            launched.ready.synchronize()
+        if launched.sampled is None:
+            result = self.scheduler.complete(plan)
+        else:
+            tokens, counts, samples_at = self._chosen(launched)
+            result = self.scheduler.complete(plan, tokens, counts)
+            self._hand_out(launched, tokens, counts, samples_at, result.forks)
+        for done in (*plan.finished, *result.finished):
+            self._end(done)
+        if self.num_draft_tokens:
+            self._propose(plan)
+
+    def _chosen(self, launched: _Launched) -> tuple[Int32Array, Int64Array, Int64Array]:
+        """The tokens for `complete`, how many of each sampling row, and which sample each of them is."""
+        plan, sampled = launched.plan, launched.sampled
+        assert sampled is not None
+        rows = plan.sampling_rows
+        tokens = sampled.tokens.numpy().astype(np.int32)
+        counts = plan.num_samples[rows].copy()
+        drafts = plan.num_drafts[rows]
+        if not drafts.any() and not plan.is_steered.any():
+            return tokens, counts, np.arange(len(tokens))
+        firsts = np.cumsum(counts + drafts) - (counts + drafts)
+        picked: list[Int64Array] = []
+        chosen: list[Int32Array] = []
+        searched: set[Hashable] = set()
+        for at, row in enumerate(rows.tolist()):
+            sequence = plan.sequences[row]
+            if plan.is_steered[row]:
+                if sequence.request.id not in searched:
+                    searched.add(sequence.request.id)
+                    self._search(launched, sequence.request.id)
+                next_tokens = self._beams[sequence.request.id].continuations(sequence)
+                indices = np.full(len(next_tokens), firsts[at])
+            else:
+                first, num_drafts = int(firsts[at]), int(drafts[at])
+                num_taken = int(counts[at])
+                if num_drafts:
+                    guesses = plan.token_ids[plan.query_start[row + 1] - num_drafts : plan.query_start[row + 1]]
+                    num_taken = 1 + _num_equal(guesses, tokens[first : first + num_drafts])
+                indices = np.arange(first, first + num_taken)
+                next_tokens = tokens[indices]
+            counts[at] = len(next_tokens)
+            picked.append(indices)
+            chosen.append(next_tokens)
+        return np.concatenate(chosen).astype(np.int32), counts, np.concatenate(picked)
+
+    def _search(self, launched: _Launched, request_id: Hashable) -> None:
+        """One step of a beam search: all of its beams at once."""
+        plan = launched.plan
+        assert launched.logits is not None
+        rows = plan.sampling_rows
+        first_logits = np.cumsum(plan.num_drafts[rows] + 1) - 1
+        mine = [at for at, row in enumerate(rows.tolist()) if plan.sequences[row].request.id == request_id]
+        sequences = [plan.sequences[int(rows[at])] for at in mine]
+        self._beams[request_id].advance(sequences, launched.logits[torch.from_numpy(first_logits[mine])])
+
+    def _hand_out(
+        self, launched: _Launched, tokens: Int32Array, counts: Int64Array, samples_at: Int64Array, forks: list[Fork]
+    ) -> None:
+        """Tells every request its new tokens; further samples of a row belong to the forks that it made."""
+        plan, sampled = launched.plan, launched.sampled
+        assert sampled is not None
+        children: dict[ScheduledSequence, list[ScheduledSequence]] = {}
+        for fork in forks:
+            children.setdefault(fork.parent, []).append(fork.child)
+            self._track(fork.child)
+        ids = tokens.tolist()
+        at = 0
+        for row, count in zip(plan.sampling_rows.tolist(), counts.tolist(), strict=True):
+            sequence = plan.sequences[row]
+            start, at = at, at + count
+            if plan.is_steered[row]:
+                self._beams[sequence.request.id].forked(sequence, children.get(sequence, []))
+                continue
+            generation = self._generations.get(sequence.request.id)
+            if generation is None or sequence.id[1] in self._ended_samples(generation):
+                continue
+            if plan.num_samples[row] > 1:
+                self._track(sequence)
+                for place, owner in enumerate([sequence, *children.get(sequence, [])], start):
+                    self._push(generation, owner, ids[place : place + 1], sampled, samples_at[place : place + 1])
+            else:
+                self._push(generation, sequence, ids[start:at], sampled, samples_at[start:at])
+
+    @staticmethod
+    def _ended_samples(generation: Generation) -> set[int]:
+        return {index for index, sample in generation.samples.items() if sample.finish_reason is not None}
+
+    def _push(
+        self, generation: Generation, sequence: ScheduledSequence, tokens: list[int], sampled: Sampled, samples_at: Int64Array
+    ) -> None:
+        logprobs = []
+        if generation.params.logprobs is not None:
+            for at, token in zip(samples_at.tolist(), tokens, strict=True):
+                logprobs += logprobs_of(sampled, generation, at, token)
+        if generation.push(sequence.index, tokens, logprobs):
+            generation.end_sample(sequence.index, "stop")
+            if not sequence.is_finished:
+                done = self.scheduler.finish(sequence.request.id, sequence.index)
+                if done is not None:
+                    self._end(done)
+
+    def _track(self, sequence: ScheduledSequence) -> None:
+        generation = self._generations.get(sequence.request.id)
+        if generation is not None and generation.params.has_penalties:
+            self._sampler.track(sequence, generation, self.scheduler.token_ids(sequence))
+
+    def _end(self, done: Finished) -> None:
+        """A request is over."""
+        generation = self._generations.pop(done.request.id, None)
+        if generation is None:
+            return
+        search = self._beams.pop(done.request.id, None)
+        if search is not None:
+            generation.replace_samples(search.results())
+        for output in done.outputs:
+            if search is None:
+                generation.end_sample(output.sample, output.reason.value)
+        if done.detail:
+            generation.end(OutOfBlocksError(f"request {done.request.id!r} was refused: {done.detail}"))
+        else:
+            generation.end()
+
+    def _propose(self, plan: BatchPlan) -> None:
+        """Guesses for the sequences of the step, to be verified in the next one."""
+        for sequence in plan.sequences:
+            generation = self._generations.get(sequence.request.id)
+            if generation is None or generation.params.has_penalties or not sequence.is_running:
+                continue
+            with suppress(SequenceStateError):  # its prompt is not computed yet, or its beams decide together
+                self.scheduler.propose(sequence, propose(self.scheduler.token_ids(sequence), self.num_draft_tokens))
+
+
+def _num_equal(guesses: Int32Array, tokens: Int32Array) -> int:
+    """How many guesses at the beginning came true."""
+    differs = guesses != tokens
+    return int(differs.argmax()) if differs.any() else len(guesses)

@@ -1,0 +1,200 @@
+"""One step on the device: a BatchPlan's tokens through the model, keys and values into their blocks, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
+from kvpool.attention.registry import ChoosingBackend
+from kvpool.config import LayerGroup, Tier
+from kvpool.engine.hook import AttentionCall
+from kvpool.engine.inspection import ModelShape, forward
+from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
+from kvpool.kernels.paged_spec import AttentionSpec
+from kvpool.scheduling.plan import BatchPlan
+from kvpool.storage.data_plane import DataPlane
+
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+
+
+class AttentionKind(NamedTuple):
+    """Layers that share a block table and compute alike: one plan per step serves them all."""
+
+    group: LayerGroup
+    spec: AttentionSpec
+
+
+class ModelRunner:
+    """Runs a model on the blocks of a data plane.
+
+    Every step is one variable-length batch without padding. On a GPU, steps that only decode are replayed from CUDA graphs,
+    captured per batch size on first use; attention that cannot be captured just runs.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        shape: ModelShape,
+        plane: DataPlane,
+        backend: AttentionBackend,
+        *,
+        cuda_graphs: bool | None = None,
+        max_sequences: int = 256,
+    ) -> None:
+        self.model = model
+        self.plane = plane
+        self.backend = backend
+        self.device = plane.device
+        config = plane.config
+        groups = [config.groups[config.group_of_layer[layer]] for layer in range(len(config.layers))]
+        self.kinds: list[AttentionKind] = []  # distinct ones
+        self.kind_of_layer: list[int] = []
+        for layer, group in enumerate(groups):
+            kind = AttentionKind(group, shape.attention_spec(layer, config.layers[layer].dtype))
+            backend.require(kind.spec)
+            if kind not in self.kinds:
+                self.kinds.append(kind)
+            self.kind_of_layer.append(self.kinds.index(kind))
+        self.graphs: DecodeGraphs | None = None
+        wanted = self.device.type == "cuda" if cuda_graphs is None else cuda_graphs
+        if wanted:
+            self.graphs = self._graphs(max_sequences, required=cuda_graphs is True)
+
+    def _graphs(self, max_sequences: int, required: bool) -> DecodeGraphs | None:
+        if self.device.type != "cuda":
+            raise InvalidArgumentError(f"cuda_graphs=True on {self.device}: graphs need a GPU")
+        try:
+            for kind in self.kinds:
+                chosen = self.backend
+                if isinstance(chosen, ChoosingBackend):
+                    chosen = chosen.choose(kind.spec, graphs=True)
+                if not chosen.graphs:
+                    raise UnsupportedAttentionError(f"the {chosen.name} backend cannot be captured in CUDA graphs")
+        except UnsupportedAttentionError:
+            if required:
+                raise
+            return None
+        return DecodeGraphs(self, max_sequences)
+
+    def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
+        """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device."""
+        if self.graphs is not None and self.graphs.fits(plan):
+            return self.graphs.run(plan, token_ids)
+        slots = self.plane.prepare(plan.slots, plan.batch, copies=plan.copies)
+        plans = [self.backend.plan(kind.spec, self.paged_batch(plan, kind)) for kind in self.kinds]
+        positions = self.upload(plan.positions)
+        keep = self.upload(plan.logits_indices)
+
+        def attend(call: AttentionCall) -> Tensor:
+            self.plane.write(slots, call.k, call.v, call.layer)
+            return self.attention(call, plans)
+
+        return forward(self.model, token_ids, positions, keep, attend)
+
+    def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan]) -> Tensor:
+        """One layer over the blocks that its plan names."""
+        plan = plans[self.kind_of_layer[call.layer]]
+        return plan.backend.run(call.q, self.plane.layer_cache(call.layer), plan, sink_logits=call.sinks)
+
+    def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch:
+        """The step's sequences as attention over one layer group sees them."""
+        csr = plan.batch.csr(kind.group.index)
+        return PagedBatch.of(csr, kind.group, np.diff(plan.query_start), plan.kv_lengths)
+
+    def upload(self, array: Any) -> Tensor:
+        """A copy of a host array on the device, without waiting for it."""
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+class _Captured(NamedTuple):
+    """A graph and the memory that it reads and writes."""
+
+    graph: Any
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor  # [layer group, sequence]
+    buffers: list[PlanBuffers]
+    logits: Tensor
+
+    def holds(self, batches: list[PagedBatch]) -> bool:
+        """Whether the block lists of these batches fit into its buffers."""
+        return all(int(batch.indptr[-1]) <= buffer.max_blocks for batch, buffer in zip(batches, self.buffers, strict=True))
+
+
+class DecodeGraphs:
+    """Decoding steps as CUDA graphs: one per batch size of `GRAPH_SIZES`, captured when first needed.
+
+    A step fills the graph's inputs, plans attention into its buffers and replays it. Rows behind the batch have no slot and
+    no keys: they write nothing, read nothing, and their logits are dropped.
+    """
+
+    def __init__(self, runner: ModelRunner, max_sequences: int) -> None:
+        self._runner = runner
+        self._sizes = [size for size in GRAPH_SIZES if size < max_sequences] + [max_sequences]
+        self._captured: dict[int, _Captured] = {}
+        self._memory: Any = None
+
+    def fits(self, plan: BatchPlan) -> bool:
+        """Whether a step only decodes, one token for each sequence, and is not too large."""
+        return plan.num_tokens == plan.num_decode == len(plan.sampling_rows) and plan.num_tokens <= self._sizes[-1]
+
+    def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
+        """The logits of a decoding step."""
+        runner, count = self._runner, plan.num_tokens
+        size = next(size for size in self._sizes if size >= count)
+        batches = [runner.paged_batch(plan, kind) for kind in runner.kinds]
+        slots = runner.plane.prepare(plan.slots, plan.batch, copies=plan.copies)
+        captured = self._captured.get(size)
+        if captured is None or not captured.holds(batches):
+            captured = self._captured[size] = self._capture(size, batches)
+        captured.token_ids[:count] = token_ids
+        captured.positions[:count] = runner.upload(plan.positions)
+        captured.slots[:, :count] = slots.tensor
+        captured.slots[:, count:] = -1
+        for kind, batch, buffers in zip(runner.kinds, batches, captured.buffers, strict=True):
+            runner.backend.plan(kind.spec, batch, buffers)
+        captured.graph.replay()
+        return captured.logits[:count]
+
+    def _capture(self, size: int, batches: list[PagedBatch]) -> _Captured:
+        runner = self._runner
+        device, config = runner.device, runner.plane.config
+        token_ids = torch.zeros(size, dtype=torch.int64, device=device)
+        positions = torch.zeros(size, dtype=torch.int64, device=device)
+        slots = torch.full((len(config.groups), size), -1, dtype=torch.int32, device=device)
+        keep = torch.arange(size, device=device)
+        buffers = []
+        plans = []
+        for kind, batch in zip(runner.kinds, batches, strict=True):
+            # Sequences that share blocks list them once each, so lists may be longer than the pool.
+            room = max(config.pools[kind.group.pool].num_blocks[Tier.GPU], 2 * int(batch.indptr[-1]))
+            buffers.append(runner.backend.reserve(kind.spec, max_sequences=size, max_blocks=room))
+            plans.append(runner.backend.plan(kind.spec, batch, buffers[-1]))
+
+        def attend(call: AttentionCall) -> Tensor:
+            group = config.group_of_layer[call.layer]
+            runner.plane.write(slots[group], call.k, call.v, call.layer)
+            return runner.attention(call, plans)
+
+        def step() -> Tensor:
+            return forward(runner.model, token_ids, positions, keep, attend)
+
+        side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):  # what is made on first use must not be made during the capture
+            for _ in range(2):
+                step()
+        torch.cuda.current_stream(device).wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            logits = step()
+        self._memory = graph.pool()
+        return _Captured(graph, token_ids, positions, slots, buffers, logits)

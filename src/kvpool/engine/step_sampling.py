@@ -1,0 +1,112 @@
+"""Sampling of a step: which parameters, seeds and counts belong to which row of the logits, cached while the batch stays."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvpool.blocks.arrays import Int64Array
+from kvpool.engine.generation import Generation, TokenLogprob
+from kvpool.engine.sampling import Sampled, SamplingRows, TokenCounts, sample, seed_of, uniforms_for
+from kvpool.scheduling.plan import BatchPlan
+from kvpool.scheduling.request import ScheduledSequence
+
+
+class _Rows(NamedTuple):
+    """What the sampled rows of a batch have in common from step to step."""
+
+    params: SamplingRows
+    source: Tensor | None  # row of the logits that each sample is drawn from; None: one each, in order
+    seeds: npt.NDArray[np.uint64]
+    prompt_lengths: Int64Array
+    lanes: Tensor
+
+
+class StepSampler:
+    """Turns the logits of a plan into one token per sample, on the device."""
+
+    def __init__(self, vocabulary: int, max_sequences: int, device: torch.device) -> None:
+        self._vocabulary = vocabulary
+        self._max_sequences = max_sequences
+        self._device = device
+        self._counts: TokenCounts | None = None  # made when the first request with penalties comes
+        self._cached: tuple[object, _Rows] | None = None
+
+    def track(self, sequence: ScheduledSequence, generation: Generation, tokens: npt.NDArray[np.int32]) -> None:
+        """A sequence got a lane, or branched: its counts start with what it has."""
+        if not generation.params.has_penalties or sequence.lane < 0:
+            return
+        if self._counts is None:
+            self._counts = TokenCounts(self._max_sequences, self._vocabulary, self._device)
+        length = len(generation.prompt)
+        self._counts.start(sequence.lane, tokens[:length], tokens[length:])
+
+    def sample(self, plan: BatchPlan, logits: Tensor, generations: list[Generation]) -> Sampled:
+        """`generations[i]` belongs to sampling row i of the plan. Rows with drafts sample behind each token."""
+        rows = self._rows(plan, generations)
+        if rows.source is not None:
+            logits = logits.index_select(0, rows.source)
+        uniforms = None
+        if not rows.params.greedy:
+            uniforms = torch.from_numpy(uniforms_for(rows.seeds, self._steps(plan, rows))).to(self._device)
+        sampled = sample(logits, rows.params, uniforms, self._counts, rows.lanes)
+        if self._counts is not None and rows.params.penalised:
+            self._counts.add(rows.lanes, sampled.tokens)
+        return sampled
+
+    def _rows(self, plan: BatchPlan, generations: list[Generation]) -> _Rows:
+        # The manager's batch of a plan that only decodes is the same object while nobody joins or leaves.
+        alone = plan.num_tokens == plan.num_decode and plan.decode_batch is not None
+        if alone and self._cached is not None and self._cached[0] is plan.decode_batch:
+            return self._cached[1]
+        rows = self._make_rows(plan, generations)
+        self._cached = (plan.decode_batch, rows) if alone else None
+        return rows
+
+    def _make_rows(self, plan: BatchPlan, generations: list[Generation]) -> _Rows:
+        chosen = plan.sampling_rows
+        drafts = plan.num_drafts[chosen]
+        repeats = plan.num_samples[chosen] + drafts  # a row has drafts or several samples, never both
+        source = None
+        if int(repeats.max(initial=1)) > 1:
+            firsts = np.cumsum(drafts + 1) - (drafts + 1)
+            within = np.arange(int(repeats.sum())) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+            source = np.repeat(firsts, repeats) + np.where(np.repeat(drafts, repeats) > 0, within, 0)
+        params, seeds, lengths = [], [], []
+        for row, generation, repeat, draft in zip(
+            chosen.tolist(), generations, repeats.tolist(), drafts.tolist(), strict=True
+        ):
+            index = plan.sequences[row].index
+            params += [generation.params] * repeat
+            lengths += [len(generation.prompt)] * repeat
+            seeds += [seed_of(generation.seed, index + (0 if draft else number)) for number in range(repeat)]
+        return _Rows(
+            SamplingRows(params, self._device),
+            None if source is None else torch.from_numpy(source).to(self._device),
+            np.array(seeds, np.uint64),
+            np.array(lengths, np.int64),
+            torch.from_numpy(np.repeat(plan.lanes[chosen], repeats)).to(self._device),
+        )
+
+    def _steps(self, plan: BatchPlan, rows: _Rows) -> Int64Array:
+        """How many tokens each sample's sequence has sampled before."""
+        positions = plan.positions[plan.logits_indices]
+        if rows.source is not None:
+            positions = positions[rows.source.cpu().numpy()]
+        return positions + 1 - rows.prompt_lengths
+
+
+def logprobs_of(sampled: Sampled, generation: Generation, at: int, token: int) -> list[TokenLogprob]:
+    """The log probabilities that a request asked for, of sample `at`; empty if it did not ask. Tensors are on the host."""
+    wanted = generation.params.logprobs
+    if wanted is None or sampled.logprobs is None:
+        return []
+    top: tuple[tuple[int, float], ...] = ()
+    if wanted and sampled.top_tokens is not None and sampled.top_logprobs is not None:
+        tokens, values = sampled.top_tokens[at, :wanted].tolist(), sampled.top_logprobs[at, :wanted].tolist()
+        top = tuple(zip(tokens, values, strict=True))
+    return [TokenLogprob(token, float(sampled.logprobs[at]), top)]

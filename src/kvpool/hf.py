@@ -1,0 +1,307 @@
+"""For people who stay with transformers: `model.generate(..., past_key_values=PagedCache(pool))` reuses prefixes.
+
+    pool = CachePool(model, num_bytes=2**30)
+    model.generate(ids, past_key_values=PagedCache(pool))            # computes the whole prompt
+    model.generate(longer_ids, past_key_values=PagedCache(pool))     # computes only what is new
+
+The pool watches the model's forward passes: it sees the token ids, cuts off what is cached already, and makes what was
+computed findable. A model wants its keys and values back as rectangles [batch, head, token, element], so each layer gathers
+them from their blocks in every step; `kvpool.engine` reads them in place and is the faster way to serve.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from kvpool.blocks.handle import KVCacheHandle
+from kvpool.blocks.hashing import ReuseScope
+from kvpool.config import KVCacheConfig
+from kvpool.engine.inspection import inspect_model
+from kvpool.errors import InvalidArgumentError, SequenceStateError
+from kvpool.kernels.quantization import dequantize
+from kvpool.kernels.scatter import read_slots
+from kvpool.manager import KVCacheManager
+from kvpool.stats import CacheStats
+from kvpool.storage.data_plane import DataPlane, StepSlots
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class CachePool:
+    """Paged memory for one model, shared by the `PagedCache`s of many calls.
+
+    Give `num_blocks` or `num_bytes`; other fields of `KVCacheConfig` (`host_bytes`, `eviction_policy`, ...) may follow.
+    Every layer keeps all tokens here, also those with a sliding window: the model's own masks apply the window.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_blocks: int | None = None,
+        num_bytes: int | None = None,
+        block_size: int = 16,
+        dtype: Any = None,
+        **config: Any,
+    ) -> None:
+        if (num_blocks is None) == (num_bytes is None):
+            raise InvalidArgumentError("give the size of the pool once: num_blocks or num_bytes")
+        own_attention = model.config._attn_implementation
+        shape = inspect_model(model)
+        model.set_attn_implementation(own_attention)
+        layers = [replace(spec, window=None, sink_tokens=0) for spec in shape.layer_specs(dtype)]
+        fields: dict[str, Any] = {"gpu_blocks": num_blocks, "gpu_bytes": num_bytes, **config}
+        self.manager = KVCacheManager(KVCacheConfig(layers, block_size, **fields))
+        self.plane = DataPlane(self.manager, model.device)
+        self._ids = itertools.count()
+        self._hooks = (
+            model.register_forward_pre_hook(_before_forward, with_kwargs=True),
+            model.register_forward_hook(_after_forward, with_kwargs=True),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.manager.config.layers)
+
+    def next_id(self) -> int:
+        """A request id that no sequence of this pool has had."""
+        return next(self._ids)
+
+    def stats(self) -> CacheStats:
+        """What is cached and how much was reused."""
+        return self.manager.stats()
+
+    def close(self) -> None:
+        """Stops watching the model and gives the memory back."""
+        for hook in self._hooks:
+            hook.remove()
+        self.plane.close()
+
+
+class PagedCache(Cache):  # type: ignore[misc]
+    """A `past_key_values` for one call of `generate` (or a conversation of several), in the blocks of a pool.
+
+    Prompts are found by their token ids: rows without padding reuse what earlier calls computed, as far as all rows of the
+    batch can (a batch is a rectangle). `scope` isolates tenants. Close it, or let it go, to return its blocks; what it
+    computed stays cached. Beam search and assisted decoding fork and rewind the sequences: nothing is copied but the blocks
+    that are written.
+    """
+
+    def __init__(self, pool: CachePool, scope: ReuseScope | None = None) -> None:
+        super().__init__(layers=[_PagedLayer(self, layer) for layer in range(pool.num_layers)])
+        self.pool = pool
+        self.scope = ReuseScope() if scope is None else scope
+        self.handles: list[KVCacheHandle] = []
+        self.length = 0  # tokens of each row that the model may look back at
+        self.num_cached_tokens = 0  # of the first prompt, per row
+        self._step: StepSlots | None = None
+        self._places: Tensor | None = None  # slots of every token of every row, flat
+        self._closer = weakref.finalize(self, _release, pool, self.handles)
+
+    # --- a forward pass ----------------------------------------------------------------------------------------------
+
+    def begin(self, token_ids: Tensor, padding: Tensor | None) -> int:
+        """Makes room for the next tokens [row, token]; returns how many of them are cached and need no computing."""
+        if not self._closer.alive:
+            raise SequenceStateError("this PagedCache is closed; make a new one for the next call")
+        num_rows, num_tokens = token_ids.shape
+        tokens = token_ids.cpu().numpy().astype(np.int32)
+        padded = np.zeros(num_rows, np.bool_) if padding is None else (padding == 0).any(-1).cpu().numpy()
+        cached = 0
+        if not self.handles:
+            self._allocate(tokens, padded)
+            cached = min(handle.num_written for handle in self.handles)
+            cached = self.num_cached_tokens = min(cached, num_tokens - 1)
+            self.length = cached
+        else:
+            if num_rows != len(self.handles):
+                raise InvalidArgumentError(f"the cache holds {len(self.handles)} sequences, the batch has {num_rows}")
+            self.pool.manager.extend_batch(self.handles, num_tokens)
+        self._prepare(num_tokens - cached)
+        return cached
+
+    def _allocate(self, tokens: Any, padded: Any) -> None:
+        manager = self.pool.manager
+        try:
+            for row, ids in enumerate(tokens):
+                known = {"num_tokens": len(ids)} if padded[row] else {"tokens": ids}
+                self.handles.append(manager.allocate(self.pool.next_id(), scope=self.scope, **known))
+        except Exception:
+            _release(self.pool, self.handles)
+            raise
+
+    def _prepare(self, num_new: int) -> None:
+        """Slots to write in this pass (-1 where a row has the data already), and slots to read."""
+        manager = self.pool.manager
+        stop = self.length + num_new
+        written = np.array([handle.num_written for handle in self.handles])
+        fresh = manager.slot_mapping(self.handles, np.minimum(written, stop), stop)
+        slots = np.full((len(fresh), len(self.handles), num_new), -1, np.int32)
+        offset = 0
+        for row, start in enumerate(np.minimum(written, stop).tolist()):
+            slots[:, row, start - self.length :] = fresh[:, offset : offset + stop - start]
+            offset += stop - start
+        self._step = self.pool.plane.prepare(slots.reshape(len(fresh), -1))
+        size, positions = manager.config.block_size, np.arange(stop)
+        # All layers keep all tokens, and layers of one shape form one group: every group has tables of its own.
+        places = [
+            np.stack([handle.block_ids(group)[positions // size] for handle in self.handles]) * size + positions % size
+            for group in range(len(manager.config.groups))
+        ]
+        self._places = torch.from_numpy(np.stack(places).reshape(len(places), -1).astype(np.int64)).to(self.pool.plane.device)
+
+    def end(self, token_ids: Tensor) -> None:
+        """The pass is over: its tokens are written and final."""
+        num_new = token_ids.shape[1]
+        stop = self.length + num_new
+        manager = self.pool.manager
+        tokens = token_ids.cpu().numpy().astype(np.int32)
+        for row, handle in enumerate(self.handles):
+            done = handle.num_committed
+            if done < stop:
+                known = handle.num_prompt_tokens > 0  # of a padded row no ids are known: it is not cached
+                manager.commit(handle, tokens[row, done - self.length :] if known else stop - done)
+        self.length = stop
+        self._step = self._places = None
+
+    def write_and_gather(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Stores this pass's K and V of a layer; returns all of it, [row, head, token, element]."""
+        plane = self.pool.plane
+        if self._step is None or self._places is None:
+            raise SequenceStateError("a PagedCache works with the model its CachePool was made for, called with input_ids")
+        plane.write(self._step, _by_token(keys), _by_token(values), layer)
+        cache = plane.layer_cache(layer)
+        group = plane.config.group_of_layer[layer]
+        spec = plane.config.groups[group].spec
+        stored_k, stored_v = read_slots(cache, self._places[group])
+        assert stored_v is not None
+        k = dequantize(stored_k, cache.dtype, spec.head_dim, cache.k_factor)
+        v = dequantize(stored_v, cache.dtype, spec.value_dim, cache.v_factor)
+        return tuple(_by_row(side.to(keys.dtype), len(self.handles)) for side in (k, v))  # type: ignore[return-value]
+
+    # --- what generation asks of a cache --------------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.length
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i goes on from what row `beam_idx[i]` was: by forks, which share every block."""
+        self._choose(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._choose(torch.arange(len(self.handles))[indices.cpu()].tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._choose([row for row in range(len(self.handles)) for _ in range(repeats)])
+
+    def _choose(self, rows: Sequence[int]) -> None:
+        manager = self.pool.manager
+        unused = dict(enumerate(self.handles))
+        chosen = []
+        for row in rows:
+            handle = unused.pop(row, None)
+            chosen.append(handle if handle is not None else manager.fork(self.handles[row], self.pool.next_id())[0])
+        manager.free_batch(list(unused.values()))
+        self.handles[:] = chosen
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens; as in transformers, a positive number is the length that remains (deprecated there)."""
+        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove)
+        for handle in self.handles:
+            self.pool.manager.rewind(handle, remove)
+        self.length -= remove
+
+    def reset(self) -> None:
+        """Ends its sequences; the next call starts afresh."""
+        _release(self.pool, self.handles)
+        self.length = self.num_cached_tokens = 0
+
+    def close(self) -> None:
+        """Returns its blocks to the pool; what they hold stays cached."""
+        self._closer()
+
+    def __enter__(self) -> PagedCache:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer of a PagedCache, as transformers wants to see it."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: PagedCache, layer: int) -> None:
+        super().__init__()
+        self._cache = weakref.proxy(cache)
+        self._layer = layer
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the pool has the memory already."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        both: tuple[Tensor, Tensor] = self._cache.write_and_gather(self._layer, key_states, value_states)
+        return both
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return int(self._cache.length)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def _before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+    """The pool's look at a forward pass of its model: room for the new tokens, without those that are cached already."""
+    cache = kwargs.get("past_key_values")
+    if not isinstance(cache, PagedCache):
+        return None
+    skip = cache.begin(_input_ids(args, kwargs), kwargs.get("attention_mask"))
+    if not skip:
+        return None
+    for name in ("input_ids", "position_ids", "cache_position", "token_type_ids"):
+        if kwargs.get(name) is not None:
+            kwargs[name] = kwargs[name][..., skip:]
+    return (args[0][:, skip:], *args[1:]) if args else args, kwargs
+
+
+def _after_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = kwargs.get("past_key_values")
+    if isinstance(cache, PagedCache):
+        cache.end(_input_ids(args, kwargs))
+
+
+def _input_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    token_ids = kwargs.get("input_ids", args[0] if args else None)
+    if not isinstance(token_ids, Tensor):
+        raise InvalidArgumentError("a PagedCache finds prompts by their token ids: pass input_ids, not inputs_embeds")
+    return token_ids
+
+
+def _release(pool: CachePool, handles: list[KVCacheHandle]) -> None:
+    """Ends sequences and empties the list."""
+    pool.manager.free_batch([handle for handle in handles if handle.is_live])
+    handles.clear()
+
+
+def _by_token(states: Tensor) -> Tensor:
+    """[row, head, token, element] as [row * token, head, element]."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def _by_row(values: Tensor, num_rows: int) -> Tensor:
+    return values.view(num_rows, -1, *values.shape[1:]).transpose(1, 2)

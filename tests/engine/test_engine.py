@@ -1,0 +1,304 @@
+"""The engine gives token for token what transformers gives, whatever the batch, the chunks, the blocks and the pressure."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import random_prompt, tiny_model  # noqa: E402
+
+from kvpool.engine import Engine, SamplingParams  # noqa: E402
+from kvpool.errors import InvalidArgumentError, NeverFitsError, SequenceStateError  # noqa: E402
+from kvpool.scheduling import SchedulerConfig  # noqa: E402
+
+FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "qwen3_moe", "mixtral"]
+NEW = 12
+
+
+def prompts_of(lengths: list[int], shared: int = 0) -> list[list[int]]:
+    """Random prompts; the first `shared` tokens are the same in all of them."""
+    common = random_prompt(shared, seed=99).tolist()
+    return [common + random_prompt(length, seed=seed).tolist() for seed, length in enumerate(lengths)]
+
+
+def expected(model: Any, prompt: list[int], num_new: int = NEW, **options: Any) -> list[int]:
+    """What transformers generates greedily, without its stop token rule unless asked."""
+    options = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, **options}
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, **options)
+    return out[0, len(prompt) :].tolist()
+
+
+def make_engine(family: str = "llama", *, kv_blocks: int = 64, **options: Any) -> Engine:
+    return Engine(tiny_model(family), kv_blocks=kv_blocks, **options)
+
+
+def greedy(num_new: int = NEW, **options: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=num_new, ignore_eos=True, **options)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_given_a_mixed_batch_then_greedy_output_is_that_of_transformers(family: str) -> None:
+    prompts = prompts_of([5, 40, 1, 17], shared=9)
+    reference = tiny_model(family)
+    with make_engine(family, scheduler=SchedulerConfig(max_tokens_per_step=32, max_sequences=8)) as engine:
+        for _ in range(2):  # the second time from the cache
+            outputs = engine.generate(prompts, greedy())
+            assert [out.token_ids for out in outputs] == [expected(reference, prompt) for prompt in prompts]
+        assert all(out.num_cached_tokens > 0 for out in outputs[:2])
+        engine.manager.check()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, None])
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+def test_given_any_chunk_and_block_size_then_the_output_is_the_same(chunk: int | None, block_size: int) -> None:
+    prompts = prompts_of([70, 33], shared=20)
+    reference = tiny_model("gemma3_text")
+    limits = SchedulerConfig(max_tokens_per_step=128, max_sequences=4, max_chunk_tokens=chunk)
+    with make_engine("gemma3_text", kv_blocks=max(8, 1024 // block_size), block_size=block_size, scheduler=limits) as engine:
+        for _ in range(2):
+            outputs = engine.generate(prompts, greedy())
+            assert [out.token_ids for out in outputs] == [expected(reference, prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_given_too_little_memory_then_preempted_requests_end_with_the_same_output(family: str, mode: str) -> None:
+    prompts = prompts_of([20, 25, 30, 35])
+    reference = tiny_model(family)
+    limits = SchedulerConfig(max_tokens_per_step=64, max_sequences=8, preemption=mode)
+    with make_engine(
+        family, kv_blocks=28, block_size=4, host_bytes=2**20, scheduler=limits, cache={"watermark": 0.0}
+    ) as engine:
+        outputs = engine.generate(prompts, greedy(30))
+        assert [out.token_ids for out in outputs] == [expected(reference, prompt, 30) for prompt in prompts]
+        stats = engine.stats().scheduler
+        assert stats.preemptions > 0
+        assert (stats.swapped_out > 0) == (mode == "swap")
+        engine.manager.check()
+
+
+def test_given_a_pool_full_of_cache_then_eviction_changes_no_output() -> None:
+    reference = tiny_model("llama")
+    with make_engine(kv_blocks=20, block_size=4) as engine:
+        for seed in range(6):
+            prompt = random_prompt(30, seed=seed).tolist()
+            assert engine.generate([prompt], greedy())[0].token_ids == expected(reference, prompt)
+        assert engine.manager.stats().evictions["capacity"] > 0
+
+
+def test_given_a_stop_token_then_the_sample_ends_with_it() -> None:
+    reference = tiny_model("llama")
+    prompt = random_prompt(8).tolist()
+    tokens = expected(reference, prompt, 20)
+    stop = tokens[6]
+    with make_engine() as engine:
+        (out,) = engine.generate([prompt], greedy(20, stop_token_ids=[stop]))
+    assert out.token_ids == tokens[: tokens.index(stop) + 1]
+    assert out.finish_reason == "stop"
+
+
+def test_given_eos_in_the_config_then_it_stops_unless_ignored() -> None:
+    model = tiny_model("llama")
+    prompt = random_prompt(8).tolist()
+    tokens = expected(model, prompt, 20)
+    model.generation_config.eos_token_id = tokens[3]
+    with Engine(model, kv_blocks=64) as engine:
+        short, whole = engine.generate([prompt, prompt], [SamplingParams(max_new_tokens=20), greedy(20)])
+    assert short.token_ids == tokens[: tokens.index(tokens[3]) + 1]
+    assert whole.token_ids == tokens
+
+
+def test_given_the_same_seed_then_the_sample_does_not_depend_on_the_batch() -> None:
+    prompts = prompts_of([9, 30, 14])
+    params = SamplingParams(max_new_tokens=16, temperature=0.9, top_p=0.9, seed=5, ignore_eos=True)
+    others = [SamplingParams(max_new_tokens=9, temperature=1.0, seed=1), greedy(12)]
+    with make_engine() as engine:
+        alone = engine.generate(prompts[:1], params)[0].token_ids
+        engine.manager.reset_prefix_cache()
+        together = engine.generate(prompts, [params, *others])[0].token_ids
+        again = engine.generate(prompts[:1], params)[0].token_ids
+    assert alone == together == again
+
+
+def test_given_n_samples_then_they_share_the_prompt_and_differ() -> None:
+    prompt = random_prompt(40).tolist()
+    params = SamplingParams(max_new_tokens=10, temperature=1.5, seed=3, n=4, ignore_eos=True)
+    with make_engine(block_size=8) as engine:
+        (out,) = engine.generate([prompt], params)
+        stats = engine.stats()
+        engine.manager.check()
+        (again,) = engine.generate([prompt], params)
+    assert [sample.index for sample in out.samples] == [0, 1, 2, 3]
+    assert len({tuple(sample.token_ids) for sample in out.samples}) == 4
+    assert all(len(sample.token_ids) == 10 for sample in out.samples)
+    assert stats.scheduler.prefill_tokens == 40
+    assert [s.token_ids for s in again.samples] == [s.token_ids for s in out.samples]
+
+
+@pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0])
+@pytest.mark.parametrize("num_beams", [2, 4])
+def test_given_beams_then_the_results_are_those_of_transformers(num_beams: int, length_penalty: float) -> None:
+    model = tiny_model("llama", spread=3.0)
+    for seed in range(4):
+        prompt = random_prompt(11, seed=seed).tolist()
+        eos = expected(model, prompt, 4)[-1]  # a token that is likely, so that beams end
+        ids = torch.tensor([prompt])
+        want = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=12,
+            num_beams=num_beams,
+            num_return_sequences=2,
+            do_sample=False,
+            length_penalty=length_penalty,
+            eos_token_id=eos,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        with Engine(tiny_model("llama", spread=3.0), kv_blocks=64, block_size=4) as engine:
+            params = SamplingParams(
+                max_new_tokens=12,
+                num_beams=num_beams,
+                n=2,
+                length_penalty=length_penalty,
+                stop_token_ids=[eos],
+                ignore_eos=True,
+            )
+            (out,) = engine.generate([prompt], params)
+            engine.manager.check()
+        for sample, sequence, score in zip(out.samples, want.sequences, want.sequences_scores, strict=True):
+            text = sequence[len(prompt) :].tolist()
+            text = text[: text.index(eos) + 1] if eos in text else text
+            assert sample.token_ids == text[: len(sample.token_ids)]
+            assert sample.score == pytest.approx(score.item(), abs=1e-4)
+
+
+def test_given_drafts_then_the_output_is_unchanged_and_fewer_steps_are_needed() -> None:
+    reference = tiny_model("llama")
+    pattern = random_prompt(6).tolist()
+    prompts = [pattern * 5, random_prompt(20, seed=3).tolist()]
+    sampled = SamplingParams(max_new_tokens=30, temperature=0.7, seed=2, ignore_eos=True)
+    with make_engine() as plain, make_engine(draft_tokens=4) as drafting:
+        for params in (greedy(30), sampled):
+            want = [out.token_ids for out in plain.generate(prompts, params)]
+            assert [out.token_ids for out in drafting.generate(prompts, params)] == want
+        assert drafting.stats().scheduler.accepted_draft_tokens > 0
+        assert drafting.stats().scheduler.steps < plain.stats().scheduler.steps
+        drafting.manager.check()
+    assert expected(reference, prompts[0], 30) == plain_tokens(plain_prompt=prompts[0])
+
+
+def plain_tokens(plain_prompt: list[int]) -> list[int]:
+    with make_engine() as engine:
+        return engine.generate([plain_prompt], greedy(30))[0].token_ids
+
+
+def test_given_penalties_then_the_output_is_that_of_transformers() -> None:
+    reference = tiny_model("llama")
+    prompts = prompts_of([12, 25])
+    with make_engine() as engine:
+        outputs = engine.generate(prompts, greedy(20, repetition_penalty=1.8))
+    assert [out.token_ids for out in outputs] == [expected(reference, p, 20, repetition_penalty=1.8) for p in prompts]
+
+
+def test_given_logprobs_then_every_token_has_them() -> None:
+    with make_engine() as engine:
+        (out,) = engine.generate([random_prompt(9).tolist()], greedy(5, logprobs=2))
+    logprobs = out.samples[0].logprobs
+    assert [entry.token for entry in logprobs] == out.token_ids
+    assert all(entry.top[0] == (entry.token, pytest.approx(entry.logprob)) for entry in logprobs)  # greedy: the best
+    assert all(entry.top[0][1] >= entry.top[1][1] for entry in logprobs)
+
+
+def test_given_a_stream_then_its_chunks_join_to_the_result_and_leaving_it_cancels() -> None:
+    prompt = random_prompt(9).tolist()
+
+    async def run(engine: Engine) -> tuple[list[int], int]:
+        tokens: list[int] = []
+        async for chunk in engine.stream(prompt, greedy()):
+            tokens += chunk.token_ids
+        seen = 0
+        stream = engine.stream(prompt, greedy(400))
+        async for _ in stream:
+            seen += 1
+            if seen == 3:
+                break
+        await stream.aclose()
+        return tokens, seen
+
+    with make_engine() as engine:
+        tokens, seen = asyncio.run(run(engine))
+        assert tokens == engine.generate([prompt], greedy())[0].token_ids
+        assert seen == 3
+        assert engine.stats().num_running == 0
+
+
+def test_given_a_fork_then_it_goes_on_from_there_and_shares_the_blocks() -> None:
+    prompt = random_prompt(40).tolist()
+    with make_engine(block_size=4) as engine:
+        first = engine.submit(prompt, greedy(8))
+        first.result()
+        fork = engine.fork(first, greedy(6)).result()
+        whole = engine.generate([prompt], greedy(14))[0]
+    assert fork.token_ids == whole.token_ids[8:]
+    assert fork.num_cached_tokens >= 44
+
+
+def test_given_a_request_that_never_fits_then_it_is_refused_and_others_go_on() -> None:
+    with make_engine(kv_blocks=4, block_size=4) as engine:
+        with pytest.raises(NeverFitsError):
+            engine.generate([random_prompt(30).tolist()], greedy())
+        assert len(engine.generate([random_prompt(5).tolist()], greedy(3))[0].token_ids) == 3
+
+
+def test_given_a_deadline_then_the_request_ends_at_it() -> None:
+    with make_engine() as engine:
+        out = engine.submit(random_prompt(5).tolist(), greedy(400), deadline=0.0).result()
+        assert out.finish_reason == "deadline"
+        assert engine.stats().num_running == 0
+
+
+def test_given_a_cancelled_request_then_it_keeps_what_it_has() -> None:
+    with make_engine() as engine:
+        generation = engine.submit(random_prompt(5).tolist(), greedy(400))
+        engine.cancel(generation)
+        assert generation.result(timeout=60).samples[0].finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"), [([], "at least one"), ([999_999], "vocabulary"), ("text", "tokenizer"), ([-1], "negative")]
+)
+def test_given_a_bad_prompt_then_the_error_says_what_is_wrong(prompt: Any, message: str) -> None:
+    with make_engine() as engine, pytest.raises(InvalidArgumentError, match=message):
+        engine.submit(prompt)
+
+
+def test_given_a_closed_engine_then_it_refuses_requests() -> None:
+    engine = make_engine()
+    engine.close()
+    engine.close()
+    with pytest.raises(SequenceStateError, match="closed"):
+        engine.submit([1, 2, 3])
+
+
+def test_given_overlapped_steps_then_the_output_is_the_same() -> None:
+    prompts = prompts_of([5, 40, 1, 17], shared=9)
+    with make_engine() as plain, make_engine(overlap=True) as overlapped:
+        params = [greedy(9), greedy(12), SamplingParams(max_new_tokens=10, temperature=1.0, seed=4), greedy(1)]
+        want = [out.token_ids for out in plain.generate(prompts, params)]
+        assert [out.token_ids for out in overlapped.generate(prompts, params)] == want
+        overlapped.manager.check()
+
+
+def test_given_memory_in_use_then_it_is_what_the_configuration_says() -> None:
+    with make_engine(kv_blocks=10) as engine:
+        assert sum(engine.memory.values()) == sum(engine.config.pool_bytes(tier) for tier in engine.memory)
+        assert np.all([pool.block_bytes for pool in engine.config.pools])
