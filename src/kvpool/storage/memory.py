@@ -74,15 +74,7 @@ class HostMemory:
         if not num_bytes:
             self.tensor = torch.empty((num_blocks, block_bytes), dtype=torch.uint8)
             return
-        try:
-            memory = mmap.mmap(-1, num_bytes)
-        except (OSError, OverflowError, ValueError) as error:
-            fitting = free_bytes("cpu") // block_bytes
-            raise StorageMemoryError(
-                f"{num_blocks} blocks of {block_bytes} bytes do not fit into host memory ({error}): about {fitting} blocks "
-                f"would; lower host_blocks or host_bytes"
-            ) from None
-        flat = torch.frombuffer(memory, dtype=torch.uint8)
+        flat = torch.frombuffer(_map(num_blocks, block_bytes), dtype=torch.uint8)
         self.tensor = flat.view(num_blocks, block_bytes)
         if gpu is not None:
             _touch(flat, _cpus_near(gpu))
@@ -107,6 +99,20 @@ class HostMemory:
         if self.pinned:
             self._unpin()
             self.pinned = False
+
+
+def _map(num_blocks: int, block_bytes: int) -> mmap.mmap:
+    """Fresh pages. More than there is memory for is refused here: Linux would promise it and kill the process later."""
+    available = free_bytes("cpu")
+    try:
+        if num_blocks * block_bytes > available:
+            raise OSError("not enough memory")
+        return mmap.mmap(-1, num_blocks * block_bytes)
+    except OSError as error:
+        raise StorageMemoryError(
+            f"{num_blocks} blocks of {block_bytes} bytes do not fit into host memory ({error}): about "
+            f"{available // block_bytes} blocks would; lower host_blocks or host_bytes"
+        ) from None
 
 
 def _cudart() -> Any:
