@@ -83,7 +83,7 @@ def test_given_memory_that_cannot_be_pinned_then_a_warning_says_so_and_the_store
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Refusing:
-        def cudaHostRegister(self, *_: Any) -> int:  # noqa: N802
+        def cudaHostRegister(self, *_: Any) -> int:
             return 2
 
     monkeypatch.setattr(memory_module, "_cudart", Refusing)

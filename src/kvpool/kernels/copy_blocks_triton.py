@@ -15,7 +15,7 @@ from torch import Tensor
 from kvpool.kernels.copy_blocks import Runs, widest_view
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_CHUNK_BYTES = 16384  # of one program: many loads in flight, and thousands of programs even for a few blocks
+_CHUNK_BYTES = 4096  # of one program; measured on an H200: 94 % of a plain copy, larger ones 91 %
 _STRETCH_CHUNK = 512  # words
 
 

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from kvpool.blocks.arrays import Int32Array
-from kvpool.kernels.copy_blocks import copy_blocks, copy_tokens, widest_view
+from kvpool.kernels.copy_blocks import copy_blocks, copy_tokens
 from kvpool.storage.disk import ByteRows, DiskStore
+from kvpool.storage.dma import copy_over_link
 from kvpool.storage.layout import GroupLayout
 from kvpool.storage.steps import Step
 from kvpool.storage.store import BlockStore
@@ -33,12 +34,12 @@ def _copy(
     """Between two tensors of blocks, in memory of whatever kind."""
     if source.device.type != target.device.type:
         if num_tokens is None:
-            _over_the_link(source, target, src, dst)
+            copy_over_link(source, target, src, dst)
             return
         # The first tokens of a block lie in many places: the whole block crosses the link, then they are picked out.
         landed = torch.empty((len(src), source.shape[1]), dtype=torch.uint8, device=target.device)
         numbers = np.arange(len(src), dtype=np.int32)
-        _over_the_link(source, landed, src, numbers)
+        copy_over_link(source, landed, src, numbers)
         source, src = landed, numbers
     device = target.device
     sources, targets = upload(src, device), upload(dst, device)
@@ -46,16 +47,6 @@ def _copy(
         copy_blocks(source, target, sources, targets)
     else:
         copy_tokens(source, target, sources, targets, upload(num_tokens, device), layout.runs)
-
-
-def _over_the_link(source: Tensor, target: Tensor, src: Int32Array, dst: Int32Array) -> None:
-    """Between a GPU and the host: one DMA per run of blocks that follow each other on both sides."""
-    source, target = widest_view(source), widest_view(target)
-    ends = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
-    starts = np.concatenate([[0], ends])
-    lengths = np.diff(np.concatenate([starts, [len(src)]]))
-    for a, b, n in zip(src[starts].tolist(), dst[starts].tolist(), lengths.tolist(), strict=True):
-        target[b : b + n].copy_(source[a : a + n], non_blocking=True)
 
 
 def upload(array: Int32Array, device: torch.device) -> Tensor:
@@ -73,7 +64,7 @@ def _to_disk(source: BlockStore | DiskStore, target: DiskStore, src: Int32Array,
         if isinstance(source, DiskStore):
             source.read(src[chunk], _rows(staging))
         else:
-            _over_the_link(source.data, staging, src[chunk], np.arange(len(staging), dtype=np.int32))
+            copy_over_link(source.data, staging, src[chunk], np.arange(len(staging), dtype=np.int32))
             torch.cuda.current_stream().synchronize()
         target.write(dst[chunk], _rows(staging))
 

@@ -1,0 +1,88 @@
+"""Scattered blocks over the link between a GPU and the host, by the GPU's copy engines: no kernel, no staging.
+
+The driver takes a whole list of copies in one call since CUDA 12.8 (`cuMemcpyBatchAsync`). Where it has no such call, each
+run of blocks is one `copy_`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvpool.blocks.arrays import Int32Array
+from kvpool.errors import TransferError
+from kvpool.kernels.copy_blocks import widest_view
+
+_Sizes = npt.NDArray[np.uint64]
+_IN_STREAM_ORDER = 1
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes: when sources are read, where both sides are (not said: the driver knows), flags."""
+
+    _fields_ = (
+        ("source_access_order", ctypes.c_int),
+        ("source_location", ctypes.c_int * 2),
+        ("target_location", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+def copy_over_link(source: Tensor, target: Tensor, src: Int32Array, dst: Int32Array) -> None:
+    """`target[dst[i]] = source[src[i]]` on the current stream; one of the two, uint8 [block, byte], is on a GPU."""
+    starts, lengths = runs(src, dst)
+    host = target if source.is_cuda else source
+    if (batch := _driver_call()) is not None and host.is_pinned() and len(starts) > 1:
+        _copy_batch(batch, source, target, src[starts], dst[starts], lengths)
+        return
+    source, target = widest_view(source), widest_view(target)
+    for a, b, n in zip(src[starts].tolist(), dst[starts].tolist(), lengths.tolist(), strict=True):
+        target[b : b + n].copy_(source[a : a + n], non_blocking=True)
+
+
+def runs(src: Int32Array, dst: Int32Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where runs of blocks start that follow each other on both sides, and how long they are.
+
+    >>> starts, lengths = runs(np.array([4, 5, 6, 9], np.int32), np.array([0, 1, 7, 8], np.int32))
+    >>> starts.tolist(), lengths.tolist()
+    ([0, 2, 3], [2, 1, 1])
+    """
+    breaks = np.flatnonzero((np.diff(src) != 1) | (np.diff(dst) != 1)) + 1
+    starts = np.concatenate([[0], breaks])
+    return starts, np.diff(np.concatenate([starts, [len(src)]]))
+
+
+@cache
+def _driver_call() -> Any:
+    """cuMemcpyBatchAsync, or None where the driver is older. Its first form, with `failIdx`, is in every later driver too."""
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync
+    except (OSError, AttributeError):
+        return None
+
+
+def _copy_batch(
+    call: Any, source: Tensor, target: Tensor, src: Int32Array, dst: Int32Array, lengths: npt.NDArray[np.int64]
+) -> None:
+    row = np.uint64(source.shape[1])
+    sources: _Sizes = np.uint64(source.data_ptr()) + src.astype(np.uint64) * row
+    targets: _Sizes = np.uint64(target.data_ptr()) + dst.astype(np.uint64) * row
+    sizes: _Sizes = lengths.astype(np.uint64) * row
+    attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
+    status = call(
+        _pointer(targets), _pointer(sources), _pointer(sizes), ctypes.c_size_t(len(sizes)),
+        ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(failed),
+        ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+    )  # fmt: skip
+    if status:
+        raise TransferError(f"the CUDA driver refused a batch of {len(sizes)} copies with error {status}")
+
+
+def _pointer(array: _Sizes) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
