@@ -36,6 +36,21 @@ def expected_output(request: Request, sample: int = 0) -> list[int]:
     return tokens[len(request.prompt) :]
 
 
+def continuations(beams: list[tuple[int, ...]], width: int) -> dict[tuple[int, ...], list[int]]:
+    """A beam search of sorts: which tokens each beam goes on with, out of the histories of all beams."""
+    choices = {(*beam, next_token(np.array(beam), sample)) for beam in beams for sample in range(width)}
+    best = sorted(choices, key=lambda tokens: (zlib.crc32(np.array(tokens, np.int32).tobytes()), tokens))[:width]
+    return {beam: [tokens[-1] for tokens in best if tokens[:-1] == beam] for beam in beams}
+
+
+def expected_beams(request: Request) -> list[list[int]]:
+    """What the beams of a request end with if it is alone."""
+    beams = [tuple(request.prompt.tolist())]
+    for _ in range(request.max_new_tokens):
+        beams = [(*beam, token) for beam, tokens in continuations(beams, request.n).items() for token in tokens]
+    return sorted(list(beam[len(request.prompt) :]) for beam in beams)
+
+
 class ToyEngine:
     """Runs plans in the order in which they are launched; keeps up to `depth` of them in flight."""
 
@@ -72,12 +87,28 @@ class ToyEngine:
             written = plan.slots[group] >= 0
             self.memory[group, Tier.GPU].reshape(-1)[plan.slots[group][written]] = inputs[written]
         samples, counts = [], []
+        beams = self._search(plan)
         for row in plan.sampling_rows.tolist():
-            drawn = self._sample(plan, row)
+            drawn = beams[row] if row in beams else self._sample(plan, row)
             samples += drawn
             counts.append(len(drawn))
-            self.newest[plan.lanes[row]] = drawn[0] if plan.num_samples[row] > 1 else drawn[-1]
+            if drawn:
+                self.newest[plan.lanes[row]] = drawn[-1] if plan.num_drafts[row] else drawn[0]
         return samples, counts
+
+    def _search(self, plan: BatchPlan) -> dict[int, list[int]]:
+        """The tokens of all rows of steered requests; their beams must be there together."""
+        rows: dict[Request, dict[tuple[int, ...], int]] = {}
+        for row in np.flatnonzero(plan.is_steered & (plan.num_samples > 0)).tolist():
+            history = tuple(self._history(plan, row).tolist())
+            rows.setdefault(plan.sequences[row].request, {})[history] = row
+        found = {}
+        for request, beams in rows.items():
+            group = plan.sequences[next(iter(beams.values()))].group
+            assert len(beams) == sum(not sequence.is_finished for sequence in group.sequences)
+            for beam, tokens in continuations(list(beams), request.n).items():
+                found[beams[beam]] = tokens
+        return found
 
     def _sample(self, plan: BatchPlan, row: int) -> list[int]:
         history = self._history(plan, row)
@@ -165,5 +196,9 @@ class ToyEngine:
     def assert_right(self, *requests: Request) -> None:
         """Every sample of these requests is what it would be alone."""
         for request in requests:
+            if request.steered:
+                beams = sorted(output.token_ids.tolist() for output in self.finished[request.id].outputs)
+                assert beams == expected_beams(request)
+                continue
             outputs = {output.sample: output.token_ids.tolist() for output in self.finished[request.id].outputs}
             assert outputs == {sample: expected_output(request, sample) for sample in range(request.n)}

@@ -41,8 +41,8 @@ class Admissions:
     def run(self, round: Round) -> None:
         """Admits and resumes for one step."""
         roster, running = self.roster, self.roster.running
-        if not len(roster.resuming) and not len(roster.policy):
-            return
+        if round.preempted or not (len(roster.resuming) or len(roster.policy)):
+            return  # where some just gave way there is no room for others
         self._retry_in -= 1
         if running.members and self._retry_in > 0 and self._blocked_at == (running.departures, self.num_arrivals):
             return
@@ -76,6 +76,12 @@ class Admissions:
             return self._resume_swapped(sequence, round)
         return self._allocate(sequence, round)
 
+    def _is_alone(self, sequence: ScheduledSequence) -> bool:
+        """Whether nobody else is on the GPU (other beams of the same request do not count): then it must go on."""
+        if not sequence.request.steered:
+            return not self.roster.running.members
+        return all(other.group is sequence.group for other in self.roster.running.members)
+
     def _preempt_for(self, sequence: ScheduledSequence, round: Round) -> bool:
         """Makes a less urgent sequence give way; whether there was one."""
         if self.capacity.guaranteed:
@@ -107,7 +113,7 @@ class Admissions:
         """Admits a waiting sequence with the first chunk of its tokens."""
         request, tokens = sequence.request, sequence.tokens
         match = self.manager.match_prefix(tokens, request.scope)
-        alone = not self.roster.running.members
+        alone = self._is_alone(sequence)
         if match.in_flight and self.config.wait_for_prefix and not alone:
             if not sequence.waits_for_prefix:
                 sequence.waits_for_prefix = True
@@ -115,8 +121,8 @@ class Admissions:
             return Verdict.PASSED_OVER
         if round.budget <= 0:
             return Verdict.BLOCKED
-        if match.has_last_logits and len(tokens) > 1:
-            tokens = tokens[:-1]  # all of it is cached: the last token is computed as the first one that decodes
+        if (match.has_last_logits or (request.steered and sequence.group.branched)) and len(tokens) > 1:
+            tokens = tokens[:-1]  # all is cached, or other beams must be there too: it decodes its last token
         start = min(match.num_tokens, len(tokens) - 1)
         stop = round.chunk_stop(start, len(tokens))
         if not alone:

@@ -101,7 +101,8 @@ class Capacity:
                 columns = ceil_div(request.num_places, self.block_size)
                 needs[group.pool] += min(SPARE_WINDOW_BLOCKS, columns - group.max_live_blocks(request.num_places))
             if request.n > 1 and (request.steered or self.guaranteed):
-                own = ceil_div(request.num_places, self.block_size) - len(request.prompt) // self.block_size
+                shared = len(request.prompt) // self.block_size if self.manager.config.enable_prefix_caching else 0
+                own = ceil_div(request.num_places, self.block_size) - shared
                 needs[group.pool] += (request.n - 1) * own
         return needs
 

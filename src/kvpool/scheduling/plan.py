@@ -37,6 +37,7 @@ class BatchPlan:
     num_samples: Int64Array  # [row]: tokens to sample behind the row's last token; 0: its prompt goes on
     num_drafts: Int64Array  # [row]: the last so many tokens of the row are drafts; sample behind each, and before
     is_steered: BoolArray  # [row]: `complete` decides how it goes on
+    is_uniform: bool  # every row decodes one token and samples one
     copies: list[CopyOp]
     admitted: list[ScheduledSequence] = field(default_factory=list)
     resumed: list[ScheduledSequence] = field(default_factory=list)
@@ -63,7 +64,7 @@ class BatchPlan:
     @cached_property
     def sampling_rows(self) -> Int64Array:
         """Rows whose last token is sampled behind, in the order of the tokens that `complete` takes."""
-        return np.flatnonzero(self.num_samples)
+        return np.arange(len(self.lanes)) if self.is_uniform else np.flatnonzero(self.num_samples)
 
     @cached_property
     def logits_indices(self) -> Int64Array:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import numpy as np
 
 from kvpool.blocks.arrays import Int32Array, Int64Array
 from kvpool.blocks.batch import SequenceBatch
 from kvpool.errors import OutOfBlocksError
 from kvpool.scheduling.admission import Admissions
+from kvpool.scheduling.assembly import assemble
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.plan import BatchPlan
-from kvpool.scheduling.request import ScheduledSequence, joined
+from kvpool.scheduling.request import ScheduledSequence
 from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.round import Chunk, DecodeRows, Round
 from kvpool.scheduling.running import make_rows
-
-_NO_ROWS: Int64Array = np.empty(0, np.int64)
 
 
 class Planner:
@@ -30,7 +27,7 @@ class Planner:
         self.capacity = capacity
         self.admissions = Admissions(roster, capacity)
 
-    def plan(self, number: int) -> tuple[BatchPlan, Round]:
+    def plan(self, number: int, num_in_flight: int) -> tuple[BatchPlan, Round]:
         """The next step."""
         round = Round(self.roster)
         if len(self.running.decoding):
@@ -39,9 +36,33 @@ class Planner:
         if self.running.prefilling:
             self._continue_prompts(round)
         self.admissions.run(round)
-        if round.decode is not None and departures != self.running.departures:
-            round.decode = round.decode.without_departed(self.roster)
-        return self._assemble(round, number), round
+        if round.decode is not None and (departures != self.running.departures or self.running.num_steered):
+            round.decode = self._settled(round.decode)
+        if round.decode is None and not round.chunks and not num_in_flight:
+            self._break_deadlock(round)
+        return assemble(round, number), round
+
+    def _settled(self, rows: DecodeRows) -> DecodeRows | None:
+        """What is left of the rows now that some gave way: beams of one request advance together or not at all."""
+        kept = {sequence for sequence in rows.sequences if sequence.is_running}
+        for sequence in [sequence for sequence in kept if sequence.request.steered]:
+            if not all(other.is_finished or other in kept for other in sequence.group.sequences):
+                kept.discard(sequence)
+                self.manager.rewind(sequence.live_handle(), 1)
+                self.running.lanes.places[sequence.lane] -= 1
+        return rows.only(self.manager, kept) if kept else None
+
+    def _break_deadlock(self, round: Round) -> None:
+        """Nothing can go on: beams of several requests hold the memory that each other's beams wait for.
+
+        The lowest rank gives way, unless it belongs to the highest: that one's beams come back first and fit together.
+        """
+        waiting = list(self.roster.resuming)
+        if self.running.members and waiting:
+            lowest = max(self.running.members, key=lambda sequence: sequence.rank)
+            highest = min([*self.running.members, *waiting], key=lambda sequence: sequence.rank)
+            if lowest.group is not highest.group:
+                round.preempt(lowest)
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
@@ -50,7 +71,7 @@ class Planner:
         sequences, lanes, batch = self.running.decoding.rows()
         if self.running.num_steered:
             sequences, lanes, batch = make_rows(self.manager, [s for s in sequences if self._is_ready(s)])
-        counts = self._draft_counts(sequences, lanes, round.budget) if self.running.num_proposals else None
+        counts = self._draft_counts(sequences, lanes, round.budget) if self.running.proposals else None
         rows: DecodeRows | None
         try:
             slots = self.manager.extend_batch(batch, 1 if counts is None else counts)
@@ -153,93 +174,3 @@ class Planner:
                     num_tokens //= 2
                 else:
                     return None
-
-    # --- the plan ----------------------------------------------------------------------------------------------------
-
-    def _assemble(self, round: Round, number: int) -> BatchPlan:
-        """The arrays of the step; from here on its tokens are in flight."""
-        decode, lanes = round.decode, self.running.lanes
-        chunks = list(round.chunks.items())
-        decode_rows = decode.sequences if decode is not None else ()
-        num_decode = len(decode_rows)
-        row_lanes = decode.lanes if decode is not None else _NO_ROWS
-        row_lanes = np.concatenate([row_lanes, [sequence.lane for sequence, _ in chunks]]).astype(np.int64)
-        counts = np.ones(len(row_lanes), np.int64)
-        if decode is not None and decode.counts is not None:
-            counts[:num_decode] = decode.counts
-        counts[num_decode:] = [chunk.stop - chunk.start for _, chunk in chunks]
-        query_start = np.zeros(len(counts) + 1, np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        kv_lengths = lanes.places[row_lanes]
-        positions = np.repeat(kv_lengths - query_start[1:], counts) + np.arange(int(query_start[-1]))
-        token_ids = [self._inputs(decode)] if decode is not None else []
-        token_ids += [sequence.tokens[chunk.start : chunk.stop] for sequence, chunk in chunks]
-        slots = [decode.slots] if decode is not None else []
-        slots += [chunk.slots for _, chunk in chunks]
-        num_samples = lanes.samples[row_lanes]
-        for row, (sequence, chunk) in enumerate(chunks, num_decode):
-            num_samples[row] *= chunk.stop == len(sequence.tokens)
-        num_drafts = counts - 1
-        num_drafts[num_decode:] = 0
-        plan = BatchPlan(
-            number=number,
-            sequences=(*decode_rows, *(sequence for sequence, _ in chunks)),
-            num_decode=num_decode,
-            token_ids=np.concatenate(token_ids) if token_ids else np.empty(0, np.int32),
-            positions=positions,
-            slots=np.concatenate(slots, axis=1) if slots else np.empty((len(self.manager.config.groups), 0), np.int32),
-            query_start=query_start,
-            kv_lengths=kv_lengths,
-            lanes=row_lanes,
-            num_samples=num_samples,
-            num_drafts=num_drafts,
-            is_steered=lanes.is_steered[row_lanes],
-            copies=self.manager.take_copies(),
-            admitted=round.admitted,
-            resumed=round.resumed,
-            preempted=round.preempted,
-            departures=self.running.departures,
-            chunk_residences=tuple(sequence.residence for sequence, _ in chunks),
-            decode_batch=decode.batch if decode is not None else None,
-            manager=self.manager,
-        )
-        self._depart(plan, [chunk for _, chunk in chunks])
-        return plan
-
-    def _inputs(self, rows: DecodeRows) -> Int32Array:
-        """What decodes: the newest sample of each row, -1 if it is not back yet, and the drafts behind it."""
-        lanes = self.running.lanes
-        inputs: Int32Array = np.where(lanes.in_flight[rows.lanes] > 0, np.int32(-1), lanes.last_token[rows.lanes])
-        if rows.counts is None:
-            return inputs
-        drafts = (sequence.drafts for sequence in rows.sequences)
-        pieces = zip(inputs.tolist(), drafts, rows.counts.tolist(), strict=True)
-        return joined(*chain.from_iterable(([first], () if ids is None else ids[: n - 1]) for first, ids, n in pieces))
-
-    def _depart(self, plan: BatchPlan, chunks: list[Chunk]) -> None:
-        """The plan is on its way: what it samples is in flight, and who cannot go on without its result steps aside."""
-        running, lanes, stats = self.running, self.running.lanes, self.roster.stats
-        lanes.in_flight[plan.lanes] += plan.num_samples > 0
-        waits = lanes.generated[plan.lanes] + lanes.in_flight[plan.lanes] >= lanes.limit[plan.lanes]
-        waits |= (plan.num_samples > 1) | (plan.num_drafts > 0) | plan.is_steered
-        for row in np.flatnonzero(waits[: plan.num_decode]).tolist():
-            running.decoding.discard(plan.sequences[row])
-        for row, chunk in enumerate(chunks, plan.num_decode):
-            sequence = plan.sequences[row]
-            if chunk.stop == sequence.prefill_target:
-                del running.prefilling[sequence]
-                if not waits[row]:
-                    running.decoding.add(sequence)
-        if running.num_proposals:
-            self._note_drafts(plan)
-        stats.steps += 1
-        stats.decode_tokens += int(plan.query_start[plan.num_decode])
-        stats.prefill_tokens += plan.num_prefill_tokens
-
-    def _note_drafts(self, plan: BatchPlan) -> None:
-        for sequence, count in zip(plan.sequences, plan.num_drafts.tolist(), strict=True):
-            if sequence.drafts is not None:
-                sequence.drafts = sequence.drafts[:count]
-            sequence.num_drafts_in_flight = count
-            self.roster.stats.draft_tokens += count
-        self.running.num_proposals = 0

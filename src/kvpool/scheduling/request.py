@@ -224,4 +224,4 @@ class Finished(NamedTuple):
 
 def joined(*parts: Any) -> Int32Array:
     """Token ids one after the other."""
-    return np.concatenate([np.asarray(part, np.int32) for part in parts])
+    return np.concatenate([np.empty(0, np.int32), *(np.asarray(part, np.int32) for part in parts)])

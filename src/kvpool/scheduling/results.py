@@ -41,6 +41,8 @@ class Results:
     def checked_counts(self, counts: Int64Array | None) -> Int64Array:
         """How many tokens each sampling row got; raises before anything changes if they do not fit the plan."""
         plan, rows = self.plan, self.plan.sampling_rows
+        if plan.is_uniform and counts is None and len(self.tokens) == len(rows):
+            return plan.num_samples
         wanted, drafts = plan.num_samples[rows], plan.num_drafts[rows]
         if counts is None:
             if drafts.any():
@@ -63,6 +65,16 @@ class Results:
     def apply(self, counts: Int64Array) -> None:
         """Commits the step and hands out its samples."""
         plan, rows = self.plan, self.plan.sampling_rows
+        if plan.is_uniform and plan.departures == self.running.departures:
+            self._commit_all()
+            self._advance(rows, self.tokens)
+        else:
+            self._apply_by_row(rows, counts)
+        for reason, sequences in self.ended.items():
+            self.roster.finish(sequences, reason)
+
+    def _apply_by_row(self, rows: Int64Array, counts: Int64Array) -> None:
+        plan = self.plan
         current = self._current_rows()
         has_drafts = plan.num_drafts > 0
         self._commit_decode(current[: plan.num_decode] & ~has_drafts[: plan.num_decode])
@@ -74,8 +86,6 @@ class Results:
             first = np.cumsum(counts) - counts
             self._advance(rows[simple], self.tokens[first[simple]])
             self._advance_singly(rows[~simple], first[~simple], counts[~simple], current)
-        for reason, sequences in self.ended.items():
-            self.roster.finish(sequences, reason)
 
     def _current_rows(self) -> BoolArray:
         """Rows whose sequence has not left the GPU since the plan was made."""
@@ -89,15 +99,19 @@ class Results:
 
     # --- commit ------------------------------------------------------------------------------------------------------
 
+    def _commit_all(self) -> None:
+        """The inputs of all rows that decoded are final now."""
+        if self.plan.decode_batch is not None:
+            lanes = self.plan.lanes[: self.plan.num_decode]
+            self.manager.commit_batch(self.plan.decode_batch, self.running.lanes.last_token[lanes])
+
     def _commit_decode(self, chosen: BoolArray) -> None:
-        """The inputs of rows that decoded one token are final now."""
-        plan, batch = self.plan, self.plan.decode_batch
-        lanes = plan.lanes[: plan.num_decode]
-        if batch is None:
-            return
-        if not chosen.all():
-            _, lanes, batch = make_rows(self.manager, [plan.sequences[row] for row in np.flatnonzero(chosen).tolist()])
-        if len(lanes):
+        """The inputs of some rows that decoded one token are final now."""
+        if chosen.all():
+            self._commit_all()
+        elif chosen.any():
+            sequences = [self.plan.sequences[row] for row in np.flatnonzero(chosen).tolist()]
+            _, lanes, batch = make_rows(self.manager, sequences)
             self.manager.commit_batch(batch, self.running.lanes.last_token[lanes])
 
     def _commit_chunks(self, current: BoolArray) -> None:
@@ -115,7 +129,7 @@ class Results:
             self.manager.rewind(handle, num_rejected)
             lanes.places[lane] -= num_rejected
         self.manager.commit(handle, joined([lanes.last_token[lane]], samples[:-1]))
-        sequence.num_drafts_in_flight, sequence.drafts = 0, None
+        sequence.num_drafts_in_flight = 0
         self.roster.stats.accepted_draft_tokens += len(samples) - 1
 
     # --- samples -----------------------------------------------------------------------------------------------------
@@ -123,11 +137,11 @@ class Results:
     def _advance(self, rows: Int64Array, samples: Int32Array) -> None:
         """One sample for each of these running sequences, all at once."""
         plan, lanes = self.plan, self.running.lanes
-        row_lanes = plan.lanes[rows]
+        row_lanes = plan.lanes if plan.is_uniform and len(rows) == len(plan.lanes) else plan.lanes[rows]
         lanes.last_token[row_lanes] = samples
         lanes.generated[row_lanes] += 1
         lanes.in_flight[row_lanes] -= 1
-        for at in np.flatnonzero(lanes.ended(row_lanes, samples)).tolist():
+        for at in lanes.ended(row_lanes, samples).nonzero()[0].tolist():
             self._end(plan.sequences[int(rows[at])], int(samples[at]))
 
     def _advance_singly(self, rows: Int64Array, first: Int64Array, counts: Int64Array, current: BoolArray) -> None:

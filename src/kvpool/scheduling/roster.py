@@ -58,12 +58,14 @@ class Roster:
         What has its last sample in flight is no victim: it leaves by itself.
         """
         lanes = self.running.lanes
+        leaves_by_itself = lanes.generated + lanes.in_flight >= lanes.limit
         best, least = None, (float("inf"), 0)
         for sequence in self.running.members:
             if sequence.urgency <= above.urgency if only_less_urgent else sequence.rank <= above.rank:
                 continue
-            lane = sequence.lane
-            if lanes.generated[lane] + lanes.in_flight[lane] >= lanes.limit[lane]:
+            if above.request.steered and sequence.group is above.group:  # without it the others could not go on either
+                continue
+            if leaves_by_itself[sequence.lane]:
                 continue
             loss = (self.loss(sequence), -sequence.seniority)
             if loss < least:
@@ -86,7 +88,9 @@ class Roster:
 
     def _has_siblings(self, sequence: ScheduledSequence) -> bool:
         group = sequence.group
-        return len(group.sequences) > 1 and any(s is not sequence and s.is_running for s in group.sequences)
+        if len(group.sequences) == 1:
+            return False
+        return sequence.request.steered or any(s is not sequence and s.is_running for s in group.sequences)
 
     def _prefers_swap(self, sequence: ScheduledSequence) -> bool:
         """Forks share blocks: alone on the host each would have copies of its own, so they are recomputed instead.
@@ -107,12 +111,14 @@ class Roster:
         """
         handle = sequence.live_handle()
         places = int(self.running.lanes.places[sequence.lane]) - num_planned
-        swap = self._prefers_swap(sequence) and bool(self.manager.can_swap_out(handle))
-        self.running.leave(sequence)
+        swap = self._prefers_swap(sequence)
         if swap:
             if num_planned:
                 self.manager.rewind(handle, num_planned)
             self.manager.mark_written(handle, places - handle.num_written)
+            swap = bool(self.manager.can_swap_out(handle))
+        self.running.leave(sequence)
+        if swap:
             self.manager.swap_out(handle)
             sequence.state = SequenceState.SWAPPED
             self.stats.swapped_out += 1

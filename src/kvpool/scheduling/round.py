@@ -8,6 +8,7 @@ import numpy as np
 
 from kvpool.blocks.arrays import Int32Array, Int64Array
 from kvpool.blocks.batch import SequenceBatch
+from kvpool.manager import KVCacheManager
 from kvpool.scheduling.request import ScheduledSequence
 from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.running import make_rows
@@ -30,13 +31,13 @@ class DecodeRows(NamedTuple):
     counts: Int64Array | None  # None: one token each
     slots: Int32Array
 
-    def without_departed(self, roster: Roster) -> DecodeRows:
-        """Without those that gave way after they had been planned."""
-        keep = np.array([sequence.is_running for sequence in self.sequences])
-        kept = [sequence for sequence in self.sequences if sequence.is_running]
+    def only(self, manager: KVCacheManager, kept: set[ScheduledSequence]) -> DecodeRows:
+        """Some of the rows."""
+        sequences = [sequence for sequence in self.sequences if sequence in kept]
+        keep = np.array([sequence in kept for sequence in self.sequences], np.bool_)
         counts = None if self.counts is None else self.counts[keep]
         columns = keep if self.counts is None else np.repeat(keep, self.counts)
-        return DecodeRows(*make_rows(roster.manager, kept), counts, self.slots[:, columns])
+        return DecodeRows(*make_rows(manager, sequences), counts, self.slots[:, columns])
 
 
 class Round:
@@ -64,7 +65,12 @@ class Round:
         return aligned if start < aligned and stop < target else stop
 
     def preempt(self, sequence: ScheduledSequence) -> None:
-        """Takes a sequence off the GPU, out of this step too if it was in it."""
+        """Takes a sequence off the GPU, out of this step too if it was in it; beams go together."""
+        together = [other for other in sequence.group.sequences if other.is_running] if sequence.request.steered else []
+        for leaving in together or [sequence]:
+            self._preempt_one(leaving)
+
+    def _preempt_one(self, sequence: ScheduledSequence) -> None:
         num_planned = 0
         chunk = self.chunks.pop(sequence, None)
         if chunk is not None:

@@ -54,6 +54,11 @@ class Lanes:
         self.promised[lane] = self.places[lane] = self.spare_blocks[lane] = 0
         self._free.append(lane)
 
+    def has_its_last_in_flight(self, lanes: Int64Array) -> BoolArray:
+        """Which of these lanes need no further step."""
+        last: BoolArray = self.generated[lanes] + self.in_flight[lanes] >= self.limit[lanes]
+        return last
+
     def ended(self, lanes: Int64Array, tokens: Int32Array) -> BoolArray:
         """Which of these lanes are complete now that `tokens` are their newest samples."""
         done = self.generated[lanes] >= self.limit[lanes]
@@ -115,10 +120,15 @@ class Running:
         self.departures = 0  # grows whenever somebody leaves: plans made before must look at their rows again
         self.lanes_kept = 0  # lanes promised to samples that are not forked yet
         self.num_steered = 0
-        self.num_proposals = 0  # sequences that had drafts proposed since the last step
+        self.proposals: set[ScheduledSequence] = set()  # those with drafts for the next step
 
     def __len__(self) -> int:
         return len(self.members)
+
+    @property
+    def num_special(self) -> int:
+        """Sequences that do not simply sample one token per step: beams, and those whose samples have not branched off."""
+        return self.num_steered + self.lanes_kept
 
     @property
     def num_free_lanes(self) -> int:
@@ -143,6 +153,7 @@ class Running:
         sequence.lane = -1
         sequence.residence += 1
         sequence.drafts = None
+        self.proposals.discard(sequence)
         sequence.num_drafts_in_flight = 0
         del self.members[sequence]
         self.decoding.discard(sequence)

@@ -157,7 +157,7 @@ class Scheduler:
             raise SequenceStateError(f"{sequence!r} cannot take drafts: it does not decode, or its sample is in flight")
         if not len(ids) or not self.config.max_draft_tokens or sequence.request.steered or lanes.samples[lane] > 1:
             return
-        self._roster.running.num_proposals += sequence.drafts is None
+        self._roster.running.proposals.add(sequence)
         sequence.drafts = ids[: self.config.max_draft_tokens].copy()
 
     # --- steps -------------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ class Scheduler:
         """Plans the next step and takes the memory for it. An empty plan may still have copies; it need not be completed."""
         self._expire()
         self._num_plans += 1
-        plan, round = self._planner.plan(self._num_plans)
+        plan, round = self._planner.plan(self._num_plans, len(self._in_flight))
         for sequence, reason in round.refused:
             self._over.append(self._stop(sequence.group, FinishReason.REFUSED, reason))
         plan.finished, self._over = self._over, []
