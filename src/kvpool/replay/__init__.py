@@ -1,0 +1,23 @@
+"""Replay and planning: what would a policy, a gigabyte or a tier buy? numpy and the standard library only."""
+
+from __future__ import annotations
+
+from kvpool.replay.formats import read_trace, write_trace
+from kvpool.replay.recorder import TraceRecorder
+from kvpool.replay.recording import replay_recording
+from kvpool.replay.simulate import ReplayConfig, ReplayResult, replay
+from kvpool.replay.trace import Trace, TraceBuilder, TraceError, TraceRequest
+
+__all__ = [
+    "ReplayConfig",
+    "ReplayResult",
+    "Trace",
+    "TraceBuilder",
+    "TraceError",
+    "TraceRecorder",
+    "TraceRequest",
+    "read_trace",
+    "replay",
+    "replay_recording",
+    "write_trace",
+]

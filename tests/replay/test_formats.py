@@ -1,0 +1,130 @@
+"""Trace files: every format, compressed or not, and what is wrong with them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from kvpool.replay import Trace, TraceError, read_trace, write_trace
+
+GOOD = {"timestamp": 0, "input_length": 1000, "output_length": 7, "hash_ids": [1, 2]}
+
+
+def write(path: Path, *records: object) -> Path:
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_given_a_trace_when_written_and_read_then_it_is_the_same(
+    tmp_path: Path, chat_trace: Trace, suffix: str
+) -> None:
+    if suffix == ".zst":
+        pytest.importorskip("zstandard")
+    path = tmp_path / f"chat.jsonl{suffix}"
+    write_trace(chat_trace, path)
+    again = read_trace(path)
+    assert again.ids.tolist() == chat_trace.ids.tolist()
+    assert again.offsets.tolist() == chat_trace.offsets.tolist()
+    assert again.timestamps.tolist() == chat_trace.timestamps.tolist()
+    assert again.unit == chat_trace.unit
+
+
+def test_given_token_lines_then_they_are_read_as_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", {"timestamp": 5.5, "tokens": [7, 8, 9], "output_length": 2, "session": 3})
+    trace = read_trace(path)
+    assert (trace.format, trace.unit, trace[0].ids.tolist(), trace[0].session) == ("tokens", 1, [7, 8, 9], "3")
+    assert trace[0].timestamp == 5.5
+
+
+def test_given_an_azure_file_then_lengths_are_read_and_reuse_is_unknown(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46.6805900,374,44",
+        "2023-11-16 18:15:50.9951690,396,109",
+    )  # fmt: skip
+    trace = read_trace(path)
+    assert (len(trace), trace.reuse_known, trace.input_lengths.tolist()) == (2, False, [374, 396])
+    assert trace.duration == pytest.approx(4.314579, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{broken", "Expecting"),
+        ("[1, 2]", "JSON object"),
+        ({"timestamp": 0, "input_length": 5}, "hash_ids is missing"),
+        ({**GOOD, "input_length": -3}, "input_length is -3"),
+        ({**GOOD, "input_length": 0}, "input_length is 0, but"),
+        ({**GOOD, "timestamp": "noon"}, "timestamp is 'noon'"),
+        ({**GOOD, "hash_ids": [[1]]}, "unhashable"),
+    ],
+)
+def test_given_a_broken_line_then_it_is_skipped_and_named(tmp_path: Path, line: object, reason: str) -> None:
+    trace = read_trace(write(tmp_path / "t.jsonl", GOOD, line, GOOD))
+    assert len(trace) == 2
+    [(number, text)] = trace.problems.broken
+    assert number == 2
+    assert reason in text
+
+
+def test_given_too_many_broken_lines_then_the_file_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", GOOD, *["{"] * 4)
+    assert len(read_trace(path, max_errors=4)) == 1
+    with pytest.raises(TraceError, match=r"more than 3 broken lines.*line 2"):
+        read_trace(path, max_errors=3)
+
+
+def test_given_odd_requests_then_they_work_and_are_reported(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.jsonl", {**GOOD, "timestamp": 9}, GOOD, {**GOOD, "input_length": 0, "hash_ids": []},
+        {**GOOD, "hash_ids": [4, 4]},
+    )  # fmt: skip
+    problems = read_trace(path).problems
+    assert (problems.unsorted, problems.zero_length, problems.repeating) == (1, 1, 1)
+    assert len(problems.sentences()) == 3
+
+
+def test_given_ids_that_are_large_or_text_then_they_are_renumbered_consistently(tmp_path: Path) -> None:
+    lines = [{**GOOD, "hash_ids": ids} for ids in ([3, 4], [3, 2**60], [2**60, -1], ["a", 3])]
+    trace = read_trace(write(tmp_path / "t.jsonl", *lines))
+    first, second, third, fourth = (request.ids.tolist() for request in trace)
+    assert trace.problems.renumbered
+    assert first[0] == second[0] == fourth[1]
+    assert second[1] == third[0]
+    assert len({*first, *second, *third, *fourth}) == 5
+
+
+@pytest.mark.parametrize(("length", "count", "unit"), [(1000, 2, 512), (1024, 2, 512), (304, 19, 16), (300, 19, 16)])
+def test_given_lengths_then_the_block_size_is_inferred(tmp_path: Path, length: int, count: int, unit: int) -> None:
+    record = {**GOOD, "input_length": length, "hash_ids": list(range(count))}
+    assert read_trace(write(tmp_path / "t.jsonl", record)).unit == unit
+
+
+def test_given_a_file_that_is_missing_empty_or_cut_then_the_message_says_so(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="cannot open"):
+        read_trace(tmp_path / "nowhere.jsonl")
+    with pytest.raises(TraceError, match="empty"):
+        read_trace(write(tmp_path / "t.jsonl"))
+    cut = tmp_path / "cut.gz"
+    cut.write_bytes(gzip.compress(json.dumps(GOOD).encode() * 1000)[:-20])
+    with pytest.raises(TraceError, match="ends or breaks"):
+        read_trace(cut)
+
+
+def test_given_an_unknown_format_then_the_known_ones_are_named(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="mooncake"):
+        read_trace(write(tmp_path / "t.jsonl", GOOD), format="parquet")
+
+
+def test_given_full_blocks_only_then_the_partial_last_block_is_gone(tmp_path: Path) -> None:
+    records = [GOOD, {**GOOD, "input_length": 1024}]
+    trace = read_trace(write(tmp_path / "t.jsonl", *records)).full_blocks_only()
+    assert [request.ids.tolist() for request in trace] == [[1], [1, 2]]
+
+
+def test_given_a_limit_then_reading_stops_there(tmp_path: Path) -> None:
+    assert len(read_trace(write(tmp_path / "t.jsonl", GOOD, GOOD, GOOD), limit=2)) == 2

@@ -1,0 +1,182 @@
+"""Replay through the real manager is exact: request by request, against a simulator that shares no code with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from slow_simulator import slow_hits
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.replay import ReplayConfig, Trace, TraceBuilder, TraceError, read_trace, replay
+from kvpool.replay.bounds import run_model
+
+TRACES = (
+    "mooncake_conversation_trace.jsonl", "mooncake_arxiv_first1000.jsonl", "wekacc_dev.jsonl.gz",
+    "lmcache_magagent_b16.jsonl",
+)  # fmt: skip
+CAPACITIES = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000, None)
+
+
+def hits_of(trace: Trace, policy: str, capacity: int | None) -> list[int]:
+    hits = replay(trace, ReplayConfig(policy, capacity)).hits
+    assert hits is not None
+    return hits.tolist()
+
+
+def prompts_of(trace: Trace) -> list[list[int]]:
+    return [request.ids.tolist() for request in trace]
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu"])
+@pytest.mark.parametrize("capacity", [30, 60, 100, 300, None])
+def test_given_conversations_when_replayed_then_every_request_hits_as_in_the_slow_simulator(
+    chat_trace: Trace, policy: str, capacity: int | None
+) -> None:
+    assert hits_of(chat_trace, policy, capacity) == slow_hits(prompts_of(chat_trace), capacity or float("inf"), policy)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=30),
+    st.integers(1, 12),
+    st.sampled_from(["lru", "fifo", "lfu"]),
+)
+def test_given_any_small_tree_of_prompts_then_replay_is_exact(
+    paths: list[list[int]], capacity: int, policy: str
+) -> None:
+    numbers: dict[tuple[int, ...], int] = {}
+    prompts = [[numbers.setdefault(tuple(path[: end + 1]), len(numbers)) for end in range(len(path))] for path in paths]
+    builder = TraceBuilder("small", unit=16)
+    for prompt in prompts:
+        builder.add(0, prompt, 16 * len(prompt), 0)
+    assert hits_of(builder.build(), policy, capacity) == slow_hits(prompts, capacity, policy)
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_given_a_real_trace_when_replayed_at_10k_then_every_request_is_exact(traces_dir: Path, name: str) -> None:
+    trace = read_trace(traces_dir / name)
+    assert hits_of(trace, "lru", 10_000) == slow_hits(prompts_of(trace), 10_000, "lru")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRACES)
+@pytest.mark.parametrize("policy", ["lru", "fifo", "lfu"])
+def test_given_a_real_trace_when_replayed_at_any_capacity_then_every_request_is_exact(
+    traces_dir: Path, name: str, policy: str
+) -> None:
+    trace = read_trace(traces_dir / name)
+    prompts = prompts_of(trace)
+    for capacity in CAPACITIES:
+        assert hits_of(trace, policy, capacity) == slow_hits(prompts, capacity or float("inf"), policy), capacity
+
+
+def test_given_the_conversation_trace_then_the_published_figures_come_out(traces_dir: Path) -> None:
+    trace = read_trace(traces_dir / TRACES[0])
+    result = replay(trace, ReplayConfig("lru", 10_000))
+    assert (result.hit_blocks, result.requested_blocks, result.requests) == (61_046, 288_500, 12_031)
+    assert trace.num_unique == 182_790
+    assert [round(run_model(trace, name, 10_000).hit_ratio, 4) for name in ("optimum", "fifo-flat")] == [0.3664, 0.1816]
+
+
+def test_given_a_prompt_larger_than_the_cache_then_it_is_served_and_counted(chat_trace: Trace) -> None:
+    builder = TraceBuilder("large", unit=16)
+    prompts = [[1, 2], [*range(10, 30)], [1, 2, 3], [*range(10, 30)], [1, 2]]
+    for prompt in prompts:
+        builder.add(0, prompt, 16 * len(prompt), 0)
+    result = replay(builder.build(), ReplayConfig("lru", 8))
+    assert result.oversized == 2
+    assert result.hits is not None
+    assert result.hits.tolist() == slow_hits(prompts, 8, "lru")
+
+
+def test_given_an_empty_prompt_then_it_counts_as_a_request_without_blocks() -> None:
+    trace = TraceBuilder("t", unit=16).add(0, [], 0, 3).add(1, [5], 16, 3).add(2, [5], 16, 3).build()
+    result = replay(trace, ReplayConfig("lru", 4))
+    assert (result.requests, result.requested_blocks, result.hit_blocks, result.hit_tokens) == (3, 2, 1, 15)
+
+
+def test_given_a_lower_tier_then_what_leaves_the_gpu_hits_there(chat_trace: Trace) -> None:
+    alone = replay(chat_trace, ReplayConfig("lru", 60, token_bytes=10))
+    both = replay(chat_trace, ReplayConfig("lru", 60, host=5_000, token_bytes=10))
+    everything = replay(chat_trace, ReplayConfig("lru", None))
+    assert both.hit_blocks == everything.hit_blocks > alone.hit_blocks
+    assert both.hit_blocks_by_tier["HOST"] == both.onboarded_blocks > 0
+    assert both.onboarded_bytes == both.onboarded_blocks * 160
+    assert sum(both.hit_blocks_by_tier.values()) == both.hit_blocks
+
+
+def test_given_larger_blocks_then_only_whole_ones_hit() -> None:
+    trace = TraceBuilder("t", unit=16).add(0, [1, 2, 3], 48, 0).add(1, [1, 2, 3], 48, 0).build()
+    result = replay(trace, ReplayConfig("lru", 8, block_size=32))
+    assert (result.requested_blocks, result.hit_blocks, result.hit_tokens) == (4, 1, 32)
+
+
+def test_given_a_block_size_inside_the_blocks_of_the_trace_then_it_is_refused(chat_trace: Trace) -> None:
+    with pytest.raises(InvalidArgumentError, match="no multiple of the trace's blocks of 16"):
+        replay(chat_trace, ReplayConfig("lru", 8, block_size=8))
+
+
+def test_given_a_trace_without_reuse_information_then_replay_says_so() -> None:
+    trace = TraceBuilder("azure", reuse_known=False).add(0, (), 100, 3).build()
+    with pytest.raises(TraceError, match="lengths only"):
+        replay(trace, ReplayConfig("lru", 8))
+
+
+@pytest.mark.parametrize("bad", [{"capacity": 0}, {"host": -1}, {"block_size": 0}, {"capacity": 2.5}])
+def test_given_a_wrong_size_then_it_is_named(bad: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(bad))):
+        ReplayConfig("lru", **bad)
+
+
+def test_given_the_same_trace_twice_then_the_results_are_the_same(chat_trace: Trace) -> None:
+    first, second = (replay(chat_trace, ReplayConfig("s3fifo", 60)) for _ in range(2))
+    assert first.row() == second.row()
+
+
+def test_given_any_policy_then_the_optimum_is_above_it_and_the_infinite_cache_above_both(chat_trace: Trace) -> None:
+    for capacity in (20, 60, 150):
+        optimum = run_model(chat_trace, "optimum", capacity)
+        infinite = run_model(chat_trace, "infinite", capacity)
+        for policy in ("lru", "fifo", "lfu", "s3fifo", "arc"):
+            result = replay(chat_trace, ReplayConfig(policy, capacity))
+            assert result.hit_blocks <= optimum.hit_blocks <= infinite.hit_blocks
+
+
+def test_given_a_tiny_trace_then_no_sequence_of_evictions_beats_the_optimum() -> None:
+    """All choices, by brute force: the optimum is exact, not a bound that is merely high enough."""
+    random = np.random.default_rng(3)
+    for _ in range(20):
+        prompts, numbers = [], {}
+        for _ in range(7):
+            path = random.integers(0, 2, int(random.integers(1, 4))).tolist()
+            prompts.append([numbers.setdefault(tuple(path[: n + 1]), len(numbers)) for n in range(len(path))])
+        builder = TraceBuilder("tiny", unit=16)
+        for prompt in prompts:
+            builder.add(0, prompt, 16 * len(prompt), 0)
+        assert run_model(builder.build(), "optimum", 4).hit_blocks == best_possible(prompts, 4)
+
+
+def best_possible(prompts: list[list[int]], capacity: int) -> int:
+    from itertools import combinations
+
+    states: dict[frozenset[int], int] = {frozenset(): 0}
+    for prompt in prompts:
+        after: dict[frozenset[int], int] = {}
+        for resident, score in states.items():
+            hits = next((at for at, block in enumerate(prompt) if block not in resident), len(prompt))
+            others = resident - set(prompt)
+            excess = max(0, len(others | set(prompt)) - capacity)
+            for leaving in combinations(sorted(others), min(excess, len(others))):
+                kept = (others - set(leaving)) | set(prompt)
+                after[kept] = max(after.get(kept, -1), score + hits)
+        states = after
+    return max(states.values())
+
+
+def test_given_the_flat_fifo_then_it_is_the_flat_slow_simulator(chat_trace: Trace) -> None:
+    hits = run_model(chat_trace, "fifo-flat", 60).hits
+    assert hits is not None
+    assert hits.tolist() == slow_hits(prompts_of(chat_trace), 60, "fifo", leaf_first=False)
