@@ -1,0 +1,66 @@
+"""The engine on a GPU: graphs, overlapped steps and every attention backend give what transformers gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import random_prompt, tiny_model  # noqa: E402
+
+from kvpool.attention import available_backends  # noqa: E402
+from kvpool.engine import Engine, SamplingParams  # noqa: E402
+from kvpool.scheduling import SchedulerConfig  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS = [random_prompt(length, seed=seed).tolist() for seed, length in enumerate([5, 40, 1, 17, 64])]
+GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
+
+
+def tokens(model: Any, **options: Any) -> list[list[int]]:
+    limits = SchedulerConfig(max_tokens_per_step=48, max_sequences=8)
+    with Engine(model, kv_blocks=64, scheduler=limits, **options) as engine:
+        outputs = engine.generate(PROMPTS, GREEDY)
+        again = engine.generate(PROMPTS, GREEDY)
+        engine.manager.check()
+        assert [out.token_ids for out in again] == [out.token_ids for out in outputs]
+        return [out.token_ids for out in outputs]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3_text", "gpt_oss", "mistral"])
+def test_given_a_gpu_then_float32_output_is_that_of_the_cpu(family: str) -> None:
+    want = tokens(tiny_model(family, head_dim=16) if family != "llama" else tiny_model(family))
+    model = tiny_model(family, head_dim=16) if family != "llama" else tiny_model(family)
+    assert tokens(model.to("cuda")) == want
+
+
+@pytest.mark.parametrize("options", [{"cuda_graphs": False}, {"overlap": False}, {"overlap": False, "cuda_graphs": False}])
+def test_given_no_graphs_or_no_overlap_then_the_output_is_the_same(options: dict[str, Any]) -> None:
+    want = tokens(tiny_model("llama").to("cuda"))
+    assert tokens(tiny_model("llama").to("cuda"), **options) == want
+
+
+@pytest.mark.parametrize("name", ["triton", "torch", "flashinfer"])
+def test_given_a_backend_then_bfloat16_output_follows_that_of_torch(name: str) -> None:
+    if name not in [backend.name for backend in available_backends("cuda")]:
+        pytest.skip(f"{name} is not installed here")
+    model = tiny_model("llama", hidden_size=256).to("cuda", torch.bfloat16)
+    outputs = tokens(model, attention=name)
+    reference = tokens(tiny_model("llama", hidden_size=256).to("cuda", torch.bfloat16), attention="torch")
+    # Rounding may make a random model choose otherwise somewhere; most texts begin alike all the same.
+    assert sum(a[:4] == b[:4] for a, b in zip(outputs, reference, strict=True)) >= 4
+
+
+def test_given_swapping_then_the_output_is_the_same() -> None:
+    limits = SchedulerConfig(max_tokens_per_step=64, max_sequences=8, preemption="swap")
+    prompts = [random_prompt(30, seed=seed).tolist() for seed in range(4)]
+    options: dict[str, Any] = dict(block_size=4, host_bytes=2**22, scheduler=limits, cache={"watermark": 0.0})
+    with Engine(tiny_model("llama").to("cuda"), kv_blocks=32, **options) as tight:
+        outputs = [out.token_ids for out in tight.generate(prompts, GREEDY)]
+        assert tight.stats().scheduler.swapped_out > 0
+    with Engine(tiny_model("llama").to("cuda"), kv_blocks=256, block_size=4) as roomy:
+        assert [out.token_ids for out in roomy.generate(prompts, GREEDY)] == outputs
