@@ -49,6 +49,10 @@ class UnsupportedAttentionError(KVPoolError):
     """An attention backend cannot compute this kind of attention, or cannot run here. Raised before anything runs."""
 
 
+class ModelLoadError(KVPoolError):
+    """A model could not be loaded: it was not found or is incomplete, or a package that it needs is missing."""
+
+
 class UnsupportedModelError(KVPoolError):
     """A model that kvpool would run wrongly, or not at all; the message names what is missing. Nothing was allocated."""
 

@@ -28,7 +28,6 @@ _GPT: dict[str, Any] = dict(
     n_layer=2,
     n_head=4,
     n_positions=512,
-    pad_token_id=0,
     bos_token_id=1,
     eos_token_id=2,
     tie_word_embeddings=False,

@@ -2,12 +2,126 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from kvpool.engine.hook import Attend, AttentionCall
+from kvpool.engine.hook import ATTENTION_NAME, Attend, AttentionCall
+from kvpool.errors import UnsupportedModelError
+
+# How far logits may be from eager attention's, as a share of their spread, and for which share of the tokens. In
+# float32 they agree to about 1e-6. In 16 bits rounding alone makes a percent or two, and sends some tokens to other experts.
+_TOLERANCE, _CHECKED = 1e-3, 1.0
+_TOLERANCE_16_BITS, _CHECKED_16_BITS = 0.2, 0.75
+
+Forward: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor | None, Attend], Tensor]  # kvpool.engine.inspection.forward
+
+_SHORT_WINDOW = 16
+_SEED = 20
+
+
+def check_against_eager(model: Any, forward: Forward, max_positions: int | None) -> None:
+    """UnsupportedModelError unless flattened steps with our attention give the logits of the model's own eager attention.
+
+    Two random texts are computed in two chunks each, in changing order: whatever a model keeps between tokens besides K
+    and V, or mixes between neighbours, shows. One text is twice as long as any window. So that this stays short, windows
+    are narrowed while the check runs, in the mask that the model builds and in what it asks of us alike; a model that
+    keeps its windows where they cannot be found pays with a text as long as they need.
+    """
+    with _narrowed(model) as windows:
+        longest = _SHORT_WINDOW + 2 * max([*windows, _longest_window_in_force(model, forward)])
+        lengths = [min(length, max_positions or length) for length in (longest, _SHORT_WINDOW)]
+        texts = _random_texts(model, lengths)
+        got = _flattened_logits(model, forward, texts)
+        expected = _eager_logits(model, texts)
+    whole = got.dtype == torch.float32
+    tolerance = _TOLERANCE if whole else _TOLERANCE_16_BITS
+    difference = _relative_difference(got, expected).quantile(_CHECKED if whole else _CHECKED_16_BITS).item()
+    if not difference <= tolerance:  # also when it is not a number
+        raise UnsupportedModelError(
+            f"{type(model).__name__} ({model.config.model_type}) fails the self-check: its logits in flattened steps differ "
+            f"from those of its own eager attention by {difference:.2g} of their spread (allowed: {tolerance}); it masks, "
+            "keeps or mixes something that attention over cached K and V does not see"
+        )
+
+
+@contextmanager
+def _narrowed(model: Any) -> Iterator[list[int]]:
+    """Replaces all windows by short ones of the same order, wherever the model's modules and configurations keep them."""
+    owners = {id(owner): owner for module in model.modules() for owner in (module, getattr(module, "config", None))}
+    found = [
+        (owner, name, value)
+        for owner in owners.values()
+        for name, value in getattr(owner, "__dict__", {}).items()
+        if name.endswith(("window", "window_size")) and type(value) is int and value > 0
+    ]
+    windows = sorted({value for *_, value in found})
+    narrow = {window: min(window, _SHORT_WINDOW + 4 * i) for i, window in enumerate(windows)}
+    try:
+        for owner, name, value in found:
+            setattr(owner, name, narrow[value])
+        yield list(narrow.values())
+    finally:
+        for owner, name, value in found:
+            setattr(owner, name, value)
+
+
+def _longest_window_in_force(model: Any, forward: Forward) -> int:
+    windows = [0]
+    compute = ContiguousAttention().step({0: 1})
+
+    def attend(call: AttentionCall) -> Tensor:
+        windows.append(call.window or 0)
+        return compute(call)
+
+    first = torch.zeros(1, dtype=torch.int64, device=model.device)
+    forward(model, first, first, None, attend)
+    return max(windows)
+
+
+def _random_texts(model: Any, lengths: Sequence[int]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(_SEED)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    return [torch.randint(vocab_size, (length,), generator=generator).to(model.device) for length in lengths]
+
+
+def _flattened_logits(model: Any, forward: Forward, texts: Sequence[Tensor]) -> Tensor:
+    """The logits of all texts, one after another, computed in two steps that cut each text at a third."""
+    attention = ContiguousAttention()
+    lengths = [len(text) for text in texts]
+    cuts = [length // 3 for length in lengths]
+    heads = torch.cat([text[:cut] for text, cut in zip(texts, cuts, strict=True)])
+    positions = positions_of([0] * len(texts), cuts).to(heads.device)
+    head_logits = forward(model, heads, positions, None, attention.step(dict(enumerate(cuts))))
+
+    order = range(len(texts) - 1, -1, -1)
+    rests = {i: lengths[i] - cuts[i] for i in order}
+    tails = torch.cat([texts[i][cuts[i] :] for i in order])
+    positions = positions_of([cuts[i] for i in order], list(rests.values())).to(heads.device)
+    tail_logits = forward(model, tails, positions, None, attention.step(rests))
+    parts = zip(torch.split(head_logits, cuts), torch.split(tail_logits, list(rests.values()))[::-1], strict=True)
+    return torch.cat([part for pair in parts for part in pair])
+
+
+def _eager_logits(model: Any, texts: Sequence[Tensor]) -> Tensor:
+    """The logits of all texts, one after another, each computed whole by the model itself."""
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            return torch.cat([model(input_ids=text.unsqueeze(0), use_cache=False).logits[0] for text in texts])
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+
+
+def _relative_difference(got: Tensor, expected: Tensor) -> Tensor:
+    """Per token, how far two rows of logits are apart, as a share of the spread of the expected ones."""
+    got, expected = got.float(), expected.float()
+    spread = expected - expected.mean(dim=-1, keepdim=True)
+    difference: Tensor = torch.linalg.vector_norm(got - expected, dim=-1) / torch.linalg.vector_norm(spread, dim=-1)
+    return difference
 
 
 class ContiguousAttention:

@@ -1,0 +1,120 @@
+"""A GGUF file becomes a directory with safetensors, once: transformers takes minutes to read one, and seconds the other."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvpool.errors import ModelLoadError
+
+_CONVERSION = 1  # raise it when what is written changes: earlier conversions are then done again
+_NEEDED_PACKAGES = ("gguf", "accelerate")  # by transformers
+_SAMPLE_BYTES = 2**20
+
+
+def cache_directory() -> Path:
+    """Where conversions are kept: `KVPOOL_CACHE`, else the user's cache directory."""
+    if configured := os.environ.get("KVPOOL_CACHE"):
+        return Path(configured).expanduser()
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
+    elif sys.platform == "darwin":
+        base = "~/Library/Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "kvpool"
+
+
+def _tell(message: str) -> None:
+    print(f"kvpool: {message}", file=sys.stderr, flush=True)
+
+
+def converted(gguf_file: Path, *, tell: Callable[[str], None] = _tell) -> Path:
+    """The directory that holds the model of a GGUF file in float32, with tokenizer and chat template; made if need be.
+
+    Another process that converts the same file is waited for. What is there is complete: it is moved there at the end.
+    `tell` gets a message before and after the slow part.
+    """
+    from filelock import FileLock
+
+    target = cache_directory() / "models" / f"{gguf_file.stem}-{_fingerprint(gguf_file)}"
+    if target.is_dir():
+        return target
+    if missing := [name for name in _NEEDED_PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ModelLoadError(f"reading {gguf_file.name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{target}.lock"):
+        if not target.is_dir():
+            tell(f"converting {gguf_file.name} to safetensors, once; this takes a minute or more")
+            unfinished = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+            try:
+                _convert(gguf_file, unfinished)
+                unfinished.rename(target)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            tell(f"converted; kept in {target}")
+    return target
+
+
+def _fingerprint(gguf_file: Path) -> str:
+    """Tells files apart by size, beginning and end: the header names every tensor, the end is the data of the last one."""
+    size = gguf_file.stat().st_size
+    digest = hashlib.sha256(f"{_CONVERSION} {size}".encode())
+    with gguf_file.open("rb") as file:
+        beginning = file.read(_SAMPLE_BYTES)
+        if not beginning.startswith(b"GGUF"):
+            raise ModelLoadError(f"{gguf_file} is no GGUF file: it begins with {beginning[:4]!r}")
+        digest.update(beginning)
+        file.seek(max(0, size - _SAMPLE_BYTES))
+        digest.update(file.read())
+    return digest.hexdigest()[:16]
+
+
+def _convert(gguf_file: Path, directory: Path) -> None:
+    from gguf import GGUFReader
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    _repair_tokenizer(tokenizer, GGUFReader(gguf_file).fields)
+    tokenizer.save_pretrained(directory)
+    _serializable(AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)).save_pretrained(directory)
+
+
+def _repair_tokenizer(tokenizer: Any, fields: Mapping[str, Any]) -> None:
+    """Takes the special tokens from the file: transformers mixes up the first and last one, and adds no first one."""
+
+    def value(name: str) -> Any:
+        field = fields.get(f"tokenizer.ggml.{name}")
+        return None if field is None else field.contents()
+
+    for role, name in (("bos", "bos_token_id"), ("eos", "eos_token_id"), ("pad", "padding_token_id")):
+        if (token_id := value(name)) is not None:
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(int(token_id)))
+    add_bos = value("add_bos_token")
+    if add_bos is None:
+        add_bos = value("model") == "llama"  # what readers of GGUF files assume where one does not say it
+    tokenizer.clean_up_tokenization_spaces = False  # decoding gives back the text that was encoded
+    tokenizer.add_bos_token = bool(add_bos) and tokenizer.bos_token is not None
+
+
+def _serializable(model: Any) -> Any:
+    """The same weights in a model that may be saved; transformers refuses to save one that came from a GGUF file."""
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        fresh = type(model)(config)
+    fresh.load_state_dict(model.state_dict(), assign=True)
+    fresh.tie_weights()
+    fresh.generation_config = model.generation_config
+    return fresh
