@@ -35,6 +35,7 @@ import numpy.typing as npt
 ABSENT = "absent"
 RECORDED = "recorded on another day"
 VOCABULARY = 128_000
+THREAD_TIME = "CPU time of the measuring thread"
 
 Runner: TypeAlias = Callable[[], Sequence[float]]
 """Runs one repeat of a case and returns its samples, in the unit of the case."""
@@ -221,6 +222,9 @@ def measure(case: Case, peers: Sequence[Peer], quick: bool = False) -> Result:
         for index in range(-case.warmups, repeats):
             _keep(result, "kvpool", runner(), index)
             alive = [peer for peer in alive if _take_part(peer, result, index)]
+    except PeerAbsentError as reason:  # what the case needs is not there: nothing is measured, nothing is claimed
+        result.samples.clear()
+        result.absent["kvpool"] = str(reason)
     except Exception as error:  # the other cases are still worth measuring; the error is shown and fails the run
         traceback.print_exc()
         result.error = f"{type(error).__name__}: {error}"
@@ -249,17 +253,18 @@ def _take_part(peer: Peer, result: Result, step: PeerCase | int) -> bool:
     return max_repeats is None or step + 1 < max_repeats
 
 
-def report(results: Sequence[Result], versions: Mapping[str, str]) -> dict[str, Any]:
+def report(results: Sequence[Result], versions: Mapping[str, str], clock: str = THREAD_TIME) -> dict[str, Any]:
     """The JSON form of a run."""
     scale = machine_scale(results)
     cases = [_case_report(result, scale) for result in results]
-    return {"machine": {**machine(), "scale_to_recorded": scale}, "versions": dict(versions), "cases": cases}
+    host = {**machine(), "scale_to_recorded": scale}
+    return {"machine": host, "versions": dict(versions), "clock": clock, "cases": cases}
 
 
 def _case_report(result: Result, scale: float) -> dict[str, Any]:
     case, verdicts = result.case, result.verdicts(scale)
     peers: dict[str, float | str | None] = {name: result.value(name) for name in result.samples if name != "kvpool"}
-    peers.update(dict.fromkeys(result.absent, ABSENT))
+    peers.update((name, ABSENT) for name in result.absent if name != "kvpool")
     return {
         "name": case.name,
         "unit": case.unit,
@@ -317,7 +322,7 @@ def table(document: Mapping[str, Any]) -> str:
     rows = [header]
     for case in document["cases"]:
         peers = [format_value(case["peers"].get(name)) + _ratio(case, case["peers"].get(name)) for name in peer_names]
-        value = "ERROR" if case["error"] else format_value(case["kvpool"])
+        value = "ERROR" if case["error"] else ABSENT if "kvpool" in case["absent"] else format_value(case["kvpool"])
         best = case["best_recorded"]
         recorded = f"{format_value(best['value'])} {best['peer']}" if best else "-"
         first, *more = [[bar["text"], _OK[bar["ok"]]] for bar in case["bars"]] or [["-", "-"]]
@@ -342,7 +347,7 @@ def _footnotes(document: Mapping[str, Any]) -> list[str]:
     lines = [
         f"machine: {host['cpu']}, {host['arch']}, {host['cores']} cores, {host['system']}",
         "versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "values are medians; times are CPU time of the measuring thread; p99: 99 % of the samples are at least as good",
+        f"values are medians; times are {document['clock']}; p99: 99 % of the samples are at least as good",
     ]
     figures = [figure for case in document["cases"] if (figure := case["best_recorded"])]
     sources = sorted({"{peer} {variant}: {machine}, {date}".format_map(figure) for figure in figures})
@@ -365,7 +370,13 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def main(cases: Sequence[Case], peers: Sequence[Peer], options: argparse.Namespace, versions: Mapping[str, str]) -> int:
+def main(
+    cases: Sequence[Case],
+    peers: Sequence[Peer],
+    options: argparse.Namespace,
+    versions: Mapping[str, str],
+    clock: str = THREAD_TIME,
+) -> int:
     """Runs the cases and prints; returns the exit status: 1 for an error, and with --check for a missed bar."""
     chosen = [case for case in cases if options.only in case.name]
     peer_versions = {peer.name: _start(peer) for peer in peers}
@@ -375,13 +386,13 @@ def main(cases: Sequence[Case], peers: Sequence[Peer], options: argparse.Namespa
             _progress(f"[{number}/{len(chosen)}] {case.name} ...")
             result = measure(case, peers, options.quick)
             shown = [f"{name} {format_value(result.value(name))} {case.unit}" for name in result.samples]
-            _progress(f"    {', '.join(shown) or result.error}")
+            _progress(f"    {', '.join(shown) or result.error or ABSENT}")
             results.append(result)
     finally:
         for peer in peers:
             peer.close()
     all_versions = {"python": platform.python_version(), "numpy": np.__version__, **versions, **peer_versions}
-    document = report(results, all_versions)
+    document = report(results, all_versions, clock)
     print(table(document), file=sys.stderr if options.json == "-" else sys.stdout)
     if options.json == "-":
         print(json.dumps(document, indent=2))

@@ -221,7 +221,7 @@ class TestCommand:
         target = tmp_path / "out.json"
         assert run_main([make_case(1.0)], FakePeer(), "--json", str(target)) == 0
         document = json.loads(target.read_text())
-        assert set(document) == {"machine", "versions", "cases"}
+        assert set(document) == {"machine", "versions", "clock", "cases"}
         assert document["versions"]["vllm"] == "0.32.0"
         assert document["versions"]["kvpool"] == "0.1.0"
         (case,) = document["cases"]
@@ -238,6 +238,19 @@ class TestCommand:
                 "ok": True,
             }.items()
         )
+
+    def test_a_case_whose_machine_is_missing_is_absent_and_neither_won_nor_an_error(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def needs_a_gpu() -> Any:
+            raise PeerAbsentError("no GPU here")
+
+        case = Case("a case", "ms", "lower", needs_a_gpu, bars=(1.0,))
+        assert run_main([case], FakePeer(), "--check", "--json", "-") == 0
+        captured = capsys.readouterr()
+        (found,) = json.loads(captured.out)["cases"]
+        assert (found["kvpool"], found["ok"], found["peers"]) == (None, None, {})
+        assert "absent: kvpool: no GPU here" in captured.err
 
     def test_json_to_stdout_leaves_the_table_to_stderr(self, capsys: pytest.CaptureFixture[str]) -> None:
         run_main([make_case(1.0)], FakePeer(), "--json", "-")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,8 +62,10 @@ def _put_rows(target: Tensor, slots: Tensor, rows: Tensor) -> None:
         _as_bits(target)[slots // size, slots % size] = _as_bits(rows)
         return
     data, step, offset = flat
-    words = widest_view(_as_bytes(rows))
-    data.view(words.dtype).numpy()[_indices(slots, target.shape[1], step, offset).numpy()] = words.numpy()
+    whole_rows = np.dtype((np.void, data.shape[1]))  # one element each: numpy then copies a row as one piece of memory
+    given = rows.contiguous().view(len(rows), -1).view(torch.uint8)
+    places = _indices(slots, target.shape[1], step, offset).numpy()
+    data.numpy().view(whole_rows)[places] = given.numpy().view(whole_rows)
 
 
 def _get_rows(source: Tensor, slots: Tensor) -> Tensor:
@@ -100,7 +103,3 @@ def _flat_rows(tensor: Tensor) -> tuple[Tensor, int, int] | None:
 def _as_bits(tensor: Tensor) -> Tensor:
     """The same bits as integers: not every float type can be indexed everywhere."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def _as_bytes(rows: Tensor) -> Tensor:
-    return rows.contiguous().view(len(rows), -1).view(torch.uint8)
