@@ -23,7 +23,7 @@ from torch import Tensor
 import harness
 import kvpool
 from data_plane_attention import attention_cases, attention_peers
-from harness import Case, Peer, PeerAbsentError, PeerCase, Runner, Times
+from harness import Case, NoPartError, Peer, PeerAbsentError, PeerCase, Runner, Times
 from kvpool import CopyKind, CopyOp, KVCacheConfig, KVCacheManager, LayerSpec, Tier
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.scatter import read_slots, write_slots
@@ -340,7 +340,7 @@ class PlainCopy:
 
     def setup(self, case: str, params: Mapping[str, Any]) -> None:
         if case not in _CEILINGS:
-            raise PeerAbsentError("not a copy")
+            raise NoPartError(f"{case} is no copy")
         self._run = _CEILINGS[case](**params)
 
     def repeat(self) -> Sequence[float]:
@@ -364,7 +364,7 @@ def gpu_cases() -> list[Case]:
     return [
         beside("GPU, swap out, 512 blocks", swap, plain_swap, 0.95, out=True, back=False, num_blocks=NUM_SWAPPED),
         beside("GPU, swap in, 512 blocks", swap, plain_swap, 0.95, out=False, back=True, num_blocks=NUM_SWAPPED),
-        beside("GPU, both directions", swap, plain_swap, 0.90, out=True, back=True, num_blocks=NUM_SWAPPED // 2),
+        beside("GPU, both directions", swap, plain_swap, 0.90, out=True, back=True, num_blocks=NUM_SWAPPED),
         Case(named + "out", "us", "lower", partial(swap, **few), latency_bar, PeerCase("plain_swap", few), repeats=50),
         Case(named + "in", "us", "lower", partial(swap, **few_in), latency_bar, PeerCase("plain_swap", few_in), repeats=50),
         beside("GPU, copy 4 GiB of scattered blocks", copy_on_gpu, plain_copy_on_gpu, 0.85),

@@ -45,6 +45,10 @@ class PeerAbsentError(Exception):
     """A peer cannot be measured here: not installed, not started, or it stopped. The message says why."""
 
 
+class NoPartError(PeerAbsentError):
+    """A peer that is there but does nothing of the kind: its column stays empty, and no reason is listed."""
+
+
 class Peer(Protocol):
     """Another system, measured in the same run. Every method may raise `PeerAbsentError`."""
 
@@ -54,7 +58,7 @@ class Peer(Protocol):
         """Makes the peer ready and returns its version."""
 
     def setup(self, case: str, params: Mapping[str, Any]) -> None:
-        """Builds the state of a named case."""
+        """Builds the state of a named case; `NoPartError` where the peer has nothing to compare."""
 
     def repeat(self) -> Sequence[float]:
         """Runs one repeat of the case that was set up last."""
@@ -245,6 +249,8 @@ def _take_part(peer: Peer, result: Result, step: PeerCase | int) -> bool:
             peer.setup(step.name, step.params)
             return True
         _keep(result, peer.name, peer.repeat(), step)
+    except NoPartError:
+        return False
     except PeerAbsentError as reason:
         result.samples.pop(peer.name, None)
         result.absent[peer.name] = str(reason)

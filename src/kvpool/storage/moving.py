@@ -42,11 +42,11 @@ def _copy(
         copy_over_link(source, landed, src, numbers)
         source, src = landed, numbers
     device = target.device
-    sources, targets = upload(src, device), upload(dst, device)
     if num_tokens is None:
-        copy_blocks(source, target, sources, targets)
+        copy_blocks(source, target, *upload(np.stack([src, dst]), device))
     else:
-        copy_tokens(source, target, sources, targets, upload(num_tokens, device), layout.runs)
+        sources, targets, tokens = upload(np.stack([src, dst, num_tokens]), device)
+        copy_tokens(source, target, sources, targets, tokens, layout.runs)
 
 
 def upload(array: Int32Array, device: torch.device) -> Tensor:

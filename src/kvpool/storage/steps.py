@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,62 +19,73 @@ Store: TypeAlias = "BlockStore | DiskStore"
 Stores: TypeAlias = "Mapping[tuple[int, Tier], Store]"
 
 
-@dataclass
-class Step:
-    """Independent copies between two stores: operations that follow each other and do not depend on each other."""
+class _Copies(NamedTuple):
+    """A checked operation: blocks of one store to blocks of another. The same store twice: no block is on both sides."""
 
     source: Store
     target: Store
-    group: int
     src: Int32Array
     dst: Int32Array
-    num_tokens: Int32Array | None  # per block; None: whole blocks
-    ops: list[CopyOp] = field(default_factory=list)
 
-    @property
-    def num_bytes(self) -> int:
-        return len(self.src) * self.source.block_bytes
 
-    def join(self, other: Step) -> bool:
-        """Takes another step's copies in, if they may run together with these."""
-        if self.source is not other.source or self.target is not other.target:
+class Step:
+    """Independent copies between two stores: operations that follow each other and do not depend on each other."""
+
+    def __init__(self, copies: _Copies, op: CopyOp, is_partial: bool) -> None:
+        self.source, self.target = copies.source, copies.target
+        self.group = op.group  # whose layout tells where tokens are, in partial copies
+        self.ops = [op]
+        self.is_partial = is_partial
+        self._src, self._dst = [copies.src], [copies.dst]
+        self._read = _mask(self.source, copies.src)
+        self._written = _mask(self.target, copies.dst)
+
+    @cached_property
+    def src(self) -> Int32Array:
+        return np.concatenate(self._src)
+
+    @cached_property
+    def dst(self) -> Int32Array:
+        return np.concatenate(self._dst)
+
+    @cached_property
+    def num_tokens(self) -> Int32Array | None:
+        """How many tokens of each block are copied; None: whole blocks."""
+        if not self.is_partial:
+            return None
+        return np.repeat([op.num_tokens or 0 for op in self.ops], [len(op.src) for op in self.ops]).astype(np.int32)
+
+    def join(self, copies: _Copies, op: CopyOp, is_partial: bool) -> bool:
+        """Takes in the copies of the operation that follows, if they may run together with these."""
+        source, target, src, dst = copies
+        if source is not self.source or target is not self.target or is_partial != self.is_partial:
             return False
-        if (self.num_tokens is None) != (other.num_tokens is None) or (
-            self.num_tokens is not None and self.group != other.group
-        ):
+        if is_partial and op.group != self.group:
             return False
-        if _meet(self.dst, other.dst) or (
-            self.source is self.target and (_meet(self.dst, other.src) or _meet(self.src, other.dst))
-        ):
+        if self._written[dst].any() or (source is target and (self._written[src].any() or self._read[dst].any())):
             return False
-        self.src = np.concatenate([self.src, other.src])
-        self.dst = np.concatenate([self.dst, other.dst])
-        if self.num_tokens is not None and other.num_tokens is not None:
-            self.num_tokens = np.concatenate([self.num_tokens, other.num_tokens])
-        self.ops.extend(other.ops)
+        self._read[src] = True
+        self._written[dst] = True
+        self._src.append(src)
+        self._dst.append(dst)
+        self.ops.append(op)
         return True
 
-
-class Access:
-    """Blocks that a step reads and writes, for finding out who must wait for whom."""
-
-    def __init__(self, step: Step) -> None:
-        self.reads = (step.source, _mask(step.source, step.src))
-        self.writes = (step.target, _mask(step.target, step.dst))
-
-    def conflicts(self, step: Step) -> bool:
-        """Whether `step` must wait: it reads what this writes, or writes what this reads or writes."""
+    def conflicts(self, later: Step) -> bool:
+        """Whether `later` must wait for this: it reads what this writes, or writes what this reads or writes."""
         return (
-            self.changes(step.source, step.src) or self.changes(step.target, step.dst) or self.uses(step.target, step.dst)
+            self.writes(later.source, later.src)
+            or self.writes(later.target, later.dst)
+            or self.reads(later.target, later.dst)
         )
 
-    def changes(self, store: Store, blocks: Int32Array | None) -> bool:
+    def writes(self, store: Store, blocks: Int32Array | None) -> bool:
         """Whether some of these blocks (None: any) are written."""
-        return self.writes[0] is store and (blocks is None or bool(self.writes[1][blocks].any()))
+        return self.target is store and (blocks is None or bool(self._written[blocks].any()))
 
-    def uses(self, store: Store, blocks: Int32Array | None) -> bool:
+    def reads(self, store: Store, blocks: Int32Array | None) -> bool:
         """Whether some of these blocks (None: any) are read."""
-        return self.reads[0] is store and (blocks is None or bool(self.reads[1][blocks].any()))
+        return self.source is store and (blocks is None or bool(self._read[blocks].any()))
 
 
 def plan_steps(ops: Sequence[CopyOp], stores: Stores, groups: Sequence[LayerGroup]) -> list[Step]:
@@ -83,33 +94,30 @@ def plan_steps(ops: Sequence[CopyOp], stores: Stores, groups: Sequence[LayerGrou
     for op in ops:
         if not len(op.src) and not len(op.dst):
             continue
-        step = _checked(op, stores, groups)
-        if not steps or not steps[-1].join(step):
-            steps.append(step)
+        copies = _checked(op, stores, groups)
+        is_partial = op.num_tokens is not None and op.num_tokens < groups[op.group].block_size
+        if not steps or not steps[-1].join(copies, op, is_partial):
+            steps.append(Step(copies, op, is_partial))
     return steps
 
 
-def _checked(op: CopyOp, stores: Stores, groups: Sequence[LayerGroup]) -> Step:
+def _checked(op: CopyOp, stores: Stores, groups: Sequence[LayerGroup]) -> _Copies:
     if not 0 <= op.group < len(groups):
         raise InvalidArgumentError(f"{op.kind.value} names layer group {op.group}; there are {len(groups)}")
-    pool = groups[op.group].pool
+    group = groups[op.group]
     for tier in (op.src_tier, op.dst_tier):
-        if (pool, tier) not in stores:
-            raise InvalidArgumentError(f"{op.kind.value} needs a store of pool {pool} on {tier!r}, which there is not")
-    source, target = stores[pool, op.src_tier], stores[pool, op.dst_tier]
+        if (group.pool, tier) not in stores:
+            raise InvalidArgumentError(f"{op.kind.value} needs a store of pool {group.pool} on {tier!r}: there is none")
+    if op.num_tokens is not None and not 0 < op.num_tokens <= group.block_size:
+        raise InvalidArgumentError(f"{op.kind.value} of {op.num_tokens} tokens: a block has {group.block_size}")
+    source, target = stores[group.pool, op.src_tier], stores[group.pool, op.dst_tier]
     src, dst = _ids(op.src, source, op), _ids(op.dst, target, op)
-    if len(src) != len(dst) or len(np.unique(dst)) != len(dst):
+    targets = _mask(target, dst) if len(dst) > 1 else None
+    if len(src) != len(dst) or (targets is not None and int(np.count_nonzero(targets)) != len(dst)):
         raise InvalidArgumentError(f"{op.kind.value} must name as many distinct targets as sources: {src} to {dst}")
-    if source is target and _meet(src, dst):
+    if source is target and (targets[src].any() if targets is not None else src[0] == dst[0]):
         raise InvalidArgumentError(f"{op.kind.value} reads and writes the same blocks: {src} to {dst}")
-    tokens = None
-    if op.num_tokens is not None and op.num_tokens != groups[op.group].block_size:
-        if not 0 < op.num_tokens < groups[op.group].block_size:
-            raise InvalidArgumentError(
-                f"{op.kind.value} of {op.num_tokens} tokens: a block has {groups[op.group].block_size}"
-            )
-        tokens = np.full(len(src), op.num_tokens, np.int32)
-    return Step(source, target, op.group, src, dst, tokens, [op])
+    return _Copies(source, target, src, dst)
 
 
 def _ids(ids: Int32Array, store: Store, op: CopyOp) -> Int32Array:
@@ -119,12 +127,6 @@ def _ids(ids: Int32Array, store: Store, op: CopyOp) -> Int32Array:
             f"whose store has {store.num_blocks}; change pools with DataPlane.resize"
         )
     return np.ascontiguousarray(ids, np.int32)
-
-
-def _meet(left: Int32Array, right: Int32Array) -> bool:
-    if len(left) == len(right) == 1:
-        return bool(left[0] == right[0])
-    return bool(np.isin(left, right).any())
 
 
 def _mask(store: Store, blocks: Int32Array) -> BoolArray:

@@ -29,7 +29,7 @@ from kvpool.errors import ChecksumError, TransferError
 from kvpool.storage.checksums import TravellingChecksums
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.moving import move
-from kvpool.storage.steps import Access, Step, Store, Stores, plan_steps
+from kvpool.storage.steps import Step, Store, Stores, plan_steps
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +120,6 @@ class Transfer:
 
 class _InFlight(NamedTuple):
     step: Step
-    access: Access
     completion: Completion
 
     def failed(self) -> bool:
@@ -173,14 +172,14 @@ class TransferEngine:
             return
         store = self.stores[pool, Tier.GPU]
         self._forget_done()
-        for _, access, completion in self._in_flight:
-            if access.changes(store, written) or access.uses(store, written) or access.changes(store, read):
+        for step, completion in self._in_flight:
+            if step.writes(store, written) or step.reads(store, written) or step.writes(store, read):
                 completion.order()
 
     def wait_for(self, store: Store) -> None:
         """Blocks the CPU until no transfer touches this store any more."""
-        for _, access, completion in self._in_flight:
-            if access.changes(store, None) or access.uses(store, None):
+        for step, completion in self._in_flight:
+            if step.writes(store, None) or step.reads(store, None):
                 completion.wait()
 
     def close(self) -> None:
@@ -215,7 +214,7 @@ class TransferEngine:
 
     def _start(self, step: Step) -> _InFlight | None:
         """Begins a step behind everything it depends on; None if it is over already."""
-        before = [item.completion for item in self._in_flight if item.access.conflicts(step)]
+        before = [item.completion for item in self._in_flight if item.step.conflicts(step)]
         if isinstance(step.source, DiskStore) or isinstance(step.target, DiskStore):
             return self._start_on_disk(step, before)
         if self.device.type == "cpu":
@@ -233,7 +232,7 @@ class TransferEngine:
             for completion in before:
                 completion.order()
             self._move_and_note(step)
-            return _InFlight(step, Access(step), _Recorded(stream))
+            return _InFlight(step, _Recorded(stream))
 
     def _start_on_disk(self, step: Step, before: list[Completion]) -> _InFlight:
         for completion in before:
@@ -253,7 +252,7 @@ class TransferEngine:
                 _verify(self._move(step))
                 self._disk.synchronize()
 
-        return _InFlight(step, Access(step), _Promised(self._disk_worker.submit(run)))
+        return _InFlight(step, _Promised(self._disk_worker.submit(run)))
 
     def _move_and_note(self, step: Step) -> None:
         self._to_verify.extend(self._move(step))
