@@ -22,6 +22,7 @@ from kvpool.layers import DType
 
 _WORKSPACE_BYTES = 128 * 2**20
 _HEAD_DIMS = (64, 128, 256)
+_FA3_ROWS = 128  # of queries × heads in one of its tiles
 _TENSOR_CORE_GROUP = 4  # query heads of a KV head from which on its tensor-core decode is the faster one
 
 
@@ -104,9 +105,16 @@ class FlashInferBackend(AttentionBackend):
             )
             for cores in (False, True)
         }
-        self._prefill = _Wrappers(
-            lambda: flashinfer.BatchPrefillWithPagedKVCacheWrapper(self.workspace, "NHD", backend="fa2")
-        )
+        self._prefill = {
+            kernels: _Wrappers(
+                lambda kernels=kernels: flashinfer.BatchPrefillWithPagedKVCacheWrapper(  # type: ignore[misc]
+                    self.workspace, "NHD", backend=kernels
+                )
+            )
+            for kernels in ("fa2", "fa3")
+        }
+        properties = torch.cuda.get_device_properties(device)
+        self._hopper_sms = properties.multi_processor_count if properties.major == 9 else None
 
     def missing(self, spec: AttentionSpec) -> str | None:
         """Plain, windowed and soft-capped attention over 16-bit floats are there; the rest is not."""
@@ -153,9 +161,10 @@ class FlashInferBackend(AttentionBackend):
             wrappers.lend_to(plan, wrapper)
             plan.parts.append(_Part(wrapper, self._rows(starts[decode], batch.query_lens[decode])))
         if len(chunks):
-            wrapper = self._prefill.take()
+            wrappers = self._prefill[self._prefill_kernels(spec, int(batch.query_lens[chunks].sum()))]
+            wrapper = wrappers.take()
             self._plan_chunks(wrapper, spec, batch, chunks)
-            self._prefill.lend_to(plan, wrapper)
+            wrappers.lend_to(plan, wrapper)
             plan.parts.append(_Part(wrapper, self._rows(starts[chunks], batch.query_lens[chunks])))
         if len(empty):
             rows = self._rows(starts[empty], batch.query_lens[empty])
@@ -185,6 +194,11 @@ class FlashInferBackend(AttentionBackend):
         if plan.empty is not None:
             out.index_fill_(0, plan.empty, 0.0)
         return out
+
+    def _prefill_kernels(self, spec: AttentionSpec, num_tokens: int) -> str:
+        """FlashAttention 3 is for Hopper and does not divide keys: it needs enough queries to fill the GPU."""
+        fills = self._hopper_sms is not None and num_tokens * spec.q_heads >= _FA3_ROWS * self._hopper_sms
+        return "fa3" if fills else "fa2"
 
     def _plan_chunks(self, wrapper: Any, spec: AttentionSpec, batch: PagedBatch, rows: Int64Array) -> None:
         wrapper.plan(
@@ -249,7 +263,7 @@ def _lists(batch: PagedBatch, rows: Int64Array, pad_to: int = 0) -> _Lists:
     indptr = np.concatenate(([0], np.cumsum(needed)))
     indices = batch.indices[np.repeat(starts - indptr[:-1], needed) + np.arange(indptr[-1])]
     last = listed - (needed - 1) * batch.block_size
-    if padding := pad_to - len(rows):
+    if (padding := pad_to - len(rows)) > 0:
         indptr = np.concatenate((indptr, indptr[-1] + np.arange(1, padding + 1)))
         indices = np.concatenate((indices, np.zeros(padding, np.int32)))
         last = np.concatenate((last, np.ones(padding, np.int64)))

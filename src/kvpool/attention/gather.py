@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.quantization import Quantized, dequantize
+
+
+class Scratch(threading.local):
+    """Memory that gathered tokens go into, kept from call to call on a CPU: fresh pages cost more than the copy itself.
+
+    What was gathered under a name is valid until the next gathering under it, in the same thread.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Tensor] = {}
+
+    def rows(self, name: str, num_rows: int, like: Tensor) -> Tensor | None:
+        """A tensor [rows, elements] to write to; None on a GPU, whose allocator keeps memory by itself."""
+        if like.device.type != "cpu":
+            return None
+        num_bytes = num_rows * like.shape[-1] * like.element_size()
+        memory = self._memory.get(name)
+        if memory is None or len(memory) < num_bytes:
+            self._memory[name] = memory = torch.empty(num_bytes, dtype=torch.uint8)
+        return memory[:num_bytes].view(like.dtype).view(num_rows, -1)
 
 
 class TokenPlaces:
@@ -17,14 +39,14 @@ class TokenPlaces:
         self.offsets = offsets
         self._rows: dict[tuple[int, ...], Tensor] = {}  # by layout: all layers of a group have the same
 
-    def gather(self, stored: Tensor) -> Tensor:
+    def gather(self, stored: Tensor, scratch: Scratch, name: str) -> Tensor:
         """[sequences, heads, tokens, ...] of a stored tensor [block, token in block, head, ...]."""
         if stored.dim() == 4 and all(stride % stored.shape[3] == 0 for stride in stored.stride()[:3]):
-            return self._gather_rows(stored)
+            return self._gather_rows(stored, scratch, name)
         heads = torch.arange(stored.shape[2], device=stored.device)
         return stored[self.blocks[:, None], self.offsets[:, None], heads[None, :, None]]
 
-    def _gather_rows(self, stored: Tensor) -> Tensor:
+    def _gather_rows(self, stored: Tensor, scratch: Scratch, name: str) -> Tensor:
         """Sees the memory from the first element on as rows of one head each, and picks rows: one memcpy a row."""
         heads, dim = stored.shape[2:]
         per_block, per_token, per_head = (stride // dim for stride in stored.stride()[:3])
@@ -35,28 +57,22 @@ class TokenPlaces:
             self._rows[key] = rows
         last = [(size - 1) * step for size, step in zip(stored.shape, (per_block, per_token, per_head), strict=False)]
         data = stored.view(torch.uint8) if stored.element_size() == 1 else stored  # fp8 has no index_select
-        picked = data.as_strided((sum(last) + 1, dim), (dim, 1)).index_select(0, rows.flatten())
+        source = data.as_strided((sum(last) + 1, dim), (dim, 1))
+        out = scratch.rows(name, rows.numel(), source)
+        picked = torch.index_select(source, 0, rows.flatten(), out=out)
         return picked.view(stored.dtype).view(*rows.shape, dim)
 
 
 def gather_layer(
-    cache: LayerCache, places: TokenPlaces, dtype: torch.dtype, head_dim: int, v_dim: int
+    cache: LayerCache, places: TokenPlaces, dtype: torch.dtype, head_dim: int, v_dim: int, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
     """K and V of the given tokens, worth what was written: [sequences, heads, tokens, dim] of type `dtype`."""
-    k = _worth(cache, places, cache.k, cache.k_scale, cache.k_zero, head_dim, cache.k_factor).to(dtype)
+
+    def worth(name: str, dim: int, factor: float, data: Tensor, *scales: Tensor | None) -> Tensor:
+        parts = [None if part is None else places.gather(part, scratch, name) for part in scales]
+        return dequantize(Quantized(places.gather(data, scratch, name), *parts), cache.dtype, dim, factor).to(dtype)
+
+    k = worth("k", head_dim, cache.k_factor, cache.k, cache.k_scale, cache.k_zero)
     if cache.v is None:
         return k, k[..., :v_dim]
-    return k, _worth(cache, places, cache.v, cache.v_scale, cache.v_zero, v_dim, cache.v_factor).to(dtype)
-
-
-def _worth(
-    cache: LayerCache,
-    places: TokenPlaces,
-    data: Tensor,
-    scale: Tensor | None,
-    zero: Tensor | None,
-    dim: int,
-    factor: float,
-) -> Tensor:
-    scales = [None if part is None else places.gather(part) for part in (scale, zero)]
-    return dequantize(Quantized(places.gather(data), *scales), cache.dtype, dim, factor)
+    return k, worth("v", v_dim, cache.v_factor, cache.v, cache.v_scale, cache.v_zero)

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.batch import Int64Array, PagedBatch
-from kvpool.attention.gather import TokenPlaces, gather_layer
+from kvpool.attention.gather import Scratch, TokenPlaces, gather_layer
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.paged_spec import AttentionSpec
 
@@ -69,6 +69,10 @@ class TorchBackend(AttentionBackend):
 
     name = "torch"
 
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._scratch = Scratch()
+
     def missing(self, spec: AttentionSpec) -> str | None:
         """Nothing is missing."""
         return None
@@ -98,7 +102,7 @@ class TorchBackend(AttentionBackend):
         if not plan.complete:
             out.zero_()
         for bucket in plan.buckets:
-            k, v = gather_layer(cache, bucket.places, q.dtype, spec.head_dim, spec.v_dim)
+            k, v = gather_layer(cache, bucket.places, q.dtype, spec.head_dim, spec.v_dim, self._scratch)
             queries = q.index_select(0, bucket.tokens).view(bucket.num_sequences, bucket.num_queries, *q.shape[1:])
             results = [
                 _attend(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.batch import Int32Array, Int64Array, PagedBatch
-from kvpool.attention.work import Work, divide_work
+from kvpool.attention.work import Work, divide_work, max_items
 from kvpool.errors import UnsupportedAttentionError
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.paged_attention import (
@@ -26,8 +26,7 @@ from kvpool.kernels.paged_spec import AttentionSpec
 from kvpool.layers import DType
 
 _DECODE_ROWS = 16  # the smallest tile that tensor cores take
-_ITEMS_PER_SM = 4  # programs that share a multiprocessor; more hide latency, fewer leave less to merge
-_WIDE_ELEMENTS = 128  # beyond this many elements a head, tiles are halved to fit shared memory
+_WIDE_ELEMENTS = 128  # beyond this many elements a head, tiles are smaller, to fit shared memory
 
 
 class _Launch(NamedTuple):
@@ -64,7 +63,7 @@ class _TritonBuffers(PlanBuffers):
         self.shape = backend.tile_shape(spec, short=True)
         self.tile_tokens = 1 if max_query_tokens <= max_sequences else backend.tile_tokens(spec, self.shape)
         self.max_tiles = min(max_query_tokens, max_sequences + -(-max_query_tokens // self.tile_tokens))
-        self.max_items = backend.target_items(spec, self.shape, self.tile_tokens) + 2 * self.max_tiles
+        self.max_items = max_items(self.max_tiles, backend.target_items(spec, self.shape, self.tile_tokens))
         sizes = [self.max_items * ITEM_FIELDS, self.max_tiles * TILE_FIELDS, max_blocks]
         self.memory = torch.zeros(sum(sizes), dtype=torch.int32, device=backend.device)
         items, tiles, self.indices = torch.split(self.memory, sizes)
@@ -95,10 +94,10 @@ class TritonBackend(AttentionBackend):
 
     def tile_shape(self, spec: AttentionSpec, *, short: bool) -> TileShape:
         """The tile for sequences with few queries (`short`) or many."""
-        wide = max(1, max(spec.head_dim, spec.v_dim) // _WIDE_ELEMENTS) * (2 if spec.dtype is DType.FLOAT32 else 1)
+        wide = -(-max(spec.head_dim, spec.v_dim) // _WIDE_ELEMENTS) * (2 if spec.dtype is DType.FLOAT32 else 1)
         if short:
-            return TileShape(_DECODE_ROWS, max(16, 64 // wide), 4, 3 if wide == 1 else 2)
-        return TileShape(128 if wide == 1 else 64, max(16, 64 // wide), 8 if wide == 1 else 4, 3 if wide == 1 else 2)
+            return TileShape(_DECODE_ROWS, max(16, 32 // wide), warps=4, stages=5 if wide == 1 else 3, programs=4)
+        return TileShape(128 if wide == 1 else 64, max(16, 32 // wide), warps=4, stages=2, programs=2)
 
     def tile_tokens(self, spec: AttentionSpec, shape: TileShape) -> int:
         """Queries of one sequence in a tile: their heads fill its rows."""
@@ -107,7 +106,7 @@ class TritonBackend(AttentionBackend):
     def target_items(self, spec: AttentionSpec, shape: TileShape, tile_tokens: int) -> int:
         """How many work items fill the GPU: each is run once for every KV head (and part of its query heads)."""
         heads = min(spec.group_size, shape.rows // tile_tokens)
-        return max(1, self.num_sms * _ITEMS_PER_SM // (spec.kv_heads * -(-spec.group_size // heads)))
+        return max(1, self.num_sms * shape.programs // (spec.kv_heads * -(-spec.group_size // heads)))
 
     def partials(self, spec: AttentionSpec, count: int, tile_tokens: int) -> Partials:
         """Uninitialised memory for partial results."""

@@ -37,6 +37,7 @@ class TileShape(NamedTuple):
     keys: int
     warps: int
     stages: int
+    programs: int  # that run on one multiprocessor at once
 
 
 class Partials(NamedTuple):
@@ -147,6 +148,9 @@ def _attend(
     k_zero += kv_head * k_scale_head
     v_scale += kv_head * v_scale_head
     v_zero += kv_head * v_scale_head
+    all_see = key_start  # the keys before this one are seen by every query of the tile
+    if WINDOW == 0 and CHUNK == 0:
+        all_see = position + 1
     for start in range(key_start, key_end, KEYS):
         listed = start + tl.arange(0, KEYS)
         live = listed < key_end
@@ -166,16 +170,17 @@ def _attend(
             grown = tl.exp2(scores * (2.8853900817779268 / soft_cap))
             scores = (1.0 - 2.0 / (grown + 1.0)) * (soft_cap * 1.4426950408889634)
 
-        seen = live[None, :]
-        if CAUSAL and TILE_TOKENS > 1:  # the keys of a single query are chosen for it
-            key_position = listed + tl.where(listed >= SINK_SLOTS, gap, 0)
-            seen = seen & (key_position[None, :] <= query_position[:, None])
-            if WINDOW > 0:
-                near = key_position[None, :] > query_position[:, None] - WINDOW
-                seen = seen & (near | (key_position < SINK_TOKENS)[None, :])
-            if CHUNK > 0:
-                seen = seen & (key_position[None, :] >= query_position[:, None] // CHUNK * CHUNK)
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.where(live[None, :], scores, float("-inf"))
+        if CAUSAL and TILE_TOKENS > 1:  # noqa: SIM102 (the keys of a single query are chosen for it)
+            if start + KEYS > all_see:
+                key_position = listed + tl.where(listed >= SINK_SLOTS, gap, 0)
+                seen = key_position[None, :] <= query_position[:, None]
+                if WINDOW > 0:
+                    near = key_position[None, :] > query_position[:, None] - WINDOW
+                    seen = seen & (near | (key_position < SINK_TOKENS)[None, :])
+                if CHUNK > 0:
+                    seen = seen & (key_position[None, :] >= query_position[:, None] // CHUNK * CHUNK)
+                scores = tl.where(seen, scores, float("-inf"))
 
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
         finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)

@@ -1,0 +1,297 @@
+"""Attention over paged memory: the Triton backend beside FlashInfer, and the torch backend beside dense attention.
+
+    python benchmarks/data_plane_attention.py [--json FILE] [--check] [--quick] [--only WORD]
+
+On a GPU: one layer of Llama-3.1-8B (32 query heads, 8 KV heads of 128, bfloat16) over scattered blocks of 16 tokens in a
+block-first store. A figure is the bytes of K and V that must be read, over the time of one layer: a CUDA graph of six
+layers, timed with events, so that launch gaps are not in it. FlashInfer reads the same kind of store in the same run.
+On a CPU: the time of one layer, beside `scaled_dot_product_attention` on K and V that are dense already (which no paged
+system has); the difference is the price of gathering. CPU figures are for one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness import Case, NoPartError, Peer, PeerAbsentError, PeerCase, Runner, Times, argument_parser, main
+from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch, create_backend
+from kvpool.kernels.layer_cache import LayerCache
+from kvpool.kernels.quantization import TORCH_DTYPES
+from kvpool.layers import DType, LayerSpec
+
+BLOCK_SIZE = 16
+LAYERS = 3  # of the store; runs go round them, so that nothing is left in a cache from the run before
+GRAPH_LAYERS = 6
+LLAMA = AttentionSpec(32, 8, 128)
+GPU_DECODE = ((64, 4096), (256, 1024), (8, 32768), (1, 131072))
+RAGGED = "ragged"  # 128 sequences of 1 to 8,192 tokens
+CPU_DECODE = {
+    "SmolLM2 16x512": (AttentionSpec(9, 3, 64, dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32), 16, 512),
+    "8 KV heads 8x1024": (AttentionSpec(32, 8, 128, dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32), 8, 1024),
+}
+
+
+class Problem(NamedTuple):
+    """A batch with one query each (or a chunk of a prompt), its store and its queries."""
+
+    spec: AttentionSpec
+    batch: PagedBatch
+    layers: list[LayerCache]
+    q: Tensor
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V that one layer must read."""
+        layer = LayerSpec(self.spec.kv_heads, self.spec.head_dim, self.spec.kv_dtype)
+        return int(self.batch.kv_lens.sum()) * layer.bytes_per_token
+
+
+def make_problem(
+    spec: AttentionSpec, query_lens: Sequence[int], kv_lens: Sequence[int], device: str, layers: int = LAYERS
+) -> Problem:
+    """Random K, V and queries; the blocks of all sequences are scattered over the store."""
+    blocks = -(-np.asarray(kv_lens) // BLOCK_SIZE)
+    indptr = np.concatenate(([0], np.cumsum(blocks)))
+    total = int(indptr[-1])
+    indices = np.random.default_rng(0).permutation(total).astype(np.int32)
+    batch = PagedBatch.build(indptr, indices, query_lens, kv_lens, block_size=BLOCK_SIZE)
+    q = torch.randn(batch.num_query_tokens, spec.q_heads, spec.head_dim, device=device).to(TORCH_DTYPES[spec.dtype])
+    return Problem(spec, batch, [*_random_store(spec, total, device, layers)], q)
+
+
+def _random_store(spec: AttentionSpec, num_blocks: int, device: str, layers: int) -> Iterator[LayerCache]:
+    """Layers of a block-first store; integers are any bytes with small scales, which costs a kernel the same."""
+    shape = (num_blocks, layers, 2, BLOCK_SIZE, spec.kv_heads)
+    dtype = TORCH_DTYPES[spec.kv_dtype]
+    if dtype.itemsize > 1:
+        store = torch.empty(*shape, spec.head_dim, dtype=dtype, device=device).normal_()
+        return (LayerCache(spec.kv_dtype, store[:, n, 0], store[:, n, 1]) for n in range(layers))
+    width = spec.head_dim * spec.kv_dtype.bits // 8
+    store = torch.randint(0, 120, (*shape, width), dtype=torch.uint8, device=device).view(dtype)
+    if not spec.kv_dtype.scale_bytes:
+        return (LayerCache(spec.kv_dtype, store[:, n, 0], store[:, n, 1]) for n in range(layers))
+    scales = torch.full(shape, 0.01, dtype=torch.float16, device=device)
+    sides = [(scales[:, n, 0], scales[:, n, 1]) for n in range(layers)]
+    return (LayerCache(spec.kv_dtype, store[:, n, 0], store[:, n, 1], *sides[n], *sides[n]) for n in range(layers))
+
+
+def decode_lengths(params: Mapping[str, Any]) -> list[int]:
+    """The context of every sequence of a case."""
+    if params["context"] == RAGGED:
+        return [int(length) for length in np.random.default_rng(1).integers(1, 8192, params["batch"])]
+    return [params["context"]] * params["batch"]
+
+
+class GraphRunner:
+    """Replays a graph of several layers; `value` makes the figure of the seconds that one layer takes."""
+
+    def __init__(self, problem: Problem, layer: Callable[[int], Any], value: Callable[[float], float]) -> None:
+        self._value = value
+        self._layer = layer  # with all that it needs: a graph does not keep the memory that it reads
+        layer(0)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            for number in range(GRAPH_LAYERS):
+                layer(number % len(problem.layers))
+
+    def __call__(self) -> list[float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        self._graph.replay()
+        end.record()
+        end.synchronize()
+        return [self._value(start.elapsed_time(end) / 1e3 / GRAPH_LAYERS)]
+
+
+def attention_runner(backend: AttentionBackend, problem: Problem, value: Callable[[float], float]) -> Runner:
+    """One layer after the other through a backend, planned once."""
+    plan = backend.plan(problem.spec, problem.batch)
+    out = torch.empty_like(problem.q)
+    return GraphRunner(problem, lambda n: backend.run(problem.q, problem.layers[n], plan, out=out), value)
+
+
+def gpu_decode(name: str, params: Mapping[str, Any]) -> Runner:
+    """Terabytes of K and V a second that a backend reads while it decodes."""
+    lengths = decode_lengths(params)
+    spec = replace(LLAMA, kv_dtype=params.get("kv_dtype", LLAMA.kv_dtype))
+    problem = make_problem(spec, [1] * len(lengths), lengths, "cuda")
+    backend = create_backend(name, "cuda")
+    return attention_runner(backend, problem, lambda seconds: problem.kv_bytes / seconds / 1e12)
+
+
+def gpu_prefill(name: str, params: Mapping[str, Any]) -> Runner:
+    """Teraflops (of what causality leaves) of a backend over chunks of prompts, each behind a prefix."""
+    batch, chunk, prefix = params["batch"], params["chunk"], params["prefix"]
+    problem = make_problem(LLAMA, [chunk] * batch, [prefix + chunk] * batch, "cuda")
+    pairs = batch * chunk * (prefix + (chunk + 1) / 2)
+    flops = 4 * pairs * LLAMA.q_heads * LLAMA.head_dim
+    return attention_runner(create_backend(name, "cuda"), problem, lambda seconds: flops / seconds / 1e12)
+
+
+def gpu_plan(name: str, params: Mapping[str, Any]) -> Runner:
+    """Host milliseconds to plan one decode step into the buffers of a captured graph."""
+    batch, context = params["batch"], params["context"]
+    problem = make_problem(LLAMA, [1] * batch, [context] * batch, "cuda", layers=1)
+    backend = create_backend(name, "cuda")
+    buffers = backend.reserve(LLAMA, max_sequences=batch, max_blocks=int(problem.batch.indptr[-1]))
+
+    def run() -> list[float]:
+        torch.cuda.synchronize()
+        start = time.thread_time_ns()
+        backend.plan(LLAMA, problem.batch, buffers)
+        return [(time.thread_time_ns() - start) / 1e6]
+
+    return run
+
+
+def cpu_decode(params: Mapping[str, Any]) -> Runner:
+    """CPU milliseconds of one layer through the torch backend, planned once."""
+    spec, batch, context = CPU_DECODE[params["shape"]]
+    torch.set_num_threads(1)
+    problem = make_problem(spec, [1] * batch, [context] * batch, "cpu")
+    backend = create_backend("torch", "cpu")
+    plan = backend.plan(spec, problem.batch)
+    return cpu_runner(lambda n: backend.run(problem.q, problem.layers[n], plan))
+
+
+def cpu_runner(layer: Callable[[int], Any]) -> Runner:
+    """Thread CPU milliseconds per layer, over the layers of the store."""
+
+    def run() -> list[float]:
+        start = time.thread_time_ns()
+        for number in range(LAYERS):
+            layer(number)
+        return [(time.thread_time_ns() - start) / 1e6 / LAYERS]
+
+    return run
+
+
+class FlashInfer:
+    """FlashInfer in this process, through kvpool's backend: its own kernels and its own planning."""
+
+    name = "flashinfer"
+    _cases: Mapping[str, Callable[[str, Mapping[str, Any]], Runner]] = {
+        "decode": gpu_decode,
+        "prefill": gpu_prefill,
+        "plan": gpu_plan,
+    }
+
+    def __init__(self) -> None:
+        self._runner: Runner | None = None
+
+    def start(self) -> str:
+        if not torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is None:
+            raise PeerAbsentError("flashinfer needs a CUDA device and the package flashinfer-python")
+        import flashinfer  # type: ignore[import-not-found, unused-ignore]
+
+        return str(flashinfer.__version__)
+
+    def setup(self, case: str, params: Mapping[str, Any]) -> None:
+        self._runner = None
+        if case not in self._cases:
+            raise NoPartError(f"flashinfer has no part in {case}")
+        self.start()
+        self._runner = self._cases[case]("flashinfer", params)
+
+    def repeat(self) -> Sequence[float]:
+        assert self._runner is not None
+        return self._runner()
+
+    def close(self) -> None:
+        self._runner = None
+
+
+@dataclass
+class DenseTorch:
+    """Plain `scaled_dot_product_attention` on dense K and V: what attention costs where nothing is paged."""
+
+    name: str = "dense SDPA"
+    _runner: Runner | None = None
+
+    def start(self) -> str:
+        return str(torch.__version__)
+
+    def setup(self, case: str, params: Mapping[str, Any]) -> None:
+        self._runner = None
+        if case != "cpu decode":
+            raise NoPartError(f"dense SDPA has no part in {case}")
+        spec, batch, context = CPU_DECODE[params["shape"]]
+        torch.set_num_threads(1)
+        # The heads of a group stand in the rows of one pass over K: faster here than `enable_gqa`, which repeats K and V.
+        q = torch.randn(batch, spec.kv_heads, spec.group_size, spec.head_dim)
+        k, v = (torch.randn(LAYERS, batch, spec.kv_heads, context, spec.head_dim) for _ in range(2))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        self._runner = cpu_runner(lambda n: attend(q, k[n], v[n], scale=spec.scale))
+
+    def repeat(self) -> Sequence[float]:
+        assert self._runner is not None
+        return self._runner()
+
+    def close(self) -> None:
+        self._runner = None
+
+
+def attention_cases() -> list[Case]:
+    """The attention rows: those for a GPU only where there is one."""
+    cases = []
+    if torch.cuda.is_available():
+        for batch, context in (*GPU_DECODE, (128, RAGGED)):
+            params = {"batch": batch, "context": context}
+            cases.append(_gpu_case(f"decode attention {batch}x{context}", "TB/s", "decode", gpu_decode, params, 0.9))
+        for dtype in (DType.FP8_E4M3, DType.INT8, DType.INT4):  # of the bytes as they are stored
+            params = {"batch": 64, "context": 4096, "kv_dtype": dtype}
+            runner = partial(gpu_decode, "triton", params)
+            cases.append(Case(f"decode attention 64x4096 {dtype.value}", "TB/s", "higher", runner))
+        params = {"batch": 256, "context": 1024}
+        runner = partial(gpu_plan, "triton", params)
+        cases.append(Case("plan decode 256x1024", "ms", "lower", runner, (), PeerCase("plan", params)))
+        for batch, chunk, prefix in ((8, 2048, 0), (1, 8192, 0), (4, 512, 8192)):
+            params = {"batch": batch, "chunk": chunk, "prefix": prefix}
+            name = f"prefill attention {batch}x{chunk} behind {prefix}"
+            cases.append(_gpu_case(name, "TFLOP/s", "prefill", gpu_prefill, params, None))
+    for shape in CPU_DECODE:
+        params = {"shape": shape}
+        runner = partial(cpu_decode, params)
+        cases.append(Case(f"decode attention cpu {shape}", "ms", "lower", runner, (), PeerCase("cpu decode", params)))
+    return cases
+
+
+def _gpu_case(
+    name: str,
+    unit: str,
+    kind: str,
+    make: Callable[[str, Mapping[str, Any]], Runner],
+    params: Mapping[str, Any],
+    share: float | None,
+) -> Case:
+    bars = () if share is None else (Times(share, "flashinfer"),)
+    return Case(name, unit, "higher", partial(make, "triton", params), bars, PeerCase(kind, params), repeats=30)
+
+
+def attention_peers() -> list[Peer]:
+    """Who is measured beside the cases above."""
+    return [FlashInfer(), DenseTorch()]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the attention rows alone."""
+    versions = {"torch": str(torch.__version__)}
+    if torch.cuda.is_available():
+        versions["device"] = torch.cuda.get_device_name()
+    return main(attention_cases(), attention_peers(), options, versions)
+
+
+if __name__ == "__main__":
+    sys.exit(run(argument_parser("Attention over paged memory, beside FlashInfer and dense attention.").parse_args()))

@@ -1,0 +1,84 @@
+"""Work items cover what every query sees, exactly once, and are as many as asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.attention import AttentionSpec, PagedBatch
+from kvpool.attention.work import divide_work, max_items
+
+SPECS = [
+    AttentionSpec(4, 2, 16),
+    AttentionSpec(4, 2, 16, window=20),
+    AttentionSpec(4, 2, 16, window=20, sink_tokens=5),
+    AttentionSpec(4, 2, 16, chunk=24),
+    AttentionSpec(4, 2, 16, causal=False),
+]
+
+
+@given(
+    st.sampled_from(SPECS),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 300)), min_size=1, max_size=8),
+    st.sampled_from([1, 4, 16]),
+    st.integers(1, 40),
+)
+def test_given_any_batch_then_every_query_meets_each_key_it_sees_exactly_once(
+    spec: AttentionSpec, lengths: list[tuple[int, int]], tile_tokens: int, target_items: int
+) -> None:
+    query_lens = np.array([queries for queries, _ in lengths])
+    kv_lens = np.array([queries + prefix for queries, prefix in lengths])
+    blocks = -(-kv_lens // 16)
+    indptr = np.concatenate(([0], np.cumsum(blocks)))
+    batch = PagedBatch.build(indptr, np.arange(indptr[-1]), query_lens, kv_lens, block_size=16)
+
+    work = divide_work(
+        spec, batch, np.arange(len(lengths)), tile_tokens=tile_tokens, tile_keys=8, target_items=target_items
+    )
+
+    starts = np.cumsum(query_lens) - query_lens
+    meetings = [np.zeros((queries, keys), int) for queries, keys in zip(query_lens, kv_lens, strict=True)]
+    for token, count, position, table, gap, first, last, _ in work.items.tolist():
+        sequence = int(np.searchsorted(indptr, table, side="right")) - 1
+        while query_lens[sequence] == 0 or not starts[sequence] <= token < starts[sequence] + query_lens[sequence]:
+            sequence -= 1  # sequences without blocks share the start of their list
+        assert gap == 0
+        assert position == kv_lens[sequence] - query_lens[sequence] + token - starts[sequence]
+        row = token - starts[sequence]
+        meetings[sequence][row : row + count, first:last] += 1
+    for met, queries, keys in zip(meetings, query_lens, kv_lens, strict=True):
+        positions = np.arange(keys)
+        seen = spec.visible(positions[keys - queries :, None] if queries else positions[:0, None], positions[None, :])
+        assert (met[seen] == 1).all()
+    num_tiles = int((-(-query_lens // tile_tokens)).sum())
+    assert len(work.items) <= max_items(num_tiles, target_items)
+    partials = work.items[work.items[:, 7] >= 0, 7]
+    assert sorted(partials.tolist()) == list(range(work.num_partials))
+    assert work.tiles[:, 3].sum() == work.num_partials
+
+
+def test_given_few_tiles_then_their_keys_fill_one_wave_and_no_more() -> None:
+    batch = PagedBatch.build(np.arange(9) * 2048, np.arange(16384), np.ones(8, int), np.full(8, 32768), block_size=16)
+
+    work = divide_work(SPECS[0], batch, np.arange(8), tile_tokens=1, tile_keys=32, target_items=66)
+
+    lengths = work.items[:, 6] - work.items[:, 5]
+    assert len(work.items) == 64
+    assert lengths.min() == lengths.max() == 4096
+
+
+def test_given_many_tiles_then_none_is_divided() -> None:
+    batch = PagedBatch.build(
+        np.arange(257) * 64, np.arange(16384), np.ones(256, int), np.full(256, 1024), block_size=16
+    )
+
+    work = divide_work(SPECS[0], batch, np.arange(256), tile_tokens=1, tile_keys=32, target_items=64)
+
+    assert len(work.items) == 256
+    assert work.num_partials == 0
