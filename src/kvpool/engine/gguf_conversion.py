@@ -59,6 +59,8 @@ def converted(gguf_file: Path, *, tell: Callable[[str], None] = _tell) -> Path:
             try:
                 _convert(gguf_file, unfinished)
                 unfinished.rename(target)
+            except Exception as error:  # readers raise whatever they stumble over
+                raise ModelLoadError(f"{gguf_file} could not be converted: {error!r}") from error
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
             tell(f"converted; kept in {target}")

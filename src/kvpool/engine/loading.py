@@ -169,7 +169,10 @@ def _from_hub(name: str, device: torch.device, dtype: torch.dtype | str, trust: 
     if looks_like_path:
         raise ModelLoadError(f"there is no file or directory {name}")
     try:
-        model, tokenizer = _pretrained(name, device, dtype, True, trust)
+        try:  # what was fetched before needs no network
+            model, tokenizer = _pretrained(name, device, dtype, True, {**trust, "local_files_only": True})
+        except OSError:
+            model, tokenizer = _pretrained(name, device, dtype, True, trust)
     except OSError as error:  # transformers' and the hub's own errors are of this kind
         raise ModelLoadError(
             f"{name!r} is no directory or file here, and the Hugging Face hub did not give it (no network, no such name, no "
@@ -179,13 +182,13 @@ def _from_hub(name: str, device: torch.device, dtype: torch.dtype | str, trust: 
 
 
 def _pretrained(
-    name: str, device: torch.device, dtype: torch.dtype | str, has_tokenizer: bool, trust: Mapping[str, bool]
+    name: str, device: torch.device, dtype: torch.dtype | str, has_tokenizer: bool, options: Mapping[str, bool]
 ) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with _no_progress_bars():
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, **trust)
-    tokenizer = AutoTokenizer.from_pretrained(name, **trust) if has_tokenizer else None
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, **options)
+    tokenizer = AutoTokenizer.from_pretrained(name, **options) if has_tokenizer else None
     return _at_rest(model.to(device)), tokenizer
 
 
