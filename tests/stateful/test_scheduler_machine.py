@@ -16,7 +16,7 @@ from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scheduling"))
-from toy_engine import ToyEngine, expected_output
+from toy_engine import ToyEngine, expected_beams, expected_output
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope
 from kvpool.errors import NeverFitsError
@@ -49,7 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         layers=st.sampled_from([[FULL], [FULL], [FULL, SLIDING], [FULL, SINKS]]),
         block_size=st.sampled_from([1, 3, 4]),
-        gpu_tokens=st.integers(16, 48),
+        gpu_tokens=st.integers(16, 40),
         host_blocks=st.sampled_from([0, 4, 40]),
         caching=st.sampled_from([True, True, False]),
         watermark=st.sampled_from([0.0, 0.01, 0.2]),
@@ -95,8 +95,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=prompts,
-        max_new_tokens=st.integers(1, 12),
+        max_new_tokens=st.integers(1, 16),
         n=st.sampled_from([1, 1, 1, 2]),
+        steered=st.sampled_from([False, False, False, True]),
         priority=st.integers(0, 2),
         tenant=st.sampled_from(["", "a"]),
         stops=st.sampled_from([(), (), (3,), (5, 6, 7)]),
@@ -105,7 +106,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(
         self, prompt: tuple[tuple[int, ...], list[int]], patience: float | None, tenant: str, **options: Any
     ) -> None:
-        stops = options.pop("stops")
+        stops = () if options["steered"] else options.pop("stops")
+        options.pop("stops", None)
         self.number += 1
         request = Request(
             self.number,
@@ -177,12 +179,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(pool.referenced == 0 for pool in self.manager.stats().pools)
         assert self.manager.stats().num_sequences == 0
         stats = self.scheduler.stats
+        if self.scheduler.config.capacity is CapacityMode.GUARANTEED:
+            assert stats.preemptions == 0
         for name in ("preemptions", "swapped_out", "stalls", "prefix_waits", "accepted_draft_tokens", "cached_tokens"):
             event(f"{name}: {getattr(stats, name) > 0}")
 
     def assert_outputs_are_right(self) -> None:
         for number, request in self.requests.items():
             done = self.cancelled.get(number) or self.engine.finished[number]
+            if request.steered:
+                beams = sorted(output.token_ids.tolist() for output in done.outputs)
+                assert done.reason in CUT_OFF or beams == expected_beams(request)
+                continue
             outputs = {output.sample: output for output in done.outputs}
             if done.reason not in CUT_OFF:
                 assert sorted(outputs) == list(range(request.n))

@@ -23,7 +23,8 @@ class Verdict(Enum):
 
     ENTERED = auto()
     PASSED_OVER = auto()  # it waits for something of its own; those behind it may go first
-    BLOCKED = auto()  # no memory, lane or tokens left: nobody behind it goes first
+    OUT_OF_TOKENS = auto()  # this step is full
+    BLOCKED = auto()  # no memory or lane: nobody behind it goes first
 
 
 class Admissions:
@@ -52,6 +53,7 @@ class Admissions:
             verdict = self._try(sequence, round)
             if verdict is Verdict.BLOCKED:
                 self._blocked_at, self._retry_in = (running.departures, self.num_arrivals), RETRY_STEPS
+            if verdict in (Verdict.BLOCKED, Verdict.OUT_OF_TOKENS):
                 self._prefetch(candidates[position : position + self.config.prefetch_requests])
                 return
 
@@ -113,6 +115,9 @@ class Admissions:
         """Admits a waiting sequence with the first chunk of its tokens."""
         request, tokens = sequence.request, sequence.tokens
         match = self.manager.match_prefix(tokens, request.scope)
+        if self.capacity.has_shrunk() and (reason := self.capacity.why_never(request)) is not None:
+            round.refused.append((sequence, reason))
+            return Verdict.PASSED_OVER
         alone = self._is_alone(sequence)
         if match.in_flight and self.config.wait_for_prefix and not alone:
             if not sequence.waits_for_prefix:
@@ -120,7 +125,7 @@ class Admissions:
                 self.roster.stats.prefix_waits += 1
             return Verdict.PASSED_OVER
         if round.budget <= 0:
-            return Verdict.BLOCKED
+            return Verdict.OUT_OF_TOKENS
         if (match.has_last_logits or (request.steered and sequence.group.branched)) and len(tokens) > 1:
             tokens = tokens[:-1]  # all is cached, or other beams must be there too: it decodes its last token
         start = min(match.num_tokens, len(tokens) - 1)
@@ -132,7 +137,7 @@ class Admissions:
                     return Verdict.BLOCKED
         handle = self._allocate_at_most(sequence, tokens, start, stop, alone)
         if handle is None:
-            return self._refuse_if_hopeless(sequence, round) if alone else Verdict.BLOCKED
+            return Verdict.BLOCKED
         self._enter(sequence, handle)
         (round.resumed if sequence.num_preemptions else round.admitted).append(sequence)
         self.roster.stats.cached_tokens += handle.num_cached_tokens
@@ -166,14 +171,6 @@ class Admissions:
                 if not alone or stop <= start + 1:
                     return None
                 stop = start + (stop - start) // 2
-
-    def _refuse_if_hopeless(self, sequence: ScheduledSequence, round: Round) -> Verdict:
-        """A sequence does not even begin in an empty GPU tier: pins hold it up, or the pool has shrunk."""
-        reason = self.capacity.why_never(sequence.request)
-        if reason is None:
-            return Verdict.BLOCKED
-        round.refused.append((sequence, reason))
-        return Verdict.PASSED_OVER
 
     def _enter(self, sequence: ScheduledSequence, handle: KVCacheHandle) -> None:
         """Onto the GPU, with what that promises."""

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvpool.blocks.arrays import Int64Array
 from kvpool.blocks.groups import is_cross, is_windowed
-from kvpool.config import LayerGroup
+from kvpool.config import LayerGroup, Tier
 from kvpool.layers import ceil_div
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling.config import CapacityMode, SchedulerConfig
@@ -105,6 +105,11 @@ class Capacity:
                 own = ceil_div(request.num_places, self.block_size) - shared
                 needs[group.pool] += (request.n - 1) * own
         return needs
+
+    def has_shrunk(self) -> bool:
+        """Whether a pool is smaller than it was made: what was accepted then may not fit any more."""
+        made = (pool.num_blocks[Tier.GPU] for pool in self.manager.config.pools)
+        return any(now < then for now, then in zip(self.pool_sizes(), made, strict=True))
 
     def pool_sizes(self) -> list[int]:
         """Blocks of each GPU pool, as large as it is now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from kvpool.errors import InvalidArgumentError
@@ -21,15 +22,28 @@ class CostModel(Protocol):
         """Moving bytes between the GPU and the host, one way."""
 
 
+@runtime_checkable
+class LearningCostModel(CostModel, Protocol):
+    """A cost model that corrects itself from measured times."""
+
+    def observe_step(
+        self, prefills: Sequence[tuple[int, int]], num_sequences: int, context: int, seconds: float
+    ) -> None:
+        """A measured forward pass: `prefills` as (tokens, context), and `num_sequences` that decoded over `context`."""
+
+    def observe_transfer(self, num_bytes: int, seconds: float) -> None:
+        """A measured transfer between GPU and host."""
+
+
 class LinearCostModel:
     """Linear costs with a correction that follows what is measured (an exponentially weighted mean).
 
     Attention makes a prompt's cost grow with its context: `seconds_per_token_pair` times the tokens that each token sees.
-    The defaults describe an 8-billion-parameter model on one large GPU; call `observe_*` with measured times and they stop
-    mattering.
+    The defaults describe an 8-billion-parameter model on one large GPU; call `Scheduler.observe` and
+    `observe_transfer` with measured times and they stop mattering.
 
     >>> costs = LinearCostModel(prefill_seconds_per_token=1e-4, seconds_per_token_pair=0.0)
-    >>> costs.observe_prefill(100, 0, seconds=0.02)  # twice as slow as thought: the next guess moves towards it
+    >>> costs.observe_step([(100, 0)], 0, 0, seconds=0.02)  # twice as slow as thought: the next guess moves towards it
     >>> round(costs.prefill_seconds(100, 0), 4)
     0.012
     """
@@ -90,13 +104,16 @@ class LinearCostModel:
             return 0.0
         return self.transfer_scale * (self.transfer_latency + num_bytes / self.transfer_bytes_per_second)
 
-    def observe_prefill(self, num_tokens: int, context: int, seconds: float) -> None:
-        """A measured prefill, without what decode rows of the same step took."""
-        self.prefill_scale *= self._correction(seconds, self.prefill_seconds(num_tokens, context))
-
-    def observe_decode(self, num_sequences: int, context: int, seconds: float) -> None:
-        """A measured step in which only decode rows ran."""
-        self.decode_scale *= self._correction(seconds, self.decode_seconds(num_sequences, context))
+    def observe_step(
+        self, prefills: Sequence[tuple[int, int]], num_sequences: int, context: int, seconds: float
+    ) -> None:
+        """Steps that only decode correct the decode cost; what others take on top of it corrects the prefill cost."""
+        decode = self.decode_seconds(num_sequences, context)
+        if not prefills:
+            self.decode_scale *= self._correction(seconds, decode)
+        else:
+            predicted = sum(self.prefill_seconds(num_tokens, before) for num_tokens, before in prefills)
+            self.prefill_scale *= self._correction(seconds - decode, predicted)
 
     def observe_transfer(self, num_bytes: int, seconds: float) -> None:
         """A measured transfer between GPU and host."""

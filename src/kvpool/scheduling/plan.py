@@ -89,11 +89,13 @@ class BatchPlan:
         """What a cost model expects of this step: for simulated time."""
         seconds = costs.transfer_seconds(transferred_bytes(self.copies, config))
         seconds += costs.decode_seconds(self.num_decode, int(self.kv_lengths[: self.num_decode].sum()))
-        counts = np.diff(self.query_start)
-        for row in range(self.num_decode, len(self.sequences)):
-            num_tokens = int(counts[row])
-            seconds += costs.prefill_seconds(num_tokens, int(self.kv_lengths[row]) - num_tokens)
-        return seconds
+        return seconds + sum(costs.prefill_seconds(num_tokens, context) for num_tokens, context in self.prefills())
+
+    def prefills(self) -> list[tuple[int, int]]:
+        """Tokens of each chunk of a prompt, and the tokens before it."""
+        counts = np.diff(self.query_start)[self.num_decode :]
+        contexts = self.kv_lengths[self.num_decode :] - counts
+        return list(zip(counts.tolist(), contexts.tolist(), strict=True))
 
 
 def transferred_bytes(copies: list[CopyOp], config: KVCacheConfig) -> int:

@@ -57,11 +57,13 @@ class Planner:
 
         The lowest rank gives way, unless it belongs to the highest: that one's beams come back first and fit together.
         """
-        waiting = list(self.roster.resuming)
-        if self.running.members and waiting:
+        if self.running.members:
             lowest = max(self.running.members, key=lambda sequence: sequence.rank)
-            highest = min([*self.running.members, *waiting], key=lambda sequence: sequence.rank)
-            if lowest.group is not highest.group:
+            highest = min([*self.running.members, *self.roster.resuming], key=lambda sequence: sequence.rank)
+            reason = self.capacity.why_never(highest.request)
+            if reason is not None:  # it did fit before the pool shrank
+                round.refused.append((highest, reason))
+            elif lowest.group is not highest.group:
                 round.preempt(lowest)
 
     # --- decode ------------------------------------------------------------------------------------------------------

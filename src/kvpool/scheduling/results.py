@@ -41,7 +41,11 @@ class Results:
     def checked_counts(self, counts: Int64Array | None) -> Int64Array:
         """How many tokens each sampling row got; raises before anything changes if they do not fit the plan."""
         plan, rows = self.plan, self.plan.sampling_rows
-        if plan.is_uniform and counts is None and len(self.tokens) == len(rows):
+        if (
+            plan.is_uniform
+            and len(self.tokens) == len(rows)
+            and (counts is None or np.array_equal(counts, plan.num_samples))
+        ):
             return plan.num_samples
         wanted, drafts = plan.num_samples[rows], plan.num_drafts[rows]
         if counts is None:

@@ -34,7 +34,7 @@ from kvpool.errors import (
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.config import SchedulerConfig
-from kvpool.scheduling.costs import CostModel, LinearCostModel
+from kvpool.scheduling.costs import CostModel, LearningCostModel, LinearCostModel
 from kvpool.scheduling.plan import BatchPlan
 from kvpool.scheduling.planning import Planner
 from kvpool.scheduling.request import (
@@ -98,9 +98,8 @@ class Scheduler:
         self._roster = Roster(manager, self.config, self.costs)
         self._planner = Planner(self._roster, self._capacity)
         self._groups: dict[Hashable, RequestGroup] = {}
-        self._deadlines: list[tuple[float, int, RequestGroup]] = []
+        self._deadlines: list[tuple[float, int, Hashable]] = []
         self._in_flight: deque[BatchPlan] = deque()
-        self._over: list[Finished] = []  # ended since the last step: reported by the next plan
         self._num_added = 0
         self._num_plans = 0
 
@@ -119,13 +118,22 @@ class Scheduler:
         reason = self._capacity.why_never(request)
         if reason is not None:
             raise NeverFitsError(f"request {request.id!r} can never run: {reason}")
+        self._refuse_live_id(request.id)
         group = RequestGroup(request, self.clock() if request.arrival is None else request.arrival)
         self._groups[request.id] = group
         self._num_added += 1
         if request.deadline is not None:
-            heappush(self._deadlines, (request.deadline, self._num_added, group))
+            heappush(self._deadlines, (request.deadline, self._num_added, request.id))
         self._roster.wait(group.sequences[0])
         self._planner.admissions.num_arrivals += 1
+
+    def _refuse_live_id(self, request_id: Hashable) -> None:
+        """Somebody else may use the manager too."""
+        try:
+            self.manager.get((request_id, 0))
+        except UnknownRequestError:
+            return
+        raise DuplicateRequestError(f"the manager already has a sequence {(request_id, 0)!r}; use another id")
 
     def cancel(self, request_id: Hashable) -> Finished:
         """Ends a request at any moment, also while a plan with it is in flight; what it has computed stays cached."""
@@ -164,12 +172,12 @@ class Scheduler:
 
     def step(self) -> BatchPlan:
         """Plans the next step and takes the memory for it. An empty plan may still have copies; it need not be completed."""
-        self._expire()
+        finished = self._expire()
         self._num_plans += 1
         plan, round = self._planner.plan(self._num_plans, len(self._in_flight))
         for sequence, reason in round.refused:
-            self._over.append(self._stop(sequence.group, FinishReason.REFUSED, reason))
-        plan.finished, self._over = self._over, []
+            finished.append(self._stop(sequence.group, FinishReason.REFUSED, reason))
+        plan.finished = finished
         if not plan.is_empty:
             self._in_flight.append(plan)
         return plan
@@ -192,12 +200,18 @@ class Scheduler:
         reports = (self._report(group) for group in results.groups)
         return StepResult([report for report in reports if report is not None], results.forks)
 
+    def observe(self, plan: BatchPlan, seconds: float) -> None:
+        """The forward pass of a plan took this long: a cost model that learns (`LinearCostModel`) takes it into account."""
+        if isinstance(self.costs, LearningCostModel):
+            decoding = int(plan.kv_lengths[: plan.num_decode].sum())
+            self.costs.observe_step(plan.prefills(), plan.num_decode, decoding, seconds)
+
     # --- looking at it -----------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
         """Whether any request is not over, or a plan is in flight."""
-        return bool(self._groups or self._in_flight or self._over)
+        return bool(self._groups or self._in_flight)
 
     @property
     def num_waiting(self) -> int:
@@ -261,15 +275,16 @@ class Scheduler:
         self.stats.finished += 1
         return Finished(request, outputs, detail)
 
-    def _expire(self) -> None:
+    def _expire(self) -> list[Finished]:
         """Ends requests whose deadline has passed."""
-        if not self._deadlines:
-            return
-        now = self.clock()
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].is_finished):
-            group = heappop(self._deadlines)[2]
-            if not group.is_finished:
-                self._over.append(self._stop(group, FinishReason.DEADLINE))
+        expired: list[Finished] = []
+        now = self.clock() if self._deadlines else 0.0
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, _, request_id = heappop(self._deadlines)
+            group = self._groups.get(request_id)
+            if group is not None and group.request.deadline == deadline:  # and not over, its id used again
+                expired.append(self._stop(group, FinishReason.DEADLINE))
+        return expired
 
 
 def _as_counts(counts: Any) -> Int64Array:

@@ -1,0 +1,66 @@
+"""Small pools and requests for the scheduler's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toy_engine import ToyEngine
+
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
+from kvpool.scheduling import BatchPlan, CostModel, Request, Scheduler, SchedulerConfig
+
+FULL = LayerSpec(kv_heads=1, head_dim=8)
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=6)
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
+    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
+    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
+
+
+def make_engine(
+    manager: KVCacheManager | None = None,
+    *,
+    depth: int = 1,
+    costs: CostModel | None = None,
+    clock: Clock | None = None,
+    drafts: tuple[int, ...] = (),
+    **config: Any,
+) -> ToyEngine:
+    """An engine over a scheduler; `config` is that of the scheduler."""
+    options: dict[str, Any] = {"max_tokens_per_step": 64, "max_sequences": 8} | config
+    scheduler = Scheduler(manager or make_manager(), SchedulerConfig(**options), costs, clock or Clock())
+    return ToyEngine(scheduler, depth, drafts)
+
+
+def request(name: str, num_tokens: int, max_new_tokens: int = 4, first: int = 0, **options: Any) -> Request:
+    """A prompt of consecutive ids from `first` on."""
+    return Request(name, range(first, first + num_tokens), max_new_tokens, **options)
+
+
+def add(engine: ToyEngine, *requests: Request) -> None:
+    for each in requests:
+        engine.scheduler.add(each)
+
+
+def names(sequences: Any) -> list[Any]:
+    """The request ids of sequences."""
+    return [sequence.request.id for sequence in sequences]
+
+
+def tokens_of(plan: BatchPlan) -> dict[Any, int]:
+    """How many tokens a plan computes for each request."""
+    return {
+        sequence.request.id: int(plan.query_start[row + 1] - plan.query_start[row])
+        for row, sequence in enumerate(plan.sequences)
+    }

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import pytest
+from support import FULL, SLIDING, add, make_engine, make_manager, names, request, tokens_of
+
+from kvpool import CopyKind, ReuseScope
+from kvpool.scheduling import CapacityMode, FinishReason
+
+
+def test_given_a_watermark_when_a_request_would_use_it_then_it_waits_until_the_other_is_done() -> None:
+    engine = make_engine(make_manager(gpu_blocks=4, watermark=0.25))
+    add(engine, request("a", 8, 2), request("b", 8, 2, first=50))
+    assert names(engine.step().admitted) == ["a"]
+    engine.drain()
+    engine.assert_right(*(done.request for done in engine.finished.values()))
+
+
+def test_given_a_request_as_large_as_the_pool_when_it_is_alone_then_the_watermark_does_not_keep_it_out() -> None:
+    engine = make_engine(make_manager(gpu_blocks=4, watermark=0.25))
+    only = request("a", 14, 3)
+    add(engine, only)
+    engine.drain(max_steps=10)
+    engine.assert_right(only)
+
+
+def test_given_a_prompt_in_chunks_when_another_waits_then_the_blocks_of_its_later_chunks_are_not_given_away() -> None:
+    engine = make_engine(make_manager(gpu_blocks=8), max_chunk_tokens=4)
+    add(engine, request("long", 24, 2), request("other", 12, 2, first=50))
+    for _ in range(6):
+        assert names(engine.step().sequences) == ["long"]
+    engine.drain()
+    assert engine.scheduler.stats.preemptions == 0
+
+
+def test_given_strict_order_when_a_large_request_does_not_fit_then_small_ones_do_not_overtake_it() -> None:
+    engine = make_engine(make_manager(gpu_blocks=6))
+    add(engine, request("a", 12, 6), request("large", 16, 2, first=50), request("small", 2, 2, first=90))
+    admitted = [name for _ in range(12) for name in names(engine.step().admitted)]
+    assert admitted == ["a", "large", "small"]
+
+
+@pytest.mark.parametrize("layers", [[FULL], [FULL, SLIDING]])
+@pytest.mark.parametrize("n", [1, 3])
+def test_given_guaranteed_capacity_then_nobody_is_ever_preempted_or_stalled(layers: list[object], n: int) -> None:
+    manager = make_manager(*layers, gpu_blocks=20 * len(layers), partial_match=False)  # type: ignore[arg-type]
+    engine = make_engine(manager, capacity="guaranteed", depth=2)
+    requests = [request(f"r{i}", 7, 14, first=20 * i, n=n) for i in range(6)]
+    add(engine, *requests)
+    engine.drain()
+    engine.assert_right(*requests)
+    assert (engine.scheduler.stats.preemptions, engine.scheduler.stats.stalls) == (0, 0)
+
+
+def test_given_guaranteed_capacity_then_fewer_run_at_once_than_with_the_most_use() -> None:
+    at_once = {}
+    for mode in CapacityMode:
+        engine = make_engine(make_manager(gpu_blocks=10), capacity=mode)
+        add(engine, *(request(f"r{i}", 4, 13, first=20 * i) for i in range(4)))
+        engine.step()
+        at_once[mode] = engine.scheduler.num_running
+        engine.drain()
+    assert at_once == {CapacityMode.MAX_UTILISATION: 4, CapacityMode.GUARANTEED: 2}
+
+
+def test_given_two_equal_prompts_when_the_first_is_being_computed_then_the_second_waits_and_computes_only_the_rest() -> (
+    None
+):
+    engine = make_engine(max_chunk_tokens=8)
+    requests = [request("producer", 17), request("waiter", 17), request("other", 5, first=60)]
+    add(engine, *requests)
+    assert names(engine.step().admitted) == ["producer", "other"]
+    assert names(engine.step().admitted) == []
+    assert engine.scheduler.stats.prefix_waits == 1
+    engine.step()
+    assert tokens_of(engine.step())["waiter"] == 1
+    engine.drain()
+    engine.assert_right(*requests)
+
+
+def test_given_waiting_switched_off_then_equal_prompts_are_computed_side_by_side() -> None:
+    engine = make_engine(wait_for_prefix=False)
+    add(engine, request("a", 9), request("b", 9))
+    assert names(engine.step().admitted) == ["a", "b"]
+    engine.drain()
+
+
+def test_given_a_waiter_when_its_producer_is_cancelled_then_it_computes_the_prefix_itself() -> None:
+    engine = make_engine(max_chunk_tokens=4)
+    waiter = request("waiter", 12)
+    add(engine, request("producer", 12), waiter)
+    engine.step()
+    engine.scheduler.cancel("producer")
+    assert names(engine.step().admitted) == ["waiter"]
+    engine.drain()
+    engine.assert_right(waiter)
+
+
+def test_given_other_scopes_then_nobody_waits_for_a_prefix_that_it_may_not_use() -> None:
+    engine = make_engine(max_chunk_tokens=4)
+    add(engine, request("a", 12, scope=ReuseScope(tenant="a")), request("b", 12, scope=ReuseScope(tenant="b")))
+    assert names(engine.step().admitted) == ["a", "b"]
+    engine.drain()
+
+
+def test_given_an_offloaded_prefix_when_its_request_is_next_in_line_then_it_is_brought_up_ahead() -> None:
+    manager = make_manager(host_blocks=16)
+    engine = make_engine(manager, max_sequences=1)
+    add(engine, request("first", 16, 1))
+    engine.drain()
+    manager.offload(16)
+    again = request("again", 18, 2)
+    add(engine, request("running", 4, 4, first=80), again)
+    plan = engine.step()
+    assert [op.kind for op in plan.copies] == [CopyKind.OFFLOAD, CopyKind.ONBOARD]
+    assert (names(plan.sequences), engine.scheduler.stats.prefetched_blocks) == (["running"], 4)
+    engine.drain()
+    engine.assert_right(again)
+
+
+def test_given_prefetching_switched_off_then_a_prefix_comes_up_with_its_request() -> None:
+    manager = make_manager(host_blocks=16)
+    engine = make_engine(manager, max_sequences=1, prefetch_requests=0)
+    add(engine, request("first", 16, 1))
+    engine.drain()
+    manager.offload(16)
+    again = request("again", 18, 2)
+    add(engine, request("running", 4, 4, first=80), again)
+    engine.drain()
+    engine.assert_right(again)
+    assert engine.scheduler.stats.prefetched_blocks == 0
+
+
+def test_given_a_pool_that_shrinks_when_a_waiting_request_can_no_longer_fit_then_it_is_refused_with_the_reason() -> (
+    None
+):
+    manager = make_manager(gpu_blocks=16)
+    engine = make_engine(manager)
+    add(engine, request("a", 40, 4))
+    manager.resize(8)
+    plan = engine.step()
+    (done,) = plan.finished
+    assert (done.request.id, done.reason, plan.is_empty) == ("a", FinishReason.REFUSED, True)
+    assert "11 blocks of pool 0, which has 8" in done.detail
+    assert not engine.scheduler.has_work
+
+
+def test_given_pins_that_leave_no_room_when_they_end_then_the_request_that_waited_runs() -> None:
+    manager = make_manager(gpu_blocks=4, max_pinned_tokens=16)
+    engine = make_engine(manager)
+    add(engine, request("pinned", 12, 1))
+    engine.drain()
+    pin = manager.pin(range(12))
+    waiting = request("waiting", 8, 2, first=50)
+    add(engine, waiting)
+    engine.step()
+    assert engine.step().is_empty or engine.scheduler.num_running  # it has begun with the one block that is left
+    manager.unpin(pin)
+    engine.drain()
+    engine.assert_right(waiting)
+
+
+def test_given_many_waiting_and_a_full_pool_when_nobody_leaves_then_the_queue_is_not_searched_in_every_step() -> None:
+    engine = make_engine(make_manager(gpu_blocks=8))
+    add(engine, request("a", 4, 25), *(request(f"r{i}", 24, 2, first=100 * i) for i in range(1, 9)))
+    engine.step()
+    looked_at: list[object] = []
+    original = engine.manager.match_prefix
+    engine.manager.match_prefix = lambda *args: looked_at.append(args) or original(*args)  # type: ignore
+    for _ in range(16):
+        assert names(engine.step().sequences) == ["a"]
+    assert len(looked_at) < 16

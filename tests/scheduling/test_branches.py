@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import pytest
+from support import add, make_engine, make_manager, request
+
+from kvpool import CopyKind
+from kvpool.errors import InvalidArgumentError, NeverFitsError, SequenceStateError
+from kvpool.scheduling import FinishReason
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_tokens", [6, 8])
+def test_given_several_samples_then_the_prompt_is_computed_once_and_shared(num_tokens: int, depth: int) -> None:
+    engine = make_engine(depth=depth)
+    only = request("r", num_tokens, 5, n=3)
+    add(engine, only)
+    engine.drain()
+    engine.assert_right(only)
+    assert engine.scheduler.stats.prefill_tokens == num_tokens
+    assert engine.manager.stats().forks == 2
+
+
+def test_given_samples_that_share_a_block_when_they_write_into_it_then_all_but_one_copy_it_first() -> None:
+    engine = make_engine()
+    add(engine, request("r", 6, 5, n=3))
+    engine.step()
+    kinds = [op.kind for op in engine.step().copies]
+    assert kinds == [CopyKind.COPY_ON_WRITE] * 2
+    engine.drain()
+
+
+def test_given_a_prompt_that_is_not_branched_yet_then_lanes_for_its_samples_are_kept() -> None:
+    engine = make_engine(max_sequences=3, max_chunk_tokens=4)
+    add(engine, request("r", 8, 3, n=3), request("other", 4, 3, first=50))
+    engine.step()
+    assert engine.scheduler.num_running == 1
+    engine.drain()
+
+
+def test_given_samples_that_end_at_once_then_they_are_not_forked() -> None:
+    engine = make_engine()
+    only = request("r", 6, 1, n=3)
+    add(engine, only)
+    engine.drain()
+    engine.assert_right(only)
+    assert engine.manager.stats().forks == 0
+    assert [output.reason for output in engine.finished["r"].outputs] == [FinishReason.LENGTH] * 3
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("caching", [True, False])
+def test_given_samples_that_do_not_fit_together_then_they_give_way_to_each_other_and_end_right(
+    caching: bool, depth: int
+) -> None:
+    manager = make_manager(gpu_blocks=6, host_blocks=16, enable_prefix_caching=caching)
+    engine = make_engine(manager, depth=depth)
+    only = request("r", 8, 12, n=4)
+    add(engine, only)
+    engine.drain(max_steps=200)
+    engine.assert_right(only)
+    assert engine.scheduler.stats.preemptions > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_given_a_steered_request_then_its_beams_advance_together_and_end_as_alone(depth: int) -> None:
+    engine = make_engine(depth=depth)
+    beams, other = request("beams", 6, 7, n=3, steered=True), request("other", 5, 6, first=50)
+    add(engine, beams, other)
+    engine.drain()
+    engine.assert_right(beams, other)
+
+
+def test_given_two_beam_searches_in_a_pool_for_one_then_they_do_not_wait_for_each_other_for_ever() -> None:
+    engine = make_engine(make_manager(gpu_blocks=15))
+    requests = [request(f"beams {i}", 6, 12, n=3, steered=True, first=20 * i) for i in range(3)]
+    add(engine, *requests)
+    engine.drain(max_steps=300)
+    engine.assert_right(*requests)
+
+
+def test_given_beams_that_do_not_fit_together_then_the_request_is_refused_at_once() -> None:
+    engine = make_engine(make_manager(gpu_blocks=8))
+    with pytest.raises(NeverFitsError, match="pool 0, which has 8"):
+        add(engine, request("beams", 6, 12, n=3, steered=True))
+    add(engine, request("samples", 6, 12, n=3))  # samples can wait for each other
+    engine.drain()
+
+
+def test_given_beams_when_none_is_continued_then_the_request_is_over() -> None:
+    engine = make_engine()
+    add(engine, request("r", 4, 9, n=2, steered=True))
+    engine.step()
+    plan = engine.scheduler.step()
+    (done,) = engine.scheduler.complete(plan, [], [0, 0]).finished
+    assert done.outputs[0].reason is FinishReason.PRUNED
+    assert engine.manager.stats().num_sequences == 0
+    assert not engine.scheduler.has_work
+
+
+def test_given_beams_in_flight_when_the_next_step_is_planned_then_they_wait_for_the_result() -> None:
+    scheduler = make_engine().scheduler
+    scheduler.add(request("r", 4, 9, n=2, steered=True))
+    first = scheduler.step()
+    assert scheduler.step().is_empty
+    forks = scheduler.complete(first, [5, 6]).forks
+    assert [(fork.parent.index, fork.child.index) for fork in forks] == [(0, 1)]
+    assert sorted(scheduler.step().token_ids.tolist()) == [5, 6]
+
+
+# --- drafts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("drafts", [(0,), (1,), (3,), (2, 0, 3, 1)])
+def test_given_drafts_right_and_wrong_then_the_output_is_the_same_in_fewer_steps(
+    drafts: tuple[int, ...], depth: int
+) -> None:
+    engine = make_engine(max_draft_tokens=4, drafts=drafts, depth=depth)
+    requests = [request("a", 6, 14), request("b", 5, 9, first=50, stop_token_ids=[1, 2, 3, 4, 5, 6])]
+    add(engine, *requests)
+    steps = engine.drain()
+    engine.assert_right(*requests)
+    stats = engine.scheduler.stats
+    assert stats.draft_tokens >= stats.accepted_draft_tokens
+    if min(drafts) > 0 and depth == 1:
+        assert steps < 14
+        assert stats.accepted_draft_tokens > 0
+
+
+def test_given_drafts_then_the_plan_has_them_behind_the_newest_token_and_asks_for_logits_of_each() -> None:
+    engine = make_engine(max_draft_tokens=2)
+    scheduler = engine.scheduler
+    add(engine, request("a", 3, 9))
+    first = scheduler.step()
+    scheduler.complete(first, [7])
+    scheduler.propose(first.sequences[0], [8, 9, 10])
+    plan = scheduler.step()
+    assert plan.token_ids.tolist() == [7, 8, 9]
+    assert plan.num_drafts.tolist() == [2]
+    assert plan.logits_indices.tolist() == [0, 1, 2]
+    scheduler.complete(plan, [8, 30], [2])  # the first draft was right
+    last = scheduler.step()
+    assert (last.token_ids.tolist(), last.positions.tolist()) == ([30], [5])
+    assert engine.manager.get(("a", 0)).token_ids.tolist() == [0, 1, 2, 7, 8]
+
+
+def test_given_no_room_for_drafts_then_they_are_dropped_and_nobody_gives_way_for_them() -> None:
+    engine = make_engine(make_manager(gpu_blocks=4), max_draft_tokens=8)
+    scheduler = engine.scheduler
+    add(engine, request("a", 6, 5), request("b", 6, 5, first=50))
+    first = scheduler.step()
+    scheduler.complete(first, [7, 8])
+    scheduler.propose(first.sequences[0], [9, 9])
+    scheduler.propose(first.sequences[1], [9, 9])
+    plan = scheduler.step()
+    assert (plan.num_drafts.tolist(), plan.preempted) == ([0, 0], [])
+
+
+def test_given_drafts_when_their_counts_are_missing_or_too_large_then_it_is_refused() -> None:
+    scheduler = make_engine(max_draft_tokens=2).scheduler
+    scheduler.add(request("a", 3, 9))
+    first = scheduler.step()
+    scheduler.complete(first, [7])
+    scheduler.propose(first.sequences[0], [8])
+    plan = scheduler.step()
+    with pytest.raises(InvalidArgumentError, match="counts"):
+        scheduler.complete(plan, [8])
+    with pytest.raises(InvalidArgumentError, match="got 3 tokens"):
+        scheduler.complete(plan, [8, 9, 10], [3])
+    scheduler.complete(plan, [8, 9], [2])
+
+
+def test_given_a_sample_in_flight_then_drafts_cannot_be_proposed() -> None:
+    scheduler = make_engine(max_draft_tokens=2).scheduler
+    scheduler.add(request("a", 3, 9))
+    plan = scheduler.step()
+    with pytest.raises(SequenceStateError, match="in flight"):
+        scheduler.propose(plan.sequences[0], [8])
+
+
+def test_given_speculation_switched_off_then_proposals_have_no_effect() -> None:
+    scheduler = make_engine().scheduler
+    scheduler.add(request("a", 3, 9))
+    first = scheduler.step()
+    scheduler.complete(first, [7])
+    scheduler.propose(first.sequences[0], [8])
+    assert scheduler.step().num_drafts.tolist() == [0]

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+from support import add, make_engine, request
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.scheduling import CostModel, LinearCostModel
+
+
+def test_given_more_context_then_the_same_tokens_cost_more() -> None:
+    costs = LinearCostModel()
+    assert costs.prefill_seconds(100, 1000) > costs.prefill_seconds(100, 0) > 0
+    assert costs.decode_seconds(8, 1000) > costs.decode_seconds(8, 0) > 0
+
+
+def test_given_a_prompt_in_two_chunks_then_it_costs_what_it_costs_in_one() -> None:
+    costs = LinearCostModel()
+    parts = costs.prefill_seconds(60, 0) + costs.prefill_seconds(40, 60)
+    assert parts == pytest.approx(costs.prefill_seconds(100, 0))
+
+
+def test_given_nothing_to_do_then_it_costs_nothing() -> None:
+    costs = LinearCostModel()
+    assert costs.prefill_seconds(0, 50) == costs.decode_seconds(0, 0) == costs.transfer_seconds(0) == 0.0
+
+
+def test_given_measured_times_then_predictions_converge_to_them() -> None:
+    costs = LinearCostModel()
+    for _ in range(100):
+        costs.observe_step([], 8, 4000, seconds=0.5)
+        costs.observe_step([(100, 20), (50, 0)], 8, 4000, seconds=0.5 + 3.0)
+        costs.observe_transfer(10**6, seconds=0.25)
+    assert costs.decode_seconds(8, 4000) == pytest.approx(0.5)
+    assert costs.prefill_seconds(100, 20) + costs.prefill_seconds(50, 0) == pytest.approx(3.0)
+    assert costs.transfer_seconds(10**6) == pytest.approx(0.25)
+
+
+def test_given_a_clock_that_did_not_move_then_nothing_is_learned() -> None:
+    costs = LinearCostModel()
+    before = costs.decode_seconds(1, 10)
+    costs.observe_step([], 1, 10, seconds=0.0)
+    assert costs.decode_seconds(1, 10) == before
+
+
+def test_given_a_scheduler_when_it_is_told_step_times_then_its_cost_model_learns() -> None:
+    costs = LinearCostModel(smoothing=1.0)
+    engine = make_engine(costs=costs)
+    add(engine, request("a", 8))
+    plan = engine.step()
+    engine.scheduler.observe(plan, 2.0)
+    assert plan.seconds(costs, engine.manager.config) == pytest.approx(2.0)
+    plan = engine.step()
+    engine.scheduler.observe(plan, 0.5)
+    assert plan.seconds(costs, engine.manager.config) == pytest.approx(0.5)
+
+
+def test_given_a_cost_model_of_ones_own_then_three_methods_are_enough() -> None:
+    class Flat:
+        def prefill_seconds(self, num_tokens: int, context: int) -> float:
+            return 1.0
+
+        def decode_seconds(self, num_sequences: int, context: int) -> float:
+            return 0.5 * num_sequences
+
+        def transfer_seconds(self, num_bytes: int) -> float:
+            return 0.0
+
+    flat = Flat()
+    assert isinstance(flat, CostModel)
+    engine = make_engine(costs=flat)
+    add(engine, request("a", 8), request("b", 8, first=50))
+    plan = engine.step()
+    engine.scheduler.observe(plan, 9.0)  # it does not learn
+    assert plan.seconds(flat, engine.manager.config) == 2.0
+
+
+@pytest.mark.parametrize("option", [{"smoothing": 0.0}, {"smoothing": 1.5}, {"transfer_bytes_per_second": 0.0}])
+def test_given_a_wrong_number_then_it_is_refused_by_name(option: dict[str, float]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(option))):
+        LinearCostModel(**option)
+    with pytest.raises(InvalidArgumentError, match="transfer_latency"):
+        LinearCostModel(transfer_latency=-1.0)

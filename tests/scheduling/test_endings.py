@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+from support import Clock, add, make_engine, make_manager, request
+from toy_engine import expected_output
+
+from kvpool.errors import UnknownRequestError
+from kvpool.scheduling import FinishReason
+
+
+def nothing_is_held(engine: object) -> bool:
+    stats = engine.manager.stats()  # type: ignore[attr-defined]
+    return stats.num_sequences == 0 and all(pool.referenced == 0 for pool in stats.pools)
+
+
+def test_given_max_new_tokens_then_a_request_ends_by_length_and_a_stop_token_counts_before_it() -> None:
+    engine = make_engine()
+    plain = request("plain", 3, 4)
+    last = expected_output(plain)[-1]
+    add(engine, plain, request("stopped", 3, 4, stop_token_ids=[last, 999, 998]))
+    engine.drain()
+    assert engine.finished["plain"].reason is FinishReason.LENGTH
+    assert engine.finished["stopped"].reason is FinishReason.STOP
+    assert engine.finished["stopped"].token_ids[-1] == last
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("num_steps", range(7))
+def test_given_a_request_at_any_moment_when_it_is_cancelled_then_it_keeps_its_tokens_and_holds_nothing(
+    num_steps: int, depth: int
+) -> None:
+    engine = make_engine(make_manager(gpu_blocks=6, host_blocks=8), depth=depth, preemption="swap", max_chunk_tokens=4)
+    kept, cancelled = request("kept", 8, 12), request("cancelled", 8, 12, first=50)
+    add(engine, kept, cancelled)
+    for _ in range(num_steps):
+        engine.step()
+    done = engine.scheduler.cancel("cancelled")
+    assert done.reason is FinishReason.CANCELLED
+    assert done.token_ids.tolist() == expected_output(cancelled)[: len(done.token_ids)]
+    engine.manager.check()
+    engine.drain()
+    engine.assert_right(kept)
+    assert nothing_is_held(engine)
+    with pytest.raises(UnknownRequestError):
+        engine.scheduler.cancel("cancelled")
+
+
+def test_given_a_deadline_when_it_passes_then_the_next_plan_reports_the_request_with_what_it_has() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock)
+    late, patient = request("late", 4, 50, deadline=1.0), request("patient", 4, 6, first=50, deadline=99.0)
+    add(engine, late, patient)
+    engine.step()
+    engine.step()
+    clock.now = 1.0
+    (done,) = engine.step().finished
+    assert (done.request.id, done.reason) == ("late", FinishReason.DEADLINE)
+    assert done.token_ids.tolist() == expected_output(late)[:2]
+    engine.drain()
+    engine.assert_right(patient)
+    assert nothing_is_held(engine)
+
+
+def test_given_a_deadline_when_the_request_still_waits_then_it_ends_without_ever_running() -> None:
+    clock = Clock()
+    engine = make_engine(max_sequences=1, clock=clock)
+    add(engine, request("running", 4, 8), request("waiting", 4, 8, first=50, deadline=0.5))
+    engine.step()
+    clock.now = 2.0
+    (done,) = engine.step().finished
+    assert (done.request.id, len(done.token_ids)) == ("waiting", 0)
+    engine.drain()
+
+
+def test_given_an_id_that_is_used_again_when_the_first_deadline_passes_then_the_second_request_goes_on() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock)
+    add(engine, request("r", 4, 1, deadline=1.0))
+    engine.drain()
+    engine.finished.clear()
+    second = request("r", 4, 3)
+    add(engine, second)
+    clock.now = 5.0
+    assert engine.step().finished == []
+    engine.drain()
+    engine.assert_right(second)
+
+
+def test_given_a_stop_string_when_the_engine_ends_one_sample_then_the_others_go_on() -> None:
+    engine = make_engine()
+    add(engine, request("r", 4, 6, n=2))
+    engine.step()
+    engine.step()
+    assert engine.scheduler.finish("r", 1) is None
+    with pytest.raises(UnknownRequestError, match="sequence 1"):
+        engine.scheduler.finish("r", 1)
+    engine.drain()
+    first, second = engine.finished["r"].outputs
+    assert (first.reason, second.reason) == (FinishReason.LENGTH, FinishReason.STOP)
+    assert len(first.token_ids) == 6 > len(second.token_ids)
+
+
+def test_given_a_stop_string_when_the_engine_ends_the_request_then_it_gets_the_outputs_at_once() -> None:
+    engine = make_engine(depth=2)
+    add(engine, request("r", 4, 6))
+    engine.step()
+    engine.step()
+    done = engine.scheduler.finish("r")
+    assert done is not None
+    assert (done.reason, len(done.token_ids)) == (FinishReason.STOP, 1)
+    engine.drain()
+    assert nothing_is_held(engine)
+
+
+def test_given_a_finished_request_when_the_next_has_the_same_beginning_then_it_is_cached() -> None:
+    engine = make_engine()
+    add(engine, request("a", 9, 4))
+    engine.drain()
+    again = request("b", 9, 4)
+    add(engine, again)
+    assert engine.step().num_prefill_tokens == 1
+    engine.drain()
+    engine.assert_right(again)

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import pytest
+from support import Clock, add, make_engine, make_manager, names, request
+from toy_engine import ToyEngine
+
+from kvpool import ReuseScope
+from kvpool.errors import ConfigError
+from kvpool.scheduling import FairShare, KeyedPolicy, LongestPrefixMatch, Request, ScheduledSequence, SchedulerConfig
+
+
+def order_of_admission(engine: ToyEngine) -> list[str]:
+    """Runs everything, one sequence at a time."""
+    admitted: list[str] = []
+    while engine.scheduler.has_work:
+        admitted += names(engine.step().admitted)
+    return admitted
+
+
+def test_given_fcfs_when_requests_wait_then_the_oldest_arrival_goes_first_whenever_it_was_added() -> None:
+    engine = make_engine(max_sequences=1)
+    add(engine, request("b", 3, arrival=2.0), request("c", 3, arrival=3.0), request("a", 3, arrival=1.0))
+    assert order_of_admission(engine) == ["a", "b", "c"]
+
+
+def test_given_priority_when_requests_wait_then_larger_numbers_go_first_and_equal_ones_by_arrival() -> None:
+    engine = make_engine(max_sequences=1, policy="priority")
+    add(engine, request("low", 3), request("high", 3, priority=5), request("too", 3, priority=5))
+    assert order_of_admission(engine) == ["high", "too", "low"]
+
+
+def test_given_shortest_remaining_when_requests_wait_then_the_fewest_tokens_to_completion_go_first() -> None:
+    engine = make_engine(max_sequences=1, policy="shortest_remaining")
+    add(engine, request("long", 9, 9), request("short", 3, 2, first=20), request("middle", 2, 8, first=40))
+    assert order_of_admission(engine) == ["short", "middle", "long"]
+
+
+def test_given_longest_prefix_match_when_one_prompt_is_cached_then_it_overtakes() -> None:
+    engine = make_engine(max_sequences=1, policy="longest_prefix_match")
+    add(engine, request("first", 8))
+    engine.drain()
+    add(engine, request("cold", 8, first=100), request("warm", 12))
+    assert order_of_admission(engine) == ["warm", "cold"]
+
+
+def test_given_longest_prefix_match_when_the_queue_is_longer_than_its_window_then_those_behind_keep_their_order() -> (
+    None
+):
+    engine = make_engine(max_sequences=1, policy=lambda: LongestPrefixMatch(window=2))
+    add(engine, request("first", 8))
+    engine.drain()
+    add(engine, request("cold", 8, first=100), request("colder", 8, first=200), request("warm", 12))
+    assert order_of_admission(engine) == ["cold", "warm", "colder"]
+
+
+def of_tenant(tenant: str, name: str, max_new_tokens: int = 2) -> Request:
+    return request(name, 3, max_new_tokens, scope=ReuseScope(tenant=tenant))
+
+
+def test_given_fair_share_when_one_tenant_floods_then_the_others_take_turns_with_it() -> None:
+    engine = make_engine(max_sequences=1, policy="fair_share")
+    add(engine, *(of_tenant("flood", f"f{i}") for i in range(4)), of_tenant("quiet", "q0"), of_tenant("quiet", "q1"))
+    assert order_of_admission(engine) == ["f0", "q0", "f1", "q1", "f2", "f3"]
+
+
+def test_given_fair_share_with_weights_then_the_heavier_tenant_gets_more() -> None:
+    engine = make_engine(max_sequences=1, policy=lambda: FairShare({"heavy": 3.0}))
+    add(engine, *(of_tenant("heavy", f"h{i}") for i in range(4)), *(of_tenant("light", f"l{i}") for i in range(2)))
+    assert order_of_admission(engine) == ["h0", "l0", "h1", "h2", "h3", "l1"]
+
+
+def test_given_fair_share_when_a_tenant_comes_back_from_a_pause_then_it_has_saved_up_no_credit() -> None:
+    engine = make_engine(max_sequences=1, policy="fair_share")
+    add(engine, of_tenant("early", "e0"))
+    engine.drain()
+    add(engine, *(of_tenant("busy", f"b{i}") for i in range(8)))
+    for _ in range(6):
+        engine.step()
+    add(engine, *(of_tenant("early", f"e{i}") for i in range(1, 4)))
+    assert order_of_admission(engine)[:6] == ["b3", "e1", "b4", "e2", "b5", "e3"]
+
+
+def test_given_fair_share_when_a_request_stops_early_then_its_tenant_is_charged_only_what_it_used() -> None:
+    policy = FairShare()
+    engine = make_engine(max_sequences=1, policy=lambda: policy)
+    policy_of_engine = engine.scheduler._roster.policy
+    assert isinstance(policy_of_engine, FairShare)
+    add(engine, of_tenant("a", "long", max_new_tokens=40))
+    engine.step()
+    engine.scheduler.finish("long")
+    assert policy_of_engine.served["a"] == 3  # three tokens of prompt; its one sample was never computed on
+
+
+def test_given_preempted_and_new_requests_when_there_is_room_again_then_the_preempted_go_first() -> None:
+    engine = make_engine(make_manager(gpu_blocks=6), policy="shortest_remaining")
+    add(engine, request("old", 8, 12), request("young", 8, 12, first=50))
+    while not (plan := engine.step()).preempted:
+        pass
+    assert names(plan.preempted) == ["young"]
+    add(engine, request("newest", 2, 1, first=80))
+    admitted: list[str] = []
+    while engine.scheduler.has_work:
+        plan = engine.step()
+        admitted += names([*plan.resumed, *plan.admitted])
+    assert admitted == ["young", "newest"]
+
+
+def test_given_an_order_of_ones_own_then_it_is_followed() -> None:
+    class LongestPrompt(KeyedPolicy):
+        def key(self, sequence: ScheduledSequence) -> int:
+            return -len(sequence.tokens)
+
+    engine = make_engine(max_sequences=1, policy=LongestPrompt)
+    add(engine, request("a", 2), request("b", 4), request("c", 3))
+    assert order_of_admission(engine) == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize("policy", ["lifo", FairShare(), 7, dict])
+def test_given_something_that_makes_no_policy_then_it_is_refused_by_name(policy: object) -> None:
+    with pytest.raises(ConfigError, match="polic"):
+        SchedulerConfig(policy=policy)  # type: ignore[arg-type]
+
+
+def test_given_a_weight_of_zero_then_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'a' must be over 0"):
+        FairShare({"a": 0.0})
+
+
+def test_given_a_clock_then_requests_without_arrival_stand_in_the_order_of_adding() -> None:
+    clock = Clock()
+    engine = make_engine(max_sequences=1, clock=clock)
+    for name in ("a", "b"):
+        clock.now += 1.0
+        add(engine, request(name, 3))
+    assert order_of_admission(engine) == ["a", "b"]

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import pytest
+from support import add, make_engine, make_manager, names, request
+from toy_engine import ToyEngine
+
+from kvpool import CopyKind
+from kvpool.scheduling import BatchPlan, LinearCostModel, PreemptionMode, SequenceState
+
+FAST_LINK = LinearCostModel(transfer_bytes_per_second=1e15, transfer_latency=0.0)
+SLOW_LINK = LinearCostModel(transfer_bytes_per_second=1.0)
+
+
+def until_preempted(engine: ToyEngine) -> BatchPlan:
+    while not (plan := engine.step()).preempted:
+        assert engine.scheduler.has_work, "nobody was preempted"
+    return plan
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("mode", list(PreemptionMode))
+@pytest.mark.parametrize("host_blocks", [0, 2, 32])
+def test_given_a_pool_for_one_and_a_half_when_two_run_then_one_gives_way_and_both_end_right(
+    depth: int, mode: PreemptionMode, host_blocks: int
+) -> None:
+    engine = make_engine(make_manager(gpu_blocks=6, host_blocks=host_blocks), depth=depth, preemption=mode)
+    requests = [request("old", 8, 12), request("young", 8, 12, first=50)]
+    add(engine, *requests)
+    plan = until_preempted(engine)
+    assert names(plan.preempted) == ["young"]
+    engine.drain(max_steps=100)
+    engine.assert_right(*requests)
+
+
+def preempted_state(costs: LinearCostModel, **config: object) -> SequenceState:
+    engine = make_engine(make_manager(gpu_blocks=6, host_blocks=16), costs=costs, **config)
+    add(engine, request("old", 8, 12), request("young", 8, 12, first=50))
+    (victim,) = until_preempted(engine).preempted
+    state = victim.state
+    engine.drain()
+    engine.assert_right(*(done.request for done in engine.finished.values()))
+    return state
+
+
+def test_given_the_costs_of_both_ways_then_each_victim_takes_the_cheaper_one() -> None:
+    assert preempted_state(FAST_LINK) is SequenceState.SWAPPED
+    assert preempted_state(SLOW_LINK) is SequenceState.WAITING
+
+
+def test_given_an_override_then_costs_do_not_matter() -> None:
+    assert preempted_state(SLOW_LINK, preemption="swap") is SequenceState.SWAPPED
+    assert preempted_state(FAST_LINK, preemption="recompute") is SequenceState.WAITING
+
+
+def test_given_swapping_and_a_host_without_room_then_the_victim_is_recomputed_and_nothing_fails() -> None:
+    engine = make_engine(make_manager(gpu_blocks=6, host_blocks=1), preemption="swap")
+    requests = [request("old", 8, 12), request("young", 8, 12, first=50)]
+    add(engine, *requests)
+    (victim,) = until_preempted(engine).preempted
+    assert victim.state is SequenceState.WAITING
+    engine.drain()
+    engine.assert_right(*requests)
+
+
+def test_given_a_swapped_sequence_when_it_comes_back_then_its_copies_run_in_order_and_it_computes_nothing_twice() -> (
+    None
+):
+    manager = make_manager(gpu_blocks=6, host_blocks=16, enable_prefix_caching=False)
+    engine = make_engine(manager, preemption="swap")
+    requests = [request("old", 8, 12), request("young", 8, 12, first=50)]
+    add(engine, *requests)
+    plan = until_preempted(engine)
+    assert [op.kind for op in plan.copies] == [CopyKind.SWAP_OUT]
+    assert engine.scheduler.num_swapped == 1
+    while not (plan := engine.step()).resumed:
+        pass
+    assert [op.kind for op in plan.copies] == [CopyKind.SWAP_IN]
+    engine.drain()
+    engine.assert_right(*requests)
+    assert engine.scheduler.stats.prefill_tokens == 16
+
+
+def test_given_several_below_when_one_must_give_way_then_it_is_the_one_that_loses_least() -> None:
+    engine = make_engine(make_manager(gpu_blocks=11))
+    add(engine, request("oldest", 8), request("long", 18, first=50), request("short", 2, first=100))
+    add(engine, request("middle", 10, first=150))  # only the oldest needs a block for its next token
+    assert names(until_preempted(engine).preempted) == ["short"]
+    engine.drain()
+    engine.assert_right(*(done.request for done in engine.finished.values()))
+
+
+def test_given_no_one_below_when_the_youngest_needs_a_block_then_it_sits_out_and_loses_nothing() -> None:
+    engine = make_engine(make_manager(gpu_blocks=4))
+    requests = [request("old", 9, 4), request("young", 4, 9, first=50)]
+    add(engine, *requests)
+    seen = [names(engine.step().sequences) for _ in range(3)]
+    assert ["old"] in seen
+    engine.drain()
+    engine.assert_right(*requests)
+    assert engine.scheduler.stats.stalls > 0
+    assert engine.scheduler.stats.preemptions == 0
+
+
+def test_given_an_urgent_request_when_the_pool_is_full_then_a_less_urgent_one_gives_way_at_once() -> None:
+    engine = make_engine(make_manager(gpu_blocks=6), policy="priority")
+    requests = [request("calm", 16, 8), request("urgent", 16, 4, first=50, priority=1)]
+    add(engine, requests[0])
+    engine.step()
+    add(engine, requests[1])
+    plan = engine.step()
+    assert (names(plan.preempted), names(plan.admitted), names(plan.sequences)) == (["calm"], ["urgent"], ["urgent"])
+    engine.drain()
+    engine.assert_right(*requests)
+    assert list(engine.finished) == ["urgent", "calm"]
+
+
+def test_given_an_urgent_request_when_all_lanes_are_taken_then_a_less_urgent_one_leaves_its_lane() -> None:
+    engine = make_engine(max_sequences=1, policy="priority")
+    add(engine, request("calm", 4, 8))
+    engine.step()
+    add(engine, request("urgent", 4, 4, first=50, priority=1))
+    assert names(engine.step().preempted) == ["calm"]
+    engine.drain()
+
+
+def test_given_an_urgent_request_that_would_not_fit_even_then_nobody_is_preempted_in_vain() -> None:
+    engine = make_engine(make_manager(gpu_blocks=8), policy="priority")
+    add(engine, request("first", 20, 6, priority=2), request("calm", 4, 4, first=50))
+    engine.step()
+    add(engine, request("urgent", 20, 2, first=80, priority=1))
+    assert names(engine.step().preempted) == []
+    engine.drain()
+
+
+def test_given_guaranteed_capacity_when_an_urgent_request_comes_then_it_waits() -> None:
+    engine = make_engine(make_manager(gpu_blocks=6), policy="priority", capacity="guaranteed")
+    add(engine, request("calm", 16, 8))
+    engine.step()
+    add(engine, request("urgent", 16, 4, first=50, priority=1))
+    engine.drain()
+    assert list(engine.finished) == ["calm", "urgent"]
+    assert engine.scheduler.stats.preemptions == 0
+
+
+def test_given_a_swapped_request_of_low_priority_when_a_waiting_one_is_more_urgent_then_that_goes_first() -> None:
+    engine = make_engine(make_manager(gpu_blocks=6, host_blocks=16), policy="priority", preemption="swap")
+    add(engine, request("low", 12, 8), request("high", 12, 8, first=50, priority=2))
+    engine.step()
+    add(engine, request("middle", 12, 4, first=100, priority=1))
+    engine.drain()
+    assert list(engine.finished) == ["high", "middle", "low"]
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_given_a_victim_with_a_sample_in_flight_when_it_comes_back_late_then_it_is_kept(mode: str) -> None:
+    engine = make_engine(make_manager(gpu_blocks=6, host_blocks=16), preemption=mode, depth=3)
+    requests = [request("old", 8, 12), request("young", 8, 12, first=50)]
+    add(engine, *requests)
+    (victim,) = until_preempted(engine).preempted
+    assert victim.in_flight > 0
+    before = len(victim.tokens)
+    while victim.in_flight:
+        engine.complete()
+    assert len(victim.tokens) > before
+    engine.drain()
+    engine.assert_right(*requests)
+
+
+def test_given_a_victim_whose_last_sample_is_in_flight_then_it_is_spared_because_it_leaves_by_itself() -> None:
+    engine = make_engine(make_manager(gpu_blocks=4), depth=2)
+    add(engine, request("old", 8, 8), request("young", 7, 1, first=50))
+    for _ in range(3):
+        assert engine.step().preempted == []
+    engine.drain()
+
+
+def test_given_many_in_a_tiny_pool_when_all_want_to_grow_then_the_senior_always_goes_on() -> None:
+    engine = make_engine(make_manager(gpu_blocks=8, host_blocks=4), depth=2)
+    requests = [request(f"r{i}", 5, 20, first=10 * i) for i in range(8)]
+    add(engine, *requests)
+    steps = engine.drain(max_steps=400)
+    engine.assert_right(*requests)
+    assert list(engine.finished) == [each.id for each in requests]
+    assert steps < 8 * 30

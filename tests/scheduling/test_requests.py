@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support import add, make_engine, make_manager, request
+
+from kvpool import ReuseScope
+from kvpool.errors import ConfigError, DuplicateRequestError, InvalidArgumentError, NeverFitsError, UnknownRequestError
+from kvpool.scheduling import Request, Scheduler, SchedulerConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"id": []}, "hashable"),
+        ({"prompt": []}, "at least one token"),
+        ({"prompt": [-1]}, "negative"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"n": 0}, "n must lie"),
+        ({"priority": 1.5}, "priority"),
+        ({"scope": "alice"}, "ReuseScope"),
+        ({"stop_token_ids": [-3]}, "stop_token_ids"),
+        ({"deadline": float("nan")}, "deadline"),
+        ({"arrival": "now"}, "arrival"),
+        ({"cross_tokens": -1}, "cross_tokens"),
+    ],
+)
+def test_given_a_wrong_value_then_the_request_is_refused_and_names_it(options: dict[str, Any], message: str) -> None:
+    right: dict[str, Any] = {"id": "r", "prompt": [1], "max_new_tokens": 1}
+    with pytest.raises(InvalidArgumentError, match=message):
+        Request(**right | options)
+
+
+def test_given_a_prompt_when_the_caller_changes_its_array_then_the_request_keeps_what_it_was_given() -> None:
+    tokens = np.array([1, 2, 3], np.int32)
+    made = Request("r", tokens, 2, scope=ReuseScope(tenant="a"))
+    tokens[:] = 9
+    assert made.prompt.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens_per_step": 0}, "max_tokens_per_step"),
+        ({"max_tokens_per_step": 4, "max_sequences": 5}, "less than max_sequences"),
+        ({"max_chunk_tokens": 0}, "max_chunk_tokens"),
+        ({"capacity": "some"}, "'max_utilisation', 'guaranteed'"),
+        ({"preemption": "kill"}, "'auto', 'swap', 'recompute'"),
+        ({"wait_for_prefix": 1}, "wait_for_prefix"),
+        ({"prefetch_requests": -1}, "prefetch_requests"),
+        ({"max_draft_tokens": True}, "max_draft_tokens"),
+    ],
+)
+def test_given_a_wrong_setting_then_the_configuration_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        SchedulerConfig(**options)
+
+
+def test_given_no_manager_then_the_scheduler_says_what_it_takes() -> None:
+    with pytest.raises(ConfigError, match="KVCacheManager"):
+        Scheduler(make_manager().config)  # type: ignore[arg-type]
+
+
+def test_given_a_request_that_can_never_fit_when_it_is_added_then_it_is_refused_at_once_with_the_reason() -> None:
+    engine = make_engine(make_manager(gpu_blocks=4))
+    add(engine, request("fits exactly", 10, 7))
+    with pytest.raises(NeverFitsError, match="5 blocks of pool 0, which has 4"):
+        add(engine, request("too long", 10, 8))
+    engine.drain()
+    assert list(engine.finished) == ["fits exactly"]
+
+
+def test_given_a_longest_sequence_when_a_request_goes_over_it_then_it_is_refused() -> None:
+    engine = make_engine(make_manager(max_seq_len=12))
+    add(engine, request("right", 10, 3))
+    with pytest.raises(NeverFitsError, match="max_seq_len=12"):
+        add(engine, request("wrong", 10, 4))
+    engine.drain()
+
+
+def test_given_more_samples_than_sequences_may_run_then_the_request_is_refused() -> None:
+    engine = make_engine(max_sequences=2)
+    with pytest.raises(NeverFitsError, match="n=3"):
+        add(engine, request("r", 3, n=3))
+
+
+def test_given_an_id_that_is_scheduled_when_it_is_added_again_then_it_is_refused_until_the_first_is_over() -> None:
+    engine = make_engine()
+    add(engine, request("r", 3))
+    with pytest.raises(DuplicateRequestError, match="'r'"):
+        add(engine, request("r", 3))
+    engine.drain()
+    engine.finished.clear()
+    add(engine, request("r", 3))
+    engine.drain()
+
+
+def test_given_another_user_of_the_manager_when_an_id_is_taken_then_adding_it_is_refused() -> None:
+    manager = make_manager()
+    engine = make_engine(manager)
+    manager.allocate(("r", 0), [1, 2, 3])
+    with pytest.raises(DuplicateRequestError, match="manager"):
+        add(engine, request("r", 3))
+    assert not engine.scheduler.has_work
+
+
+def test_given_something_that_is_no_request_then_it_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="takes a Request"):
+        make_engine().scheduler.add("r")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("verb", ["cancel", "finish", "sequences"])
+def test_given_an_unknown_id_then_the_error_names_it(verb: str) -> None:
+    with pytest.raises(UnknownRequestError, match="'ghost'"):
+        getattr(make_engine().scheduler, verb)("ghost")
