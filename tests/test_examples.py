@@ -17,6 +17,7 @@ EXPECTED = {
     "quickstart.py": "992 tokens of the next prompt are cached",
     "async_requests.py": "served in order: True",
     "custom_policy.py": "two-class: 256 of 256 tokens still cached",
+    "scheduler.py": "request 3 is as it would be alone: True",
     "seeds/pyagent.py": "49 tokens: [0, 1, 2, 3] free 96",
     "seeds/vllm_v0.py": "copies: {'s0': [(2, 3)], 's1': [(2, 4)], 's2': []}",
     "seeds/ferrum.py": "share: [0, 1, 2, 3] [0, 1, 4] copied 1 block",
