@@ -12,13 +12,19 @@ pytest.importorskip("triton")
 import torch
 from paged_cases import MIXED_KEYS, Case, feature_cases, large_cases, shape_cases, spec
 
-from kvpool.attention import PagedBatch
+from kvpool.attention import PagedBatch, triton_backend
 from kvpool.attention.triton_backend import TritonBackend
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
+from kvpool.kernels.paged_reference import attend_items_reference, merge_partials_reference
 from kvpool.layers import DType
 
 CASES = feature_cases() + shape_cases()
 CPU = torch.device("cpu")
+REFERENCE_CASES = [
+    Case("divided keys", spec(), (1, 1), (150, 40)),
+    Case("tiles", spec(window=20, sink_tokens=3), (6, 1), (60, 40)),
+    Case("sink logits", spec(sink_logits=True, soft_cap=4.0), (1, 3), (100, 40)),
+]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the compiled kernels")
 
 
@@ -48,6 +54,23 @@ def test_given_a_gpu_then_the_output_is_that_of_the_reference(case: Case) -> Non
     built = case.build("cuda")
 
     built.check(built.run(TritonBackend(torch.device("cuda"))))
+
+
+@pytest.mark.parametrize("case", REFERENCE_CASES, ids=lambda case: case.name)
+def test_given_work_items_then_the_kernels_compute_what_their_references_do(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    built = case.build(device)
+    backend = TritonBackend(torch.device(device))
+    computed = built.run(backend)
+
+    monkeypatch.setattr(triton_backend, "attend_items", attend_items_reference)
+    monkeypatch.setattr(triton_backend, "merge_partials", merge_partials_reference)
+    expected = built.run(backend)
+
+    built.check(expected)
+    torch.testing.assert_close(computed, expected, rtol=1e-4, atol=1e-5)
 
 
 @interpreted

@@ -36,44 +36,53 @@ def divide_work(
     Keys are divided in multiples of `tile_keys`, so that about `target_items` items run at once; each tile has at least
     one. A tile with sink tokens before its window has one more for these.
     """
-    lens = batch.query_lens[rows]
-    num_tiles = -(-lens // tile_tokens)
+    num_tiles = -(-batch.query_lens[rows] // tile_tokens)
     row = np.repeat(rows, num_tiles)
+    lens = batch.query_lens[row]
     first = _within(num_tiles) * tile_tokens  # queries before the tile, of its sequence
-    tokens = np.minimum(batch.query_lens[row] - first, tile_tokens)
-    starts = np.cumsum(batch.query_lens) - batch.query_lens
-    position = batch.kv_lens[row] - batch.query_lens[row] + first
+    tokens = np.minimum(lens - first, tile_tokens)
+    position = batch.kv_lens[row] - lens + first
     sinks, key_start, key_end = batch.key_ranges(spec, row, position, position + tokens - 1)
+    items = np.empty((len(row), ITEM_FIELDS), np.int32)  # one for each tile, to begin with
+    items[:, 0] = (np.cumsum(batch.query_lens) - batch.query_lens)[row] + first
+    items[:, 1] = tokens
+    items[:, 2] = position
+    items[:, 3] = batch.indptr[row]
+    items[:, 4] = batch.gaps[row]
+    items[:, 5] = key_start
+    items[:, 6] = key_end
+    items[:, 7] = -1
+
     lengths = key_end - key_start
     share = tile_keys * _share(-(-lengths // tile_keys), target_items)
     ranges = np.maximum(1, -(-lengths // share))
-    extra = (sinks > 0).astype(np.int64)
-    counts = ranges + extra
-    tile = np.repeat(np.arange(len(row)), counts)
-    number = _within(counts) - extra[tile]  # -1: the sink tokens
-    even = -(-lengths // ranges)  # the tile's keys, divided evenly over its ranges
-    even = -(-np.maximum(even, 1) // tile_keys) * tile_keys
-    begin = key_start[tile] + number * even[tile]
-    items = np.empty((len(tile), ITEM_FIELDS), np.int32)
-    items[:, 0] = (starts[row] + first)[tile]
-    items[:, 1] = tokens[tile]
-    items[:, 2] = position[tile]
-    items[:, 3] = batch.indptr[row][tile]
-    items[:, 4] = batch.gaps[row][tile]
-    items[:, 5] = np.where(number < 0, 0, np.minimum(begin, key_end[tile]))
-    items[:, 6] = np.where(number < 0, sinks[tile], np.minimum(begin + even[tile], key_end[tile]))
+    tiles, num_partials = np.empty((0, TILE_FIELDS), np.int32), 0
+    counts = ranges + (sinks > 0)
+    split = np.flatnonzero(counts > 1)
+    if len(split):
+        num_partials = int(counts[split].sum())
+        tiles = np.empty((len(split), TILE_FIELDS), np.int32)
+        tiles[:, :2] = items[split, :2]
+        tiles[:, 2] = np.cumsum(counts[split]) - counts[split]
+        tiles[:, 3] = counts[split]
+        items = _split(items, counts, sinks, -(-lengths // (ranges * tile_keys)) * tile_keys)
+    order = np.argsort(items[:, 5] - items[:, 6], kind="stable")  # long ones first, short ones fill the gaps
+    return Work(items[order], tiles, num_partials)
 
-    divided = counts > 1
-    partial = np.where(divided[tile], np.cumsum(divided[tile]) - 1, -1)
-    items[:, 7] = partial
-    items = items[np.argsort(items[:, 5] - items[:, 6], kind="stable")]  # long ones first, short ones fill the gaps
-    split = np.flatnonzero(divided)
-    tiles = np.empty((len(split), TILE_FIELDS), np.int32)
-    tiles[:, 0] = (starts[row] + first)[split]
-    tiles[:, 1] = tokens[split]
-    tiles[:, 3] = counts[split]
-    tiles[:, 2] = np.cumsum(counts[split]) - counts[split]
-    return Work(items, tiles, int(counts[split].sum()))
+
+def _split(items: Int32Array, counts: Int64Array, sinks: Int64Array, step: Int64Array) -> Int32Array:
+    """`counts` items in place of each: its sink tokens, where it has some, then ranges of `step` keys."""
+    extra = sinks > 0
+    tile = np.repeat(np.arange(len(items)), counts)
+    number = _within(counts) - extra[tile]  # -1: the sink tokens
+    start, end = items[tile, 5], items[tile, 6]
+    begin = start + number * step[tile]
+    divided = items[tile]
+    divided[:, 5] = np.where(number < 0, 0, np.minimum(begin, end))
+    divided[:, 6] = np.where(number < 0, sinks[tile], np.minimum(begin + step[tile], end))
+    partial = counts[tile] > 1
+    divided[:, 7] = np.where(partial, np.cumsum(partial) - 1, -1)
+    return divided
 
 
 def max_items(num_tiles: int, target_items: int) -> int:

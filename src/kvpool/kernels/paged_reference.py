@@ -1,8 +1,10 @@
-"""Paged attention as its definition reads: one sequence and one head after another, in float64. Slow and plain."""
+"""Paged attention as its definition reads, in float64, and the references of the kernels. Slow and plain."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +51,65 @@ def reference_attention(
             )
         row += num_queries
     return out
+
+
+def attend_items_reference(
+    q: Tensor,
+    cache: LayerCache,
+    spec: AttentionSpec,
+    indices: Tensor,
+    items: Tensor,
+    tile_tokens: int,
+    shape: Any,
+    out: Tensor,
+    partials: tuple[Tensor, Tensor] | None,
+    sink_logits: Tensor | None,
+) -> None:
+    """What `attend_items` computes, one work item after another. `tile_tokens` and `shape` change nothing here."""
+    size = cache.block_size
+    sinks = -(-spec.sink_tokens // size) * size
+    for token, count, position, table, gap, first, last, slot in items.tolist():
+        listed = torch.arange(first, last, device=q.device)
+        k, v = _values(cache, spec, indices[table + listed // size].long(), listed % size)
+        queries = position + torch.arange(count, device=q.device)
+        seen = spec.visible(queries[:, None], (listed + gap * (listed >= sinks))[None, :])
+        rows = q[token : token + count].double().view(count, spec.kv_heads, spec.group_size, -1)
+        scores = torch.einsum("thgd,khd->thgk", rows, k) * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
+        scores = scores.masked_fill(~seen[:, None, None], -torch.inf).flatten(1, 2)
+        weight = scores.logsumexp(-1)
+        if sink_logits is not None and slot < 0:
+            weight = torch.logaddexp(weight, sink_logits.double())
+        shares = (scores - weight[..., None]).exp().nan_to_num(0.0).view(count, spec.kv_heads, spec.group_size, -1)
+        values = torch.einsum("thgk,khd->thgd", shares, v).flatten(1, 2)
+        if slot < 0:
+            out[token : token + count] = values.to(out.dtype)
+        else:
+            assert partials is not None
+            partials[0][slot, :, :count] = values.transpose(0, 1).float()
+            partials[1][slot, :, :count] = (weight / math.log(2.0)).T.float()
+
+
+def merge_partials_reference(
+    spec: AttentionSpec,
+    tiles: Tensor,
+    tile_tokens: int,
+    out: Tensor,
+    partials: tuple[Tensor, Tensor],
+    sink_logits: Tensor | None,
+) -> None:
+    """What `merge_partials` computes, one tile after another. `tile_tokens` changes nothing here."""
+    for token, count, first, parts in tiles.tolist():
+        if parts == 0:
+            continue
+        values = partials[0][first : first + parts, :, :count].double()
+        weights = partials[1][first : first + parts, :, :count].double() * math.log(2.0)
+        total = weights.logsumexp(0)
+        if sink_logits is not None:
+            total = torch.logaddexp(total, sink_logits.double()[:, None])
+        shares = (weights - total).exp().nan_to_num(0.0)
+        out[token : token + count] = (values * shares[..., None]).sum(0).transpose(0, 1).to(out.dtype)
 
 
 def _values(cache: LayerCache, spec: AttentionSpec, ids: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
