@@ -169,3 +169,21 @@ def test_given_many_waiting_and_a_full_pool_when_nobody_leaves_then_the_queue_is
     for _ in range(16):
         assert names(engine.step().sequences) == ["a"]
     assert len(looked_at) < 16
+
+
+def test_given_a_pool_that_shrinks_when_waiting_samples_can_no_longer_fit_then_their_request_is_refused_once() -> None:
+    manager = make_manager(gpu_blocks=8)
+    engine = make_engine(manager, depth=2)
+    add(engine, request("a", 8, 22, n=4))
+    while len(engine.scheduler._roster.resuming) < 2:
+        engine.step()
+    while engine.launched:
+        engine.complete()
+    for sequence in engine.scheduler.sequences("a"):
+        if sequence.is_running:
+            engine.scheduler.finish("a", sequence.index)
+    manager.resize(4)
+    (done,) = engine.step().finished
+    assert FinishReason.REFUSED in [output.reason for output in done.outputs]
+    assert not engine.scheduler.has_work
+    assert manager.stats().num_sequences == 0

@@ -105,9 +105,13 @@ class Admissions:
     def _could_make_room(self, sequence: ScheduledSequence, admission: Admission, future: list[int]) -> bool:
         """Whether all less urgent sequences together hold what is missing."""
         blocks = sum(s.live_handle().num_blocks for s in self.roster.running.members if s.urgency > sequence.urgency)
-        needs = zip(admission.blocks_available, admission.blocks_needed, future, strict=True)
-        return blocks > 0 and all(have + blocks * self.capacity.blocks_per_column(pool) >= need + later
-                                  for pool, (have, need, later) in enumerate(needs))  # fmt: skip
+        missing = (
+            need + later - have
+            for have, need, later in zip(admission.blocks_available, admission.blocks_needed, future, strict=True)
+        )
+        return blocks > 0 and all(
+            blocks * self.capacity.blocks_per_column(pool) >= number for pool, number in enumerate(missing)
+        )
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 

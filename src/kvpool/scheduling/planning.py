@@ -38,7 +38,7 @@ class Planner:
         self.admissions.run(round)
         if round.decode is not None and (departures != self.running.departures or self.running.num_steered):
             round.decode = self._settled(round.decode)
-        if round.decode is None and not round.chunks and not num_in_flight:
+        if not num_in_flight and round.is_idle:
             self._break_deadlock(round)
         return assemble(round, number), round
 
@@ -113,7 +113,7 @@ class Planner:
             try:
                 return DecodeRows(*rows, None, self.manager.extend_batch(rows[2]))
             except OutOfBlocksError:
-                needy = self._needy(rows[2], left)
+                needy = self._needy(rows[2], left) or left
                 requester = needy[self._num_served(needy)]
                 victim = self.roster.victim(requester)
                 if victim is not None:
@@ -131,7 +131,7 @@ class Planner:
         return [
             sequence
             for sequence, ends in zip(sequences, at_the_end.tolist(), strict=True)
-            if (ends or sequence.request.n > 1) and any(self.manager.blocks_needed(sequence.live_handle()))
+            if (ends or sequence.group.next_index > 1) and any(self.manager.blocks_needed(sequence.live_handle()))
         ]
 
     def _num_served(self, needy: list[ScheduledSequence]) -> int:

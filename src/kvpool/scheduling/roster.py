@@ -16,7 +16,7 @@ from kvpool.scheduling.stats import SchedulerStats
 
 
 class Roster:
-    """The queues. `waiting` holds what never ran, `resuming` what was preempted: those go first among equally urgent."""
+    """The queues. The policy holds what never ran, `resuming` what was preempted: those go first among equally urgent."""
 
     def __init__(self, manager: KVCacheManager, config: SchedulerConfig, costs: CostModel) -> None:
         self.manager = manager
@@ -61,11 +61,10 @@ class Roster:
         leaves_by_itself = lanes.generated + lanes.in_flight >= lanes.limit
         best, least = None, (float("inf"), 0)
         for sequence in self.running.members:
-            if sequence.urgency <= above.urgency if only_less_urgent else sequence.rank <= above.rank:
+            ranks_lower = sequence.urgency > above.urgency if only_less_urgent else sequence.rank > above.rank
+            if not ranks_lower or leaves_by_itself[sequence.lane]:
                 continue
             if above.request.steered and sequence.group is above.group:  # without it the others could not go on either
-                continue
-            if leaves_by_itself[sequence.lane]:
                 continue
             loss = (self.loss(sequence), -sequence.seniority)
             if loss < least:

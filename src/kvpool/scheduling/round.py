@@ -53,6 +53,11 @@ class Round:
         self.preempted: list[ScheduledSequence] = []
         self.refused: list[tuple[ScheduledSequence, str]] = []
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is computed and nobody came in."""
+        return self.decode is None and not (self.chunks or self.admitted or self.resumed)
+
     def plan_chunk(self, sequence: ScheduledSequence, chunk: Chunk) -> None:
         self.chunks[sequence] = chunk
         self.budget -= chunk.stop - chunk.start

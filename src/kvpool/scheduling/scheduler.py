@@ -176,7 +176,8 @@ class Scheduler:
         self._num_plans += 1
         plan, round = self._planner.plan(self._num_plans, len(self._in_flight))
         for sequence, reason in round.refused:
-            finished.append(self._stop(sequence.group, FinishReason.REFUSED, reason))
+            if not sequence.group.is_finished:  # with a sibling before it
+                finished.append(self._stop(sequence.group, FinishReason.REFUSED, reason))
         plan.finished = finished
         if not plan.is_empty:
             self._in_flight.append(plan)
