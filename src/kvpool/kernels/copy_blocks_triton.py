@@ -1,6 +1,6 @@
-# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 """`copy_blocks` and `copy_tokens` as Triton kernels. The signatures are those of their references."""
 
+# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
 import math

@@ -1,6 +1,6 @@
-# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 """`write_slots` as Triton kernels: one for types that are only converted, one that quantises per token and head."""
 
+# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
 import torch
