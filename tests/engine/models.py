@@ -71,6 +71,8 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "cohere2": dict(head_dim=16, **_SLIDING_AND_FULL),
     "smollm3": {},
     "glm4": dict(head_dim=16),
+    "granitemoe": dict(num_local_experts=4, num_experts_per_tok=2, attention_multiplier=0.4),
+    "nemotron": {},
 }
 
 REFUSED: dict[str, dict[str, Any]] = {

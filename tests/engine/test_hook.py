@@ -172,3 +172,26 @@ def test_a_mask_of_the_models_own_is_refused() -> None:
 
 def test_a_model_without_the_interface_says_so() -> None:
     assert not use_kvpool_attention(tiny_model("gpt_neo"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_a_step_can_be_captured_in_a_cuda_graph(family: str) -> None:
+    model = tiny_model(family).to("cuda", torch.bfloat16)
+    assert use_kvpool_attention(model)
+    input_ids, positions, keep = random_prompt(6).cuda(), torch.arange(6).cuda(), torch.tensor([5, 2]).cuda()
+
+    def step() -> torch.Tensor:
+        return forward(model, input_ids, positions, keep, lambda call: ContiguousAttention().step({0: 6})(call))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    input_ids.copy_(random_prompt(6, seed=1))
+    graph.replay()
+    torch.testing.assert_close(captured, step(), rtol=0.05, atol=0.05)

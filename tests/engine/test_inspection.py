@@ -53,6 +53,8 @@ EXPECTED = {
     "cohere2": (SLIDING, GQA),
     "smollm3": (GQA, GQA),
     "glm4": (GQA, GQA),
+    "granitemoe": (like(GQA, scale=0.4), like(GQA, scale=0.4)),
+    "nemotron": (GQA, GQA),
 }
 REASONS = {
     "llama4_text": "layers of type chunked_attention",
@@ -238,3 +240,10 @@ def test_a_far_position_does_not_change_the_other_sequences_of_a_step(kind: str)
 def test_a_model_shape_is_a_value() -> None:
     assert inspect_model(tiny_model("llama")) == inspect_model(tiny_model("llama", seed=1))
     assert isinstance(hash(ModelShape("llama", (GQA,), DType.FLOAT32, 160, None)), int)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_a_supported_family_passes_on_a_gpu_in_bfloat16(family: str) -> None:
+    shape = inspect_model(tiny_model(family).to("cuda", torch.bfloat16))
+    assert (shape.dtype, len(shape.layers)) == (DType.BFLOAT16, 2)

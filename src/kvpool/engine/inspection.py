@@ -22,7 +22,7 @@ from kvpool.kernels.paged_spec import AttentionSpec
 from kvpool.layers import DType, LayerSpec
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_NEEDED_ARGUMENTS = ("input_ids", "position_ids", "use_cache", "logits_to_keep")
+_NEEDED_ARGUMENTS = ("position_ids", "logits_to_keep")
 _PROBE_TOKENS = 3
 
 
