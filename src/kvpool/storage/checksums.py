@@ -75,6 +75,8 @@ class TravellingChecksums:
         if missing > 0:
             self._sums[key] = torch.cat([self._sums[key], self._sums[key].new_zeros(missing)])
             self._known[key] = np.concatenate([self._known[key], np.zeros(missing, np.bool_)])
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # other streams use it too; happens once per size
         return self._sums[key], self._known[key]
 
     def _ids(self, blocks: Int32Array) -> Tensor:

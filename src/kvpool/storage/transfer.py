@@ -52,6 +52,7 @@ class _Recorded:
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.event = stream.record_event()
+        self.device = stream.device
 
     def done(self) -> bool:
         return bool(self.event.query())
@@ -60,7 +61,7 @@ class _Recorded:
         self.event.synchronize()
 
     def order(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class _Promised:
