@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -210,6 +211,15 @@ def test_a_gguf_file_is_converted_once(gguf_file: Path, cache: Path) -> None:
     assert [message.split()[0] for message in messages] == ["converting", "converted;"]
     moved = gguf_file.rename(gguf_file.parent / "cache" / gguf_file.name)
     assert converted(moved, tell=messages.append) == first
+    assert len(messages) == 2
+
+
+def test_two_that_want_the_same_file_at_once_convert_it_once(gguf_file: Path, cache: Path) -> None:
+    write_tiny_llama(gguf_file)
+    messages: list[str] = []
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: converted(gguf_file, tell=messages.append), range(2))
+    assert first == second
     assert len(messages) == 2
 
 
