@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from support import FULL, SLIDING, add, make_engine, make_manager, names, request, tokens_of
+from toy_engine import expected_output
 
 from kvpool import CopyKind, ReuseScope
 from kvpool.scheduling import CapacityMode, FinishReason
@@ -142,6 +143,22 @@ def test_given_a_pool_that_shrinks_when_a_waiting_request_can_no_longer_fit_then
     assert (done.request.id, done.reason, plan.is_empty) == ("a", FinishReason.REFUSED, True)
     assert "11 blocks of pool 0, which has 8" in done.detail
     assert not engine.scheduler.has_work
+
+
+def test_given_a_pool_that_shrinks_when_a_running_request_reaches_its_end_then_it_ends_with_what_it_has() -> None:
+    manager = make_manager(gpu_blocks=16)
+    engine = make_engine(manager)
+    running, waiting = request("running", 8, 20), request("waiting", 4, 4, first=50)
+    add(engine, running)
+    engine.step()
+    manager.resize(4)
+    add(engine, waiting)
+    engine.drain(max_steps=60)
+    done = engine.finished["running"]
+    assert done.reason is FinishReason.REFUSED
+    assert done.token_ids.tolist() == expected_output(running)[: len(done.token_ids)]
+    assert len(done.token_ids) == 9  # 16 places, and the sample behind the last of them
+    engine.assert_right(waiting)
 
 
 def test_given_pins_that_leave_no_room_when_they_end_then_the_request_that_waited_runs() -> None:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from support import add, make_engine, make_manager, request
+from support import add, make_engine, make_manager, names, request
 
 from kvpool import CopyKind
 from kvpool.errors import InvalidArgumentError, NeverFitsError, SequenceStateError
@@ -75,6 +75,34 @@ def test_given_two_beam_searches_in_a_pool_for_one_then_they_do_not_wait_for_eac
     requests = [request(f"beams {i}", 6, 12, n=3, steered=True, first=20 * i) for i in range(3)]
     add(engine, *requests)
     engine.drain(max_steps=300)
+    engine.assert_right(*requests)
+
+
+def test_given_room_for_one_beam_of_two_when_they_need_blocks_then_both_sit_out_and_stay_together() -> None:
+    engine = make_engine(make_manager(gpu_blocks=8))
+    requests = [request("old", 9, 8), request("beams", 4, 8, n=2, steered=True, first=50)]
+    add(engine, *requests)
+    engine.drain()
+    engine.assert_right(*requests)
+    assert engine.scheduler.stats.stalls > 0
+    assert engine.scheduler.stats.preemptions == 0
+
+
+def test_given_beams_of_two_requests_that_hold_what_the_others_need_then_the_lower_rank_gives_way() -> None:
+    engine = make_engine()
+    requests = [request(f"beams {i}", 8, 8, n=2, steered=True, first=20 * i) for i in range(2)]
+    add(engine, *requests)
+    for _ in range(3):
+        engine.step()
+    for each in requests:  # as if each had lost one beam
+        engine.scheduler._roster.preempt(engine.scheduler.sequences(each.id)[1], 0)
+    room = engine.manager.can_allocate(num_tokens=1).blocks_available[0]
+    outsider = engine.manager.allocate("outsider", num_tokens=4 * room)
+    plan = engine.step()
+    assert (plan.is_empty, names(plan.preempted)) == (True, ["beams 1"])
+    assert names(engine.step().resumed) == ["beams 0"]
+    engine.manager.free(outsider)
+    engine.drain()
     engine.assert_right(*requests)
 
 
