@@ -9,6 +9,7 @@ measure speed and nothing else.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -63,6 +64,20 @@ def random_prompts(count: int, low: int, high: int, shared: int, vocabulary: int
     return [common + rng.integers(3, vocabulary, int(n)).tolist() for n in rng.integers(low, high + 1, count)]
 
 
+_open: list[Engine] = []
+
+
+def open_engine(*args: Any, **options: Any) -> Engine:
+    """A new engine; the one of the case before gives its memory back."""
+    while _open:
+        _open.pop().close()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    _open.append(Engine(*args, **options))
+    return _open[0]
+
+
 # --- what is measured ------------------------------------------------------------------------------------------------
 
 
@@ -76,7 +91,7 @@ def tokens_per_second(run: Callable[[], int], cpu: bool) -> float:
 
 def engine_throughput(make: Callable[[], Any], prompts: Prompts, num_new: int, cpu: bool, **options: Any) -> Runner:
     """Whole runs of the engine from an empty cache."""
-    engine = Engine(make(), **options)
+    engine = open_engine(make(), **options)
     params = SamplingParams(max_new_tokens=num_new, ignore_eos=True)
 
     def run() -> int:
@@ -91,7 +106,7 @@ def engine_throughput(make: Callable[[], Any], prompts: Prompts, num_new: int, c
 
 def live_memory(make: Callable[[], Any], prompts: Prompts, num_new: int) -> Runner:
     """The share of the referenced KV memory that holds tokens, averaged over the steps at full load, in percent."""
-    engine = Engine(make(), kv_bytes=2**26, scheduler=SchedulerConfig(max_tokens_per_step=512, max_sequences=128))
+    engine = open_engine(make(), kv_bytes=2**26, scheduler=SchedulerConfig(max_tokens_per_step=512, max_sequences=128))
     shares: list[float] = []
 
     def look() -> None:
@@ -223,18 +238,19 @@ class Steady(NamedTuple):
     ideal: float  # weights and KV of the step, read once at the measured bandwidth
 
 
-def steady_decode(model: Any, batch: int, context: int = 1024, num_steps: int = 64) -> Steady:
+def steady_decode(model: Any, batch: int, context: int = 1024, num_steps: int = 96) -> Steady:
     """Measures steps of `batch` sequences around this context."""
     limits = SchedulerConfig(max_tokens_per_step=8192, max_sequences=batch)
-    engine = Engine(model, scheduler=limits, memory_fraction=0.6, cache={"enable_prefix_caching": False})
+    engine = open_engine(model, scheduler=limits, memory_fraction=0.6, compile=True, cache={"enable_prefix_caching": False})
     loop = engine._loop
     launch = loop._launch
-    begins, ends = [], []
+    begins, ends, full = [], [], []
 
     def timed(plan: Any) -> Any:
         begins.append(_mark())
         launched = launch(plan)
         ends.append(_mark())
+        full.append(plan.num_tokens == plan.num_decode == batch)
         return launched
 
     loop._launch = timed  # type: ignore[method-assign]
@@ -242,12 +258,10 @@ def steady_decode(model: Any, batch: int, context: int = 1024, num_steps: int = 
     prompts = random_prompts(batch, length, length, 0, LARGE["vocab_size"])
     engine.generate(prompts, SamplingParams(max_new_tokens=num_steps, ignore_eos=True))
     torch.cuda.synchronize()
-    steps = range(len(ends) - num_steps // 2, len(ends) - 4)
+    steps = [i for i in range(len(ends) - 1) if full[i] and full[i + 1]][4:]
     step = np.median([ends[i].elapsed_time(ends[i + 1]) for i in steps])
     gap = np.median([ends[i].elapsed_time(begins[i + 1]) for i in steps])
     num_bytes = weight_bytes(model) + batch * context * engine.config.bytes_per_token
-    engine.close()
-    torch.cuda.empty_cache()
     return Steady(float(step) / 1e3, float(gap) / 1e3, num_bytes / copy_bandwidth())
 
 
@@ -271,7 +285,8 @@ def exposed_host_ms(model: Any, batch: int) -> Runner:
 
 def first_token_ratio(model: Any, num_tokens: int) -> Runner:
     """Time to first token of a cold prompt over that of the same prompt when it is cached."""
-    engine = Engine(model, scheduler=SchedulerConfig(max_tokens_per_step=8192, max_sequences=8), memory_fraction=0.3)
+    limits = SchedulerConfig(max_tokens_per_step=8192, max_sequences=8)
+    engine = open_engine(model, scheduler=limits, memory_fraction=0.3, compile=True)
     once = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
     def repeat() -> list[float]:
@@ -374,7 +389,7 @@ def gpu_cases(quick: bool) -> list[Case]:
             f"8B shape, {count} requests of {length}, {num_new} new",
             "tok/s",
             "higher",
-            lambda: engine_throughput(lambda: model, prompts, num_new, False, scheduler=limits, memory_fraction=0.8),
+            lambda: engine_throughput(lambda: model, prompts, num_new, False, scheduler=limits, compile=True),
             bars=(0.7 * limit, TimesRecorded(14.0)),
             recorded=(Recorded(CONTINUOUS, 555, "sdpa", "H200", "2026-11"),),
             ceiling=limit,
@@ -421,7 +436,9 @@ def gpu_cases(quick: bool) -> list[Case]:
             f"8B shape, {count} requests of {length}, {num_new} new, against a static batch",
             "tok/s",
             "higher",
-            lambda: engine_throughput(lambda: model, prompts, num_new, False, scheduler=limits, memory_fraction=0.8),
+            lambda: engine_throughput(
+                lambda: model, prompts, num_new, False, scheduler=limits, memory_fraction=0.35, compile=True
+            ),
             bars=(Times(3.5, STATIC),),
             peer_case=PeerCase("whole", params, 1),
             warmups=0,

@@ -143,6 +143,11 @@ class Generation:
         self._deliver(Chunk(index, text, tuple(tokens[:taken]), tuple(logprobs[:taken])))
         return stream is not None and stream.stopped is not None
 
+    def has_ended(self, index: int) -> bool:
+        """Whether a sample is over: steps that were on their way bring tokens that nobody wants."""
+        sample = self.samples.get(index)
+        return sample is not None and sample.finish_reason is not None
+
     def end_sample(self, index: int, reason: str) -> None:
         """A sample is over."""
         sample = self.samples.setdefault(index, Sample(index))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
 from kvpool.errors import KVPoolError, UnsupportedModelError
@@ -62,6 +63,7 @@ def use_kvpool_attention(model: Any) -> bool:
     return True
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled layers stop here and go on behind it
 def _attention(
     module: Any,
     query: Tensor,

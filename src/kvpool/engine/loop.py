@@ -215,7 +215,7 @@ class EngineLoop:
                 self._beams[sequence.request.id].forked(sequence, children.get(sequence, []))
                 continue
             generation = self._generations.get(sequence.request.id)
-            if generation is None or sequence.id[1] in self._ended_samples(generation):
+            if generation is None or generation.has_ended(sequence.index):
                 continue
             if plan.num_samples[row] > 1:
                 self._track(sequence)
@@ -223,10 +223,6 @@ class EngineLoop:
                     self._push(generation, owner, ids[place : place + 1], sampled, samples_at[place : place + 1])
             else:
                 self._push(generation, sequence, ids[start:at], sampled, samples_at[start:at])
-
-    @staticmethod
-    def _ended_samples(generation: Generation) -> set[int]:
-        return {index for index, sample in generation.samples.items() if sample.finish_reason is not None}
 
     def _push(
         self, generation: Generation, sequence: ScheduledSequence, tokens: list[int], sampled: Sampled, samples_at: Int64Array

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,12 +15,18 @@ from kvpool.attention.registry import ChoosingBackend
 from kvpool.config import LayerGroup, Tier
 from kvpool.engine.hook import AttentionCall
 from kvpool.engine.inspection import ModelShape, forward
-from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
+from kvpool.errors import InvalidArgumentError, KVPoolError, UnsupportedAttentionError, UnsupportedModelError
 from kvpool.kernels.paged_spec import AttentionSpec
 from kvpool.scheduling.plan import BatchPlan
 from kvpool.storage.data_plane import DataPlane
 
+log = logging.getLogger("kvpool")
+
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+
+
+class CaptureError(KVPoolError):
+    """A model does something in its forward pass that cannot be recorded in a CUDA graph."""
 
 
 class AttentionKind(NamedTuple):
@@ -33,7 +40,8 @@ class ModelRunner:
     """Runs a model on the blocks of a data plane.
 
     Every step is one variable-length batch without padding. On a GPU, steps that only decode are replayed from CUDA graphs,
-    captured per batch size on first use; attention that cannot be captured just runs.
+    captured per batch size on first use; attention that cannot be captured just runs. With `compile_layers`, torch.compile
+    fuses what lies between the matrix products of each decoder layer.
     """
 
     def __init__(
@@ -45,8 +53,11 @@ class ModelRunner:
         *,
         cuda_graphs: bool | None = None,
         max_sequences: int = 256,
+        compile_layers: bool = False,
     ) -> None:
         self.model = model
+        if compile_layers:
+            _compile_layers(model, len(shape.layers))
         self.plane = plane
         self.backend = backend
         self.device = plane.device
@@ -61,11 +72,12 @@ class ModelRunner:
                 self.kinds.append(kind)
             self.kind_of_layer.append(self.kinds.index(kind))
         self.graphs: DecodeGraphs | None = None
+        self.graphs_required = cuda_graphs is True
         wanted = self.device.type == "cuda" if cuda_graphs is None else cuda_graphs
         if wanted:
-            self.graphs = self._graphs(max_sequences, required=cuda_graphs is True)
+            self.graphs = self._graphs(max_sequences)
 
-    def _graphs(self, max_sequences: int, required: bool) -> DecodeGraphs | None:
+    def _graphs(self, max_sequences: int) -> DecodeGraphs | None:
         if self.device.type != "cuda":
             raise InvalidArgumentError(f"cuda_graphs=True on {self.device}: graphs need a GPU")
         try:
@@ -76,7 +88,7 @@ class ModelRunner:
                 if not chosen.graphs:
                     raise UnsupportedAttentionError(f"the {chosen.name} backend cannot be captured in CUDA graphs")
         except UnsupportedAttentionError:
-            if required:
+            if self.graphs_required:
                 raise
             return None
         return DecodeGraphs(self, max_sequences)
@@ -84,7 +96,13 @@ class ModelRunner:
     def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
         """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device."""
         if self.graphs is not None and self.graphs.fits(plan):
-            return self.graphs.run(plan, token_ids)
+            try:
+                return self.graphs.run(plan, token_ids)
+            except CaptureError as error:
+                if self.graphs_required:
+                    raise
+                log.warning("steps run without CUDA graphs: %s", error)
+                self.graphs = None
         slots = self.plane.prepare(plan.slots, plan.batch, copies=plan.copies)
         plans = [self.backend.plan(kind.spec, self.paged_batch(plan, kind)) for kind in self.kinds]
         positions = self.upload(plan.positions)
@@ -114,6 +132,15 @@ class ModelRunner:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
+def _compile_layers(model: Any, num_layers: int) -> None:
+    """Compiles every decoder layer, for any number of tokens; attention stays as it is (see `hook`)."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num_layers]
+    if not lists:
+        raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} layers; use compile=False")
+    for layer in lists[0]:
+        layer.compile(dynamic=True)
+
+
 class _Captured(NamedTuple):
     """A graph and the memory that it reads and writes."""
 
@@ -123,6 +150,7 @@ class _Captured(NamedTuple):
     slots: Tensor  # [layer group, sequence]
     buffers: list[PlanBuffers]
     logits: Tensor
+    alive: tuple[Any, ...]  # what the graph reads besides: it must not be freed before the graph
 
     def holds(self, batches: list[PagedBatch]) -> bool:
         """Whether the block lists of these batches fit into its buffers."""
@@ -143,18 +171,18 @@ class DecodeGraphs:
         self._memory: Any = None
 
     def fits(self, plan: BatchPlan) -> bool:
-        """Whether a step only decodes, one token for each sequence, and is not too large."""
-        return plan.num_tokens == plan.num_decode == len(plan.sampling_rows) and plan.num_tokens <= self._sizes[-1]
+        """Whether a step has one token for each sequence and samples behind it: decoding, or all but one was cached."""
+        return plan.num_tokens == len(plan.sequences) == len(plan.sampling_rows) and plan.num_tokens <= self._sizes[-1]
 
     def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
         """The logits of a decoding step."""
         runner, count = self._runner, plan.num_tokens
         size = next(size for size in self._sizes if size >= count)
         batches = [runner.paged_batch(plan, kind) for kind in runner.kinds]
-        slots = runner.plane.prepare(plan.slots, plan.batch, copies=plan.copies)
         captured = self._captured.get(size)
         if captured is None or not captured.holds(batches):
             captured = self._captured[size] = self._capture(size, batches)
+        slots = runner.plane.prepare(plan.slots, plan.batch, copies=plan.copies)
         captured.token_ids[:count] = token_ids
         captured.positions[:count] = runner.upload(plan.positions)
         captured.slots[:, :count] = slots.tensor
@@ -194,7 +222,10 @@ class DecodeGraphs:
                 step()
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
-            logits = step()
+        try:
+            with torch.cuda.graph(graph, pool=self._memory):
+                logits = step()
+        except RuntimeError as error:  # some models wait for the device in the middle (mixtures of experts, mostly)
+            raise CaptureError(f"{type(runner.model).__name__} cannot be captured: {error}") from error
         self._memory = graph.pool()
-        return _Captured(graph, token_ids, positions, slots, buffers, logits)
+        return _Captured(graph, token_ids, positions, slots, buffers, logits, (keep, plans))

