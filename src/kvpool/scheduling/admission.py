@@ -11,7 +11,7 @@ from kvpool.config import Tier
 from kvpool.errors import OutOfBlocksError
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.request import ScheduledSequence, SequenceState
-from kvpool.scheduling.roster import Roster
+from kvpool.scheduling.roster import Roster, has_tier
 from kvpool.scheduling.round import Chunk, Round
 
 SPARE_CANDIDATES = 16  # looked at beyond the free lanes: some only wait for a prefix and let others pass
@@ -231,20 +231,24 @@ class Admissions:
     def _prefetch(self, candidates: list[ScheduledSequence]) -> None:
         """Brings offloaded prefixes of the requests next in line up to the GPU, into room that nobody was promised."""
         size = self.manager.config.block_size
-        for sequence in candidates:
+        for sequence in candidates if has_tier(self.manager, Tier.HOST, Tier.DISK) else ():
             if sequence.state is not SequenceState.WAITING or sequence.in_flight:
                 continue
             scope = sequence.request.scope
             match = self.manager.match_prefix(sequence.tokens, scope)
             blocks = sum(count for tier, count in match.tokens_by_tier.items() if tier != Tier.GPU) // size
-            promised = self.capacity.outstanding(self.roster.running.lanes)
-            unpromised = zip(self.capacity.free_blocks(), promised, strict=True)
-            if not blocks or any(
-                have - taken < blocks * self.capacity.blocks_per_column(pool) + self.capacity.watermark(pool)
-                for pool, (have, taken) in enumerate(unpromised)
-            ):
+            if not blocks or not self._has_unpromised(blocks):
                 continue
             try:
                 self.roster.stats.prefetched_blocks += self.manager.onboard(sequence.tokens, scope)
             except OutOfBlocksError:  # other tenants' guarantees are in the way
                 continue
+
+    def _has_unpromised(self, columns: int) -> bool:
+        """Whether so many columns of the block table are free or evictable, above the watermark and all promises."""
+        capacity = self.capacity
+        promised = capacity.outstanding(self.roster.running.lanes)
+        return all(
+            have - taken >= columns * capacity.blocks_per_column(pool) + capacity.watermark(pool)
+            for pool, (have, taken) in enumerate(zip(capacity.free_blocks(), promised, strict=True))
+        )
