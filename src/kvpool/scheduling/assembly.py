@@ -72,7 +72,9 @@ def _mixed_rows(round: Round) -> dict[str, Any]:
     chunks = list(round.chunks.items())
     decoding = () if decode is None else decode.sequences
     num_decode = len(decoding)
-    row_lanes = np.array([sequence.lane for sequence in (*decoding, *round.chunks)], np.int64)
+    row_lanes = np.array([sequence.lane for sequence in round.chunks], np.int64)
+    if decode is not None:
+        row_lanes = np.concatenate([decode.lanes, row_lanes])
     counts = np.ones(len(row_lanes), np.int64)
     if decode is not None and decode.counts is not None:
         counts[:num_decode] = decode.counts
