@@ -109,6 +109,8 @@ class Case:
             write(cache, *places, torch.randn(*shape, spec.head_dim, device=device), v)
         total = sum(self.query_lens)
         q = torch.randn(total, spec.q_heads, spec.head_dim, device=device).to(TORCH_DTYPES[spec.dtype])
+        if self.layout == "hnd":  # queries as a model hands them over: a view of [head, token, element]
+            q = q.transpose(0, 1).contiguous().transpose(0, 1)
         sinks = torch.randn(spec.q_heads, device=device) * 2 if spec.sink_logits else None
         expected = reference_attention(q, cache, spec, blocks, self.query_lens, self.kv_lens, gaps, sinks)
         indptr = np.cumsum([0, *(len(block_list) for block_list in blocks)])
@@ -131,9 +133,11 @@ class BuiltCase:
     expected: Tensor
 
     def run(self, backend: AttentionBackend) -> Tensor:
-        """What a backend computes, into an output full of poison."""
+        """What a backend computes, into an output full of poison or one of its own."""
         plan = backend.plan(self.case.spec, self.batch)
-        out = torch.full(self.expected.shape, torch.nan, dtype=self.q.dtype, device=self.q.device)
+        out = None
+        if self.case.layout == "nhd":
+            out = torch.full(self.expected.shape, torch.nan, dtype=self.q.dtype, device=self.q.device)
         return backend.run(self.q, self.cache, plan, sink_logits=self.sink_logits, out=out)
 
     def check(self, out: Tensor) -> None:

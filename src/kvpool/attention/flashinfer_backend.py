@@ -184,13 +184,13 @@ class FlashInferBackend(AttentionBackend):
         assert isinstance(plan, _FlashInferPlan)
         self.check_run(q, cache, plan, sink_logits, out)
         if out is None:
-            out = torch.empty_like(q)
+            out = q.new_empty(q.shape)
         assert cache.v is not None
         for wrapper, tokens in plan.parts:
-            if isinstance(tokens, slice):
+            if isinstance(tokens, slice) and out.is_contiguous():  # its kernels know strides of queries, not of outputs
                 wrapper.run(q[tokens], (cache.k, cache.v), out=out[tokens])
             else:
-                out.index_copy_(0, tokens, wrapper.run(q.index_select(0, tokens), (cache.k, cache.v)))
+                out[tokens] = wrapper.run(q[tokens].contiguous(), (cache.k, cache.v))
         if plan.empty is not None:
             out.index_fill_(0, plan.empty, 0.0)
         return out
