@@ -21,6 +21,7 @@ from kvpool.kernels.copy_blocks import widest_view
 
 _Sizes = npt.NDArray[np.uint64]
 _IN_STREAM_ORDER = 1
+_BATCH = 64  # copies in a call: the first ones move while the driver takes the next
 
 
 class _Attributes(ctypes.Structure):
@@ -39,7 +40,10 @@ def copy_over_link(source: Tensor, target: Tensor, src: Int32Array, dst: Int32Ar
     starts, lengths = runs(src, dst)
     host = target if source.is_cuda else source
     if (batch := _driver_call()) is not None and host.is_pinned() and len(starts) > 1:
-        _copy_batch(batch, source, target, src[starts], dst[starts], lengths)
+        src, dst = src[starts], dst[starts]
+        for at in range(0, len(starts), _BATCH):
+            part = slice(at, at + _BATCH)
+            _copy_batch(batch, source, target, src[part], dst[part], lengths[part])
         return
     source, target = widest_view(source), widest_view(target)
     for a, b, n in zip(src[starts].tolist(), dst[starts].tolist(), lengths.tolist(), strict=True):
