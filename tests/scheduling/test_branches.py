@@ -37,6 +37,16 @@ def test_given_a_prompt_that_is_not_branched_yet_then_lanes_for_its_samples_are_
     engine.drain()
 
 
+def test_given_kept_lanes_when_the_request_is_cancelled_before_it_branches_then_others_get_them() -> None:
+    engine = make_engine(max_sequences=3, max_chunk_tokens=4)
+    second = request("second", 4, 3, n=3, first=50)
+    add(engine, request("first", 8, 3, n=3), second)
+    engine.step()
+    engine.scheduler.cancel("first")
+    engine.drain(max_steps=20)
+    engine.assert_right(second)
+
+
 def test_given_samples_that_end_at_once_then_they_are_not_forked() -> None:
     engine = make_engine()
     only = request("r", 6, 1, n=3)

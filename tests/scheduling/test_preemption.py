@@ -182,3 +182,47 @@ def test_given_many_in_a_tiny_pool_when_all_want_to_grow_then_the_senior_always_
     engine.assert_right(*requests)
     assert list(engine.finished) == [each.id for each in requests]
     assert steps < 8 * 30
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_given_a_victim_with_a_sample_in_flight_when_there_is_room_then_it_resumes_only_after_that_sample(
+    mode: str,
+) -> None:
+    engine = make_engine(make_manager(host_blocks=16), preemption=mode)
+    scheduler = engine.scheduler
+    only = request("a", 6, 4)
+    add(engine, only)
+    engine.step()
+    plan = scheduler.step()
+    engine.launched.append((plan, *engine.launch(plan)))
+    scheduler._roster.preempt(plan.sequences[0], 0)
+    assert scheduler.step().is_empty
+    engine.complete()
+    assert names(scheduler.step().resumed) == ["a"]
+
+
+def test_given_a_chunk_in_flight_when_its_sequence_left_and_came_back_then_it_is_not_committed_twice() -> None:
+    engine = make_engine(depth=3, max_chunk_tokens=4)
+    only = request("a", 12, 3)
+    add(engine, only)
+    (sequence,) = engine.step().sequences
+    engine.scheduler._roster.preempt(sequence, 0)
+    engine.drain()
+    engine.assert_right(only)
+
+
+def test_given_a_row_that_was_planned_already_when_it_is_swapped_out_in_the_same_step_then_its_place_is_given_back() -> (
+    None
+):
+    engine = make_engine(
+        make_manager(gpu_blocks=6, host_blocks=16), policy="priority", preemption="swap", max_chunk_tokens=4
+    )
+    requests = [request("calm", 4, 15), request("urgent", 20, 2, first=50, priority=1)]
+    add(engine, requests[0])
+    engine.step()
+    add(engine, requests[1])
+    plan = until_preempted(engine)
+    assert (names(plan.preempted), names(plan.sequences)) == (["calm"], ["urgent"])
+    assert plan.preempted[0].state is SequenceState.SWAPPED
+    engine.drain()
+    engine.assert_right(*requests)
