@@ -65,7 +65,7 @@ def _put_rows(target: Tensor, slots: Tensor, rows: Tensor) -> None:
     whole_rows = np.dtype((np.void, data.shape[1]))  # one element each: numpy then copies a row as one piece of memory
     given = rows.contiguous().view(len(rows), -1).view(torch.uint8)
     places = _indices(slots, target.shape[1], step, offset).numpy()
-    data.numpy().view(whole_rows)[places] = given.numpy().view(whole_rows)
+    data.numpy().view(whole_rows)[:, 0][places] = given.numpy().view(whole_rows)[:, 0]
 
 
 def _get_rows(source: Tensor, slots: Tensor) -> Tensor:
@@ -81,7 +81,11 @@ def _get_rows(source: Tensor, slots: Tensor) -> Tensor:
 
 
 def _indices(slots: Tensor, block_size: int, step: int, offset: int) -> Tensor:
-    return slots // block_size * step + slots % block_size + offset
+    """Rows of `_flat_rows` where these slots are."""
+    if slots.is_cuda:
+        return slots + slots // block_size * (step - block_size) + offset
+    numbers = slots.numpy()  # numpy divides integers several times faster
+    return torch.from_numpy(numbers + numbers // block_size * (step - block_size) + offset)
 
 
 def _flat_rows(tensor: Tensor) -> tuple[Tensor, int, int] | None:
