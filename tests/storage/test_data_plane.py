@@ -310,6 +310,19 @@ def test_given_a_manager_that_was_resized_behind_its_back_then_the_error_names_t
         engine.plane.prepare(engine.manager.slot_mapping([handle], 0, 80))
 
 
+def test_given_copies_beyond_a_store_then_they_wait_for_its_resize(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(gpu_blocks=3)
+    handle = engine.prompt("a", list(range(10)))
+    engine.manager.resize(6)  # behind the plane's back
+    (other,) = engine.manager.fork(handle, "b")
+    engine.manager.extend(other, 1)  # copies the last block into one that the store does not have
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=r"DataPlane\.resize"):
+            engine.plane.run_copies()
+    engine.plane.stores[0, Tier.GPU].resize(6)
+    assert torch.equal(engine.plane.read(other, 0)[0], engine.values(10)[0])
+
+
 # --- on a GPU ----------------------------------------------------------------------------------------------------------
 
 

@@ -96,6 +96,14 @@ def test_given_memory_that_cannot_be_pinned_then_a_warning_says_so_and_the_store
     assert (blocks.data == 3).all()
 
 
+def test_given_a_gpu_whose_place_is_unknown_then_any_cpu_may_touch_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        pci_domain_id = pci_bus_id = pci_device_id = 0xFE
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: Properties)
+    assert memory_module._cpus_near(torch.device("cuda", 0)) == set()
+
+
 @pytest.mark.gpu
 def test_given_a_gpu_then_host_memory_is_pinned_and_unpinned_again() -> None:
     for _ in range(2):

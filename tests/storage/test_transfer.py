@@ -211,6 +211,18 @@ def test_given_a_block_that_a_transfer_still_reads_when_another_overwrites_it_th
     cache.close()
 
 
+def test_given_blocks_that_come_from_disk_when_they_are_about_to_be_read_then_the_reader_waits() -> None:
+    cache = Cache("cpu")
+    gate = Gate(cache.disk)
+    cache.engine.submit([op(HOST, DISK, [1], [2]), op(DISK, GPU, [2], [4])], overlap=True)
+    cache.engine.before_compute(0, written=np.array([5], np.int32), read=np.array([6], np.int32))  # others do not wait
+    assert cache.values(GPU)[4] == 4
+    gate.go.set()
+    cache.engine.before_compute(0, written=np.array([5], np.int32), read=np.array([4], np.int32))
+    assert cache.values(GPU)[4] == 16 + 1
+    cache.close()
+
+
 def test_given_a_disk_that_fails_then_the_source_is_kept_until_it_is_tried_again() -> None:
     cache = Cache("cpu")
     gate = Gate(cache.disk, TransferError("no space left"))

@@ -1,0 +1,71 @@
+"""Runs of blocks, and copies over the link where the driver has no call for a whole list of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from kvpool.errors import TransferError  # noqa: E402
+from kvpool.storage import dma  # noqa: E402
+
+
+def ids(*numbers: int) -> Any:
+    return np.array(numbers, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "starts", "lengths"),
+    [
+        (ids(3), ids(9), [0], [1]),
+        (ids(1, 2, 3), ids(7, 8, 9), [0], [3]),
+        (ids(1, 2, 3), ids(7, 9, 8), [0, 1, 2], [1, 1, 1]),
+        (ids(3, 2, 1), ids(3, 2, 1), [0, 1, 2], [1, 1, 1]),
+        (ids(0, 1, 5, 6), ids(4, 5, 6, 7), [0, 2], [2, 2]),
+    ],
+)
+def test_given_pairs_then_runs_are_those_that_follow_each_other_on_both_sides(
+    src: Any, dst: Any, starts: list[int], lengths: list[int]
+) -> None:
+    found = dma.runs(src, dst)
+    assert [part.tolist() for part in found] == [starts, lengths]
+
+
+@pytest.mark.parametrize("block_bytes", [7, 64])
+def test_given_no_driver_call_then_each_run_is_copied_by_itself(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dma, "_driver_call", lambda: None)
+    source = torch.randint(0, 256, (6, block_bytes), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    dma.copy_over_link(source, target, ids(1, 2, 5), ids(3, 4, 0))
+    assert torch.equal(target[[3, 4, 0]], source[[1, 2, 5]])
+    assert (target[[1, 2, 5]] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_call", [True, False])
+def test_given_many_scattered_blocks_then_all_arrive_both_ways(with_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not with_call:
+        monkeypatch.setattr(dma, "_driver_call", lambda: None)
+    device = torch.randint(0, 256, (500, 4096), dtype=torch.uint8, device="cuda")
+    host = torch.zeros((500, 4096), dtype=torch.uint8, pin_memory=True)
+    order = np.random.default_rng(0).permutation(500).astype(np.int32)
+    every = np.arange(500, dtype=np.int32)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        dma.copy_over_link(device, host, every, order)
+        back = torch.empty_like(device)
+        dma.copy_over_link(host, back, order, every)
+        torch.cuda.current_stream().synchronize()
+    assert torch.equal(back, device)
+    assert torch.equal(host[torch.from_numpy(order).long()], device.cpu())
+
+
+@pytest.mark.gpu
+def test_given_a_driver_that_refuses_then_it_is_a_transfer_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dma, "_driver_call", lambda: lambda *_: 1)
+    device = torch.zeros((4, 64), dtype=torch.uint8, device="cuda")
+    host = torch.zeros((4, 64), dtype=torch.uint8, pin_memory=True)
+    with pytest.raises(TransferError, match="error 1"):
+        dma.copy_over_link(device, host, ids(0, 2), ids(1, 3))
