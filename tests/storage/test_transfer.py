@@ -223,6 +223,31 @@ def test_given_blocks_that_come_from_disk_when_they_are_about_to_be_read_then_th
     cache.close()
 
 
+def test_given_transfers_that_overlap_when_a_later_one_does_not_then_it_waits_for_all() -> None:
+    cache = Cache("cpu")
+    gate = Gate(cache.disk)
+    cache.engine.submit([op(HOST, DISK, [1], [2]), op(DISK, GPU, [2], [4])], overlap=True)
+    gate.go.set()
+    cache.engine.submit([])
+    assert cache.values(GPU)[4] == 16 + 1
+    cache.close()
+
+
+@pytest.mark.gpu
+def test_given_blocks_on_their_way_to_the_host_when_the_cpu_moves_them_there_then_it_waits() -> None:
+    config = KVCacheConfig([LayerSpec(kv_heads=8, head_dim=128)] * 32, 16, gpu_blocks=300, host_blocks=600)
+    layouts, device = {0: GroupLayout(config.groups[0])}, torch.device("cuda", 0)
+    gpu = BlockStore(config.pools[0], GPU, layouts, device=device)
+    host = BlockStore(config.pools[0], HOST, layouts, gpu=device)
+    engine = TransferEngine({(0, GPU): gpu, (0, HOST): host}, config.groups, device)
+    gpu.data.fill_(7)
+    low, high = np.arange(300, dtype=np.int32), np.arange(300, 600, dtype=np.int32)
+    engine.submit([op(GPU, HOST, [], [], src=low, dst=low), op(HOST, HOST, [], [], src=low, dst=high)]).wait()
+    assert (host.data[300:] == 7).all()
+    engine.close()
+    host.close()
+
+
 def test_given_a_disk_that_fails_then_the_source_is_kept_until_it_is_tried_again() -> None:
     cache = Cache("cpu")
     gate = Gate(cache.disk, TransferError("no space left"))

@@ -36,7 +36,10 @@ class _Attributes(ctypes.Structure):
 
 
 def copy_over_link(source: Tensor, target: Tensor, src: Int32Array, dst: Int32Array) -> None:
-    """`target[dst[i]] = source[src[i]]` on the current stream; one of the two, uint8 [block, byte], is on a GPU."""
+    """`target[dst[i]] = source[src[i]]` on the current stream; one of the two, uint8 [block, byte], is on a GPU.
+
+    The driver takes no batches on the default stream: be on another.
+    """
     starts, lengths = runs(src, dst)
     host = target if source.is_cuda else source
     if (batch := _driver_call()) is not None and host.is_pinned() and len(starts) > 1:

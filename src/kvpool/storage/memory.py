@@ -75,7 +75,11 @@ class HostMemory:
         if not num_bytes:
             self.tensor = torch.empty((num_blocks, block_bytes), dtype=torch.uint8)
             return
-        flat = torch.frombuffer(_map(num_blocks, block_bytes), dtype=torch.uint8)
+        memory = _map(num_blocks, block_bytes)
+        if gpu is None:
+            with contextlib.suppress(AttributeError, OSError):  # huge pages, where the system has them, for the CPU's sake
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        flat = torch.frombuffer(memory, dtype=torch.uint8)
         self.tensor = flat.view(num_blocks, block_bytes)
         if gpu is not None:
             _touch(flat, _cpus_near(gpu))
@@ -108,10 +112,7 @@ def _map(num_blocks: int, block_bytes: int) -> mmap.mmap:
     try:
         if num_blocks * block_bytes > available:
             raise OSError("not enough memory")
-        memory = mmap.mmap(-1, num_blocks * block_bytes)
-        with contextlib.suppress(AttributeError, OSError):  # where the system has huge pages; fewer misses of the TLB
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory
+        return mmap.mmap(-1, num_blocks * block_bytes)
     except OSError as error:
         raise StorageMemoryError(
             f"{num_blocks} blocks of {block_bytes} bytes do not fit into host memory ({error}): about "

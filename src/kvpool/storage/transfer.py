@@ -13,6 +13,7 @@ the blocks in question.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -106,10 +107,8 @@ class Transfer:
 
     def _watch(self, callback: Callable[[Transfer], None]) -> None:
         for completion in self._completions:
-            try:
+            with contextlib.suppress(Exception):  # the callback finds out by `wait`
                 completion.wait()
-            except TransferError:
-                _log.debug("a transfer failed; its callback is told")
         self._call(callback)
 
     def _call(self, callback: Callable[[Transfer], None]) -> None:
@@ -151,9 +150,9 @@ class TransferEngine:
     def submit(self, ops: Sequence[CopyOp], *, overlap: bool = False) -> Transfer:
         """Starts the operations in order and returns at once where a GPU or a disk does the work.
 
-        Everything is checked before the first byte moves. What follows on the current stream finds the copies done; with
-        `overlap` it does not wait, and whoever launches work calls `before_compute`. An operation that cannot be started
-        raises `TransferError`; it and those behind it are in `remaining`.
+        Everything is checked before the first byte moves. What follows on the current stream finds these copies, and all
+        earlier ones, done; with `overlap` it does not wait, and whoever launches work calls `before_compute`. An operation
+        that cannot be started raises `TransferError`; it and those behind it are in `remaining`.
         """
         steps = plan_steps(ops, self.stores, self._groups)
         return self._run(steps, overlap)
@@ -206,7 +205,9 @@ class TransferEngine:
             if item is not None:
                 self._in_flight.append(item)
                 started.append(item.completion)
-                if not overlap and Tier.GPU in (step.source.tier, step.target.tier):
+        if not overlap:
+            for item in self._in_flight:
+                if Tier.GPU in (item.step.source.tier, item.step.target.tier) and not item.failed():
                     item.completion.order()
         return Transfer(started, partial(_verify, self._to_verify), self._watcher)
 
@@ -218,8 +219,8 @@ class TransferEngine:
         before = [item.completion for item in self._in_flight if item.step.conflicts(step)]
         if isinstance(step.source, DiskStore) or isinstance(step.target, DiskStore):
             return self._start_on_disk(step, before)
-        if self.device.type == "cpu":
-            for completion in before:
+        if self.device.type == "cpu" or Tier.GPU not in (step.source.tier, step.target.tier):
+            for completion in before:  # the CPU itself copies
                 completion.wait()
             self._move_and_note(step)
             return None
