@@ -28,7 +28,7 @@ from kvpool.blocks.eviction import (
 from kvpool.blocks.eviction.remembering import GhostPolicy
 from kvpool.errors import InvalidArgumentError
 
-BUILT_IN = ("lru", "lfu", "fifo", "clock", "sieve", "s3fifo", "2q", "arc", "priority", "cost")
+BUILT_IN = ("lru", "lfu", "fifo", "clock", "sieve", "s3fifo", "2q", "arc", "priority", "cost", "adaptive")
 
 
 @dataclass(eq=False, slots=True)
@@ -605,7 +605,7 @@ def test_every_built_in_policy_is_made_by_name_in_any_case(name: str) -> None:
 
 @pytest.mark.parametrize("wrong", ["lur", "", 7, None, int])
 def test_unknown_policy_names_the_known_ones(wrong: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"2q, arc, clock, cost, fifo, lfu, lru, priority, s3fifo, sieve"):
+    with pytest.raises(InvalidArgumentError, match=r"2q, adaptive, arc, clock, cost, fifo, lfu, lru, priority, s3fifo, sieve"):
         make_policy(wrong)
 
 

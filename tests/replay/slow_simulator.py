@@ -81,9 +81,7 @@ class SlowCache:
         return hits
 
 
-def slow_hits(
-    requests: Iterable[Sequence[int]], capacity: float, policy: str, leaf_first: bool = True
-) -> list[int]:
+def slow_hits(requests: Iterable[Sequence[int]], capacity: float, policy: str, leaf_first: bool = True) -> list[int]:
     """The hits of each request."""
     cache = SlowCache(capacity, policy, leaf_first)
     return [cache.request(blocks, now) for now, blocks in enumerate(requests)]

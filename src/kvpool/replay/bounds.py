@@ -28,7 +28,10 @@ def run_model(trace: Trace, name: str, capacity: int | None) -> ReplayResult:
     if name == INFINITE or capacity is None:
         hits, kind = _infinite_hits(trace), "offline bound: nothing is ever evicted"
     elif name == OPTIMUM:
-        hits, kind = _optimal_hits(trace, capacity), "offline bound: Belady's optimum, exact under the prefix constraint"
+        hits, kind = (
+            _optimal_hits(trace, capacity),
+            "offline bound: Belady's optimum, exact under the prefix constraint",
+        )
     else:
         hits, kind = _flat_fifo_hits(trace, capacity), "model: first in first out per block, parents may leave first"
     result = ReplayResult(**totals(trace, hits, trace.unit), policy=name, capacity=capacity, bound=kind)
@@ -74,7 +77,9 @@ def _optimal_hits(trace: Trace, capacity: int) -> Int32Array:
         hits[index] = count
         missing = {block for block in ids[count:] if next_use[block] < 0}
         excess = resident + len(missing) - capacity
-        while excess > 0 and heap:  # a block of this request has next use `index`, the nearest of all: it is not reached
+        while (
+            excess > 0 and heap
+        ):  # a block of this request has next use `index`, the nearest of all: it is not reached
             distance, _, block = heap[0]
             if next_use[block] != -distance or -distance == index:
                 if -distance == index:

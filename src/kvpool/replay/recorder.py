@@ -69,9 +69,9 @@ class TraceRecorder:
 
     The calling thread only puts the arguments into a queue; a thread of the recorder hashes and writes. The file ends
     cleanly when it reaches `max_bytes` (before compression) or the writer falls too far behind; `stopped_because` says so.
-    Operations are written in the order in which calls return: drive the manager from one thread for an exact replay. One thing
-    is hidden together with the tokens: their order. Where several cached blocks share equally many tokens with a prompt,
-    partial matching may copy from another one of them in the replay.
+    Operations are written in the order in which calls return: drive the manager from one thread for an exact replay.
+    One thing is hidden together with the tokens: their order. Where several cached blocks share equally many
+    tokens with a prompt, partial matching may copy from another one of them in the replay.
 
     >>> from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
     >>> import tempfile, pathlib
@@ -180,7 +180,9 @@ def _positions(batch: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 
 
 def _plain(counts: Any) -> Any:
-    return counts.tolist() if isinstance(counts, np.ndarray) else list(counts) if not isinstance(counts, int) else counts
+    return (
+        counts.tolist() if isinstance(counts, np.ndarray) else list(counts) if not isinstance(counts, int) else counts
+    )
 
 
 def _allocated(

@@ -89,7 +89,9 @@ class _Operations:
         try:
             return json.loads(line)
         except ValueError as error:
-            raise TraceError(f"line {number} of {self._name} is broken ({error}); a recording needs all its lines") from None
+            raise TraceError(
+                f"line {number} of {self._name} is broken ({error}); a recording needs all its lines"
+            ) from None
 
     def prompt(self, serial: int, shared_with: int, num_shared: int, packed: str) -> Int32Array:
         """The tokens of a new sequence, remembered for those that share them."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.blocks.arrays import Int32Array, Int64Array
+from kvpool.blocks.retention import Retention, TokenRange
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
@@ -20,6 +21,7 @@ from kvpool.replay.trace import Trace, TraceError
 
 TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
 PROGRESS_STEP = 256  # requests between two reports
+READS_PRIORITIES = frozenset({"adaptive", "priority"})  # policies that are told about partial last blocks
 
 Progress = Callable[[int], None]
 Observer = Callable[[int, KVCacheManager], None]  # after each request: its index, the manager
@@ -92,7 +94,9 @@ def replay(
     1
     """
     if not trace.reuse_known:
-        raise TraceError(f"{trace.name} has lengths only: what its prompts share is not known, so nothing can be replayed")
+        raise TraceError(
+            f"{trace.name} has lengths only: what its prompts share is not known, so nothing can be replayed"
+        )
     return _Replay(trace, config).run(progress, observe)
 
 
@@ -111,6 +115,14 @@ class _Replay:
         self.manager = self._manager()
         self.num_blocks = self.capacity
         self.oversized = 0
+        self.ends_partially = self._partial_ends()
+
+    def _partial_ends(self) -> list[bool] | None:
+        """Which prompts end inside a block; an engine knows that such a block is hardly ever reused, and says so."""
+        if self.config.policy not in READS_PRIORITIES or self.ids_per_block > 1 or self.trace.unit == 1:
+            return None
+        ends: list[bool] = (np.diff(self.trace.offsets) * self.trace.unit > self.trace.input_lengths).tolist()
+        return ends
 
     def _everything(self) -> int:
         lengths = -(-np.diff(self.trace.offsets) // self.ids_per_block)
@@ -161,7 +173,10 @@ class _Replay:
             self.oversized += 1
             if room > self.num_blocks:
                 self._resize(room)
-        handle = manager.allocate(index, marked, reserve=num_ids)
+        retention = None
+        if self.ends_partially is not None and self.ends_partially[index]:
+            retention = Retention([TokenRange(num_ids - 1, num_ids, priority=0)])
+        handle = manager.allocate(index, marked, reserve=num_ids, retention=retention)
         manager.commit(handle)
         if self.num_blocks > room:
             self._resize(room)  # while the request is live: it is the others that make room

@@ -48,7 +48,9 @@ class Problems:
         if self.unsorted:
             found.append(f"{self.unsorted} requests are older than the one before; replay keeps the order of the file")
         if self.zero_length:
-            found.append(f"{self.zero_length} requests have an empty prompt; they count as requests and ask for nothing")
+            found.append(
+                f"{self.zero_length} requests have an empty prompt; they count as requests and ask for nothing"
+            )
         if self.repeating:
             found.append(
                 f"{self.repeating} requests name the same id twice; a block is found by all that precedes it, so the "

@@ -9,12 +9,14 @@ from kvpool.blocks.eviction.adaptive import ARCPolicy, TwoQueuePolicy
 from kvpool.blocks.eviction.base import EvictionPolicy, KeyedPolicy, Run
 from kvpool.blocks.eviction.clock import ClockPolicy, SievePolicy
 from kvpool.blocks.eviction.cost import CostAwarePolicy
+from kvpool.blocks.eviction.hazard import AdaptivePolicy
 from kvpool.blocks.eviction.keyed import FIFOPolicy, LFUPolicy, LRUPolicy, PriorityPolicy
 from kvpool.blocks.eviction.s3fifo import S3FIFOPolicy
 from kvpool.errors import InvalidArgumentError
 
 __all__ = [
     "ARCPolicy",
+    "AdaptivePolicy",
     "ClockPolicy",
     "CostAwarePolicy",
     "EvictionPolicy",
@@ -94,6 +96,6 @@ def _normalised(name: object) -> str:
 
 for _policy in (
     LRUPolicy, LFUPolicy, FIFOPolicy, ClockPolicy, SievePolicy, S3FIFOPolicy, TwoQueuePolicy, ARCPolicy, PriorityPolicy,
-    CostAwarePolicy,
+    CostAwarePolicy, AdaptivePolicy,
 ):  # fmt: skip
     register_policy(_policy.name)(_policy)

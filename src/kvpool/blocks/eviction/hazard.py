@@ -1,0 +1,299 @@
+"""The adaptive policy: learns when runs like this one are reused, and evicts what earns the least for its place.
+
+Reuse of a prompt depends on its age in a way that differs by kind: the next turn of a chat comes after a while or never, a
+system prompt comes again and again. For each kind of run the policy counts reuses and exposure by age, also of runs that
+have left (ghosts), and derives from them the best rate of hits per block and time that keeping a run can still achieve
+(its Gittins index). The candidate with the smallest index is the victim. Age is counted in blocks inserted since the last
+use, in units of the cache: under load it runs faster, and no clock is needed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from heapq import heapify, heappop, heappush
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.blocks.eviction.base import EvictionPolicy, Run
+from kvpool.blocks.eviction.queues import Item, RunQueue
+
+Floats = npt.NDArray[np.float64]
+
+EPOCHS_PER_CACHE = 32  # the cache turns over once in so many epochs
+MAX_AGE = 256  # epochs; what is older counts as this old
+_DEPTHS, _SIZES, _REUSES = 6, 5, 2
+NUM_KINDS = _DEPTHS * _SIZES * _REUSES
+_HISTORY = 0.999  # weight of what was counted an epoch ago
+_KIND_PRIOR = 2000.0  # exposure (blocks x epochs) that a kind borrows from all kinds together
+_PRIOR = 20000.0  # exposure that all kinds borrow from the assumption that hazards fall with age
+_MIN_CAPACITY = 64
+MARGIN = 0.6  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
+
+
+def _age_bins() -> tuple[list[int], list[int]]:
+    """First epochs of bins that widen with age, and the bin of every age."""
+    starts, width, at = [], 1.0, 0
+    while at < MAX_AGE:
+        starts.append(at)
+        at += round(width)
+        if len(starts) >= 4:
+            width *= 1.25
+    bins = np.searchsorted(starts, np.arange(MAX_AGE), side="right") - 1
+    return starts, bins.tolist()
+
+
+_STARTS, _BIN_OF_AGE = _age_bins()
+_WIDTHS: Floats = np.diff([*_STARTS, MAX_AGE]).astype(np.float64)
+_MIDDLES: Floats = np.array(_STARTS) + _WIDTHS / 2
+_BINS = len(_STARTS)
+
+
+class _Record:
+    """What the policy knows about one run. It lies in `run.entry` for as long as the run is in the cache."""
+
+    __slots__ = ("blocks", "epoch", "hits", "item", "kind", "last_access", "owner", "queue", "start", "trimmed")
+
+    def __init__(self, owner: AdaptivePolicy) -> None:
+        self.owner = owner
+        self.item: Item | None = None  # not None while the run is a candidate
+        self.queue: RunQueue | None = None
+        self.kind = self.epoch = self.hits = self.start = self.blocks = self.trimmed = 0
+        self.last_access = -1
+
+
+class AdaptivePolicy(EvictionPolicy):
+    """Evicts the candidate whose kind and age promise the fewest hits per block and time; retention priorities come first.
+
+    Kinds are told apart by how deep a run starts, how long it is and whether it was reused: powers of four, so that they
+    mean the same for any block size. With nothing learned the order is that of LRU.
+    """
+
+    name: ClassVar[str] = "adaptive"
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        for queue in getattr(self, "_cells", {}).values():
+            for run in queue.clear():
+                run.entry = None
+        self._cells: dict[tuple[int, int, int], RunQueue] = {}  # by priority, kind, epoch of the last use
+        self._order: list[tuple[int, float, int, int]] = []  # heap of cells: priority, value, epoch, kind
+        self._by_age: list[tuple[int, float, int, int]] = []  # the same cells, oldest first
+        self._len = 0
+        self._num_blocks = 0
+        self._capacity = _MIN_CAPACITY
+        self._epoch = 0
+        self._inserted = 0.0  # blocks since the epoch began
+        self._epoch_ticks: deque[int] = deque([0], MAX_AGE)  # the first tick of each epoch, the current one last
+        self._newest = 0
+        self._hits: Floats = np.zeros((NUM_KINDS, _BINS))
+        self._exposure: Floats = np.zeros((NUM_KINDS, _BINS))
+        self._alive: Floats = np.zeros((NUM_KINDS, MAX_AGE))  # blocks by kind and epoch of last use (as a ring)
+        self._values: list[list[float]] = self._indices()
+        self._ghosts: OrderedDict[int, tuple[int, int, int]] = OrderedDict()  # fingerprint: kind, epoch, blocks
+        self._ghost_blocks = 0
+
+    # --- candidates --------------------------------------------------------------------------------------------------
+
+    def add(self, run: Run) -> None:
+        record: _Record | None = run.entry
+        if record is None or record.owner is not self:
+            record = run.entry = _Record(self)
+            self._admit(run)
+        else:
+            if record.item is not None:
+                self._take_out(record)
+            if run.start > record.start and record.last_access == run.last_access:
+                self._count(record.kind, record.epoch, run.start - record.start)  # its head was reused: it was split
+            elif record.last_access == run.last_access:
+                record.trimmed += record.blocks - run.num_blocks
+        if record.last_access != run.last_access:
+            record.trimmed = 0
+            record.last_access = run.last_access
+            record.kind = _kind(run)
+            record.epoch = self._epoch_of(run.last_access)
+        record.hits, record.start, record.blocks = run.hits, run.start, run.num_blocks
+        self._alive[record.kind, record.epoch % MAX_AGE] += record.blocks + record.trimmed
+        self._put_in(run, record)
+        if self._num_blocks > self._capacity:
+            self._capacity = self._num_blocks
+
+    def remove(self, run: Run) -> None:
+        record: _Record | None = run.entry
+        if record is None or record.owner is not self or record.item is None:
+            return
+        self._take_out(record)
+        if run.hits > record.hits:
+            self._count(record.kind, record.epoch, record.blocks + record.trimmed)
+
+    def evicted(self, run: Run) -> None:
+        record: _Record | None = run.entry
+        if record is None or record.owner is not self or record.item is None:
+            return
+        self._take_out(record)
+        run.entry = None
+        blocks = record.blocks + record.trimmed
+        self._ghosts[run.fingerprint] = (record.kind, record.epoch, blocks)
+        self._alive[record.kind, record.epoch % MAX_AGE] += blocks
+        self._ghost_blocks += blocks
+        while self._ghost_blocks > 4 * self._capacity:
+            _, ghost = self._ghosts.popitem(last=False)
+            self._forget(ghost)
+
+    def victim(self) -> Run:
+        least = self._first(self._order)
+        oldest = self._first(self._by_age)
+        if least[0] == oldest[0] and least[1] > MARGIN * self._value(oldest[3], oldest[2]):
+            least = oldest
+        return self._cells[least[0], least[3], least[2]].head()
+
+    def _first(self, heap: list[tuple[int, float, int, int]]) -> tuple[int, float, int, int]:
+        """The first cell of a heap that still has candidates; it stays."""
+        while heap:
+            priority, _, epoch, kind = heap[0]
+            if self._cells.get((priority, kind, epoch)):
+                return heap[0]
+            heappop(heap)
+        raise LookupError("no run can be evicted: every cached run is referenced, pinned or has children")
+
+    def _value(self, kind: int, epoch: int) -> float:
+        return self._values[kind][_BIN_OF_AGE[min(self._epoch - epoch, MAX_AGE - 1)]]
+
+    @property
+    def num_ghost_blocks(self) -> int:
+        """Number of blocks of the evicted runs remembered."""
+        return self._ghost_blocks
+
+    def __len__(self) -> int:
+        return self._len
+
+    def __contains__(self, run: object) -> bool:
+        record: Any = getattr(run, "entry", None)
+        return isinstance(record, _Record) and record.owner is self and record.item is not None
+
+    def _put_in(self, run: Run, record: _Record) -> None:
+        age = self._epoch - record.epoch
+        if age >= MAX_AGE:
+            record.epoch = self._epoch - MAX_AGE + 1
+            age = MAX_AGE - 1
+        key = (run.priority, record.kind, record.epoch)
+        queue = self._cells.get(key)
+        if queue is None:
+            queue = self._cells[key] = RunQueue()
+        if not queue:
+            value = self._values[record.kind][_BIN_OF_AGE[age]]
+            heappush(self._order, (run.priority, value, record.epoch, record.kind))
+            heappush(self._by_age, (run.priority, float(record.epoch), record.epoch, record.kind))
+        record.queue = queue
+        record.item = queue.push(run.last_access, run)
+        self._len += 1
+        self._num_blocks += record.blocks
+
+    def _take_out(self, record: _Record) -> None:
+        assert record.queue is not None and record.item is not None
+        record.queue.discard(record.item)
+        record.item = None
+        self._len -= 1
+        self._num_blocks -= record.blocks
+        self._alive[record.kind, record.epoch % MAX_AGE] -= record.blocks + record.trimmed
+
+    # --- learning ----------------------------------------------------------------------------------------------------
+
+    def _admit(self, run: Run) -> None:
+        """A run that is new here: it was computed now, perhaps not for the first time."""
+        ghost = self._ghosts.pop(run.fingerprint, None)
+        if ghost is not None:
+            self._forget(ghost)
+            self._count(ghost[0], ghost[1], min(ghost[2], run.num_blocks))
+        if run.last_access > self._newest:
+            self._newest = run.last_access
+        if not run.hits:
+            self._inserted += run.num_blocks
+            if self._inserted * EPOCHS_PER_CACHE >= self._capacity:
+                self._next_epoch()
+
+    def _forget(self, ghost: tuple[int, int, int]) -> None:
+        kind, epoch, blocks = ghost
+        self._ghost_blocks -= blocks
+        if self._epoch - epoch < MAX_AGE:
+            self._alive[kind, epoch % MAX_AGE] -= blocks
+
+    def _count(self, kind: int, epoch: int, blocks: int) -> None:
+        age = self._epoch - epoch
+        if age < MAX_AGE:
+            self._hits[kind, _BIN_OF_AGE[age]] += blocks
+
+    def _epoch_of(self, tick: int) -> int:
+        """The epoch of a tick; most are in the current one."""
+        epoch = self._epoch
+        for first in reversed(self._epoch_ticks):
+            if first <= tick:
+                return epoch
+            epoch -= 1
+        return epoch + 1
+
+    def _next_epoch(self) -> None:
+        """Exposure is added up, what was counted fades, and the values of all cells are worked out anew."""
+        ages = (self._epoch - np.arange(MAX_AGE)) % MAX_AGE  # ring slot of every age
+        by_age = np.maximum(self._alive[:, ages], 0.0)
+        self._exposure += np.add.reduceat(by_age, _STARTS, axis=1)
+        self._exposure *= _HISTORY
+        self._hits *= _HISTORY
+        self._inserted = 0.0
+        self._epoch += 1
+        self._epoch_ticks.append(self._newest)
+        self._merge_oldest()
+        self._values = self._indices()
+        self._order = [
+            (priority, self._values[kind][_BIN_OF_AGE[min(self._epoch - epoch, MAX_AGE - 1)]], epoch, kind)
+            for (priority, kind, epoch), queue in self._cells.items()
+            if queue
+        ]
+        heapify(self._order)
+        self._by_age = [(priority, float(epoch), epoch, kind) for priority, _, epoch, kind in self._order]
+        heapify(self._by_age)
+
+    def _merge_oldest(self) -> None:
+        """The slot of the ring that comes round again: its runs join those that are one epoch younger."""
+        old, slot = self._epoch - MAX_AGE, self._epoch % MAX_AGE
+        for key in [key for key in self._cells if key[2] <= old]:
+            for run in self._cells.pop(key).clear():
+                record: _Record = run.entry
+                record.item = None
+                self._len -= 1
+                self._num_blocks -= record.blocks
+                record.epoch = old + 1
+                self._alive[record.kind, (old + 1) % MAX_AGE] += record.blocks + record.trimmed
+                self._put_in(run, record)
+        self._alive[:, slot] = 0.0
+
+    def _indices(self) -> list[list[float]]:
+        """For every kind and age bin: the most hits per block and epoch that keeping a run for some time can bring.
+
+        With G the chance to be unused up to an age and T the time spent unused up to it, keeping a run from bin i to
+        bin j brings (G[i] - G[j]) hits for (T[j] - T[i]).
+        """
+        hits, exposure = self._hits.sum(axis=0), self._exposure.sum(axis=0)
+        usual = (hits.sum() + 1.0) / (exposure.sum() + 100.0)
+        overall = (hits + _PRIOR * usual * 8 / (_MIDDLES + 4)) / (exposure + _PRIOR)
+        hazard = (self._hits + _KIND_PRIOR * overall) / (self._exposure + _KIND_PRIOR)
+        np.clip(hazard, 1e-12, 0.9, out=hazard)
+        fading = np.exp(_WIDTHS * np.log1p(-hazard))
+        unused = np.ones((NUM_KINDS, _BINS + 1))
+        np.cumprod(fading, axis=1, out=unused[:, 1:])
+        time = np.zeros((NUM_KINDS, _BINS + 1))
+        np.cumsum(unused[:, :-1] * (1 - fading) / hazard, axis=1, out=time[:, 1:])
+        gained = unused[:, :-1, None] - unused[:, None, 1:]
+        spent = time[:, None, 1:] - time[:, :-1, None]
+        rates = np.where(spent > 0, gained / np.where(spent > 0, spent, 1.0), 0.0)
+        best: list[list[float]] = rates.max(axis=2).tolist()
+        return best
+
+
+def _kind(run: Run) -> int:
+    depth = min((run.start.bit_length() + 1) // 2, _DEPTHS - 1)
+    size = min((run.num_blocks.bit_length() - 1) // 2, _SIZES - 1)
+    return (depth * _SIZES + size) * _REUSES + (run.hits > 0)

@@ -1,0 +1,86 @@
+"""`kvpool`: the command line. Each command lives in the package it belongs to and is imported only when it is called."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import typer
+
+
+class Command(NamedTuple):
+    """A command: the module that has `register(app, name)`, and one line of help."""
+
+    module: str
+    help: str
+
+
+# To add a command: write a module with `register(app: typer.Typer, name: str)` and name it here.
+COMMANDS = {
+    "trace": Command("kvpool.replay.commands.trace", "Look at, convert and synthesise workload traces."),
+    "replay": Command("kvpool.replay.commands.replay", "Replay a trace: what would a policy, a size or a tier reuse?"),
+    "plan": Command(
+        "kvpool.replay.commands.plan", "What fits: weights, KV bytes, sequences, tiers, from a config.json."
+    ),
+    "generate": Command("kvpool.engine.commands.generate", "Complete prompts with a model."),
+    "chat": Command("kvpool.engine.commands.chat", "Talk to a model in the terminal."),
+    "bench": Command("kvpool.engine.commands.bench", "Measure throughput and latency of a model on this machine."),
+}
+
+
+def build_app(arguments: Sequence[str]) -> typer.Typer:
+    """The application with the called command loaded; of the others only the names and their help."""
+    import typer
+
+    app = typer.Typer(
+        name="kvpool",
+        help="A paged KV-cache manager for transformer inference, and its tools.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    called = next((word for word in arguments if not word.startswith("-")), None)
+    for name, command in COMMANDS.items():
+        if name == called:
+            import_module(command.module).register(app, name)
+        else:
+            app.command(name, help=command.help)(_not_called)
+
+    @app.callback()
+    def root() -> None:
+        """Gives the application its own help even when it has a single command."""
+
+    return app
+
+
+def _not_called() -> None:
+    """Stands for a command that this call does not run."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns the exit status. What kvpool refuses is one line on stderr, not a traceback."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        app = build_app(words)
+    except ModuleNotFoundError as error:
+        print(f"kvpool: the command line needs {error.name}: pip install 'kvpool[cli]'", file=sys.stderr)
+        return 2
+    from kvpool.errors import KVPoolError
+
+    try:
+        app(args=words, prog_name="kvpool")
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 1
+    except KVPoolError as error:
+        print(f"kvpool: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The commands `kvpool trace`, `kvpool replay` and `kvpool plan`."""

@@ -1,0 +1,105 @@
+"""`kvpool plan`: what fits, what tiers add, and where loading beats computing, each number with its reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.replay.commands.options import console, parse_bytes, parse_tokens, progress_bar, write_json
+from kvpool.replay.formats import read_trace
+from kvpool.replay.plan import GIB, GPU_FRACTION, Plan, PlanRequest, knee, make_plan
+from kvpool.replay.runs import run_all
+from kvpool.replay.simulate import ReplayConfig
+
+CURVE_POINTS = 9
+
+
+def register(app: typer.Typer, name: str) -> None:
+    """Adds the command to the application."""
+    app.command(name)(plan)
+
+
+def plan(
+    model: Annotated[Path, typer.Option(help="A Hugging Face config.json, or the folder that holds it.")],
+    gpu: Annotated[str, typer.Option(help="For example h200, h100, a100, l40s, rtx4090.")],
+    kv_dtype: Annotated[str | None, typer.Option(help="Element type of K and V: fp8, bfloat16, int8, int4.")] = None,
+    context: Annotated[str, typer.Option(help="Tokens per sequence; 32k is 32,768.")] = "8k",
+    concurrency: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
+    num_gpus: Annotated[int, typer.Option(help="GPUs that share the weights and the cache.")] = 1,
+    block_size: Annotated[int, typer.Option(help="Tokens per block.")] = 16,
+    weight_bytes: Annotated[
+        float | None, typer.Option(help="Bytes per parameter; default: as the config says.")
+    ] = None,
+    gpu_fraction: Annotated[float, typer.Option(help="Part of the GPU memory to use.")] = GPU_FRACTION,
+    host: Annotated[str, typer.Option(help="Host memory for the cache, for example 512GB.")] = "0",
+    disk: Annotated[str, typer.Option(help="Disk for the cache, for example 4TB.")] = "0",
+    trace: Annotated[Path | None, typer.Option(help="A trace: adds its hit curve and recommends sizes.")] = None,
+    policy: Annotated[str, typer.Option(help="Eviction policy for the hit curve.")] = "lru",
+    json: Annotated[str | None, typer.Option(help="Write all numbers; - for stdout.")] = None,
+) -> None:
+    """Plans the memory of a model on GPUs from its config alone."""
+    request = PlanRequest(
+        str(model), gpu, kv_dtype, parse_tokens(context, "--context"), concurrency, num_gpus, block_size, weight_bytes,
+        gpu_fraction, parse_bytes(host, "--host"), parse_bytes(disk, "--disk"),
+    )  # fmt: skip
+    made = make_plan(request)
+    result: dict[str, Any] = made.to_dict()
+    out = console(to_stderr=json == "-")
+    _print_plan(out, made)
+    if trace is not None:
+        result["trace"] = _curve(out, trace, policy, made)
+    if json is not None:
+        write_json(json, result)
+
+
+def _print_plan(out: Any, made: Plan) -> None:
+    from rich.table import Table
+
+    table = Table(show_header=True, header_style="bold")
+    table.add_column("what")
+    table.add_column("how much", justify="right")
+    table.add_column("why")
+    for name, value in made.numbers.items():
+        table.add_row(name.replace("_", " "), show(name, value), made.why[name])
+    out.print(table)
+    out.print(made.verdict, style="bold")
+
+
+def show(name: str, value: float) -> str:
+    """A number with the unit that its name says."""
+    if name == "parameters":
+        return f"{value / 1e9:.2f} B"
+    if name.endswith("_bytes"):
+        return f"{value / GIB:,.1f} GiB"
+    if "seconds" in name:
+        return f"{value:.3f} s" if value >= 1e-3 else f"{value * 1e6:.3g} µs"
+    return f"{value:,.0f}"
+
+
+def _curve(out: Any, path: Path, policy: str, made: Plan) -> dict[str, Any]:
+    """Hit ratios over sizes, and the size at the knee in bytes of this model."""
+    loaded = read_trace(path)
+    unit = loaded.unit if loaded.unit > 1 else 16
+    most = max(loaded.num_unique if loaded.unit > 1 else loaded.num_ids // unit, 2)
+    capacities = sorted(
+        {max(1, round(most ** (0.4 + 0.6 * point / (CURVE_POINTS - 1)))) for point in range(CURVE_POINTS)}
+    )
+    with progress_bar("hit curve", len(capacities)) as advance:
+        results = run_all(loaded, [ReplayConfig(policy, size) for size in capacities], progress=advance)
+    ratios = [result.hit_ratio for result in results]
+    best = knee(capacities, ratios)
+    block_bytes = unit * made.numbers.get("kv_bytes_per_token", 0)
+    for size, ratio in zip(capacities, ratios, strict=True):
+        mark = "  ◄ knee" if size == best else ""
+        out.print(f"{size:>12,} blocks {size * block_bytes / GIB:>10,.1f} GiB  {ratio:7.4f}{mark}")
+    fits = best * block_bytes <= made.numbers["kv_budget_bytes"]
+    out.print(
+        f"{loaded.name}: behind {best:,} blocks of {unit} tokens ({best * block_bytes / GIB:,.1f} GiB) more memory buys "
+        "little; "
+        + ("that fits on the GPU" if fits else "that is more than the GPU has: give the rest to the host tier"),
+        style="bold",
+    )
+    curve = [{"capacity": c, "bytes": c * block_bytes, "hit_ratio": r} for c, r in zip(capacities, ratios, strict=True)]
+    return {"name": loaded.name, "policy": policy, "curve": curve, "knee": best, "knee_bytes": best * block_bytes}

@@ -1,0 +1,192 @@
+"""`kvpool replay`: policies, sizes and tiers side by side on one trace."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.replay.bounds import INFINITE, MODELS, OPTIMUM
+from kvpool.replay.commands.options import (
+    console,
+    parse_capacities,
+    parse_tiers,
+    progress_bar,
+    write_csv,
+    write_json,
+)
+from kvpool.replay.formats import DEFAULT_MAX_ERRORS, read_trace
+from kvpool.replay.recording import replay_recording
+from kvpool.replay.runs import run_all
+from kvpool.replay.simulate import ReplayConfig, ReplayResult
+from kvpool.replay.trace import Trace
+
+DEFAULT_CAPACITIES = "1k,5k,10k,30k,50k,100k,inf"
+
+
+def register(app: typer.Typer, name: str) -> None:
+    """Adds the command to the application."""
+    app.command(name)(replay)
+
+
+def replay(
+    trace: Annotated[Path, typer.Argument(help="Mooncake or token JSONL, a kvpool recording; plain, .gz or .zst.")],
+    policy: Annotated[str, typer.Option(help="Policies, comma separated; 'all' for every registered one.")] = "lru",
+    capacity: Annotated[str, typer.Option(help="Blocks: 10k, 1k:100k, 1k,5k,inf.")] = DEFAULT_CAPACITIES,
+    tiers: Annotated[str, typer.Option(help="Blocks per tier: gpu=10k,host=50k,disk=1m. Replaces --capacity.")] = "",
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens per block; default: the trace's, 16 for tokens.")
+    ] = None,
+    bounds: Annotated[bool, typer.Option(help="Add the infinite cache and the offline optimum.")] = True,
+    model: Annotated[Path | None, typer.Option(help="A config.json: report bytes moved, and real sizes.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Element type of K and V for --model.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Simulate serving on this GPU (with --model): TTFT, goodput.")] = None,
+    slo_ttft: Annotated[float, typer.Option(help="Goodput: seconds to the first token, at most.")] = 2.0,
+    slo_tpot: Annotated[float, typer.Option(help="Goodput: seconds per further token, at most.")] = 0.1,
+    speed: Annotated[float, typer.Option(help="Serving: arrivals come this many times as fast.")] = 1.0,
+    full_blocks_only: Annotated[bool, typer.Option(help="Leave out partial last blocks, as an engine does.")] = False,
+    exact: Annotated[bool, typer.Option(help="Of a recording: do every recorded operation again, as it was.")] = False,
+    limit: Annotated[int | None, typer.Option(help="Only the first N requests.")] = None,
+    max_errors: Annotated[int, typer.Option(help="Broken lines to skip before giving up.")] = DEFAULT_MAX_ERRORS,
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one per processor.")] = None,
+    csv: Annotated[str | None, typer.Option(help="Write one row per run; - for stdout.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write one row per run; - for stdout.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page with pictures.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write the pictures into this folder (.png and .svg).")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No table, no progress.")] = False,
+) -> None:
+    """Replays a trace through the real control plane, once for every policy and capacity."""
+    out = console(to_stderr="-" in (csv, json))
+    if exact:
+        _exact(trace, policy, json, out)
+        return
+    started = time.perf_counter()
+    loaded = read_trace(trace, max_errors=max_errors, limit=limit)
+    if full_blocks_only:
+        loaded = loaded.full_blocks_only()
+    for sentence in loaded.problems.sentences():
+        out.print(f"note: {sentence}", style="yellow")
+    configs = _configs(loaded, policy, capacity, tiers, block_size, bounds, _token_bytes(model, kv_dtype))
+    with progress_bar(f"replaying {loaded.name}", len(configs), quiet) as advance:
+        results = run_all(loaded, configs, workers=workers, progress=advance)
+    rows = [result.row() for result in results]
+    if gpu is not None:
+        _add_serving(rows, loaded, configs, model, kv_dtype, gpu, speed, (slo_ttft, slo_tpot), quiet)
+    if not quiet:
+        _print_table(out, loaded, results, rows, time.perf_counter() - started)
+    if csv is not None:
+        write_csv(csv, rows)
+    if json is not None:
+        write_json(json, rows)
+    if report is not None:
+        from kvpool.replay.report import write_report
+
+        write_report(report, loaded, results)
+        out.print(f"report: {report}")
+    if plots is not None:
+        from kvpool.replay.pictures import save_pictures
+
+        for path in save_pictures(plots, loaded, results):
+            out.print(f"picture: {path}")
+
+
+def _configs(
+    trace: Trace, policy: str, capacity: str, tiers: str, block_size: int | None, bounds: bool, token_bytes: int | None
+) -> list[ReplayConfig]:
+    from kvpool.blocks.eviction import make_policy, policy_names
+
+    names = list(policy_names()) if policy == "all" else [name.strip().lower() for name in policy.split(",")]
+    for name in names:
+        if name not in MODELS:
+            make_policy(name)  # an unknown name is refused before anything runs
+    native = block_size is None or block_size == trace.unit
+    sizes: dict[str, Any] = {"block_size": block_size, "token_bytes": token_bytes}
+    capacities: list[int | None] = parse_capacities(capacity)
+    if tiers:
+        blocks = parse_tiers(tiers)
+        if "gpu" not in blocks:
+            raise InvalidArgumentError(f"--tiers {tiers!r} has no gpu tier; write gpu=10k,host=50k")
+        capacities = [blocks["gpu"]]
+        sizes |= {"host": blocks.get("host", 0), "disk": blocks.get("disk", 0)}
+    configs = [ReplayConfig(name, size, **sizes) for name in names if name not in MODELS for size in capacities]
+    models = [name for name in names if name in MODELS]
+    if bounds and native and trace.unit > 1:
+        models.append(OPTIMUM)
+        models.append(INFINITE)
+    for name in dict.fromkeys(models):
+        configs.extend(ReplayConfig(name, size) for size in ([None] if name == INFINITE else capacities))
+    return configs
+
+
+def _token_bytes(model: Path | None, kv_dtype: str | None) -> int | None:
+    if model is None:
+        return None
+    from kvpool.model_config import layers_from_hf
+
+    return sum(layer.bytes_per_token for layer in layers_from_hf(model, dtype=kv_dtype))
+
+
+def _add_serving(
+    rows: list[dict[str, Any]], trace: Trace, configs: list[ReplayConfig], model: Path | None, kv_dtype: str | None,
+    gpu: str, speed: float, slo: tuple[float, float], quiet: bool,
+) -> None:  # fmt: skip
+    """Runs the real scheduler in simulated time for every row that is no bound, and adds its columns."""
+    from kvpool.replay.serving import ServingConfig, costs_for, simulate_serving
+
+    if model is None:
+        raise InvalidArgumentError("--gpu needs --model config.json: the cost of a token depends on the model")
+    costs, layers = costs_for(model, gpu, kv_dtype)
+    real = [(row, config) for row, config in zip(rows, configs, strict=True) if config.policy not in MODELS]
+    with progress_bar("serving", len(real), quiet) as advance:
+        for row, config in real:
+            serving = ServingConfig(config, layers, costs, speed=speed, slo_ttft=slo[0], slo_tpot=slo[1])
+            row.update(simulate_serving(trace, serving).row())
+            advance(1)
+
+
+def _print_table(
+    out: Any, trace: Trace, results: list[ReplayResult], rows: list[dict[str, Any]], seconds: float
+) -> None:
+    from rich.table import Table
+
+    title = f"{trace.name}: {len(trace):,} requests, {results[0].requested_blocks:,} blocks"
+    table = Table(title=title, caption=f"{seconds:.1f} s")
+    served = any("ttft_p50" in row for row in rows)
+    lower_tiers = any(
+        result.hit_blocks_by_tier.get("HOST") or result.hit_blocks_by_tier.get("DISK") for result in results
+    )
+    headings = ["policy", "capacity", "hit blocks", "hit ratio", "token ratio", "evicted"]
+    headings += ["host hits", "disk hits", "offloaded"] if lower_tiers else []
+    headings += ["TTFT p50", "TTFT p99", "tokens/s", "goodput"] if served else []
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "policy" else "right")
+    for result, row in zip(results, rows, strict=True):
+        size = "∞" if result.capacity is None else f"{result.capacity:,}"
+        cells = [
+            result.policy, size, f"{result.hit_blocks:,}", f"{result.hit_ratio:.4f}", f"{result.token_hit_ratio:.4f}",
+            "" if result.bound else f"{result.evicted_blocks:,}",
+        ]  # fmt: skip
+        if lower_tiers:
+            cells += [f"{result.hit_blocks_by_tier.get(tier, 0):,}" for tier in ("HOST", "DISK")]
+            cells.append(f"{result.offloaded_blocks:,}")
+        if served and "ttft_p50" in row:
+            cells += [f"{row['ttft_p50']:.2f} s", f"{row['ttft_p99']:.2f} s", f"{row['output_tokens_per_second']:,.0f}"]
+            cells.append(f"{row['goodput']:.1%}")
+        table.add_row(*cells, style="dim" if result.bound else "")
+    out.print(table)
+    for bound in dict.fromkeys(f"{result.policy}: {result.bound}" for result in results if result.bound):
+        out.print(bound, style="dim")
+
+
+def _exact(path: Path, policy: str, json: str | None, out: Any) -> None:
+    chosen = None if policy == "lru" else policy
+    stats = replay_recording(path, chosen)
+    out.print(
+        f"{path.name}: {stats.requests:,} requests, {sum(stats.hit_blocks.values()):,} of {stats.prompt_blocks:,} blocks and "
+        f"{sum(stats.hit_tokens.values()):,} of {stats.prompt_tokens:,} tokens were cached"
+    )
+    if json is not None:
+        write_json(json, stats.to_dict())

@@ -1,0 +1,93 @@
+"""`kvpool trace`: info, convert, synth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.replay.commands.options import console, parse_count, write_json
+from kvpool.replay.formats import DEFAULT_MAX_ERRORS, read_trace, write_trace
+from kvpool.replay.statistics import summary
+
+TraceArgument = Annotated[Path, typer.Argument(help="A trace file; plain, .gz or .zst.")]
+MaxErrors = Annotated[int, typer.Option(help="Broken lines to skip before giving up.")]
+
+
+def register(app: typer.Typer, name: str) -> None:
+    """Adds the group of commands to the application."""
+    group = typer.Typer(help="Look at, convert and synthesise workload traces.", no_args_is_help=True)
+    group.command("info")(info)
+    group.command("convert")(convert)
+    group.command("synth")(synth)
+    app.add_typer(group, name=name)
+
+
+def info(
+    trace: TraceArgument,
+    max_errors: MaxErrors = DEFAULT_MAX_ERRORS,
+    json: Annotated[str | None, typer.Option(help="Write the figures as JSON; - for stdout.")] = None,
+) -> None:
+    """What is in a trace: sizes, sharing, reuse distances, and what is odd about the file."""
+    loaded = read_trace(trace, max_errors=max_errors)
+    figures = summary(loaded)
+    out = console(to_stderr=json == "-")
+    for name, value in figures.items():
+        shown = f"{value:,.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else value
+        out.print(
+            f"{name.replace('_', ' '):>26}  {shown:,}"
+            if type(value) is int
+            else f"{name.replace('_', ' '):>26}  {shown}"
+        )
+    for sentence in loaded.problems.sentences():
+        out.print(f"note: {sentence}", style="yellow")
+    if not loaded.reuse_known:
+        out.print("note: this trace has lengths only; what its prompts share is not known", style="yellow")
+    if json is not None:
+        write_json(json, {**figures, "problems": loaded.problems.sentences()})
+
+
+def convert(
+    trace: TraceArgument,
+    output: Annotated[Path, typer.Argument(help="Where to write JSONL; .gz and .zst are compressed.")],
+    block_size: Annotated[
+        int | None, typer.Option(help="Turn a trace of tokens into one of blocks of this size.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Only the first N requests.")] = None,
+    max_errors: MaxErrors = DEFAULT_MAX_ERRORS,
+) -> None:
+    """Writes a trace in Mooncake's form (block ids) or as tokens."""
+    from kvpool.replay.synth import to_blocks
+
+    loaded = read_trace(trace, max_errors=max_errors, limit=limit)
+    if not loaded.reuse_known:
+        raise InvalidArgumentError(f"{trace} has lengths only; `kvpool trace synth --like {trace}` invents the sharing")
+    if block_size is not None:
+        loaded = to_blocks(loaded, block_size)
+    write_trace(loaded, output)
+    console(to_stderr=True).print(f"{output}: {len(loaded):,} requests, {loaded.num_ids:,} ids of {loaded.unit} tokens")
+
+
+def synth(
+    output: Annotated[Path, typer.Argument(help="Where to write JSONL; .gz and .zst are compressed.")],
+    like: Annotated[Path | None, typer.Option(help="Fit the parameters to this trace.")] = None,
+    requests: Annotated[str, typer.Option(help="How many, for example 10k.")] = "10k",
+    rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
+    show: Annotated[bool, typer.Option(help="Print the fitted parameters.")] = False,
+) -> None:
+    """Makes a trace from fitted parameters: arrivals, lengths, a tree of shared prompts, turns and the gaps between them."""
+    from kvpool.replay.synth import WorkloadModel, fit, synthesise
+
+    model: Any = WorkloadModel() if like is None else fit(read_trace(like))
+    if rate is not None:
+        model = model.with_rate(rate)
+    if show:
+        console(to_stderr=True).print(model)
+    made = synthesise(model, parse_count(requests, "--requests"), seed=seed)
+    write_trace(made, output)
+    console(to_stderr=True).print(
+        f"{output}: {len(made):,} requests, {made.num_ids:,} blocks, {made.num_unique:,} different"
+    )

@@ -1,0 +1,60 @@
+"""Many configurations of one trace: policies times capacities, side by side, on several processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+
+from kvpool.replay.bounds import MODELS, run_model
+from kvpool.replay.simulate import ReplayConfig, ReplayResult, replay
+from kvpool.replay.trace import Trace
+
+_trace: Trace | None = None  # of a worker process, set once when it starts
+
+
+def run_one(trace: Trace, config: ReplayConfig) -> ReplayResult:
+    """One row: a policy through the manager, or a bound (`infinite`, `optimum`) or model (`fifo-flat`) without it."""
+    if config.policy in MODELS:
+        return run_model(trace, config.policy, config.capacity)
+    return replay(trace, config)
+
+
+def run_all(
+    trace: Trace,
+    configs: Sequence[ReplayConfig],
+    *,
+    workers: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[ReplayResult]:
+    """Every configuration, in the order given, whatever the number of `workers` (default: one per processor)."""
+    count = min(workers or os.cpu_count() or 1, len(configs))
+    if count <= 1:
+        results = []
+        for config in configs:
+            results.append(run_one(trace, config))
+            if progress is not None:
+                progress(1)
+        return results
+    # A forked worker has the trace at once, but forking is only safe while no other thread runs.
+    can_fork = "fork" in multiprocessing.get_all_start_methods() and threading.active_count() == 1
+    context = multiprocessing.get_context("fork" if can_fork else "spawn")
+    with ProcessPoolExecutor(count, context, _start_worker, (trace,)) as pool:
+        futures = [pool.submit(_run_in_worker, config) for config in configs]
+        for future in as_completed(futures):
+            future.result()  # a failure ends the sweep now, not after the rest
+            if progress is not None:
+                progress(1)
+        return [future.result() for future in futures]
+
+
+def _start_worker(trace: Trace) -> None:
+    global _trace
+    _trace = trace
+
+
+def _run_in_worker(config: ReplayConfig) -> ReplayResult:
+    assert _trace is not None
+    return run_one(_trace, config)

@@ -1,0 +1,172 @@
+"""A trace served in simulated time: the real scheduler and manager, with a cost model instead of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvpool.config import KVCacheConfig, LayerSpec
+from kvpool.errors import InvalidArgumentError, NeverFitsError
+from kvpool.manager import KVCacheManager
+from kvpool.model_config import layers_from_hf
+from kvpool.replay.gpus import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY, find_gpu
+from kvpool.replay.simulate import ReplayConfig
+from kvpool.replay.trace import Trace, TraceError
+from kvpool.replay.weights import count_weights
+from kvpool.scheduling import CostModel, LinearCostModel, Request, Scheduler, SchedulerConfig
+
+SAMPLED = 2**31 - 3  # the token that every step samples: never part of a prompt
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """A replay configuration, the model's layers, what steps cost, and what counts as served well.
+
+    `speed` divides the time between arrivals. `slo_ttft` and `slo_tpot` are seconds to the first and per further token.
+    """
+
+    cache: ReplayConfig
+    layers: Sequence[LayerSpec]
+    costs: CostModel
+    speed: float = 1.0
+    slo_ttft: float = 2.0
+    slo_tpot: float = 0.1
+    max_tokens_per_step: int = 8192
+    max_sequences: int = 256
+
+    def __post_init__(self) -> None:
+        if not self.speed > 0 or not self.slo_ttft > 0 or not self.slo_tpot > 0:
+            raise InvalidArgumentError("speed, slo_ttft and slo_tpot must be above 0")
+        if self.cache.capacity is None:
+            raise InvalidArgumentError("serving needs a capacity: a GPU is finite")
+
+
+@dataclass
+class ServingResult:
+    """Times in seconds of simulated time."""
+
+    served: int
+    refused: int  # larger than the whole cache
+    ttft_p50: float
+    ttft_p90: float
+    ttft_p99: float
+    tpot_p50: float
+    output_tokens_per_second: float
+    served_requests_per_second: float
+    goodput: float  # fraction of all requests within both limits
+    serving_token_hit_ratio: float
+    seconds: float
+
+    def row(self) -> dict[str, Any]:
+        """Columns for the table of replays."""
+        return dict(self.__dict__)
+
+
+def costs_for(
+    model: str | Path | Mapping[str, Any], gpu: str, kv_dtype: str | None = None
+) -> tuple[LinearCostModel, Sequence[LayerSpec]]:
+    """A cost model from data sheets: compute-bound prefill, decoding bound by memory bandwidth. And the model's layers."""
+    device, weights = find_gpu(gpu), count_weights(model)
+    layers = layers_from_hf(model, dtype=kv_dtype)
+    flops = device.flops(weights.bytes_per_parameter) * COMPUTE_EFFICIENCY
+    bandwidth = device.memory_bytes_per_second * MEMORY_EFFICIENCY
+    costs = LinearCostModel(
+        prefill_seconds_per_token=2 * weights.active / flops,
+        seconds_per_token_pair=4 * weights.hidden_size * weights.num_layers / flops,
+        decode_seconds_per_step=weights.active * weights.bytes_per_parameter / bandwidth,
+        decode_seconds_per_sequence=2 * weights.active / flops,
+        decode_seconds_per_context_token=sum(layer.bytes_per_token for layer in layers) / bandwidth,
+        transfer_bytes_per_second=device.link_bytes_per_second * LINK_EFFICIENCY,
+    )
+    return costs, layers
+
+
+def simulate_serving(trace: Trace, config: ServingConfig) -> ServingResult:
+    """Serves every request of a trace at its time of arrival, as an engine would."""
+    if not trace.reuse_known:
+        raise TraceError(f"{trace.name} has lengths only: what its prompts share is not known")
+    return _Serving(trace, config).run()
+
+
+class _Serving:
+    def __init__(self, trace: Trace, config: ServingConfig) -> None:
+        self.trace, self.config = trace, config
+        block_size = config.cache.block_size or (trace.unit if trace.unit > 1 else 16)
+        cache = KVCacheConfig(
+            config.layers, block_size, gpu_blocks=config.cache.capacity, host_blocks=config.cache.host or None,
+            disk_blocks=config.cache.disk or None, event_buffer_size=0,
+        )  # fmt: skip
+        self.now = 0.0
+        self.manager = KVCacheManager(cache, policy=config.cache.policy, clock=lambda: self.now)
+        limits = SchedulerConfig(max_tokens_per_step=config.max_tokens_per_step, max_sequences=config.max_sequences)
+        self.scheduler = Scheduler(self.manager, limits, config.costs, clock=lambda: self.now)
+        self.first_token = np.full(len(trace), np.nan)
+        self.finished = np.full(len(trace), np.nan)
+        self.refused = 0
+
+    def run(self) -> ServingResult:
+        arrivals = np.sort(self.trace.timestamps - self.trace.timestamps.min(initial=0.0)) / 1000 / self.config.speed
+        order = np.argsort(self.trace.timestamps, kind="stable")
+        at = 0
+        while at < len(order) or self.scheduler.has_work:
+            while at < len(order) and arrivals[at] <= self.now:
+                self._add(int(order[at]), float(arrivals[at]))
+                at += 1
+            if not self.scheduler.has_work:
+                if at < len(order):
+                    self.now = float(arrivals[at])
+                continue
+            self._step()
+        by_arrival = np.empty(len(order))
+        by_arrival[order] = arrivals
+        return self._result(by_arrival)
+
+    def _add(self, index: int, arrival: float) -> None:
+        outputs = max(1, int(self.trace.output_lengths[index]))
+        try:
+            self.scheduler.add(Request(index, self._prompt(index), outputs, arrival=arrival))
+        except NeverFitsError:
+            self.refused += 1
+
+    def _prompt(self, index: int) -> Any:
+        """Tokens that are equal exactly where the trace says so: each id becomes `unit` copies of it."""
+        tokens = np.repeat(self.trace.ids_of(index), self.trace.unit)[: max(1, int(self.trace.input_lengths[index]))]
+        return tokens if len(tokens) else [SAMPLED]
+
+    def _step(self) -> None:
+        plan = self.scheduler.step()
+        self.now += max(plan.seconds(self.config.costs, self.manager.config), 1e-6)
+        sampling = plan.sampling_rows.tolist()
+        for row in sampling:
+            index: Any = plan.sequences[row].request.id
+            if np.isnan(self.first_token[index]):
+                self.first_token[index] = self.now
+        result = self.scheduler.complete(plan, [SAMPLED] * int(plan.num_samples.sum()))
+        for done in result.finished:
+            finished: Any = done.request.id
+            self.finished[finished] = self.now
+
+    def _result(self, arrivals: Any) -> ServingResult:
+        served = ~np.isnan(self.finished)
+        ttft = (self.first_token - arrivals)[served]
+        outputs = np.maximum(self.trace.output_lengths, 1)[served]
+        tpot = (self.finished - self.first_token)[served] / np.maximum(outputs - 1, 1)
+        good = (ttft <= self.config.slo_ttft) & (tpot <= self.config.slo_tpot)
+        percentiles = np.percentile(ttft, [50, 90, 99]).tolist() if len(ttft) else [0.0] * 3
+        return ServingResult(
+            served=int(served.sum()),
+            refused=self.refused,
+            ttft_p50=percentiles[0],
+            ttft_p90=percentiles[1],
+            ttft_p99=percentiles[2],
+            tpot_p50=float(np.median(tpot)) if len(tpot) else 0.0,
+            output_tokens_per_second=float(outputs.sum()) / self.now if self.now else 0.0,
+            served_requests_per_second=float(served.sum()) / self.now if self.now else 0.0,
+            goodput=float(good.sum()) / len(self.trace) if len(self.trace) else 0.0,
+            serving_token_hit_ratio=self.manager.stats().token_hit_rate,
+            seconds=self.now,
+        )

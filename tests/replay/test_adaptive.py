@@ -1,0 +1,128 @@
+"""The adaptive policy: it learns what comes back, forgets what does not, and keeps the books straight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
+from kvpool.blocks.eviction import AdaptivePolicy, make_policy
+from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
+from kvpool.replay.bounds import run_model
+
+
+@dataclass(eq=False)
+class FakeRun:
+    """A cached run as the tree would show it."""
+
+    start: int = 0
+    num_blocks: int = 4
+    created: int = 0
+    last_access: int = 0
+    hits: int = 0
+    priority: int = 35
+    fingerprint: int = 0
+    entry: Any = None
+
+
+def scan_and_chat(num_rounds: int = 150) -> Trace:
+    """Short chats that always come back, between long one-time documents that flush an LRU cache."""
+    builder = TraceBuilder("scan and chat", unit=16)
+    fresh = iter(range(10_000, 10**7))
+    for number in range(num_rounds):
+        chat = [number % 8 * 10 + depth for depth in range(6)]
+        builder.add(number * 1000.0, chat, 16 * len(chat), 0)
+        for _ in range(3):
+            document = [next(fresh) for _ in range(24)]
+            builder.add(number * 1000.0, document, 16 * len(document), 0)
+    return builder.build()
+
+
+def test_given_the_name_then_it_is_made() -> None:
+    assert isinstance(make_policy("adaptive"), AdaptivePolicy)
+
+
+def test_given_nothing_learned_then_the_least_recently_used_goes_first() -> None:
+    policy = AdaptivePolicy()
+    runs = [FakeRun(last_access=tick, created=tick, fingerprint=tick) for tick in (3, 1, 2)]
+    for run in runs:
+        policy.add(run)
+    order = []
+    while len(policy):
+        victim = policy.victim()
+        order.append(victim.last_access)
+        policy.evicted(victim)
+        policy.remove(victim)
+    assert order == [1, 2, 3]
+    with pytest.raises(LookupError, match="no run can be evicted"):
+        policy.victim()
+
+
+def test_given_priorities_then_the_lowest_goes_first_whatever_its_age() -> None:
+    policy = AdaptivePolicy()
+    old, cheap = FakeRun(last_access=1, fingerprint=1), FakeRun(last_access=9, priority=0, fingerprint=2)
+    policy.add(old)
+    policy.add(cheap)
+    assert policy.victim() is cheap
+
+
+def test_given_a_run_that_comes_and_goes_then_add_and_remove_are_idempotent() -> None:
+    policy = AdaptivePolicy()
+    run = FakeRun(last_access=1)
+    for _ in range(2):
+        policy.add(run)
+        assert run in policy
+        assert len(policy) == 1
+    for _ in range(2):
+        policy.remove(run)
+        assert run not in policy
+        assert len(policy) == 0
+    policy.add(run)
+    policy.clear()
+    assert len(policy) == 0
+    assert run.entry is None
+
+
+def test_given_documents_that_flush_the_cache_then_what_comes_back_is_kept() -> None:
+    trace = scan_and_chat()
+    lru, adaptive = (replay(trace, ReplayConfig(name, 200)).hit_blocks for name in ("lru", "adaptive"))
+    best = run_model(trace, "optimum", 200).hit_blocks
+    assert lru == 0
+    assert adaptive > 0.5 * best
+
+
+def test_given_eviction_under_load_then_the_manager_stays_consistent() -> None:
+    random = np.random.default_rng(5)
+    layers = [LayerSpec(kv_heads=1, head_dim=16)]
+    manager = KVCacheManager(KVCacheConfig(layers, 4, gpu_blocks=64, host_blocks=64, eviction_policy="adaptive"))
+    for number in range(400):
+        stem = int(random.integers(12)) * 100
+        prompt = [*range(stem, stem + int(random.integers(4, 40))), *random.integers(5000, 9000, 3).tolist()]
+        handle = manager.allocate(number, prompt)
+        manager.commit(handle)
+        manager.free(handle)
+        manager.take_copies()
+        if number % 40 == 0:
+            manager.check()
+    manager.check()
+    assert sum(manager.stats().hit_blocks.values()) > 0
+
+
+def test_given_many_evictions_then_ghosts_are_bounded_by_the_cache() -> None:
+    trace = scan_and_chat()
+    policies = []
+
+    def make() -> AdaptivePolicy:
+        policies.append(AdaptivePolicy())
+        return policies[-1]
+
+    layers = [LayerSpec(kv_heads=1, head_dim=1)]
+    manager = KVCacheManager(KVCacheConfig(layers, 1, gpu_blocks=200, watermark=0.0), policy=make)
+    for number, request in enumerate(trace):
+        handle = manager.allocate(number, request.ids)
+        manager.commit(handle)
+        manager.free(handle)
+    assert 0 < max(policy.num_ghost_blocks for policy in policies) <= 4 * 200

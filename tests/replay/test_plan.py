@@ -1,0 +1,120 @@
+"""Planning: parameters from a config alone, what fits, and where loading wins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.replay.gpus import GPUS, find_gpu
+from kvpool.replay.plan import PlanRequest, knee, make_plan
+from kvpool.replay.weights import count_weights
+
+
+def config(**values: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "torch_dtype": "bfloat16", **values,
+    }  # fmt: skip
+
+
+# Published parameter counts, in billions (the language model, where there is more).
+FAMILIES = {
+    "llama-3-8b": (config(), 8.03),
+    "llama-3-70b": (
+        config(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64), 70.6),
+    "mixtral-8x7b": (
+        config(model_type="mixtral", vocab_size=32000, num_local_experts=8, num_experts_per_tok=2), 46.7),
+    "qwen3-30b-a3b": (
+        config(model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
+               num_key_value_heads=4, head_dim=128, vocab_size=151936, num_experts=128, num_experts_per_tok=8,
+               moe_intermediate_size=768), 30.5),
+    "gemma-2-9b": (
+        config(model_type="gemma2", hidden_size=3584, num_hidden_layers=42, num_attention_heads=16, head_dim=256,
+               vocab_size=256000), 9.24),
+    "gpt2": ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}, 0.124),
+    "deepseek-v3": (
+        config(model_type="deepseek_v3", hidden_size=7168, intermediate_size=18432, num_hidden_layers=61,
+               num_attention_heads=128, vocab_size=129280, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64,
+               qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=256, num_experts_per_tok=8, n_shared_experts=1,
+               moe_intermediate_size=2048, first_k_dense_replace=3), 671.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_given_a_family_then_its_parameters_are_counted_within_one_percent(name: str) -> None:
+    source, billions = FAMILIES[name]
+    assert count_weights(source).total / 1e9 == pytest.approx(billions, rel=0.012)
+
+
+def test_given_experts_then_a_token_uses_a_few_of_them() -> None:
+    weights = count_weights(FAMILIES["qwen3-30b-a3b"][0])
+    assert weights.active / 1e9 == pytest.approx(3.3, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("values", "size"),
+    [({}, 2.0), ({"torch_dtype": "float32"}, 4.0), ({"quantization_config": {"quant_method": "fp8"}}, 1.0),
+     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, 0.5)],
+)  # fmt: skip
+def test_given_a_dtype_or_quantisation_then_bytes_follow(values: dict[str, Any], size: float) -> None:
+    assert count_weights(config(**values)).bytes_per_parameter == size
+
+
+def test_given_a_config_without_a_size_then_it_is_named() -> None:
+    source = config()
+    del source["vocab_size"]
+    with pytest.raises(ConfigError, match="vocab_size"):
+        count_weights(source)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_given_every_family_then_a_plan_is_made_and_explained(name: str) -> None:
+    plan = make_plan(PlanRequest(FAMILIES[name][0], "h200", num_gpus=16, host_bytes=2**40, disk_bytes=2**42))
+    assert set(plan.why) == set(plan.numbers)
+    assert all(plan.why.values())
+    assert plan.numbers["sequences_that_fit"] > 0
+    assert plan.numbers["disk_sequences"] >= plan.numbers["host_sequences"] > 0
+
+
+def test_given_weights_that_do_not_fit_then_the_verdict_says_so() -> None:
+    plan = make_plan(PlanRequest(FAMILIES["llama-3-70b"][0], "a100"))
+    assert "do not fit" in plan.verdict
+    assert plan.numbers["kv_budget_bytes"] < 0
+
+
+def test_given_room_then_the_verdict_says_how_much() -> None:
+    assert "there is room for" in make_plan(PlanRequest(config(), "h100", context=2048, concurrency=4)).verdict
+
+
+def test_given_the_break_even_length_then_loading_wins_there_and_not_before() -> None:
+    plan = make_plan(PlanRequest(config(), "h200")).numbers
+    length = int(plan["disk_break_even_tokens"])
+    load = plan["kv_bytes_per_token"] / 6e9
+
+    def gain(n: int) -> float:
+        token, pair = plan["recompute_seconds_per_token"], plan["recompute_seconds_per_token_pair"]
+        return n * token + n * n / 2 * pair - (2e-4 + n * load)
+
+    assert gain(length) >= 0 > gain(length - 1)
+
+
+def test_given_a_curve_then_the_knee_is_where_it_bends() -> None:
+    assert knee([1, 10, 100, 1000], [0.1, 0.4, 0.42, 0.43]) == 10
+    assert knee([1, 10], [0.3, 0.3]) == 1
+    with pytest.raises(InvalidArgumentError):
+        knee([], [])
+
+
+def test_given_gpu_names_then_spelling_is_forgiven_and_unknown_ones_are_refused() -> None:
+    assert find_gpu("H200") is GPUS["h200"]
+    assert find_gpu("RTX-4090") is GPUS["rtx4090"]
+    with pytest.raises(InvalidArgumentError, match="unknown GPU"):
+        find_gpu("voodoo2")
+
+
+@pytest.mark.parametrize("bad", [{"context": 0}, {"concurrency": -1}, {"gpu_fraction": 0.0}, {"num_gpus": 0}])
+def test_given_a_wrong_request_then_the_field_is_named(bad: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(bad))):
+        PlanRequest(config(), "h200", **bad)
