@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -28,64 +30,69 @@ def write_slots(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | None) -
 
 def write_slots_reference(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
     """What `write_slots` does, with torch (and numpy, which assigns rows at the speed of a plain copy)."""
-    slots = slots.long()
     if len(slots) and int(slots.min()) < 0:
         kept = slots >= 0
         slots, k, v = slots[kept], k[kept], None if v is None else v[kept]
     if not len(slots):
         return
+    places = _Places.of(slots, cache.block_size)
     for side, values, factor in (("k", k, cache.k_factor), ("v", v, cache.v_factor)):
         if values is not None:
             stored = quantize(values, cache.dtype, factor)
             for field, rows in zip(_FIELDS[side], stored, strict=True):
                 if rows is not None:
-                    _put_rows(getattr(cache, field), slots, rows)
+                    _put_rows(getattr(cache, field), places, rows)
 
 
 def read_slots(cache: LayerCache, slots: Tensor) -> tuple[Quantized, Quantized | None]:
     """K and V as they are stored in these slots, [token, head, element]; V is None in a K-only layer."""
-    slots = slots.long()
+    places = _Places.of(slots, cache.block_size)
     sides = []
     for fields in _FIELDS.values():
         tensors = [getattr(cache, field) for field in fields]
-        rows = [None if tensor is None else _get_rows(tensor, slots) for tensor in tensors]
+        rows = [None if tensor is None else _get_rows(tensor, places) for tensor in tensors]
         sides.append(None if rows[0] is None else Quantized(rows[0], rows[1], rows[2]))
     assert sides[0] is not None
     return sides[0], sides[1]
 
 
-def _put_rows(target: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """`target[block, token] = rows[i]` for the slot of every i."""
+class _Places(NamedTuple):
+    """Slots taken apart: token i goes to `offsets[i]` of block `blocks[i]`."""
+
+    blocks: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, slots: Tensor, block_size: int) -> _Places:
+        slots = slots.long()
+        if slots.is_cuda:
+            blocks = slots // block_size
+        else:
+            blocks = torch.from_numpy(slots.numpy() // block_size)  # numpy divides integers several times faster
+        return cls(blocks, slots - blocks * block_size)
+
+
+def _put_rows(target: Tensor, places: _Places, rows: Tensor) -> None:
+    """`target[block, offset] = rows[i]` for the place of every i."""
     flat = _flat_rows(target)
     if flat is None or target.is_cuda:
-        size = target.shape[1]
-        _as_bits(target)[slots // size, slots % size] = _as_bits(rows)
+        _as_bits(target)[places] = _as_bits(rows)
         return
-    data, step, offset = flat
+    data, step, first = flat
     whole_rows = np.dtype((np.void, data.shape[1]))  # one element each: numpy then copies a row as one piece of memory
     given = rows.contiguous().view(len(rows), -1).view(torch.uint8)
-    places = _indices(slots, target.shape[1], step, offset).numpy()
-    data.numpy().view(whole_rows)[:, 0][places] = given.numpy().view(whole_rows)[:, 0]
+    numbers = (places.blocks * step + places.offsets + first).numpy()
+    data.numpy().view(whole_rows)[:, 0][numbers] = given.numpy().view(whole_rows)[:, 0]
 
 
-def _get_rows(source: Tensor, slots: Tensor) -> Tensor:
-    """`source[block, token]` for every slot."""
+def _get_rows(source: Tensor, places: _Places) -> Tensor:
+    """`source[block, offset]` for every place."""
     flat = _flat_rows(source)
-    shape = (len(slots), *source.shape[2:])
     if flat is None:
-        size = source.shape[1]
-        return _as_bits(source)[slots // size, slots % size].view(source.dtype).reshape(shape)
-    data, step, offset = flat
-    rows = widest_view(data).index_select(0, _indices(slots, source.shape[1], step, offset))
-    return rows.view(source.dtype).view(shape)
-
-
-def _indices(slots: Tensor, block_size: int, step: int, offset: int) -> Tensor:
-    """Rows of `_flat_rows` where these slots are."""
-    if slots.is_cuda:
-        return slots + slots // block_size * (step - block_size) + offset
-    numbers = slots.numpy()  # numpy divides integers several times faster
-    return torch.from_numpy(numbers + numbers // block_size * (step - block_size) + offset)
+        return _as_bits(source)[places].view(source.dtype)
+    data, step, first = flat
+    rows = widest_view(data).index_select(0, places.blocks * step + places.offsets + first)
+    return rows.view(source.dtype).view(len(rows), *source.shape[2:])
 
 
 def _flat_rows(tensor: Tensor) -> tuple[Tensor, int, int] | None:
