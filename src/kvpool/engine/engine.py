@@ -30,7 +30,7 @@ from kvpool.engine.loading import load_model
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.runner import ModelRunner
-from kvpool.engine.sizing import kv_budget
+from kvpool.engine.sizing import kv_budget, measure_link
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling import LinearCostModel, Request, Scheduler, SchedulerConfig, SchedulerStats
@@ -110,8 +110,11 @@ class Engine:
             max_sequences=config.max_sequences,
             compile_layers=compile,
         )
+        costs = LinearCostModel()
+        if host_bytes:
+            measure_link(self.plane, costs)
         self._loop = EngineLoop(
-            Scheduler(self.manager, config, LinearCostModel()),
+            Scheduler(self.manager, config, costs),
             runner,
             self.shape.vocab_size,
             num_draft_tokens=draft_tokens,

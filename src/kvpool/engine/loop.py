@@ -6,6 +6,7 @@ the device, and only the sampled ids cross back. What needs the tokens to go on 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Hashable
 from contextlib import suppress
@@ -34,6 +35,7 @@ class _Launched(NamedTuple):
     sampled: Sampled | None
     logits: Tensor | None  # kept for beam search only
     ready: Any
+    began: float  # on the host's clock
 
 
 class EngineLoop:
@@ -57,6 +59,7 @@ class EngineLoop:
         self._generations: dict[Hashable, Generation] = {}
         self._beams: dict[Hashable, BeamSearch] = {}
         self._flying: deque[_Launched] = deque()
+        self._last_finish = 0.0
         on_gpu = runner.device.type == "cuda"
         self.overlap = on_gpu and not num_draft_tokens if overlap is None else overlap
 
@@ -95,6 +98,7 @@ class EngineLoop:
             self._finish(self._flying.popleft())
 
     def _launch(self, plan: BatchPlan) -> _Launched:
+        began = time.perf_counter()
         for sequence in plan.admitted:
             generation = self._generations.get(sequence.request.id)
             if generation is not None and not generation.samples:
@@ -103,21 +107,21 @@ class EngineLoop:
             self._track(sequence)
         if plan.is_empty:
             self.runner.plane.run_copies(plan.copies)
-            return _Launched(plan, None, None, None)
+            return _Launched(plan, None, None, None, began)
         logits = self.runner.run(plan, self._inputs(plan))
         if not len(plan.sampling_rows):
-            return _Launched(plan, None, None, None)
+            return _Launched(plan, None, None, None, began)
         generations = [self._generations[plan.sequences[row].request.id] for row in plan.sampling_rows.tolist()]
         sampled = self._sampler.sample(plan, logits, generations)
         self._remember(plan, sampled.tokens)
         kept = logits if self._beams else None
         if self.runner.device.type == "cpu":
-            return _Launched(plan, sampled, kept, None)
+            return _Launched(plan, sampled, kept, None, began)
         parts: Any = [None if part is None else part.to("cpu", non_blocking=True) for part in sampled]
         on_host = Sampled(*parts)
         ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
-        return _Launched(plan, on_host, kept, ready)
+        return _Launched(plan, on_host, kept, ready, began)
 
     def _inputs(self, plan: BatchPlan) -> Tensor:
         """Token ids on the device; those that the host does not know yet are the newest of their lane."""
@@ -140,6 +144,7 @@ class EngineLoop:
         plan = launched.plan
         if launched.ready is not None:
             launched.ready.synchronize()
+        self._observe(launched)
         if launched.sampled is None:
             result = self.scheduler.complete(plan)
         else:
@@ -150,6 +155,13 @@ class EngineLoop:
             self._end(done)
         if self.num_draft_tokens:
             self._propose(plan)
+
+    def _observe(self, launched: _Launched) -> None:
+        """Tells the cost model how long a step took: since it began, or since the one before it was over."""
+        now = time.perf_counter()
+        if launched.sampled is not None and not launched.plan.copies:
+            self.scheduler.observe(launched.plan, now - max(launched.began, self._last_finish))
+        self._last_finish = now
 
     def _chosen(self, launched: _Launched) -> tuple[Int32Array, Int64Array, Int64Array]:
         """The tokens for `complete`, how many of each sampling row, and which sample each of them is."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 
+from kvpool.config import Tier
 from kvpool.engine.hook import AttentionCall
 from kvpool.engine.inspection import ModelShape, forward
 from kvpool.errors import StorageMemoryError
-from kvpool.storage import measure_budget
+from kvpool.scheduling import LinearCostModel
+from kvpool.storage import BlockStore, DataPlane, measure_budget
 
 GPU_FRACTION = 0.9
 CPU_FRACTION = 0.25  # a host has other things to do with its memory
@@ -27,6 +30,19 @@ def kv_budget(model: Any, shape: ModelShape, device: torch.device, fraction: flo
             f"tokens needs; lower max_tokens_per_step or raise memory_fraction"
         )
     return budget
+
+
+def measure_link(plane: DataPlane, costs: LinearCostModel, num_bytes: int = 2**24) -> None:
+    """Times a transfer between GPU and host memory, so that swapping is weighed against computing by what it costs here."""
+    for pool in plane.config.pools:
+        gpu, host = (plane.stores[pool.index, tier] for tier in (Tier.GPU, Tier.HOST))
+        if not (isinstance(gpu, BlockStore) and isinstance(host, BlockStore) and host.num_blocks):
+            continue
+        count = min(gpu.num_blocks, host.num_blocks, max(1, num_bytes // pool.block_bytes))
+        for _ in range(16):  # the cost model moves towards what it is told step by step
+            start = time.perf_counter()
+            host.data[:count].copy_(gpu.data[:count])
+            costs.observe_transfer(count * pool.block_bytes, time.perf_counter() - start)
 
 
 def _activation_bytes(model: Any, shape: ModelShape, device: torch.device, num_tokens: int) -> int:

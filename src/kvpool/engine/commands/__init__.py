@@ -1,0 +1,1 @@
+"""`kvpool generate`, `kvpool chat` and `kvpool bench`."""

@@ -1,0 +1,127 @@
+"""`kvpool bench`: throughput, time to first token and time between tokens of a model on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from kvpool.engine.commands import options as opt
+from kvpool.engine.engine import Engine
+from kvpool.engine.generation import Chunk
+from kvpool.engine.params import SamplingParams
+
+
+def register(app: typer.Typer, name: str) -> None:
+    """Adds the command to the application."""
+    app.command(name)(bench)
+
+
+def bench(
+    model: opt.Model = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    kv_dtype: opt.KVDtype = None,
+    memory: opt.Memory = None,
+    host_memory: opt.HostMemory = None,
+    compile_layers: opt.Compile = False,
+    requests: Annotated[int, typer.Option(help="How many requests.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt, shared ones included.")] = 256,
+    shared_tokens: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 128,
+    max_tokens: opt.MaxTokens = 32,
+    max_sequences: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
+    max_tokens_per_step: Annotated[int, typer.Option(help="Tokens of one step, decoding and prefill together.")] = 2048,
+    compare: Annotated[bool, typer.Option(help="Measure without the prefix cache too.")] = True,
+    json: Annotated[str | None, typer.Option(help="Write the figures as JSON; - for stdout.")] = None,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Runs random prompts with a common beginning, with and without the prefix cache, and prints what it took."""
+    settings = dict(requests=requests, prompt_tokens=prompt_tokens, shared_tokens=shared_tokens, max_tokens=max_tokens)
+    rows = []
+    for caching in (True, False) if compare else (True,):
+        opt.tell("loading the model ...", quiet)
+        with opt.make_engine(
+            model,
+            device,
+            dtype,
+            kv_dtype,
+            memory,
+            host_memory,
+            compile_layers,
+            scheduler=opt.limits(max_tokens_per_step, max_sequences),
+            cache={"enable_prefix_caching": caching},
+        ) as engine:
+            rows.append({"prefix_cache": caching, **_measure(engine, **settings, quiet=quiet)})
+    if json is not None:
+        opt.write_result(json, {"settings": settings, "runs": rows})
+    if json != "-":
+        _print_table(rows)
+
+
+def _measure(
+    engine: Engine, requests: int, prompt_tokens: int, shared_tokens: int, max_tokens: int, quiet: bool
+) -> dict[str, Any]:
+    prompts = _prompts(requests, prompt_tokens, shared_tokens, engine.shape.vocab_size)
+    params = SamplingParams(max_new_tokens=max_tokens, ignore_eos=True)
+    engine.generate([prompts[0][:16]], SamplingParams(max_new_tokens=2, ignore_eos=True))  # what is made on first use
+    arrivals: list[list[float]] = [[] for _ in prompts]
+    with _progress(requests * max_tokens, quiet) as advance:
+
+        def note(prompt: int, chunk: Chunk) -> None:
+            if chunk.token_ids:
+                arrivals[prompt].append(time.perf_counter())
+                advance(len(chunk.token_ids))
+
+        start = time.perf_counter()
+        results = engine.generate(prompts, params, on_chunk=note)
+        seconds = time.perf_counter() - start
+    gaps = [gap for times in arrivals for gap in np.diff(times).tolist()]
+    cached = sum(result.num_cached_tokens for result in results)
+    return {
+        "seconds": seconds,
+        "output_tokens_per_second": requests * max_tokens / seconds,
+        "total_tokens_per_second": requests * (prompt_tokens + max_tokens) / seconds,
+        "cached_prompt_share": cached / (requests * prompt_tokens),
+        "first_token_ms": _percentiles([result.first_token_seconds or 0.0 for result in results]),
+        "between_tokens_ms": _percentiles(gaps),
+        "preemptions": engine.stats().scheduler.preemptions,
+    }
+
+
+def _prompts(requests: int, length: int, shared: int, vocabulary: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    shared = min(shared, length - 1)
+    common = rng.integers(0, vocabulary, shared).tolist()
+    return [common + rng.integers(0, vocabulary, length - shared).tolist() for _ in range(requests)]
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    return {f"p{p}": float(1e3 * np.percentile(np.array(seconds), p)) for p in (50, 90, 99)}
+
+
+def _progress(total: int, quiet: bool) -> Any:
+    from kvpool.replay.commands.options import progress_bar
+
+    return progress_bar("generating", total, quiet)
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("", *("with the prefix cache" if row["prefix_cache"] else "without" for row in rows))
+
+    def line(name: str, values: list[str]) -> None:
+        table.add_row(name, *values)
+
+    line("output tok/s", [f"{row['output_tokens_per_second']:.1f}" for row in rows])
+    line("prompt tokens from the cache", [f"{row['cached_prompt_share']:.0%}" for row in rows])
+    for name, key in (("first token, ms", "first_token_ms"), ("between tokens, ms", "between_tokens_ms")):
+        line(f"{name}: p50 / p90 / p99", [" / ".join(f"{value:.1f}" for value in row[key].values()) for row in rows])
+    line("preemptions", [str(row["preemptions"]) for row in rows])
+    Console().print(table)

@@ -1,0 +1,87 @@
+"""`kvpool chat`: a conversation in the terminal; after each turn it says what the cache saved."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvpool.engine.commands import options as opt
+from kvpool.engine.engine import Engine
+from kvpool.engine.generation import Completion
+from kvpool.engine.params import SamplingParams
+
+DEFAULT_SYSTEM = "You are a helpful assistant."
+
+
+def register(app: typer.Typer, name: str) -> None:
+    """Adds the command to the application."""
+    app.command(name)(chat)
+
+
+def chat(
+    model: opt.Model = None,
+    system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = DEFAULT_SYSTEM,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    kv_dtype: opt.KVDtype = None,
+    memory: opt.Memory = None,
+    compile_layers: opt.Compile = False,
+    max_tokens: opt.MaxTokens = 256,
+    temperature: opt.Temperature = 0.7,
+    top_p: opt.TopP = 0.9,
+    seed: opt.Seed = None,
+) -> None:
+    """Talk to a model. An empty line or Ctrl-D ends the conversation, Ctrl-C an answer."""
+    opt.tell("loading the model ...", quiet=False)
+    params = SamplingParams(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    with opt.make_engine(model, device, dtype, kv_dtype, memory, None, compile_layers) as engine:
+        Talk(engine, system, params).run()
+
+
+class Talk:
+    """One conversation, and how fast its prompts were computed so far."""
+
+    def __init__(self, engine: Engine, system: str, params: SamplingParams) -> None:
+        self.engine = engine
+        self.params = params
+        self.messages = [{"role": "system", "content": system}] if system else []
+        self._seconds_per_token: float | None = None  # of prompt tokens that had to be computed
+
+    def run(self) -> None:
+        """Reads turns until there is none."""
+        while True:
+            try:
+                said = input("you> ").strip()
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return
+            if not said:
+                return
+            self.turn(said)
+
+    def turn(self, said: str) -> None:
+        """One question and its answer, printed while it is generated."""
+        self.messages.append({"role": "user", "content": said})
+        prompt = self.engine.chat_prompt(self.messages)
+        generation = self.engine.submit(prompt, self.params, on_chunk=lambda chunk: print(chunk.text, end="", flush=True))
+        try:
+            result = generation.result()
+        except KeyboardInterrupt:
+            self.engine.cancel(generation)
+            result = generation.result()
+        self.messages.append({"role": "assistant", "content": result.text})
+        print(f"\n[{self.saved(result)}]")
+
+    def saved(self, result: Completion) -> str:
+        """What the cache did for this turn, in words."""
+        total, cached = len(result.prompt_token_ids), result.num_cached_tokens
+        words = f"{cached} of {total} prompt tokens from the cache"
+        if result.first_token_seconds is None:
+            return words
+        words += f", first token after {1e3 * result.first_token_seconds:.0f} ms"
+        if total - cached >= 16:  # enough to tell how long a token takes
+            self._seconds_per_token = result.first_token_seconds / (total - cached)
+        if cached and self._seconds_per_token is not None:
+            words += f", about {1e3 * cached * self._seconds_per_token:.0f} ms saved"
+        return words

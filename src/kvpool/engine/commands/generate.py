@@ -1,0 +1,123 @@
+"""`kvpool generate`: prompts in, texts out, all of them in one running batch."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.engine.commands import options as opt
+from kvpool.engine.engine import Engine
+from kvpool.engine.generation import Chunk, Completion
+from kvpool.engine.params import SamplingParams
+from kvpool.errors import InvalidArgumentError
+
+
+def register(app: typer.Typer, name: str) -> None:
+    """Adds the command to the application."""
+    app.command(name)(generate)
+
+
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; - or none reads one per line from stdin.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read prompts from a file, one per line.")] = None,
+    model: opt.Model = None,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    kv_dtype: opt.KVDtype = None,
+    memory: opt.Memory = None,
+    host_memory: opt.HostMemory = None,
+    compile_layers: opt.Compile = False,
+    max_tokens: opt.MaxTokens = 128,
+    temperature: opt.Temperature = 0.0,
+    top_p: opt.TopP = 1.0,
+    seed: opt.Seed = None,
+    n: Annotated[int, typer.Option("-n", help="Samples of each prompt.")] = 1,
+    beams: Annotated[int, typer.Option(help="Beam search with so many beams.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be given again.")] = None,
+    draft_tokens: Annotated[int, typer.Option(help="Guess so many tokens from the text before; output unchanged.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")] = False,
+    json: Annotated[str | None, typer.Option(help="Write results as JSON; - for stdout.")] = None,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Completes prompts with a model. A single prompt is printed while it is generated."""
+    texts = _read_prompts(prompts, file)
+    params = SamplingParams(
+        max_new_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        n=n,
+        num_beams=beams,
+        stop=stop or (),
+    )
+    opt.tell("loading the model ...", quiet)
+    with opt.make_engine(
+        model,
+        device,
+        dtype,
+        kv_dtype,
+        memory,
+        host_memory,
+        compile_layers,
+        draft_tokens=draft_tokens,
+        scheduler=opt.limits(2048, max(64, n, beams), draft_tokens),
+    ) as engine:
+        asked: list[Any] = [engine.chat_prompt([{"role": "user", "content": t}]) for t in texts] if chat else list(texts)
+        live = len(texts) == 1 and params.n == params.num_beams == 1 and json is None
+        results = engine.generate(asked, params, on_chunk=_print_chunk if live else None)
+        if live:
+            print()
+        elif json is None:
+            _print_results(texts, results)
+        if json is not None:
+            opt.write_result(json, [_as_dict(text, result) for text, result in zip(texts, results, strict=True)])
+        opt.tell(_summary(engine, results), quiet)
+
+
+def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
+    if file is not None:
+        if prompts:
+            raise InvalidArgumentError("give prompts or --file, not both")
+        lines = file.read_text(encoding="utf-8").splitlines()
+    elif not prompts or prompts == ["-"]:
+        lines = sys.stdin.read().splitlines()
+    else:
+        return prompts
+    kept = [line for line in lines if line.strip()]
+    if not kept:
+        raise InvalidArgumentError("there is no prompt; give some as arguments, in --file, or one per line on stdin")
+    return kept
+
+
+def _print_chunk(prompt: int, chunk: Chunk) -> None:
+    print(chunk.text, end="", flush=True)
+
+
+def _print_results(texts: list[str], results: list[Completion]) -> None:
+    for text, result in zip(texts, results, strict=True):
+        for sample in result.samples:
+            print(f"> {text}\n{sample.text.strip()}\n")
+
+
+def _as_dict(text: str, result: Completion) -> dict[str, Any]:
+    return {
+        "prompt": text,
+        "prompt_tokens": len(result.prompt_token_ids),
+        "cached_tokens": result.num_cached_tokens,
+        "first_token_seconds": result.first_token_seconds,
+        "seconds": result.seconds,
+        "samples": [
+            {"text": s.text, "token_ids": s.token_ids, "finish_reason": s.finish_reason, "score": s.score}
+            for s in result.samples
+        ],
+    }
+
+
+def _summary(engine: Engine, results: list[Completion]) -> str:
+    tokens = sum(len(sample.token_ids) for result in results for sample in result.samples)
+    longest = max(result.seconds for result in results)
+    hits = engine.stats().cache.token_hit_rate
+    return f"{tokens} tokens in {longest:.1f} s ({tokens / longest:.1f} tok/s); {hits:.0%} of the prompt tokens were cached"

@@ -1,0 +1,88 @@
+"""What the engine's commands share: the options that make an engine, and those that make sampling parameters."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.engine.engine import Engine
+from kvpool.errors import InvalidArgumentError
+from kvpool.replay.commands.options import parse_bytes
+from kvpool.scheduling import SchedulerConfig
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="A directory, a GGUF file, a config.json (random weights); default: SmolLM2-135M-Instruct."),
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU where there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16, float16; default: the files'.")]
+KVDtype = Annotated[str | None, typer.Option(help="Of keys and values: also fp8_e4m3, int8, int4.")]
+Memory = Annotated[str | None, typer.Option(help="For keys and values: 512MiB, 8GiB; default: a share of what is free.")]
+HostMemory = Annotated[str | None, typer.Option(help="More of it on the host, to swap requests to.")]
+Compile = Annotated[bool, typer.Option("--compile", help="torch.compile each layer: slower start, faster steps.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
+TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that together have this probability.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.")]
+
+
+def make_engine(
+    model: str | None,
+    device: str | None,
+    dtype: str | None,
+    kv_dtype: str | None,
+    memory: str | None,
+    host_memory: str | None,
+    compile_layers: bool,
+    **options: Any,
+) -> Engine:
+    """The engine that the options describe."""
+    source: Any = model
+    if model is not None and model.endswith(".json"):
+        source = _read_config(Path(model))
+    return Engine(
+        source,
+        device=device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        kv_bytes=None if memory is None else parse_bytes(memory, "--memory"),
+        host_bytes=0 if host_memory is None else parse_bytes(host_memory, "--host-memory"),
+        compile=compile_layers,
+        **options,
+    )
+
+
+def limits(max_tokens_per_step: int, max_sequences: int, draft_tokens: int = 0) -> SchedulerConfig:
+    """How much one step may hold."""
+    return SchedulerConfig(
+        max_tokens_per_step=max(max_tokens_per_step, max_sequences),
+        max_sequences=max_sequences,
+        max_draft_tokens=draft_tokens,
+    )
+
+
+def tell(text: str, quiet: bool) -> None:
+    """A remark beside the result: on stderr, so that the result can be piped."""
+    if not quiet:
+        print(text, file=sys.stderr, flush=True)
+
+
+def write_result(target: str, document: Any) -> None:
+    """JSON to a file, or to stdout for `-`."""
+    text = json_module.dumps(document, indent=2)
+    if target == "-":
+        print(text)
+    else:
+        Path(target).write_text(text + "\n", encoding="utf-8")
+
+
+def _read_config(path: Path) -> Any:
+    try:
+        return json_module.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError(f"--model {path}: not a configuration in JSON ({error})") from None

@@ -1,0 +1,104 @@
+"""The engine's commands, run in this process on a tiny model in a directory."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+
+from models import tiny_model  # noqa: E402
+
+from kvpool.cli import main  # noqa: E402
+
+CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny random Llama and a tokenizer whose words are w0, w1, ..."""
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("model")
+    words = {f"w{number}": number for number in range(160)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", chat_template=CHAT_TEMPLATE)
+    fast.save_pretrained(directory)
+    tiny_model("llama").save_pretrained(directory)
+    return str(directory)
+
+
+def run(*words: str, model: str) -> int:
+    return main([words[0], *words[1:], "--model", model, "--device", "cpu", "--memory", "4MiB"])
+
+
+def test_given_one_prompt_then_its_text_is_printed_and_the_summary_goes_to_stderr(
+    model_directory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", "w5 w6 w7", "--max-tokens", "4", model=model_directory) == 0
+    printed = capsys.readouterr()
+    assert len(printed.out.split()) == 4
+    assert "tok/s" in printed.err
+
+
+def test_given_several_prompts_and_json_then_every_sample_is_in_it(
+    model_directory: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("w5 w6\n\nw7 w8 w9\n")
+    words = ("generate", "--file", str(file), "--max-tokens", "3", "-n", "2", "--temperature", "1", "--seed", "4")
+    assert run(*words, "--json", "-", "--quiet", model=model_directory) == 0
+    results = json.loads(capsys.readouterr().out)
+    assert [result["prompt"] for result in results] == ["w5 w6", "w7 w8 w9"]
+    assert all(len(sample["token_ids"]) == 3 for result in results for sample in result["samples"])
+    assert all(len(result["samples"]) == 2 for result in results)
+
+
+def test_given_prompts_on_stdin_then_they_are_read_line_by_line(
+    model_directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("w1 w2\nw3 w4\n"))
+    assert run("generate", "--max-tokens", "2", "--quiet", model=model_directory) == 0
+    assert capsys.readouterr().out.count("> w") == 2
+
+
+def test_given_no_prompt_then_the_error_is_one_line(
+    model_directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    assert run("generate", model=model_directory) == 2
+    assert capsys.readouterr().err.strip().endswith("one per line on stdin")
+
+
+def test_given_a_chat_then_later_turns_come_from_the_cache(
+    model_directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = iter(["w1 " * 30, "w2 w3", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    assert run("chat", "--max-tokens", "20", "--temperature", "0", model=model_directory) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert lines[0].startswith("[0 of ")
+    assert int(lines[1].split()[0][1:]) >= 32
+
+
+def test_given_a_benchmark_then_both_runs_and_their_percentiles_are_in_the_json(
+    model_directory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("bench", "--requests", "4", "--prompt-tokens", "40", "--shared-tokens", "32", "--max-tokens", "4")
+    assert run(*words, "--json", "-", "--quiet", model=model_directory) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [run["prefix_cache"] for run in runs] == [True, False]
+    assert runs[0]["cached_prompt_share"] > runs[1]["cached_prompt_share"] == 0
+    assert all(set(run["first_token_ms"]) == {"p50", "p90", "p99"} for run in runs)
+
+
+def test_given_a_model_that_is_not_there_then_the_error_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--model", "nowhere.json"]) == 2
+    assert "nowhere.json" in capsys.readouterr().err
