@@ -35,7 +35,7 @@ def interpreter_cases() -> list[Case]:
         if case.spec.dtype is DType.BFLOAT16 or max(case.kv_lens, default=0) > 150 or len(case.kv_lens) > 10:
             continue
         mixed = case.kv_lens == MIXED_KEYS
-        cases.append(replace(case, query_lens=(1, 5, 9, 1, 0), kv_lens=(1, 5, 37, 66, 9)) if mixed else case)
+        cases.append(replace(case, query_lens=(1, 9, 0, 1), kv_lens=(1, 37, 9, 43)) if mixed else case)
     cases.append(Case("chunk behind a prefix", spec(2, 1, 16, window=30), (40, 1), (90, 60)))
     return cases
 

@@ -94,10 +94,13 @@ class TritonBackend(AttentionBackend):
 
     def tile_shape(self, spec: AttentionSpec, *, short: bool) -> TileShape:
         """The tile for sequences with few queries (`short`) or many."""
-        wide = -(-max(spec.head_dim, spec.v_dim) // _WIDE_ELEMENTS) * (2 if spec.dtype is DType.FLOAT32 else 1)
+        elements = 1 << (max(spec.head_dim, spec.v_dim) - 1).bit_length()  # as kernels pad them
+        wide = max(1, elements // _WIDE_ELEMENTS) * (2 if spec.dtype is DType.FLOAT32 else 1)
+        if short and wide == 1 and spec.kv_dtype.bits <= 8:
+            return TileShape(_DECODE_ROWS, 64, warps=2, stages=5, programs=4)
         if short:
             return TileShape(_DECODE_ROWS, max(16, 32 // wide), warps=4, stages=5 if wide == 1 else 3, programs=4)
-        return TileShape(128 if wide == 1 else 64, max(16, 32 // wide), warps=4, stages=2, programs=2)
+        return TileShape(max(16, 128 // wide), max(16, 32 // wide), warps=4, stages=3, programs=2)
 
     def tile_tokens(self, spec: AttentionSpec, shape: TileShape) -> int:
         """Queries of one sequence in a tile: their heads fill its rows."""

@@ -112,6 +112,7 @@ def attend_items(
         SINK_LOGITS=sink_logits is not None,
         SCALED=scaled,
         NIBBLES=spec.kv_dtype is DType.INT4,
+        NARROW=spec.kv_dtype.bits <= 8,
         K_ONLY=cache.v is None,
         PRECISION="ieee",
         num_warps=shape.warps,

@@ -61,6 +61,7 @@ def attend_kernel(
     SINK_LOGITS: tl.constexpr,
     SCALED: tl.constexpr,  # int8 or int4
     NIBBLES: tl.constexpr,  # int4
+    NARROW: tl.constexpr,  # a byte or less an element
     K_ONLY: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -90,6 +91,8 @@ def attend_kernel(
     queries = tl.load(
         q + q_row[:, None] + column[None, :], mask=used[:, None] & (column < HEAD_DIM)[None, :], other=0.0
     )
+    if NARROW and queries.dtype == tl.bfloat16:  # bytes become float16 in a step or two, bfloat16 in several
+        queries = queries.to(tl.float16)
     query_position = position + token
     if NIBBLES:
         query_sum = tl.sum(queries.to(tl.float32), axis=1)
@@ -117,7 +120,7 @@ def attend_kernel(
         block = tl.load(table + listed // PAGE, mask=live, other=0).to(tl.int64)
         offset = listed % PAGE
 
-        keys = _load(k + block * k_block + offset * k_token, live, HEAD_DIM, BLOCK_D, NIBBLES).to(queries.dtype)
+        keys = _load(k + block * k_block + offset * k_token, live, HEAD_DIM, BLOCK_D, NIBBLES, queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
         if SCALED:
             place = block * k_scale_block + offset * k_scale_token
@@ -151,10 +154,10 @@ def attend_kernel(
         highest = new_highest
 
         if K_ONLY:
-            stored = _load(k + block * k_block + offset * k_token, live, V_DIM, BLOCK_V, NIBBLES).to(queries.dtype)
+            stored = _load(k + block * k_block + offset * k_token, live, V_DIM, BLOCK_V, NIBBLES, queries.dtype)
             value_place = block * k_scale_block + offset * k_scale_token
         else:
-            stored = _load(v + block * v_block + offset * v_token, live, V_DIM, BLOCK_V, NIBBLES).to(queries.dtype)
+            stored = _load(v + block * v_block + offset * v_token, live, V_DIM, BLOCK_V, NIBBLES, queries.dtype)
             value_place = block * v_scale_block + offset * v_scale_token
         if NIBBLES:
             zero = tl.load(v_zero + value_place, mask=live, other=0.0).to(tl.float32)
@@ -177,16 +180,28 @@ def attend_kernel(
 
 
 @triton.jit
-def _load(rows, live, DIM: tl.constexpr, BLOCK: tl.constexpr, NIBBLES: tl.constexpr):
-    """[keys, BLOCK] stored elements, zeros where nothing lives; of int4, the steps."""
+def _load(rows, live, DIM: tl.constexpr, BLOCK: tl.constexpr, NIBBLES: tl.constexpr, DTYPE: tl.constexpr):
+    """[keys, BLOCK] stored elements as DTYPE, zeros where nothing lives; of integers, the steps."""
     if NIBBLES:
         byte = tl.arange(0, BLOCK // 2)
         packed = tl.load(rows[:, None] + byte[None, :], mask=live[:, None] & (byte < (DIM + 1) // 2)[None, :], other=0)
-        return tl.interleave(packed & 15, packed >> 4)
+        return tl.interleave(_small_integer(packed & 15, 1024, DTYPE), _small_integer(packed >> 4, 1024, DTYPE))
     column = tl.arange(0, BLOCK)
     if DIM == BLOCK:
-        return tl.load(rows[:, None] + column[None, :], mask=live[:, None], other=0.0)
-    return tl.load(rows[:, None] + column[None, :], mask=live[:, None] & (column < DIM)[None, :], other=0.0)
+        stored = tl.load(rows[:, None] + column[None, :], mask=live[:, None], other=0.0)
+    else:
+        stored = tl.load(rows[:, None] + column[None, :], mask=live[:, None] & (column < DIM)[None, :], other=0.0)
+    if stored.dtype == tl.int8 and tl.float16 == DTYPE:
+        return _small_integer(stored.to(tl.uint8, bitcast=True) ^ 128, 1152, DTYPE)
+    return stored.to(DTYPE)
+
+
+@triton.jit
+def _small_integer(steps, BIAS: tl.constexpr, DTYPE: tl.constexpr):
+    """uint8 steps, less BIAS - 1024, as floats. Conversion is slow; as the last bits of float16 1024 they need none."""
+    if tl.float16 == DTYPE:
+        return (steps.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - BIAS
+    return steps.to(DTYPE) - (BIAS - 1024)
 
 
 @triton.jit
