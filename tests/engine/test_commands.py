@@ -12,27 +12,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
-from models import tiny_model  # noqa: E402
-
 from kvpool.cli import main  # noqa: E402
-
-CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny random Llama and a tokenizer whose words are w0, w1, ..."""
-    tokenizers = pytest.importorskip("tokenizers")
-    from transformers import PreTrainedTokenizerFast
-
-    directory = tmp_path_factory.mktemp("model")
-    words = {f"w{number}": number for number in range(160)}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", chat_template=CHAT_TEMPLATE)
-    fast.save_pretrained(directory)
-    tiny_model("llama").save_pretrained(directory)
-    return str(directory)
 
 
 def run(*words: str, model: str) -> int:
