@@ -138,7 +138,8 @@ def _compile_layers(model: Any, num_layers: int) -> None:
     if not lists:
         raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} layers; use compile=False")
     for layer in lists[0]:
-        layer.compile(dynamic=True)
+        if layer._compiled_call_impl is None:  # an engine before this one may have done so
+            layer.compile(dynamic=True)
 
 
 class _Captured(NamedTuple):

@@ -16,13 +16,14 @@ from kvpool.storage import BlockStore, DataPlane, measure_budget
 
 GPU_FRACTION = 0.9
 CPU_FRACTION = 0.25  # a host has other things to do with its memory
+GRAPH_BYTES = 2**31  # for CUDA graphs and the buffers of attention plans
 
 
 def kv_budget(model: Any, shape: ModelShape, device: torch.device, fraction: float | None, step_tokens: int) -> int:
     """Bytes for keys and values: `fraction` of the free memory, less the activations of the largest step on a GPU."""
     on_gpu = device.type == "cuda"
     chosen = fraction if fraction is not None else GPU_FRACTION if on_gpu else CPU_FRACTION
-    activations = _activation_bytes(model, shape, device, step_tokens) if on_gpu else 0
+    activations = GRAPH_BYTES + _activation_bytes(model, shape, device, step_tokens) if on_gpu else 0
     budget = measure_budget(device, chosen, activations)
     if budget <= 0:
         raise StorageMemoryError(
