@@ -140,6 +140,8 @@ def synthesise(model: WorkloadModel, num_requests: int, *, seed: int = 0, name: 
         builder.add(time * 1000, blocks, tokens, output)
         if random.random() < model.continues[min(turn, len(model.continues) - 1)]:
             serial += 1
+            if tokens % model.unit:
+                blocks = blocks[:-1]  # the next turn fills up the partial block, which makes it another one
             heappush(waiting, (time + float(random.lognormal(*model.gap_seconds)), serial, turn + 1, blocks))
     return builder.build()
 

@@ -3,15 +3,17 @@
 Reuse of a prompt depends on its age in a way that differs by kind: the next turn of a chat comes after a while or never, a
 system prompt comes again and again. For each kind of run the policy counts reuses and exposure by age, also of runs that
 have left (ghosts), and derives from them the best rate of hits per block and time that keeping a run can still achieve
-(its Gittins index). The candidate with the smallest index is the victim. Age is counted in blocks inserted since the last
-use, in units of the cache: under load it runs faster, and no clock is needed.
+(its Gittins index). The candidate with the smallest index is the victim, unless the oldest one is hardly worth more. Age is
+counted in blocks inserted since the last use, in units of the cache: under load it runs faster, and no clock is needed.
+How it was found, and what it gains and loses, is in docs/decisions/0005-eviction-policy.md.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from bisect import bisect_right
+from collections import OrderedDict
 from heapq import heapify, heappop, heappush
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +28,11 @@ MAX_AGE = 256  # epochs; what is older counts as this old
 _DEPTHS, _SIZES, _REUSES = 6, 5, 2
 NUM_KINDS = _DEPTHS * _SIZES * _REUSES
 _HISTORY = 0.999  # weight of what was counted an epoch ago
-_KIND_PRIOR = 2000.0  # exposure (blocks x epochs) that a kind borrows from all kinds together
-_PRIOR = 20000.0  # exposure that all kinds borrow from the assumption that hazards fall with age
+_KIND_PRIOR = 1.0  # exposure, in caches x epochs, that a kind borrows from all kinds together
+_PRIOR = 4.0  # the same, that all kinds borrow from the assumption that reuse gets rarer with age
+GHOSTS_PER_CACHE = 4  # blocks remembered of runs that have left, in caches
 _MIN_CAPACITY = 64
-MARGIN = 0.6  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
+MARGIN = 0.5  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
 
 
 def _age_bins() -> tuple[list[int], list[int]]:
@@ -63,6 +66,15 @@ class _Record:
         self.last_access = -1
 
 
+class _Ghost(NamedTuple):
+    """What is remembered of a run that has left."""
+
+    kind: int
+    epoch: int  # of its last use
+    blocks: int
+    parent: int  # fingerprint of the run before it
+
+
 class AdaptivePolicy(EvictionPolicy):
     """Evicts the candidate whose kind and age promise the fewest hits per block and time; retention priorities come first.
 
@@ -87,13 +99,14 @@ class AdaptivePolicy(EvictionPolicy):
         self._capacity = _MIN_CAPACITY
         self._epoch = 0
         self._inserted = 0.0  # blocks since the epoch began
-        self._epoch_ticks: deque[int] = deque([0], MAX_AGE)  # the first tick of each epoch, the current one last
+        self._epoch_ticks = [0]  # the first tick of each epoch, the current one last
         self._newest = 0
         self._hits: Floats = np.zeros((NUM_KINDS, _BINS))
         self._exposure: Floats = np.zeros((NUM_KINDS, _BINS))
         self._alive: Floats = np.zeros((NUM_KINDS, MAX_AGE))  # blocks by kind and epoch of last use (as a ring)
         self._values: list[list[float]] = self._indices()
-        self._ghosts: OrderedDict[int, tuple[int, int, int]] = OrderedDict()  # fingerprint: kind, epoch, blocks
+        self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()  # by fingerprint
+        self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
         self._ghost_blocks = 0
 
     # --- candidates --------------------------------------------------------------------------------------------------
@@ -109,13 +122,14 @@ class AdaptivePolicy(EvictionPolicy):
             if run.start > record.start and record.last_access == run.last_access:
                 self._count(record.kind, record.epoch, run.start - record.start)  # its head was reused: it was split
             elif record.last_access == run.last_access:
-                record.trimmed += record.blocks - run.num_blocks
+                record.trimmed += max(0, record.blocks - run.num_blocks)
         if record.last_access != run.last_access:
             record.trimmed = 0
             record.last_access = run.last_access
             record.kind = _kind(run)
             record.epoch = self._epoch_of(run.last_access)
         record.hits, record.start, record.blocks = run.hits, run.start, run.num_blocks
+        record.epoch = max(record.epoch, self._epoch - MAX_AGE + 1)
         self._alive[record.kind, record.epoch % MAX_AGE] += record.blocks + record.trimmed
         self._put_in(run, record)
         if self._num_blocks > self._capacity:
@@ -128,6 +142,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._take_out(record)
         if run.hits > record.hits:
             self._count(record.kind, record.epoch, record.blocks + record.trimmed)
+            if record.trimmed:
+                self._count_ghosts(self._followers.get(run.fingerprint), record.trimmed)
 
     def evicted(self, run: Run) -> None:
         record: _Record | None = run.entry
@@ -135,13 +151,17 @@ class AdaptivePolicy(EvictionPolicy):
             return
         self._take_out(record)
         run.entry = None
+        if run.fingerprint in self._ghosts:
+            self._forget(run.fingerprint)
         blocks = record.blocks + record.trimmed
-        self._ghosts[run.fingerprint] = (record.kind, record.epoch, blocks)
+        above = getattr(run, "parent", None)
+        parent = 0 if above is None else above.fingerprint
+        self._ghosts[run.fingerprint] = _Ghost(record.kind, record.epoch, blocks, parent)
+        self._followers[parent] = run.fingerprint
         self._alive[record.kind, record.epoch % MAX_AGE] += blocks
         self._ghost_blocks += blocks
-        while self._ghost_blocks > 4 * self._capacity:
-            _, ghost = self._ghosts.popitem(last=False)
-            self._forget(ghost)
+        while self._ghost_blocks > GHOSTS_PER_CACHE * self._capacity:
+            self._forget(next(iter(self._ghosts)))
 
     def victim(self) -> Run:
         least = self._first(self._order)
@@ -160,7 +180,7 @@ class AdaptivePolicy(EvictionPolicy):
         raise LookupError("no run can be evicted: every cached run is referenced, pinned or has children")
 
     def _value(self, kind: int, epoch: int) -> float:
-        return self._values[kind][_BIN_OF_AGE[min(self._epoch - epoch, MAX_AGE - 1)]]
+        return self._values[kind][_BIN_OF_AGE[self._epoch - epoch]]
 
     @property
     def num_ghost_blocks(self) -> int:
@@ -175,16 +195,12 @@ class AdaptivePolicy(EvictionPolicy):
         return isinstance(record, _Record) and record.owner is self and record.item is not None
 
     def _put_in(self, run: Run, record: _Record) -> None:
-        age = self._epoch - record.epoch
-        if age >= MAX_AGE:
-            record.epoch = self._epoch - MAX_AGE + 1
-            age = MAX_AGE - 1
         key = (run.priority, record.kind, record.epoch)
         queue = self._cells.get(key)
         if queue is None:
             queue = self._cells[key] = RunQueue()
         if not queue:
-            value = self._values[record.kind][_BIN_OF_AGE[age]]
+            value = self._value(record.kind, record.epoch)
             heappush(self._order, (run.priority, value, record.epoch, record.kind))
             heappush(self._by_age, (run.priority, float(record.epoch), record.epoch, record.kind))
         record.queue = queue
@@ -204,10 +220,8 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _admit(self, run: Run) -> None:
         """A run that is new here: it was computed now, perhaps not for the first time."""
-        ghost = self._ghosts.pop(run.fingerprint, None)
-        if ghost is not None:
-            self._forget(ghost)
-            self._count(ghost[0], ghost[1], min(ghost[2], run.num_blocks))
+        if run.fingerprint in self._ghosts:
+            self._count_ghosts(run.fingerprint, run.num_blocks)
         if run.last_access > self._newest:
             self._newest = run.last_access
         if not run.hits:
@@ -215,8 +229,19 @@ class AdaptivePolicy(EvictionPolicy):
             if self._inserted * EPOCHS_PER_CACHE >= self._capacity:
                 self._next_epoch()
 
-    def _forget(self, ghost: tuple[int, int, int]) -> None:
-        kind, epoch, blocks = ghost
+    def _count_ghosts(self, fingerprint: int | None, num_blocks: int) -> None:
+        """Content that had left was computed again: its ghost, and those that followed it, as far as it reaches."""
+        while num_blocks > 0 and fingerprint is not None and fingerprint in self._ghosts:
+            kind, epoch, blocks, _ = self._ghosts[fingerprint]
+            self._forget(fingerprint)
+            self._count(kind, epoch, min(blocks, num_blocks))
+            num_blocks -= blocks
+            fingerprint = self._followers.get(fingerprint)
+
+    def _forget(self, fingerprint: int) -> None:
+        kind, epoch, blocks, parent = self._ghosts.pop(fingerprint)
+        if self._followers.get(parent) == fingerprint:
+            del self._followers[parent]
         self._ghost_blocks -= blocks
         if self._epoch - epoch < MAX_AGE:
             self._alive[kind, epoch % MAX_AGE] -= blocks
@@ -227,13 +252,9 @@ class AdaptivePolicy(EvictionPolicy):
             self._hits[kind, _BIN_OF_AGE[age]] += blocks
 
     def _epoch_of(self, tick: int) -> int:
-        """The epoch of a tick; most are in the current one."""
-        epoch = self._epoch
-        for first in reversed(self._epoch_ticks):
-            if first <= tick:
-                return epoch
-            epoch -= 1
-        return epoch + 1
+        """The epoch of a tick, the oldest one that is told apart at least."""
+        later = len(self._epoch_ticks) - max(1, bisect_right(self._epoch_ticks, tick))
+        return self._epoch - later
 
     def _next_epoch(self) -> None:
         """Exposure is added up, what was counted fades, and the values of all cells are worked out anew."""
@@ -245,13 +266,11 @@ class AdaptivePolicy(EvictionPolicy):
         self._inserted = 0.0
         self._epoch += 1
         self._epoch_ticks.append(self._newest)
+        del self._epoch_ticks[:-MAX_AGE]
         self._merge_oldest()
         self._values = self._indices()
-        self._order = [
-            (priority, self._values[kind][_BIN_OF_AGE[min(self._epoch - epoch, MAX_AGE - 1)]], epoch, kind)
-            for (priority, kind, epoch), queue in self._cells.items()
-            if queue
-        ]
+        self._cells = {key: queue for key, queue in self._cells.items() if queue}
+        self._order = [(priority, self._value(kind, epoch), epoch, kind) for priority, kind, epoch in self._cells]
         heapify(self._order)
         self._by_age = [(priority, float(epoch), epoch, kind) for priority, _, epoch, kind in self._order]
         heapify(self._by_age)
@@ -278,8 +297,9 @@ class AdaptivePolicy(EvictionPolicy):
         """
         hits, exposure = self._hits.sum(axis=0), self._exposure.sum(axis=0)
         usual = (hits.sum() + 1.0) / (exposure.sum() + 100.0)
-        overall = (hits + _PRIOR * usual * 8 / (_MIDDLES + 4)) / (exposure + _PRIOR)
-        hazard = (self._hits + _KIND_PRIOR * overall) / (self._exposure + _KIND_PRIOR)
+        prior, kind_prior = _PRIOR * self._capacity, _KIND_PRIOR * self._capacity
+        overall = (hits + prior * usual * 8 / (_MIDDLES + 4)) / (exposure + prior)
+        hazard = (self._hits + kind_prior * overall) / (self._exposure + kind_prior)
         np.clip(hazard, 1e-12, 0.9, out=hazard)
         fading = np.exp(_WIDTHS * np.log1p(-hazard))
         unused = np.ones((NUM_KINDS, _BINS + 1))
@@ -295,5 +315,5 @@ class AdaptivePolicy(EvictionPolicy):
 
 def _kind(run: Run) -> int:
     depth = min((run.start.bit_length() + 1) // 2, _DEPTHS - 1)
-    size = min((run.num_blocks.bit_length() - 1) // 2, _SIZES - 1)
+    size = min(max(run.num_blocks.bit_length() - 1, 0) // 2, _SIZES - 1)
     return (depth * _SIZES + size) * _REUSES + (run.hits > 0)
