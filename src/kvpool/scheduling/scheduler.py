@@ -127,6 +127,27 @@ class Scheduler:
         self._roster.wait(group.sequences[0])
         self._planner.admissions.num_arrivals += 1
 
+    def fork(self, parent: ScheduledSequence, request: Request) -> bool:
+        """Adds a request whose prompt is everything that a sequence has, prompt and samples.
+
+        If the sequence decodes and nothing of it is in flight, the request shares all of its blocks and decodes in the next
+        step: True. Otherwise it waits like any other and reuses what is cached: False.
+        """
+        known = self.token_ids(parent)
+        if not np.array_equal(known, request.prompt):
+            raise InvalidArgumentError(f"request {request.id!r}: its prompt is not what {parent!r} has; see token_ids()")
+        self.add(request)
+        running, (child,) = self._roster.running, self._group(request.id).sequences
+        can_share = parent in running.decoding and not running.lanes.in_flight[parent.lane] and parent.drafts is None
+        plain = request.n == 1 and not request.steered and request.scope == parent.request.scope
+        if not (can_share and plain) or running.num_free_lanes < 1 or self._capacity.guaranteed:
+            return False
+        (handle,) = self.manager.fork(parent.live_handle(), child.id)
+        self._roster.enter(child, handle)
+        self._capacity.promise(running.lanes, child)
+        running.decoding.add(child)
+        return True
+
     def _refuse_live_id(self, request_id: Hashable) -> None:
         """Somebody else may use the manager too."""
         try:
