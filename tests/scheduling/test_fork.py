@@ -44,7 +44,7 @@ def test_given_a_decoding_parent_then_the_fork_shares_every_block_and_computes_n
     assert engine.scheduler.stats.prefill_tokens == prefilled
 
 
-@pytest.mark.parametrize("options", [{"depth": 2}, {"capacity": "guaranteed"}, {"max_sequences": 1, "max_tokens_per_step": 64}])
+@pytest.mark.parametrize("options", [{"depth": 2}, {"capacity": "guaranteed"}, {"max_sequences": 1}])
 def test_given_no_way_to_share_then_the_fork_waits_and_gives_the_same_tokens(options: dict[str, object]) -> None:
     engine = make(**options)  # type: ignore[arg-type]
     request, shared = run_until_forked(engine)
