@@ -93,6 +93,7 @@ class CacheState:
         for group in self.groups[: self.growing]:
             self.per_position[group.pool] += 1
         self.gpu_pools = [tiers[GPU] for tiers in self.pools]
+        self._watermarks: dict[tuple[int, int], int] = {}  # by pool and its size: exact fractions take a while
         self.is_simple = len(self.groups) == 1 and self.growing == 1 and not self.cache.windowed
 
     def row_of(self, handle: KVCacheHandle) -> int:
@@ -115,7 +116,11 @@ class CacheState:
 
     def watermark(self, index: int) -> int:
         """Blocks of a GPU pool, as large as it is now, that admission leaves free."""
-        return self.config.watermark_blocks(index, self.gpu_pools[index].num_blocks)
+        size = index, self.gpu_pools[index].num_blocks
+        mark = self._watermarks.get(size)
+        if mark is None:
+            mark = self._watermarks[size] = self.config.watermark_blocks(*size)
+        return mark
 
     def take(self, group: int, num_blocks: int) -> Int32Array:
         """New GPU blocks for a sequence, with the bookkeeping of their layer group."""
