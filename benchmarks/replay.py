@@ -86,7 +86,7 @@ def large_trace(num_blocks: int) -> Runner:
     path = Path(folder.name) / "large.jsonl"
     maker = (
         "import sys; from kvpool.replay import write_trace; from kvpool.replay.synth import WorkloadModel, synthesise;"
-        "write_trace(synthesise(WorkloadModel(), int(sys.argv[2]) // 18), sys.argv[1])"
+        "write_trace(synthesise(WorkloadModel(), int(sys.argv[2]) // 14), sys.argv[1])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     subprocess.run([sys.executable, "-c", maker, str(path), str(num_blocks)], check=True, env=environment)

@@ -6,7 +6,9 @@ comes. The manager does all of it. An id of the trace is a token of the pool, so
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -97,7 +99,19 @@ def replay(
         raise TraceError(
             f"{trace.name} has lengths only: what its prompts share is not known, so nothing can be replayed"
         )
-    return _Replay(trace, config).run(progress, observe)
+    with _rare_collections():
+        return _Replay(trace, config).run(progress, observe)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """The tree has no cycles to collect, but hundreds of thousands of objects to look through: do so rarely."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _Replay:
