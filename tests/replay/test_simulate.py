@@ -13,6 +13,7 @@ from slow_simulator import slow_hits
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, TraceError, read_trace, replay
 from kvpool.replay.bounds import run_model
+from kvpool.replay.runs import run_all
 
 TRACES = (
     "mooncake_conversation_trace.jsonl", "mooncake_arxiv_first1000.jsonl", "wekacc_dev.jsonl.gz",
@@ -180,3 +181,10 @@ def test_given_the_flat_fifo_then_it_is_the_flat_slow_simulator(chat_trace: Trac
     hits = run_model(chat_trace, "fifo-flat", 60).hits
     assert hits is not None
     assert hits.tolist() == slow_hits(prompts_of(chat_trace), 60, "fifo", leaf_first=False)
+
+
+def test_given_unlimited_capacity_then_all_policies_share_one_run_and_keep_their_names(chat_trace: Trace) -> None:
+    configs = [ReplayConfig(policy, None) for policy in ("arc", "adaptive")]
+    found = run_all(chat_trace, configs, workers=1)
+    assert [result.policy for result in found] == ["arc", "adaptive"]
+    assert [result.hit_blocks for result in found] == [replay(chat_trace, config).hit_blocks for config in configs]

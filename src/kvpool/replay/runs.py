@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 
 from kvpool.replay.bounds import MODELS, run_model
 from kvpool.replay.simulate import ReplayConfig, ReplayResult, replay
@@ -29,7 +30,25 @@ def run_all(
     workers: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[ReplayResult]:
-    """Every configuration, in the order given, whatever the number of `workers` (default: one per processor)."""
+    """Every configuration, in the order given, whatever the number of `workers` (default: one per processor).
+
+    Where nothing is ever evicted all policies are the same, so that one of them is run for all.
+    """
+    distinct = list(dict.fromkeys(map(_representative, configs)))
+    results = dict(zip(distinct, _run_distinct(trace, distinct, workers, progress), strict=True))
+    if progress is not None:
+        progress(len(configs) - len(distinct))
+    return [replace(results[_representative(config)], policy=config.policy) for config in configs]
+
+
+def _representative(config: ReplayConfig) -> ReplayConfig:
+    unlimited = config.capacity is None and config.policy not in MODELS
+    return replace(config, policy="lru") if unlimited else config
+
+
+def _run_distinct(
+    trace: Trace, configs: Sequence[ReplayConfig], workers: int | None, progress: Callable[[int], None] | None
+) -> list[ReplayResult]:
     count = min(workers or os.cpu_count() or 1, len(configs))
     if count <= 1:
         results = []
