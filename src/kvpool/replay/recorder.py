@@ -175,7 +175,9 @@ def _positions(batch: Any, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     tokens = rest[0] if rest else kwargs.get("tokens")
     if tokens is None:
         return None
-    handles: Sequence[KVCacheHandle] = batch.handles if isinstance(batch, SequenceBatch) else batch
+    if isinstance(batch, SequenceBatch):  # the hot path: one lookup for the whole batch
+        return list(batch._state.rows.committed[batch.rows].tolist())
+    handles: Sequence[KVCacheHandle] = batch
     return [handle.num_committed for handle in handles]
 
 
