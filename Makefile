@@ -43,8 +43,8 @@ demo: $(VENV)/.stamp-demo ## three people talk to a real model on the CPU, with 
 tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; needs numpy only
 	@$(PY) -m kvpool.demo $(ARGS)
 
-test: $(VENV)/.stamp-dev ## run the test suite
-	$(PY) -m pytest $(ARGS)
+test: $(VENV)/.stamp-dev ## run the test suite, on several cores
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
 lint: $(VENV)/.stamp-dev ## ruff
 	$(PY) -m ruff check . $(ARGS)
@@ -65,7 +65,7 @@ bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that
 	$(PY) benchmarks/replay.py --quick $(ARGS)
 
 coverage: $(VENV)/.stamp-dev ## test with branch coverage; lines in the terminal, pages in htmlcov/
-	$(PY) -m pytest --cov --cov-report=term-missing:skip-covered --cov-report=html $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal --cov --cov-report=term-missing:skip-covered --cov-report=html $(ARGS)
 
 wheels: $(VENV)/.stamp-venv ## download all packages into .wheels/ for OFFLINE=1
 	@echo "Downloading into $(WHEELS)"

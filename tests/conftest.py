@@ -12,6 +12,10 @@ from hypothesis import HealthCheck, settings
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
 
+# Kernels run in Triton's interpreter where there is no GPU. Triton reads this when it is imported, which any test may cause.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # ci: the same examples on every run, so that a red build is about the change. dev: new examples each time, quick.
 # thorough: for a night or after touching the pool or the prefix cache; `make test ARGS=--hypothesis-profile=thorough`.
 _NO_CLOCK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter where there is no GPU; must be said before triton is imported."""
+"""Makes the cases of attention importable, and Triton's interpreter work with numpy 2.4."""
 
 from __future__ import annotations
 
@@ -9,12 +9,6 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "attention"))  # paged_cases
-
-if importlib.util.find_spec("torch") is not None:
-    import torch
-
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 if os.environ.get("TRITON_INTERPRET") and importlib.util.find_spec("triton") is not None:
     from triton.runtime import interpreter
