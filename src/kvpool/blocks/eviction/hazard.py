@@ -297,14 +297,26 @@ class AdaptivePolicy(EvictionPolicy):
         """
         hits, exposure = self._hits.sum(axis=0), self._exposure.sum(axis=0)
         usual = (hits.sum() + 1.0) / (exposure.sum() + 100.0)
-        prior, kind_prior = _PRIOR * self._capacity, _KIND_PRIOR * self._capacity
+        prior = _PRIOR * self._capacity
         overall = (hits + prior * usual * 8 / (_MIDDLES + 4)) / (exposure + prior)
-        hazard = (self._hits + kind_prior * overall) / (self._exposure + kind_prior)
+        seen = np.flatnonzero(self._exposure.any(axis=1) | self._hits.any(axis=1))
+        *best, unseen = self._best_rates(seen, overall)
+        values = [unseen] * NUM_KINDS  # kinds of which nothing is known are all alike
+        for kind, rates in zip(seen.tolist(), best, strict=True):
+            values[kind] = rates
+        return values
+
+    def _best_rates(self, kinds: npt.NDArray[np.intp], overall: Floats) -> list[list[float]]:
+        """The indices of these kinds, and in the last row those of a kind that was never seen."""
+        borrowed = _KIND_PRIOR * self._capacity
+        hazard = np.empty((len(kinds) + 1, _BINS))
+        hazard[:-1] = (self._hits[kinds] + borrowed * overall) / (self._exposure[kinds] + borrowed)
+        hazard[-1] = overall
         np.clip(hazard, 1e-12, 0.9, out=hazard)
         fading = np.exp(_WIDTHS * np.log1p(-hazard))
-        unused = np.ones((NUM_KINDS, _BINS + 1))
+        unused = np.ones((len(hazard), _BINS + 1))
         np.cumprod(fading, axis=1, out=unused[:, 1:])
-        time = np.zeros((NUM_KINDS, _BINS + 1))
+        time = np.zeros((len(hazard), _BINS + 1))
         np.cumsum(unused[:, :-1] * (1 - fading) / hazard, axis=1, out=time[:, 1:])
         gained = unused[:, :-1, None] - unused[:, None, 1:]
         spent = time[:, None, 1:] - time[:, :-1, None]
