@@ -103,7 +103,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._newest = 0
         self._hits: Floats = np.zeros((NUM_KINDS, _BINS))
         self._exposure: Floats = np.zeros((NUM_KINDS, _BINS))
-        self._alive: Floats = np.zeros((NUM_KINDS, MAX_AGE))  # blocks by kind and epoch of last use (as a ring)
+        self._alive = np.zeros((NUM_KINDS, MAX_AGE), np.float32)  # blocks by kind and epoch of last use (as a ring)
         self._values: list[list[float]] = self._indices()
         self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()  # by fingerprint
         self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it

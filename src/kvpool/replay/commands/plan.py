@@ -36,7 +36,7 @@ def plan(
     host: Annotated[str, typer.Option(help="Host memory for the cache, for example 512GB.")] = "0",
     disk: Annotated[str, typer.Option(help="Disk for the cache, for example 4TB.")] = "0",
     trace: Annotated[Path | None, typer.Option(help="A trace: adds its hit curve and recommends sizes.")] = None,
-    policy: Annotated[str, typer.Option(help="Eviction policy for the hit curve.")] = "lru",
+    policy: Annotated[str, typer.Option(help="Eviction policy for the hit curve.")] = "adaptive",
     json: Annotated[str | None, typer.Option(help="Write all numbers; - for stdout.")] = None,
 ) -> None:
     """Plans the memory of a model on GPUs from its config alone."""
