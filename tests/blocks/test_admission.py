@@ -386,3 +386,14 @@ def test_a_fully_cached_prompt_whose_last_block_left_a_window_is_written_again()
     handle = manager.allocate("again", tokens)
     assert (manager.slot_mapping([handle], 0, 1) >= 0).all()
     manager.check()
+
+
+def test_a_block_that_is_only_copied_from_does_not_count_as_used_when_room_had_to_be_made() -> None:
+    manager = make_manager(gpu_blocks=6, eviction_policy="lru")
+    older, newer = cached(manager, 8, first=0), cached(manager, 8, first=100)
+    request = manager.allocate("copies from the older", [*older[:2], *range(500, 510)])  # evicts a block of the newer
+    assert request.num_cached_tokens == 2
+    manager.free(request, keep=False)
+    manager.evict(2)
+    assert manager.match_prefix([*newer, 1]).num_blocks == 1
+    assert manager.match_prefix([*older, 1]).num_blocks < 2

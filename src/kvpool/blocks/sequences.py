@@ -72,7 +72,7 @@ class Sequences:
             self._copy_partial(row, match)
         if held_source is not None:
             self._hold_windowed_source(match, -1)
-            cache.release(held_source)
+            cache.release(held_source, used=False)  # it was copied from, as it is where nothing had to be evicted
         rows.reserved[row] = max(num_tokens, hit_tokens + match.num_recomputed)
         rows.written[row] = rows.committed[row] = hit_tokens
         rows.present[row] = hit_tokens + match.num_recomputed

@@ -230,8 +230,11 @@ class PrefixTree(ABC):
             self.count_cached(node, -node.num_blocks)
             node = node.parent
 
-    def release(self, node: Node) -> None:
-        """A sequence lets go of its deepest node; nodes that nobody reads any more become cached, or free if detached."""
+    def release(self, node: Node, used: bool = True) -> None:
+        """A sequence lets go of its deepest node; nodes that nobody reads any more become cached, or free if detached.
+
+        Unless it only held them (`used` is False), this was their last use.
+        """
         tick, now = self.tick, self.now
         while True:
             node.active -= 1
@@ -242,8 +245,9 @@ class PrefixTree(ABC):
                     self._forget_root(node.root)
                 return
             parent = node.parent
-            node.last_access = tick
-            node.last_access_at = now
+            if used:
+                node.last_access = tick
+                node.last_access_at = now
             if node.detached:
                 self._free_detached(node)
             else:
