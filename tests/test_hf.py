@@ -80,6 +80,90 @@ def test_given_beam_search_then_beams_fork_instead_of_copying() -> None:
     pool.manager.check()
 
 
+def test_given_several_pools_on_one_model_then_each_serves_its_own_caches() -> None:
+    model, reference = tiny_model("llama"), tiny_model("llama")
+    first, second = (CachePool(model, num_blocks=32, block_size=4) for _ in range(2))
+    prompt = random_prompt(21)
+    for pool in (first, second, second):
+        with PagedCache(pool) as cache:
+            assert run(model, prompt, cache) == run(reference, prompt)
+    assert cache.num_cached_tokens == 20
+    assert (first.stats().hit_tokens["GPU"], second.stats().hit_tokens["GPU"]) == (0, 20)
+    first.manager.check()
+
+
+@pytest.mark.parametrize("own_guesses", [True, False])
+def test_given_assisted_decoding_then_rejected_tokens_are_rewound_also_from_a_cached_prompt(own_guesses: bool) -> None:
+    model, reference = tiny_model("llama"), tiny_model("llama")
+    pool = CachePool(model, num_blocks=128, block_size=4)
+    prompt = random_prompt(12).repeat(3)
+    guesses = {"prompt_lookup_num_tokens": 4} if own_guesses else {"assistant_model": tiny_model("llama", seed=3)}
+    want = run(reference, prompt, max_new_tokens=20)
+    for num_cached in (0, 31):
+        with PagedCache(pool) as cache:
+            assert run(model, prompt, cache, max_new_tokens=20, **guesses) == want
+            assert cache.num_cached_tokens >= num_cached
+    pool.manager.check()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_given_a_prompt_in_chunks_then_the_tokens_are_the_same(chunk: int) -> None:
+    model, reference = tiny_model("gemma3_text"), tiny_model("gemma3_text")
+    pool = CachePool(model, num_blocks=64, block_size=4)
+    prompt = random_prompt(40)
+    for _ in range(2):
+        with PagedCache(pool) as cache:
+            assert run(model, prompt, cache, prefill_chunk_size=chunk) == run(reference, prompt)
+
+
+def test_given_logits_to_keep_then_as_many_tokens_are_computed_though_they_are_cached() -> None:
+    model, reference = tiny_model("llama"), tiny_model("llama")
+    pool = CachePool(model, num_blocks=64, block_size=4)
+    ids = random_prompt(20).unsqueeze(0)
+    want = reference(ids).logits
+    for keep, num_cached in ((0, 0), (0, 19), (5, 15), (torch.tensor([3, 19]), 0)):
+        with PagedCache(pool) as cache:
+            got = model(ids, past_key_values=cache, logits_to_keep=keep).logits
+            assert cache.num_cached_tokens == num_cached
+        rows = keep if isinstance(keep, torch.Tensor) else slice(-got.shape[1], None)
+        assert torch.allclose(got, want[:, rows], atol=1e-4)
+        assert got.shape[1] == (2 if isinstance(keep, torch.Tensor) else 20 - num_cached)
+
+
+def test_given_a_pass_that_failed_then_the_cache_goes_on_from_before_it() -> None:
+    model, reference = tiny_model("llama"), tiny_model("llama")
+    pool = CachePool(model, num_blocks=64, block_size=4)
+    ids = random_prompt(20).unsqueeze(0)
+    cache = PagedCache(pool)
+    model(ids[:, :12], past_key_values=cache)
+
+    def fail(module: Any, args: Any) -> None:
+        raise RuntimeError("stopped in the middle")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        model(ids[:, 12:15], past_key_values=cache)
+    hook.remove()
+    cache.crop(-2)
+    assert cache.length == 10
+    got = model(ids[:, 12:], past_key_values=cache).logits  # other tokens than before at these places
+    assert torch.allclose(got, reference(torch.cat([ids[:, :10], ids[:, 12:]], dim=1)).logits[:, 10:], atol=1e-4)
+    cache.close()
+    pool.manager.check()
+
+
+def test_given_one_cache_for_a_batch_of_another_size_then_it_must_be_reset_before() -> None:
+    model, reference = tiny_model("llama"), tiny_model("llama")
+    pool = CachePool(model, num_blocks=64, block_size=4)
+    prompt, cache = random_prompt(13), PagedCache(pool)
+    run(model, prompt, cache)
+    batch = torch.stack([prompt, random_prompt(13, seed=2)])
+    with pytest.raises(InvalidArgumentError, match="1 sequences, the batch has 2"):
+        run(model, batch, cache)
+    cache.reset()
+    assert run(model, batch, cache) == run(reference, batch)
+
+
 def test_given_a_conversation_then_one_cache_goes_on() -> None:
     model, reference = tiny_model("llama"), tiny_model("llama")
     pool = CachePool(model, num_blocks=64, block_size=4)

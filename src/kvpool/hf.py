@@ -15,6 +15,7 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,9 +64,10 @@ class CachePool:
         self.manager = KVCacheManager(KVCacheConfig(layers, block_size, **fields))
         self.plane = DataPlane(self.manager, model.device)
         self._ids = itertools.count()
+        self_or_gone = weakref.ref(self)  # the model must not keep a pool that nobody uses
         self._hooks = (
-            model.register_forward_pre_hook(_before_forward, with_kwargs=True),
-            model.register_forward_hook(_after_forward, with_kwargs=True),
+            model.register_forward_pre_hook(partial(_before_forward, self_or_gone), with_kwargs=True),
+            model.register_forward_hook(partial(_after_forward, self_or_gone), with_kwargs=True),
         )
 
     @property
@@ -91,9 +93,10 @@ class PagedCache(Cache):  # type: ignore[misc]
     """A `past_key_values` for one call of `generate` (or a conversation of several), in the blocks of a pool.
 
     Prompts are found by their token ids: rows without padding reuse what earlier calls computed, as far as all rows of the
-    batch can (a batch is a rectangle). `scope` isolates tenants. Close it, or let it go, to return its blocks; what it
-    computed stays cached. Beam search and assisted decoding fork and rewind the sequences: nothing is copied but the blocks
-    that are written.
+    batch can (a batch is a rectangle). Reused tokens have no logits: a model that is called directly gives those of the last
+    token at least, or as many as `logits_to_keep` says. `scope` isolates tenants. Close it, or let it go, to return its
+    blocks; what it computed stays cached. Beam search and assisted decoding fork and rewind the sequences: nothing is copied
+    but the blocks that are written.
     """
 
     def __init__(self, pool: CachePool, scope: ReuseScope | None = None) -> None:
@@ -109,8 +112,11 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     # --- a forward pass ----------------------------------------------------------------------------------------------
 
-    def begin(self, token_ids: Tensor, padding: Tensor | None) -> int:
-        """Makes room for the next tokens [row, token]; returns how many of them are cached and need no computing."""
+    def begin(self, token_ids: Tensor, padding: Tensor | None, num_needed: int = 1) -> int:
+        """Makes room for the next tokens [row, token]; returns how many of them are cached and need no computing.
+
+        The last `num_needed` are computed in any case: somebody wants their logits.
+        """
         if not self._closer.alive:
             raise SequenceStateError("this PagedCache is closed; make a new one for the next call")
         num_rows, num_tokens = token_ids.shape
@@ -120,11 +126,12 @@ class PagedCache(Cache):  # type: ignore[misc]
         if not self.handles:
             self._allocate(tokens, padded)
             cached = min(handle.num_written for handle in self.handles)
-            cached = self.num_cached_tokens = min(cached, num_tokens - 1)
+            cached = self.num_cached_tokens = max(0, min(cached, num_tokens - num_needed))
             self.length = cached
         else:
             if num_rows != len(self.handles):
                 raise InvalidArgumentError(f"the cache holds {len(self.handles)} sequences, the batch has {num_rows}")
+            self._cut(self.length)  # a pass that failed left places behind
             self.pool.manager.extend_batch(self.handles, num_tokens)
         self._prepare(num_tokens - cached)
         return cached
@@ -213,12 +220,17 @@ class PagedCache(Cache):  # type: ignore[misc]
         manager.free_batch(list(unused.values()))
         self.handles[:] = chosen
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forgets the last tokens; as in transformers, a positive number is the length that remains (deprecated there)."""
-        remove = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.length - tokens_to_remove)
+        number = int(tokens_to_remove)
+        self._cut(max(0, self.length + number) if number <= 0 else min(number, self.length))
+
+    def _cut(self, length: int) -> None:
+        """Only the first `length` tokens of each row keep their places."""
         for handle in self.handles:
-            self.pool.manager.rewind(handle, remove)
-        self.length -= remove
+            if handle.num_reserved > length:
+                self.pool.manager.rewind(handle, handle.num_reserved - length)
+        self.length = length
 
     def reset(self) -> None:
         """Ends its sequences; the next call starts afresh."""
@@ -265,12 +277,15 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
-def _before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments | None:
+def _before_forward(
+    pool: weakref.ref[CachePool], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Arguments | None:
     """The pool's look at a forward pass of its model: room for the new tokens, without those that are cached already."""
-    cache = kwargs.get("past_key_values")
-    if not isinstance(cache, PagedCache):
+    cache = _cache_of(pool, kwargs)
+    if cache is None:
         return None
-    skip = cache.begin(_input_ids(args, kwargs), kwargs.get("attention_mask"))
+    token_ids = _input_ids(args, kwargs)
+    skip = cache.begin(token_ids, kwargs.get("attention_mask"), _num_logits(kwargs, token_ids.shape[1]))
     if not skip:
         return None
     for name in ("input_ids", "position_ids", "cache_position", "token_type_ids"):
@@ -279,10 +294,26 @@ def _before_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return (args[0][:, skip:], *args[1:]) if args else args, kwargs
 
 
-def _after_forward(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    cache = kwargs.get("past_key_values")
-    if isinstance(cache, PagedCache):
+def _after_forward(
+    pool: weakref.ref[CachePool], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    cache = _cache_of(pool, kwargs)
+    if cache is not None:
         cache.end(_input_ids(args, kwargs))
+
+
+def _cache_of(pool: weakref.ref[CachePool], kwargs: dict[str, Any]) -> PagedCache | None:
+    """The cache of a pass, if it belongs to this pool: a model may have several."""
+    cache = kwargs.get("past_key_values")
+    return cache if isinstance(cache, PagedCache) and cache.pool is pool() else None
+
+
+def _num_logits(kwargs: dict[str, Any], num_tokens: int) -> int:
+    """How many of the last tokens need logits."""
+    wanted = kwargs.get("logits_to_keep")
+    if isinstance(wanted, Tensor):  # of which tokens: they are counted from the first one
+        return num_tokens
+    return wanted or 1  # a caller that does not say so wants the next token
 
 
 def _input_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

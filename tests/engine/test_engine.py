@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ pytest.importorskip("transformers")
 from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.errors import InvalidArgumentError, NeverFitsError, SequenceStateError  # noqa: E402
+from kvpool.errors import ConfigError, InvalidArgumentError, NeverFitsError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "qwen3_moe", "mixtral"]
@@ -67,8 +68,22 @@ def test_given_any_chunk_and_block_size_then_the_output_is_the_same(chunk: int |
             assert [out.token_ids for out in outputs] == [expected(reference, prompt) for prompt in prompts]
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 64, None])
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+def test_given_any_chunk_and_block_size_then_a_model_without_windows_gives_the_same(
+    chunk: int | None, block_size: int
+) -> None:
+    prompts = prompts_of([30, 13], shared=10)
+    reference = tiny_model("llama")
+    limits = SchedulerConfig(max_tokens_per_step=128, max_sequences=4, max_chunk_tokens=chunk)
+    with make_engine("llama", kv_blocks=max(4, 256 // block_size), block_size=block_size, scheduler=limits) as engine:
+        for _ in range(2):
+            outputs = engine.generate(prompts, greedy(6))
+            assert [out.token_ids for out in outputs] == [expected(reference, prompt, 6) for prompt in prompts]
+
+
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "qwen3"])
 def test_given_too_little_memory_then_preempted_requests_end_with_the_same_output(family: str, mode: str) -> None:
     prompts = prompts_of([20, 25, 30, 35])
     reference = tiny_model(family)
@@ -192,6 +207,36 @@ def test_given_drafts_then_the_output_is_unchanged_and_some_of_them_come_true() 
         drafting.manager.check()
 
 
+def test_given_a_stop_token_among_accepted_drafts_then_nothing_behind_it_is_kept() -> None:
+    prompt = random_prompt(6).tolist() * 5
+    with make_engine() as plain, make_engine(draft_tokens=4) as drafting:
+        (whole,) = drafting.generate([prompt], greedy(30))
+        for stop in sorted(set(whole.token_ids)):
+            want, got = (engine.generate([prompt], greedy(30, stop_token_ids=[stop]))[0] for engine in (plain, drafting))
+            assert (got.token_ids, got.finish_reason) == (want.token_ids, want.finish_reason)
+        assert drafting.stats().scheduler.accepted_draft_tokens > 0
+
+
+def test_given_limits_of_a_step_and_drafts_then_there_is_room_for_the_drafts() -> None:
+    limits = SchedulerConfig(max_tokens_per_step=64, max_sequences=8)
+    with make_engine(draft_tokens=4, scheduler=limits) as engine:
+        engine.generate([random_prompt(6).tolist() * 5], greedy(30))
+        assert engine.stats().scheduler.accepted_draft_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scheduler": SchedulerConfig(max_draft_tokens=4)}, "draft_tokens"),
+        ({"draft_tokens": 4, "overlap": True}, "overlap"),
+        ({"kv_bytes": 2**20}, "once"),
+    ],
+)
+def test_given_settings_that_would_have_no_effect_then_they_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_engine(**options)
+
+
 def test_given_penalties_then_the_output_is_that_of_transformers() -> None:
     reference = tiny_model("llama")
     prompts = prompts_of([12, 25])
@@ -207,6 +252,24 @@ def test_given_logprobs_then_every_token_has_them() -> None:
     assert [entry.token for entry in logprobs] == out.token_ids
     assert all(entry.top[0] == (entry.token, pytest.approx(entry.logprob)) for entry in logprobs)  # greedy: the best
     assert all(entry.top[0][1] >= entry.top[1][1] for entry in logprobs)
+
+
+def test_given_a_reused_prefix_then_its_logits_are_those_of_a_computed_one_up_to_rounding() -> None:
+    prompt = random_prompt(40).tolist()
+    params = greedy(3, logprobs=100)
+    for family in ("llama", "gemma3_text"):
+        with make_engine(family, block_size=4) as engine:
+            (computed,) = engine.generate([prompt], params)
+            (reused,) = engine.generate([prompt], params)
+        assert (computed.num_cached_tokens, reused.num_cached_tokens) == (0, 39)
+        for one, other in zip(computed.samples[0].logprobs, reused.samples[0].logprobs, strict=True):
+            assert dict(other.top) == pytest.approx(dict(one.top), abs=1e-4)
+
+
+def test_given_more_logprobs_than_tokens_in_the_vocabulary_then_all_of_them_come() -> None:
+    with Engine(tiny_model("llama", vocab_size=50), kv_blocks=16) as engine:
+        (out,) = engine.generate([[5, 6, 7]], greedy(2, logprobs=100))
+    assert [len(entry.top) for entry in out.samples[0].logprobs] == [50, 50]
 
 
 def test_given_a_stream_then_its_chunks_join_to_the_result_and_leaving_it_cancels() -> None:
@@ -272,14 +335,6 @@ def test_given_a_bad_prompt_then_the_error_says_what_is_wrong(prompt: Any, messa
         engine.submit(prompt)
 
 
-def test_given_a_closed_engine_then_it_refuses_requests() -> None:
-    engine = make_engine()
-    engine.close()
-    engine.close()
-    with pytest.raises(SequenceStateError, match="closed"):
-        engine.submit([1, 2, 3])
-
-
 def test_given_overlapped_steps_then_the_output_is_the_same() -> None:
     prompts = prompts_of([5, 40, 1, 17], shared=9)
     with make_engine() as plain, make_engine(overlap=True) as overlapped:
@@ -287,6 +342,20 @@ def test_given_overlapped_steps_then_the_output_is_the_same() -> None:
         want = [out.token_ids for out in plain.generate(prompts, params)]
         assert [out.token_ids for out in overlapped.generate(prompts, params)] == want
         overlapped.manager.check()
+
+
+def test_given_overlapped_steps_and_n_samples_then_neither_they_nor_others_change() -> None:
+    prompts = prompts_of([5, 40])
+    with make_engine() as plain:
+        alone = [plain.generate([prompts[0]], greedy(30))[0].token_ids]
+        sampled = SamplingParams(max_new_tokens=20, temperature=1.5, seed=3, n=3, ignore_eos=True)
+        stop = plain.generate([prompts[1]], sampled)[0].samples[1].token_ids[4]
+        stopping = replace(sampled, stop_token_ids=[stop])
+        alone += [sample.token_ids for sample in plain.generate([prompts[1]], stopping)[0].samples]
+    with make_engine(overlap=True, scheduler=SchedulerConfig(max_tokens_per_step=16, max_sequences=8)) as overlapped:
+        first, second = overlapped.generate(prompts, [greedy(30), stopping])
+        overlapped.manager.check()
+    assert [first.token_ids, *(sample.token_ids for sample in second.samples)] == alone
 
 
 def test_given_memory_in_use_then_it_is_what_the_configuration_says() -> None:

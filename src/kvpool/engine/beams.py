@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -60,11 +61,11 @@ class BeamSearch:
             stops = token in self._stops
             if stops or length == params.max_new_tokens:
                 if rank < width:
-                    self._keep(_Hypothesis(score / length**params.length_penalty, tokens, "stop" if stops else "length"))
+                    self._keep(_Hypothesis(self._penalised(score, length), tokens, "stop" if stops else "length"))
             elif len(running) < width:
                 running.append(score)
                 self._next[sequences[row]].append(_Beam(score, tokens))
-        if not running or self._cannot_improve(max(running) / length**params.length_penalty):
+        if not running or self._cannot_improve(self._penalised(max(running), length)):
             self._next = {sequence: [] for sequence in sequences}
 
     def _keep(self, hypothesis: _Hypothesis) -> None:
@@ -85,12 +86,14 @@ class BeamSearch:
         self._beams.pop(sequence, None)
         self._beams.update(zip([sequence, *children], self._next.pop(sequence, []), strict=False))
 
-    def results(self) -> list[Sample]:
-        """The best hypotheses, best first; if the search was cut short, what its beams had."""
-        found = self._hypotheses or [
-            _Hypothesis(beam.score, beam.tokens, "cancelled") for beam in sorted(self._beams.values(), reverse=True)
-        ]
+    def results(self, reason: str) -> list[Sample]:
+        """The best hypotheses, best first; behind them, if the search was cut short for `reason`, what its beams had."""
+        beams = sorted(self._beams.values(), reverse=True) if self._beams or self._hypotheses else [_Beam(0.0, ())]
+        unfinished = [_Hypothesis(self._penalised(beam.score, len(beam.tokens)), beam.tokens, reason) for beam in beams]
         return [
             Sample(index, list(kept.tokens), finish_reason=kept.reason, score=kept.score)
-            for index, kept in enumerate(found[: self._params.n])
+            for index, kept in enumerate([*self._hypotheses, *unfinished][: self._params.n])
         ]
+
+    def _penalised(self, score: float, length: int) -> float:
+        return score / math.pow(max(1, length), self._params.length_penalty)

@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -51,6 +52,13 @@ class EngineStats(NamedTuple):
     num_swapped: int
 
 
+class _Action(NamedTuple):
+    """What a caller wants done in the engine's thread, and whom to tell if the engine ends before."""
+
+    run: Callable[[], None]
+    fail: Callable[[KVPoolError], None]
+
+
 class Engine:
     """Continuous batching, prefix reuse, chunked prefill and preemption for one model.
 
@@ -86,11 +94,13 @@ class Engine:
     ) -> None:
         if sum(size is not None for size in (kv_bytes, kv_blocks, memory_fraction)) > 1:
             raise ConfigError("give the memory of the cache once: kv_bytes, kv_blocks or memory_fraction")
+        config = _scheduler_config(scheduler, draft_tokens)
+        if overlap and draft_tokens:
+            raise ConfigError("overlap=True with draft_tokens: drafts follow tokens that an overlapped step does not know")
         loaded = load_model(model, device=device, dtype=dtype)
         self.model = loaded.model
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
         self.shape: ModelShape = inspect_model(self.model)
-        config = scheduler if scheduler is not None else SchedulerConfig(max_draft_tokens=draft_tokens)
         where = self.model.device
         layers = self.shape.layer_specs(kv_dtype)
         if kv_blocks is None and kv_bytes is None:
@@ -123,8 +133,9 @@ class Engine:
         self._eos_ids = _eos_token_ids(self.model)
         self._ids = itertools.count()
         self._wake = threading.Condition()
-        self._inbox: deque[Callable[[], None]] = deque()  # what the engine's thread does before its next step
+        self._inbox: deque[_Action] = deque()  # what the engine's thread does before its next step
         self._closed = False
+        self._failure: KVPoolError | None = None  # what ended it, if nobody closed it
         self._thread: threading.Thread | None = None
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -201,13 +212,14 @@ class Engine:
             except KVPoolError as error:
                 generation.end(error)
 
-        self._tell(add)
+        self._tell(add, generation.end)
         return generation
 
     def cancel(self, generation: Generation) -> None:
         """Ends a request that is not over; what it has so far is its result."""
-        if not generation.is_over and not self._closed:
-            self._tell(lambda: self._loop.cancel(generation.id))
+        if not generation.is_over:
+            with suppress(SequenceStateError):  # the engine is closed: nothing runs any more
+                self._tell(lambda: self._loop.cancel(generation.id), lambda error: None)
 
     def fork(self, generation: Generation, params: SamplingParams | None = None, **options: Any) -> Generation:
         """A new request that goes on from all tokens that the first sample of another one has now.
@@ -263,10 +275,13 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Cache, scheduler and queues as they are between two steps."""
-        if self._thread is None or self._closed:
+        if self._thread in (None, threading.current_thread()):
             return self._look()
         seen: Future[EngineStats] = Future()
-        self._tell(lambda: seen.set_result(self._look()))
+        try:
+            self._tell(lambda: seen.set_result(self._look()), lambda error: seen.set_result(self._look()))
+        except SequenceStateError:  # the engine is closed: nothing moves any more
+            return self._look()
         return seen.result()
 
     def _look(self) -> EngineStats:
@@ -282,16 +297,16 @@ class Engine:
         return self.plane.num_bytes
 
     def close(self) -> None:
-        """Ends every request and gives the memory back."""
+        """Ends every request and gives the memory back. Not from a callback: those run in the engine's own thread."""
+        if threading.current_thread() is self._thread:
+            raise SequenceStateError("a callback is part of a step and cannot close its engine; use another thread")
         with self._wake:
-            if self._closed:
-                return
             self._closed = True
             self._wake.notify_all()
         if self._thread is not None:
             self._thread.join()
-        self._loop.fail(SequenceStateError("the engine was closed before this request was over"))
-        self.plane.close()
+        with self._wake:
+            self.plane.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -301,34 +316,48 @@ class Engine:
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
-    def _tell(self, action: Callable[[], None]) -> None:
+    def _tell(self, run: Callable[[], None], fail: Callable[[KVPoolError], None]) -> None:
         with self._wake:
             if self._closed:
-                raise SequenceStateError("this engine is closed")
-            self._inbox.append(action)
+                why = "" if self._failure is None else f": {self._failure}"
+                raise SequenceStateError(f"this engine is closed{why}") from self._failure
+            self._inbox.append(_Action(run, fail))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvpool-engine", daemon=True)
                 self._thread.start()
             self._wake.notify_all()
 
     def _run(self) -> None:
+        ended: KVPoolError = SequenceStateError("the engine was closed before this request was over")
         try:
             while True:
                 with self._wake:
                     self._wake.wait_for(lambda: self._closed or self._inbox or self._loop.has_work)
                     if self._closed:
-                        return
-                    actions = list(self._inbox)
-                    self._inbox.clear()
-                for action in actions:
-                    action()
+                        break
+                while self._inbox:
+                    self._inbox[0].run()  # whoever waits for it is told of a failure as long as it is in the inbox
+                    self._inbox.popleft()
                 if self._loop.has_work:
                     self._loop.step()
         except BaseException as error:
-            self._closed = True
-            failure = KVPoolError(f"the engine stopped: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self._loop.fail(failure)
+            ended = self._failure = KVPoolError(f"the engine stopped: {type(error).__name__}: {error}")
+            ended.__cause__ = error
+        with self._wake:
+            self._closed = True  # nobody writes to the inbox from here on
+        for action in self._inbox:
+            action.fail(ended)
+        self._inbox.clear()
+        self._loop.fail(ended)
+
+
+def _scheduler_config(given: SchedulerConfig | None, draft_tokens: int) -> SchedulerConfig:
+    """The limits of a step, with room for the drafts."""
+    if given is None:
+        return SchedulerConfig(max_draft_tokens=draft_tokens)
+    if given.max_draft_tokens and not draft_tokens:
+        raise ConfigError(f"max_draft_tokens={given.max_draft_tokens} needs Engine(draft_tokens=...) to draft anything")
+    return replace(given, max_draft_tokens=draft_tokens)
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

@@ -163,8 +163,8 @@ class Generation:
         self.samples = {}
         for sample in samples:
             self.samples[sample.index] = Sample(sample.index, score=sample.score)
-            self.push(sample.index, sample.token_ids)
-            self.end_sample(sample.index, sample.finish_reason or "length")
+            stopped = self.push(sample.index, sample.token_ids)
+            self.end_sample(sample.index, "stop" if stopped else sample.finish_reason or "length")
 
     def end(self, error: KVPoolError | None = None) -> None:
         """Everything is over; whoever waits is woken."""
@@ -173,7 +173,10 @@ class Generation:
             self._error = error
             self._over.set()
             if self._on_end is not None:
-                self._on_end()
+                try:
+                    self._on_end()
+                except Exception:
+                    log.exception("the listener to the end of request %r raised", self.id)
 
     def _stream(self, index: int) -> TextStream | None:
         if self._tokenizer is None:

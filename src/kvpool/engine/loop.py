@@ -86,6 +86,8 @@ class EngineLoop:
         for generation in self._generations.values():
             generation.end(error)
         self._generations.clear()
+        self._beams.clear()
+        self._flying.clear()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -134,9 +136,12 @@ class EngineLoop:
         return token_ids
 
     def _remember(self, plan: BatchPlan, tokens: Tensor) -> None:
+        if not self.overlap:
+            return
         rows = plan.sampling_rows
-        if self.overlap and len(tokens) == len(rows):
-            self._last_token.index_copy_(0, self.runner.upload(plan.lanes[rows]), tokens)
+        if len(tokens) > len(rows):  # rows with several samples or drafts are not planned before those are back
+            tokens = tokens.index_select(0, self.runner.upload(_first_samples(plan)))
+        self._last_token.index_copy_(0, self.runner.upload(plan.lanes[rows]), tokens)
 
     # --- results -----------------------------------------------------------------------------------------------------
 
@@ -173,7 +178,7 @@ class EngineLoop:
         drafts = plan.num_drafts[rows]
         if not drafts.any() and not plan.is_steered.any():
             return tokens, counts, np.arange(len(tokens))
-        firsts = np.cumsum(counts + drafts) - (counts + drafts)
+        firsts = _first_samples(plan)
         picked: list[Int64Array] = []
         chosen: list[Int32Array] = []
         searched: set[Hashable] = set()
@@ -186,11 +191,9 @@ class EngineLoop:
                 next_tokens = self._beams[sequence.request.id].continuations(sequence)
                 indices = np.full(len(next_tokens), firsts[at])
             else:
-                first, num_drafts = int(firsts[at]), int(drafts[at])
-                num_taken = int(counts[at])
-                if num_drafts:
-                    guesses = plan.token_ids[plan.query_start[row + 1] - num_drafts : plan.query_start[row + 1]]
-                    num_taken = 1 + _num_equal(guesses, tokens[first : first + num_drafts])
+                first, num_taken = int(firsts[at]), int(counts[at])
+                if drafts[at]:
+                    num_taken = _num_accepted(plan, row, tokens[first : first + int(drafts[at]) + 1])
                 indices = np.arange(first, first + num_taken)
                 next_tokens = tokens[indices]
             counts[at] = len(next_tokens)
@@ -218,6 +221,7 @@ class EngineLoop:
         for fork in forks:
             children.setdefault(fork.parent, []).append(fork.child)
             self._track(fork.child)
+        stopped: list[ScheduledSequence] = []
         ids = tokens.tolist()
         at = 0
         for row, count in zip(plan.sampling_rows.tolist(), counts.tolist(), strict=True):
@@ -232,23 +236,29 @@ class EngineLoop:
             if plan.num_samples[row] > 1:
                 self._track(sequence)
                 for place, owner in enumerate([sequence, *children.get(sequence, [])], start):
-                    self._push(generation, owner, ids[place : place + 1], sampled, samples_at[place : place + 1])
-            else:
-                self._push(generation, sequence, ids[start:at], sampled, samples_at[start:at])
+                    if self._push(generation, owner, ids[place : place + 1], sampled, samples_at[place : place + 1]):
+                        stopped.append(owner)
+            elif self._push(generation, sequence, ids[start:at], sampled, samples_at[start:at]):
+                stopped.append(sequence)
+        for sequence in stopped:  # only now: the last of a request ends it, and all of its samples must have their tokens
+            done = self.scheduler.finish(sequence.request.id, sequence.index)
+            if done is not None:
+                self._end(done)
 
     def _push(
         self, generation: Generation, sequence: ScheduledSequence, tokens: list[int], sampled: Sampled, samples_at: Int64Array
-    ) -> None:
+    ) -> bool:
+        """New tokens of one sample. Returns whether a stop string ends it of which the scheduler does not know yet."""
         logprobs = []
         if generation.params.logprobs is not None:
             for at, token in zip(samples_at.tolist(), tokens, strict=True):
                 logprobs += logprobs_of(sampled, generation, at, token)
         if generation.push(sequence.index, tokens, logprobs):
             generation.end_sample(sequence.index, "stop")
-            if not sequence.is_finished:
-                done = self.scheduler.finish(sequence.request.id, sequence.index)
-                if done is not None:
-                    self._end(done)
+            return not sequence.is_finished
+        if sequence.finish_reason is not None:  # at once: siblings may go on, and steps on their way bring more of it
+            generation.end_sample(sequence.index, sequence.finish_reason.value)
+        return False
 
     def _track(self, sequence: ScheduledSequence) -> None:
         generation = self._generations.get(sequence.request.id)
@@ -262,9 +272,9 @@ class EngineLoop:
             return
         search = self._beams.pop(done.request.id, None)
         if search is not None:
-            generation.replace_samples(search.results())
-        for output in done.outputs:
-            if search is None:
+            generation.replace_samples(search.results(done.reason.value))
+        else:
+            for output in done.outputs:
                 generation.end_sample(output.sample, output.reason.value)
         if done.detail:
             generation.end(OutOfBlocksError(f"request {done.request.id!r} was refused: {done.detail}"))
@@ -281,7 +291,17 @@ class EngineLoop:
                 self.scheduler.propose(sequence, propose(self.scheduler.token_ids(sequence), self.num_draft_tokens))
 
 
-def _num_equal(guesses: Int32Array, tokens: Int32Array) -> int:
-    """How many guesses at the beginning came true."""
-    differs = guesses != tokens
-    return int(differs.argmax()) if differs.any() else len(guesses)
+def _first_samples(plan: BatchPlan) -> Int64Array:
+    """Where the samples of each sampling row begin."""
+    counts: Int64Array = (plan.num_samples + plan.num_drafts)[plan.sampling_rows]
+    firsts: Int64Array = np.cumsum(counts) - counts
+    return firsts
+
+
+def _num_accepted(plan: BatchPlan, row: int, samples: Int32Array) -> int:
+    """How many samples of a row with drafts count: as long as the guess before came true, and nothing behind a stop token."""
+    end = int(plan.query_start[row + 1])
+    guesses = plan.token_ids[end - len(samples) + 1 : end]
+    stops = np.isin(samples[:-1], list(plan.sequences[row].request.stop_ids))
+    last = (guesses != samples[:-1]) | stops
+    return int(last.argmax()) + 1 if last.any() else len(samples)

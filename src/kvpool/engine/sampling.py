@@ -115,7 +115,7 @@ def sample(
     if rows.num_logprobs is None:
         return Sampled(tokens)
     logprobs = raw.log_softmax(-1)
-    top = logprobs.topk(rows.num_logprobs, dim=-1) if rows.num_logprobs else None
+    top = logprobs.topk(min(rows.num_logprobs, logprobs.shape[1]), dim=-1) if rows.num_logprobs else None
     chosen = logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
     return Sampled(tokens, chosen, top.values if top else None, top.indices if top else None)
 

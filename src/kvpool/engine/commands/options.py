@@ -57,13 +57,9 @@ def make_engine(
     )
 
 
-def limits(max_tokens_per_step: int, max_sequences: int, draft_tokens: int = 0) -> SchedulerConfig:
+def limits(max_tokens_per_step: int, max_sequences: int) -> SchedulerConfig:
     """How much one step may hold."""
-    return SchedulerConfig(
-        max_tokens_per_step=max(max_tokens_per_step, max_sequences),
-        max_sequences=max_sequences,
-        max_draft_tokens=draft_tokens,
-    )
+    return SchedulerConfig(max_tokens_per_step=max(max_tokens_per_step, max_sequences), max_sequences=max_sequences)
 
 
 def tell(text: str, quiet: bool) -> None:

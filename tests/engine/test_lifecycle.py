@@ -1,0 +1,176 @@
+"""However an engine or a request ends, nobody waits for ever, every token is handed out once, and the memory comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import random_prompt, tiny_model  # noqa: E402
+
+from kvpool.engine import Chunk, Engine, SamplingParams  # noqa: E402
+from kvpool.errors import KVPoolError, SequenceStateError  # noqa: E402
+
+PROMPT = random_prompt(9).tolist()
+SECONDS = 60.0  # until a test that hangs is a failure
+
+
+def params(num_new: int, **options: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=num_new, ignore_eos=True, **options)
+
+
+def make_engine(**options: Any) -> Engine:
+    return Engine(tiny_model("llama"), kv_blocks=64, **options)
+
+
+class HeldStep:
+    """A callback in which the engine's thread stays until the test lets it go."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def __call__(self, chunk: Chunk) -> None:
+        self.begun.set()
+        self.may_end.wait(SECONDS)
+
+
+def fail_from_now_on(engine: Engine) -> None:
+    """The next forward pass raises, as it does when the device runs out of memory."""
+
+    def broken(module: Any, args: Any, kwargs: Any) -> None:
+        raise RuntimeError("the device is on fire")
+
+    engine.model.register_forward_pre_hook(broken, with_kwargs=True)
+
+
+def test_given_a_closed_engine_then_it_refuses_requests_and_still_tells_its_numbers() -> None:
+    engine = make_engine()
+    engine.generate([PROMPT], params(2))
+    engine.close()
+    engine.close()
+    with pytest.raises(SequenceStateError, match="closed"):
+        engine.submit(PROMPT)
+    assert engine.stats().scheduler.finished == 1
+    assert sum(engine.memory.values()) == 0
+
+
+def test_given_requests_on_their_way_when_it_is_closed_then_each_of_them_hears_of_it() -> None:
+    engine = make_engine()
+    step = HeldStep()
+    running = engine.submit(PROMPT, params(400), on_chunk=step)
+    step.begun.wait(SECONDS)
+    waiting = engine.submit(PROMPT, params(4))  # the engine's thread has not looked at it when it ends
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    with engine._wake:
+        engine._wake.wait_for(lambda: engine._closed, SECONDS)
+    step.may_end.set()
+    for generation in (running, waiting):
+        with pytest.raises(SequenceStateError, match="closed before"):
+            generation.result(SECONDS)
+    closer.join(SECONDS)
+    assert not closer.is_alive()
+
+
+def test_given_a_step_that_fails_then_all_requests_end_with_it_and_the_memory_comes_back() -> None:
+    engine = make_engine()
+    step = HeldStep()
+    generations = [engine.submit(PROMPT, params(9), on_chunk=step)]
+    step.begun.wait(SECONDS)
+    fail_from_now_on(engine)
+    generations += [engine.submit(PROMPT, params(9)) for _ in range(2)]
+    step.may_end.set()
+    for generation in generations:
+        with pytest.raises(KVPoolError, match="on fire"):
+            generation.result(SECONDS)
+    assert engine._thread is not None
+    engine._thread.join(SECONDS)
+    with pytest.raises(SequenceStateError, match="on fire"):
+        engine.submit(PROMPT)
+    engine.cancel(generations[0])
+    assert engine.stats().num_running == 3  # as the failure left them
+    engine.close()
+    assert sum(engine.memory.values()) == 0
+
+
+def test_given_callbacks_that_raise_then_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*chunk: Chunk) -> None:
+        raise ValueError("not now")
+
+    with make_engine() as engine:
+        assert len(engine.submit(PROMPT, params(3), on_chunk=refuse, on_end=refuse).result(SECONDS).token_ids) == 3
+        assert len(engine.generate([PROMPT], params(2))[0].token_ids) == 2
+    assert [record.message.split(" of ")[0] for record in caplog.records] == ["the callback", "the listener to the end"]
+
+
+def test_given_a_callback_then_it_may_ask_for_numbers_but_not_close_the_engine() -> None:
+    seen: list[int] = []
+
+    def look(chunk: Chunk) -> None:
+        seen.append(engine.stats().num_running)
+        with pytest.raises(SequenceStateError, match="another thread"):
+            engine.close()
+
+    with make_engine() as engine:
+        engine.submit(PROMPT, params(2), on_chunk=look).result(SECONDS)
+    assert seen[0] == 1
+
+
+def test_given_an_event_loop_that_is_gone_then_the_engine_goes_on() -> None:
+    async def take_one(engine: Engine) -> None:
+        async for _ in engine.stream(PROMPT, params(300)):
+            break
+
+    with make_engine() as engine:
+        asyncio.run(take_one(engine))
+        assert len(engine.generate([PROMPT], params(2))[0].token_ids) == 2
+
+
+def test_given_a_beam_search_that_is_cancelled_then_there_is_a_result_at_any_moment() -> None:
+    with make_engine() as engine:
+        never_ran = engine.submit(PROMPT, params(50, num_beams=2, n=2), deadline=0.0).result(SECONDS)
+        assert (never_ran.token_ids, never_ran.text, never_ran.finish_reason) == ([], "", "deadline")
+        steps = iter(range(100))
+        beams = engine.submit(PROMPT, params(400, num_beams=2, n=2))
+        watcher = engine.submit(PROMPT, params(99), on_chunk=lambda _: engine.cancel(beams) if next(steps) == 5 else None)
+        watcher.result(SECONDS)
+        result = beams.result(SECONDS)
+        assert [sample.finish_reason for sample in result.samples] == ["cancelled", "cancelled"]
+        assert 0 < len(result.token_ids) < 400
+        assert engine.stats().cache.num_sequences == 0
+
+
+class Words:
+    """Every token is a word of its own."""
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = True) -> str:
+        return "".join(f"<{token}>" for token in token_ids)
+
+
+def test_given_a_stop_string_in_the_step_in_which_a_sibling_ends_then_no_token_is_lost() -> None:
+    sampled = dict(temperature=1.5, seed=3, n=2)
+    with make_engine(tokenizer=Words()) as engine:
+        whole = [sample.token_ids for sample in engine.generate([PROMPT], params(8, **sampled))[0].samples]
+        last = next(at for at in range(1, 8) if all(ids[at] not in whole[0][:at] + whole[1][:at] for ids in whole))
+        for one, other in (whole, whole[::-1]):
+            stopping = params(8, stop=f"<{one[last]}>", stop_token_ids=[other[last]], **sampled)
+            samples = engine.generate([PROMPT], stopping)[0].samples
+            assert [sample.token_ids for sample in samples] == [ids[: last + 1] for ids in whole]
+            assert [sample.finish_reason for sample in samples] == ["stop", "stop"]
+
+
+def test_given_a_sample_that_is_over_then_it_says_so_before_its_siblings_are() -> None:
+    sampled = dict(temperature=1.5, seed=3, n=2)
+    chunks: list[Chunk] = []
+    with make_engine() as engine:
+        first, second = (sample.token_ids for sample in engine.generate([PROMPT], params(8, **sampled))[0].samples)
+        assert first[2] not in second
+        engine.submit(PROMPT, params(8, stop_token_ids=[first[2]], **sampled), on_chunk=chunks.append).result(SECONDS)
+    ends = [at for at, chunk in enumerate(chunks) if chunk.finish_reason is not None]
+    assert [chunks[at].sample for at in ends] == [0, 1]
+    assert ends[1] - ends[0] > 5
