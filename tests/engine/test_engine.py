@@ -208,13 +208,16 @@ def test_given_drafts_then_the_output_is_unchanged_and_some_of_them_come_true() 
 
 
 def test_given_a_stop_token_among_accepted_drafts_then_nothing_behind_it_is_kept() -> None:
-    prompt = random_prompt(6).tolist() * 5
-    with make_engine() as plain, make_engine(draft_tokens=4) as drafting:
-        (whole,) = drafting.generate([prompt], greedy(30))
-        for stop in sorted(set(whole.token_ids)):
-            want, got = (engine.generate([prompt], greedy(30, stop_token_ids=[stop]))[0] for engine in (plain, drafting))
-            assert (got.token_ids, got.finish_reason) == (want.token_ids, want.finish_reason)
+    model = tiny_model("llama", vocab_size=24, spread=2.0)  # it repeats itself, so that drafts hold what comes
+    prompt = random_prompt(6, vocab_size=24).tolist()
+    with Engine(model, kv_blocks=64) as plain, Engine(model, kv_blocks=64, draft_tokens=4) as drafting:
+        prompt += plain.generate([prompt], greedy(40))[0].token_ids
+        (whole,) = drafting.generate([prompt], greedy(20))
         assert drafting.stats().scheduler.accepted_draft_tokens > 0
+        for stop in sorted(set(whole.token_ids)):
+            (got,) = drafting.generate([prompt], greedy(20, stop_token_ids=[stop]))
+            assert got.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+            assert got.finish_reason == "stop"
 
 
 def test_given_limits_of_a_step_and_drafts_then_there_is_room_for_the_drafts() -> None:
