@@ -227,13 +227,12 @@ class Admissions:
         """A request ends before its next block was computed: another one may be computing the same."""
         place = handle.inflight
         self.untrack(handle)
-        rows = self.state.rows
-        for row in rows.live_rows():
-            other = rows.handles[row]
-            if other is None or other.row != row or other is handle:  # ended, in the same batch perhaps
+        tips = self.state.rows.tips
+        for other in self.state.requests.values():
+            if other is handle or other.row < 0:  # ended, in the same batch perhaps
                 continue
-            if other.inflight is None and other.swapped is None and rows.tips[row] is place[0]:
-                self.track(row)
+            if other.inflight is None and other.swapped is None and tips[other.row] is place[0]:
+                self.track(other.row)
 
     def forget_detached(self) -> None:
         """Nobody can find blocks below a detached node: stop announcing them as in flight."""
@@ -259,9 +258,11 @@ class Admissions:
             need = num_blocks - match.num_blocks
             if need <= pool.num_free:  # the usual case: nothing has to be evicted, so nothing else has to be counted
                 return Plan(match, hit_tokens, num_blocks, 0, [need], [pool.num_free], True, False, logits)
-            supply = pool.num_free + self.state.cache.evictable(pool, scope.tenant)
-            if need <= supply and not match.path and match.partial is None:
-                return Plan(match, hit_tokens, num_blocks, 0, [need], [supply], True, True, logits)
+            needs, supply = [need], [pool.num_free + self.state.cache.evictable(pool, scope.tenant)]
+            if match.path or match.partial is not None:
+                self.count_match(match, needs, supply)
+            if need <= supply[0]:
+                return Plan(match, hit_tokens, num_blocks, 0, needs, supply, True, True, logits)
         plan = self._count(match, num_tokens, lookahead, cross_tokens, scope, logits)
         if not plan.fits and match.partial is not None:
             # The source of a partial block must stay until it is copied: in a full pool, do without it.
