@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent / "engine"))
 from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool import ReuseScope  # noqa: E402
-from kvpool.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError  # noqa: E402
+from kvpool.errors import InvalidArgumentError, KVPoolError, OutOfBlocksError, SequenceStateError  # noqa: E402
 from kvpool.hf import CachePool, PagedCache  # noqa: E402
 
 
@@ -198,6 +198,14 @@ def test_given_too_small_a_pool_then_the_error_comes_from_kvpool_and_nothing_is_
         run(model, random_prompt(30), PagedCache(pool))
     gc.collect()
     assert pool.stats().num_sequences == 0
+
+
+def test_given_a_text_longer_than_the_models_positions_then_it_is_refused() -> None:
+    model = tiny_model("llama", max_position_embeddings=32)
+    pool = CachePool(model, num_blocks=32, block_size=4)
+    assert len(run(model, random_prompt(25), PagedCache(pool), max_new_tokens=8)[0]) == 8
+    with pytest.raises(KVPoolError, match="max_seq_len"):
+        run(model, random_prompt(25), PagedCache(pool), max_new_tokens=9)
 
 
 def test_given_wrong_use_then_the_error_says_what_is_right() -> None:

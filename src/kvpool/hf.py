@@ -41,7 +41,8 @@ class CachePool:
     """Paged memory for one model, shared by the `PagedCache`s of many calls.
 
     Give `num_blocks` or `num_bytes`; other fields of `KVCacheConfig` (`host_bytes`, `eviction_policy`, ...) may follow.
-    Every layer keeps all tokens here, also those with a sliding window: the model's own masks apply the window.
+    Every layer keeps all tokens here, also those with a sliding window: the model's own masks apply the window. Sequences end
+    where the model's positions do, unless `max_seq_len` says otherwise.
     """
 
     def __init__(
@@ -60,8 +61,8 @@ class CachePool:
         shape = inspect_model(model)
         model.set_attn_implementation(own_attention)
         layers = [replace(spec, window=None, sink_tokens=0) for spec in shape.layer_specs(dtype)]
-        fields: dict[str, Any] = {"gpu_blocks": num_blocks, "gpu_bytes": num_bytes, **config}
-        self.manager = KVCacheManager(KVCacheConfig(layers, block_size, **fields))
+        fields: dict[str, Any] = {"max_seq_len": shape.max_positions, **config}
+        self.manager = KVCacheManager(KVCacheConfig(layers, block_size, gpu_blocks=num_blocks, gpu_bytes=num_bytes, **fields))
         self.plane = DataPlane(self.manager, model.device)
         self._ids = itertools.count()
         self_or_gone = weakref.ref(self)  # the model must not keep a pool that nobody uses

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,7 +163,7 @@ class Engine:
         generations: list[Generation] = []
         try:
             for index, (prompt, wanted) in enumerate(zip(chosen, each, strict=True)):
-                watch = None if on_chunk is None else _numbered(on_chunk, index)
+                watch = None if on_chunk is None else partial(on_chunk, index)
                 generations.append(self.submit(prompt, wanted, on_chunk=watch, **options))
             return [generation.result() for generation in generations]
         except BaseException:
@@ -369,10 +370,6 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
 
 def _is_id(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _numbered(on_chunk: Callable[[int, Chunk], None], index: int) -> Callable[[Chunk], None]:
-    return lambda chunk: on_chunk(index, chunk)
 
 
 def _soon(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk | None], item: Chunk | None) -> None:

@@ -109,6 +109,12 @@ class Generation:
     def is_over(self) -> bool:
         return self._over.is_set()
 
+    @property
+    def token_ids(self) -> Int32Array:
+        """The prompt and what its first sample has so far."""
+        first = self.samples.get(0)
+        return np.concatenate([self.prompt, np.array([] if first is None else first.token_ids, np.int32)])
+
     def result(self, timeout: float | None = None) -> Completion:
         """Waits for the end. Raises what ended it, if that was an error, and TimeoutError after `timeout` seconds."""
         if not self._over.wait(timeout):
@@ -155,8 +161,9 @@ class Generation:
             stream = self._streams.pop(index, None)
             rest = "" if stream is None else stream.finish()
             sample.text += rest
-            sample.finish_reason = reason
-            self._deliver(Chunk(index, rest, (), (), reason))
+            # Text that was held back as part of a character may turn out to end with a stop string.
+            sample.finish_reason = reason if stream is None or stream.stopped is None else "stop"
+            self._deliver(Chunk(index, rest, (), (), sample.finish_reason))
 
     def replace_samples(self, samples: Sequence[Sample]) -> None:
         """The results of a search, all at once."""
@@ -193,9 +200,3 @@ class Generation:
             except Exception:
                 self._on_chunk = None
                 log.exception("the callback of request %r raised; it is not called again", self.id)
-
-    @property
-    def token_ids(self) -> Int32Array:
-        """The prompt and what its first sample has so far."""
-        first = self.samples.get(0)
-        return np.concatenate([self.prompt, np.array([] if first is None else first.token_ids, np.int32)])

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from kvpool.blocks.arrays import Int32Array, Int64Array
 from kvpool.engine.beams import BeamSearch
-from kvpool.engine.generation import Generation
+from kvpool.engine.generation import Generation, TokenLogprob
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling import Sampled
 from kvpool.engine.speculation import propose
-from kvpool.engine.step_sampling import StepSampler, logprobs_of
+from kvpool.engine.step_sampling import StepSampler, logprob_of
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
@@ -249,10 +249,11 @@ class EngineLoop:
         self, generation: Generation, sequence: ScheduledSequence, tokens: list[int], sampled: Sampled, samples_at: Int64Array
     ) -> bool:
         """New tokens of one sample. Returns whether a stop string ends it of which the scheduler does not know yet."""
-        logprobs = []
+        logprobs: list[TokenLogprob] = []
         if generation.params.logprobs is not None:
-            for at, token in zip(samples_at.tolist(), tokens, strict=True):
-                logprobs += logprobs_of(sampled, generation, at, token)
+            num_top = generation.params.logprobs
+            places = zip(samples_at.tolist(), tokens, strict=True)
+            logprobs = [logprob_of(sampled, at, token, num_top) for at, token in places]
         if generation.push(sequence.index, tokens, logprobs):
             generation.end_sample(sequence.index, "stop")
             return not sequence.is_finished

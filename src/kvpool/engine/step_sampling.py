@@ -100,13 +100,11 @@ class StepSampler:
         return positions + 1 - rows.prompt_lengths
 
 
-def logprobs_of(sampled: Sampled, generation: Generation, at: int, token: int) -> list[TokenLogprob]:
-    """The log probabilities that a request asked for, of sample `at`; empty if it did not ask. Tensors are on the host."""
-    wanted = generation.params.logprobs
-    if wanted is None or sampled.logprobs is None:
-        return []
+def logprob_of(sampled: Sampled, at: int, token: int, num_top: int) -> TokenLogprob:
+    """The log probability of sample `at`, whose token is known, and of the `num_top` best ones. Tensors are on the host."""
+    assert sampled.logprobs is not None
     top: tuple[tuple[int, float], ...] = ()
-    if wanted and sampled.top_tokens is not None and sampled.top_logprobs is not None:
-        tokens, values = sampled.top_tokens[at, :wanted].tolist(), sampled.top_logprobs[at, :wanted].tolist()
+    if num_top and sampled.top_tokens is not None and sampled.top_logprobs is not None:
+        tokens, values = sampled.top_tokens[at, :num_top].tolist(), sampled.top_logprobs[at, :num_top].tolist()
         top = tuple(zip(tokens, values, strict=True))
-    return [TokenLogprob(token, float(sampled.logprobs[at]), top)]
+    return TokenLogprob(token, float(sampled.logprobs[at]), top)
