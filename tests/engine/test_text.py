@@ -63,6 +63,20 @@ def test_given_special_tokens_then_they_leave_no_text() -> None:
     assert [sink.push(token) for token in (72, 256, 105)] == ["H", "", "i"]
 
 
+def test_given_many_special_tokens_then_they_are_not_decoded_again_with_every_further_one() -> None:
+    class Counting(ByteTokenizer):
+        num_decoded = 0
+
+        def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+            self.num_decoded += len(token_ids)
+            return super().decode(token_ids, skip_special_tokens)
+
+    tokenizer = Counting()
+    sink = TextStream(tokenizer)
+    assert "".join(sink.push(token) for token in (72, *[256] * 1000, 105)) == "Hi"
+    assert tokenizer.num_decoded < 10 * 1000
+
+
 def test_given_tokens_after_a_stop_then_they_add_nothing() -> None:
     sink = TextStream(ByteTokenizer(), ["."])
     assert [sink.push(token) for token in b"a.b"] == ["a", "", ""]

@@ -33,7 +33,6 @@ class SamplingRows:
     """
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device) -> None:
-        self.params = tuple(params)
         self.device = device
         self.greedy = all(p.is_greedy for p in params)
         self.filtered = any(p.is_filtered and not p.is_greedy for p in params)
@@ -60,9 +59,6 @@ class SamplingRows:
 
     def _column(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self.device).unsqueeze(1)
-
-    def __len__(self) -> int:
-        return len(self.params)
 
 
 class TokenCounts:

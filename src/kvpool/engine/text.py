@@ -59,8 +59,10 @@ class TextStream:
         if text.endswith(REPLACEMENT) and not last and waiting < MAX_UNFINISHED_TOKENS:
             return ""
         fresh = text[len(shown) :]
-        # The next window begins with the tokens of this step: enough context for spaces between pieces.
-        self._window = self._window[self._num_shown :] if fresh else self._window
+        if fresh:  # the next window begins with the tokens of this step: enough context for spaces between pieces
+            self._window = self._window[self._num_shown :]
+        elif self._num_shown:  # special tokens leave no text and are no context
+            self._window = self._window[: self._num_shown]
         self._num_shown = len(self._window)
         return fresh
 
