@@ -104,7 +104,10 @@ class AdaptivePolicy(EvictionPolicy):
         self._hits: Floats = np.zeros((NUM_KINDS, _BINS))
         self._exposure: Floats = np.zeros((NUM_KINDS, _BINS))
         self._alive = np.zeros((NUM_KINDS, MAX_AGE), np.float32)  # blocks by kind and epoch of last use (as a ring)
-        self._values: list[list[float]] = self._indices()
+        self._kinds: list[int] = []  # those that any run has had
+        self._learned = (self._hits, self._exposure, self._capacity)  # as they were when the epoch began
+        self._values = self._indices()
+        self._is_ordered = True  # whether the cells stand in the order of this epoch's values
         self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()  # by fingerprint
         self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
         self._ghost_blocks = 0
@@ -128,6 +131,8 @@ class AdaptivePolicy(EvictionPolicy):
             record.last_access = run.last_access
             record.kind = _kind(run)
             record.epoch = self._epoch_of(run.last_access)
+            if record.kind not in self._kinds:
+                self._kinds.append(record.kind)
         record.hits, record.start, record.blocks = run.hits, run.start, run.num_blocks
         record.epoch = max(record.epoch, self._epoch - MAX_AGE + 1)
         self._alive[record.kind, record.epoch % MAX_AGE] += record.blocks + record.trimmed
@@ -164,6 +169,8 @@ class AdaptivePolicy(EvictionPolicy):
             self._forget(next(iter(self._ghosts)))
 
     def victim(self) -> Run:
+        if not self._is_ordered:
+            self._reorder()
         least = self._first(self._order)
         oldest = self._first(self._by_age)
         if least[0] == oldest[0] and least[1] > MARGIN * self._value(oldest[3], oldest[2]):
@@ -257,10 +264,12 @@ class AdaptivePolicy(EvictionPolicy):
         return self._epoch - later
 
     def _next_epoch(self) -> None:
-        """Exposure is added up, what was counted fades, and the values of all cells are worked out anew."""
-        ages = (self._epoch - np.arange(MAX_AGE)) % MAX_AGE  # ring slot of every age
-        by_age = np.maximum(self._alive[:, ages], 0.0)
-        self._exposure += np.add.reduceat(by_age, _STARTS, axis=1)
+        """Exposure is added up and what was counted fades. What follows for the order is worked out for the next victim."""
+        # Slots of the ring from the youngest age to the oldest: down from the present one, then from the end.
+        slot = self._epoch % MAX_AGE
+        alive = self._alive[self._kinds]
+        by_age = np.concatenate([alive[:, slot::-1], alive[:, :slot:-1]], axis=1)
+        self._exposure[self._kinds] += np.add.reduceat(np.maximum(by_age, 0.0), _STARTS, axis=1)
         self._exposure *= _HISTORY
         self._hits *= _HISTORY
         self._inserted = 0.0
@@ -268,6 +277,12 @@ class AdaptivePolicy(EvictionPolicy):
         self._epoch_ticks.append(self._newest)
         del self._epoch_ticks[:-MAX_AGE]
         self._merge_oldest()
+        self._learned = (self._hits.copy(), self._exposure.copy(), self._capacity)
+        self._is_ordered = False
+
+    def _reorder(self) -> None:
+        """The values of all cells are worked out anew from what was known when the epoch began."""
+        self._is_ordered = True
         self._values = self._indices()
         self._cells = {key: queue for key, queue in self._cells.items() if queue}
         self._order = [(priority, self._value(kind, epoch), epoch, kind) for priority, kind, epoch in self._cells]
@@ -295,34 +310,34 @@ class AdaptivePolicy(EvictionPolicy):
         With G the chance to be unused up to an age and T the time spent unused up to it, keeping a run from bin i to
         bin j brings (G[i] - G[j]) hits for (T[j] - T[i]).
         """
-        hits, exposure = self._hits.sum(axis=0), self._exposure.sum(axis=0)
+        all_hits, all_exposure, capacity = self._learned
+        hits, exposure = all_hits.sum(axis=0), all_exposure.sum(axis=0)
         usual = (hits.sum() + 1.0) / (exposure.sum() + 100.0)
-        prior = _PRIOR * self._capacity
+        prior, kind_prior = _PRIOR * capacity, _KIND_PRIOR * capacity
         overall = (hits + prior * usual * 8 / (_MIDDLES + 4)) / (exposure + prior)
-        seen = np.flatnonzero(self._exposure.any(axis=1) | self._hits.any(axis=1))
-        *best, unseen = self._best_rates(seen, overall)
+        hazard = np.empty((len(self._kinds) + 1, _BINS))
+        hazard[:-1] = (all_hits[self._kinds] + kind_prior * overall) / (all_exposure[self._kinds] + kind_prior)
+        hazard[-1] = overall
+        *best, unseen = _best_rates(hazard)
         values = [unseen] * NUM_KINDS  # kinds of which nothing is known are all alike
-        for kind, rates in zip(seen.tolist(), best, strict=True):
+        for kind, rates in zip(self._kinds, best, strict=True):
             values[kind] = rates
         return values
 
-    def _best_rates(self, kinds: npt.NDArray[np.intp], overall: Floats) -> list[list[float]]:
-        """The indices of these kinds, and in the last row those of a kind that was never seen."""
-        borrowed = _KIND_PRIOR * self._capacity
-        hazard = np.empty((len(kinds) + 1, _BINS))
-        hazard[:-1] = (self._hits[kinds] + borrowed * overall) / (self._exposure[kinds] + borrowed)
-        hazard[-1] = overall
-        np.clip(hazard, 1e-12, 0.9, out=hazard)
-        fading = np.exp(_WIDTHS * np.log1p(-hazard))
-        unused = np.ones((len(hazard), _BINS + 1))
-        np.cumprod(fading, axis=1, out=unused[:, 1:])
-        time = np.zeros((len(hazard), _BINS + 1))
-        np.cumsum(unused[:, :-1] * (1 - fading) / hazard, axis=1, out=time[:, 1:])
-        gained = unused[:, :-1, None] - unused[:, None, 1:]
-        spent = time[:, None, 1:] - time[:, :-1, None]
-        rates = np.where(spent > 0, gained / np.where(spent > 0, spent, 1.0), 0.0)
-        best: list[list[float]] = rates.max(axis=2).tolist()
-        return best
+
+def _best_rates(hazard: Floats) -> list[list[float]]:
+    """Of every row of hazards by age bin: the best rate of hits from each bin on."""
+    np.clip(hazard, 1e-12, 0.9, out=hazard)
+    fading = np.exp(_WIDTHS * np.log1p(-hazard))
+    unused = np.ones((len(hazard), _BINS + 1))
+    np.cumprod(fading, axis=1, out=unused[:, 1:])
+    time = np.zeros((len(hazard), _BINS + 1))
+    np.cumsum(unused[:, :-1] * (1 - fading) / hazard, axis=1, out=time[:, 1:])
+    gained = unused[:, :-1, None] - unused[:, None, 1:]
+    spent = time[:, None, 1:] - time[:, :-1, None]
+    rates = np.where(spent > 0, gained / np.where(spent > 0, spent, 1.0), 0.0)
+    best: list[list[float]] = rates.max(axis=2).tolist()
+    return best
 
 
 def _kind(run: Run) -> int:
