@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ pytest.importorskip("transformers")
 
 from models import random_prompt, tiny_model  # noqa: E402
 
-from kvpool.engine import Engine, SamplingParams  # noqa: E402
+from kvpool.engine import Chunk, Engine, Generation, SamplingParams  # noqa: E402
 from kvpool.errors import ConfigError, InvalidArgumentError, NeverFitsError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
@@ -307,6 +308,44 @@ def test_given_a_fork_then_it_goes_on_from_there_and_shares_the_blocks() -> None
         whole = engine.generate([prompt], greedy(14))[0]
     assert fork.token_ids == whole.token_ids[8:]
     assert fork.num_cached_tokens >= 44
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_given_a_fork_of_a_running_request_then_both_go_on_as_if_alone(overlap: bool) -> None:
+    prompt = random_prompt(30).tolist()
+    forks: list[Generation] = []
+    with make_engine(block_size=4, overlap=overlap) as engine:
+        whole = engine.generate([prompt], greedy(20))[0].token_ids
+        engine.manager.reset_prefix_cache()
+
+        def branch(chunk: Chunk) -> None:
+            if chunk.token_ids and len(first.samples[0].token_ids) == 7:
+                forks.append(engine.fork(first, greedy(9)))
+
+        before = engine.stats().scheduler.prefill_tokens
+        first = engine.submit(prompt, greedy(20), on_chunk=branch)
+        assert first.result().token_ids == whole
+        fork = forks[0].result()
+        prefilled = engine.stats().scheduler.prefill_tokens - before
+        engine.manager.check()
+    assert fork.token_ids == whole[7:16]
+    if not overlap:
+        assert (prefilled, fork.num_cached_tokens) == (30, 36)  # all but the newest token, and nothing computed again
+
+
+def test_given_a_recording_of_an_engine_then_its_replay_has_the_same_hit_counters(tmp_path: Path) -> None:
+    from kvpool.replay import replay_recording
+
+    file = tmp_path / "live.kvtrace"
+    prompts = prompts_of([30, 12, 44, 20], shared=24)
+    with make_engine(block_size=4, kv_blocks=26, record=file, cache={"partial_match": False}) as engine:
+        for _ in range(3):
+            engine.generate(prompts, greedy(6))
+        live = engine.stats().cache
+    again = replay_recording(file)
+    assert (again.hit_tokens, again.hit_blocks, again.prompt_tokens) == (live.hit_tokens, live.hit_blocks, live.prompt_tokens)
+    assert again.evictions == live.evictions
+    assert live.evictions["capacity"] > 0
 
 
 def test_given_a_request_that_never_fits_then_it_is_refused_and_others_go_on() -> None:

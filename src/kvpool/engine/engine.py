@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sizing import kv_budget, measure_link
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError
 from kvpool.manager import KVCacheManager
+from kvpool.replay import TraceRecorder
 from kvpool.scheduling import LinearCostModel, Request, Scheduler, SchedulerConfig, SchedulerStats
 from kvpool.stats import CacheStats
 from kvpool.storage import DataPlane
@@ -68,6 +70,7 @@ class Engine:
     what is free once the model is loaded (0.9 on a GPU, 0.25 on a CPU); `host_bytes` more to swap to. `draft_tokens` turns on
     prompt-lookup speculation. `compile` lets torch.compile fuse the small operations of each layer: faster steps for a start
     that takes a minute longer. `cache` holds further fields of `KVCacheConfig`, `scheduler` the limits of a step.
+    `record` writes a trace for `kvpool replay` to a file, from which no prompt can be read.
 
     Close it, or use it in a `with` statement.
     """
@@ -92,6 +95,7 @@ class Engine:
         draft_tokens: int = 0,
         scheduler: SchedulerConfig | None = None,
         cache: Mapping[str, Any] | None = None,
+        record: str | Path | None = None,
     ) -> None:
         if sum(size is not None for size in (kv_bytes, kv_blocks, memory_fraction)) > 1:
             raise ConfigError("give the memory of the cache once: kv_bytes, kv_blocks or memory_fraction")
@@ -131,6 +135,7 @@ class Engine:
             num_draft_tokens=draft_tokens,
             overlap=overlap,
         )
+        self._recorder = None if record is None else TraceRecorder(record).attach(self.manager)
         self._eos_ids = _eos_token_ids(self.model)
         self._ids = itertools.count()
         self._wake = threading.Condition()
@@ -187,7 +192,42 @@ class Engine:
 
         `deadline` is in seconds from now. A request that can never fit ends with `NeverFitsError`.
         """
-        tokens = self.token_ids(prompt)
+        generation, request = self._request(
+            self.token_ids(prompt),
+            params,
+            on_chunk,
+            on_end,
+            priority=priority,
+            scope=scope,
+            deadline=deadline,
+            session=session,
+        )
+
+        def add() -> None:
+            try:
+                self._loop.add(generation, request)
+            except KVPoolError as error:
+                generation.end(error)
+
+        self._tell(add, generation.end)
+        return generation
+
+    def _request(
+        self,
+        tokens: Int32Array,
+        params: SamplingParams,
+        on_chunk: Callable[[Chunk], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+        *,
+        priority: int = 0,
+        scope: ReuseScope | None = None,
+        deadline: float | None = None,
+        session: str | None = None,
+    ) -> tuple[Generation, Request]:
+        """A request as its caller sees it and as the scheduler does."""
+        outside = [token for token in params.logit_bias if token >= self.shape.vocab_size]
+        if outside:
+            raise InvalidArgumentError(f"logit_bias names token {outside[0]}; the vocabulary has {self.shape.vocab_size}")
         generation = Generation(next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         clock = self._loop.scheduler.clock
@@ -203,18 +243,7 @@ class Engine:
             steered=params.num_beams > 1,
             session=session,
         )
-        outside = [token for token in params.logit_bias if token >= self.shape.vocab_size]
-        if outside:
-            raise InvalidArgumentError(f"logit_bias names token {outside[0]}; the vocabulary has {self.shape.vocab_size}")
-
-        def add() -> None:
-            try:
-                self._loop.add(generation, request)
-            except KVPoolError as error:
-                generation.end(error)
-
-        self._tell(add, generation.end)
-        return generation
+        return generation, request
 
     def cancel(self, generation: Generation) -> None:
         """Ends a request that is not over; what it has so far is its result."""
@@ -223,11 +252,29 @@ class Engine:
                 self._tell(lambda: self._loop.cancel(generation.id), lambda error: None)
 
     def fork(self, generation: Generation, params: SamplingParams | None = None, **options: Any) -> Generation:
-        """A new request that goes on from all tokens that the first sample of another one has now.
+        """A new request that goes on from all tokens that the first sample of another one has now; options as in `submit`.
 
-        It shares the other's full blocks; only the tokens behind the last of them are computed again.
+        While the other one decodes, they share all of its blocks and nothing is computed again. Otherwise (it is over, or
+        its next step is already on its way) the new one reuses what is cached: all but the end of the last block.
         """
-        return self.submit(generation.token_ids, params if params is not None else generation.params, **options)
+
+        def branch() -> Generation:
+            forked, request = self._request(generation.token_ids, params or generation.params, **options)
+            self._loop.fork(generation.id, forked, request)
+            return forked
+
+        if threading.current_thread() is self._thread:
+            return branch()
+        made: Future[Generation] = Future()
+
+        def run() -> None:
+            try:
+                made.set_result(branch())
+            except KVPoolError as error:
+                made.set_exception(error)
+
+        self._tell(run, made.set_exception)
+        return made.result()
 
     async def stream(self, prompt: Prompt, params: SamplingParams = GREEDY, **options: Any) -> AsyncIterator[Chunk]:
         """Yields the chunks of a request as they come. Leaving the loop early cancels it."""
@@ -307,6 +354,9 @@ class Engine:
         if self._thread is not None:
             self._thread.join()
         with self._wake:
+            if self._recorder is not None:
+                self._recorder.close()
+                self._recorder = None
             self.plane.close()
 
     def __enter__(self) -> Engine:

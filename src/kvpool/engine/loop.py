@@ -72,9 +72,26 @@ class EngineLoop:
     def add(self, generation: Generation, request: Request) -> None:
         """Queues a request; raises if it can never run."""
         self.scheduler.add(request)
+        self._register(generation, request)
+
+    def _register(self, generation: Generation, request: Request) -> None:
         self._generations[request.id] = generation
         if request.steered:
             self._beams[request.id] = BeamSearch(generation.params, request)
+
+    def fork(self, parent_id: Hashable, generation: Generation, request: Request) -> None:
+        """Adds a request that goes on from what another one has; they share blocks where `Scheduler.fork` can."""
+        live = self.scheduler.sequences(parent_id) if parent_id in self._generations else ()
+        parent = next((sequence for sequence in live if sequence.index == 0 and not sequence.is_finished), None)
+        if parent is None or not np.array_equal(self.scheduler.token_ids(parent), request.prompt):
+            self.add(generation, request)
+            return
+        shares = self.scheduler.fork(parent, request)
+        self._register(generation, request)
+        if shares:
+            (child,) = self.scheduler.sequences(request.id)
+            generation.num_cached_tokens = child.live_handle().num_cached_tokens
+            self._track(child)
 
     def cancel(self, request_id: Hashable) -> None:
         """Ends a request that is not over; nothing happens if it is."""

@@ -28,6 +28,7 @@ def bench(
     memory: opt.Memory = None,
     host_memory: opt.HostMemory = None,
     compile_layers: opt.Compile = False,
+    record: opt.Record = None,
     requests: Annotated[int, typer.Option(help="How many requests.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt, shared ones included.")] = 256,
     shared_tokens: Annotated[int, typer.Option(help="Tokens that all prompts begin with.")] = 128,
@@ -53,6 +54,7 @@ def bench(
             compile_layers,
             scheduler=opt.limits(max_tokens_per_step, max_sequences),
             cache={"enable_prefix_caching": caching},
+            record=record if caching else None,
         ) as engine:
             rows.append({"prefix_cache": caching, **_measure(engine, **settings, quiet=quiet)})
     if json is not None:

@@ -27,6 +27,7 @@ def chat(
     kv_dtype: opt.KVDtype = None,
     memory: opt.Memory = None,
     compile_layers: opt.Compile = False,
+    record: opt.Record = None,
     max_tokens: opt.MaxTokens = 256,
     temperature: opt.Temperature = 0.7,
     top_p: opt.TopP = 0.9,
@@ -35,7 +36,7 @@ def chat(
     """Talk to a model. An empty line or Ctrl-D ends the conversation, Ctrl-C an answer."""
     opt.tell("loading the model ...", quiet=False)
     params = SamplingParams(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    with opt.make_engine(model, device, dtype, kv_dtype, memory, None, compile_layers) as engine:
+    with opt.make_engine(model, device, dtype, kv_dtype, memory, None, compile_layers, record=record) as engine:
         Talk(engine, system, params).run()
 
 

@@ -30,6 +30,7 @@ def generate(
     memory: opt.Memory = None,
     host_memory: opt.HostMemory = None,
     compile_layers: opt.Compile = False,
+    record: opt.Record = None,
     max_tokens: opt.MaxTokens = 128,
     temperature: opt.Temperature = 0.0,
     top_p: opt.TopP = 1.0,
@@ -63,6 +64,7 @@ def generate(
         host_memory,
         compile_layers,
         draft_tokens=draft_tokens,
+        record=record,
         scheduler=opt.limits(2048, max(64, n, beams)),
     ) as engine:
         asked: list[Any] = [engine.chat_prompt([{"role": "user", "content": t}]) for t in texts] if chat else list(texts)

@@ -23,6 +23,7 @@ Dtype = Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat
 KVDtype = Annotated[str | None, typer.Option(help="Of keys and values: also fp8_e4m3, int8, int4.")]
 Memory = Annotated[str | None, typer.Option(help="For keys and values: 512MiB, 8GiB; default: a share of what is free.")]
 HostMemory = Annotated[str | None, typer.Option(help="More of it on the host, to swap requests to.")]
+Record = Annotated[str | None, typer.Option(help="Write a trace for `kvpool replay`; prompts cannot be read from it.")]
 Compile = Annotated[bool, typer.Option("--compile", help="torch.compile each layer: slower start, faster steps.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
