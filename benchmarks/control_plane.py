@@ -50,12 +50,9 @@ Params: TypeAlias = Mapping[str, Any]
 class Pool:
     """A manager of one full-attention group, and the few calls that the cases need."""
 
-    def __init__(
-        self, num_blocks: int = NUM_BLOCKS, events: bool = False, freeze: bool = True, policy: str | None = None
-    ) -> None:
+    def __init__(self, num_blocks: int = NUM_BLOCKS, events: bool = False, freeze: bool = True) -> None:
         layers = [LayerSpec(kv_heads=8, head_dim=128)] * 32
-        config = KVCacheConfig(layers=layers, block_size=BLOCK_SIZE, gpu_blocks=num_blocks)
-        self.manager = KVCacheManager(config, policy=policy)
+        self.manager = KVCacheManager(KVCacheConfig(layers=layers, block_size=BLOCK_SIZE, gpu_blocks=num_blocks))
         self.num_blocks = num_blocks
         self._ids = itertools.count()
         self._subscription = self.manager.subscribe() if events else None
@@ -219,10 +216,9 @@ def churn(
     events: bool = False,
     num_blocks: int = NUM_BLOCKS,
     fill_length: int | None = None,
-    policy: str | None = None,
 ) -> Runner:
     """Distinct prompts through a pool full of idle cache: every block they take evicts one. Requests per second."""
-    pool = Pool(num_blocks, events, policy=policy)
+    pool = Pool(num_blocks, events)
     pool.fill(fill_length or prompt_length, seed=1)
     seeds = itertools.count(2)
 
@@ -368,8 +364,7 @@ def _admission_cases() -> list[Case]:
 
 def _throughput_cases() -> list[Case]:
     released = {"num_sequences": 1024, "prompt_length": 512, "num_decoded": 208}
-    long: dict[str, Any] = {"prompt_length": 2048, "per_repeat": 100}
-    short: dict[str, Any] = {"prompt_length": 128, "per_repeat": 400}
+    long, short = {"prompt_length": 2048, "per_repeat": 100}, {"prompt_length": 128, "per_repeat": 400}
     quiet, loud = {"events": False}, {"events": True}
     few: dict[str, Any] = {"repeats": 5, "quick_repeats": 2}
     return [
@@ -398,15 +393,6 @@ def _throughput_cases() -> list[Case]:
             {**short, **quiet},
             bars=(30_000,),
             figures="churn 128",
-        ),
-        *(
-            Case(
-                name=f"churn of {name} prompts, evicted by LRU as the peers do",
-                unit="req/s",
-                better="higher",
-                kvpool=partial(churn, **params, policy="lru"),
-            )
-            for name, params in (("2k", long), ("128-token", short))
         ),
         _both(
             "128k prompt announced as events",
