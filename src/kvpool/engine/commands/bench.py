@@ -13,6 +13,7 @@ from kvpool.engine.commands import options as opt
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Chunk
 from kvpool.engine.params import SamplingParams
+from kvpool.terminal import console, progress_bar, write_json
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -58,7 +59,7 @@ def bench(
         ) as engine:
             rows.append({"prefix_cache": caching, **_measure(engine, **settings, quiet=quiet)})
     if json is not None:
-        opt.write_result(json, {"settings": settings, "runs": rows})
+        write_json(json, {"settings": settings, "runs": rows})
     if json != "-":
         _print_table(rows)
 
@@ -70,7 +71,7 @@ def _measure(
     params = SamplingParams(max_new_tokens=max_tokens, ignore_eos=True)
     engine.generate([prompts[0][:16]], SamplingParams(max_new_tokens=2, ignore_eos=True))  # what is made on first use
     arrivals: list[list[float]] = [[] for _ in prompts]
-    with _progress(requests * max_tokens, quiet) as advance:
+    with progress_bar("generating", requests * max_tokens, quiet) as advance:
 
         def note(prompt: int, chunk: Chunk) -> None:
             if chunk.token_ids:
@@ -106,14 +107,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{p}": float(1e3 * np.percentile(np.array(seconds), p)) for p in (50, 90, 99)}
 
 
-def _progress(total: int, quiet: bool) -> Any:
-    from kvpool.replay.commands.options import progress_bar
-
-    return progress_bar("generating", total, quiet)
-
-
 def _print_table(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table("", *("with the prefix cache" if row["prefix_cache"] else "without" for row in rows))
@@ -126,4 +120,4 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
     for name, key in (("first token, ms", "first_token_ms"), ("between tokens, ms", "between_tokens_ms")):
         line(f"{name}: p50 / p90 / p99", [" / ".join(f"{value:.1f}" for value in row[key].values()) for row in rows])
     line("preemptions", [str(row["preemptions"]) for row in rows])
-    Console().print(table)
+    console(to_stderr=False).print(table)

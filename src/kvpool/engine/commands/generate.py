@@ -13,6 +13,7 @@ from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Chunk, Completion
 from kvpool.engine.params import SamplingParams
 from kvpool.errors import InvalidArgumentError
+from kvpool.terminal import write_json
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -75,7 +76,7 @@ def generate(
         elif json is None:
             _print_results(texts, results)
         if json is not None:
-            opt.write_result(json, [_as_dict(text, result) for text, result in zip(texts, results, strict=True)])
+            write_json(json, [_as_dict(text, result) for text, result in zip(texts, results, strict=True)])
         opt.tell(_summary(engine, results), quiet)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json as json_module
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,8 +11,8 @@ import typer
 
 from kvpool.engine.engine import Engine
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.commands.options import parse_bytes
 from kvpool.scheduling import SchedulerConfig
+from kvpool.terminal import parse_bytes
 
 Model = Annotated[
     str | None,
@@ -69,17 +69,8 @@ def tell(text: str, quiet: bool) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def write_result(target: str, document: Any) -> None:
-    """JSON to a file, or to stdout for `-`."""
-    text = json_module.dumps(document, indent=2)
-    if target == "-":
-        print(text)
-    else:
-        Path(target).write_text(text + "\n", encoding="utf-8")
-
-
 def _read_config(path: Path) -> Any:
     try:
-        return json_module.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InvalidArgumentError(f"--model {path}: not a configuration in JSON ({error})") from None

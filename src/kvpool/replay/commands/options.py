@@ -1,45 +1,11 @@
-"""What the commands share: sizes written by people, tiers, where JSON and CSV go, progress."""
+"""Capacities and tiers as people write them."""
 
 from __future__ import annotations
 
-import csv
-import json
-import re
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-
 from kvpool.errors import InvalidArgumentError
+from kvpool.terminal import parse_count
 
-_FACTORS = {"": 1, "k": 1_000, "m": 1_000_000, "g": 1_000_000_000}
-_BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 DEFAULT_STEPS = (1, 2, 3, 5)  # of each power of ten in a range
-
-
-def parse_count(text: str, name: str = "a number") -> int:
-    """`10k` is 10,000, `1.5m` is 1,500,000."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmg]?)\s*", text.lower())
-    if found is None or not float(found[1]) > 0:
-        raise InvalidArgumentError(f"{name} is {text!r}; write a number above 0 such as 5000, 10k or 1.5m")
-    return max(1, round(float(found[1]) * _FACTORS[found[2]]))
-
-
-def parse_tokens(text: str, name: str) -> int:
-    """Context lengths as people say them: `32k` is 32,768."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([km]?)\s*", text.lower())
-    if found is None or not float(found[1]) > 0:
-        raise InvalidArgumentError(f"{name} is {text!r}; write a number of tokens such as 4096 or 32k")
-    return max(1, round(float(found[1]) * _BINARY[found[2]]))
-
-
-def parse_bytes(text: str, name: str) -> int:
-    """`80GB`, `512GiB` and `512g` are binary: memory is sold that way."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?)i?b?\s*", text.lower())
-    if found is None:
-        raise InvalidArgumentError(f"{name} is {text!r}; write a size such as 80GB or 2TB")
-    return round(float(found[1]) * _BINARY[found[2]])
 
 
 def parse_capacities(text: str) -> list[int | None]:
@@ -76,57 +42,3 @@ def parse_tiers(text: str) -> dict[str, int]:
             raise InvalidArgumentError(f"--tiers has {part!r}; write gpu=10k,host=50k,disk=1m (blocks)")
         tiers[name] = parse_count(value, f"--tiers {name}")
     return tiers
-
-
-def write_json(target: str, value: Any) -> None:
-    """To a file, or to stdout for `-`."""
-    text = json.dumps(value, indent=2) + "\n"
-    if target == "-":
-        sys.stdout.write(text)
-    else:
-        _write(Path(target), text)
-
-
-def write_csv(target: str, rows: Sequence[dict[str, Any]]) -> None:
-    """All rows with the union of their columns; to a file, or to stdout for `-`."""
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    if target == "-":
-        _write_rows(sys.stdout, columns, rows)
-        return
-    try:
-        with Path(target).open("w", newline="", encoding="utf-8") as stream:
-            _write_rows(stream, columns, rows)
-    except OSError as error:
-        raise InvalidArgumentError(f"cannot write {target}: {error.strerror or error}") from None
-
-
-def _write_rows(stream: Any, columns: list[str], rows: Sequence[dict[str, Any]]) -> None:
-    writer = csv.DictWriter(stream, columns, restval="")
-    writer.writeheader()
-    writer.writerows(rows)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidArgumentError(f"cannot write {path}: {error.strerror or error}") from None
-
-
-@contextmanager
-def progress_bar(title: str, total: int, quiet: bool = False) -> Iterator[Any]:
-    """A bar on stderr that is called with how much is done more; nothing when stderr is no terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda count: progress.advance(task, count)
-
-
-def console(to_stderr: bool) -> Any:
-    """Where tables go: stdout, or stderr when stdout carries JSON or CSV."""
-    from rich.console import Console
-
-    return Console(stderr=to_stderr, highlight=False)

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.replay.commands.options import console, parse_bytes, parse_tokens, progress_bar, write_json
 from kvpool.replay.formats import read_trace
 from kvpool.replay.plan import GIB, GPU_FRACTION, Plan, PlanRequest, knee, make_plan
 from kvpool.replay.runs import run_all
 from kvpool.replay.simulate import ReplayConfig
+from kvpool.terminal import console, parse_bytes, parse_tokens, progress_bar, write_json
 
 CURVE_POINTS = 9
 

@@ -10,19 +10,13 @@ import typer
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.bounds import INFINITE, MODELS, OPTIMUM
-from kvpool.replay.commands.options import (
-    console,
-    parse_capacities,
-    parse_tiers,
-    progress_bar,
-    write_csv,
-    write_json,
-)
+from kvpool.replay.commands.options import parse_capacities, parse_tiers
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS, read_trace
 from kvpool.replay.recording import replay_recording
 from kvpool.replay.runs import run_all
 from kvpool.replay.simulate import ReplayConfig, ReplayResult
 from kvpool.replay.trace import Trace
+from kvpool.terminal import console, progress_bar, write_csv, write_json
 
 DEFAULT_CAPACITIES = "1k,5k,10k,30k,50k,100k,inf"
 

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.commands.options import console, parse_count, write_json
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS, read_trace, write_trace
 from kvpool.replay.statistics import summary
+from kvpool.terminal import console, parse_count, write_json
 
 TraceArgument = Annotated[Path, typer.Argument(help="A trace file; plain, .gz or .zst.")]
 MaxErrors = Annotated[int, typer.Option(help="Broken lines to skip before giving up.")]
