@@ -121,11 +121,10 @@ class PagedCache(Cache):  # type: ignore[misc]
         if not self._closer.alive:
             raise SequenceStateError("this PagedCache is closed; make a new one for the next call")
         num_rows, num_tokens = token_ids.shape
-        tokens = token_ids.cpu().numpy().astype(np.int32)
-        padded = np.zeros(num_rows, np.bool_) if padding is None else (padding == 0).any(-1).cpu().numpy()
         cached = 0
         if not self.handles:
-            self._allocate(tokens, padded)
+            padded = np.zeros(num_rows, np.bool_) if padding is None else (padding == 0).any(-1).cpu().numpy()
+            self._allocate(_on_host(token_ids), padded)
             cached = min(handle.num_written for handle in self.handles)
             cached = self.num_cached_tokens = max(0, min(cached, num_tokens - num_needed))
             self.length = cached
@@ -151,11 +150,11 @@ class PagedCache(Cache):  # type: ignore[misc]
         """Slots to write in this pass (-1 where a row has the data already), and slots to read."""
         manager = self.pool.manager
         stop = self.length + num_new
-        written = np.array([handle.num_written for handle in self.handles])
-        fresh = manager.slot_mapping(self.handles, np.minimum(written, stop), stop)
+        starts = np.minimum([handle.num_written for handle in self.handles], stop)
+        fresh = manager.slot_mapping(self.handles, starts, stop)
         slots = np.full((len(fresh), len(self.handles), num_new), -1, np.int32)
         offset = 0
-        for row, start in enumerate(np.minimum(written, stop).tolist()):
+        for row, start in enumerate(starts.tolist()):
             slots[:, row, start - self.length :] = fresh[:, offset : offset + stop - start]
             offset += stop - start
         self._step = self.pool.plane.prepare(slots.reshape(len(fresh), -1))
@@ -172,7 +171,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         num_new = token_ids.shape[1]
         stop = self.length + num_new
         manager = self.pool.manager
-        tokens = token_ids.cpu().numpy().astype(np.int32)
+        tokens = _on_host(token_ids)
         for row, handle in enumerate(self.handles):
             done = handle.num_committed
             if done < stop:
@@ -328,6 +327,10 @@ def _release(pool: CachePool, handles: list[KVCacheHandle]) -> None:
     """Ends sequences and empties the list."""
     pool.manager.free_batch([handle for handle in handles if handle.is_live])
     handles.clear()
+
+
+def _on_host(token_ids: Tensor) -> Any:
+    return token_ids.cpu().numpy().astype(np.int32)
 
 
 def _by_token(states: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -42,6 +42,7 @@ from kvpool.stats import CacheStats
 from kvpool.storage import DataPlane
 
 Prompt = str | Sequence[int] | Int32Array
+_Answer = TypeVar("_Answer")
 GREEDY = SamplingParams()
 
 
@@ -263,18 +264,7 @@ class Engine:
             self._loop.fork(generation.id, forked, request)
             return forked
 
-        if threading.current_thread() is self._thread:
-            return branch()
-        made: Future[Generation] = Future()
-
-        def run() -> None:
-            try:
-                made.set_result(branch())
-            except KVPoolError as error:
-                made.set_exception(error)
-
-        self._tell(run, made.set_exception)
-        return made.result()
+        return self._ask(branch)
 
     async def stream(self, prompt: Prompt, params: SamplingParams = GREEDY, **options: Any) -> AsyncIterator[Chunk]:
         """Yields the chunks of a request as they come. Leaving the loop early cancels it."""
@@ -323,14 +313,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Cache, scheduler and queues as they are between two steps."""
-        if self._thread in (None, threading.current_thread()):
+        if self._thread is None:
             return self._look()
-        seen: Future[EngineStats] = Future()
         try:
-            self._tell(lambda: seen.set_result(self._look()), lambda error: seen.set_result(self._look()))
-        except SequenceStateError:  # the engine is closed: nothing moves any more
+            return self._ask(self._look)
+        except KVPoolError:  # the engine has ended: nothing moves any more
             return self._look()
-        return seen.result()
 
     def _look(self) -> EngineStats:
         scheduler = self._loop.scheduler
@@ -377,6 +365,21 @@ class Engine:
                 self._thread = threading.Thread(target=self._run, name="kvpool-engine", daemon=True)
                 self._thread.start()
             self._wake.notify_all()
+
+    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
+        """The answer of the engine's thread, between two steps; raises what `question` raises, or what ended the engine."""
+        if threading.current_thread() is self._thread:
+            return question()
+        answer: Future[_Answer] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(question())
+            except KVPoolError as error:
+                answer.set_exception(error)
+
+        self._tell(run, answer.set_exception)
+        return answer.result()
 
     def _run(self) -> None:
         ended: KVPoolError = SequenceStateError("the engine was closed before this request was over")

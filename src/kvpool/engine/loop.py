@@ -32,10 +32,10 @@ class _Launched(NamedTuple):
     """A step on its way: its plan, and its samples as they will be on the host once `ready` has happened."""
 
     plan: BatchPlan
-    sampled: Sampled | None
-    logits: Tensor | None  # kept for beam search only
-    ready: Any
     began: float  # on the host's clock
+    sampled: Sampled | None = None
+    logits: Tensor | None = None  # kept for beam search only
+    ready: Any = None
 
 
 class EngineLoop:
@@ -126,21 +126,20 @@ class EngineLoop:
             self._track(sequence)
         if plan.is_empty:
             self.runner.plane.run_copies(plan.copies)
-            return _Launched(plan, None, None, None, began)
+            return _Launched(plan, began)
         logits = self.runner.run(plan, self._inputs(plan))
         if not len(plan.sampling_rows):
-            return _Launched(plan, None, None, None, began)
-        generations = [self._generations[plan.sequences[row].request.id] for row in plan.sampling_rows.tolist()]
-        sampled = self._sampler.sample(plan, logits, generations)
+            return _Launched(plan, began)
+        sampled = self._sampler.sample(plan, logits, self._generations)
         self._remember(plan, sampled.tokens)
         kept = logits if self._beams else None
         if self.runner.device.type == "cpu":
-            return _Launched(plan, sampled, kept, None, began)
+            return _Launched(plan, began, sampled, kept)
         parts: Any = [None if part is None else part.to("cpu", non_blocking=True) for part in sampled]
         on_host = Sampled(*parts)
         ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
-        return _Launched(plan, on_host, kept, ready, began)
+        return _Launched(plan, began, on_host, kept, ready)
 
     def _inputs(self, plan: BatchPlan) -> Tensor:
         """Token ids on the device; those that the host does not know yet are the newest of their lane."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from kvpool.errors import InvalidArgumentError, KVPoolError, UnsupportedAttentio
 from kvpool.kernels.paged_spec import AttentionSpec
 from kvpool.scheduling.plan import BatchPlan
 from kvpool.storage.data_plane import DataPlane
+from kvpool.storage.moving import upload
 
 log = logging.getLogger("kvpool")
 
@@ -124,12 +126,9 @@ class ModelRunner:
         csr = plan.batch.csr(kind.group.index)
         return PagedBatch.of(csr, kind.group, np.diff(plan.query_start), plan.kv_lengths)
 
-    def upload(self, array: Any) -> Tensor:
+    def upload(self, array: npt.NDArray[Any]) -> Tensor:
         """A copy of a host array on the device, without waiting for it."""
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
+        return upload(array, self.device)
 
 
 def _compile_layers(model: Any, num_layers: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ class _Rows(NamedTuple):
     """What the sampled rows of a batch have in common from step to step."""
 
     params: SamplingRows
-    source: Tensor | None  # row of the logits that each sample is drawn from; None: one each, in order
+    source: Int64Array | None  # row of the logits that each sample is drawn from; None: one each, in order
     seeds: npt.NDArray[np.uint64]
     prompt_lengths: Int64Array
     lanes: Tensor
@@ -37,19 +38,19 @@ class StepSampler:
         self._cached: tuple[object, _Rows] | None = None
 
     def track(self, sequence: ScheduledSequence, generation: Generation, tokens: npt.NDArray[np.int32]) -> None:
-        """A sequence got a lane, or branched: its counts start with what it has."""
-        if not generation.params.has_penalties or sequence.lane < 0:
+        """A sequence with penalties got a lane, or branched: its counts start with what it has."""
+        if sequence.lane < 0:
             return
         if self._counts is None:
             self._counts = TokenCounts(self._max_sequences, self._vocabulary, self._device)
         length = len(generation.prompt)
         self._counts.start(sequence.lane, tokens[:length], tokens[length:])
 
-    def sample(self, plan: BatchPlan, logits: Tensor, generations: list[Generation]) -> Sampled:
-        """`generations[i]` belongs to sampling row i of the plan. Rows with drafts sample behind each token."""
+    def sample(self, plan: BatchPlan, logits: Tensor, generations: Mapping[Hashable, Generation]) -> Sampled:
+        """One token per sample of the plan, behind each draft too; `generations` are found by request id."""
         rows = self._rows(plan, generations)
         if rows.source is not None:
-            logits = logits.index_select(0, rows.source)
+            logits = logits.index_select(0, torch.from_numpy(rows.source).to(self._device))
         uniforms = None
         if not rows.params.greedy:
             uniforms = torch.from_numpy(uniforms_for(rows.seeds, self._steps(plan, rows))).to(self._device)
@@ -58,7 +59,7 @@ class StepSampler:
             self._counts.add(rows.lanes, sampled.tokens)
         return sampled
 
-    def _rows(self, plan: BatchPlan, generations: list[Generation]) -> _Rows:
+    def _rows(self, plan: BatchPlan, generations: Mapping[Hashable, Generation]) -> _Rows:
         # The manager's batch of a plan that only decodes is the same object while nobody joins or leaves.
         alone = plan.num_tokens == plan.num_decode and plan.decode_batch is not None
         if alone and self._cached is not None and self._cached[0] is plan.decode_batch:
@@ -67,7 +68,7 @@ class StepSampler:
         self._cached = (plan.decode_batch, rows) if alone else None
         return rows
 
-    def _make_rows(self, plan: BatchPlan, generations: list[Generation]) -> _Rows:
+    def _make_rows(self, plan: BatchPlan, generations: Mapping[Hashable, Generation]) -> _Rows:
         chosen = plan.sampling_rows
         drafts = plan.num_drafts[chosen]
         repeats = plan.num_samples[chosen] + drafts  # a row has drafts or several samples, never both
@@ -77,16 +78,15 @@ class StepSampler:
             within = np.arange(int(repeats.sum())) - np.repeat(np.cumsum(repeats) - repeats, repeats)
             source = np.repeat(firsts, repeats) + np.where(np.repeat(drafts, repeats) > 0, within, 0)
         params, seeds, lengths = [], [], []
-        for row, generation, repeat, draft in zip(
-            chosen.tolist(), generations, repeats.tolist(), drafts.tolist(), strict=True
-        ):
-            index = plan.sequences[row].index
+        for row, repeat, draft in zip(chosen.tolist(), repeats.tolist(), drafts.tolist(), strict=True):
+            sequence = plan.sequences[row]
+            generation, index = generations[sequence.request.id], sequence.index
             params += [generation.params] * repeat
             lengths += [len(generation.prompt)] * repeat
             seeds += [seed_of(generation.seed, index + (0 if draft else number)) for number in range(repeat)]
         return _Rows(
             SamplingRows(params, self._device),
-            None if source is None else torch.from_numpy(source).to(self._device),
+            source,
             np.array(seeds, np.uint64),
             np.array(lengths, np.int64),
             torch.from_numpy(np.repeat(plan.lanes[chosen], repeats)).to(self._device),
@@ -96,7 +96,7 @@ class StepSampler:
         """How many tokens each sample's sequence has sampled before."""
         positions = plan.positions[plan.logits_indices]
         if rows.source is not None:
-            positions = positions[rows.source.cpu().numpy()]
+            positions = positions[rows.source]
         return positions + 1 - rows.prompt_lengths
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -49,8 +52,8 @@ def _copy(
         copy_tokens(source, target, sources, targets, tokens, layout.runs)
 
 
-def upload(array: Int32Array, device: torch.device) -> Tensor:
-    """Ids on the device, without making the CPU wait."""
+def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """A host array on the device, without making the CPU wait."""
     tensor = torch.from_numpy(array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 

@@ -112,12 +112,10 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
     table = Table("", *("with the prefix cache" if row["prefix_cache"] else "without" for row in rows))
 
-    def line(name: str, values: list[str]) -> None:
-        table.add_row(name, *values)
-
-    line("output tok/s", [f"{row['output_tokens_per_second']:.1f}" for row in rows])
-    line("prompt tokens from the cache", [f"{row['cached_prompt_share']:.0%}" for row in rows])
+    table.add_row("output tok/s", *(f"{row['output_tokens_per_second']:.1f}" for row in rows))
+    table.add_row("prompt tokens from the cache", *(f"{row['cached_prompt_share']:.0%}" for row in rows))
     for name, key in (("first token, ms", "first_token_ms"), ("between tokens, ms", "between_tokens_ms")):
-        line(f"{name}: p50 / p90 / p99", [" / ".join(f"{value:.1f}" for value in row[key].values()) for row in rows])
-    line("preemptions", [str(row["preemptions"]) for row in rows])
+        values = (" / ".join(f"{value:.1f}" for value in row[key].values()) for row in rows)
+        table.add_row(f"{name}: p50 / p90 / p99", *values)
+    table.add_row("preemptions", *(str(row["preemptions"]) for row in rows))
     console(to_stderr=False).print(table)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvpool.engine.engine import Engine
-from kvpool.errors import InvalidArgumentError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.terminal import parse_bytes
 
@@ -43,11 +40,8 @@ def make_engine(
     **options: Any,
 ) -> Engine:
     """The engine that the options describe."""
-    source: Any = model
-    if model is not None and model.endswith(".json"):
-        source = _read_config(Path(model))
     return Engine(
-        source,
+        model,
         device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,
@@ -67,10 +61,3 @@ def tell(text: str, quiet: bool) -> None:
     """A remark beside the result: on stderr, so that the result can be piped."""
     if not quiet:
         print(text, file=sys.stderr, flush=True)
-
-
-def _read_config(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidArgumentError(f"--model {path}: not a configuration in JSON ({error})") from None
