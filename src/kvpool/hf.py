@@ -28,11 +28,11 @@ from kvpool.blocks.hashing import ReuseScope
 from kvpool.config import KVCacheConfig
 from kvpool.engine.inspection import inspect_model
 from kvpool.errors import InvalidArgumentError, SequenceStateError
-from kvpool.kernels.quantization import dequantize
-from kvpool.kernels.scatter import read_slots
+from kvpool.kernels.scatter import read_values
 from kvpool.manager import KVCacheManager
 from kvpool.stats import CacheStats
 from kvpool.storage.data_plane import DataPlane, StepSlots
+from kvpool.storage.moving import upload
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -158,13 +158,13 @@ class PagedCache(Cache):  # type: ignore[misc]
             slots[:, row, start - self.length :] = fresh[:, offset : offset + stop - start]
             offset += stop - start
         self._step = self.pool.plane.prepare(slots.reshape(len(fresh), -1))
-        size, positions = manager.config.block_size, np.arange(stop)
         # All layers keep all tokens, and layers of one shape form one group: every group has tables of its own.
+        plane = self.pool.plane
         places = [
-            np.stack([handle.block_ids(group)[positions // size] for handle in self.handles]) * size + positions % size
+            np.concatenate([plane.slots_of(handle, handle.block_ids(group), group, 0, stop) for handle in self.handles])
             for group in range(len(manager.config.groups))
         ]
-        self._places = torch.from_numpy(np.stack(places).reshape(len(places), -1).astype(np.int64)).to(self.pool.plane.device)
+        self._places = upload(np.stack(places), plane.device)
 
     def end(self, token_ids: Tensor) -> None:
         """The pass is over: its tokens are written and final."""
@@ -189,11 +189,10 @@ class PagedCache(Cache):  # type: ignore[misc]
         cache = plane.layer_cache(layer)
         group = plane.config.group_of_layer[layer]
         spec = plane.config.groups[group].spec
-        stored_k, stored_v = read_slots(cache, self._places[group])
-        assert stored_v is not None
-        k = dequantize(stored_k, cache.dtype, spec.head_dim, cache.k_factor)
-        v = dequantize(stored_v, cache.dtype, spec.value_dim, cache.v_factor)
-        return tuple(_by_row(side.to(keys.dtype), len(self.handles)) for side in (k, v))  # type: ignore[return-value]
+        k, v = read_values(cache, self._places[group], spec.head_dim, spec.value_dim)
+        assert v is not None
+        num_rows = len(self.handles)
+        return _by_row(k.to(keys.dtype), num_rows), _by_row(v.to(keys.dtype), num_rows)
 
     # --- what generation asks of a cache --------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpool.kernels.copy_blocks import widest_view
 from kvpool.kernels.layer_cache import LayerCache
-from kvpool.kernels.quantization import Quantized, quantize
+from kvpool.kernels.quantization import Quantized, dequantize, quantize
 
 _FIELDS = {"k": ("k", "k_scale", "k_zero"), "v": ("v", "v_scale", "v_zero")}
 
@@ -54,6 +54,13 @@ def read_slots(cache: LayerCache, slots: Tensor) -> tuple[Quantized, Quantized |
         sides.append(None if rows[0] is None else Quantized(rows[0], rows[1], rows[2]))
     assert sides[0] is not None
     return sides[0], sides[1]
+
+
+def read_values(cache: LayerCache, slots: Tensor, k_dim: int, v_dim: int) -> tuple[Tensor, Tensor | None]:
+    """What K and V in these slots are worth, [token, head, element]; heads have `k_dim` and `v_dim` elements."""
+    k, v = read_slots(cache, slots)
+    values = None if v is None else dequantize(v, cache.dtype, v_dim, cache.v_factor)
+    return dequantize(k, cache.dtype, k_dim, cache.k_factor), values
 
 
 class _Places(NamedTuple):

@@ -28,8 +28,7 @@ from kvpool.blocks.groups import is_cross
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.config import KVCacheConfig, LayerGroup, Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError, SharedBlockError, TransferError
-from kvpool.kernels.quantization import dequantize
-from kvpool.kernels.scatter import read_slots, write_slots
+from kvpool.kernels.scatter import read_slots, read_values, write_slots
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.layout import GroupLayout, LayerCache
 from kvpool.storage.moving import upload
@@ -179,23 +178,33 @@ class DataPlane:
         self.run_copies()
         tier = Tier.GPU if handle.swapped is None else Tier.HOST
         ids = handle.block_ids(group) if handle.swapped is None else handle.swapped.ids[group]
-        slots = self._slots_of(handle, ids, group, start, count)
+        slots = self.slots_of(handle, ids, group, start, count)
         store = self.stores[spec.pool, tier]
         assert isinstance(store, BlockStore)
         if tier == Tier.HOST:
             self.transfers.wait_for(store)
-        stored_k, stored_v = read_slots(store.layer_cache(group, index), upload(slots, store.device))
-        if raw:
-            return stored_k.data, None if stored_v is None else stored_v.data
-        cache = store.layer_cache(group, index)
-        k = dequantize(stored_k, cache.dtype, spec.spec.head_dim, cache.k_factor)
-        if stored_v is None:
-            return k, None
-        return k, dequantize(stored_v, cache.dtype, spec.spec.value_dim, cache.v_factor)
+        cache, places = store.layer_cache(group, index), upload(slots, store.device)
+        if not raw:
+            return read_values(cache, places, spec.spec.head_dim, spec.spec.value_dim)
+        stored_k, stored_v = read_slots(cache, places)
+        return stored_k.data, None if stored_v is None else stored_v.data
 
     def cross_slots(self, handle: KVCacheHandle, group: int) -> Int32Array:
         """Slots of the encoder's tokens of a request in a cross-attention group."""
-        return self._slots_of(handle, handle.block_ids(group), group, 0, handle.encoder_tokens)
+        return self.slots_of(handle, handle.block_ids(group), group, 0, handle.encoder_tokens)
+
+    def slots_of(self, handle: KVCacheHandle, ids: Int32Array, group: int, start: int, count: int) -> Int32Array:
+        """Slots of the tokens `start..start + count` of a sequence whose blocks in a layer group are `ids`."""
+        size = self.config.block_size
+        positions = np.arange(start, start + count)
+        blocks = ids[positions // size]
+        if (blocks < 0).any():
+            position = int(positions[(blocks < 0).argmax()])
+            raise SequenceStateError(
+                f"request {handle.request_id!r}: position {position} left the window of layer group {group}; "
+                f"its keys and values are gone"
+            )
+        return np.asarray(blocks * size + positions % size, np.int32)
 
     # --- shape -------------------------------------------------------------------------------------------------------
 
@@ -285,18 +294,6 @@ class DataPlane:
                     f"blocks {np.unique(refused)[:8].tolist()} of layer group {group.index} are published, shared or free: "
                     f"only slots that the manager handed out for uncommitted tokens can be written"
                 )
-
-    def _slots_of(self, handle: KVCacheHandle, ids: Int32Array, group: int, start: int, count: int) -> Int32Array:
-        size = self.config.block_size
-        positions = np.arange(start, start + count)
-        blocks = ids[positions // size]
-        if (blocks < 0).any():
-            position = int(positions[(blocks < 0).argmax()])
-            raise SequenceStateError(
-                f"request {handle.request_id!r}: position {position} left the window of layer group {group}; "
-                f"its keys and values are gone"
-            )
-        return np.asarray(blocks * size + positions % size, np.int32)
 
 
 def _checked_device(device: torch.device | str) -> torch.device:
