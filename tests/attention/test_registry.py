@@ -74,6 +74,21 @@ def test_given_the_torch_backend_then_cuda_graphs_are_refused() -> None:
         create_backend("auto", "cpu").reserve(spec(), max_sequences=4, max_blocks=8)
 
 
+class Capturable(NoWindows):
+    name = "capturable"
+    graphs = True
+
+
+def test_given_a_kind_of_attention_then_backends_say_whether_it_can_be_captured() -> None:
+    auto = ChoosingBackend(CPU, [Capturable(CPU), TorchBackend(CPU)])
+    for backend in (Capturable(CPU), auto):
+        backend.require_graphs(spec())
+        with pytest.raises(UnsupportedAttentionError):
+            backend.require_graphs(spec(window=16))
+    with pytest.raises(UnsupportedAttentionError, match="torch backend cannot be captured"):
+        TorchBackend(CPU).require_graphs(spec())
+
+
 def wrong_arguments() -> list[tuple[str, dict[str, Any], str]]:
     built = Case("plain", spec()).build()
     other = Case("other", spec(kv_dtype="float16"), block_size=32).build()

@@ -101,6 +101,12 @@ class AttentionBackend(ABC):
             f"the {self.name} backend cannot be captured in CUDA graphs; use triton or flashinfer"
         )
 
+    def require_graphs(self, spec: AttentionSpec) -> None:
+        """UnsupportedAttentionError if plans of `spec` cannot be captured in CUDA graphs."""
+        self.require(spec)
+        if not self.graphs:
+            raise UnsupportedAttentionError(f"the {self.name} backend cannot be captured in CUDA graphs")
+
     def require(self, spec: AttentionSpec) -> None:
         """UnsupportedAttentionError, naming what is missing, if this backend cannot compute `spec`."""
         if reason := self.missing(spec):

@@ -102,6 +102,10 @@ class ChoosingBackend(AttentionBackend):
             reasons.append(f"{backend.name}: {reason or 'cannot be captured in CUDA graphs'}")
         raise UnsupportedAttentionError(f"no attention backend on {self.device} can do {spec}: {'; '.join(reasons)}")
 
+    def require_graphs(self, spec: AttentionSpec) -> None:
+        """UnsupportedAttentionError if no backend can capture `spec`."""
+        self.choose(spec, graphs=True)
+
     def missing(self, spec: AttentionSpec) -> str | None:
         """What all backends lack; None where one can do it."""
         try:

@@ -33,7 +33,7 @@ from kvpool.engine.loading import load_model
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.runner import ModelRunner
-from kvpool.engine.sizing import kv_budget, measure_link
+from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError
 from kvpool.manager import KVCacheManager
 from kvpool.replay import TraceRecorder
@@ -126,11 +126,9 @@ class Engine:
             max_sequences=config.max_sequences,
             compile_layers=compile,
         )
-        costs = LinearCostModel()
-        if host_bytes:
-            measure_link(self.plane, costs)
+        link = {"transfer_bytes_per_second": link_bytes_per_second(self.plane)} if host_bytes else {}
         self._loop = EngineLoop(
-            Scheduler(self.manager, config, costs),
+            Scheduler(self.manager, config, LinearCostModel(**link)),
             runner,
             self.shape.vocab_size,
             num_draft_tokens=draft_tokens,

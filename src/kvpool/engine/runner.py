@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
-from kvpool.attention.registry import ChoosingBackend
 from kvpool.config import LayerGroup, Tier
 from kvpool.engine.hook import AttentionCall
 from kvpool.engine.inspection import ModelShape, forward
@@ -84,11 +83,7 @@ class ModelRunner:
             raise InvalidArgumentError(f"cuda_graphs=True on {self.device}: graphs need a GPU")
         try:
             for kind in self.kinds:
-                chosen = self.backend
-                if isinstance(chosen, ChoosingBackend):
-                    chosen = chosen.choose(kind.spec, graphs=True)
-                if not chosen.graphs:
-                    raise UnsupportedAttentionError(f"the {chosen.name} backend cannot be captured in CUDA graphs")
+                self.backend.require_graphs(kind.spec)
         except UnsupportedAttentionError:
             if self.graphs_required:
                 raise

@@ -11,7 +11,6 @@ from kvpool.config import Tier
 from kvpool.engine.hook import AttentionCall
 from kvpool.engine.inspection import ModelShape, forward
 from kvpool.errors import StorageMemoryError
-from kvpool.scheduling import LinearCostModel
 from kvpool.storage import BlockStore, DataPlane, measure_budget
 
 GPU_FRACTION = 0.9
@@ -33,17 +32,22 @@ def kv_budget(model: Any, shape: ModelShape, device: torch.device, fraction: flo
     return budget
 
 
-def measure_link(plane: DataPlane, costs: LinearCostModel, num_bytes: int = 2**24) -> None:
-    """Times a transfer between GPU and host memory, so that swapping is weighed against computing by what it costs here."""
+def link_bytes_per_second(plane: DataPlane, num_bytes: int = 2**24) -> float:
+    """How fast GPU and host memory are copied to each other, measured: swapping is weighed against computing by it."""
+    moved = seconds = 0.0
     for pool in plane.config.pools:
         gpu, host = (plane.stores[pool.index, tier] for tier in (Tier.GPU, Tier.HOST))
-        if not (isinstance(gpu, BlockStore) and isinstance(host, BlockStore) and host.num_blocks):
-            continue
+        assert isinstance(gpu, BlockStore)
+        assert isinstance(host, BlockStore)
         count = min(gpu.num_blocks, host.num_blocks, max(1, num_bytes // pool.block_bytes))
-        for _ in range(16):  # the cost model moves towards what it is told step by step
+        times = []
+        for _ in range(5):  # the first one also wakes the link
             start = time.perf_counter()
             host.data[:count].copy_(gpu.data[:count])
-            costs.observe_transfer(count * pool.block_bytes, time.perf_counter() - start)
+            times.append(time.perf_counter() - start)
+        moved += count * pool.block_bytes
+        seconds += min(times)
+    return max(moved, 1.0) / max(seconds, 1e-9)
 
 
 def _activation_bytes(model: Any, shape: ModelShape, device: torch.device, num_tokens: int) -> int:

@@ -23,7 +23,7 @@ def register(app: typer.Typer, name: str) -> None:
 
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; - or none reads one per line from stdin.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read prompts from a file, one per line.")] = None,
+    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Prompts from a file, one per line.")] = None,
     model: opt.Model = None,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
