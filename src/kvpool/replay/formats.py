@@ -168,14 +168,14 @@ def _block_request(record: dict[str, Any], builder: TraceBuilder) -> None:
     length = _length(record, "input_length", len(ids) * builder.unit)
     if length == 0 and ids:
         raise TraceError(f"input_length is 0, but there are {len(ids)} hash_ids")
-    builder.add(_timestamp(record), ids, length, _length(record, "output_length", 0), _session(record))
+    builder.add(_timestamp(record), ids, length, _length(record, "output_length", 0), *_who(record))
 
 
 def _token_request(record: dict[str, Any], builder: TraceBuilder) -> None:
     tokens = next((record[key] for key in _TOKEN_KEYS if key in record), None)
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise TraceError(f"none of {', '.join(_TOKEN_KEYS)} is a list of integers")
-    builder.add(_timestamp(record), tokens, len(tokens), _length(record, "output_length", 0), _session(record))
+    builder.add(_timestamp(record), tokens, len(tokens), _length(record, "output_length", 0), *_who(record))
 
 
 def _timestamp(record: dict[str, Any]) -> float:
@@ -192,9 +192,10 @@ def _length(record: dict[str, Any], key: str, default: int) -> int:
     return value
 
 
-def _session(record: dict[str, Any]) -> str | None:
-    value = record.get("session")
-    return None if value is None else str(value)
+def _who(record: dict[str, Any]) -> tuple[str | None, str | None]:
+    """Session and tenant of a request, where the file names them."""
+    session, tenant = record.get("session"), record.get("tenant")
+    return None if session is None else str(session), None if tenant is None else str(tenant)
 
 
 def _with_inferred_unit(trace: Trace) -> Trace:
@@ -245,4 +246,6 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
                 record["timestamp"] = int(request.timestamp)
             if request.session is not None:
                 record["session"] = request.session
+            if request.tenant is not None:
+                record["tenant"] = request.tenant
             stream.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")

@@ -1,8 +1,9 @@
 """The file that a `TraceRecorder` writes: what was done to a manager, with tokens that say only which prefixes are equal.
 
 One JSON value per line. The first line describes the manager, the last one says how the recording ended; between them is
-one list per operation: a letter, the time in seconds, and its arguments. Sequences are named by numbers, tokens are base64
-of little-endian int32. A prompt names an earlier sequence and how many leading tokens it shares with it.
+one list per operation: a letter (`VERBS`), the time in seconds, and its arguments. Sequences, tenants and sessions are
+numbers. A list of sequences may be null: the same as in the last line that named more than one. Tokens are base64 of
+little-endian int32; those of a prompt are [earlier sequence, how many leading tokens are its, the rest].
 """
 
 from __future__ import annotations
@@ -19,27 +20,37 @@ import numpy as np
 from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.pins import Pin
+from kvpool.blocks.retention import Retention, TokenRange
+from kvpool.blocks.tree import Match
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.manager import KVCacheManager
 from kvpool.replay.trace import Trace, TraceBuilder, TraceError
 from kvpool.stats import CacheStats
 
 MAGIC_KEY = "kvpool_recording"
-VERSION = 1
+VERSION = 2
 _SWITCHES = (
     "block_size", "enable_prefix_caching", "partial_match", "offload_on_evict", "watermark", "default_ttl",
     "max_pinned_tokens", "max_seq_len",
 )  # fmt: skip
 _BUDGETS = {"gpu_blocks": Tier.GPU, "host_blocks": Tier.HOST, "disk_blocks": Tier.DISK}
+VERBS = {
+    "a": "allocate", "e": "extend", "c": "commit", "p": "commit_prompt", "w": "mark_written", "s": "slot_mapping",
+    "r": "rewind", "k": "fork", "f": "free", "l": "store_last_logits", "o": "swap_out", "i": "swap_in", "t": "pin",
+    "u": "unpin", "q": "set_quota", "v": "evict", "d": "offload", "b": "onboard", "x": "invalidate", "h": "resize",
+    "g": "defragment", "z": "reset_prefix_cache",
+}  # fmt: skip
 
 
 def header_of(manager: KVCacheManager) -> dict[str, Any]:
     """What is needed to build the same manager again, as plain data."""
-    config = manager.config
-    pools = {name: [p.total for p in manager.stats().pools if p.tier == tier] for name, tier in _BUDGETS.items()}
+    config, stats = manager.config, manager.stats()
+    pools = {name: [p.total for p in stats.pools if p.tier == tier] for name, tier in _BUDGETS.items()}
     return {
         MAGIC_KEY: VERSION,
-        "policy": config.eviction_policy,
+        "policy": manager._state.cache.policies[Tier.GPU].name,
+        "cached_runs": stats.num_cached_runs,  # before the first line: a replay does not have them
         "layers": [asdict(layer) for layer in config.layers],
         **{name: getattr(config, name) for name in _SWITCHES},
         **{name: blocks for name, blocks in pools.items() if blocks},
@@ -71,6 +82,7 @@ class _Operations:
         self._lines = iter(lines)
         self._name = name
         self._prompts: dict[int, Int32Array] = {}
+        self._batch: list[int] = []
         header = self._parse(next(self._lines, b""), 1)
         if not isinstance(header, dict) or header.get(MAGIC_KEY) != VERSION:
             raise TraceError(f"{name} is no kvpool recording of version {VERSION}")
@@ -83,6 +95,8 @@ class _Operations:
             if isinstance(operation, dict):
                 self.end = operation
                 return
+            if not isinstance(operation, list) or len(operation) < 2 or operation[0] not in VERBS:
+                raise TraceError(f"line {number} of {self._name} is no operation: {str(operation)[:80]}")
             yield operation
 
     def _parse(self, line: bytes, number: int) -> Any:
@@ -93,36 +107,67 @@ class _Operations:
                 f"line {number} of {self._name} is broken ({error}); a recording needs all its lines"
             ) from None
 
-    def prompt(self, serial: int, shared_with: int, num_shared: int, packed: str) -> Int32Array:
-        """The tokens of a new sequence, remembered for those that share them."""
+    def batch(self, serials: list[int] | None) -> list[int]:
+        """The sequences of an operation."""
+        if serials is None:
+            return self._batch
+        if len(serials) > 1:
+            self._batch = serials
+        return serials
+
+    def tokens(self, prefix: list[Any]) -> Int32Array:
+        """Tokens from what they share with an earlier prompt, and the rest."""
+        shared_with, num_shared, packed = prefix
         rest = unpack(packed)
-        tokens = np.concatenate((self._prompts[shared_with][:num_shared], rest)) if num_shared else rest
-        self._prompts[serial] = tokens
-        return tokens
+        return np.concatenate((self._prompts[shared_with][:num_shared], rest)) if num_shared else rest
+
+    def prompt(self, serial: int, prefix: list[Any] | None) -> Int32Array | None:
+        """The tokens of a new sequence, remembered for those that share them; None if only their number is known."""
+        if prefix is None:
+            return None
+        self._prompts[serial] = self.tokens(prefix)
+        return self._prompts[serial]
 
 
 def requests_of_recording(lines: Iterable[bytes], name: str, limit: int | None = None) -> Trace:
-    """The requests in a recording as a trace of tokens: arrival, prompt, tokens generated."""
+    """The requests in a recording as a trace of tokens: arrival, prompt, tokens generated, tenant."""
     operations = _Operations(lines, name)
-    found: dict[int, tuple[float, Int32Array, str | None]] = {}
+    found: dict[int, tuple[float, Int32Array, dict[str, Any]]] = {}
     committed: dict[int, int] = {}
-    for operation in operations:
-        kind, when = operation[0], operation[1]
+    for kind, when, *arguments in operations:
         if kind == "a":
-            serial, shared_with, num_shared, packed, more = operation[2:]
-            tokens = operations.prompt(serial, shared_with, num_shared, packed)
+            serial, prefix, more = arguments
+            tokens = operations.prompt(serial, prefix)
             if limit is not None and len(found) >= limit:
                 break
-            session = more.get("scope")
-            found[serial] = (when * 1000, tokens, None if session is None else f"scope {session}")
-        elif kind == "c" and operation[4] is not None:
-            counts = operation[3] or [1] * len(operation[2])
-            for serial, count in zip(operation[2], counts, strict=True):
-                committed[serial] = committed.get(serial, 0) + count
+            found[serial] = (when * 1000, unpack("") if tokens is None else tokens, more)
+        elif kind in "ewsfoi":
+            operations.batch(arguments[0])
+        elif kind == "c":
+            serials = operations.batch(arguments[0])
+            if arguments[2] is not None:
+                for serial, count in zip(serials, arguments[1] or [1] * len(serials), strict=True):
+                    committed[serial] = committed.get(serial, 0) + count
     builder = TraceBuilder(name, unit=1, format="recording")
-    for serial, (when, tokens, session) in found.items():
-        builder.add(when, tokens.tolist(), len(tokens), committed.get(serial, 0), session)
+    for serial, (when, tokens, more) in found.items():
+        session = None if "session" not in more else f"session {more['session']}"
+        builder.add(
+            when,
+            tokens.tolist(),
+            len(tokens),
+            committed.get(serial, 0),
+            session,
+            _scope(more.get("scope")).tenant or None,
+        )
     return builder.build()
+
+
+def _scope(numbers: list[int] | None) -> ReuseScope:
+    """A scope like the recorded one: equal numbers give equal scopes and tenants."""
+    if numbers is None:
+        return ReuseScope()
+    tenant, scope = numbers
+    return ReuseScope(tenant=f"tenant {tenant}" if tenant else "", adapter=f"scope {scope}")
 
 
 def replay_recording(path: str | Path, policy: str | None = None) -> CacheStats:
@@ -144,38 +189,66 @@ class _Player:
         self.now = 0.0
         self.manager = manager_from(operations.header, policy, lambda: self.now)
         self.handles: dict[int, KVCacheHandle] = {}
+        self.pins: dict[int, Pin] = {}
+        self.source: int | None = None  # the run from which the recorded manager took a partial block
+        self._prefer_recorded_source()
 
     def run(self) -> CacheStats:
         for kind, when, *arguments in self.operations:
             self.now = when
-            getattr(self, f"_{_NAMES[kind]}")(*arguments)
+            getattr(self, f"_{VERBS[kind]}")(*arguments)
             self.manager.take_copies()
         return self.manager.stats()
 
-    def _all(self, serials: list[int]) -> list[KVCacheHandle]:
-        return [self.handles[serial] for serial in serials]
+    def _prefer_recorded_source(self) -> None:
+        """Of blocks that share equally many tokens with a prompt the tree takes a neighbour in the order of the tokens.
 
-    def _allocate(self, serial: int, shared_with: int, num_shared: int, packed: str, more: dict[str, Any]) -> None:
-        tokens = self.operations.prompt(serial, shared_with, num_shared, packed)
-        scope = more.pop("scope", None)
-        chosen = ReuseScope() if scope is None else ReuseScope(tenant=f"scope {scope}")
-        if "num_tokens" in more:
-            self.handles[serial] = self.manager.allocate(serial, scope=chosen, **more)
-        else:
-            self.handles[serial] = self.manager.allocate(serial, tokens, scope=chosen, **more)
+        A recording hides that order and names the choice instead.
+        """
+        cache: Any = self.manager._state.cache
+        original = cache.match
 
-    def _extend(self, serials: list[int], counts: Any, lookahead: int) -> None:
+        def match(*args: Any, **kwargs: Any) -> Match:
+            found: Match = original(*args, **kwargs)
+            if self.source is None or found.partial is None or found.partial.created == self.source:
+                return found
+            siblings = (found.partial.parent.children or {}).values()
+            recorded = next((node for node in siblings if node.created == self.source), None)
+            if recorded is None:
+                return found
+            cache.sync(recorded)
+            return found._replace(partial=recorded)
+
+        cache.match = match
+
+    def _all(self, serials: list[int] | None) -> list[KVCacheHandle]:
+        return [self.handles[serial] for serial in self.operations.batch(serials)]
+
+    def _allocate(self, serial: int, prefix: list[Any] | None, more: dict[str, Any]) -> None:
+        tokens = self.operations.prompt(serial, prefix)
+        self.source = more.pop("source", None)
+        scope = _scope(more.pop("scope", None))
+        if "session" in more:
+            more["session"] = f"session {more['session']}"
+        if "retention" in more:
+            more["retention"] = _retention(more["retention"])
+        self.handles[serial] = self.manager.allocate(serial, tokens, scope=scope, **more)
+        self.source = None
+
+    def _extend(self, serials: list[int] | None, counts: Any, lookahead: int) -> None:
         self.manager.extend_batch(self._all(serials), counts, lookahead)
 
-    def _commit(self, serials: list[int], counts: list[int] | None, packed: str | None) -> None:
-        tokens = None if packed is None else unpack(packed)
-        self.manager.commit_batch(self._all(serials), tokens, counts)
+    def _commit(self, serials: list[int] | None, counts: list[int] | None, packed: str | None) -> None:
+        self.manager.commit_batch(self._all(serials), None if packed is None else unpack(packed), counts)
 
     def _commit_prompt(self, serial: int) -> None:
         self.manager.commit(self.handles[serial])
 
-    def _mark_written(self, serials: list[int], counts: Any) -> None:
+    def _mark_written(self, serials: list[int] | None, counts: Any) -> None:
         self.manager.mark_written(self._all(serials), counts)
+
+    def _slot_mapping(self, serials: list[int] | None, start: Any, stop: Any) -> None:
+        self.manager.slot_mapping(self._all(serials), start, stop)
 
     def _rewind(self, serial: int, num_tokens: int) -> None:
         self.manager.rewind(self.handles[serial], num_tokens)
@@ -184,23 +257,54 @@ class _Player:
         for child, handle in zip(children, self.manager.fork(self.handles[serial], *children), strict=True):
             self.handles[child] = handle
 
-    def _free(self, serials: list[int], keep: bool) -> None:
-        self.manager.free_batch([self.handles.pop(serial) for serial in serials], keep)
+    def _free(self, serials: list[int] | None, keep: bool) -> None:
+        self.manager.free_batch([self.handles.pop(serial) for serial in self.operations.batch(serials)], keep)
 
-    def _swap_out(self, serials: list[int]) -> None:
+    def _store_last_logits(self, serial: int, num_tokens: int | None) -> None:
+        self.manager.store_last_logits(self.handles[serial], True, num_tokens)
+
+    def _swap_out(self, serials: list[int] | None) -> None:
         self.manager.swap_out(*self._all(serials))
 
-    def _swap_in(self, serials: list[int]) -> None:
+    def _swap_in(self, serials: list[int] | None) -> None:
         self.manager.swap_in(*self._all(serials))
 
-    def _evict(self, num_blocks: int) -> None:
-        self.manager.evict(num_blocks)
+    def _pin(self, number: int, pinned: Any, scope: list[int] | None, ttl: float | None) -> None:
+        if isinstance(pinned, int):
+            self.pins[number] = self.manager.pin(self.handles[pinned], ttl=ttl)
+        else:
+            self.pins[number] = self.manager.pin(self.operations.tokens(pinned), _scope(scope), ttl)
 
-    def _reset(self) -> None:
+    def _unpin(self, number: int) -> None:
+        self.manager.unpin(self.pins.pop(number))
+
+    def _set_quota(self, tenant: int, guaranteed: Any, maximum: Any) -> None:
+        self.manager.set_quota(_scope([tenant, 0]).tenant, guaranteed=guaranteed, maximum=maximum)
+
+    def _evict(self, num_blocks: int, pool: int, tier: int) -> None:
+        self.manager.evict(num_blocks, pool=pool, tier=Tier(tier))
+
+    def _offload(self, num_blocks: int, pool: int, tier: int) -> None:
+        self.manager.offload(num_blocks, pool=pool, tier=Tier(tier))
+
+    def _onboard(self, prefix: list[Any], scope: list[int] | None) -> None:
+        self.manager.onboard(self.operations.tokens(prefix), _scope(scope))
+
+    def _invalidate(self, prefix: list[Any] | None, scope: list[int] | None, session: int | None) -> None:
+        if session is not None:
+            self.manager.invalidate(session=f"session {session}")
+        else:
+            self.manager.invalidate(None if prefix is None else self.operations.tokens(prefix), scope=_scope(scope))
+
+    def _resize(self, num_blocks: int, pool: int, tier: int) -> None:
+        self.manager.resize(num_blocks, pool=pool, tier=Tier(tier))
+
+    def _defragment(self, tier: int) -> None:
+        self.manager.defragment(Tier(tier))
+
+    def _reset_prefix_cache(self) -> None:
         self.manager.reset_prefix_cache()
 
 
-_NAMES = {
-    "a": "allocate", "e": "extend", "c": "commit", "p": "commit_prompt", "w": "mark_written", "r": "rewind",
-    "k": "fork", "f": "free", "o": "swap_out", "i": "swap_in", "v": "evict", "z": "reset",
-}  # fmt: skip
+def _retention(plain: dict[str, Any]) -> Retention:
+    return Retention(**{**plain, "ranges": tuple(TokenRange(**part) for part in plain["ranges"])})

@@ -173,5 +173,7 @@ def to_blocks(trace: Trace, block_size: int) -> Trace:
             key = (parent, request.ids[start : start + block_size].tobytes())
             parent = numbers.setdefault(key, len(numbers))
             ids.append(parent)
-        builder.add(request.timestamp, ids, request.input_length, request.output_length, request.session)
+        builder.add(
+            request.timestamp, ids, request.input_length, request.output_length, request.session, request.tenant
+        )
     return builder.build()

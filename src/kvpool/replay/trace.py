@@ -30,6 +30,7 @@ class TraceRequest(NamedTuple):
     input_length: int  # tokens
     output_length: int  # tokens
     session: str | None = None
+    tenant: str | None = None
 
 
 @dataclass
@@ -84,6 +85,7 @@ class Trace:
     sessions: tuple[str | None, ...] | None = None
     reuse_known: bool = True
     problems: Problems = field(default_factory=Problems)
+    tenants: tuple[str | None, ...] | None = None  # None: the trace does not say who asked
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -95,6 +97,7 @@ class Trace:
         return TraceRequest(
             float(self.timestamps[index]), self.ids_of(index), int(self.input_lengths[index]),
             int(self.output_lengths[index]), None if self.sessions is None else self.sessions[index],
+            None if self.tenants is None else self.tenants[index],
         )  # fmt: skip
 
     def ids_of(self, index: int) -> Int32Array:
@@ -130,6 +133,7 @@ class Trace:
             self.name, self.format, self.unit, self.ids[: self.offsets[count]], self.offsets[: count + 1],
             self.timestamps[:count], self.input_lengths[:count], self.output_lengths[:count],
             None if self.sessions is None else self.sessions[:count], self.reuse_known, self.problems,
+            None if self.tenants is None else self.tenants[:count],
         )  # fmt: skip
 
     def full_blocks_only(self) -> Trace:
@@ -141,7 +145,7 @@ class Trace:
         offsets = np.concatenate(([0], np.cumsum(lengths)))
         return Trace(
             self.name, self.format, self.unit, self.ids[keep], offsets, self.timestamps, self.input_lengths,
-            self.output_lengths, self.sessions, self.reuse_known, self.problems,
+            self.output_lengths, self.sessions, self.reuse_known, self.problems, self.tenants,
         )  # fmt: skip
 
 
@@ -157,14 +161,16 @@ class TraceBuilder:
         self._inputs = array("q")
         self._outputs = array("q")
         self._sessions: list[str | None] = []
+        self._tenants: list[str | None] = []
         self._numbers: dict[object, int] | None = None
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def add(
-        self, timestamp: float, ids: Sequence[object], input_length: int, output_length: int, session: str | None = None
-    ) -> TraceBuilder:
+        self, timestamp: float, ids: Sequence[object], input_length: int, output_length: int,
+        session: str | None = None, tenant: str | None = None,
+    ) -> TraceBuilder:  # fmt: skip
         """One more request. The caller has checked that lengths are not negative."""
         if self._timestamps and timestamp < self._timestamps[-1]:
             self.problems.unsorted += 1
@@ -178,6 +184,7 @@ class TraceBuilder:
         self._inputs.append(input_length)
         self._outputs.append(output_length)
         self._sessions.append(session)
+        self._tenants.append(tenant)
         return self
 
     def _append_ids(self, ids: Sequence[object]) -> None:
@@ -203,10 +210,13 @@ class TraceBuilder:
 
     def build(self) -> Trace:
         """The trace so far."""
-        sessions = tuple(self._sessions) if any(session is not None for session in self._sessions) else None
+        sessions, tenants = (
+            tuple(names) if any(name is not None for name in names) else None
+            for names in (self._sessions, self._tenants)
+        )
         return Trace(
             self.name, self.format, self.unit, np.array(self._ids, np.int32),
             np.concatenate(([0], np.array(self._ends, np.int64))), np.array(self._timestamps, np.float64),
             np.array(self._inputs, np.int64), np.array(self._outputs, np.int64), sessions, self.reuse_known,
-            self.problems,
+            self.problems, tenants,
         )  # fmt: skip

@@ -1,0 +1,192 @@
+"""What an engine's manager counted is what a replay of its recording counts: random engines, workloads and interventions."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Retention, ReuseScope, TokenRange
+from kvpool.errors import KVPoolError
+from kvpool.replay import TraceRecorder, replay_recording
+from kvpool.scheduling import Request, Scheduler, SchedulerConfig
+from kvpool.stats import CacheStats
+
+COUNTERS = (
+    "requests", "prompt_tokens", "prompt_blocks", "hit_blocks", "hit_tokens", "partial_hit_tokens",
+    "full_hits_with_logits", "blocks_allocated", "blocks_merged", "copies_on_write", "evictions", "forks", "rewinds",
+    "swaps_out", "swaps_in", "swapped_blocks", "offloaded_blocks", "onboarded_blocks", "defragmented_blocks",
+    "num_cached_runs",
+)  # fmt: skip
+VOCABULARY = 40  # so few that prompts often share the beginning of a block with several cached ones
+
+
+def assert_equal_counters(again: CacheStats, live: CacheStats) -> None:
+    assert {name: getattr(again, name) for name in COUNTERS} == {name: getattr(live, name) for name in COUNTERS}
+    assert [(p.tier, p.free, p.cached, p.referenced) for p in again.pools] == [
+        (p.tier, p.free, p.cached, p.referenced) for p in live.pools
+    ]
+
+
+class Workload:
+    """Conversations that continue, share system prompts, branch, belong to tenants and are cut off."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+        self.texts = [self.some(int(self.random.integers(1, 20))) for _ in range(5)]
+
+    def some(self, count: int) -> list[int]:
+        return [int(token) for token in self.random.integers(0, VOCABULARY, count)]
+
+    def request(self, number: int) -> Request:
+        random = self.random
+        text = self.texts[int(random.integers(len(self.texts)))]
+        prompt = text[: int(random.integers(1, len(text) + 1))] + self.some(int(random.integers(1, 7)))
+        tenant = ("", "", "a", "b")[int(random.integers(4))]
+        return Request(
+            number, prompt, int(random.integers(1, 9)), n=int(random.integers(1, 3)), scope=ReuseScope(tenant=tenant),
+            retention=Retention([TokenRange(0, 5, priority=80)]) if random.random() < 0.1 else None,
+            session="chat" if random.random() < 0.1 else None,
+        )  # fmt: skip
+
+    def finished(self, request: Request, generated: list[int]) -> None:
+        text = [*request.prompt.tolist(), *generated]
+        self.texts[int(self.random.integers(len(self.texts)))] = text[:40]
+
+
+def serve(scheduler: Scheduler, workload: Workload, num_requests: int, num_drafts: int) -> None:
+    """Runs a workload to its end with tokens out of thin air; some are proposed ahead, and some of those are wrong."""
+    random, added = workload.random, 0
+    for _ in range(40 * num_requests):
+        while added < num_requests and random.random() < 0.6:
+            with suppress(KVPoolError):  # it may be larger than the whole pool
+                scheduler.add(workload.request(added))
+            added += 1
+        if random.random() < 0.03 and (waiting := list(scheduler._groups)):
+            scheduler.cancel(waiting[int(random.integers(len(waiting)))])
+        if not scheduler.has_work:
+            if added == num_requests:
+                return
+            continue
+        plan = scheduler.step()
+        counts = [
+            int(random.integers(1, int(plan.num_drafts[row]) + 2))
+            if plan.num_drafts[row]
+            else int(plan.num_samples[row])
+            for row in plan.sampling_rows.tolist()
+        ]
+        samples: list[int] = []
+        for row, count in zip(plan.sampling_rows.tolist(), counts, strict=True):
+            accepted = plan.token_ids[plan.query_start[row] + 1 :][: count - 1].tolist() if plan.num_drafts[row] else []
+            samples += [*accepted, *workload.some(count - len(accepted))]
+        result = scheduler.complete(plan, samples, counts)
+        for done in result.finished:
+            workload.finished(done.request, done.outputs[0].token_ids.tolist())
+        for sequence in plan.sequences if num_drafts else ():
+            if sequence in scheduler._roster.running.decoding and random.random() < 0.5:
+                scheduler.propose(sequence, workload.some(num_drafts))
+    raise AssertionError("the workload does not end")
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32),
+    gpu_blocks=st.integers(12, 60),
+    host_blocks=st.sampled_from([None, 10]),
+    windowed=st.booleans(),
+    policy=st.sampled_from(["lru", "adaptive", "s3fifo", "priority"]),
+    num_drafts=st.sampled_from([0, 0, 2]),
+)
+def test_given_any_engine_and_workload_when_its_recording_is_replayed_then_all_counters_agree(
+    seed: int, gpu_blocks: int, host_blocks: int | None, windowed: bool, policy: str, num_drafts: int
+) -> None:
+    layers = [LayerSpec(kv_heads=1, head_dim=8)] + [LayerSpec(kv_heads=1, head_dim=8, window=6)] * windowed
+    config = KVCacheConfig(layers, 4, gpu_blocks=gpu_blocks, host_blocks=host_blocks, eviction_policy=policy)
+    manager = KVCacheManager(config)
+    limits = SchedulerConfig(max_tokens_per_step=24, max_sequences=6, max_draft_tokens=num_drafts)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "live.kvtrace"
+        with TraceRecorder(path).attach(manager) as recorder:
+            serve(Scheduler(manager, limits), Workload(seed), num_requests=30, num_drafts=num_drafts)
+        assert recorder.stopped_because is None
+        assert_equal_counters(replay_recording(path), manager.stats())
+
+
+def intervene(manager: KVCacheManager, seed: int, pins: list[Any]) -> None:
+    """What operators do to a running cache."""
+    random = np.random.default_rng(seed)
+    choices = (
+        lambda: manager.evict(int(random.integers(1, 4))),
+        lambda: manager.offload(2),
+        lambda: manager.defragment(),
+        lambda: manager.resize(int(random.integers(30, 60))),
+        lambda: manager.invalidate(random.integers(0, VOCABULARY, 4)),
+        lambda: manager.invalidate(scope=ReuseScope(tenant="a")),
+        lambda: manager.invalidate(session="chat"),
+        lambda: manager.set_quota("b", guaranteed=0.1, maximum=0.4),
+        lambda: manager.reset_prefix_cache() if random.random() < 0.1 else None,
+        lambda: pins.append(manager.pin(random.integers(0, VOCABULARY, 8), ttl=1e6)),
+        lambda: manager.unpin(pins.pop()) if pins else None,
+    )
+    with suppress(KVPoolError):
+        choices[int(random.integers(len(choices)))]()
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32))
+def test_given_an_operator_who_intervenes_when_replayed_then_all_counters_agree(seed: int) -> None:
+    config = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], 4, gpu_blocks=40, host_blocks=12, max_pinned_tokens=64)
+    manager = KVCacheManager(config)
+    workload, pins = Workload(seed), list[Any]()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "live.kvtrace"
+        with TraceRecorder(path).attach(manager):
+            scheduler = Scheduler(manager, SchedulerConfig(max_tokens_per_step=24, max_sequences=4))
+            for round in range(8):
+                serve(scheduler, workload, num_requests=4, num_drafts=0)
+                intervene(manager, seed + round, pins)
+        assert_equal_counters(replay_recording(path), manager.stats())
+
+
+def test_given_stored_logits_when_replayed_then_prompts_that_need_no_forward_pass_are_counted(tmp_path: Path) -> None:
+    manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], 4, gpu_blocks=16))
+    with TraceRecorder(tmp_path / "t").attach(manager):
+        for name in "ab":
+            handle = manager.allocate(name, range(8))
+            manager.commit(handle)
+            manager.store_last_logits(handle, object())
+            manager.free(handle)
+    again = replay_recording(tmp_path / "t")
+    assert again.full_hits_with_logits == manager.stats().full_hits_with_logits == 1
+
+
+def test_given_a_tie_between_cached_blocks_when_replayed_then_the_same_one_is_copied(tmp_path: Path) -> None:
+    """Two blocks share three tokens with the prompt; which is copied decides which one eviction finds idle."""
+    manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], 4, gpu_blocks=8, host_blocks=8, watermark=0.0))
+    with TraceRecorder(tmp_path / "t").attach(manager):
+        for last in (5, 30, 7, 90, 50, 3):
+            handle = manager.allocate(last, [1, 2, 3, last, *range(100 + last, 104 + last)])
+            manager.commit(handle)
+            manager.free(handle)
+        for number, last in enumerate((6, 31, 8, 91, 51, 4, 60, 20)):
+            handle = manager.allocate(("tie", number), [1, 2, 3, last, 9])
+            manager.commit(handle)
+            manager.free(handle)
+    live = manager.stats()
+    assert live.partial_hit_tokens >= 24
+    assert min(live.hit_tokens["HOST"], live.hit_tokens["GPU"]) > 0, "the choice must matter: ties on both tiers"
+    assert_equal_counters(replay_recording(tmp_path / "t"), live)
+
+
+def test_given_live_requests_then_a_recorder_refuses_to_attach(tmp_path: Path) -> None:
+    manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], 4, gpu_blocks=8))
+    manager.allocate("early", range(5))
+    with pytest.raises(KVPoolError, match="1 requests are live"):
+        TraceRecorder(tmp_path / "t").attach(manager)
+    assert not (tmp_path / "t").exists()
