@@ -79,6 +79,42 @@ def test_given_a_benchmark_then_both_runs_and_their_percentiles_are_in_the_json(
     assert all(set(run["first_token_ms"]) == {"p50", "p90", "p99"} for run in runs)
 
 
+def test_given_a_benchmark_with_json_then_the_model_is_loaded_once_and_its_costs_can_be_used(
+    model_directory: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpool.engine import engine as module
+    from kvpool.replay.costs import read_costs
+
+    loaded = []
+    load = module.load_model
+    monkeypatch.setattr(
+        module, "load_model", lambda source, **options: loaded.append(source) or load(source, **options)
+    )
+    path = tmp_path / "costs.json"
+    words = ("bench", "--requests", "2", "--prompt-tokens", "20", "--max-tokens", "2")
+    assert run(*words, "--json", str(path), model=model_directory) == 0
+    assert "a decode step" in capsys.readouterr().out
+    assert loaded[0] == model_directory
+    assert not isinstance(loaded[1], str), "the second engine takes over the model of the first"
+    found = read_costs(path)
+    assert found.model == model_directory
+    assert found.costs.prefill_seconds_per_token > 0
+    assert found.costs.decode_seconds(4, 100) > 0
+    assert found.memory_bytes > 2**28
+
+
+def test_given_a_cache_too_small_to_time_steps_then_the_benchmark_goes_on_without_costs(
+    model_directory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "--requests", "1", "--prompt-tokens", "8", "--max-tokens", "2", "--model", model_directory]
+    limits = ["--device", "cpu", "--memory", "20KiB", "--max-sequences", "1", "--no-compare"]
+    assert main([*words, *limits, "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    assert "measurement" not in json.loads(printed.out)
+    assert "no costs are written" in printed.err
+    assert main([*words, *limits, "--costs"]) == 2
+
+
 def test_given_a_model_that_is_not_there_then_the_error_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--model", "nowhere.json"]) == 2
     assert "nowhere.json" in capsys.readouterr().err

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
+from kvpool.replay.bounds import MODELS
 from kvpool.replay.simulate import ReplayConfig, ReplayResult, replay
 from kvpool.replay.statistics import footprint, reuses, working_set
 from kvpool.replay.trace import Trace
@@ -19,10 +21,12 @@ from kvpool.replay.trace import Trace
 SUNBURST_DEPTH = 5
 SUNBURST_CHILDREN = 12  # of one node; the rest is drawn as one
 OCCUPANCY_SAMPLES = 200
+MAX_TICKS = 8
+OCCUPANCY_LAYERS = 8  # the rest is drawn as one
 _MUTED = "#9aa4b2"
 
 
-def _figure(width: float = 7.0, height: float = 4.2) -> tuple[Any, Any]:
+def _figure(width: float = 5.6, height: float = 3.6) -> tuple[Any, Any]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -41,11 +45,20 @@ def hit_curves(results: Sequence[ReplayResult]) -> Any:
         level = next((r.hit_ratio for r in results if r.policy == policy and r.capacity is None), None)
         bound = any(r.bound for r in results if r.policy == policy)
         if points:
-            sizes, ratios = zip(*sorted(points), strict=True)
-            axes.plot(sizes, ratios, "--" if bound else "o-", label=policy, color="black" if bound else None, ms=4)
+            axes.plot(
+                *zip(*sorted(points), strict=True),
+                "--" if bound else "o-",
+                label=policy,
+                color="black" if bound else None,
+                ms=4,
+            )
         elif level is not None:
             axes.axhline(level, color=_MUTED, ls=":", label=policy)
     axes.set_xscale("log")
+    sizes = sorted({result.capacity for result in results if result.capacity is not None})
+    axes.set_xticks(sizes[:: -(-len(sizes) // MAX_TICKS)] if sizes else [])
+    axes.xaxis.set_major_formatter(lambda size, _: f"{size / 1000:g}k" if size >= 1000 else f"{size:g}")
+    axes.minorticks_off()
     axes.set_xlabel("capacity (blocks)")
     axes.set_ylabel("block hit ratio")
     axes.set_ylim(bottom=0)
@@ -85,49 +98,68 @@ def working_sets(trace: Trace) -> Any:
     return figure
 
 
-def occupancy(trace: Trace, config: ReplayConfig) -> Any:
-    """What the cache holds over time, by tier and by the time since the last use."""
-    times, layers = _sample_occupancy(trace, config)
-    figure, axes = _figure()
-    names = [name for name in layers if max(layers[name], default=0)]
-    axes.stackplot(times, [layers[name] for name in names], labels=names, lw=0)
-    axes.set_xlabel("minutes")
-    axes.set_ylabel("blocks")
-    figure.legend(frameon=False, loc="outside upper center", ncols=3)
-    return figure
+class Occupancy(NamedTuple):
+    """What a cache held over time: blocks at each sample, by tier and age, and by the tenant who had them computed."""
+
+    minutes: list[float]
+    by_age: dict[str, list[int]]
+    by_tenant: dict[str, list[int]]  # empty when the trace does not say who asked
 
 
 _AGES = ((60.0, "used < 1 min ago"), (600.0, "1–10 min"), (float("inf"), "> 10 min"))
+_NOBODY = "no tenant"
 
 
-def _sample_occupancy(trace: Trace, config: ReplayConfig) -> tuple[list[float], dict[str, list[int]]]:
+def sample_occupancy(trace: Trace, config: ReplayConfig) -> Occupancy:
+    """Replays a trace and looks into the cache from time to time."""
     every = max(1, len(trace) // OCCUPANCY_SAMPLES)
-    times: list[float] = []
-    layers: dict[str, list[int]] = {f"GPU, {label}": [] for _, label in _AGES}
-    layers |= {"host": [], "disk": []}
+    by_age: dict[str, list[int]] = {name: [] for name in (*(f"GPU, {label}" for _, label in _AGES), "host", "disk")}
+    found = Occupancy([], by_age, {})
+    tenants = _tenants_by_serial(trace)
+    found.by_tenant.update({name: [] for name in dict.fromkeys(tenants)})
 
     def observe(index: int, manager: KVCacheManager) -> None:
         if index % every:
             return
         now = trace.timestamps[: index + 1].max() / 1000
-        counts = dict.fromkeys(layers, 0)
-        for age, num_blocks, tier in manager_runs(manager, now):
-            name = "host" if tier == Tier.HOST else "disk"
-            if tier == Tier.GPU:
-                name = "GPU, " + next(label for limit, label in _AGES if age < limit)
-            counts[name] += num_blocks
-        times.append(now / 60)
-        for name, count in counts.items():
-            layers[name].append(count)
+        ages, owners = dict.fromkeys(found.by_age, 0), dict.fromkeys(found.by_tenant, 0)
+        for node in manager._state.cache.nodes():
+            name = "host" if node.tier == Tier.HOST else "disk"
+            if node.tier == Tier.GPU:
+                name = "GPU, " + next(label for limit, label in _AGES if now - node.last_access_at < limit)
+            ages[name] += node.num_blocks
+            if tenants:
+                owners[tenants[node.published_by - 1]] += node.num_blocks
+        found.minutes.append(now / 60)
+        for layers, counts in ((found.by_age, ages), (found.by_tenant, owners)):
+            for name, count in counts.items():
+                layers[name].append(count)
 
     replay(trace, config, observe=observe)
-    return times, layers
+    return found
 
 
-def manager_runs(manager: KVCacheManager, now: float) -> list[tuple[float, int, Tier]]:
-    """(seconds since the last use, blocks, tier) of every cached run."""
-    cache = manager._state.cache
-    return [(now - node.last_access_at, node.num_blocks, node.tier) for node in cache.nodes()]
+def _tenants_by_serial(trace: Trace) -> list[str]:
+    """Who asked, in the order in which the manager numbers sequences: requests without a prompt never reach it."""
+    if trace.tenants is None:
+        return []
+    asks = np.diff(trace.offsets) > 0
+    return [name or _NOBODY for name, asked in zip(trace.tenants, asks.tolist(), strict=True) if asked]
+
+
+def occupancy(minutes: Sequence[float], layers: Mapping[str, Sequence[int]]) -> Any:
+    """Blocks over time, stacked; the smallest layers of many are drawn as one."""
+    used = sorted((name for name in layers if max(layers[name], default=0)), key=lambda name: -sum(layers[name]))
+    largest, rest = used[:OCCUPANCY_LAYERS], used[OCCUPANCY_LAYERS:]
+    stack = {name: layers[name] for name in layers if name in largest}
+    if rest:
+        stack[f"{len(rest)} others"] = np.sum([layers[name] for name in rest], axis=0).tolist()
+    figure, axes = _figure()
+    axes.stackplot(minutes, list(stack.values()), labels=list(stack), lw=0)
+    axes.set_xlabel("minutes")
+    axes.set_ylabel("blocks")
+    figure.legend(frameon=False, loc="outside upper center", ncols=3)
+    return figure
 
 
 def sunburst(trace: Trace) -> Any:
@@ -162,42 +194,91 @@ def sunburst(trace: Trace) -> Any:
     return figure
 
 
-def all_pictures(trace: Trace, results: Sequence[ReplayResult]) -> dict[str, Callable[[], Any]]:
-    """Every picture that this trace and these results allow, by title; drawn when called."""
-    pictures: dict[str, Callable[[], Any]] = {}
+class Picture(NamedTuple):
+    """A title, a sentence that says how to read it, and the function that draws it."""
+
+    title: str
+    caption: str
+    draw: Callable[[], Any]
+
+
+def all_pictures(trace: Trace, results: Sequence[ReplayResult], configs: Sequence[ReplayConfig] = ()) -> list[Picture]:
+    """Every picture that this trace and these results allow."""
+    pictures = []
     if any(result.capacity is not None for result in results):
-        pictures["Hit ratio by capacity"] = lambda: hit_curves(results)
+        caption = "Higher is better. Dashed and dotted: bounds that no policy can pass."
+        pictures.append(Picture("Hit ratio by capacity", caption, lambda: hit_curves(results)))
     if trace.num_ids:
-        pictures["Distance between uses of a block"] = lambda: reuse_distances(trace)
-        pictures["Working set"] = lambda: working_sets(trace)
-        pictures["Tree of prompts"] = lambda: sunburst(trace)
-    policies = [r for r in results if r.capacity is not None and not r.bound]
-    if policies:
-        middle = policies[len(policies) // 2]
-        config = ReplayConfig(middle.policy, middle.capacity)
-        title = f"What the cache holds ({middle.policy}, {middle.capacity:,} blocks)"
-        pictures[title] = lambda: occupancy(trace, config)
+        caption = (
+            "The part of all reuses that come within so many seconds, or so many new blocks, after the use before."
+        )
+        pictures.append(Picture("Distance between uses of a block", caption, lambda: reuse_distances(trace)))
+        caption = "Different blocks that are used in windows of time, and all that were ever used."
+        pictures.append(Picture("Working set", caption, lambda: working_sets(trace)))
+        caption = (
+            f"From the inside out: the first {SUNBURST_DEPTH} blocks of prompts, as wide as many requests go through them. "
+            f"Grey: all beyond the {SUNBURST_CHILDREN} most frequent; white: prompts that share no more."
+        )
+        pictures.append(Picture("Tree of prompts", caption, lambda: sunburst(trace)))
+    real = [config for config in configs if config.capacity is not None and config.policy not in MODELS]
+    return pictures + (_occupancy_pictures(trace, real[len(real) // 2]) if real else [])
+
+
+def _occupancy_pictures(trace: Trace, config: ReplayConfig) -> list[Picture]:
+    held = cache(lambda: sample_occupancy(trace, config))
+    sizes = f"Policy {config.policy}, {config.capacity:,} blocks" + "".join(
+        f" + {blocks:,} on the {tier}" for tier, blocks in (("host", config.host), ("disk", config.disk)) if blocks
+    )
+    pictures = [
+        Picture(
+            "What the cache holds, by tier and age",
+            f"{sizes}; those on the GPU by the time since their last use.",
+            lambda: occupancy(held().minutes, held().by_age),
+        )
+    ]
+    if trace.tenants is not None:
+        pictures.append(
+            Picture(
+                "What the cache holds, by tenant",
+                f"{sizes}; a block counts for the tenant whose request had it computed.",
+                lambda: occupancy(held().minutes, dict(sorted(held().by_tenant.items()))),
+            )
+        )
     return pictures
+
+
+def absent_pictures(trace: Trace) -> list[str]:
+    """Sentences about pictures that this trace does not allow, and what it would take."""
+    if trace.tenants is None:
+        return [
+            f'{trace.name} does not say who asked, so nothing is drawn by tenant; a line may carry "tenant": "name"'
+        ]
+    return []
 
 
 def to_svg(figure: Any) -> str:
     """A figure as an `<svg>` element, without the XML header; the same every time."""
+    from matplotlib import rc_context
+
     stream = io.StringIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None})
+    with rc_context({"svg.hashsalt": "kvpool"}):
+        figure.savefig(stream, format="svg", metadata={"Date": None})
     text = stream.getvalue()
     return text[text.index("<svg") :]
 
 
-def save_pictures(folder: Path, trace: Trace, results: Sequence[ReplayResult]) -> list[Path]:
+def save_pictures(
+    folder: Path, trace: Trace, results: Sequence[ReplayResult], configs: Sequence[ReplayConfig] = ()
+) -> list[Path]:
     """Writes every picture as PNG and SVG; returns the paths."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidArgumentError(f"cannot write to {folder}: {error.strerror or error}") from None
     paths = []
-    for title, draw in all_pictures(trace, results).items():
-        figure = draw()
-        name = "-".join("".join(c if c.isalnum() else " " for c in title.lower()).split())
+    for picture in all_pictures(trace, results, configs):
+        figure = picture.draw()
+        name = "-".join("".join(c if c.isalnum() else " " for c in picture.title.lower()).split())
         for suffix in (".png", ".svg"):
             path = folder / f"{name}{suffix}"
             figure.savefig(path, dpi=150)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpool.config import KVCacheConfig
 from kvpool.errors import InvalidArgumentError
 from kvpool.model_config import layers_from_hf
+from kvpool.replay.costs import Measurement, costs_for
 from kvpool.replay.gpus import COMPUTE_EFFICIENCY, DISK_BYTES_PER_SECOND, LINK_EFFICIENCY, find_gpu
 from kvpool.replay.weights import Weights, count_weights
+from kvpool.scheduling import LinearCostModel
 
 GPU_FRACTION = 0.9
 LINK_LATENCY = 5e-5  # seconds before the first byte of a copy
@@ -21,10 +23,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked: a model, GPUs, and how it will be used."""
+    """What is asked: a model, GPUs (or a machine that was measured), and how it will be used."""
 
     model: str | Path | Mapping[str, Any]
-    gpu: str
+    gpu: str | None = None
     kv_dtype: str | None = None
     context: int = 8192
     concurrency: int = 1
@@ -34,8 +36,17 @@ class PlanRequest:
     gpu_fraction: float = GPU_FRACTION
     host_bytes: int = 0
     disk_bytes: int = 0
+    measured: Measurement | None = None
 
     def __post_init__(self) -> None:
+        if (self.gpu is None) == (self.measured is None):
+            raise InvalidArgumentError(
+                "a plan needs either the name of a GPU or the costs that were measured on a machine"
+            )
+        if self.measured is not None and self.num_gpus > 1:
+            raise InvalidArgumentError(
+                f"num_gpus is {self.num_gpus}, but costs were measured on one; give a GPU's name"
+            )
         for name in ("context", "concurrency", "num_gpus", "block_size"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise InvalidArgumentError(f"{name} is {getattr(self, name)!r}; it must be an integer of at least 1")
@@ -70,34 +81,67 @@ def make_plan(request: PlanRequest) -> Plan:
     >>> int(plan.numbers["kv_bytes_per_token"]), int(plan.numbers["sequences_that_fit"])
     (65536, 51)
     """
-    gpu = find_gpu(request.gpu)
     weights = count_weights(request.model)
     layers = layers_from_hf(request.model, dtype=request.kv_dtype)
     plan = Plan()
     per_parameter = request.weight_bytes or weights.bytes_per_parameter
+    hardware = _hardware(request, weights, per_parameter)
     plan.put("parameters", weights.total, weights.why)
     weight_bytes = plan.put(
         "weights_bytes",
         weights.total * per_parameter,
         f"{weights.total / 1e9:.2f} B parameters x {per_parameter:g} bytes",
     )
-    memory = gpu.memory_bytes * request.num_gpus
     budget = plan.put(
-        "kv_budget_bytes", int(memory * request.gpu_fraction - weight_bytes),
-        f"{request.gpu_fraction:.0%} of {request.num_gpus} x {gpu.memory_bytes / 1e9:.0f} GB less the weights; the rest is "
-        "for activations and the runtime",
+        "kv_budget_bytes", int(hardware.memory_bytes * request.gpu_fraction - weight_bytes),
+        f"{request.gpu_fraction:.0%} of {hardware.memory} less the weights; the rest is for activations and the runtime",
     )  # fmt: skip
     if budget <= 0:
         plan.verdict = (
-            f"The weights alone do not fit: {_gb(weight_bytes)} on {request.num_gpus} x {gpu.name}. "
-            "Use more GPUs or smaller weights."
+            f"The weights alone do not fit: {_gb(weight_bytes)} on {hardware.name}. Use more GPUs or smaller weights."
         )
         return plan
     _add_cache(
         plan, request, KVCacheConfig(layers, request.block_size, gpu_bytes=int(budget), plan_tokens=request.context)
     )
-    _add_costs(plan, request, weights, per_parameter)
+    _add_costs(plan, request.context, hardware)
     return plan
+
+
+class _Hardware(NamedTuple):
+    """Memory, costs, and the words that explain them."""
+
+    name: str
+    memory_bytes: int
+    memory: str
+    costs: LinearCostModel
+    why_token: str
+    why_pair: str
+    link: str
+
+
+def _hardware(request: PlanRequest, weights: Weights, per_parameter: float) -> _Hardware:
+    if request.measured is not None:
+        found = request.measured
+        found.check_model(weights)
+        return _Hardware(
+            found.machine, found.memory_bytes, f"the {found.memory_bytes / 1e9:.0f} GB of {found.machine}", found.costs,
+            f"measured on {found.machine} with {found.model} (median error {found.errors.get('prefill', 0):.0%})",
+            "attention, for each token before it; measured in the same way", "measured",
+        )  # fmt: skip
+    gpu = find_gpu(request.gpu or "")
+    name = f"{request.num_gpus} x {gpu.name}"
+    costs, _ = costs_for(
+        request.model, gpu.name, request.kv_dtype, num_gpus=request.num_gpus, weight_bytes=request.weight_bytes
+    )
+    peak = gpu.flops(per_parameter) / COMPUTE_EFFICIENCY / 1e12
+    return _Hardware(
+        name, gpu.memory_bytes * request.num_gpus, f"{request.num_gpus} x {gpu.memory_bytes / 1e9:.0f} GB", costs,
+        f"2 x {weights.active / 1e9:.2f} B active parameters at {COMPUTE_EFFICIENCY:.0%} of {peak:.0f} TFLOP/s "
+        f"(data sheet) on {name}",
+        "attention: 4 x hidden size x layers FLOPs for each token before it",
+        f"{LINK_EFFICIENCY:.0%} of the data sheet",
+    )  # fmt: skip
 
 
 def _add_cache(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
@@ -140,31 +184,23 @@ def _add_cache(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
         )
 
 
-def _add_costs(plan: Plan, request: PlanRequest, weights: Weights, per_parameter: float) -> None:
-    gpu = find_gpu(request.gpu)
-    flops = gpu.flops(per_parameter) * COMPUTE_EFFICIENCY * request.num_gpus
-    token = plan.put(
-        "recompute_seconds_per_token", 2 * weights.active / flops,
-        f"2 x {weights.active / 1e9:.2f} B active parameters at {COMPUTE_EFFICIENCY:.0%} of "
-        f"{gpu.flops(per_parameter) / 1e12:.0f} TFLOP/s",
-    )  # fmt: skip
-    pair = plan.put(
-        "recompute_seconds_per_token_pair", 4 * weights.hidden_size * weights.num_layers / flops,
-        "attention: 4 x hidden size x layers FLOPs for each token before it",
-    )  # fmt: skip
-    context = request.context
+def _add_costs(plan: Plan, context: int, hardware: _Hardware) -> None:
+    costs = hardware.costs
+    token = plan.put("recompute_seconds_per_token", costs.prefill_seconds_per_token, hardware.why_token)
+    pair = plan.put("recompute_seconds_per_token_pair", costs.seconds_per_token_pair, hardware.why_pair)
     computing = plan.put(
-        "recompute_seconds", context * token + context**2 / 2 * pair, f"a prompt of {context:,} tokens, computed"
+        "recompute_seconds", costs.prefill_seconds(context, 0), f"a prompt of {context:,} tokens, computed"
     )
     speeds = {
-        "host": (gpu.link_bytes_per_second * LINK_EFFICIENCY * request.num_gpus, LINK_LATENCY),
-        "disk": (DISK_BYTES_PER_SECOND, DISK_LATENCY),
+        "host": (costs.transfer_bytes_per_second, LINK_LATENCY, hardware.link),
+        "disk": (DISK_BYTES_PER_SECOND, DISK_LATENCY, "one good NVMe drive"),
     }
     each = plan.numbers["sequence_bytes"]
-    for tier, (speed, latency) in speeds.items():
+    for tier, (speed, latency, source) in speeds.items():
         loading = plan.put(
-            f"{tier}_load_seconds", latency + each / speed, f"the same prompt, loaded at {speed / 1e9:.0f} GB/s"
-        )
+            f"{tier}_load_seconds", latency + each / speed,
+            f"the same prompt, loaded at {speed / 1e9:.1f} GB/s ({source})",
+        )  # fmt: skip
         plan.put(
             f"{tier}_break_even_tokens",
             _break_even(token, pair, latency, plan.numbers["kv_bytes_per_token"] / speed),

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.pictures import all_pictures, to_svg
-from kvpool.replay.simulate import ReplayResult
+from kvpool.replay.pictures import absent_pictures, all_pictures, to_svg
+from kvpool.replay.simulate import ReplayConfig, ReplayResult
 from kvpool.replay.statistics import summary
 from kvpool.replay.trace import Trace
 
@@ -20,21 +20,36 @@ h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }
 th:first-child, td:first-child { text-align: left } tr.bound { opacity: .65 } .best { font-weight: 700 }
-figure { margin: 1rem 0; background: #fff; border-radius: .5rem; padding: .5rem } svg { width: 100%; height: auto }
+figure { margin: 1rem 0; background: #fff; border-radius: .5rem; padding: .5rem }
+svg { width: 100%; height: auto; max-width: 44rem; display: block; margin: auto }
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .5rem }
 .facts div { border: 1px solid #8884; border-radius: .5rem; padding: .5rem } .facts b { display: block; font-size: 1.2rem }
 """
 
 
-def write_report(path: str | Path, trace: Trace, results: Sequence[ReplayResult]) -> None:
-    """Writes the page. Everything is inside: no scripts, no fonts, no links to elsewhere."""
+def write_report(
+    path: str | Path,
+    trace: Trace,
+    results: Sequence[ReplayResult],
+    configs: Sequence[ReplayConfig] = (),
+    rows: Sequence[dict[str, Any]] | None = None,
+) -> None:
+    """Writes the page. Everything is inside: no scripts, no fonts, no links to elsewhere.
+
+    `configs` are those of the results, for what the cache holds; `rows` has more columns than the results (serving).
+    """
     try:
-        Path(path).write_text(render(trace, results), encoding="utf-8")
+        Path(path).write_text(render(trace, results, configs, rows), encoding="utf-8")
     except OSError as error:
         raise InvalidArgumentError(f"cannot write {path}: {error.strerror or error}") from None
 
 
-def render(trace: Trace, results: Sequence[ReplayResult]) -> str:
+def render(
+    trace: Trace,
+    results: Sequence[ReplayResult],
+    configs: Sequence[ReplayConfig] = (),
+    rows: Sequence[dict[str, Any]] | None = None,
+) -> str:
     """The page as text."""
     title = f"Replay of {trace.name}"
     parts = [
@@ -50,9 +65,15 @@ def render(trace: Trace, results: Sequence[ReplayResult]) -> str:
             f"<p>{escape(text)}</p>" for text in dict.fromkeys(f"{r.policy}: {r.bound}" for r in results if r.bound)
         ),
     ]
-    for name, draw in all_pictures(trace, results).items():
-        parts.append(f'<h2>{escape(name)}</h2><figure role="img" aria-label="{escape(name)}">{to_svg(draw())}</figure>')
-    parts.append("<h2>All runs</h2>" + _rows(results) + "</body></html>")
+    for picture in all_pictures(trace, results, configs):
+        title = escape(picture.title)
+        parts.append(
+            f'<h2>{title}</h2><p>{escape(picture.caption)}</p><figure role="img" aria-label="{title}">'
+            f"{to_svg(picture.draw())}</figure>"
+        )
+    parts.extend(f"<p>{escape(text)}</p>" for text in absent_pictures(trace))
+    table = _rows([result.row() for result in results] if rows is None else rows)
+    parts.append(f"<h2>All runs</h2>{table}</body></html>")
     return "\n".join(parts)
 
 
@@ -72,7 +93,11 @@ def _sentence(trace: Trace, results: Sequence[ReplayResult]) -> str:
 def _facts(figures: dict[str, Any]) -> str:
     cells = []
     for name, value in figures.items():
-        shown = f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+        if value == 0 and name in ("sessions", "tenants"):
+            continue  # the trace does not name them
+        shown = f"{value:,}" if type(value) is int else str(value)
+        if isinstance(value, float):
+            shown = f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
         cells.append(f"<div><b>{escape(shown)}</b>{escape(name.replace('_', ' '))}</div>")
     return f'<div class="facts">{"".join(cells)}</div>'
 
@@ -101,8 +126,7 @@ def _matrix(results: Sequence[ReplayResult]) -> str:
     return f'<div class="scroll"><table><tr><th>policy</th>{head}</tr>{"".join(lines)}</table></div>'
 
 
-def _rows(results: Sequence[ReplayResult]) -> str:
-    rows = [result.row() for result in results]
+def _rows(rows: Sequence[dict[str, Any]]) -> str:
     columns = [name for name in dict.fromkeys(c for row in rows for c in row) if name not in ("trace", "bound")]
     columns = [name for name in columns if any(row.get(name) for row in rows)]
     head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in columns)

@@ -8,10 +8,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from typing import TypeVar
 
 from kvpool.replay.bounds import MODELS, run_model
 from kvpool.replay.simulate import ReplayConfig, ReplayResult, replay
 from kvpool.replay.trace import Trace
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _trace: Trace | None = None  # of a worker process, set once when it starts
 
@@ -35,7 +39,7 @@ def run_all(
     Where nothing is ever evicted all policies are the same, so that one of them is run for all.
     """
     distinct = list(dict.fromkeys(map(_representative, configs)))
-    results = dict(zip(distinct, _run_distinct(trace, distinct, workers, progress), strict=True))
+    results = dict(zip(distinct, map_over(trace, run_one, distinct, workers=workers, progress=progress), strict=True))
     if progress is not None:
         progress(len(configs) - len(distinct))
     return [replace(results[_representative(config)], policy=config.policy) for config in configs]
@@ -46,14 +50,20 @@ def _representative(config: ReplayConfig) -> ReplayConfig:
     return replace(config, policy="lru") if unlimited else config
 
 
-def _run_distinct(
-    trace: Trace, configs: Sequence[ReplayConfig], workers: int | None, progress: Callable[[int], None] | None
-) -> list[ReplayResult]:
-    count = min(workers or os.cpu_count() or 1, len(configs))
+def map_over(
+    trace: Trace,
+    run: Callable[[Trace, Item], Result],
+    items: Sequence[Item],
+    *,
+    workers: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Result]:
+    """`run(trace, item)` for every item, in the order given, on several processes; `run` is a function of a module."""
+    count = min(workers or os.cpu_count() or 1, len(items))
     if count <= 1:
         results = []
-        for config in configs:
-            results.append(run_one(trace, config))
+        for item in items:
+            results.append(run(trace, item))
             if progress is not None:
                 progress(1)
         return results
@@ -61,7 +71,7 @@ def _run_distinct(
     can_fork = "fork" in multiprocessing.get_all_start_methods() and threading.active_count() == 1
     context = multiprocessing.get_context("fork" if can_fork else "spawn")
     with ProcessPoolExecutor(count, context, _start_worker, (trace,)) as pool:
-        futures = [pool.submit(_run_in_worker, config) for config in configs]
+        futures = [pool.submit(_run_in_worker, run, item) for item in items]
         for future in as_completed(futures):
             future.result()  # a failure ends the sweep now, not after the rest
             if progress is not None:
@@ -74,6 +84,6 @@ def _start_worker(trace: Trace) -> None:
     _trace = trace
 
 
-def _run_in_worker(config: ReplayConfig) -> ReplayResult:
+def _run_in_worker(run: Callable[[Trace, Item], Result], item: Item) -> Result:
     assert _trace is not None
-    return run_one(_trace, config)
+    return run(_trace, item)

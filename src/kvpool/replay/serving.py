@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,12 +11,9 @@ import numpy as np
 from kvpool.config import KVCacheConfig, LayerSpec
 from kvpool.errors import InvalidArgumentError, NeverFitsError
 from kvpool.manager import KVCacheManager
-from kvpool.model_config import layers_from_hf
-from kvpool.replay.gpus import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY, find_gpu
 from kvpool.replay.simulate import ReplayConfig
 from kvpool.replay.trace import Trace, TraceError
-from kvpool.replay.weights import count_weights
-from kvpool.scheduling import CostModel, LinearCostModel, Request, Scheduler, SchedulerConfig
+from kvpool.scheduling import CostModel, Request, Scheduler, SchedulerConfig
 
 SAMPLED = 2**31 - 3  # the token that every step samples: never part of a prompt
 
@@ -59,30 +55,11 @@ class ServingResult:
     served_requests_per_second: float
     goodput: float  # fraction of all requests within both limits
     serving_token_hit_ratio: float
-    seconds: float
+    simulated_seconds: float
 
     def row(self) -> dict[str, Any]:
         """Columns for the table of replays."""
         return dict(self.__dict__)
-
-
-def costs_for(
-    model: str | Path | Mapping[str, Any], gpu: str, kv_dtype: str | None = None
-) -> tuple[LinearCostModel, Sequence[LayerSpec]]:
-    """A cost model from data sheets: compute-bound prefill, decoding bound by memory bandwidth. And the model's layers."""
-    device, weights = find_gpu(gpu), count_weights(model)
-    layers = layers_from_hf(model, dtype=kv_dtype)
-    flops = device.flops(weights.bytes_per_parameter) * COMPUTE_EFFICIENCY
-    bandwidth = device.memory_bytes_per_second * MEMORY_EFFICIENCY
-    costs = LinearCostModel(
-        prefill_seconds_per_token=2 * weights.active / flops,
-        seconds_per_token_pair=4 * weights.hidden_size * weights.num_layers / flops,
-        decode_seconds_per_step=weights.active * weights.bytes_per_parameter / bandwidth,
-        decode_seconds_per_sequence=2 * weights.active / flops,
-        decode_seconds_per_context_token=sum(layer.bytes_per_token for layer in layers) / bandwidth,
-        transfer_bytes_per_second=device.link_bytes_per_second * LINK_EFFICIENCY,
-    )
-    return costs, layers
 
 
 def simulate_serving(trace: Trace, config: ServingConfig) -> ServingResult:
@@ -168,5 +145,5 @@ class _Serving:
             served_requests_per_second=float(served.sum()) / self.now if self.now else 0.0,
             goodput=float(good.sum()) / len(self.trace) if len(self.trace) else 0.0,
             serving_token_hit_ratio=self.manager.stats().token_hit_rate,
-            seconds=self.now,
+            simulated_seconds=self.now,
         )

@@ -45,6 +45,7 @@ def summary(trace: Trace) -> dict[str, Any]:
         "reuse_gap_seconds_median": float(np.median(found.seconds)) if len(found.seconds) else 0.0,
         "reuse_gap_seconds_p90": float(np.percentile(found.seconds, 90)) if len(found.seconds) else 0.0,
         "sessions": len(set(trace.sessions)) if trace.sessions is not None else 0,
+        "tenants": len(set(trace.tenants)) if trace.tenants is not None else 0,
     }
     return figures
 

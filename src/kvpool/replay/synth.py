@@ -18,7 +18,8 @@ class WorkloadModel:
     """Conversations below shared prompts. Lengths and gaps are log-normal: (mean, deviation) of the logarithm.
 
     A conversation starts with one of `num_stems` shared prompts (the popularity falls as a power of the rank), adds new
-    blocks, and continues after a gap with the probability of its turn; each turn repeats everything before it.
+    blocks, and continues after a gap with the probability of its turn; each turn repeats everything before it. With
+    `num_tenants`, every shared prompt belongs to one of them, and so does every conversation.
     """
 
     unit: int = 512
@@ -33,16 +34,25 @@ class WorkloadModel:
     gap_seconds: tuple[float, float] = (4.6, 1.0)
     output_tokens: tuple[float, float] = (5.5, 0.8)
     continues: tuple[float, ...] = (0.3, 0.4, 0.5, 0.6, 0.65)  # by turn; the last one holds for all later turns
+    num_tenants: int = 0  # 0: the trace does not say who asked
 
     def __post_init__(self) -> None:
         if self.rate <= 0 or self.num_stems < 1 or not self.continues:
             raise InvalidArgumentError("rate must be above 0, num_stems at least 1 and continues not empty")
+        if not 0 <= self.num_tenants <= self.num_stems:
+            raise InvalidArgumentError(
+                f"num_tenants is {self.num_tenants}; it must be 0 (none) to {self.num_stems}, the number of shared prompts"
+            )
         if any(not 0 <= chance < 1 for chance in self.continues):
             raise InvalidArgumentError(f"continues is {self.continues}; probabilities lie in 0 <= p < 1")
 
     def with_rate(self, rate: float) -> WorkloadModel:
         """The same workload at another load."""
         return replace(self, rate=rate)
+
+    def with_tenants(self, num_tenants: int) -> WorkloadModel:
+        """The same workload, asked by so many tenants."""
+        return replace(self, num_tenants=num_tenants, num_stems=max(self.num_stems, num_tenants))
 
 
 def fit(trace: Trace) -> WorkloadModel:
@@ -59,11 +69,12 @@ def fit(trace: Trace) -> WorkloadModel:
     mean = float(arrivals.mean()) if len(arrivals) and arrivals.mean() > 0 else 1.0
     shared = stems[starts]
     popularity = np.sort(np.unique(shared[shared > 0], return_counts=True)[1])[::-1]
+    num_tenants = 0 if trace.tenants is None else len(set(trace.tenants))
     return WorkloadModel(
         unit=trace.unit,
         rate=1 / mean,
         burstiness=float(min(arrivals.std() / mean, 20.0)) if len(arrivals) else 1.0,
-        num_stems=max(1, int(len(trace) * 0.01), len(popularity)),
+        num_stems=max(1, int(len(trace) * 0.01), len(popularity), num_tenants),
         stem_blocks=float(max(1.0, shared[shared > 0].mean())) if (shared > 0).any() else 1.0,
         unshared=float((shared == 0).mean()) if len(shared) else 1.0,
         first_blocks=_log_normal(fresh[starts]),
@@ -71,6 +82,7 @@ def fit(trace: Trace) -> WorkloadModel:
         gap_seconds=_log_normal(np.asarray(gaps)),
         output_tokens=_log_normal(trace.output_lengths),
         continues=tuple(chances) or (0.0,),
+        num_tenants=num_tenants,
     )
 
 
@@ -119,17 +131,19 @@ def synthesise(model: WorkloadModel, num_requests: int, *, seed: int = 0, name: 
     ends = np.cumsum(stem_lengths)
     next_id = int(ends[-1])
     mean_turns = _expected_turns(model.continues)
-    waiting: list[tuple[float, int, int, list[int]]] = []  # (time, serial, turn, blocks so far)
+    waiting: list[tuple[float, int, int, list[int], int]] = []  # (time, serial, turn, blocks so far, tenant)
     next_start, serial = 0.0, 0
     while len(builder) < num_requests:
         if waiting and waiting[0][0] <= next_start:
-            time, _, turn, blocks = heappop(waiting)
+            time, _, turn, blocks, tenant = heappop(waiting)
             mean, deviation = model.turn_blocks
         else:
             time, turn, blocks = next_start, 0, []
             next_start += _arrival_gap(random, model.rate / mean_turns, model.burstiness)
-            if random.random() >= model.unshared:
-                stem = int(random.choice(model.num_stems, p=weights / weights.sum()))
+            shares = random.random() >= model.unshared
+            stem = int(random.choice(model.num_stems, p=weights / weights.sum())) if shares or model.num_tenants else 0
+            tenant = stem % max(1, model.num_tenants)
+            if shares:
                 blocks = list(range(int(ends[stem] - stem_lengths[stem]), int(ends[stem])))
             mean, deviation = model.first_blocks
         count = max(1, round(float(random.lognormal(mean, deviation))))
@@ -137,12 +151,13 @@ def synthesise(model: WorkloadModel, num_requests: int, *, seed: int = 0, name: 
         next_id += count
         tokens = len(blocks) * model.unit - int(random.integers(model.unit))
         output = max(1, round(float(random.lognormal(*model.output_tokens))))
-        builder.add(time * 1000, blocks, tokens, output)
+        who = f"tenant {tenant + 1}" if model.num_tenants else None
+        builder.add(time * 1000, blocks, tokens, output, tenant=who)
         if random.random() < model.continues[min(turn, len(model.continues) - 1)]:
             serial += 1
             if tokens % model.unit:
                 blocks = blocks[:-1]  # the next turn fills up the partial block, which makes it another one
-            heappush(waiting, (time + float(random.lognormal(*model.gap_seconds)), serial, turn + 1, blocks))
+            heappush(waiting, (time + float(random.lognormal(*model.gap_seconds)), serial, turn + 1, blocks, tenant))
     return builder.build()
 
 

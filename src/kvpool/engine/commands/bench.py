@@ -10,9 +10,13 @@ import numpy as np
 import typer
 
 from kvpool.engine.commands import options as opt
+from kvpool.engine.commands.calibration import measure_costs
+from kvpool.engine.default_model import NAME as DEFAULT_NAME
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Chunk
 from kvpool.engine.params import SamplingParams
+from kvpool.errors import ConfigError
+from kvpool.replay.costs import Measurement
 from kvpool.terminal import console, progress_bar, write_json
 
 
@@ -37,16 +41,26 @@ def bench(
     max_sequences: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
     max_tokens_per_step: Annotated[int, typer.Option(help="Tokens of one step, decoding and prefill together.")] = 2048,
     compare: Annotated[bool, typer.Option(help="Measure without the prefix cache too.")] = True,
+    costs: Annotated[
+        bool | None,
+        typer.Option(help="Also time single steps, for `kvpool replay|plan --costs`; default: with --json."),
+    ] = None,
     json: Annotated[str | None, typer.Option(help="Write the figures as JSON; - for stdout.")] = None,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Runs random prompts with a common beginning, with and without the prefix cache, and prints what it took."""
+    """Runs random prompts with a common beginning, with and without the prefix cache, and prints what it took.
+
+    With --json FILE it also measures what prefill, decoding and the link to the host cost on this machine: `kvpool replay
+    TRACE --costs FILE` and `kvpool plan --costs FILE` then answer for it instead of for a GPU out of a list.
+    """
     settings = dict(requests=requests, prompt_tokens=prompt_tokens, shared_tokens=shared_tokens, max_tokens=max_tokens)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    measurement: Measurement | None = None
+    loaded: Any = model
     for caching in (True, False) if compare else (True,):
-        opt.tell("loading the model ...", quiet)
+        opt.tell("loading the model ..." if loaded is model else "without the prefix cache ...", quiet)
         with opt.make_engine(
-            model,
+            loaded,
             device,
             dtype,
             kv_dtype,
@@ -58,10 +72,30 @@ def bench(
             record=record if caching else None,
         ) as engine:
             rows.append({"prefix_cache": caching, **_measure(engine, **settings, quiet=quiet)})
+            if caching and (costs or (costs is None and json is not None)):
+                measurement = _try_costs(engine, model or DEFAULT_NAME, wanted=bool(costs), quiet=quiet)
+            loaded = engine.model
     if json is not None:
-        write_json(json, {"settings": settings, "runs": rows})
+        written: dict[str, Any] = {"settings": settings, "runs": rows}
+        if measurement is not None:
+            written["measurement"] = measurement.to_dict()
+        write_json(json, written)
     if json != "-":
         _print_table(rows)
+        if measurement is not None:
+            _print_costs(measurement)
+
+
+def _try_costs(engine: Engine, name: str, wanted: bool, quiet: bool) -> Measurement | None:
+    """The costs of single steps; where the cache is too small to time them, an error only if they were asked for."""
+    opt.tell("timing single steps ...", quiet)
+    try:
+        return measure_costs(engine, name)
+    except ConfigError as error:
+        if wanted:
+            raise
+        opt.tell(f"no costs are written: {error}", quiet)
+        return None
 
 
 def _measure(
@@ -119,3 +153,14 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         table.add_row(f"{name}: p50 / p90 / p99", *values)
     table.add_row("preemptions", *(str(row["preemptions"]) for row in rows))
     console(to_stderr=False).print(table)
+
+
+def _print_costs(found: Measurement) -> None:
+    costs = found.costs
+    console(to_stderr=False).print(
+        f"{found.model} on {found.machine}: prefill {1 / max(costs.prefill_seconds_per_token, 1e-12):,.0f} tok/s (median "
+        f"error {found.errors['prefill']:.0%}); a decode step {1e3 * costs.decode_seconds_per_step:.2f} ms + "
+        f"{1e3 * costs.decode_seconds_per_sequence:.3f} ms a sequence + "
+        f"{1e6 * costs.decode_seconds_per_context_token:.3f} µs a token of context (median error "
+        f"{found.errors['decode']:.0%}); link {costs.transfer_bytes_per_second / 1e9:.1f} GB/s"
+    )

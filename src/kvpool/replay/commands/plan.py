@@ -7,7 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from kvpool.errors import InvalidArgumentError
+from kvpool.replay.costs import read_costs
 from kvpool.replay.formats import read_trace
+from kvpool.replay.gpus import GPUS
 from kvpool.replay.plan import GIB, GPU_FRACTION, Plan, PlanRequest, knee, make_plan
 from kvpool.replay.runs import run_all
 from kvpool.replay.simulate import ReplayConfig
@@ -23,7 +26,10 @@ def register(app: typer.Typer, name: str) -> None:
 
 def plan(
     model: Annotated[Path, typer.Option(help="A Hugging Face config.json, or the folder that holds it.")],
-    gpu: Annotated[str, typer.Option(help="For example h200, h100, a100, l40s, rtx4090.")],
+    gpu: Annotated[str | None, typer.Option(help=f"One of {', '.join(GPUS)}.")] = None,
+    costs: Annotated[
+        Path | None, typer.Option(help="Instead of --gpu: the machine that `kvpool bench --json FILE` measured.")
+    ] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Element type of K and V: fp8, bfloat16, int8, int4.")] = None,
     context: Annotated[str, typer.Option(help="Tokens per sequence; 32k is 32,768.")] = "8k",
     concurrency: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
@@ -39,10 +45,16 @@ def plan(
     policy: Annotated[str, typer.Option(help="Eviction policy for the hit curve.")] = "adaptive",
     json: Annotated[str | None, typer.Option(help="Write all numbers; - for stdout.")] = None,
 ) -> None:
-    """Plans the memory of a model on GPUs from its config alone."""
+    """Plans the memory of a model on GPUs from its config alone, and says from where each number comes.
+
+    Speeds are data-sheet figures times what may be expected of them; with --costs they are measured ones.
+    """
+    if (gpu is None) == (costs is None):
+        raise InvalidArgumentError("give --gpu NAME, or --costs FILE written by `kvpool bench --json FILE`")
     request = PlanRequest(
         str(model), gpu, kv_dtype, parse_tokens(context, "--context"), concurrency, num_gpus, block_size, weight_bytes,
         gpu_fraction, parse_bytes(host, "--host"), parse_bytes(disk, "--disk"),
+        None if costs is None else read_costs(costs),
     )  # fmt: skip
     made = make_plan(request)
     result: dict[str, Any] = made.to_dict()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -13,10 +14,14 @@ from kvpool.replay.bounds import INFINITE, MODELS, OPTIMUM
 from kvpool.replay.commands.options import parse_capacities, parse_tiers
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS, read_trace
 from kvpool.replay.recording import replay_recording
-from kvpool.replay.runs import run_all
+from kvpool.replay.runs import map_over, run_all
 from kvpool.replay.simulate import ReplayConfig, ReplayResult
 from kvpool.replay.trace import Trace
 from kvpool.terminal import console, progress_bar, write_csv, write_json
+
+if TYPE_CHECKING:
+    from kvpool.config import LayerSpec
+    from kvpool.scheduling import LinearCostModel
 
 DEFAULT_CAPACITIES = "1k,5k,10k,30k,50k,100k,inf"
 
@@ -38,6 +43,9 @@ def replay(
     model: Annotated[Path | None, typer.Option(help="A config.json: report bytes moved, and real sizes.")] = None,
     kv_dtype: Annotated[str | None, typer.Option(help="Element type of K and V for --model.")] = None,
     gpu: Annotated[str | None, typer.Option(help="Simulate serving on this GPU (with --model): TTFT, goodput.")] = None,
+    costs: Annotated[
+        Path | None, typer.Option(help="Simulate serving on the machine that `kvpool bench --json FILE` measured.")
+    ] = None,
     slo_ttft: Annotated[float, typer.Option(help="Goodput: seconds to the first token, at most.")] = 2.0,
     slo_tpot: Annotated[float, typer.Option(help="Goodput: seconds per further token, at most.")] = 0.1,
     speed: Annotated[float, typer.Option(help="Serving: arrivals come this many times as fast.")] = 1.0,
@@ -63,14 +71,16 @@ def replay(
         loaded = loaded.full_blocks_only()
     for sentence in loaded.problems.sentences():
         out.print(f"note: {sentence}", style="yellow")
-    configs = _configs(loaded, policy, capacity, tiers, block_size, bounds, _token_bytes(model, kv_dtype))
+    machine = _machine(model, kv_dtype, gpu, costs)
+    token_bytes = None if machine is None else sum(layer.bytes_per_token for layer in machine.layers)
+    configs = _configs(loaded, policy, capacity, tiers, block_size, bounds, token_bytes)
     with progress_bar(f"replaying {loaded.name}", len(configs), quiet) as advance:
         results = run_all(loaded, configs, workers=workers, progress=advance)
     rows = [result.row() for result in results]
-    if gpu is not None:
-        _add_serving(rows, loaded, configs, model, kv_dtype, gpu, speed, (slo_ttft, slo_tpot), quiet)
+    if machine is not None and machine.costs is not None:
+        _add_serving(rows, loaded, configs, machine, speed, (slo_ttft, slo_tpot), workers, quiet)
     if not quiet:
-        _print_table(out, loaded, results, rows, time.perf_counter() - started)
+        _print_tables(out, loaded, results, rows, time.perf_counter() - started)
     if csv is not None:
         write_csv(csv, rows)
     if json is not None:
@@ -78,13 +88,15 @@ def replay(
     if report is not None:
         from kvpool.replay.report import write_report
 
-        write_report(report, loaded, results)
+        write_report(report, loaded, results, configs, rows)
         out.print(f"report: {report}")
     if plots is not None:
-        from kvpool.replay.pictures import save_pictures
+        from kvpool.replay.pictures import absent_pictures, save_pictures
 
-        for path in save_pictures(plots, loaded, results):
+        for path in save_pictures(plots, loaded, results, configs):
             out.print(f"picture: {path}")
+        for sentence in absent_pictures(loaded):
+            out.print(f"note: {sentence}", style="yellow")
 
 
 def _configs(
@@ -115,64 +127,105 @@ def _configs(
     return configs
 
 
-def _token_bytes(model: Path | None, kv_dtype: str | None) -> int | None:
-    if model is None:
-        return None
-    from kvpool.model_config import layers_from_hf
+class _Machine(NamedTuple):
+    """The model's layers, and what its steps cost, if serving is to be simulated."""
 
-    return sum(layer.bytes_per_token for layer in layers_from_hf(model, dtype=kv_dtype))
+    layers: Sequence[LayerSpec]
+    costs: LinearCostModel | None
+
+
+def _machine(model: Path | None, kv_dtype: str | None, gpu: str | None, measured: Path | None) -> _Machine | None:
+    from kvpool.model_config import layers_from_hf
+    from kvpool.replay.costs import costs_for, read_costs
+    from kvpool.replay.weights import count_weights
+
+    if gpu is not None and measured is not None:
+        raise InvalidArgumentError("give --gpu NAME or --costs FILE, not both: each says what a step costs")
+    if measured is not None:
+        found = read_costs(measured)
+        if model is None:
+            return _Machine(found.layers, found.costs)
+        found.check_model(count_weights(model))
+        return _Machine(layers_from_hf(model, dtype=kv_dtype), found.costs)
+    if gpu is not None:
+        if model is None:
+            raise InvalidArgumentError("--gpu needs --model config.json: the cost of a token depends on the model")
+        costs, layers = costs_for(model, gpu, kv_dtype)
+        return _Machine(layers, costs)
+    return None if model is None else _Machine(layers_from_hf(model, dtype=kv_dtype), None)
 
 
 def _add_serving(
-    rows: list[dict[str, Any]], trace: Trace, configs: list[ReplayConfig], model: Path | None, kv_dtype: str | None,
-    gpu: str, speed: float, slo: tuple[float, float], quiet: bool,
+    rows: list[dict[str, Any]], trace: Trace, configs: list[ReplayConfig], machine: _Machine, speed: float,
+    slo: tuple[float, float], workers: int | None, quiet: bool,
 ) -> None:  # fmt: skip
-    """Runs the real scheduler in simulated time for every row that is no bound, and adds its columns."""
-    from kvpool.replay.serving import ServingConfig, costs_for, simulate_serving
+    """Runs the real scheduler in simulated time for every row of finite size that is no bound, and adds its columns."""
+    from kvpool.replay.serving import ServingConfig, simulate_serving
 
-    if model is None:
-        raise InvalidArgumentError("--gpu needs --model config.json: the cost of a token depends on the model")
-    costs, layers = costs_for(model, gpu, kv_dtype)
-    real = [(row, config) for row, config in zip(rows, configs, strict=True) if config.policy not in MODELS]
-    with progress_bar("serving", len(real), quiet) as advance:
-        for row, config in real:
-            serving = ServingConfig(config, layers, costs, speed=speed, slo_ttft=slo[0], slo_tpot=slo[1])
-            row.update(simulate_serving(trace, serving).row())
-            advance(1)
+    assert machine.costs is not None
+    servings = {
+        index: ServingConfig(config, machine.layers, machine.costs, speed=speed, slo_ttft=slo[0], slo_tpot=slo[1])
+        for index, config in enumerate(configs)
+        if config.policy not in MODELS and config.capacity is not None
+    }
+    with progress_bar("serving", len(servings), quiet) as advance:
+        found = map_over(trace, simulate_serving, list(servings.values()), workers=workers, progress=advance)
+    for index, result in zip(servings, found, strict=True):
+        rows[index].update(result.row())
 
 
-def _print_table(
+def _print_tables(
     out: Any, trace: Trace, results: list[ReplayResult], rows: list[dict[str, Any]], seconds: float
 ) -> None:
-    from rich.table import Table
-
     title = f"{trace.name}: {len(trace):,} requests, {results[0].requested_blocks:,} blocks"
-    table = Table(title=title, caption=f"{seconds:.1f} s")
-    served = any("ttft_p50" in row for row in rows)
-    lower_tiers = any(
-        result.hit_blocks_by_tier.get("HOST") or result.hit_blocks_by_tier.get("DISK") for result in results
-    )
-    headings = ["policy", "capacity", "hit blocks", "hit ratio", "token ratio", "evicted"]
-    headings += ["host hits", "disk hits", "offloaded"] if lower_tiers else []
-    headings += ["TTFT p50", "TTFT p99", "tokens/s", "goodput"] if served else []
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "policy" else "right")
-    for result, row in zip(results, rows, strict=True):
-        size = "∞" if result.capacity is None else f"{result.capacity:,}"
+    lower_tiers = any(row["hit_blocks_host"] or row["hit_blocks_disk"] for row in rows if "hit_blocks_host" in row)
+    table = _table(title, "policy", "capacity", "hit blocks", "hit ratio", "token ratio", "evicted")
+    for heading in ("host hits", "disk hits", "offloaded") if lower_tiers else ():
+        table.add_column(heading, justify="right")
+    for result in results:
         cells = [
-            result.policy, size, f"{result.hit_blocks:,}", f"{result.hit_ratio:.4f}", f"{result.token_hit_ratio:.4f}",
-            "" if result.bound else f"{result.evicted_blocks:,}",
+            result.policy, _size(result), f"{result.hit_blocks:,}", f"{result.hit_ratio:.4f}",
+            f"{result.token_hit_ratio:.4f}", "" if result.bound else f"{result.evicted_blocks:,}",
         ]  # fmt: skip
-        if lower_tiers:
+        if lower_tiers and not result.bound:
             cells += [f"{result.hit_blocks_by_tier.get(tier, 0):,}" for tier in ("HOST", "DISK")]
             cells.append(f"{result.offloaded_blocks:,}")
-        if served and "ttft_p50" in row:
-            cells += [f"{row['ttft_p50']:.2f} s", f"{row['ttft_p99']:.2f} s", f"{row['output_tokens_per_second']:,.0f}"]
-            cells.append(f"{row['goodput']:.1%}")
         table.add_row(*cells, style="dim" if result.bound else "")
+    table.caption = f"{seconds:.1f} s"
     out.print(table)
     for bound in dict.fromkeys(f"{result.policy}: {result.bound}" for result in results if result.bound):
         out.print(bound, style="dim")
+    served = [(result, row) for result, row in zip(results, rows, strict=True) if "ttft_p50" in row]
+    if served:
+        out.print(_serving_table(served))
+
+
+def _serving_table(served: list[tuple[ReplayResult, dict[str, Any]]]) -> Any:
+    table = _table(
+        "served in simulated time", "policy", "capacity", "TTFT p50", "p90", "p99", "ms/token", "tokens/s", "goodput"
+    )
+    for result, row in served:
+        waits = [f"{row[f'ttft_p{percent}']:,.2f} s" for percent in (50, 90, 99)]
+        speeds = [f"{1e3 * row['tpot_p50']:,.1f}", f"{row['output_tokens_per_second']:,.0f}", f"{row['goodput']:.1%}"]
+        table.add_row(result.policy, _size(result), *waits, *speeds)
+    if refused := max(row["refused"] for _, row in served):
+        table.caption = f"up to {refused:,} requests were refused: they are larger than the whole cache"
+    return table
+
+
+def _table(title: str, *headings: str) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in headings:
+        words = heading in ("policy", "capacity")  # numbers may be folded in a narrow window, these never
+        table.add_column(heading, justify="left" if heading == "policy" else "right", no_wrap=words)
+    return table
+
+
+def _size(result: ReplayResult) -> str:
+    return "∞" if result.capacity is None else f"{result.capacity:,}"
 
 
 def _exact(path: Path, policy: str, json: str | None, out: Any) -> None:

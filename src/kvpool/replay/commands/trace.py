@@ -75,6 +75,9 @@ def synth(
     like: Annotated[Path | None, typer.Option(help="Fit the parameters to this trace.")] = None,
     requests: Annotated[str, typer.Option(help="How many, for example 10k.")] = "10k",
     rate: Annotated[float | None, typer.Option(help="Requests per second.")] = None,
+    tenants: Annotated[
+        int | None, typer.Option(min=0, help="Who asks: so many tenants; default: as in --like.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
     show: Annotated[bool, typer.Option(help="Print the fitted parameters.")] = False,
 ) -> None:
@@ -84,6 +87,8 @@ def synth(
     model: Any = WorkloadModel() if like is None else fit(read_trace(like))
     if rate is not None:
         model = model.with_rate(rate)
+    if tenants is not None:
+        model = model.with_tenants(tenants)
     if show:
         console(to_stderr=True).print(model)
     made = synthesise(model, parse_count(requests, "--requests"), seed=seed)

@@ -1,0 +1,186 @@
+"""Costs of a machine: fitted to measured steps, written by `kvpool bench`, read by replay and plan."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import DType, LayerSpec
+from kvpool.cli import main
+from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.replay import TraceBuilder, write_trace
+from kvpool.replay.costs import COSTS, Measurement, Step, costs_for, fit_costs, read_costs
+from kvpool.replay.plan import PlanRequest, make_plan
+from kvpool.scheduling import LinearCostModel
+
+CONFIG: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000, "torch_dtype": "float32",
+}  # fmt: skip
+TRUE = LinearCostModel(
+    prefill_seconds_per_token=2e-4, seconds_per_token_pair=3e-8, decode_seconds_per_step=4e-3,
+    decode_seconds_per_sequence=5e-4, decode_seconds_per_context_token=6e-7,
+)  # fmt: skip
+
+
+def steps_of(costs: LinearCostModel) -> list[Step]:
+    prompts = [
+        Step([(n, before)], 0, 0, costs.prefill_seconds(n, before)) for n in (16, 100, 900) for before in (0, 500)
+    ]
+    shapes = [(batch, batch * context) for batch in (1, 8, 32) for context in (10, 700)]
+    return prompts + [Step([], batch, context, costs.decode_seconds(batch, context)) for batch, context in shapes]
+
+
+def measurement(**changes: Any) -> Measurement:
+    found = {"machine": "a lab machine", "memory_bytes": 8 * 10**9, "model": "tiny", "parameters": 3_000_000}
+    layers = (LayerSpec(2, 64, DType.FLOAT32),) * 4
+    return Measurement(
+        **{**found, "layers": layers, "costs": TRUE, "errors": {"prefill": 0.1, "decode": 0.2}, **changes}
+    )
+
+
+@pytest.fixture
+def costs_file(tmp_path: Path) -> Path:
+    path = tmp_path / "costs.json"
+    path.write_text(json.dumps({"runs": [], "measurement": measurement().to_dict()}))
+    return path
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture
+def trace_file(tmp_path: Path) -> Path:
+    builder = TraceBuilder("t", unit=16)
+    for number in range(12):
+        builder.add(number * 100, [1, 2, 3, 10 + number % 3, 100 + number], 75, 5)
+    write_trace(builder.build(), tmp_path / "trace.jsonl")
+    return tmp_path / "trace.jsonl"
+
+
+def test_given_steps_of_a_linear_machine_then_its_costs_are_found_again() -> None:
+    costs, errors = fit_costs(steps_of(TRUE), 1e10)
+    for name in COSTS[:5]:
+        assert getattr(costs, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
+    assert max(errors.values()) < 1e-6
+
+
+def test_given_times_that_fall_with_the_context_then_no_cost_is_negative() -> None:
+    odd = [Step([], 4, context, 0.01 - context * 1e-6) for context in (10, 500, 1000)]
+    costs, errors = fit_costs([*steps_of(TRUE)[:6], *odd], 1e10)
+    assert costs.decode_seconds_per_context_token == 0
+    assert 0 < errors["decode"] < 0.1
+
+
+def test_given_too_few_steps_then_nothing_is_fitted() -> None:
+    with pytest.raises(ConfigError, match="too few"):
+        fit_costs(steps_of(TRUE)[:4], 1e10)
+
+
+def test_given_a_measurement_when_written_and_read_then_it_is_the_same(costs_file: Path) -> None:
+    found = read_costs(costs_file)
+    assert found.to_dict() == measurement().to_dict()
+    assert found.layers == measurement().layers
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("no json", "is not JSON"),
+        ('{"runs": []}', "holds no measurement"),
+        ("[1]", "holds no measurement"),
+        ('{"measurement": {"machine": "x"}}', "lacks 'memory_bytes'"),
+        (json.dumps({"measurement": {**measurement().to_dict(), "costs": {}}}), "lacks 'prefill_seconds_per_token'"),
+        (json.dumps({"measurement": {**measurement().to_dict(), "layers": [{"heads": 2}]}}), "is broken"),
+    ],
+)
+def test_given_another_file_then_it_is_refused_with_the_command_that_makes_one(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    (tmp_path / "f.json").write_text(content)
+    with pytest.raises(InvalidArgumentError, match=f"{message}.*kvpool bench --model MODEL --json costs.json"):
+        read_costs(tmp_path / "f.json")
+
+
+def test_given_no_file_then_the_error_names_it(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"cannot read .*nowhere\.json"):
+        read_costs(tmp_path / "nowhere.json")
+
+
+def test_given_a_measured_machine_then_the_plan_uses_its_memory_and_speeds() -> None:
+    plan = make_plan(PlanRequest(CONFIG, measured=measurement(), context=1000))
+    assert plan.numbers["recompute_seconds"] == pytest.approx(TRUE.prefill_seconds(1000, 0))
+    assert plan.numbers["kv_budget_bytes"] < 8e9 * 0.9
+    assert "a lab machine" in plan.why["recompute_seconds_per_token"]
+
+
+def test_given_costs_of_another_model_then_they_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"measured with tiny of 9.00 B .* model with 0.00 B"):
+        make_plan(PlanRequest(CONFIG, measured=measurement(parameters=9 * 10**9)))
+
+
+def test_given_both_or_neither_of_gpu_and_costs_then_a_plan_is_refused() -> None:
+    for gpu, measured in ((None, None), ("h200", measurement())):
+        with pytest.raises(InvalidArgumentError, match="either the name of a GPU or the costs"):
+            PlanRequest(CONFIG, gpu, measured=measured)
+    with pytest.raises(InvalidArgumentError, match="measured on one"):
+        PlanRequest(CONFIG, measured=measurement(), num_gpus=2)
+
+
+def test_given_two_gpus_then_everything_takes_half_the_time() -> None:
+    one, two = (costs_for(CONFIG, "a100", num_gpus=count)[0] for count in (1, 2))
+    assert two.prefill_seconds(100, 0) == pytest.approx(one.prefill_seconds(100, 0) / 2)
+    assert two.decode_seconds(4, 100) == pytest.approx(one.decode_seconds(4, 100) / 2)
+
+
+def test_given_costs_then_replay_serves_with_them_and_leaves_out_the_infinite_cache(
+    trace_file: Path, costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "replay",
+        str(trace_file),
+        "--costs",
+        str(costs_file),
+        "--capacity",
+        "30,inf",
+        "--no-bounds",
+        "--workers",
+        "1",
+    ]
+    assert main([*words, "--json", "-", "--quiet"]) == 0
+    finite, infinite = json.loads(capsys.readouterr().out)
+    # A cold prompt of 75 tokens, alone; those after it reuse three blocks, so the median is below it.
+    assert 0 < finite["ttft_p50"] < TRUE.prefill_seconds(75, 0) + 1e-6
+    assert finite["offloaded_bytes"] == 0
+    assert "ttft_p50" not in infinite
+    assert main(words) == 0
+    assert "served in simulated time" in capsys.readouterr().out
+
+
+def test_given_gpu_and_costs_or_a_gpu_without_a_model_then_the_error_says_what_to_give(
+    trace_file: Path, costs_file: Path, model_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    replaying, planning = ["replay", str(trace_file)], ["plan", "--model", str(model_file)]
+    for words, message in (
+        ([*replaying, "--gpu", "h200"], "--gpu needs --model"),
+        ([*replaying, "--gpu", "h200", "--costs", str(costs_file)], "not both"),
+        (planning, "give --gpu NAME, or --costs FILE"),
+        ([*planning, "--gpu", "voodoo2"], "kvpool bench"),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_given_costs_then_the_plan_command_explains_where_they_come_from(
+    model_file: Path, costs_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", str(model_file), "--costs", str(costs_file), "--json", "-"]) == 0
+    why = json.loads(capsys.readouterr().out)["why"]
+    assert "measured on a lab machine with tiny" in why["recompute_seconds_per_token"]

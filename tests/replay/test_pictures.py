@@ -1,0 +1,121 @@
+"""What pictures show: who holds the cache, which tier, how old; and what is said when a trace cannot tell."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
+from kvpool.replay.pictures import absent_pictures, all_pictures, sample_occupancy, save_pictures
+from kvpool.replay.report import render
+from kvpool.replay.synth import WorkloadModel, fit, synthesise
+
+CONFIG = ReplayConfig("lru", 20, host=10)
+
+
+def two_tenants() -> Trace:
+    """Acme fills the cache, then globex takes what it needs; in between somebody without a name, and an empty prompt."""
+    builder = TraceBuilder("shared", unit=16)
+    builder.add(0, list(range(12)), 192, 1, tenant="acme")
+    builder.add(1000, [], 0, 1, tenant="globex")
+    builder.add(60_000, [0, 1, 100, 101, 102], 80, 1, tenant="globex")
+    builder.add(120_000, [200, 201], 32, 1)
+    builder.add(800_000, list(range(300, 318)), 288, 1, tenant="globex")
+    return builder.build()
+
+
+def test_given_tenants_then_blocks_count_for_who_had_them_computed() -> None:
+    found = sample_occupancy(two_tenants(), ReplayConfig("lru", 100))
+    assert found.by_tenant == {"acme": [12] * 5, "globex": [0, 0, 3, 3, 21], "no tenant": [0, 0, 0, 2, 2]}
+    assert found.minutes == pytest.approx([0, 1 / 60, 1, 2, 800 / 60])
+
+
+def test_given_tiers_and_time_then_blocks_are_told_apart_by_both() -> None:
+    found = sample_occupancy(two_tenants(), CONFIG)
+    assert found.by_age["GPU, used < 1 min ago"] == [12, 12, 5, 2, 18]
+    assert found.by_age["GPU, 1–10 min"] == [0, 0, 10, 15, 0]
+    assert found.by_age["GPU, > 10 min"] == [0, 0, 0, 0, 2]
+    assert found.by_age["host"] == [0, 0, 0, 0, 10]
+    assert [sum(counts) for counts in zip(*found.by_age.values(), strict=True)] == [
+        sum(counts) for counts in zip(*found.by_tenant.values(), strict=True)
+    ]
+
+
+def test_given_a_trace_with_or_without_tenants_then_the_picture_is_there_or_its_absence_is_explained(
+    chat_trace: Trace,
+) -> None:
+    with_tenants, without = two_tenants(), chat_trace
+    drawn = [picture.title for picture in all_pictures(with_tenants, [replay(with_tenants, CONFIG)], [CONFIG])]
+    assert drawn[-2:] == ["What the cache holds, by tier and age", "What the cache holds, by tenant"]
+    assert not absent_pictures(with_tenants)
+    results = [replay(without, CONFIG)]
+    assert not any("tenant" in picture.title for picture in all_pictures(without, results, [CONFIG]))
+    assert "does not say who asked" in render(without, results, [CONFIG])
+
+
+def test_given_many_tenants_then_the_smallest_are_drawn_as_one() -> None:
+    trace = synthesise(WorkloadModel(num_tenants=30, num_stems=60), 300)
+    config = ReplayConfig("lru", 500)
+    (picture,) = (p for p in all_pictures(trace, [replay(trace, config)], [config]) if p.title.endswith("by tenant"))
+    (legend,) = picture.draw().legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert len(names) == 9
+    assert names[-1].endswith(" others")
+
+
+def test_given_a_synthetic_trace_with_tenants_then_conversations_stay_with_theirs_and_fit_counts_them() -> None:
+    trace = synthesise(WorkloadModel(num_tenants=3), 400, seed=5)
+    owners: dict[int, set[str]] = {}
+    for request in trace:
+        for block in request.ids.tolist():
+            owners.setdefault(block, set()).add(str(request.tenant))
+    assert all(len(names) == 1 for names in owners.values()), "a tenant reuses its own blocks only"
+    assert fit(trace).num_tenants == 3
+    assert synthesise(WorkloadModel(), 50).tenants is None
+
+
+class _Page(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside: list[str] = []
+        self.tags: list[str] = []
+        self.metas: list[dict[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag == "meta":
+            self.metas.append(dict(attrs))
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href") and not (value or "").startswith("#"):
+                self.outside.append(f"{tag} {name}={value}")
+
+
+def test_given_a_report_then_it_needs_nothing_from_elsewhere_and_fits_a_phone() -> None:
+    trace = two_tenants()
+    text = render(trace, [replay(trace, CONFIG)], [CONFIG])
+    page = _Page()
+    page.feed(text)
+    assert page.outside == []
+    assert not {"script", "link", "iframe", "img"} & set(page.tags)
+    assert any(meta.get("name") == "viewport" for meta in page.metas)
+    assert "@import" not in text
+    assert text.count('<div class="scroll"><table') == page.tags.count("table"), "a wide table scrolls by itself"
+    assert page.tags.count("svg") == 6
+
+
+def test_given_the_same_results_then_the_report_is_the_same_text() -> None:
+    trace = two_tenants()
+    results = [replay(trace, CONFIG)]
+    assert render(trace, results, [CONFIG]) == render(trace, results, [CONFIG])
+
+
+def test_given_a_folder_then_every_picture_is_there_twice(tmp_path: Path) -> None:
+    trace = two_tenants()
+    paths = save_pictures(tmp_path / "new", trace, [replay(trace, CONFIG)], [CONFIG])
+    assert len(paths) == 12
+    assert tmp_path / "new" / "what-the-cache-holds-by-tenant.png" in paths
+    assert all(path.stat().st_size > 1000 for path in paths)
