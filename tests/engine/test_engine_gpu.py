@@ -64,3 +64,51 @@ def test_given_swapping_then_the_output_is_the_same() -> None:
         assert tight.stats().scheduler.swapped_out > 0
     with Engine(tiny_model("llama").to("cuda"), kv_blocks=256, block_size=4) as roomy:
         assert [out.token_ids for out in roomy.generate(prompts, GREEDY)] == outputs
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SamplingParams(max_new_tokens=8, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3),
+        SamplingParams(max_new_tokens=8, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={5: 2.0}, logprobs=2),
+        SamplingParams(max_new_tokens=8, temperature=1.0, n=3),
+    ],
+)
+def test_given_a_step_then_launching_it_does_not_wait_for_the_gpu(params: SamplingParams) -> None:
+    limits = SchedulerConfig(max_tokens_per_step=48, max_sequences=8)
+    with Engine(tiny_model("llama").to("cuda"), kv_blocks=64, scheduler=limits, attention="triton") as engine:
+        launch = engine._loop._launch
+
+        def strictly(plan: Any) -> Any:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return launch(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        engine._loop._launch = strictly  # type: ignore[method-assign]
+        outputs = engine.generate(PROMPTS, params)
+        assert all(len(output.token_ids) for output in outputs)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile imports parts of torch.jit
+def test_given_compiled_layers_then_single_sequences_and_batches_share_their_code() -> None:
+    torch._dynamo.reset()
+    limits = SchedulerConfig(max_sequences=8)
+    with Engine(tiny_model("llama").to("cuda"), kv_blocks=64, compile=True, scheduler=limits) as engine:
+        engine.generate(PROMPTS, GREEDY)
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        engine.generate(PROMPTS[:1], GREEDY)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+
+
+def test_given_an_engine_then_all_its_graphs_are_captured_before_the_first_request() -> None:
+    with Engine(tiny_model("llama").to("cuda"), kv_blocks=64, scheduler=SchedulerConfig(max_sequences=24)) as engine:
+        graphs = engine._loop.runner.graphs
+        assert graphs is not None
+        before = dict(graphs._captured)
+        assert sorted(before) == [1, 2, 4, 8, 16, 24]
+        engine.generate(PROMPTS, GREEDY)
+        assert graphs._captured == before

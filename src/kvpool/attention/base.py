@@ -69,6 +69,7 @@ class AttentionBackend(ABC):
 
     name: ClassVar[str]
     graphs: ClassVar[bool] = False  # whether `reserve` works
+    plans_wait: ClassVar[bool] = False  # whether planning into the same buffers again waits for the plan before
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

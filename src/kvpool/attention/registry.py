@@ -85,7 +85,10 @@ def available_backends(device: torch.device | str) -> list[AttentionBackend]:
 
 
 class ChoosingBackend(AttentionBackend):
-    """Plans each kind of attention with the first of its backends that can do it."""
+    """Plans each kind of attention with the first of its backends that can do it.
+
+    For CUDA graphs, those come first that plan a step without waiting: planning then hides behind the step before.
+    """
 
     name = "auto"
 
@@ -96,7 +99,8 @@ class ChoosingBackend(AttentionBackend):
     def choose(self, spec: AttentionSpec, *, graphs: bool = False) -> AttentionBackend:
         """The backend that plans `spec`, one that can be captured with `graphs`; UnsupportedAttentionError if none can."""
         reasons = []
-        for backend in self.backends:
+        backends = sorted(self.backends, key=lambda backend: backend.plans_wait) if graphs else self.backends
+        for backend in backends:
             if (reason := backend.missing(spec)) is None and (backend.graphs or not graphs):
                 return backend
             reasons.append(f"{backend.name}: {reason or 'cannot be captured in CUDA graphs'}")
@@ -133,7 +137,7 @@ class ChoosingBackend(AttentionBackend):
     def reserve(
         self, spec: AttentionSpec, *, max_sequences: int, max_blocks: int, max_query_tokens: int | None = None
     ) -> PlanBuffers:
-        """Buffers of the first backend that can do `spec` in CUDA graphs."""
+        """Buffers of the backend that plans `spec` for CUDA graphs."""
         return self.choose(spec, graphs=True).reserve(
             spec, max_sequences=max_sequences, max_blocks=max_blocks, max_query_tokens=max_query_tokens
         )

@@ -28,10 +28,11 @@ from kvpool.blocks.arrays import Int32Array, as_token_array
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.engine.generation import Chunk, Completion, Generation
-from kvpool.engine.inspection import ModelShape, inspect_model
+from kvpool.engine.inspection import ModelShape, inspect_model, run_probe
 from kvpool.engine.loading import load_model
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.params import SamplingParams
+from kvpool.engine.projections import join_projections
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError
@@ -108,6 +109,8 @@ class Engine:
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
         self.shape: ModelShape = inspect_model(self.model)
         where = self.model.device
+        if where.type == "cuda":
+            join_projections(self.model, lambda: run_probe(self.model))
         layers = self.shape.layer_specs(kv_dtype)
         if kv_blocks is None and kv_bytes is None:
             kv_bytes = kv_budget(self.model, self.shape, where, memory_fraction, config.max_tokens_per_step)
@@ -126,6 +129,7 @@ class Engine:
             max_sequences=config.max_sequences,
             compile_layers=compile,
         )
+        runner.warm_up()
         link = {"transfer_bytes_per_second": link_bytes_per_second(self.plane)} if host_bytes else {}
         self._loop = EngineLoop(
             Scheduler(self.manager, config, LinearCostModel(**link)),

@@ -120,7 +120,7 @@ def inspect_model(model: Any) -> ModelShape:
                 f"{_name(model)} does not compute attention through transformers' AttentionInterface, so no paged cache "
                 "can serve it; a newer release of transformers may have moved it there"
             )
-        shape = _probe(model)
+        shape = _shape_of(model)
         rotary.freeze(model)
         check_against_eager(model, forward, shape.max_positions)
     except BaseException:
@@ -149,8 +149,8 @@ def _refuse_by_declaration(model: Any) -> None:
         )
 
 
-def _probe(model: Any) -> ModelShape:
-    """Runs a few tokens and writes down what every layer asked for."""
+def run_probe(model: Any) -> tuple[Tensor, list[AttentionCall]]:
+    """One forward of a few tokens: their logits, and what every layer asked for."""
     calls: list[AttentionCall] = []
     compute = ContiguousAttention().step({0: _PROBE_TOKENS})
 
@@ -159,7 +159,12 @@ def _probe(model: Any) -> ModelShape:
         return compute(call)
 
     input_ids = torch.arange(_PROBE_TOKENS, device=model.device)
-    logits = forward(model, input_ids, input_ids, None, attend)
+    return forward(model, input_ids, input_ids, None, attend), calls
+
+
+def _shape_of(model: Any) -> ModelShape:
+    """What the tensors of a probe say about a model."""
+    logits, calls = run_probe(model)
     config = model.config.get_text_config()
     _check_one_call_per_layer(model, config.num_hidden_layers, calls)
     return ModelShape(

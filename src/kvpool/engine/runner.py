@@ -41,8 +41,8 @@ class ModelRunner:
     """Runs a model on the blocks of a data plane.
 
     Every step is one variable-length batch without padding. On a GPU, steps that only decode are replayed from CUDA graphs,
-    captured per batch size on first use; attention that cannot be captured just runs. With `compile_layers`, torch.compile
-    fuses what lies between the matrix products of each decoder layer.
+    which `warm_up` captures; attention that cannot be captured just runs. With `compile_layers`, torch.compile fuses what
+    lies between the matrix products of each decoder layer.
     """
 
     def __init__(
@@ -76,9 +76,9 @@ class ModelRunner:
         self.graphs_required = cuda_graphs is True
         wanted = self.device.type == "cuda" if cuda_graphs is None else cuda_graphs
         if wanted:
-            self.graphs = self._graphs(max_sequences)
+            self.graphs = self._graphs(max_sequences, smallest=2 if compile_layers else 1)
 
-    def _graphs(self, max_sequences: int) -> DecodeGraphs | None:
+    def _graphs(self, max_sequences: int, smallest: int) -> DecodeGraphs | None:
         if self.device.type != "cuda":
             raise InvalidArgumentError(f"cuda_graphs=True on {self.device}: graphs need a GPU")
         try:
@@ -88,7 +88,22 @@ class ModelRunner:
             if self.graphs_required:
                 raise
             return None
-        return DecodeGraphs(self, max_sequences)
+        return DecodeGraphs(self, max_sequences, smallest)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Captures all graphs, so that no request waits for one. Without graphs there is nothing to do."""
+        if self.graphs is not None:
+            try:
+                self.graphs.capture_all()
+            except CaptureError as error:
+                self._give_up_graphs(error)
+
+    def _give_up_graphs(self, error: CaptureError) -> None:
+        if self.graphs_required:
+            raise error
+        log.warning("steps run without CUDA graphs: %s", error)
+        self.graphs = None
 
     def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
         """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device."""
@@ -96,10 +111,7 @@ class ModelRunner:
             try:
                 return self.graphs.run(plan, token_ids)
             except CaptureError as error:
-                if self.graphs_required:
-                    raise
-                log.warning("steps run without CUDA graphs: %s", error)
-                self.graphs = None
+                self._give_up_graphs(error)
         slots = self.plane.prepare(plan.slots, plan.batch, copies=plan.copies)
         plans = [self.backend.plan(kind.spec, self.paged_batch(plan, kind)) for kind in self.kinds]
         positions = self.upload(plan.positions)
@@ -153,21 +165,28 @@ class _Captured(NamedTuple):
 
 
 class DecodeGraphs:
-    """Decoding steps as CUDA graphs: one per batch size of `GRAPH_SIZES`, captured when first needed.
+    """Decoding steps as CUDA graphs: one per batch size of `GRAPH_SIZES` from `smallest` on.
 
     A step fills the graph's inputs, plans attention into its buffers and replays it. Rows behind the batch have no slot and
-    no keys: they write nothing, read nothing, and their logits are dropped.
+    no keys: they write nothing, read nothing, and their logits are dropped. (`smallest` is 2 for compiled layers, which
+    torch.compile would compile once more for a single row.)
     """
 
-    def __init__(self, runner: ModelRunner, max_sequences: int) -> None:
+    def __init__(self, runner: ModelRunner, max_sequences: int, smallest: int = 1) -> None:
         self._runner = runner
-        self._sizes = [size for size in GRAPH_SIZES if size < max_sequences] + [max_sequences]
+        largest = max(smallest, max_sequences)
+        self._sizes = [size for size in GRAPH_SIZES if smallest <= size < largest] + [largest]
         self._captured: dict[int, _Captured] = {}
         self._memory: Any = None
 
     def fits(self, plan: BatchPlan) -> bool:
         """Whether a step has one token for each sequence and samples behind it: decoding, or all but one was cached."""
         return plan.num_tokens == len(plan.sequences) == len(plan.sampling_rows) and plan.num_tokens <= self._sizes[-1]
+
+    def capture_all(self) -> None:
+        """Captures every size, the largest first: the others then fit into its memory."""
+        for size in reversed(self._sizes):
+            self._captured[size] = self._capture(size, [_one_token_each(size, kind) for kind in self._runner.kinds])
 
     def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
         """The logits of a decoding step."""
@@ -181,7 +200,8 @@ class DecodeGraphs:
         captured.token_ids[:count] = token_ids
         captured.positions[:count] = runner.upload(plan.positions)
         captured.slots[:, :count] = slots.tensor
-        captured.slots[:, count:] = -1
+        if count < size:
+            captured.slots[:, count:] = -1
         for kind, batch, buffers in zip(runner.kinds, batches, captured.buffers, strict=True):
             runner.backend.plan(kind.spec, batch, buffers)
         captured.graph.replay()
@@ -224,3 +244,9 @@ class DecodeGraphs:
             raise CaptureError(f"{type(runner.model).__name__} cannot be captured: {error}") from error
         self._memory = graph.pool()
         return _Captured(graph, token_ids, positions, slots, buffers, logits, (keep, plans))
+
+
+def _one_token_each(size: int, kind: AttentionKind) -> PagedBatch:
+    """A batch to capture with: sequences that read whatever is in the first slot of block 0."""
+    ones = np.ones(size, np.int64)
+    return PagedBatch.build(np.arange(size + 1), np.zeros(size, np.int32), ones, ones, block_size=kind.group.block_size)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvpool.engine.params import SamplingParams
+from kvpool.storage.moving import upload
 
 
 class Sampled(NamedTuple):
@@ -40,10 +41,10 @@ class SamplingRows:
         self.num_logprobs = max((p.logprobs for p in params if p.logprobs is not None), default=None)
         if not self.greedy:
             self.temperature = self._column([p.temperature or 1.0 for p in params])
-            self.is_greedy = torch.tensor([p.is_greedy for p in params], device=device)
+            self.is_greedy = self._tensor([p.is_greedy for p in params], np.bool_)
         if self.filtered:
             # A greedy row in a mixed batch keeps everything: its token is chosen by argmax anyway.
-            self.top_k = torch.tensor([p.top_k or 2**31 - 1 for p in params], device=device).unsqueeze(1)
+            self.top_k = self._tensor([p.top_k or 2**31 - 1 for p in params], np.int64).unsqueeze(1)
             self.top_p = self._column([p.top_p for p in params])
             self.min_p = self._column([p.min_p for p in params])
         if self.penalised:
@@ -54,11 +55,14 @@ class SamplingRows:
         self.bias_at: tuple[Tensor, Tensor] | None = None
         if biased:
             rows, tokens, values = zip(*biased, strict=True)
-            self.bias_at = (torch.tensor(rows, device=device), torch.tensor(tokens, device=device))
-            self.bias = torch.tensor(values, dtype=torch.float32, device=device)
+            self.bias_at = (self._tensor(rows, np.int64), self._tensor(tokens, np.int64))
+            self.bias = self._tensor(values, np.float32)
 
     def _column(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self.device).unsqueeze(1)
+        return self._tensor(values, np.float32).unsqueeze(1)
+
+    def _tensor(self, values: Sequence[float], dtype: npt.DTypeLike) -> Tensor:
+        return upload(np.array(values, dtype), self.device)
 
 
 class TokenCounts:
@@ -72,10 +76,11 @@ class TokenCounts:
         """Begins a row with what it has seen already."""
         self.output[row] = 0
         self.prompt[row] = False
-        self.prompt[row, torch.from_numpy(prompt.astype(np.int64))] = True
+        device = self.output.device
+        self.prompt[row].index_fill_(0, upload(prompt.astype(np.int64), device), True)
         if len(output):
-            tokens = torch.from_numpy(output.astype(np.int64)).to(self.output.device)
-            self.output[row] = torch.bincount(tokens, minlength=self.output.shape[1]).to(torch.int32)
+            tokens = upload(output.astype(np.int64), device)
+            self.output[row].index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
         """One more sampled token for each of these rows."""

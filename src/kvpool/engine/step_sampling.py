@@ -15,6 +15,7 @@ from kvpool.engine.generation import Generation, TokenLogprob
 from kvpool.engine.sampling import Sampled, SamplingRows, TokenCounts, sample, seed_of, uniforms_for
 from kvpool.scheduling.plan import BatchPlan
 from kvpool.scheduling.request import ScheduledSequence
+from kvpool.storage.moving import upload
 
 
 class _Rows(NamedTuple):
@@ -50,10 +51,10 @@ class StepSampler:
         """One token per sample of the plan, behind each draft too; `generations` are found by request id."""
         rows = self._rows(plan, generations)
         if rows.source is not None:
-            logits = logits.index_select(0, torch.from_numpy(rows.source).to(self._device))
+            logits = logits.index_select(0, upload(rows.source, self._device))
         uniforms = None
         if not rows.params.greedy:
-            uniforms = torch.from_numpy(uniforms_for(rows.seeds, self._steps(plan, rows))).to(self._device)
+            uniforms = upload(uniforms_for(rows.seeds, self._steps(plan, rows)), self._device)
         sampled = sample(logits, rows.params, uniforms, self._counts, rows.lanes)
         if self._counts is not None and rows.params.penalised:
             self._counts.add(rows.lanes, sampled.tokens)
@@ -89,7 +90,7 @@ class StepSampler:
             source,
             np.array(seeds, np.uint64),
             np.array(lengths, np.int64),
-            torch.from_numpy(np.repeat(plan.lanes[chosen], repeats)).to(self._device),
+            upload(np.repeat(plan.lanes[chosen], repeats), self._device),
         )
 
     def _steps(self, plan: BatchPlan, rows: _Rows) -> Int64Array:

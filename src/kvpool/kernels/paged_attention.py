@@ -27,6 +27,10 @@ LOG2_E = 1.4426950408889634
 ITEM_FIELDS = 8
 # Fields of a tile: the first query row, the number of queries, the first of its partial results, how many there are.
 TILE_FIELDS = 4
+# Heads of a merging program, with a warp each: most tiles of a large batch have nothing to merge, and ending a program
+# early costs as much for one head as for four. Partial results are read so many at a time.
+_MERGED_HEADS = 4
+_MERGED_PARTS = 8
 
 
 class TileShape(NamedTuple):
@@ -124,7 +128,8 @@ def merge_partials(
     spec: AttentionSpec, tiles: Tensor, tile_tokens: int, out: Tensor, partials: Partials, sink_logits: Tensor | None
 ) -> None:
     """Writes the output of every tile (int32 [tiles, 4]) that has partial results."""
-    programs = len(tiles) * tile_tokens * spec.q_heads
+    heads = min(_MERGED_HEADS, 1 << (spec.q_heads - 1).bit_length())
+    programs = len(tiles) * tile_tokens * -(-spec.q_heads // heads)
     if programs == 0:
         return
     merge_kernel[(programs,)](
@@ -135,12 +140,13 @@ def merge_partials(
         tiles,
         *out.stride()[:2],
         Q_HEADS=spec.q_heads,
+        HEADS=heads,
         TILE_TOKENS=tile_tokens,
         V_DIM=spec.v_dim,
         BLOCK_V=_block(spec.v_dim),
-        PARTS=16,
+        PARTS=_MERGED_PARTS,
         SINK_LOGITS=sink_logits is not None,
-        num_warps=4,
+        num_warps=heads,
     )
 
 

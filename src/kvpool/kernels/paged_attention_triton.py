@@ -214,6 +214,7 @@ def merge_kernel(
     out_token,
     out_head,
     Q_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     V_DIM: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -221,34 +222,37 @@ def merge_kernel(
     SINK_LOGITS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    head = program % Q_HEADS
-    token = program // Q_HEADS % TILE_TOKENS
-    tile = tiles + program // (Q_HEADS * TILE_TOKENS) * 4
+    HEAD_BLOCKS: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
+    token = program // HEAD_BLOCKS % TILE_TOKENS
+    tile = tiles + program // (HEAD_BLOCKS * TILE_TOKENS) * 4
     num_parts = tl.load(tile + 3)
     if (num_parts == 0) | (token >= tl.load(tile + 1)):
         return
     first = tl.load(tile + 2).to(tl.int64)
+    head = program % HEAD_BLOCKS * HEADS + tl.arange(0, HEADS)
+    is_head = head < Q_HEADS
     column = tl.arange(0, BLOCK_V)
-    highest = tl.full([], float("-inf"), tl.float32)
-    total = tl.zeros([], tl.float32)
+    highest = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
     if SINK_LOGITS:
-        highest = tl.load(sink_logits + head).to(tl.float32) * 1.4426950408889634
+        highest = tl.load(sink_logits + head, mask=is_head, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
-    values = tl.zeros([BLOCK_V], tl.float32)
+    values = tl.zeros([HEADS, BLOCK_V], tl.float32)
     for start in range(0, num_parts, PARTS):
         part = start + tl.arange(0, PARTS)
-        live = part < num_parts
-        partial = ((first + part) * Q_HEADS + head) * TILE_TOKENS + token
+        live = (part < num_parts)[:, None] & is_head[None, :]
+        partial = ((first + part)[:, None] * Q_HEADS + head[None, :]) * TILE_TOKENS + token
         weights = tl.load(partial_weights + partial, mask=live, other=float("-inf"))
         new_highest = tl.maximum(highest, tl.max(weights, axis=0))
         finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         shrink = tl.exp2(highest - finite)
-        share = tl.exp2(weights - finite)
-        mask = live[:, None] & (column < V_DIM)[None, :]
-        parts = tl.load(partial_values + partial[:, None] * V_DIM + column[None, :], mask=mask, other=0.0)
-        values = values * shrink + tl.sum(parts * share[:, None], axis=0)
+        share = tl.exp2(weights - finite[None, :])
+        mask = live[:, :, None] & (column < V_DIM)[None, None, :]
+        parts = tl.load(partial_values + partial[:, :, None] * V_DIM + column[None, None, :], mask=mask, other=0.0)
+        values = values * shrink[:, None] + tl.sum(parts * share[:, :, None], axis=0)
         total = total * shrink + tl.sum(share, axis=0)
         highest = new_highest
-    values /= tl.where(total == 0.0, 1.0, total)
-    row = (tl.load(tile) + token).to(tl.int64) * out_token + head * out_head
-    tl.store(out + row + column, values.to(out.dtype.element_ty), mask=column < V_DIM)
+    values /= tl.where(total == 0.0, 1.0, total)[:, None]
+    row = (tl.load(tile) + token).to(tl.int64) * out_token + head[:, None] * out_head
+    mask = is_head[:, None] & (column < V_DIM)[None, :]
+    tl.store(out + row + column[None, :], values.to(out.dtype.element_ty), mask=mask)
