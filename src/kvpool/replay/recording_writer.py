@@ -28,6 +28,12 @@ from kvpool.replay.trace import END_MARK
 UInt64Array = npt.NDArray[np.uint64]
 Handles = Sequence[KVCacheHandle]
 
+_TOKEN_BITS, _DROPPED_BITS = np.uint64(31), np.uint64(33)
+_LAST_ID = np.uint64(END_MARK - 1)
+_ROUNDS = tuple(
+    (np.uint64(factor), np.uint64(shift))
+    for factor, shift in ((0x9E3779B97F4A7C15, 30), (0xBF58476D1CE4E5B9, 27), (0x94D049BB133111EB, 31))
+)
 _KNOWN_PREFIXES = 2**20  # block ends remembered, to write a shared prefix once
 _MAX_STEPS = 256  # of a batch before its histories are brought up to date
 _NOTHING = np.empty(0, np.int32)
@@ -42,25 +48,31 @@ class PrefixHash:
 
     def steps(self, tokens: Int32Array, positions: UInt64Array) -> UInt64Array:
         """What each token at its position adds to the sum before it."""
-        return self._mix((positions << np.uint64(31)) ^ tokens.astype(np.uint64), 0)
+        pairs = positions << _TOKEN_BITS
+        pairs ^= tokens.astype(np.uint64)
+        return self._mix(pairs, self._keys[0])
 
     def sums(self, tokens: Int32Array, first: int, base: int) -> UInt64Array:
         """Running sums at positions `first...`, continuing from `base`, the sum before them."""
-        positions = np.arange(first, first + len(tokens), dtype=np.uint64)
-        sums = np.cumsum(self.steps(tokens, positions), dtype=np.uint64)
+        sums = np.cumsum(self.steps(tokens, np.arange(first, first + len(tokens), dtype=np.uint64)))
         sums += np.uint64(base)
         return sums
 
     def ids(self, sums: UInt64Array) -> Int32Array:
         """What is written for tokens with these sums."""
-        ids = (self._mix(sums, 1) >> np.uint64(33)).astype(np.int32)
-        return np.minimum(ids, END_MARK - 1)
+        mixed = self._mix(sums.copy(), self._keys[1])
+        mixed >>= _DROPPED_BITS
+        return np.minimum(mixed, _LAST_ID).astype(np.int32)
 
-    def _mix(self, values: UInt64Array, key: int) -> UInt64Array:
-        mixed = (values + self._keys[key]) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return mixed ^ (mixed >> np.uint64(31)) ^ self._keys[key]
+    @staticmethod
+    def _mix(values: UInt64Array, key: np.uint64) -> UInt64Array:
+        """Mixes the values in place: multiply and shift, three times, between two additions of the key."""
+        values += key
+        for factor, shift in _ROUNDS:
+            values *= factor
+            values ^= values >> shift
+        values ^= key
+        return values
 
 
 class _Batch:
