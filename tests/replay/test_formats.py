@@ -60,7 +60,7 @@ def test_given_an_azure_file_then_lengths_are_read_and_reuse_is_unknown(tmp_path
         ({**GOOD, "input_length": -3}, "input_length is -3"),
         ({**GOOD, "input_length": 0}, "input_length is 0, but"),
         ({**GOOD, "timestamp": "noon"}, "timestamp is 'noon'"),
-        ({**GOOD, "hash_ids": [[1]]}, "unhashable"),
+        ({**GOOD, "hash_ids": [[1]]}, "ids must be numbers or strings"),
     ],
 )
 def test_given_a_broken_line_then_it_is_skipped_and_named(tmp_path: Path, line: object, reason: str) -> None:

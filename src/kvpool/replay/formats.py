@@ -156,7 +156,11 @@ def _read_json(
             if not isinstance(record, dict):
                 raise TraceError(f"a request must be a JSON object, not {type(record).__name__}")
             parse(record, builder)
-        except (ValueError, TypeError) as error:  # TraceError is a ValueError
+        except json.JSONDecodeError as error:
+            lines.skip(f"it is not JSON ({error.msg} at column {error.colno})")
+        except TypeError:  # a list or an object where an id should be
+            lines.skip("ids must be numbers or strings")
+        except ValueError as error:  # TraceError is one
             lines.skip(str(error)[:120])
     return builder.build()
 

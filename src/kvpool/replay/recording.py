@@ -107,6 +107,19 @@ class _Operations:
                 f"line {number} of {self._name} is broken ({error}); a recording needs all its lines"
             ) from None
 
+    def notes(self) -> list[str]:
+        """What is missing; to be asked when all operations were read."""
+        found = []
+        if runs := self.header.get("cached_runs"):
+            found.append(f"{runs} cached runs are older than the recording: what was reused of them is missing")
+        if self.end is None:
+            found.append(
+                "the recording has no end: whoever made it did not close it, and its last operations are missing"
+            )
+        elif (reason := self.end.get("end", {}).get("stopped_because")) is not None:
+            found.append(f"the recording stopped early: {reason}")
+        return found
+
     def batch(self, serials: list[int] | None) -> list[int]:
         """The sequences of an operation."""
         if serials is None:
@@ -176,11 +189,17 @@ def replay_recording(path: str | Path, policy: str | None = None) -> CacheStats:
     With another `policy` the same operations run against another order of eviction. An operation that does not fit any
     more then raises, as it would have in the engine.
     """
+    return play_recording(path, policy)[0]
+
+
+def play_recording(path: str | Path, policy: str | None = None) -> tuple[CacheStats, list[str]]:
+    """`replay_recording`, and sentences about what the file does not hold."""
     from kvpool.replay.formats import open_bytes
 
     with open_bytes(Path(path)) as stream:
         operations = _Operations(stream, Path(path).name)
-        return _Player(operations, policy).run()
+        stats = _Player(operations, policy).run()
+    return stats, operations.notes()
 
 
 class _Player:

@@ -11,6 +11,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.replay.trace import Trace, TraceBuilder
 
 MAX_TURN = 16  # turns whose continuation is told apart
+UNIT_OF_TOKENS = 16  # tokens per block for traces that have no blocks
 
 
 @dataclass(frozen=True)
@@ -56,24 +57,32 @@ class WorkloadModel:
 
 
 def fit(trace: Trace) -> WorkloadModel:
-    """Parameters of a trace of block ids: a request that repeats all but the end of an earlier one continues it."""
-    if not trace.reuse_known or not len(trace):
-        raise InvalidArgumentError(f"{trace.name} has no requests with block ids to fit")
+    """Parameters of a trace: a request that repeats all but the end of an earlier one continues it.
+
+    A trace of lengths only gives arrivals and lengths; the model then shares nothing.
+    """
+    if not len(trace):
+        raise InvalidArgumentError(f"{trace.name} has no requests to fit")
+    rate, burstiness = _arrivals(trace)
+    if not trace.reuse_known:
+        return WorkloadModel(
+            unit=UNIT_OF_TOKENS, rate=rate, burstiness=burstiness, unshared=1.0, continues=(0.0,),
+            first_blocks=_log_normal(-(-trace.input_lengths // UNIT_OF_TOKENS)),
+            output_tokens=_log_normal(trace.output_lengths),
+        )  # fmt: skip
     if trace.unit == 1:
-        trace = to_blocks(trace, 16)
+        trace = to_blocks(trace, UNIT_OF_TOKENS)
     turns, fresh, gaps, stems = _classify(trace)
     starts = turns == 0
     reached = np.bincount(np.minimum(turns, MAX_TURN), minlength=MAX_TURN + 2).astype(float)
     chances = [float(min(0.98, reached[t + 1] / reached[t])) for t in range(MAX_TURN) if reached[t] >= 20]
-    arrivals = np.diff(trace.timestamps) / 1000
-    mean = float(arrivals.mean()) if len(arrivals) and arrivals.mean() > 0 else 1.0
     shared = stems[starts]
     popularity = np.sort(np.unique(shared[shared > 0], return_counts=True)[1])[::-1]
     num_tenants = 0 if trace.tenants is None else len(set(trace.tenants))
     return WorkloadModel(
         unit=trace.unit,
-        rate=1 / mean,
-        burstiness=float(min(arrivals.std() / mean, 20.0)) if len(arrivals) else 1.0,
+        rate=rate,
+        burstiness=burstiness,
         num_stems=max(1, int(len(trace) * 0.01), len(popularity), num_tenants),
         stem_blocks=float(max(1.0, shared[shared > 0].mean())) if (shared > 0).any() else 1.0,
         unshared=float((shared == 0).mean()) if len(shared) else 1.0,
@@ -84,6 +93,13 @@ def fit(trace: Trace) -> WorkloadModel:
         continues=tuple(chances) or (0.0,),
         num_tenants=num_tenants,
     )
+
+
+def _arrivals(trace: Trace) -> tuple[float, float]:
+    """Requests per second, and the deviation of the time between them over its mean; in the order of arrival."""
+    gaps = np.diff(np.sort(trace.timestamps)) / 1000
+    mean = float(gaps.mean()) if len(gaps) else 0.0
+    return (1 / mean, float(min(gaps.std() / mean, 20.0))) if mean > 0 else (1.0, 1.0)
 
 
 def _classify(trace: Trace) -> tuple[np.ndarray, np.ndarray, list[float], np.ndarray]:

@@ -1,8 +1,12 @@
-"""Capacities and tiers as people write them."""
+"""Capacities and tiers as people write them; traces and results files, checked before anything runs for long."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from kvpool.errors import InvalidArgumentError
+from kvpool.replay.formats import read_trace
+from kvpool.replay.trace import Trace, TraceError
 from kvpool.terminal import parse_count
 
 DEFAULT_STEPS = (1, 2, 3, 5)  # of each power of ten in a range
@@ -41,4 +45,22 @@ def parse_tiers(text: str) -> dict[str, int]:
         if not equals or name not in ("gpu", "host", "disk"):
             raise InvalidArgumentError(f"--tiers has {part!r}; write gpu=10k,host=50k,disk=1m (blocks)")
         tiers[name] = parse_count(value, f"--tiers {name}")
+    if "gpu" not in tiers:
+        raise InvalidArgumentError(f"--tiers {text!r} has no gpu tier; write gpu=10k,host=50k")
     return tiers
+
+
+def load_trace(path: Path, max_errors: int, limit: int | None = None) -> Trace:
+    """A trace with at least one request."""
+    loaded = read_trace(path, max_errors=max_errors, limit=limit)
+    if not len(loaded):
+        reasons = "; ".join(loaded.problems.sentences()[:3]) or "it has no lines behind its first"
+        raise TraceError(f"{path} holds no request that can be read ({reasons})")
+    return loaded
+
+
+def check_folders(*targets: str | Path | None) -> None:
+    """Results can be written where they shall go: better known before a long run than after it."""
+    for target in targets:
+        if target is not None and str(target) != "-" and not Path(target).parent.is_dir():
+            raise InvalidArgumentError(f"cannot write {target}: there is no folder {Path(target).parent}")

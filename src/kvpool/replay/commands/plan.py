@@ -8,12 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.errors import InvalidArgumentError
+from kvpool.replay.commands.options import check_folders, load_trace
 from kvpool.replay.costs import read_costs
-from kvpool.replay.formats import read_trace
+from kvpool.replay.formats import DEFAULT_MAX_ERRORS
 from kvpool.replay.gpus import GPUS
 from kvpool.replay.plan import GIB, GPU_FRACTION, Plan, PlanRequest, knee, make_plan
 from kvpool.replay.runs import run_all
 from kvpool.replay.simulate import ReplayConfig
+from kvpool.replay.trace import Trace
 from kvpool.terminal import console, parse_bytes, parse_tokens, progress_bar, write_json
 
 CURVE_POINTS = 9
@@ -48,6 +50,13 @@ def plan(
     """Plans the memory of a model on GPUs from its config alone, and says from where each number comes.
 
     Speeds are data-sheet figures times what may be expected of them; with --costs they are measured ones.
+
+    \b
+    Does it fit? How much cache is enough? And on a machine of my own?
+      kvpool plan --model config.json --gpu h200 --context 32k --concurrency 200
+      kvpool plan --model config.json --gpu h200 --trace TRACE
+      kvpool bench --model DIR --json costs.json
+      kvpool plan --model DIR --costs costs.json
     """
     if (gpu is None) == (costs is None):
         raise InvalidArgumentError("give --gpu NAME, or --costs FILE written by `kvpool bench --json FILE`")
@@ -56,12 +65,14 @@ def plan(
         gpu_fraction, parse_bytes(host, "--host"), parse_bytes(disk, "--disk"),
         None if costs is None else read_costs(costs),
     )  # fmt: skip
+    check_folders(json)
+    loaded = None if trace is None else load_trace(trace, DEFAULT_MAX_ERRORS)
     made = make_plan(request)
     result: dict[str, Any] = made.to_dict()
     out = console(to_stderr=json == "-")
     _print_plan(out, made)
-    if trace is not None:
-        result["trace"] = _curve(out, trace, policy, made)
+    if loaded is not None:
+        result["trace"] = _curve(out, loaded, policy, made)
     if json is not None:
         write_json(json, result)
 
@@ -90,9 +101,8 @@ def show(name: str, value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _curve(out: Any, path: Path, policy: str, made: Plan) -> dict[str, Any]:
+def _curve(out: Any, loaded: Trace, policy: str, made: Plan) -> dict[str, Any]:
     """Hit ratios over sizes, and the size at the knee in bytes of this model."""
-    loaded = read_trace(path)
     unit = loaded.unit if loaded.unit > 1 else 16
     most = max(loaded.num_unique if loaded.unit > 1 else loaded.num_ids // unit, 2)
     capacities = sorted(

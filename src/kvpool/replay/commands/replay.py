@@ -11,9 +11,9 @@ import typer
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.bounds import INFINITE, MODELS, OPTIMUM
-from kvpool.replay.commands.options import parse_capacities, parse_tiers
-from kvpool.replay.formats import DEFAULT_MAX_ERRORS, read_trace
-from kvpool.replay.recording import replay_recording
+from kvpool.replay.commands.options import check_folders, load_trace, parse_capacities, parse_tiers
+from kvpool.replay.formats import DEFAULT_MAX_ERRORS
+from kvpool.replay.recording import play_recording
 from kvpool.replay.runs import map_over, run_all
 from kvpool.replay.simulate import ReplayConfig, ReplayResult
 from kvpool.replay.trace import Trace
@@ -31,49 +31,103 @@ def register(app: typer.Typer, name: str) -> None:
     app.command(name)(replay)
 
 
+_SIZES, _SERVING, _RESULTS = "What to compare", "Serving in simulated time", "Results"
+
+
 def replay(
     trace: Annotated[Path, typer.Argument(help="Mooncake or token JSONL, a kvpool recording; plain, .gz or .zst.")],
-    policy: Annotated[str, typer.Option(help="Policies, comma separated; 'all' for every registered one.")] = "lru",
-    capacity: Annotated[str, typer.Option(help="Blocks: 10k, 1k:100k, 1k,5k,inf.")] = DEFAULT_CAPACITIES,
-    tiers: Annotated[str, typer.Option(help="Blocks per tier: gpu=10k,host=50k,disk=1m. Replaces --capacity.")] = "",
+    policy: Annotated[
+        str | None,
+        typer.Option(help="Policies, comma separated; 'all' for every one. Default: lru.", rich_help_panel=_SIZES),
+    ] = None,
+    capacity: Annotated[
+        str, typer.Option(help="Blocks of the cache: 10k, 1k:100k, 1k,5k,inf.", rich_help_panel=_SIZES)
+    ] = DEFAULT_CAPACITIES,
+    tiers: Annotated[
+        str,
+        typer.Option(help="Instead: blocks per tier, gpu=10k,host=50k,disk=1m.", rich_help_panel=_SIZES),
+    ] = "",
     block_size: Annotated[
-        int | None, typer.Option(help="Tokens per block; default: the trace's, 16 for tokens.")
+        int | None,
+        typer.Option(min=1, help="Tokens per block; default: the trace's, 16 for tokens.", rich_help_panel=_SIZES),
     ] = None,
-    bounds: Annotated[bool, typer.Option(help="Add the infinite cache and the offline optimum.")] = True,
-    model: Annotated[Path | None, typer.Option(help="A config.json: report bytes moved, and real sizes.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Element type of K and V for --model.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Simulate serving on this GPU (with --model): TTFT, goodput.")] = None,
+    bounds: Annotated[
+        bool, typer.Option(help="Add the infinite cache and the offline optimum.", rich_help_panel=_SIZES)
+    ] = True,
+    full_blocks_only: Annotated[
+        bool,
+        typer.Option(
+            "--full-blocks-only", help="Leave out partial last blocks, as an engine does.", rich_help_panel=_SIZES
+        ),
+    ] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="A config.json: bytes moved are reported too.", rich_help_panel=_SERVING)
+    ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Element type of K and V for --model.", rich_help_panel=_SERVING)
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="Serve --model on this GPU: TTFT, throughput, goodput.", rich_help_panel=_SERVING),
+    ] = None,
     costs: Annotated[
-        Path | None, typer.Option(help="Simulate serving on the machine that `kvpool bench --json FILE` measured.")
+        Path | None,
+        typer.Option(help="Serve on the machine that `kvpool bench --json FILE` measured.", rich_help_panel=_SERVING),
     ] = None,
-    slo_ttft: Annotated[float, typer.Option(help="Goodput: seconds to the first token, at most.")] = 2.0,
-    slo_tpot: Annotated[float, typer.Option(help="Goodput: seconds per further token, at most.")] = 0.1,
-    speed: Annotated[float, typer.Option(help="Serving: arrivals come this many times as fast.")] = 1.0,
-    full_blocks_only: Annotated[bool, typer.Option(help="Leave out partial last blocks, as an engine does.")] = False,
-    exact: Annotated[bool, typer.Option(help="Of a recording: do every recorded operation again, as it was.")] = False,
-    limit: Annotated[int | None, typer.Option(help="Only the first N requests.")] = None,
-    max_errors: Annotated[int, typer.Option(help="Broken lines to skip before giving up.")] = DEFAULT_MAX_ERRORS,
-    workers: Annotated[int | None, typer.Option(help="Processes; default: one per processor.")] = None,
-    csv: Annotated[str | None, typer.Option(help="Write one row per run; - for stdout.")] = None,
-    json: Annotated[str | None, typer.Option(help="Write one row per run; - for stdout.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write one self-contained HTML page with pictures.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Write the pictures into this folder (.png and .svg).")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No table, no progress.")] = False,
+    slo_ttft: Annotated[
+        float, typer.Option(help="Goodput: seconds to the first token, at most.", rich_help_panel=_SERVING)
+    ] = 2.0,
+    slo_tpot: Annotated[
+        float, typer.Option(help="Goodput: seconds per further token, at most.", rich_help_panel=_SERVING)
+    ] = 0.1,
+    speed: Annotated[
+        float, typer.Option(help="Arrivals come this many times as fast.", rich_help_panel=_SERVING)
+    ] = 1.0,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Of a recording: do every recorded operation again, as it was.")
+    ] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None,
+    max_errors: Annotated[int, typer.Option(min=0, help="Broken lines to skip before giving up.")] = DEFAULT_MAX_ERRORS,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per processor.")] = None,
+    csv: Annotated[
+        str | None, typer.Option(help="Write one row per run; - for stdout.", rich_help_panel=_RESULTS)
+    ] = None,
+    json: Annotated[
+        str | None, typer.Option(help="Write one row per run; - for stdout.", rich_help_panel=_RESULTS)
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Write one self-contained HTML page with pictures.", rich_help_panel=_RESULTS)
+    ] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Write the pictures into this folder (.png, .svg).", rich_help_panel=_RESULTS)
+    ] = None,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No table, no progress.", rich_help_panel=_RESULTS)
+    ] = False,
 ) -> None:
-    """Replays a trace through the real control plane, once for every policy and capacity."""
+    """Replays a trace through the real control plane, once for every policy and capacity.
+
+    \b
+    Which policy, how much memory? What would a host tier add? What would users notice?
+      kvpool replay TRACE --policy lru,adaptive --capacity 1k:100k --report out.html
+      kvpool replay TRACE --tiers gpu=10k,host=50k
+      kvpool replay TRACE --capacity 10k --model config.json --gpu h200
+    """
     out = console(to_stderr="-" in (csv, json))
+    check_folders(csv, json, report, plots)
     if exact:
-        _exact(trace, policy, json, out)
+        _exact(trace, policy, json, csv, out)
         return
+    sizes = _sizes(policy or "lru", capacity, tiers)
+    machine = _machine(model, kv_dtype, gpu, costs)
+    token_bytes = None if machine is None else sum(layer.bytes_per_token for layer in machine.layers)
     started = time.perf_counter()
-    loaded = read_trace(trace, max_errors=max_errors, limit=limit)
+    loaded = load_trace(trace, max_errors, limit)
     if full_blocks_only:
         loaded = loaded.full_blocks_only()
     for sentence in loaded.problems.sentences():
         out.print(f"note: {sentence}", style="yellow")
-    machine = _machine(model, kv_dtype, gpu, costs)
-    token_bytes = None if machine is None else sum(layer.bytes_per_token for layer in machine.layers)
-    configs = _configs(loaded, policy, capacity, tiers, block_size, bounds, token_bytes)
+    configs = _configs(loaded, sizes, block_size, bounds, token_bytes)
     with progress_bar(f"replaying {loaded.name}", len(configs), quiet) as advance:
         results = run_all(loaded, configs, workers=workers, progress=advance)
     rows = [result.row() for result in results]
@@ -99,29 +153,37 @@ def replay(
             out.print(f"note: {sentence}", style="yellow")
 
 
-def _configs(
-    trace: Trace, policy: str, capacity: str, tiers: str, block_size: int | None, bounds: bool, token_bytes: int | None
-) -> list[ReplayConfig]:
+class _Sizes(NamedTuple):
+    """Policies and models by name, capacities, and the blocks of lower tiers."""
+
+    policies: list[str]
+    capacities: list[int | None]
+    lower: dict[str, int]
+
+
+def _sizes(policy: str, capacity: str, tiers: str) -> _Sizes:
     from kvpool.blocks.eviction import make_policy, policy_names
 
     names = list(policy_names()) if policy == "all" else [name.strip().lower() for name in policy.split(",")]
     for name in names:
         if name not in MODELS:
             make_policy(name)  # an unknown name is refused before anything runs
-    native = block_size is None or block_size == trace.unit
-    sizes: dict[str, Any] = {"block_size": block_size, "token_bytes": token_bytes}
-    capacities: list[int | None] = parse_capacities(capacity)
-    if tiers:
-        blocks = parse_tiers(tiers)
-        if "gpu" not in blocks:
-            raise InvalidArgumentError(f"--tiers {tiers!r} has no gpu tier; write gpu=10k,host=50k")
-        capacities = [blocks["gpu"]]
-        sizes |= {"host": blocks.get("host", 0), "disk": blocks.get("disk", 0)}
-    configs = [ReplayConfig(name, size, **sizes) for name in names if name not in MODELS for size in capacities]
+    if not tiers:
+        return _Sizes(names, parse_capacities(capacity), {})
+    blocks = parse_tiers(tiers)
+    return _Sizes(names, [blocks.pop("gpu")], blocks)
+
+
+def _configs(
+    trace: Trace, sizes: _Sizes, block_size: int | None, bounds: bool, token_bytes: int | None
+) -> list[ReplayConfig]:
+    names, capacities, lower = sizes
+    options: dict[str, Any] = {"block_size": block_size, "token_bytes": token_bytes, **lower}
+    configs = [ReplayConfig(name, size, **options) for name in names if name not in MODELS for size in capacities]
     models = [name for name in names if name in MODELS]
+    native = block_size is None or block_size == trace.unit
     if bounds and native and trace.unit > 1:
-        models.append(OPTIMUM)
-        models.append(INFINITE)
+        models += [OPTIMUM, INFINITE]
     for name in dict.fromkeys(models):
         configs.extend(ReplayConfig(name, size) for size in ([None] if name == INFINITE else capacities))
     return configs
@@ -228,12 +290,16 @@ def _size(result: ReplayResult) -> str:
     return "∞" if result.capacity is None else f"{result.capacity:,}"
 
 
-def _exact(path: Path, policy: str, json: str | None, out: Any) -> None:
-    chosen = None if policy == "lru" else policy
-    stats = replay_recording(path, chosen)
+def _exact(path: Path, policy: str | None, json: str | None, csv: str | None, out: Any) -> None:
+    stats, notes = play_recording(path, policy)
     out.print(
         f"{path.name}: {stats.requests:,} requests, {sum(stats.hit_blocks.values()):,} of {stats.prompt_blocks:,} blocks and "
         f"{sum(stats.hit_tokens.values()):,} of {stats.prompt_tokens:,} tokens were cached"
     )
+    for note in notes:
+        out.print(f"note: {note}", style="yellow")
     if json is not None:
         write_json(json, stats.to_dict())
+    if csv is not None:
+        counts = {name: value for name, value in stats.to_dict().items() if isinstance(value, (int, float))}
+        write_csv(csv, [counts])

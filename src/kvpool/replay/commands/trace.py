@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.formats import DEFAULT_MAX_ERRORS, read_trace, write_trace
+from kvpool.replay.commands.options import check_folders, load_trace
+from kvpool.replay.formats import DEFAULT_MAX_ERRORS, write_trace
 from kvpool.replay.statistics import summary
 from kvpool.terminal import console, parse_count, write_json
 
 TraceArgument = Annotated[Path, typer.Argument(help="A trace file; plain, .gz or .zst.")]
-MaxErrors = Annotated[int, typer.Option(help="Broken lines to skip before giving up.")]
+MaxErrors = Annotated[int, typer.Option(min=0, help="Broken lines to skip before giving up.")]
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -31,7 +32,8 @@ def info(
     json: Annotated[str | None, typer.Option(help="Write the figures as JSON; - for stdout.")] = None,
 ) -> None:
     """What is in a trace: sizes, sharing, reuse distances, and what is odd about the file."""
-    loaded = read_trace(trace, max_errors=max_errors)
+    check_folders(json)
+    loaded = load_trace(trace, max_errors)
     figures = summary(loaded)
     out = console(to_stderr=json == "-")
     for name, value in figures.items():
@@ -55,15 +57,18 @@ def convert(
     block_size: Annotated[
         int | None, typer.Option(help="Turn a trace of tokens into one of blocks of this size.")
     ] = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first N requests.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None,
     max_errors: MaxErrors = DEFAULT_MAX_ERRORS,
 ) -> None:
     """Writes a trace in Mooncake's form (block ids) or as tokens."""
     from kvpool.replay.synth import to_blocks
 
-    loaded = read_trace(trace, max_errors=max_errors, limit=limit)
+    check_folders(output)
+    loaded = load_trace(trace, max_errors, limit)
     if not loaded.reuse_known:
-        raise InvalidArgumentError(f"{trace} has lengths only; `kvpool trace synth --like {trace}` invents the sharing")
+        raise InvalidArgumentError(
+            f"{trace} has lengths only; `kvpool trace synth OUT --like {trace}` makes a trace of such lengths and arrivals"
+        )
     if block_size is not None:
         loaded = to_blocks(loaded, block_size)
     write_trace(loaded, output)
@@ -79,12 +84,26 @@ def synth(
         int | None, typer.Option(min=0, help="Who asks: so many tenants; default: as in --like.")
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same trace.")] = 0,
-    show: Annotated[bool, typer.Option(help="Print the fitted parameters.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the fitted parameters.")] = False,
 ) -> None:
-    """Makes a trace from fitted parameters: arrivals, lengths, a tree of shared prompts, turns and the gaps between them."""
+    """Makes a trace from fitted parameters: arrivals, lengths, a tree of shared prompts, turns and the gaps between them.
+
+    \b
+    Another load like that of a recorded day; or out of nothing, for five tenants:
+      kvpool trace synth busy.jsonl.gz --like TRACE --rate 6
+      kvpool trace synth made.jsonl --requests 20k --tenants 5
+    """
     from kvpool.replay.synth import WorkloadModel, fit, synthesise
 
-    model: Any = WorkloadModel() if like is None else fit(read_trace(like))
+    check_folders(output)
+    model = WorkloadModel()
+    if like is not None:
+        source = load_trace(like, DEFAULT_MAX_ERRORS)
+        model = fit(source)
+        if not source.reuse_known:
+            console(to_stderr=True).print(
+                f"note: what the prompts of {like} share is not known; those made here share nothing", style="yellow"
+            )
     if rate is not None:
         model = model.with_rate(rate)
     if tenants is not None:

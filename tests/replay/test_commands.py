@@ -1,0 +1,128 @@
+"""What people type: mistakes are found before anything runs for long, and every oddity of a file is told."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
+from kvpool.cli import main
+from kvpool.replay import TraceRecorder, read_trace
+from kvpool.replay.recording import play_recording
+
+LINES = [
+    '{"timestamp": 5000, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]}',
+    '{"timestamp": 1000, "input_length": 1500, "output_length": 5, "hash_ids": [1, 2, 2]}',
+    "not json",
+    '{"timestamp": 2000, "input_length": 0, "output_length": 5, "hash_ids": []}',
+    '{"timestamp": 2000, "input_length": -3, "output_length": 5, "hash_ids": [4]}',
+    '{"timestamp": 3000, "input_length": 600, "output_length": 5, "hash_ids": ["a", [1]]}',
+]
+
+
+@pytest.fixture
+def odd_trace(tmp_path: Path) -> Path:
+    path = tmp_path / "odd.jsonl"
+    path.write_text("\n".join(LINES) + "\n")
+    return path
+
+
+def test_given_an_odd_file_then_each_oddity_is_told_with_its_line(
+    odd_trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trace", "info", str(odd_trace), "--json", "-"]) == 0
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert problems[:3] == [
+        "line 3 is skipped: it is not JSON (Expecting value at column 1)",
+        "line 5 is skipped: input_length is -3; it must be an integer, 0 or more",
+        "line 6 is skipped: ids must be numbers or strings",
+    ]
+    assert [sentence.split()[0] for sentence in problems[3:]] == ["1", "1", "1"]
+    assert main(["replay", str(odd_trace), "--max-errors", "2"]) == 2
+    assert "more than 2 broken lines" in capsys.readouterr().err
+
+
+def test_given_the_same_file_compressed_under_a_wrong_name_then_it_is_read(odd_trace: Path, tmp_path: Path) -> None:
+    (tmp_path / "odd.txt").write_bytes(gzip.compress(odd_trace.read_bytes()))
+    assert read_trace(tmp_path / "odd.txt").ids.tolist() == read_trace(odd_trace).ids.tolist()
+
+
+@pytest.mark.parametrize("content", [b"", b"no\nrequest\n", bytes(range(128, 250))])
+def test_given_a_file_without_requests_then_every_command_refuses_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    path = tmp_path / "none.jsonl"
+    path.write_bytes(content)
+    for words in (["replay", str(path)], ["trace", "info", str(path)], ["trace", "synth", "x", "--like", str(path)]):
+        assert main(words) == 2
+        assert "none.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--policy", "best"], "unknown eviction policy 'best'"),
+        (["--capacity", "5k:1k"], "is empty"),
+        (["--tiers", "host=5"], "has no gpu tier"),
+        (["--tiers", "gpu=many"], "write a number above 0"),
+        (["--report", "nowhere/out.html"], "there is no folder nowhere"),
+        (["--json", "nowhere/out.json"], "there is no folder nowhere"),
+        (["--costs", "nowhere.json"], "kvpool bench"),
+        (["--max-errors", "-1"], "--max-errors"),
+        (["--limit", "0"], "--limit"),
+    ],
+)
+def test_given_a_wrong_option_then_it_is_refused_before_the_trace_is_read(
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["replay", "a-trace-that-is-not-there.jsonl", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "not-there" not in error
+
+
+def test_given_lengths_only_then_synth_keeps_arrivals_and_lengths_and_says_that_nothing_is_shared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, made = tmp_path / "azure.csv", tmp_path / "made.jsonl"
+    lines = [f"2023-11-16 18:15:{second:02}.000000,{600 + second},{second + 1}" for second in range(60)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
+    assert main(["trace", "synth", str(made), "--like", str(path), "--requests", "200"]) == 0
+    assert "share nothing" in capsys.readouterr().err
+    trace = read_trace(made)
+    assert trace.num_unique == trace.num_ids
+    assert trace.unit == 16
+    assert trace.input_lengths.mean() == pytest.approx(630, rel=0.1)
+    assert len(trace) / trace.duration == pytest.approx(1.0, rel=0.2)
+
+
+def test_given_a_recording_that_lacks_something_then_exact_replay_says_what(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 16)], block_size=4, gpu_blocks=64), policy="s3fifo")
+    warm = manager.allocate("warm", range(9))
+    manager.commit(warm)
+    manager.free(warm)
+    path = tmp_path / "live.kvtrace"
+    with TraceRecorder(path, max_bytes=600).attach(manager):
+        for number in range(50):
+            manager.free(manager.allocate(number, range(100, 120)))
+    _, notes = play_recording(path)
+    assert notes[0].startswith("1 cached runs are older than the recording")
+    assert notes[1] == "the recording stopped early: max_bytes is reached"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    assert main(["replay", str(path), "--exact", "--csv", str(tmp_path / "row.csv")]) == 0
+    assert "has no end" in " ".join(capsys.readouterr().out.split())
+    header = (tmp_path / "row.csv").read_text().splitlines()[0]
+    assert header.startswith("requests,") or ",requests," in header
+
+
+def test_given_a_policy_given_as_an_object_then_its_name_is_recorded(tmp_path: Path) -> None:
+    manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 16)], block_size=4, gpu_blocks=8), policy="s3fifo")
+    TraceRecorder(tmp_path / "t").attach(manager).close()
+    assert json.loads((tmp_path / "t").read_bytes().splitlines()[0])["policy"] == "s3fifo"
