@@ -66,7 +66,7 @@ class KVCacheConfig:
     partial_match: bool = True  # reuse the matching part of a block by copying it
     offload_on_evict: bool = True  # evicted GPU cache goes to HOST, HOST to DISK, where these tiers exist
     watermark: float = 0.01  # fraction of each GPU pool kept free at admission
-    eviction_policy: str = "lru"  # "adaptive" hits more and costs more: docs/decisions/0005
+    eviction_policy: str = "adaptive"  # learns what is reused; its comparison with "lru": docs/decisions/0005
     default_ttl: float | None = None  # seconds
     max_pinned_tokens: int | None = None  # None = half of the smallest GPU pool's tokens
     pressure_levels: Sequence[float] = (0.6, 0.8, 0.95)  # used fractions: MEDIUM, HIGH, CRITICAL

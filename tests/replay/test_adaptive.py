@@ -10,6 +10,8 @@ import pytest
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.blocks.eviction import AdaptivePolicy, make_policy
+from kvpool.blocks.eviction.experience import NUM_KINDS, Experience
+from kvpool.blocks.eviction.hazard import MOST_NEWCOMERS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.replay.bounds import run_model
 
@@ -84,6 +86,60 @@ def test_given_a_run_that_comes_and_goes_then_add_and_remove_are_idempotent() ->
     policy.clear()
     assert len(policy) == 0
     assert run.entry is None
+
+
+def test_given_newcomers_then_they_are_candidates_before_they_are_put_in_order() -> None:
+    policy = AdaptivePolicy()
+    runs = [FakeRun(last_access=tick, fingerprint=tick) for tick in range(3)]
+    for run in runs:
+        policy.add(run)
+    assert len(policy) == 3
+    assert all(run in policy and run not in AdaptivePolicy() for run in runs)
+    policy.clear()
+    assert len(policy) == 0
+    assert [run.entry for run in runs] == [None] * 3
+
+
+def test_given_a_newcomer_that_is_hit_then_it_counts_as_new_when_it_came_and_as_reused_now() -> None:
+    policy, other = AdaptivePolicy(), AdaptivePolicy()
+    run, same = FakeRun(last_access=1, fingerprint=1), FakeRun(last_access=1, fingerprint=1)
+    policy.add(run)
+    other.add(same)
+    assert other.victim() is same  # here it is put in order before it is hit
+    for hit in (run, same):
+        hit.hits = 1
+    policy.remove(run)
+    other.remove(same)
+    assert run not in policy
+    for each in (policy, other):
+        each._learned.follow(0, each._changes)
+        each._learned.digest(1)
+    assert policy._learned._hits.tolist() == other._learned._hits.tolist()
+    assert policy._learned._hits.sum() > 0
+
+
+def test_given_many_newcomers_then_only_so_many_wait() -> None:
+    policy = AdaptivePolicy()
+    for tick in range(MOST_NEWCOMERS + 5):
+        policy.add(FakeRun(last_access=tick, fingerprint=tick))
+    assert len(policy._newcomers) == 5
+    assert len(policy) == MOST_NEWCOMERS + 5
+    assert policy.victim().last_access == 0
+
+
+def test_given_time_in_one_piece_or_in_many_then_the_same_exposure_is_counted() -> None:
+    random = np.random.default_rng(3)
+    often, once = Experience(), Experience()
+    for epoch in range(300):
+        young = epoch - int(random.integers(min(epoch, 280) + 1))
+        changes = {young * NUM_KINDS + int(random.integers(4)): int(random.integers(-9, 20)), epoch * NUM_KINDS: 5}
+        for learned in (often, once):
+            learned.follow(epoch, changes)
+        often.digest(epoch + 1)
+        if epoch % 50 == 49:
+            once.digest(epoch + 1)
+    assert np.array_equal(often._alive, once._alive)
+    assert np.allclose(often._exposure, once._exposure, rtol=0.06)  # what fades in between is rounded
 
 
 def test_given_documents_that_flush_the_cache_then_what_comes_back_is_kept() -> None:

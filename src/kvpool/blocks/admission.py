@@ -207,8 +207,9 @@ class Admissions:
             return
         tip = rows.tips[row]
         assert tip is not None
-        self.state.cache.sync(tip)
-        start = tip.end * size
+        if tip.open_row != row:  # otherwise it ends with what is committed
+            self.state.cache.sync(tip)
+            start = tip.end * size
         if handle.publishes and not tip.detached and rows.known.item(row) - start >= size:
             self.track_block(handle, tip, rows.ids_between(row, start, start + size).tobytes())
 

@@ -337,13 +337,17 @@ class Sequences:
         """Cuts the path where priorities change and sets them."""
         cache, size = self.cache, self.state.block_size
         for cut in retention.cuts(num_prompt_tokens, size):
-            for node in cache.path_to(tip):
-                if node.start < cut < node.end:
-                    cache.split(node, cut - node.start)
-        for node in cache.path_to(tip):
+            node = tip
+            while node.start >= cut:
+                node = node.parent
+            if node.end > cut:
+                cache.split(node, cut - node.start)
+        node = tip
+        while node is not node.root:
             priority, duration = retention.priority_at(node.start * size, num_prompt_tokens)
             if priority is not None:
                 cache.set_priority(node, priority, NEVER if duration is None else cache.now + duration)
+            node = node.parent
 
     def _drop_own(self, tip: Node, serial: int) -> None:
         """Drops what a request published and nobody else uses."""

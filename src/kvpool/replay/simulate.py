@@ -10,6 +10,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,12 @@ def replay(
         return _Replay(trace, config).run(progress, observe)
 
 
+@lru_cache(maxsize=4096)
+def _last_id_first(num_ids: int) -> Retention:
+    """A priority of 0 for the last of so many ids."""
+    return Retention([TokenRange(num_ids - 1, num_ids, priority=0)])
+
+
 @contextmanager
 def _rare_collections() -> Iterator[None]:
     """The tree has no cycles to collect, but hundreds of thousands of objects to look through: do so rarely."""
@@ -146,11 +153,11 @@ class _Replay:
 
     def _manager(self) -> KVCacheManager:
         layers = [LayerSpec(kv_heads=1, head_dim=1)]
-        cache = KVCacheConfig(
+        config = KVCacheConfig(
             layers, self.ids_per_block, gpu_blocks=self.capacity, host_blocks=self.config.host or None,
             disk_blocks=self.config.disk or None, watermark=0.0, partial_match=False, event_buffer_size=0,
         )  # fmt: skip
-        return KVCacheManager(cache, policy=self.config.policy, clock=lambda: self.now)
+        return KVCacheManager(config, policy=self.config.policy, clock=lambda: self.now)
 
     def run(self, progress: Progress | None, observe: Observer | None) -> ReplayResult:
         trace, manager = self.trace, self.manager
@@ -189,7 +196,7 @@ class _Replay:
                 self._resize(room)
         retention = None
         if self.ends_partially is not None and self.ends_partially[index]:
-            retention = Retention([TokenRange(num_ids - 1, num_ids, priority=0)])
+            retention = _last_id_first(num_ids)
         handle = manager.allocate(index, marked, reserve=num_ids, retention=retention)
         manager.commit(handle)
         if self.num_blocks > room:

@@ -8,7 +8,7 @@ from kvpool.blocks.eviction.base import KeyedPolicy, Run
 
 
 class LRUPolicy(KeyedPolicy):
-    """The run that was not used for the longest time goes first. The default: what everybody ships."""
+    """The run that was not used for the longest time goes first: what everybody ships."""
 
     name: ClassVar[str] = "lru"
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 Key = int | float | tuple[Any, ...]
 Item = list[Any]  # [key, -start, created, serial, run or None once discarded, blocks]: a list, so that C compares it
-KEY, RUN, BLOCKS = 0, 4, 5
+KEY, START, RUN, BLOCKS = 0, 1, 4, 5  # START is negative: of equal keys the deepest comes first
 _SLACK = 64  # discarded items tolerated beyond one per live item
 
 
@@ -23,18 +23,18 @@ class RunQueue:
     they reach the front, or until they outnumber the live ones and everything is rebuilt.
     """
 
-    __slots__ = ("_heap", "_live", "_ordered", "_serial", "_stale", "num_blocks")
+    __slots__ = ("_heap", "_ordered", "_serial", "_stale", "num_blocks", "num_runs")
 
     def __init__(self) -> None:
         self._ordered: deque[Item] = deque()
         self._heap: list[Item] = []
-        self._live = 0
+        self.num_runs = 0
         self._stale = 0
         self._serial = 0
         self.num_blocks = 0  # of the live items, as they were when pushed
 
     def __len__(self) -> int:
-        return self._live
+        return self.num_runs
 
     def push(self, key: Key, run: Run) -> Item:
         """Insert `run`; the returned item is what `discard` takes."""
@@ -46,7 +46,7 @@ class RunQueue:
             ordered.append(item)
         else:
             heappush(self._heap, item)
-        self._live += 1
+        self.num_runs += 1
         self.num_blocks += num_blocks
         return item
 
@@ -54,7 +54,7 @@ class RunQueue:
         """Take out an item that `push` returned and that was not discarded before."""
         item[RUN] = None
         self.num_blocks -= item[BLOCKS]
-        self._live = live = self._live - 1
+        self.num_runs = live = self.num_runs - 1
         self._stale = stale = self._stale + 1
         if stale > live + _SLACK:
             self._rebuild()
@@ -85,7 +85,7 @@ class RunQueue:
             item[RUN] = None
         self._ordered.clear()
         self._heap.clear()
-        self._live = self._stale = self.num_blocks = 0
+        self.num_runs = self._stale = self.num_blocks = 0
         return runs
 
     def _rebuild(self) -> None:
