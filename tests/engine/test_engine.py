@@ -338,7 +338,7 @@ def test_given_a_recording_of_an_engine_then_its_replay_has_the_same_hit_counter
 
     file = tmp_path / "live.kvtrace"
     prompts = prompts_of([30, 12, 44, 20], shared=24)
-    with make_engine(block_size=4, kv_blocks=26, record=file, cache={"partial_match": False}) as engine:
+    with make_engine(block_size=4, kv_blocks=26, record=file) as engine:
         for _ in range(3):
             engine.generate(prompts, greedy(6))
         live = engine.stats().cache

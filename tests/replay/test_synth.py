@@ -7,7 +7,7 @@ import pytest
 
 from kvpool import LayerSpec
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
+from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay, serving
 from kvpool.replay.serving import ServingConfig, simulate_serving
 from kvpool.replay.statistics import footprint, reuses, summary, working_set
 from kvpool.replay.synth import WorkloadModel, fit, synthesise, to_blocks
@@ -81,6 +81,15 @@ def test_given_the_same_trace_then_serving_is_deterministic_and_reuses_like_repl
     assert first == second
     sequential = replay(chat_trace, ReplayConfig("lru", 400)).token_hit_ratio
     assert first["serving_token_hit_ratio"] == pytest.approx(sequential, abs=0.05)
+
+
+@pytest.mark.parametrize("options", [{}, {"speed": 30.0}, {"speed": 200.0, "max_sequences": 8}])
+def test_given_decode_steps_run_as_one_then_every_time_and_hit_is_that_of_single_steps(
+    chat_trace: Trace, monkeypatch: pytest.MonkeyPatch, options: dict[str, float]
+) -> None:
+    together = serve(chat_trace, **options)
+    monkeypatch.setattr(serving, "MAX_AHEAD", 1)
+    assert together == pytest.approx(serve(chat_trace, **options), rel=1e-9)
 
 
 def test_given_a_prompt_larger_than_the_cache_then_it_is_refused_and_counted() -> None:

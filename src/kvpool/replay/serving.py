@@ -13,9 +13,10 @@ from kvpool.errors import InvalidArgumentError, NeverFitsError
 from kvpool.manager import KVCacheManager
 from kvpool.replay.simulate import ReplayConfig
 from kvpool.replay.trace import Trace, TraceError
-from kvpool.scheduling import CostModel, Request, Scheduler, SchedulerConfig
+from kvpool.scheduling import BatchPlan, CostModel, Request, ScheduledSequence, Scheduler, SchedulerConfig
 
 SAMPLED = 2**31 - 3  # the token that every step samples: never part of a prompt
+MAX_AHEAD = 64  # decode steps that are run as one
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,16 @@ class _Serving:
         )  # fmt: skip
         self.now = 0.0
         self.manager = KVCacheManager(cache, policy=config.cache.policy, clock=lambda: self.now)
-        limits = SchedulerConfig(max_tokens_per_step=config.max_tokens_per_step, max_sequences=config.max_sequences)
+        limits = SchedulerConfig(
+            max_tokens_per_step=config.max_tokens_per_step,
+            max_sequences=config.max_sequences,
+            max_draft_tokens=MAX_AHEAD - 1,
+        )
         self.scheduler = Scheduler(self.manager, limits, config.costs, clock=lambda: self.now)
         self.first_token = np.full(len(trace), np.nan)
         self.finished = np.full(len(trace), np.nan)
+        self.left = np.maximum(trace.output_lengths, 1)  # tokens that each request has yet to generate
+        self.decoded: BatchPlan | None = None  # the last step, if the next one will be like it unless somebody comes
         self.refused = 0
 
     def run(self) -> ServingResult:
@@ -97,7 +104,7 @@ class _Serving:
                 if at < len(order):
                     self.now = float(arrivals[at])
                 continue
-            self._step()
+            self._step(float(arrivals[at]) if at < len(order) else float("inf"))
         by_arrival = np.empty(len(order))
         by_arrival[order] = arrivals
         return self._result(by_arrival)
@@ -114,18 +121,57 @@ class _Serving:
         tokens = np.repeat(self.trace.ids_of(index), self.trace.unit)[: max(1, int(self.trace.input_lengths[index]))]
         return tokens if len(tokens) else [SAMPLED]
 
-    def _step(self) -> None:
+    def _step(self, next_arrival: float) -> None:
+        ahead = self._uninterrupted(next_arrival)
+        if ahead > 1 and self.decoded is not None:
+            drafts = np.full(ahead - 1, SAMPLED, np.int32)
+            for sequence in self.decoded.sequences:
+                self.scheduler.propose(sequence, drafts)
         plan = self.scheduler.step()
-        self.now += max(plan.seconds(self.config.costs, self.manager.config), 1e-6)
-        sampling = plan.sampling_rows.tolist()
-        for row in sampling:
+        self.now += max(self._seconds(plan), 1e-6)
+        rows = plan.sampling_rows
+        counts = plan.num_samples[rows] + plan.num_drafts[rows]
+        for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
             index: Any = plan.sequences[row].request.id
+            self.left[index] -= count
             if np.isnan(self.first_token[index]):
                 self.first_token[index] = self.now
-        result = self.scheduler.complete(plan, [SAMPLED] * int(plan.num_samples.sum()))
+        result = self.scheduler.complete(plan, [SAMPLED] * int(counts.sum()), counts)
         for done in result.finished:
             finished: Any = done.request.id
             self.finished[finished] = self.now
+        settled = (
+            plan.num_decode == len(plan.sequences) == self.scheduler.num_running and not self.scheduler.num_swapped
+        )
+        self.decoded = plan if settled and not result.finished else None
+
+    def _uninterrupted(self, next_arrival: float) -> int:
+        """How many decode steps come now during which nobody arrives or finishes: they are one step with right drafts.
+
+        What is computed, when, and what the cache holds afterwards are the same; it only takes fewer plans.
+        """
+        plan = self.decoded
+        if plan is None or self.scheduler.num_waiting:
+            return 1
+        num = len(plan.sequences)
+        most = min(MAX_AHEAD, self.config.max_tokens_per_step // num)
+        most = min(most, *(int(self.left[_index(sequence)]) for sequence in plan.sequences))
+        if 8 * most < num:  # verifying drafts row by row would cost more than it saves
+            return 1
+        context, now, steps = int(plan.kv_lengths.sum()), self.now, 0
+        while steps < most and now < next_arrival:
+            steps += 1
+            now += max(self.config.costs.decode_seconds(num, context + steps * num), 1e-6)
+        return max(steps, 1)
+
+    def _seconds(self, plan: BatchPlan) -> float:
+        """What a plan takes; drafts stand for so many steps before its last one."""
+        seconds = plan.seconds(self.config.costs, self.manager.config)
+        num, drafts = plan.num_decode, int(plan.num_drafts.max(initial=0))
+        context = int(plan.kv_lengths[:num].sum())
+        return seconds + sum(
+            max(self.config.costs.decode_seconds(num, context - before * num), 1e-6) for before in range(1, drafts + 1)
+        )
 
     def _result(self, arrivals: Any) -> ServingResult:
         served = ~np.isnan(self.finished)
@@ -147,3 +193,8 @@ class _Serving:
             serving_token_hit_ratio=self.manager.stats().token_hit_rate,
             simulated_seconds=self.now,
         )
+
+
+def _index(sequence: ScheduledSequence) -> int:
+    found: Any = sequence.request.id
+    return int(found)
