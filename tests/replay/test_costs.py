@@ -184,3 +184,43 @@ def test_given_costs_then_the_plan_command_explains_where_they_come_from(
     assert main(["plan", "--model", str(model_file), "--costs", str(costs_file), "--json", "-"]) == 0
     why = json.loads(capsys.readouterr().out)["why"]
     assert "measured on a lab machine with tiny" in why["recompute_seconds_per_token"]
+
+
+def test_given_a_trace_and_tiers_then_the_plan_marks_what_each_tier_finds_and_the_knees(
+    model_file: Path, costs_file: Path, trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = json.loads(costs_file.read_text())
+    plain["measurement"]["memory_bytes"] = 13_400_000  # leaves room for a few blocks behind the weights
+    costs_file.write_text(json.dumps(plain))
+    words = [
+        "plan",
+        "--model",
+        str(model_file),
+        "--costs",
+        str(costs_file),
+        "--trace",
+        str(trace_file),
+        "--policy",
+        "lru",
+    ]
+    assert main([*words, "--host", "1MiB", "--context", "64", "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)["trace"]
+    gpu, both = found["tiers"]["GPU"], found["tiers"]["GPU + host"]
+    assert gpu["capacity"] < both["capacity"]
+    assert gpu["hit_ratio"] <= both["hit_ratio"]
+    assert set(found["knees"]) == {"on the GPU", "with lower tiers"}
+    assert found["knees"]["on the GPU"] <= gpu["capacity"] <= found["knees"]["with lower tiers"]
+
+
+def test_given_weights_that_do_not_fit_then_the_plan_says_so_with_and_without_a_trace(
+    model_file: Path, costs_file: Path, trace_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = json.loads(costs_file.read_text())
+    plain["measurement"]["memory_bytes"] = 1_000_000
+    costs_file.write_text(json.dumps(plain))
+    words = ["plan", "--model", str(model_file), "--costs", str(costs_file)]
+    for more in ([], ["--trace", str(trace_file)]):
+        assert main([*words, *more]) == 0
+        printed = capsys.readouterr().out
+        assert "The weights alone do not fit" in printed
+    assert "There is no hit curve" in printed

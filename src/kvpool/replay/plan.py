@@ -237,5 +237,21 @@ def knee(capacities: list[int], ratios: list[float]) -> int:
     return capacities[max(range(len(above)), key=above.__getitem__)]
 
 
+def knees(capacities: list[int], ratios: list[float], gpu_blocks: int) -> dict[str, int]:
+    """The knee of the part of a hit curve that fits on the GPU, and of the part behind it, which lower tiers would hold.
+
+    >>> knees([1, 2, 4, 8, 16, 32], [0.1, 0.3, 0.31, 0.32, 0.6, 0.61], gpu_blocks=8)
+    {'on the GPU': 2, 'with lower tiers': 16}
+    """
+    points = list(zip(capacities, ratios, strict=True))
+    on_gpu = [point for point in points if point[0] <= gpu_blocks]
+    behind = [point for point in points if point[0] >= (on_gpu[-1][0] if on_gpu else 0)]
+    found: dict[str, int] = {}
+    for where, part in (("on the GPU", on_gpu), ("with lower tiers", behind)):
+        if len(part) > 1 or (part and not found):
+            found[where] = knee([size for size, _ in part], [ratio for _, ratio in part])
+    return found
+
+
 def _gb(size: float) -> str:
     return f"{size / GIB:,.1f} GiB"

@@ -12,7 +12,7 @@ from kvpool.replay.commands.options import check_folders, load_trace
 from kvpool.replay.costs import read_costs
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS
 from kvpool.replay.gpus import GPUS
-from kvpool.replay.plan import GIB, GPU_FRACTION, Plan, PlanRequest, knee, make_plan
+from kvpool.replay.plan import GIB, GPU_FRACTION, Plan, PlanRequest, knees, make_plan
 from kvpool.replay.runs import run_all
 from kvpool.replay.simulate import ReplayConfig
 from kvpool.replay.trace import Trace
@@ -71,8 +71,11 @@ def plan(
     result: dict[str, Any] = made.to_dict()
     out = console(to_stderr=json == "-")
     _print_plan(out, made)
-    if loaded is not None:
-        result["trace"] = _curve(out, loaded, policy, made)
+    if loaded is not None and "kv_bytes_per_token" not in made.numbers:
+        out.print("There is no hit curve: nothing is left for a cache.", style="bold")
+    elif loaded is not None:
+        lower = {"host": request.host_bytes, "disk": request.disk_bytes}
+        result["trace"] = _curve(out, loaded, policy, made, lower)
     if json is not None:
         write_json(json, result)
 
@@ -101,27 +104,47 @@ def show(name: str, value: float) -> str:
     return f"{value:,.0f}"
 
 
-def _curve(out: Any, loaded: Trace, policy: str, made: Plan) -> dict[str, Any]:
-    """Hit ratios over sizes, and the size at the knee in bytes of this model."""
+def _curve(out: Any, loaded: Trace, policy: str, made: Plan, lower: dict[str, int]) -> dict[str, Any]:
+    """Hit ratios over sizes in bytes of this model: what the GPU holds, what each tier adds, and where the knees are."""
     unit = loaded.unit if loaded.unit > 1 else 16
+    block_bytes = unit * int(made.numbers["kv_bytes_per_token"])
     most = max(loaded.num_unique if loaded.unit > 1 else loaded.num_ids // unit, 2)
-    capacities = sorted(
-        {max(1, round(most ** (0.4 + 0.6 * point / (CURVE_POINTS - 1)))) for point in range(CURVE_POINTS)}
-    )
+    marks = _tier_sizes(made, lower, block_bytes, most)
+    spread = {max(1, round(most ** (0.4 + 0.6 * point / (CURVE_POINTS - 1)))) for point in range(CURVE_POINTS)}
+    capacities = sorted(spread | set(marks))
     with progress_bar("hit curve", len(capacities)) as advance:
         results = run_all(loaded, [ReplayConfig(policy, size) for size in capacities], progress=advance)
     ratios = [result.hit_ratio for result in results]
-    best = knee(capacities, ratios)
-    block_bytes = unit * made.numbers.get("kv_bytes_per_token", 0)
+    best = knees(capacities, ratios, int(made.numbers["kv_budget_bytes"]) // block_bytes)
     for size, ratio in zip(capacities, ratios, strict=True):
-        mark = "  ◄ knee" if size == best else ""
+        notes = [marks[size]] if size in marks else []
+        notes += [f"knee, {where}" for where, found in best.items() if found == size]
+        mark = f"  ◄ {'; '.join(notes)}" if notes else ""
         out.print(f"{size:>12,} blocks {size * block_bytes / GIB:>10,.1f} GiB  {ratio:7.4f}{mark}")
-    fits = best * block_bytes <= made.numbers["kv_budget_bytes"]
-    out.print(
-        f"{loaded.name}: behind {best:,} blocks of {unit} tokens ({best * block_bytes / GIB:,.1f} GiB) more memory buys "
-        "little; "
-        + ("that fits on the GPU" if fits else "that is more than the GPU has: give the rest to the host tier"),
-        style="bold",
-    )
-    curve = [{"capacity": c, "bytes": c * block_bytes, "hit_ratio": r} for c, r in zip(capacities, ratios, strict=True)]
-    return {"name": loaded.name, "policy": policy, "curve": curve, "knee": best, "knee_bytes": best * block_bytes}
+    found = dict(zip(capacities, ratios, strict=True))
+    for where, size in best.items():
+        out.print(
+            f"{loaded.name}, {where}: {size:,} blocks of {unit} tokens ({size * block_bytes / GIB:,.1f} GiB in all) find "
+            f"{found[size]:.1%} of the blocks; more buys little there. Live requests need their room beside it.",
+            style="bold",
+        )
+    return {
+        "name": loaded.name,
+        "policy": policy,
+        "curve": [{"capacity": size, "bytes": size * block_bytes, "hit_ratio": found[size]} for size in capacities],
+        "tiers": {name: {"capacity": size, "hit_ratio": found[size]} for size, name in marks.items()},
+        "knees": best,
+        "knee": next(iter(best.values())),
+        "knee_bytes": next(iter(best.values())) * block_bytes,
+    }
+
+
+def _tier_sizes(made: Plan, lower: dict[str, int], block_bytes: int, most: int) -> dict[int, str]:
+    """Blocks that the GPU, and the GPU with each lower tier, can keep, as far as the trace can fill them; and their names."""
+    size, name = int(made.numbers["kv_budget_bytes"]), "GPU"
+    found = {min(max(1, size // block_bytes), most): name}
+    for tier, more in lower.items():
+        if more:
+            size, name = size + more, f"{name} + {tier}"
+            found.setdefault(min(size // block_bytes, most), name)
+    return found
