@@ -86,6 +86,26 @@ def test_given_a_wrong_option_then_it_is_refused_before_the_trace_is_read(
     assert "not-there" not in error
 
 
+def test_given_tokens_then_bounds_count_their_whole_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "tokens.jsonl"
+    prompts = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7], [9, 9], [1, 2, 3, 4, 6, 7, 8, 8, 8], [1, 2, 3, 4, 6, 7]]
+    path.write_text("\n".join(json.dumps({"timestamp": n, "tokens": p}) for n, p in enumerate(prompts)) + "\n")
+    words = ["replay", str(path), "--block-size", "2", "--capacity", "4,inf", "--json", "-", "--workers", "1"]
+    assert main(words) == 0
+    rows = {(row["policy"], row["capacity"]): row for row in json.loads(capsys.readouterr().out)}
+    assert {row["requested_blocks"] for row in rows.values()} == {3 + 3 + 1 + 5 + 3}
+    assert rows["lru", None]["hit_blocks"] == rows["infinite", None]["hit_blocks"] == 2 + 3 + 3
+    assert rows["lru", 4]["hit_blocks"] <= rows["optimum", 4]["hit_blocks"] <= 8
+    assert rows["infinite", None]["requested_tokens"] == sum(map(len, prompts))
+
+
+def test_given_ids_that_repeat_then_an_infinite_cache_evicts_nothing(
+    odd_trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(odd_trace), "--capacity", "inf", "--json", "-", "--workers", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["evicted_blocks"] == 0
+
+
 def test_given_lengths_only_then_synth_keeps_arrivals_and_lengths_and_says_that_nothing_is_shared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

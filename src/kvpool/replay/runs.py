@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvpool.replay.bounds import MODELS, run_model
-from kvpool.replay.simulate import ReplayConfig, ReplayResult, replay
+from kvpool.replay.simulate import ReplayConfig, ReplayResult, replay, totals
+from kvpool.replay.synth import UNIT_OF_TOKENS, to_blocks
 from kvpool.replay.trace import Trace
 
 Item = TypeVar("Item")
@@ -22,9 +23,15 @@ _trace: Trace | None = None  # of a worker process, set once when it starts
 
 def run_one(trace: Trace, config: ReplayConfig) -> ReplayResult:
     """One row: a policy through the manager, or a bound (`infinite`, `optimum`) or model (`fifo-flat`) without it."""
-    if config.policy in MODELS:
+    if config.policy not in MODELS:
+        return replay(trace, config)
+    if trace.unit > 1:
         return run_model(trace, config.policy, config.capacity)
-    return replay(trace, config)
+    # Of a trace of tokens only whole blocks are ever published; the others are asked for all the same.
+    size = config.block_size or UNIT_OF_TOKENS
+    found = run_model(to_blocks(trace, size).full_blocks_only(), config.policy, config.capacity)
+    assert found.hits is not None
+    return replace(found, **totals(trace, found.hits, size))
 
 
 def run_all(

@@ -147,7 +147,7 @@ class _Replay:
 
     def _everything(self) -> int:
         lengths = -(-np.diff(self.trace.offsets) // self.ids_per_block)
-        if self.ids_per_block == 1:
+        if self.ids_per_block == 1 and self.trace.is_tree:
             return max(self.trace.num_unique, int(lengths.max(initial=1)), 1)
         return max(int(lengths.sum()), 1)
 
@@ -161,7 +161,6 @@ class _Replay:
 
     def run(self, progress: Progress | None, observe: Observer | None) -> ReplayResult:
         trace, manager = self.trace, self.manager
-        marked = trace.marked()
         offsets = trace.offsets.tolist()
         seconds = (np.maximum.accumulate(trace.timestamps) / 1000).tolist()
         hits = np.zeros(len(trace), np.int32)
@@ -170,7 +169,7 @@ class _Replay:
             start, end = offsets[index], offsets[index + 1]
             self.now = seconds[index]
             if start < end:
-                hits[index] = self._serve(index, marked[start + index : end + index + 1], end - start)
+                hits[index] = self._serve(index, trace.ids[start:end], end - start)
                 if has_tiers:
                     manager.take_copies()
             if observe is not None:
@@ -181,12 +180,8 @@ class _Replay:
             progress(len(trace) % PROGRESS_STEP)
         return self._result(hits)
 
-    def _serve(self, index: int, marked: Int32Array, num_ids: int) -> int:
-        """One request; returns the whole blocks that were cached.
-
-        The mark behind the ids is never computed: with it, the last id counts as cached like any other, where the
-        manager would otherwise leave one token of a fully cached prompt to compute.
-        """
+    def _serve(self, index: int, ids: Int32Array, num_ids: int) -> int:
+        """One request; returns the whole blocks that were cached."""
         manager = self.manager
         room = self.capacity
         if num_ids > room * self.ids_per_block:
@@ -197,13 +192,12 @@ class _Replay:
         retention = None
         if self.ends_partially is not None and self.ends_partially[index]:
             retention = _last_id_first(num_ids)
-        handle = manager.allocate(index, marked, reserve=num_ids, retention=retention)
+        handle = manager.allocate(index, ids, retention=retention)
         manager.commit(handle)
         if self.num_blocks > room:
             self._resize(room)  # while the request is live: it is the others that make room
-        cached: int = handle.num_cached_tokens
         manager.free(handle)
-        return cached // self.ids_per_block
+        return handle.num_cached_blocks
 
     def _resize(self, num_blocks: int) -> None:
         self.manager.resize(num_blocks)

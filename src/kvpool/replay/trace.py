@@ -15,7 +15,7 @@ from kvpool.errors import InvalidArgumentError
 
 FloatArray = npt.NDArray[np.float64]
 
-END_MARK = MAX_TOKEN_ID  # stands behind every request of `Trace.marked`; no id of a trace reaches it
+END_MARK = MAX_TOKEN_ID  # no id of a trace reaches it
 
 
 class TraceError(InvalidArgumentError):
@@ -115,16 +115,16 @@ class Trace:
         return len(np.unique(self.ids))
 
     @property
+    def is_tree(self) -> bool:
+        """Whether every id always follows the same one, so that an id stands for all that precedes it."""
+        before = np.concatenate(([-1], self.ids[:-1])).astype(np.int64)
+        before[self.offsets[:-1][np.diff(self.offsets) > 0]] = -1
+        return len(np.unique((before << 32) + self.ids)) == self.num_unique
+
+    @property
     def duration(self) -> float:
         """Seconds between the first and the last arrival."""
         return float(np.ptp(self.timestamps)) / 1000 if len(self) else 0.0
-
-    def marked(self) -> Int32Array:
-        """All ids with `END_MARK` behind each request: request i is `marked[offsets[i] + i : offsets[i + 1] + i + 1]`."""
-        marked = np.full(len(self.ids) + len(self), END_MARK, np.int32)
-        lengths = np.diff(self.offsets)
-        marked[np.arange(len(self.ids)) + np.repeat(np.arange(len(self)), lengths)] = self.ids
-        return marked
 
     def head(self, num_requests: int) -> Trace:
         """The first requests, as a trace of its own."""

@@ -181,11 +181,13 @@ def _configs(
     options: dict[str, Any] = {"block_size": block_size, "token_bytes": token_bytes, **lower}
     configs = [ReplayConfig(name, size, **options) for name in names if name not in MODELS for size in capacities]
     models = [name for name in names if name in MODELS]
-    native = block_size is None or block_size == trace.unit
-    if bounds and native and trace.unit > 1:
+    known = trace.unit == 1 or block_size is None or block_size == trace.unit
+    if bounds and known:
         models += [OPTIMUM, INFINITE]
     for name in dict.fromkeys(models):
-        configs.extend(ReplayConfig(name, size) for size in ([None] if name == INFINITE else capacities))
+        configs.extend(
+            ReplayConfig(name, size, block_size=block_size) for size in ([None] if name == INFINITE else capacities)
+        )
     return configs
 
 
