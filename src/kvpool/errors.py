@@ -57,6 +57,10 @@ class UnsupportedModelError(KVPoolError):
     """A model that kvpool would run wrongly, or not at all; the message names what is missing. Nothing was allocated."""
 
 
+class StepError(KVPoolError):
+    """A step of the engine could not run; the requests in it end with this, others go on. The cause is `__cause__`."""
+
+
 class InvariantError(KVPoolError, AssertionError):
     """`check()` found a broken invariant. This is a bug in kvpool; please report it with the message."""
 

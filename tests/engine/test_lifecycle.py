@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.engine import Chunk, Engine, SamplingParams  # noqa: E402
-from kvpool.errors import KVPoolError, SequenceStateError  # noqa: E402
+from kvpool.errors import KVPoolError, SequenceStateError, StepError  # noqa: E402
+from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
 PROMPT = random_prompt(9).tolist()
 SECONDS = 60.0  # until a test that hangs is a failure
@@ -39,11 +40,12 @@ class HeldStep:
         self.may_end.wait(SECONDS)
 
 
-def fail_from_now_on(engine: Engine) -> None:
-    """The next forward pass raises, as it does when the device runs out of memory."""
+def fail_at(engine: Engine, poison: int) -> None:
+    """Forward passes with this token raise, as they do when the device runs out of memory."""
 
     def broken(module: Any, args: Any, kwargs: Any) -> None:
-        raise RuntimeError("the device is on fire")
+        if (kwargs["input_ids"] == poison).any():
+            raise RuntimeError("the device is on fire")
 
     engine.model.register_forward_pre_hook(broken, with_kwargs=True)
 
@@ -77,12 +79,61 @@ def test_given_requests_on_their_way_when_it_is_closed_then_each_of_them_hears_o
     assert not closer.is_alive()
 
 
-def test_given_a_step_that_fails_then_all_requests_end_with_it_and_the_memory_comes_back() -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_given_a_step_that_fails_then_its_requests_end_with_the_reason_and_the_engine_goes_on(overlap: bool) -> None:
+    with make_engine(overlap=overlap) as engine:
+        expected = engine.generate([PROMPT], params(9))[0].token_ids
+        poison = next(token for token in range(100) if token not in (*PROMPT, *expected))
+        fail_at(engine, poison)
+        step = HeldStep()
+        beside = engine.submit(PROMPT, params(9), on_chunk=step)
+        step.begun.wait(SECONDS)
+        broken = [engine.submit([*PROMPT, poison, number], params(9)) for number in range(2)]
+        step.may_end.set()
+        for generation in (beside, *broken):  # one step had all of them
+            with pytest.raises(StepError, match="RuntimeError: the device is on fire"):
+                generation.result(SECONDS)
+        assert beside.samples[0].token_ids == expected[: len(beside.samples[0].token_ids)]
+        assert engine.generate([PROMPT], params(9))[0].token_ids == expected
+        assert engine.stats().num_running == 0
+        engine.manager.check()
+        assert engine.manager.stats().num_sequences == 0
+
+
+def test_given_a_failed_step_with_copies_then_what_others_swapped_in_is_there() -> None:
+    limits = SchedulerConfig(max_tokens_per_step=64, max_sequences=4, preemption="swap")
+    options: dict[str, Any] = dict(block_size=4, host_bytes=2**22, scheduler=limits, cache={"watermark": 0.0})
+    prompts = [random_prompt(30, seed=seed).tolist() for seed in range(4)]
+    with Engine(tiny_model("llama"), kv_blocks=256, block_size=4) as roomy:
+        expected = [out.token_ids for out in roomy.generate(prompts, params(24))]
+    poison = next(token for token in range(160) if not any(token in tokens for tokens in (*prompts, *expected)))
+    with Engine(tiny_model("llama"), kv_blocks=32, **options) as engine:
+        fail_at(engine, poison)
+        generations = [engine.submit(prompt, params(24)) for prompt in prompts]
+        ended = [engine.submit([poison] * number, params(2), priority=9) for number in range(1, 9)]
+        for generation, tokens in zip(generations, expected, strict=True):
+            try:
+                assert generation.result(SECONDS).token_ids == tokens
+            except StepError:
+                got = generation.samples[0].token_ids if generation.samples else []
+                assert got == tokens[: len(got)]
+        for generation in ended:
+            with pytest.raises(StepError):
+                generation.result(SECONDS)
+        engine.manager.check()
+        assert [out.token_ids for out in engine.generate(prompts, params(24))] == expected
+
+
+def test_given_an_engine_that_fails_by_itself_then_all_requests_end_and_the_memory_comes_back() -> None:
     engine = make_engine()
     step = HeldStep()
     generations = [engine.submit(PROMPT, params(9), on_chunk=step)]
     step.begun.wait(SECONDS)
-    fail_from_now_on(engine)
+
+    def broken(launched: Any) -> None:
+        raise RuntimeError("the device is on fire")
+
+    engine._loop._finish = broken  # type: ignore[method-assign]
     generations += [engine.submit(PROMPT, params(9)) for _ in range(2)]
     step.may_end.set()
     for generation in generations:
@@ -119,6 +170,25 @@ def test_given_a_callback_then_it_may_ask_for_numbers_but_not_close_the_engine()
     with make_engine() as engine:
         engine.submit(PROMPT, params(2), on_chunk=look).result(SECONDS)
     assert seen[0] == 1
+
+
+def test_given_a_callback_that_waits_for_a_result_then_it_is_told_instead_of_waiting_for_ever() -> None:
+    seen: list[str] = []
+
+    def wait(chunk: Chunk) -> None:
+        with pytest.raises(SequenceStateError, match="another thread"):
+            other.result()
+        seen.append("refused")
+
+    with make_engine() as engine:
+        step = HeldStep()
+        other = engine.submit(PROMPT, params(20), on_chunk=step)
+        step.begun.wait(SECONDS)
+        waiting = engine.submit(PROMPT, params(2), on_chunk=wait)
+        step.may_end.set()
+        assert len(waiting.result(SECONDS).token_ids) == 2
+        assert len(other.result(SECONDS).token_ids) == 20
+    assert seen[0] == "refused"
 
 
 def test_given_an_event_loop_that_is_gone_then_the_engine_goes_on() -> None:

@@ -166,6 +166,11 @@ class ToyEngine:
         self._propose(plan)
         return result
 
+    def abandon(self) -> None:
+        """Tells the scheduler that the oldest plan in flight could not run."""
+        plan, *_ = self.launched.popleft()
+        self._note(self.scheduler.abandon(plan))
+
     def _propose(self, plan: BatchPlan) -> None:
         for sequence in plan.sequences:
             lanes = self.scheduler._roster.running.lanes

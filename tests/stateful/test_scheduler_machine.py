@@ -35,7 +35,7 @@ from kvpool.scheduling import (
 FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=5)
 SINKS = LayerSpec(kv_heads=1, head_dim=16, window=5, sink_tokens=1)
-CUT_OFF = {FinishReason.CANCELLED, FinishReason.DEADLINE}
+CUT_OFF = {FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED}
 
 # Few different tokens and beginnings, so that prompts share prefixes, also while they are being computed.
 prompts = st.tuples(
@@ -139,6 +139,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def complete(self) -> None:
         self.engine.complete()
+
+    @precondition(lambda self: self.engine.launched)
+    @rule()
+    def abandon(self) -> None:
+        self.engine.abandon()
 
     @precondition(lambda self: self.live())
     @rule(data=st.data())

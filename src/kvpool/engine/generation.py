@@ -15,7 +15,7 @@ import numpy as np
 from kvpool.blocks.arrays import Int32Array
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.text import Decoder, TextStream
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, SequenceStateError
 
 log = logging.getLogger("kvpool")
 
@@ -74,10 +74,26 @@ class Completion(NamedTuple):
         return self.samples[0].finish_reason
 
 
+class _Calls(threading.local):
+    """Whether this thread is in a callback of a request, where it must not wait for one."""
+
+    under_way = False
+
+    def __enter__(self) -> None:
+        self.under_way = True
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.under_way = False
+
+
+_calls = _Calls()
+
+
 class Generation:
     """A request in the engine: wait for it (`result`), watch it (`on_chunk`), or look at it while it grows.
 
-    Chunks are delivered in the engine's thread, so what watches them must be quick. If it raises, it hears nothing more.
+    Chunks are delivered in the engine's thread, so what watches them must be quick and cannot wait for results. If it
+    raises, it hears nothing more.
     """
 
     def __init__(
@@ -117,6 +133,10 @@ class Generation:
 
     def result(self, timeout: float | None = None) -> Completion:
         """Waits for the end. Raises what ended it, if that was an error, and TimeoutError after `timeout` seconds."""
+        if _calls.under_way and not self.is_over:
+            raise SequenceStateError(
+                f"a callback cannot wait for request {self.id!r}, which waits for the callback: ask in another thread"
+            )
         if not self._over.wait(timeout):
             raise TimeoutError(f"request {self.id!r} is not over after {timeout} seconds; it goes on")
         if self._error is not None:
@@ -181,7 +201,8 @@ class Generation:
             self._over.set()
             if self._on_end is not None:
                 try:
-                    self._on_end()
+                    with _calls:
+                        self._on_end()
                 except Exception:
                     log.exception("the listener to the end of request %r raised", self.id)
 
@@ -196,7 +217,8 @@ class Generation:
     def _deliver(self, chunk: Chunk) -> None:
         if self._on_chunk is not None:
             try:
-                self._on_chunk(chunk)
+                with _calls:
+                    self._on_chunk(chunk)
             except Exception:
                 self._on_chunk = None
                 log.exception("the callback of request %r raised; it is not called again", self.id)

@@ -6,6 +6,7 @@ the device, and only the sampled ids cross back. What needs the tokens to go on 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Hashable
@@ -23,9 +24,11 @@ from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling import Sampled
 from kvpool.engine.speculation import propose
 from kvpool.engine.step_sampling import StepSampler, logprob_of
-from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError
+from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
+
+log = logging.getLogger("kvpool")
 
 
 class _Launched(NamedTuple):
@@ -111,13 +114,38 @@ class EngineLoop:
     @torch.inference_mode()
     def step(self) -> None:
         """Launches the next step, and finishes the one before it (or this one, where steps do not overlap)."""
-        self._flying.append(self._launch(self.scheduler.step()))
+        plan = self.scheduler.step()
+        try:
+            launched = self._launch(plan)
+        except Exception as error:
+            self._give_up(plan, error)
+            return
+        self._flying.append(launched)
         wait = not self.overlap or bool(self._beams) or self._flying[-1].plan.is_empty
         while len(self._flying) > (0 if wait else 1):
             self._finish(self._flying.popleft())
 
+    def _give_up(self, plan: BatchPlan, error: Exception) -> None:
+        """A step could not be launched: its requests end, the others go on, unless nothing can any more."""
+        while self._flying:
+            self._finish(self._flying.popleft())
+        if plan.is_empty:  # nobody to blame: the next step would fail like this one
+            raise error
+        if self.runner.device.type == "cuda":
+            torch.cuda.synchronize(self.runner.device)  # raises if the device is lost
+            torch.cuda.empty_cache()
+        log.error("a step of %d sequences failed; their requests end", len(plan.sequences), exc_info=error)
+        failure = StepError(f"the step that this request was part of failed: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        for done in plan.finished:
+            self._end(done)
+        for done in self.scheduler.abandon(plan):
+            self._end(done, failure)
+
     def _launch(self, plan: BatchPlan) -> _Launched:
         began = time.perf_counter()
+        # First of all: whatever happens to the step, other sequences rely on the copies.
+        self.runner.plane.run_copies(plan.copies, overlap=not plan.is_empty)
         for sequence in plan.admitted:
             generation = self._generations.get(sequence.request.id)
             if generation is not None and not generation.samples:
@@ -125,7 +153,6 @@ class EngineLoop:
         for sequence in (*plan.admitted, *plan.resumed):
             self._track(sequence)
         if plan.is_empty:
-            self.runner.plane.run_copies(plan.copies)
             return _Launched(plan, began)
         logits = self.runner.run(plan, self._inputs(plan))
         if not len(plan.sampling_rows):
@@ -282,8 +309,8 @@ class EngineLoop:
         if generation is not None and generation.params.has_penalties:
             self._sampler.track(sequence, generation, self.scheduler.token_ids(sequence))
 
-    def _end(self, done: Finished) -> None:
-        """A request is over."""
+    def _end(self, done: Finished, failure: KVPoolError | None = None) -> None:
+        """A request is over, by itself or because of a failure."""
         generation = self._generations.pop(done.request.id, None)
         if generation is None:
             return
@@ -294,9 +321,8 @@ class EngineLoop:
             for output in done.outputs:
                 generation.end_sample(output.sample, output.reason.value)
         if done.detail:
-            generation.end(OutOfBlocksError(f"request {done.request.id!r} was refused: {done.detail}"))
-        else:
-            generation.end()
+            failure = OutOfBlocksError(f"request {done.request.id!r} was refused: {done.detail}")
+        generation.end(failure)
 
     def _propose(self, plan: BatchPlan) -> None:
         """Guesses for the sequences of the step, to be verified in the next one."""

@@ -69,6 +69,7 @@ def join_projections(model: nn.Module, run: Callable[[], object]) -> int:
         joined = JoinedProduct(members)
         for place, member in enumerate(members):
             member.__class__ = ProjectionPart
+            assert isinstance(member, ProjectionPart)
             member.joined, member.place = joined, place
     return sum(len(members) - 1 for members in groups)
 

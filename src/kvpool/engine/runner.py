@@ -106,13 +106,16 @@ class ModelRunner:
         self.graphs = None
 
     def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
-        """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device."""
+        """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device.
+
+        The copies of the plan must have been run, or be on their way.
+        """
         if self.graphs is not None and self.graphs.fits(plan):
             try:
                 return self.graphs.run(plan, token_ids)
             except CaptureError as error:
                 self._give_up_graphs(error)
-        slots = self.plane.prepare(plan.slots, plan.batch, copies=plan.copies)
+        slots = self.plane.prepare(plan.slots, plan.batch)
         plans = [self.backend.plan(kind.spec, self.paged_batch(plan, kind)) for kind in self.kinds]
         positions = self.upload(plan.positions)
         keep = self.upload(plan.logits_indices)
@@ -196,7 +199,7 @@ class DecodeGraphs:
         captured = self._captured.get(size)
         if captured is None or not captured.holds(batches):
             captured = self._captured[size] = self._capture(size, batches)
-        slots = runner.plane.prepare(plan.slots, plan.batch, copies=plan.copies)
+        slots = runner.plane.prepare(plan.slots, plan.batch)
         captured.token_ids[:count] = token_ids
         captured.positions[:count] = runner.upload(plan.positions)
         captured.slots[:, :count] = slots.tensor

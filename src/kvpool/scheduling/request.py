@@ -27,6 +27,7 @@ class FinishReason(str, Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     REFUSED = "refused"  # the pool shrank so far that it can never fit
+    FAILED = "failed"  # a step with it could not run: `Scheduler.abandon`
     PRUNED = "pruned"  # a beam that was not continued
 
 

@@ -213,14 +213,29 @@ class Scheduler:
         """
         if plan.is_empty:
             return StepResult([], [])
-        if not self._in_flight or plan is not self._in_flight[0]:
-            raise SequenceStateError("plans must be completed once each, in the order in which step() made them")
+        self._require_oldest(plan)
         ids = as_token_array(tokens)
         results = Results(self._roster, self._capacity, plan, ids)
         results.apply(results.checked_counts(None if counts is None else _as_counts(counts)))
         self._in_flight.popleft()
         reports = (self._report(group) for group in results.groups)
         return StepResult([report for report in reports if report is not None], results.forks)
+
+    def abandon(self, plan: BatchPlan) -> list[Finished]:
+        """The plan could not run (its copies were): ends all requests in it; what they computed before stays cached."""
+        if plan.is_empty:
+            return []
+        self._require_oldest(plan)
+        groups = {sequence.group: None for sequence in plan.sequences if not sequence.group.is_finished}
+        finished = [self._stop(group, FinishReason.FAILED) for group in groups]
+        self._in_flight.popleft()
+        return finished
+
+    def _require_oldest(self, plan: BatchPlan) -> None:
+        if not self._in_flight or plan is not self._in_flight[0]:
+            raise SequenceStateError(
+                "plans must be completed or abandoned once each, in the order in which step() made them"
+            )
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
         """The forward pass of a plan took this long: a cost model that learns (`LinearCostModel`) takes it into account."""

@@ -126,14 +126,14 @@ class DataPlane:
             self._pending = ops
             raise
 
-    def prepare(self, slots: Any, batch: SequenceBatch | None = None, copies: Sequence[CopyOp] = ()) -> StepSlots:
+    def prepare(self, slots: Any, batch: SequenceBatch | None = None) -> StepSlots:
         """Makes a step's slots ready for `write`: runs planned copies, checks the slots, puts them on the device.
 
         `slots` is what `extend_batch` or `slot_mapping` returned, [layer group, token]. The step waits for transfers under
-        way that touch the blocks it writes and those that `batch` reads (None: any block). `copies`: see `run_copies`.
+        way that touch the blocks it writes and those that `batch` reads (None: any block).
         """
         array = self._checked_slots(slots, len(self.config.groups))
-        self.run_copies(copies, overlap=True)
+        self.run_copies(overlap=True)
         for group in self.config.groups:
             self._check_group(array[group.index], group)
             written = _blocks(array[group.index], self.config.block_size)
