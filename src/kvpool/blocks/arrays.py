@@ -14,6 +14,7 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_TOKEN_ID = 2**31 - 1
+_INT32 = np.dtype(np.int32)
 _smallest = np.minimum.reduce  # array.min() without its wrapper, which costs more than the work on short prompts
 
 
@@ -32,13 +33,7 @@ def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:
     dtype('int32')
     """
     array = tokens if isinstance(tokens, np.ndarray) else as_array(tokens, name)
-    if (
-        array.dtype == np.int32
-        and array.ndim == 1
-        and array.flags.c_contiguous
-        and array.size
-        and _smallest(array) >= 0
-    ):
+    if array.dtype is _INT32 and array.ndim == 1 and array.flags.c_contiguous and array.size and _smallest(array) >= 0:
         return array
     if array.ndim != 1:
         raise InvalidArgumentError(f"{name} must be one-dimensional, got shape {array.shape}")

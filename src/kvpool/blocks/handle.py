@@ -63,6 +63,7 @@ class KVCacheHandle:
         "family",
         "inflight",
         "last_logits",
+        "num_cached_blocks",
         "num_cached_tokens",
         "num_prompt_tokens",
         "publishes",
@@ -87,7 +88,8 @@ class KVCacheHandle:
         self.publishes = True
         self.encoder_tokens = 0
         self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = 0  # that need not be computed
+        self.num_cached_blocks = 0  # whole blocks that were found, also one whose last token is computed again
         rows.serial += 1
         self.serial = rows.serial  # a number that no other sequence has had
         self.last_logits: Any = None

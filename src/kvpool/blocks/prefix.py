@@ -76,9 +76,11 @@ class PrefixCache(WindowedTree):
         """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several)."""
         before = pool.num_free
         goal = before + num_blocks
+        has_leftovers = self.windowed and pool.tier == GPU
+        per_position = self.blocks_per_position[pool.index]
         while pool.num_free < goal:
             victim = self.victim(pool, tenant)
-            leftover = self.oldest_leftover(pool) if self.windowed and pool.tier == GPU else None
+            leftover = self.oldest_leftover(pool) if has_leftovers else None
             if leftover is not None and (victim is None or leftover[1].tick <= victim.last_access):
                 if self.evict_leftover(leftover[0], goal - pool.num_free, tenant, reason):
                     continue
@@ -86,7 +88,7 @@ class PrefixCache(WindowedTree):
                     break
             if victim is None:
                 break
-            length = -(-(goal - pool.num_free) // self.blocks_per_position[pool.index])
+            length = -(-(goal - pool.num_free) // per_position)
             if length > victim.num_blocks:
                 length = victim.num_blocks
             if victim.root.quota is not None:
@@ -134,12 +136,12 @@ class PrefixCache(WindowedTree):
             for child in list(node.children.values()):
                 self.drop_subtree(child, reason)
         policy = node.root.policies[node.tier]
-        if self.is_candidate(node):
-            if evicted and num_blocks == node.num_blocks:
+        keep = node.num_blocks - num_blocks
+        if evicted or self.is_candidate(node):
+            if evicted and not keep:
                 policy.evicted(node)
             policy.remove(node)
         self._note_departure(node, num_blocks, reason)
-        keep = node.num_blocks - num_blocks
         for group in self.full:
             self.pools[self.groups[group].pool][node.tier].give(node.ids[group][keep:])
         self.count_cached(node, -num_blocks)
@@ -198,10 +200,11 @@ class PrefixCache(WindowedTree):
                 del self.sessions[session]
 
     def _note_departure(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
-        counters = self.counters
-        counters.evictions[reason._value_] += self.num_present(node, node.num_blocks - num_blocks)
-        counters.lifetime.add(self.now - node.created_at, num_blocks)
-        counters.idle_before_eviction.add(self.now - node.last_access_at, num_blocks)
+        counters, now = self.counters, self.now
+        present = self.num_present(node, node.num_blocks - num_blocks) if self.windowed else num_blocks * len(self.full)
+        counters.evictions[reason._value_] += present
+        counters.lifetime.add(now - node.created_at, num_blocks)
+        counters.idle_before_eviction.add(now - node.last_access_at, num_blocks)
         if self.events.listening and node.digests:
             self.announce_removal(node, node.num_blocks - num_blocks, node.num_blocks, reason)
 

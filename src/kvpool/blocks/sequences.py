@@ -150,6 +150,14 @@ class Sequences:
         rows.num_blocks[row] = num_blocks
         new = num_blocks - hit_blocks
         path = plan.match.path
+        if state.is_simple:
+            table = rows.tables[0]
+            if hit_blocks:
+                table[row, :hit_blocks] = cache.path_ids(path, hit_blocks, 0)
+            if new:
+                table[row, hit_blocks:num_blocks] = state.gpu_pools[0].take(new)
+            state.counters.blocks_allocated += new
+            return
         for group in range(state.growing):
             table = rows.tables[group]
             if hit_blocks:
@@ -193,9 +201,9 @@ class Sequences:
         counters.prompt_tokens += num_tokens
         counters.prompt_blocks += num_tokens // size
         handle.num_prompt_tokens = num_tokens
-        if not plan.num_hit_tokens:
+        if not match.num_blocks and not plan.num_hit_tokens:
             return
-        handle.num_cached_tokens = plan.num_hit_tokens
+        handle.num_cached_tokens, handle.num_cached_blocks = plan.num_hit_tokens, match.num_blocks
         resident = match.num_blocks - sum(promoted.values()) if promoted else match.num_blocks
         counters.hit_tokens[GPU] += resident * size
         counters.hit_blocks[GPU] += resident
@@ -229,6 +237,7 @@ class Sequences:
             for name in ("retention", "ttl", "session", "publishes", "encoder_tokens", "num_prompt_tokens", "family"):
                 setattr(child, name, getattr(parent, name))
             child.num_cached_tokens = parent.num_written
+            child.num_cached_blocks = parent.num_written // self.state.block_size
             self._share_row(source, child)
             self.state.requests[request_id] = child
             children.append(child)
@@ -314,6 +323,15 @@ class Sequences:
         if tip.open_row == row:
             self.state.publisher.close(row)
         used, published = rows.num_blocks.item(row), tip.start + tip.num_blocks
+        if used > published or not self.state.is_simple:
+            self._release_groups(handle, row, tip, used, published)
+        if handle.retention is not None and tip is not tip.root:
+            self._apply_retention(handle.retention, tip, handle.num_prompt_tokens)
+        cache.release(tip)
+
+    def _release_groups(self, handle: KVCacheHandle, row: int, tip: Node, used: int, published: int) -> None:
+        """Gives back private blocks of a row, between the published ones and `used`, and leaves its windows."""
+        rows, cache = self.rows, self.cache
         for group in range(len(self.state.groups)):
             table = rows.tables[group]
             private = table[row, published:used]
@@ -329,9 +347,6 @@ class Sequences:
                 cache.leave_window(tip, group, 0, sinks - 1, table[row, :sinks])
             if start < published:
                 cache.leave_window(tip, group, start, published - 1, table[row, start:published])
-        if handle.retention is not None and tip is not tip.root:
-            self._apply_retention(handle.retention, tip, handle.num_prompt_tokens)
-        cache.release(tip)
 
     def _apply_retention(self, retention: Retention, tip: Node, num_prompt_tokens: int) -> None:
         """Cuts the path where priorities change and sets them."""
