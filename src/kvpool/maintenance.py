@@ -164,7 +164,7 @@ class Maintenance:
         with self._guard:
             cache = self._state.cache
             if session is not None:
-                nodes = sorted(cache.sessions.get(session, ()), key=lambda n: n.start)
+                nodes = sorted(cache.sessions.get(session, ()), key=lambda n: (n.start, n.created))
                 scopes = {node.root.scope for node in nodes}
                 self._silence_swapped(lambda handle: handle.session == session or handle.scope in scopes)
             elif prefix is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Retention, ReuseScope, TokenRange
@@ -139,6 +139,7 @@ def intervene(manager: KVCacheManager, seed: int, pins: list[Any]) -> None:
 
 
 @settings(max_examples=40)
+@example(seed=349)  # what a session published was once removed in the order of addresses
 @given(seed=st.integers(0, 2**32))
 def test_given_an_operator_who_intervenes_when_replayed_then_all_counters_agree(seed: int) -> None:
     config = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], 4, gpu_blocks=40, host_blocks=12, max_pinned_tokens=64)
