@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import threading
@@ -11,7 +12,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kvpool.replay.bounds import MODELS, run_model
-from kvpool.replay.simulate import ReplayConfig, ReplayResult, replay, totals
+from kvpool.replay.simulate import READS_PRIORITIES, ReplayConfig, ReplayResult, replay, totals
 from kvpool.replay.synth import UNIT_OF_TOKENS, to_blocks
 from kvpool.replay.trace import Trace
 
@@ -45,7 +46,7 @@ def run_all(
 
     Where nothing is ever evicted all policies are the same, so that one of them is run for all.
     """
-    distinct = list(dict.fromkeys(map(_representative, configs)))
+    distinct = sorted(dict.fromkeys(map(_representative, configs)), key=_haste)
     results = dict(zip(distinct, map_over(trace, run_one, distinct, workers=workers, progress=progress), strict=True))
     if progress is not None:
         progress(len(configs) - len(distinct))
@@ -55,6 +56,11 @@ def run_all(
 def _representative(config: ReplayConfig) -> ReplayConfig:
     unlimited = config.capacity is None and config.policy not in MODELS
     return replace(config, policy="lru") if unlimited else config
+
+
+def _haste(config: ReplayConfig) -> tuple[bool, float]:
+    """Small for what takes long and goes first, so that no process is left alone with it: learning, many evictions."""
+    return config.policy not in READS_PRIORITIES, config.capacity or math.inf
 
 
 def map_over(
