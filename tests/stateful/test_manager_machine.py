@@ -810,7 +810,7 @@ CONFIGS: dict[str, tuple[list[LayerSpec], dict[str, Any]]] = {
     "no partial, host": ([full()], dict(block_size=4, gpu_blocks=8, host_blocks=4, partial_match=False)),
     "default ttl": ([full()], dict(block_size=2, gpu_blocks=10, host_blocks=4, default_ttl=8.0)),
 }
-POLICIES = ("adaptive", "lfu", "fifo", "clock", "sieve", "s3fifo", "2q", "arc", "priority", "cost")
+POLICIES = ("lru", "lfu", "fifo", "clock", "sieve", "s3fifo", "2q", "arc", "priority", "cost")
 
 
 def machine(layers: list[LayerSpec], options: dict[str, Any], policy: str | None = None) -> type[ManagerMachine]:

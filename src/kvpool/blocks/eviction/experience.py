@@ -52,6 +52,7 @@ class Experience:
 
     def __init__(self) -> None:
         self.epoch = 0  # up to which all is counted
+        self.has_news = False  # whether anything was reused since the last digest
         self._rows: dict[int, int] = {}  # of the kinds met so far
         self._hits: Floats = np.zeros((NUM_KINDS, _BINS))
         self._exposure: Floats = np.zeros((NUM_KINDS, _BINS))
@@ -64,6 +65,7 @@ class Experience:
         if epoch - last_use < MAX_AGE:
             row = self._rows.setdefault(kind, len(self._rows))
             self._hits[row, BIN_OF_AGE[epoch - last_use]] += blocks
+            self.has_news = True
 
     def follow(self, epoch: int, changes: Mapping[int, int]) -> None:
         """From this epoch on, so many more blocks of these cohorts are followed, or fewer."""
@@ -80,6 +82,7 @@ class Experience:
         first of these ages and taken off behind the last, and the notes are summed up over ages.
         """
         passed, self.epoch = min(epoch - self.epoch, MAX_AGE), epoch
+        self.has_news = False
         used = len(self._rows)
         alive = self._alive[:used]
         when, row, last_use, blocks = np.array(self._changes, np.int64).reshape(-1, 4).T

@@ -24,6 +24,7 @@ GHOSTS_PER_CACHE = 4  # blocks remembered of runs that have left, in caches
 _MIN_CAPACITY = 64
 MARGIN = 0.5  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
 LEARN_RUNS = 32  # inserted before values are worked out anew: they share the cost
+LEARN_LATE = 8  # times as many if none was reused: there is little to learn
 _MOST_EPOCHS = 64  # that pass before what happened in them is digested, even if no victim is asked for
 MOST_NEWCOMERS = 2048  # runs that are put in order together, at two or three microseconds each
 
@@ -204,7 +205,7 @@ class AdaptivePolicy(EvictionPolicy):
         cell = self._cells.get((priority, cohort))
         if cell is None:
             cell = self._cells[priority, cohort] = _Cell(cohort)
-            cell.value = self._values[cell.kind][_bin(self._epoch - cell.epoch)]
+            cell.value = self._values[cell.kind][BIN_OF_AGE[min(self._epoch - cell.epoch, MAX_AGE - 1)]]
         heappush(self._by_value, (priority, cell.value, cohort))
         heappush(self._by_age, (priority, cohort))
         self._least = _NO_CELL  # the new one may come first
@@ -225,13 +226,14 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _order(self) -> None:
         """Puts cells in the order of their values at this epoch."""
-        if self._num_met >= LEARN_RUNS:
+        if self._num_met >= (LEARN_RUNS if self._learned.has_news else LEARN_LATE * LEARN_RUNS):
             self._learn()
         values, epoch = self._values, self._epoch
         self._by_value = by_value = []
         for (priority, cohort), cell in self._cells.items():
             if cell.num_runs:
-                cell.value = value = values[cell.kind][_bin(epoch - cell.epoch)]
+                age = epoch - cell.epoch
+                cell.value = value = values[cell.kind][BIN_OF_AGE[age] if age < MAX_AGE else -1]
                 by_value.append((priority, value, cohort))
         heapify(by_value)
         self._least = _NO_CELL
@@ -314,7 +316,3 @@ class AdaptivePolicy(EvictionPolicy):
 
 
 _NO_CELL = _Cell(0)
-
-
-def _bin(age: int) -> int:
-    return BIN_OF_AGE[age] if age < MAX_AGE else -1
