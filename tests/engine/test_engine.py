@@ -234,6 +234,7 @@ def test_given_limits_of_a_step_and_drafts_then_there_is_room_for_the_drafts() -
         ({"scheduler": SchedulerConfig(max_draft_tokens=4)}, "draft_tokens"),
         ({"draft_tokens": 4, "overlap": True}, "overlap"),
         ({"kv_bytes": 2**20}, "once"),
+        ({"scheduler": {"max_sequences": 4}}, "SchedulerConfig"),
     ],
 )
 def test_given_settings_that_would_have_no_effect_then_they_are_refused(options: dict[str, Any], message: str) -> None:
@@ -375,6 +376,33 @@ def test_given_a_cancelled_request_then_it_keeps_what_it_has() -> None:
 def test_given_a_bad_prompt_then_the_error_says_what_is_wrong(prompt: Any, message: str) -> None:
     with make_engine() as engine, pytest.raises(InvalidArgumentError, match=message):
         engine.submit(prompt)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"params": {"max_new_tokens": 4}}, "SamplingParams"),
+        ({"params": SamplingParams(stop="end")}, "stop strings need a tokenizer"),
+        ({"deadline": "soon"}, "deadline"),
+        ({"session": 3}, "session"),
+    ],
+)
+def test_given_a_wrong_option_then_its_caller_is_told_and_the_engine_goes_on(options: dict[str, Any], message: str) -> None:
+    prompt = random_prompt(5).tolist()
+    with make_engine() as engine:
+        parent = engine.submit(prompt, greedy(2))
+        for refused in (engine.submit, lambda _, **given: engine.fork(parent, **given)):
+            with pytest.raises(InvalidArgumentError, match=message):
+                refused(prompt, **options)
+        with pytest.raises(TypeError, match="colour"):
+            engine.fork(parent, colour="blue")
+        assert len(engine.generate([prompt], greedy(3))[0].token_ids) == 3
+
+
+@pytest.mark.parametrize("prompt", ["text", [5, 6], np.array([5, 6]), torch.tensor([5, 6])])
+def test_given_one_prompt_where_a_list_of_them_belongs_then_it_is_refused(prompt: Any) -> None:
+    with make_engine() as engine, pytest.raises(InvalidArgumentError, match="in a list"):
+        engine.generate(prompt)
 
 
 def test_given_overlapped_steps_then_the_output_is_the_same() -> None:

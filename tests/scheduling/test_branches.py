@@ -118,7 +118,7 @@ def test_given_beams_of_two_requests_that_hold_what_the_others_need_then_the_low
 
 def test_given_beams_that_do_not_fit_together_then_the_request_is_refused_at_once() -> None:
     engine = make_engine(make_manager(gpu_blocks=8))
-    with pytest.raises(NeverFitsError, match="pool 0, which has 8"):
+    with pytest.raises(NeverFitsError, match=r"of 3 sequences .* pool 0, which has 8"):
         add(engine, request("beams", 6, 12, n=3, steered=True))
     add(engine, request("samples", 6, 12, n=3))  # samples can wait for each other
     engine.drain()

@@ -25,6 +25,9 @@ from kvpool.scheduling import Request, Scheduler, SchedulerConfig
         ({"deadline": float("nan")}, "deadline"),
         ({"arrival": "now"}, "arrival"),
         ({"cross_tokens": -1}, "cross_tokens"),
+        ({"ttl": -1.0}, "ttl"),
+        ({"retention": 3}, "retention"),
+        ({"session": 3}, "session"),
     ],
 )
 def test_given_a_wrong_value_then_the_request_is_refused_and_names_it(options: dict[str, Any], message: str) -> None:
@@ -78,6 +81,11 @@ def test_given_a_longest_sequence_when_a_request_goes_over_it_then_it_is_refused
     with pytest.raises(NeverFitsError, match="max_seq_len=12"):
         add(engine, request("wrong", 10, 4))
     engine.drain()
+
+
+def test_given_cross_tokens_and_a_model_without_an_encoder_then_the_request_is_refused_at_once() -> None:
+    with pytest.raises(NeverFitsError, match="cross_attention"):
+        Scheduler(make_manager()).add(Request("r", [1, 2], 1, cross_tokens=5))
 
 
 def test_given_more_samples_than_sequences_may_run_then_the_request_is_refused() -> None:

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from kvpool.attention import create_backend
@@ -36,6 +35,7 @@ from kvpool.engine.projections import join_projections
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError
+from kvpool.layers import show
 from kvpool.manager import KVCacheManager
 from kvpool.replay import TraceRecorder
 from kvpool.scheduling import LinearCostModel, Request, Scheduler, SchedulerConfig, SchedulerStats
@@ -162,10 +162,9 @@ class Engine:
         `params` are for all of them, or one for each. `on_chunk(i, chunk)` hears of every step of prompt i, in the engine's
         thread. Options are those of `submit`.
         """
-        if isinstance(prompts, str) or (isinstance(prompts, (Sequence, np.ndarray)) and len(prompts) and _is_id(prompts[0])):
+        if isinstance(prompts, str) or _is_one_prompt(chosen := list(prompts)):
             raise InvalidArgumentError("generate takes a list of prompts; put a single one in a list")
-        chosen: list[Any] = list(prompts)
-        each = [params] * len(chosen) if isinstance(params, SamplingParams) else list(params)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(chosen)
         if len(each) != len(chosen):
             raise InvalidArgumentError(f"got {len(each)} SamplingParams for {len(chosen)} prompts")
         generations: list[Generation] = []
@@ -228,9 +227,7 @@ class Engine:
         session: str | None = None,
     ) -> tuple[Generation, Request]:
         """A request as its caller sees it and as the scheduler does."""
-        outside = [token for token in params.logit_bias if token >= self.shape.vocab_size]
-        if outside:
-            raise InvalidArgumentError(f"logit_bias names token {outside[0]}; the vocabulary has {self.shape.vocab_size}")
+        self._check(params, deadline)
         generation = Generation(next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
         clock = self._loop.scheduler.clock
@@ -247,6 +244,18 @@ class Engine:
             session=session,
         )
         return generation, request
+
+    def _check(self, params: SamplingParams, deadline: float | None) -> None:
+        """Refuses what this engine's model cannot do."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidArgumentError(f"params must be SamplingParams, got {show(params)}")
+        if params.stop and self.tokenizer is None:
+            raise InvalidArgumentError("stop strings need a tokenizer: give stop_token_ids, or Engine(tokenizer=...)")
+        outside = [token for token in params.logit_bias if token >= self.shape.vocab_size]
+        if outside:
+            raise InvalidArgumentError(f"logit_bias names token {outside[0]}; the vocabulary has {self.shape.vocab_size}")
+        if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, (int, float))):
+            raise InvalidArgumentError(f"deadline must be seconds from now, got {show(deadline)}")
 
     def cancel(self, generation: Generation) -> None:
         """Ends a request that is not over; what it has so far is its result."""
@@ -377,7 +386,7 @@ class Engine:
         def run() -> None:
             try:
                 answer.set_result(question())
-            except KVPoolError as error:
+            except Exception as error:  # the caller's mistake or ours, but nobody else's: the engine goes on
                 answer.set_exception(error)
 
         self._tell(run, answer.set_exception)
@@ -411,6 +420,8 @@ def _scheduler_config(given: SchedulerConfig | None, draft_tokens: int) -> Sched
     """The limits of a step, with room for the drafts."""
     if given is None:
         return SchedulerConfig(max_draft_tokens=draft_tokens)
+    if not isinstance(given, SchedulerConfig):
+        raise ConfigError(f"scheduler must be a SchedulerConfig, got {show(given)}")
     if given.max_draft_tokens and not draft_tokens:
         raise ConfigError(f"max_draft_tokens={given.max_draft_tokens} needs Engine(draft_tokens=...) to draft anything")
     return replace(given, max_draft_tokens=draft_tokens)
@@ -423,8 +434,9 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
     return frozenset(() if named is None else [named] if isinstance(named, int) else named)
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+def _is_one_prompt(prompts: Sequence[object]) -> bool:
+    """Whether these are the tokens of a single prompt: numbers, perhaps of an array or a tensor."""
+    return bool(prompts) and (isinstance(prompts[0], int) or getattr(prompts[0], "ndim", None) == 0)
 
 
 def _soon(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk | None], item: Chunk | None) -> None:

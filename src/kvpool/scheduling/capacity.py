@@ -84,14 +84,21 @@ class Capacity:
                 f"its prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens are over "
                 f"max_seq_len={config.max_seq_len}"
             )
+        if request.cross_tokens and len(self._growing) == len(config.groups):
+            return f"cross_tokens={request.cross_tokens}, but no layer of this model is cross_attention"
         sizes = self.pool_sizes()
+        together = f" of {request.n} sequences" if self._advance_together(request) else ""
         for index, need in enumerate(self._needs_alone(request)):
             if need > sizes[index]:
                 return (
-                    f"its prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens need {need} blocks of "
-                    f"pool {index}, which has {sizes[index]} in all; ask for fewer tokens or use a larger pool"
+                    f"its prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens{together} need {need} "
+                    f"blocks of pool {index}, which has {sizes[index]} in all; ask for fewer tokens or use a larger pool"
                 )
         return None
+
+    def _advance_together(self, request: Request) -> bool:
+        """Whether all sequences of a request need their places at the same time."""
+        return request.n > 1 and (request.steered or self.guaranteed)
 
     def _needs_alone(self, request: Request) -> list[int]:
         """Blocks per pool that one sequence of a request holds at most; all of them where they advance together."""
@@ -100,7 +107,7 @@ class Capacity:
             if is_windowed(group):  # commits lag behind by a step
                 columns = ceil_div(request.num_places, self.block_size)
                 needs[group.pool] += min(SPARE_WINDOW_BLOCKS, columns - group.max_live_blocks(request.num_places))
-            if request.n > 1 and (request.steered or self.guaranteed):
+            if self._advance_together(request):
                 shared = len(request.prompt) // self.block_size if self.manager.config.enable_prefix_caching else 0
                 own = ceil_div(request.num_places, self.block_size) - shared
                 needs[group.pool] += (request.n - 1) * own

@@ -81,6 +81,12 @@ class Request:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and isfinite(value)):
                 raise InvalidArgumentError(f"request {self.id!r}: {name} must be a time in seconds, got {value!r}")
+        if self.ttl is not None and not (isinstance(self.ttl, (int, float)) and self.ttl > 0):
+            raise InvalidArgumentError(f"request {self.id!r}: ttl must be a positive number of seconds, got {self.ttl!r}")
+        for name, kind in (("retention", Retention), ("session", str)):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise InvalidArgumentError(f"request {self.id!r}: {name} must be a {kind.__name__}, got {value!r}")
 
     @property
     def num_places(self) -> int:
