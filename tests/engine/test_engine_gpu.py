@@ -38,6 +38,11 @@ def test_given_a_gpu_then_float32_output_is_that_of_the_cpu(family: str) -> None
     assert tokens(model.to("cuda")) == want
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_given_a_gpu_that_is_not_the_first_then_the_output_is_the_same() -> None:
+    assert tokens(tiny_model("llama").to("cuda:1")) == tokens(tiny_model("llama").to("cuda:0"))
+
+
 @pytest.mark.parametrize("options", [{"cuda_graphs": False}, {"overlap": False}, {"overlap": False, "cuda_graphs": False}])
 def test_given_no_graphs_or_no_overlap_then_the_output_is_the_same(options: dict[str, Any]) -> None:
     want = tokens(tiny_model("llama").to("cuda"))

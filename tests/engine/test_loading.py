@@ -162,6 +162,19 @@ def test_an_unknown_dtype_is_refused_with_those_that_work() -> None:
         load_model(TINY, device="cpu", dtype="float7")
 
 
+@pytest.mark.parametrize(("device", "message"), [("gpu", "no device"), ("cuda:99", "finds . GPUs")])
+def test_a_device_that_is_not_here_is_refused(device: str, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        load_model(TINY, device=device)
+
+
+def test_a_model_in_several_places_is_refused() -> None:
+    model = load_model(TINY, device="cpu").model
+    model.lm_head.to("meta")
+    with pytest.raises(InvalidArgumentError, match="cpu, meta"):
+        load_model(model)
+
+
 @pytest.mark.parametrize("content", ["{", "[1]"])
 def test_a_json_file_that_is_no_configuration_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)

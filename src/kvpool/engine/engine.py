@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -107,37 +107,38 @@ class Engine:
         loaded = load_model(model, device=device, dtype=dtype)
         self.model = loaded.model
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
-        self.shape: ModelShape = inspect_model(self.model)
         where = self.model.device
-        if where.type == "cuda":
-            join_projections(self.model, lambda: run_probe(self.model))
-        layers = self.shape.layer_specs(kv_dtype)
-        if kv_blocks is None and kv_bytes is None:
-            kv_bytes = kv_budget(self.model, self.shape, where, memory_fraction, config.max_tokens_per_step)
-        fields: dict[str, Any] = {"max_seq_len": self.shape.max_positions, **(cache or {})}
-        if host_bytes:
-            fields["host_bytes"] = host_bytes
-        self.config = KVCacheConfig(layers, block_size, gpu_blocks=kv_blocks, gpu_bytes=kv_bytes, **fields)
-        self.manager = KVCacheManager(self.config)
-        self.plane = DataPlane(self.manager, where, check_writes=False)
-        runner = ModelRunner(
-            self.model,
-            self.shape,
-            self.plane,
-            create_backend(attention, where),
-            cuda_graphs=cuda_graphs,
-            max_sequences=config.max_sequences,
-            compile_layers=compile,
-        )
-        runner.warm_up()
-        link = {"transfer_bytes_per_second": link_bytes_per_second(self.plane)} if host_bytes else {}
-        self._loop = EngineLoop(
-            Scheduler(self.manager, config, LinearCostModel(**link)),
-            runner,
-            self.shape.vocab_size,
-            num_draft_tokens=draft_tokens,
-            overlap=overlap,
-        )
+        with _current(where):
+            self.shape: ModelShape = inspect_model(self.model)
+            if where.type == "cuda":
+                join_projections(self.model, lambda: run_probe(self.model))
+            layers = self.shape.layer_specs(kv_dtype)
+            if kv_blocks is None and kv_bytes is None:
+                kv_bytes = kv_budget(self.model, self.shape, where, memory_fraction, config.max_tokens_per_step)
+            fields: dict[str, Any] = {"max_seq_len": self.shape.max_positions, **(cache or {})}
+            if host_bytes:
+                fields["host_bytes"] = host_bytes
+            self.config = KVCacheConfig(layers, block_size, gpu_blocks=kv_blocks, gpu_bytes=kv_bytes, **fields)
+            self.manager = KVCacheManager(self.config)
+            self.plane = DataPlane(self.manager, where, check_writes=False)
+            runner = ModelRunner(
+                self.model,
+                self.shape,
+                self.plane,
+                create_backend(attention, where),
+                cuda_graphs=cuda_graphs,
+                max_sequences=config.max_sequences,
+                compile_layers=compile,
+            )
+            runner.warm_up()
+            link = {"transfer_bytes_per_second": link_bytes_per_second(self.plane)} if host_bytes else {}
+            self._loop = EngineLoop(
+                Scheduler(self.manager, config, LinearCostModel(**link)),
+                runner,
+                self.shape.vocab_size,
+                num_draft_tokens=draft_tokens,
+                overlap=overlap,
+            )
         self._recorder = None if record is None else TraceRecorder(record).attach(self.manager)
         self._eos_ids = _eos_token_ids(self.model)
         self._ids = itertools.count()
@@ -162,7 +163,8 @@ class Engine:
         `params` are for all of them, or one for each. `on_chunk(i, chunk)` hears of every step of prompt i, in the engine's
         thread. Options are those of `submit`.
         """
-        if isinstance(prompts, str) or _is_one_prompt(chosen := list(prompts)):
+        chosen: list[Any] = list(prompts)
+        if isinstance(prompts, str) or _is_one_prompt(chosen):
             raise InvalidArgumentError("generate takes a list of prompts; put a single one in a list")
         each = list(params) if isinstance(params, Sequence) else [params] * len(chosen)
         if len(each) != len(chosen):
@@ -392,19 +394,24 @@ class Engine:
         self._tell(run, answer.set_exception)
         return answer.result()
 
+    def _work(self) -> None:
+        """Does what is asked, step by step, until the engine is closed."""
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._closed or self._inbox or self._loop.has_work)
+                if self._closed:
+                    return
+            while self._inbox:
+                self._inbox[0].run()  # whoever waits for it is told of a failure as long as it is in the inbox
+                self._inbox.popleft()
+            if self._loop.has_work:
+                self._loop.step()
+
     def _run(self) -> None:
         ended: KVPoolError = SequenceStateError("the engine was closed before this request was over")
         try:
-            while True:
-                with self._wake:
-                    self._wake.wait_for(lambda: self._closed or self._inbox or self._loop.has_work)
-                    if self._closed:
-                        break
-                while self._inbox:
-                    self._inbox[0].run()  # whoever waits for it is told of a failure as long as it is in the inbox
-                    self._inbox.popleft()
-                if self._loop.has_work:
-                    self._loop.step()
+            with _current(self.model.device):
+                self._work()
         except BaseException as error:
             ended = self._failure = KVPoolError(f"the engine stopped: {type(error).__name__}: {error}")
             ended.__cause__ = error
@@ -414,6 +421,11 @@ class Engine:
             action.fail(ended)
         self._inbox.clear()
         self._loop.fail(ended)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU that of this thread while it is open: events, graphs and kernels go there, whatever their tensors say."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _scheduler_config(given: SchedulerConfig | None, draft_tokens: int) -> SchedulerConfig:

@@ -60,13 +60,13 @@ def load_model(
         import transformers
     except ImportError as error:
         raise ModelLoadError("loading a model needs transformers: pip install 'kvpool[hf]'") from error
-    where = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    where = _torch_device(device)
     wanted = _torch_dtype(dtype)
     usual = torch.bfloat16 if where.type == "cuda" else torch.float32
     trust = {"trust_remote_code": trust_remote_code}
 
     if isinstance(source, torch.nn.Module):
-        return _adopt(source, device, wanted)
+        return _adopt(source, None if device is None else where, wanted)
     if isinstance(source, (Mapping, transformers.PretrainedConfig)):
         return _with_random_weights(_config(source), where, wanted or usual, seed, trust)
     if source is None or source == "default":
@@ -97,13 +97,30 @@ def _torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _adopt(model: torch.nn.Module, device: torch.device | str | None, dtype: torch.dtype | None) -> LoadedModel:
+def _torch_device(device: torch.device | str | None) -> torch.device:
+    """The device that is meant, which must be here; by default the GPU where there is one."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InvalidArgumentError(f"device={show(device)} is no device of torch; use cpu, cuda or cuda:1") from None
+    num_gpus = torch.cuda.device_count()
+    if chosen.type == "cuda" and (chosen.index or 0) >= num_gpus:
+        raise InvalidArgumentError(f"device={show(str(device))}, but torch finds {num_gpus} GPUs; use cpu")
+    return chosen
+
+
+def _adopt(model: torch.nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> LoadedModel:
     import transformers
 
     if not isinstance(model, transformers.PreTrainedModel):
         raise InvalidArgumentError(f"a {type(model).__name__} is no model of transformers (PreTrainedModel)")
     if device is not None or dtype is not None:
         model.to(device=device, dtype=dtype)
+    places = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(places) > 1:
+        raise InvalidArgumentError(f"the {type(model).__name__} is spread over {', '.join(places)}; it must be on one device")
     return LoadedModel(_at_rest(model), None, ModelInfo(model.config.name_or_path or model.config.model_type, "object"))
 
 
