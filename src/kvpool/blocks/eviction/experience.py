@@ -17,7 +17,7 @@ MAX_AGE = 256  # epochs; older runs are worth as much as this old ones and are n
 _DEPTHS, _SIZES, _REUSES = 6, 5, 2
 NUM_KINDS = _DEPTHS * _SIZES * _REUSES
 _HISTORY = 0.999  # weight of what was counted an epoch ago
-_KIND_PRIOR = 2.0  # exposure, in caches x epochs, that a kind borrows from all kinds together
+_KIND_PRIOR = 1.0  # exposure, in caches x epochs, that a kind borrows from all kinds together
 _PRIOR = 4.0  # the same, that all kinds borrow from the assumption that reuse gets rarer with age
 
 # The parts of a kind that follow from the bits of a run's depth and of its length, both in blocks: powers of four.
