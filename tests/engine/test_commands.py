@@ -28,6 +28,23 @@ def test_given_one_prompt_then_its_text_is_printed_and_the_summary_goes_to_stder
     assert "tok/s" in printed.err
 
 
+class ClosedPipe(io.StringIO):
+    """A stdout whose reader has gone after the first text."""
+
+    def write(self, text: str) -> int:
+        if self.tell():
+            raise BrokenPipeError
+        return super().write(text)
+
+
+def test_given_a_reader_that_goes_away_then_the_answer_ends_without_a_word(
+    model_directory: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", ClosedPipe())
+    assert run("generate", "w5 w6 w7", "--max-tokens", "400", "--quiet", model=model_directory) == 1
+    assert not caplog.records
+
+
 def test_given_several_prompts_and_json_then_every_sample_is_in_it(
     model_directory: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -65,12 +65,7 @@ class Talk:
         """One question and its answer, printed while it is generated."""
         self.messages.append({"role": "user", "content": said})
         prompt = self.engine.chat_prompt(self.messages)
-        generation = self.engine.submit(prompt, self.params, on_chunk=lambda chunk: print(chunk.text, end="", flush=True))
-        try:
-            result = generation.result()
-        except KeyboardInterrupt:
-            self.engine.cancel(generation)
-            result = generation.result()
+        result = opt.print_answer(self.engine, prompt, self.params, interruptible=True)
         self.messages.append({"role": "assistant", "content": result.text})
         print(f"\n[{self.saved(result)}]")
 

@@ -10,7 +10,7 @@ import typer
 
 from kvpool.engine.commands import options as opt
 from kvpool.engine.engine import Engine
-from kvpool.engine.generation import Chunk, Completion
+from kvpool.engine.generation import Completion
 from kvpool.engine.params import SamplingParams
 from kvpool.errors import InvalidArgumentError
 from kvpool.terminal import write_json
@@ -70,12 +70,12 @@ def generate(
     ) as engine:
         asked: list[Any] = [engine.chat_prompt([{"role": "user", "content": t}]) for t in texts] if chat else list(texts)
         live = len(texts) == 1 and params.n == params.num_beams == 1 and json is None
-        results = engine.generate(asked, params, on_chunk=_print_chunk if live else None)
+        results = [opt.print_answer(engine, asked[0], params)] if live else engine.generate(asked, params)
         if live:
             print()
         elif json is None:
             _print_results(texts, results)
-        if json is not None:
+        else:
             write_json(json, [_as_dict(text, result) for text, result in zip(texts, results, strict=True)])
         opt.tell(_summary(engine, results), quiet)
 
@@ -93,10 +93,6 @@ def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if not kept:
         raise InvalidArgumentError("there is no prompt; give some as arguments, in --file, or one per line on stdin")
     return kept
-
-
-def _print_chunk(prompt: int, chunk: Chunk) -> None:
-    print(chunk.text, end="", flush=True)
 
 
 def _print_results(texts: list[str], results: list[Completion]) -> None:

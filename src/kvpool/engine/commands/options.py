@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from queue import SimpleQueue
 from typing import Annotated, Any
 
 import typer
 
-from kvpool.engine.engine import Engine
+from kvpool.engine.engine import Engine, Prompt
+from kvpool.engine.generation import Completion
+from kvpool.engine.params import SamplingParams
 from kvpool.scheduling import SchedulerConfig
 from kvpool.terminal import parse_bytes
 
@@ -55,6 +58,25 @@ def make_engine(
 def limits(max_tokens_per_step: int, max_sequences: int) -> SchedulerConfig:
     """How much one step may hold."""
     return SchedulerConfig(max_tokens_per_step=max(max_tokens_per_step, max_sequences), max_sequences=max_sequences)
+
+
+def print_answer(engine: Engine, prompt: Prompt, params: SamplingParams, *, interruptible: bool = False) -> Completion:
+    """Completes a prompt and prints it while it grows. A closed pipe ends it, and so does Ctrl-C.
+
+    If it is `interruptible`, what there is at a Ctrl-C is the result.
+    """
+    texts: SimpleQueue[str | None] = SimpleQueue()
+    generation = engine.submit(
+        prompt, params, on_chunk=lambda chunk: texts.put(chunk.text), on_end=lambda: texts.put(None)
+    )
+    try:
+        while (text := texts.get()) is not None:
+            print(text, end="", flush=True)
+    except BaseException as error:
+        engine.cancel(generation)
+        if not (interruptible and isinstance(error, KeyboardInterrupt)):
+            raise
+    return generation.result()
 
 
 def tell(text: str, quiet: bool) -> None:
