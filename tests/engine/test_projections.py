@@ -23,6 +23,7 @@ class Gated(nn.Module):
         super().__init__()
         self.gate, self.up = nn.Linear(8, 6, bias=bias), nn.Linear(8, 10, bias=bias)
         self.down = nn.Linear(8, 6, bias=bias)
+        self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = self.up(x).sum(-1, keepdim=True) if self.training else 0 * x[..., :1]
@@ -79,8 +80,40 @@ def test_given_a_joined_product_then_nothing_of_a_forward_outlives_it() -> None:
     join_projections(model, lambda: model(X))
     model(X)
     (joined,) = {module for module in model.modules() if isinstance(module, JoinedProduct)}
-    assert joined._input is None
-    assert joined._parts == ()
+    assert joined._latest is None
+
+
+def test_given_two_forwards_that_meet_then_neither_gets_parts_of_the_others_product() -> None:
+    model = Gated().eval()
+    wanted = [(model.gate(x), model.up(x)) for x in (X, 2 * X)]
+    join_projections(model, lambda: model(X))
+    other = 2 * X
+    gates = model.gate(X), model.gate(other)  # two threads, one layer
+    ups = model.up(X), model.up(other)
+    torch.testing.assert_close(list(zip(gates, ups, strict=True)), wanted)
+
+
+def test_given_a_joined_model_that_is_trained_then_every_parameter_gets_its_gradient() -> None:
+    model = Gated(bias=True).eval()
+    join_projections(model, lambda: model(X))
+    model.requires_grad_(True)
+    model(X).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with torch.no_grad():
+        model.up.weight.zero_()  # what training changes is what the product is made of
+        assert not model.up(X).sub(model.up.bias).any()
+
+
+def test_given_a_joined_model_that_is_converted_then_its_weights_are_views_of_the_new_matrix() -> None:
+    model = Gated(bias=True).eval()
+    expected = model(X)
+    join_projections(model, lambda: model(X))
+    torch.testing.assert_close(model.double()(X.double()), expected.double())
+    (joined,) = {module for module in model.modules() if isinstance(module, JoinedProduct)}
+    model.up.weight.zero_()
+    assert joined.weight.dtype is torch.float64
+    assert not joined.weight[6:].any()
+    assert joined.weight[:6].any()
 
 
 def test_given_another_input_than_the_first_members_then_a_product_is_computed_by_itself() -> None:

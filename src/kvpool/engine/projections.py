@@ -26,35 +26,52 @@ class JoinedProduct(nn.Module):
     def __init__(self, members: Sequence[nn.Linear]) -> None:
         super().__init__()
         self.sizes = [member.out_features for member in members]
+        self._members = tuple(members)
+        self._latest: tuple[Tensor, tuple[Tensor, ...]] | None = None  # an input and its product: one value, for threads
+        self.join()
+
+    @torch.no_grad()
+    def join(self) -> None:
+        """Puts the weights of the members, wherever they are, into one matrix."""
         # Not parameters, and in no state dict: those of the members are the model's.
-        self.register_buffer("weight", _joined([member.weight for member in members]), persistent=False)
-        biases = [member.bias for member in members if member.bias is not None]
+        self.register_buffer("weight", _joined([member.weight for member in self._members]), persistent=False)
+        biases = [member.bias for member in self._members if member.bias is not None]
         self.register_buffer("bias", _joined(biases) if biases else None, persistent=False)
-        self._input: Tensor | None = None
-        self._parts: tuple[Tensor, ...] = ()
+
+    def join_again(self) -> None:
+        """Members have moved or were converted, perhaps: once all of them have, their new weights become views again."""
+        alike = all(_alike(self._members[0], member) for member in self._members)
+        rows = torch.split(self.weight, self.sizes)
+        if alike and any(m.weight.data_ptr() != part.data_ptr() for m, part in zip(self._members, rows, strict=True)):
+            self.join()
 
     def part(self, place: int, x: Tensor) -> Tensor | None:
         """What member number `place` makes of `x`; None if the first member was not asked about the same tensor before."""
+        latest = self._latest
         if place == 0:
-            self._parts = torch.split(linear(x, self.weight, self.bias), self.sizes, dim=-1)
-            self._input = x
-        elif self._input is not x:
+            latest = self._latest = x, torch.split(linear(x, self.weight, self.bias), self.sizes, dim=-1)
+        elif latest is None or latest[0] is not x:
             return None
-        part = self._parts[place]
         if place == len(self.sizes) - 1:  # nothing outlives the layer
-            self._input, self._parts = None, ()
-        return part
+            self._latest = None
+        return latest[1][place]
 
 
 class ProjectionPart(nn.Linear):
-    """A `Linear` whose product is computed together with others'."""
+    """A `Linear` whose product is computed together with others'; by itself where its weights are trained."""
 
     joined: JoinedProduct
     place: int
 
     def forward(self, input: Tensor) -> Tensor:
-        part = self.joined.part(self.place, input)
+        trained = torch.is_grad_enabled() and self.weight.requires_grad
+        part = None if trained else self.joined.part(self.place, input)
         return linear(input, self.weight, self.bias) if part is None else part
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ProjectionPart:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.joined.join_again()
+        return self
 
 
 @torch.no_grad()
