@@ -114,7 +114,7 @@ class Engine:
                 join_projections(self.model, lambda: run_probe(self.model))
             layers = self.shape.layer_specs(kv_dtype)
             if kv_blocks is None and kv_bytes is None:
-                kv_bytes = kv_budget(self.model, self.shape, where, memory_fraction, config.max_tokens_per_step)
+                kv_bytes = kv_budget(self.model, self.shape, where, memory_fraction, config)
             fields: dict[str, Any] = {"max_seq_len": self.shape.max_positions, **(cache or {})}
             if host_bytes:
                 fields["host_bytes"] = host_bytes

@@ -141,6 +141,16 @@ class ModelRunner:
         return upload(array, self.device)
 
 
+def graph_sizes(max_sequences: int, smallest: int = 1) -> list[int]:
+    """The batch sizes that get a graph each, so that the largest batch has one.
+
+    >>> graph_sizes(10), graph_sizes(1, smallest=2)
+    ([1, 2, 4, 8, 10], [2])
+    """
+    largest = max(smallest, max_sequences)
+    return [size for size in GRAPH_SIZES if smallest <= size < largest] + [largest]
+
+
 def _compile_layers(model: Any, num_layers: int) -> None:
     """Compiles every decoder layer, for any number of tokens; attention stays as it is (see `hook`)."""
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num_layers]
@@ -177,8 +187,7 @@ class DecodeGraphs:
 
     def __init__(self, runner: ModelRunner, max_sequences: int, smallest: int = 1) -> None:
         self._runner = runner
-        largest = max(smallest, max_sequences)
-        self._sizes = [size for size in GRAPH_SIZES if smallest <= size < largest] + [largest]
+        self._sizes = graph_sizes(max_sequences, smallest)
         self._captured: dict[int, _Captured] = {}
         self._memory: Any = None
 

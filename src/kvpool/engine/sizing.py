@@ -6,28 +6,37 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvpool.config import Tier
 from kvpool.engine.hook import AttentionCall
 from kvpool.engine.inspection import ModelShape, forward
+from kvpool.engine.params import SamplingParams
+from kvpool.engine.runner import graph_sizes
+from kvpool.engine.sampling import SamplingRows, TokenCounts, sample
 from kvpool.errors import StorageMemoryError
+from kvpool.scheduling import SchedulerConfig
 from kvpool.storage import BlockStore, DataPlane, measure_budget
 
 GPU_FRACTION = 0.9
 CPU_FRACTION = 0.25  # a host has other things to do with its memory
-GRAPH_BYTES = 2**31  # for CUDA graphs and the buffers of attention plans
+GRAPH_BYTES = 2**31  # for CUDA graphs and the buffers of attention plans, whatever the vocabulary
+
+_COSTLIEST = SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=1.0, logprobs=1)
 
 
-def kv_budget(model: Any, shape: ModelShape, device: torch.device, fraction: float | None, step_tokens: int) -> int:
-    """Bytes for keys and values: `fraction` of the free memory, less the activations of the largest step on a GPU."""
+def kv_budget(
+    model: Any, shape: ModelShape, device: torch.device, fraction: float | None, limits: SchedulerConfig
+) -> int:
+    """Bytes for keys and values: `fraction` of the free memory, less what steps and their graphs need on a GPU."""
     on_gpu = device.type == "cuda"
     chosen = fraction if fraction is not None else GPU_FRACTION if on_gpu else CPU_FRACTION
-    activations = GRAPH_BYTES + _activation_bytes(model, shape, device, step_tokens) if on_gpu else 0
-    budget = measure_budget(device, chosen, activations)
+    reserved = _step_bytes(model, shape, device, limits) if on_gpu else 0
+    budget = measure_budget(device, chosen, reserved)
     if budget <= 0:
         raise StorageMemoryError(
-            f"{chosen:g} of the free memory of {device} is less than the {activations} bytes that a step of {step_tokens} "
-            f"tokens needs; lower max_tokens_per_step or raise memory_fraction"
+            f"{chosen:g} of the free memory of {device} is less than the {reserved} bytes that {_described(limits)} needs; "
+            f"lower max_tokens_per_step or max_sequences, or raise memory_fraction"
         )
     return budget
 
@@ -50,20 +59,42 @@ def link_bytes_per_second(plane: DataPlane, num_bytes: int = 2**24) -> float:
     return max(moved, 1.0) / max(seconds, 1e-9)
 
 
-def _activation_bytes(model: Any, shape: ModelShape, device: torch.device, num_tokens: int) -> int:
-    """The most memory that one forward pass of `num_tokens` takes beside the weights, measured."""
-    tokens = torch.zeros(min(num_tokens, shape.max_positions or num_tokens), dtype=torch.int64, device=device)
-    last = torch.zeros(1, dtype=torch.int64, device=device)
-
-    def attend(call: AttentionCall) -> torch.Tensor:
-        return call.q.new_zeros(*call.q.shape[:2], call.v.shape[-1])
-
+def _step_bytes(model: Any, shape: ModelShape, device: torch.device, limits: SchedulerConfig) -> int:
+    """What a GPU needs beside weights and cache: for the largest step, measured, and for the graphs."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    forward(model, tokens, torch.arange(len(tokens), device=device), last, attend)
+    try:
+        logits = run_largest_step(model, shape, device, limits)
+    except torch.OutOfMemoryError as error:
+        raise StorageMemoryError(
+            f"{device} has no memory for {_described(limits)}; lower max_tokens_per_step or max_sequences: {error}"
+        ) from None
     torch.cuda.synchronize(device)
     needed = torch.cuda.max_memory_allocated(device) - before
+    kept = sum(graph_sizes(limits.max_sequences)) * logits[0].nbytes  # every graph keeps the memory of its logits
+    del logits
     torch.cuda.empty_cache()
-    return int(1.2 * needed)  # allocations are rounded and fragmented
+    return GRAPH_BYTES + kept + int(1.2 * needed)  # allocations are rounded and fragmented
+
+
+@torch.no_grad()
+def run_largest_step(model: Any, shape: ModelShape, device: torch.device, limits: SchedulerConfig) -> Tensor:
+    """The logits of a step as large as may come, without its attention; they are sampled from in the costliest way."""
+    positions = torch.arange(limits.max_tokens_per_step, device=device) % (shape.max_positions or 1)
+    num_samples = min(limits.max_tokens_per_step, limits.max_sequences * (1 + limits.max_draft_tokens))
+    samples = torch.arange(num_samples, device=device)
+
+    def attend(call: AttentionCall) -> Tensor:
+        return call.q.new_zeros(*call.q.shape[:2], call.v.shape[-1])
+
+    logits = forward(model, torch.zeros_like(positions), positions, samples, attend)
+    rows = SamplingRows([_COSTLIEST] * num_samples, device)
+    counts = TokenCounts(limits.max_sequences, shape.vocab_size, device)
+    sample(logits, rows, torch.zeros(num_samples, device=device), counts, samples % limits.max_sequences)
+    return logits
+
+
+def _described(limits: SchedulerConfig) -> str:
+    return f"a step of {limits.max_tokens_per_step} tokens and {limits.max_sequences} sequences"
