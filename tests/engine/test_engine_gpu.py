@@ -43,6 +43,15 @@ def test_given_a_gpu_that_is_not_the_first_then_the_output_is_the_same() -> None
     assert tokens(tiny_model("llama").to("cuda:1")) == tokens(tiny_model("llama").to("cuda:0"))
 
 
+def test_given_a_closed_engine_then_the_memory_of_its_graphs_is_back() -> None:
+    model = tiny_model("llama", vocab_size=2**16).to("cuda")
+    engine = Engine(model, kv_blocks=64, scheduler=SchedulerConfig(max_sequences=64))
+    engine.generate(PROMPTS, GREEDY)
+    held = torch.cuda.memory_allocated()
+    engine.close()
+    assert held - torch.cuda.memory_allocated() > 4 * 2**16 * 64  # the logits of the largest graph
+
+
 @pytest.mark.parametrize("options", [{"cuda_graphs": False}, {"overlap": False}, {"overlap": False, "cuda_graphs": False}])
 def test_given_no_graphs_or_no_overlap_then_the_output_is_the_same(options: dict[str, Any]) -> None:
     want = tokens(tiny_model("llama").to("cuda"))

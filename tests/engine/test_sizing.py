@@ -9,8 +9,9 @@ pytest.importorskip("transformers")
 
 from models import tiny_model  # noqa: E402
 
+from kvpool import KVCacheConfig, LayerSpec  # noqa: E402
 from kvpool.engine.inspection import inspect_model  # noqa: E402
-from kvpool.engine.runner import graph_sizes  # noqa: E402
+from kvpool.engine.runner import graph_sizes, list_room  # noqa: E402
 from kvpool.engine.sizing import GRAPH_BYTES, kv_budget, run_largest_step  # noqa: E402
 from kvpool.errors import StorageMemoryError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
@@ -34,6 +35,12 @@ def test_given_any_limit_then_every_batch_has_a_graph_that_is_not_much_larger(ma
     assert sizes == sorted(set(sizes))
     assert sizes[0] >= smallest
     assert sizes[-1] == max(max_sequences, smallest)
+
+
+@pytest.mark.parametrize(("longest", "room"), [(None, 400), (64, 8 * 16), (1000, 400)])
+def test_given_sequences_that_share_blocks_then_their_lists_may_outgrow_the_pool(longest: int | None, room: int) -> None:
+    config = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=100, max_seq_len=longest)
+    assert list_room(config, config.groups[0], 8) == room
 
 
 @pytest.mark.gpu

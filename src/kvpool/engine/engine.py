@@ -359,6 +359,7 @@ class Engine:
                 self._recorder.close()
                 self._recorder = None
             self.plane.close()
+            self._loop.runner.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
-from kvpool.config import LayerGroup, Tier
+from kvpool.config import KVCacheConfig, LayerGroup, Tier
 from kvpool.engine.hook import AttentionCall
 from kvpool.engine.inspection import ModelShape, forward
 from kvpool.errors import InvalidArgumentError, KVPoolError, UnsupportedAttentionError, UnsupportedModelError
 from kvpool.kernels.paged_spec import AttentionSpec
+from kvpool.layers import ceil_div
 from kvpool.scheduling.plan import BatchPlan
 from kvpool.storage.data_plane import DataPlane
 from kvpool.storage.moving import upload
@@ -24,6 +25,7 @@ from kvpool.storage.moving import upload
 log = logging.getLogger("kvpool")
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+SHARERS = 4  # of each block on average, that lists have room for
 
 
 class CaptureError(KVPoolError):
@@ -105,6 +107,12 @@ class ModelRunner:
         log.warning("steps run without CUDA graphs: %s", error)
         self.graphs = None
 
+    def close(self) -> None:
+        """Gives the memory of the graphs back, once the device is done with them."""
+        if self.graphs is not None:
+            torch.cuda.synchronize(self.device)
+            self.graphs = None
+
     def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
         """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device.
 
@@ -149,6 +157,15 @@ def graph_sizes(max_sequences: int, smallest: int = 1) -> list[int]:
     """
     largest = max(smallest, max_sequences)
     return [size for size in GRAPH_SIZES if smallest <= size < largest] + [largest]
+
+
+def list_room(config: KVCacheConfig, group: LayerGroup, num_sequences: int) -> int:
+    """How long the block lists of so many sequences together may get before their graph must be captured again.
+
+    Sequences that share blocks list them once each, so lists may be several times as long as the pool.
+    """
+    room = SHARERS * config.pools[group.pool].num_blocks[Tier.GPU]
+    return room if config.max_seq_len is None else min(room, num_sequences * ceil_div(config.max_seq_len, config.block_size))
 
 
 def _compile_layers(model: Any, num_layers: int) -> None:
@@ -229,8 +246,7 @@ class DecodeGraphs:
         buffers = []
         plans = []
         for kind, batch in zip(runner.kinds, batches, strict=True):
-            # Sequences that share blocks list them once each, so lists may be longer than the pool.
-            room = max(config.pools[kind.group.pool].num_blocks[Tier.GPU], 2 * int(batch.indptr[-1]))
+            room = max(list_room(config, kind.group, size), 2 * int(batch.indptr[-1]))
             buffers.append(runner.backend.reserve(kind.spec, max_sequences=size, max_blocks=room))
             plans.append(runner.backend.plan(kind.spec, batch, buffers[-1]))
 
