@@ -26,7 +26,7 @@ MARGIN = 0.5  # a younger run goes instead of the oldest only if its value is be
 LEARN_RUNS = 32  # inserted before values are worked out anew: they share the cost
 LEARN_LATE = 8  # times as many if none was reused: there is little to learn
 _MOST_EPOCHS = 64  # that pass before what happened in them is digested, even if no victim is asked for
-MOST_NEWCOMERS = 2048  # runs that are put in order together, at two or three microseconds each
+MOST_NEWCOMERS = 2048  # runs that are put in order together, at a few microseconds each
 
 
 class _Cell(RunQueue):
