@@ -158,9 +158,12 @@ def test_given_n_samples_then_they_share_the_prompt_and_differ() -> None:
     assert [s.token_ids for s in again.samples] == [s.token_ids for s in out.samples]
 
 
+@pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0])
 @pytest.mark.parametrize("num_beams", [2, 4])
-def test_given_beams_then_the_results_are_those_of_transformers(num_beams: int, length_penalty: float) -> None:
+def test_given_beams_then_the_results_are_those_of_transformers(
+    num_beams: int, length_penalty: float, early_stopping: bool
+) -> None:
     model = tiny_model("llama", spread=3.0)
     for seed in range(4):
         prompt = random_prompt(11, seed=seed).tolist()
@@ -174,6 +177,7 @@ def test_given_beams_then_the_results_are_those_of_transformers(num_beams: int, 
             num_return_sequences=2,
             do_sample=False,
             length_penalty=length_penalty,
+            early_stopping=early_stopping,
             eos_token_id=eos,
             pad_token_id=0,
             return_dict_in_generate=True,
@@ -185,6 +189,7 @@ def test_given_beams_then_the_results_are_those_of_transformers(num_beams: int, 
                 num_beams=num_beams,
                 n=2,
                 length_penalty=length_penalty,
+                early_stopping=early_stopping,
                 stop_token_ids=[eos],
                 ignore_eos=True,
             )

@@ -33,7 +33,7 @@ class BeamSearch:
 
     Of the best 2 × `num_beams` continuations (more if there are several stop tokens), those among the first `num_beams` that
     stop become results, and the best that do not stop become the next beams. The search is over when the worst result is
-    better than the best beam could be if it ended now, or at `max_new_tokens`.
+    better than the best beam could be if it ended now (with `early_stopping`: when there are enough), or at `max_new_tokens`.
     """
 
     def __init__(self, params: SamplingParams, request: Request) -> None:
@@ -75,7 +75,7 @@ class BeamSearch:
 
     def _cannot_improve(self, best_running: float) -> bool:
         full = len(self._hypotheses) == self._params.num_beams
-        return full and best_running <= self._hypotheses[-1].score
+        return full and (self._params.early_stopping or best_running <= self._hypotheses[-1].score)
 
     def continuations(self, sequence: ScheduledSequence) -> Int32Array:
         """The tokens that a beam goes on with; none: it is not continued."""

@@ -13,6 +13,13 @@ from kvpool.layers import show
 
 MAX_LOGPROBS = 100
 MAX_STOPS = 64
+_KINDS: dict[str, type] = {
+    "logit_bias": Mapping,
+    "stop": Iterable,
+    "stop_token_ids": Iterable,
+    "ignore_eos": bool,
+    "early_stopping": bool,
+}
 
 
 @dataclass(frozen=True)
@@ -45,9 +52,13 @@ class SamplingParams:
     n: int = 1
     num_beams: int = 1
     length_penalty: float = 1.0  # of beam search: a finished beam scores sum(logprobs) / length ** length_penalty
+    early_stopping: bool = False  # of beam search: as many finished beams as there are end it, though others may be better
 
     def __post_init__(self) -> None:
         put = object.__setattr__
+        for name, kind in _KINDS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise InvalidArgumentError(f"{name} must be of type {kind.__name__}, got {show(getattr(self, name))}")
         for name, low, high in (
             *(("max_new_tokens", 1, 2**31), ("top_k", 0, 2**31), ("n", 1, 2**16), ("num_beams", 1, 2**10)),
             *((("seed", 0, 2**63 - 1),) if self.seed is not None else ()),
