@@ -216,9 +216,11 @@ def test_given_wrong_use_then_the_error_says_what_is_right() -> None:
     cache = PagedCache(pool)
     with pytest.raises(InvalidArgumentError, match="input_ids"):
         model(inputs_embeds=torch.zeros(1, 3, 64), past_key_values=cache)
+    with pytest.raises(SequenceStateError, match="past_key_values="):
+        model(random_prompt(5)[None], None, None, cache)  # not by its name
     cache.close()
     with pytest.raises(SequenceStateError, match="closed"):
         run(model, random_prompt(5), cache)
     pool.close()
-    with pytest.raises(SequenceStateError, match="CachePool"):
+    with pytest.raises(SequenceStateError, match="this CachePool is closed"):
         run(model, random_prompt(5), PagedCache(pool))

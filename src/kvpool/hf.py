@@ -64,6 +64,7 @@ class CachePool:
         fields: dict[str, Any] = {"max_seq_len": shape.max_positions, **config}
         self.manager = KVCacheManager(KVCacheConfig(layers, block_size, gpu_blocks=num_blocks, gpu_bytes=num_bytes, **fields))
         self.plane = DataPlane(self.manager, model.device)
+        self.is_closed = False
         self._ids = itertools.count()
         self_or_gone = weakref.ref(self)  # the model must not keep a pool that nobody uses
         self._hooks = (
@@ -85,6 +86,7 @@ class CachePool:
 
     def close(self) -> None:
         """Stops watching the model and gives the memory back."""
+        self.is_closed = True
         for hook in self._hooks:
             hook.remove()
         self.plane.close()
@@ -101,6 +103,8 @@ class PagedCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, pool: CachePool, scope: ReuseScope | None = None) -> None:
+        if pool.is_closed:
+            raise SequenceStateError("this CachePool is closed; make a new one")
         super().__init__(layers=[_PagedLayer(self, layer) for layer in range(pool.num_layers)])
         self.pool = pool
         self.scope = ReuseScope() if scope is None else scope
@@ -184,7 +188,10 @@ class PagedCache(Cache):  # type: ignore[misc]
         """Stores this pass's K and V of a layer; returns all of it, [row, head, token, element]."""
         plane = self.pool.plane
         if self._step is None or self._places is None:
-            raise SequenceStateError("a PagedCache works with the model its CachePool was made for, called with input_ids")
+            raise SequenceStateError(
+                "the CachePool of this PagedCache did not see the call: it watches the model that it was made for, until it "
+                "is closed, when that is called with input_ids and past_key_values=..."
+            )
         plane.write(self._step, _by_token(keys), _by_token(values), layer)
         cache = plane.layer_cache(layer)
         group = plane.config.group_of_layer[layer]
