@@ -74,6 +74,15 @@ def test_given_no_prompt_then_the_error_is_one_line(
     assert capsys.readouterr().err.strip().endswith("one per line on stdin")
 
 
+def test_given_a_file_that_is_no_text_then_the_error_names_it(
+    model_directory: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.bin"
+    file.write_bytes(b"w1 \xff")
+    assert run("generate", "--file", str(file), model=model_directory) == 2
+    assert "prompts.bin is no UTF-8 text" in capsys.readouterr().err
+
+
 def test_given_a_chat_then_later_turns_come_from_the_cache(
     model_directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

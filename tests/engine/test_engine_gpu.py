@@ -43,6 +43,14 @@ def test_given_a_gpu_that_is_not_the_first_then_the_output_is_the_same() -> None
     assert tokens(tiny_model("llama").to("cuda:1")) == tokens(tiny_model("llama").to("cuda:0"))
 
 
+def test_given_an_engine_that_serves_when_another_is_made_then_nobody_is_disturbed(caplog: pytest.LogCaptureFixture) -> None:
+    with Engine(tiny_model("llama").to("cuda"), kv_blocks=64) as first:
+        running = [first.submit(prompt, SamplingParams(max_new_tokens=400, ignore_eos=True)) for prompt in PROMPTS[:2]]
+        tokens(tiny_model("llama").to("cuda"), cuda_graphs=True)
+        assert [len(generation.result(60).token_ids) for generation in running] == [400, 400]
+    assert not caplog.records
+
+
 def test_given_a_closed_engine_then_the_memory_of_its_graphs_is_back() -> None:
     model = tiny_model("llama", vocab_size=2**16).to("cuda")
     engine = Engine(model, kv_blocks=64, scheduler=SchedulerConfig(max_sequences=64))

@@ -207,6 +207,8 @@ class DecodeGraphs:
         self._sizes = graph_sizes(max_sequences, smallest)
         self._captured: dict[int, _Captured] = {}
         self._memory: Any = None
+        # One for all captures: memory is shared on the same stream only. And of this device: torch's own is of the first.
+        self._stream: Any = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
 
     def fits(self, plan: BatchPlan) -> bool:
         """Whether a step has one token for each sequence and samples behind it: decoding, or all but one was cached."""
@@ -258,15 +260,17 @@ class DecodeGraphs:
         def step() -> Tensor:
             return forward(runner.model, token_ids, positions, keep, attend)
 
-        side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):  # what is made on first use must not be made during the capture
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):  # what is made on first use must not be made during the capture
             for _ in range(2):
                 step()
-        torch.cuda.current_stream(device).wait_stream(side)
+        torch.cuda.current_stream(device).wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self._memory):
+            # "thread_local": what other threads do on the device meanwhile (another engine that serves) is their own affair.
+            with torch.cuda.graph(
+                graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 logits = step()
         except RuntimeError as error:  # some models wait for the device in the middle (mixtures of experts, mostly)
             raise CaptureError(f"{type(runner.model).__name__} cannot be captured: {error}") from error

@@ -84,7 +84,10 @@ def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if file is not None:
         if prompts:
             raise InvalidArgumentError("give prompts or --file, not both")
-        lines = file.read_text(encoding="utf-8").splitlines()
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise InvalidArgumentError(f"{file} is no UTF-8 text: {error.reason} at byte {error.start}") from None
     elif not prompts or prompts == ["-"]:
         lines = sys.stdin.read().splitlines()
     else:
