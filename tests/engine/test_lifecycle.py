@@ -159,6 +159,17 @@ def test_given_callbacks_that_raise_then_the_engine_goes_on(caplog: pytest.LogCa
     assert [record.message.split(" of ")[0] for record in caplog.records] == ["the callback", "the listener to the end"]
 
 
+def test_given_a_request_of_another_engine_when_it_is_cancelled_then_ours_of_the_same_id_goes_on() -> None:
+    held = HeldStep()
+    with make_engine() as engine, make_engine() as other:
+        ours, theirs = engine.submit(PROMPT, params(8), on_chunk=held), other.submit(PROMPT, params(400))
+        assert ours.id == theirs.id
+        assert held.begun.wait(SECONDS)
+        engine.cancel(theirs)
+        held.may_end.set()
+        assert ours.result(SECONDS).finish_reason == "length"
+
+
 def test_given_a_callback_then_it_may_ask_for_numbers_but_not_close_the_engine() -> None:
     seen: list[int] = []
 

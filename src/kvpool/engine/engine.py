@@ -263,7 +263,7 @@ class Engine:
         """Ends a request that is not over; what it has so far is its result."""
         if not generation.is_over:
             with suppress(SequenceStateError):  # the engine is closed: nothing runs any more
-                self._tell(lambda: self._loop.cancel(generation.id), lambda error: None)
+                self._tell(lambda: self._loop.cancel(generation), lambda error: None)
 
     def fork(self, generation: Generation, params: SamplingParams | None = None, **options: Any) -> Generation:
         """A new request that goes on from all tokens that the first sample of another one has now; options as in `submit`.
@@ -274,7 +274,7 @@ class Engine:
 
         def branch() -> Generation:
             forked, request = self._request(generation.token_ids, params or generation.params, **options)
-            self._loop.fork(generation.id, forked, request)
+            self._loop.fork(generation, forked, request)
             return forked
 
         return self._ask(branch)

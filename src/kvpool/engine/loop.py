@@ -82,9 +82,9 @@ class EngineLoop:
         if request.steered:
             self._beams[request.id] = BeamSearch(generation.params, request)
 
-    def fork(self, parent_id: Hashable, generation: Generation, request: Request) -> None:
+    def fork(self, other: Generation, generation: Generation, request: Request) -> None:
         """Adds a request that goes on from what another one has; they share blocks where `Scheduler.fork` can."""
-        live = self.scheduler.sequences(parent_id) if parent_id in self._generations else ()
+        live = self.scheduler.sequences(other.id) if self._runs(other) else ()
         parent = next((sequence for sequence in live if sequence.index == 0 and not sequence.is_finished), None)
         if parent is None or not np.array_equal(self.scheduler.token_ids(parent), request.prompt):
             self.add(generation, request)
@@ -96,10 +96,14 @@ class EngineLoop:
             generation.num_cached_tokens = child.live_handle().num_cached_tokens
             self._track(child)
 
-    def cancel(self, request_id: Hashable) -> None:
+    def cancel(self, generation: Generation) -> None:
         """Ends a request that is not over; nothing happens if it is."""
-        if request_id in self._generations:
-            self._end(self.scheduler.cancel(request_id))
+        if self._runs(generation):
+            self._end(self.scheduler.cancel(generation.id))
+
+    def _runs(self, generation: Generation) -> bool:
+        """Whether this is a request of ours that is not over: another engine has one of the same id."""
+        return self._generations.get(generation.id) is generation
 
     def fail(self, error: KVPoolError) -> None:
         """Ends every request with an error."""
