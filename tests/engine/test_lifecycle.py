@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -61,6 +63,19 @@ def test_given_a_closed_engine_then_it_refuses_requests_and_still_tells_its_numb
     assert sum(engine.memory.values()) == 0
 
 
+def test_given_an_engine_that_nobody_has_any_more_then_its_request_ends_first_and_then_it_goes() -> None:
+    engine = make_engine()
+    generation = engine.submit(PROMPT, params(20))
+    thread, gone = engine._thread, weakref.ref(engine)
+    del engine
+    assert len(generation.result(SECONDS).token_ids) == 20
+    assert thread is not None
+    thread.join(SECONDS)
+    gc.collect()
+    assert not thread.is_alive()
+    assert gone() is None
+
+
 def test_given_requests_on_their_way_when_it_is_closed_then_each_of_them_hears_of_it() -> None:
     engine = make_engine()
     step = HeldStep()
@@ -69,8 +84,7 @@ def test_given_requests_on_their_way_when_it_is_closed_then_each_of_them_hears_o
     waiting = engine.submit(PROMPT, params(4))  # the engine's thread has not looked at it when it ends
     closer = threading.Thread(target=engine.close)
     closer.start()
-    with engine._wake:
-        engine._wake.wait_for(lambda: engine._closed, SECONDS)
+    assert engine._closed.wait(SECONDS)
     step.may_end.set()
     for generation in (running, waiting):
         with pytest.raises(SequenceStateError, match="closed before"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -74,7 +75,7 @@ class Engine:
     start. `cache` holds further fields of `KVCacheConfig`, `scheduler` the limits of a step.
     `record` writes a trace for `kvpool replay` to a file, from which no prompt can be read.
 
-    Close it, or use it in a `with` statement.
+    Close it, or use it in a `with` statement; one that nobody has any more ends when its requests are over.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Engine:
         self._ids = itertools.count()
         self._wake = threading.Condition()
         self._inbox: deque[_Action] = deque()  # what the engine's thread does before its next step
-        self._closed = False
+        self._closed = threading.Event()
         self._failure: KVPoolError | None = None  # what ended it, if nobody closed it
         self._thread: threading.Thread | None = None
 
@@ -349,9 +350,7 @@ class Engine:
         """Ends every request and gives the memory back. Not from a callback: those run in the engine's own thread."""
         if threading.current_thread() is self._thread:
             raise SequenceStateError("a callback is part of a step and cannot close its engine; use another thread")
-        with self._wake:
-            self._closed = True
-            self._wake.notify_all()
+        _wake_to_end(self._wake, self._closed)
         if self._thread is not None:
             self._thread.join()
         with self._wake:
@@ -371,13 +370,15 @@ class Engine:
 
     def _tell(self, run: Callable[[], None], fail: Callable[[KVPoolError], None]) -> None:
         with self._wake:
-            if self._closed:
+            if self._closed.is_set():
                 why = "" if self._failure is None else f": {self._failure}"
                 raise SequenceStateError(f"this engine is closed{why}") from self._failure
             self._inbox.append(_Action(run, fail))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvpool-engine", daemon=True)
+                watched = (weakref.ref(self), self._wake, self._inbox, self._closed)
+                self._thread = threading.Thread(target=_serve, args=watched, name="kvpool-engine", daemon=True)
                 self._thread.start()
+                weakref.finalize(self, _wake_to_end, self._wake, self._closed).atexit = False
             self._wake.notify_all()
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
@@ -395,33 +396,53 @@ class Engine:
         self._tell(run, answer.set_exception)
         return answer.result()
 
-    def _work(self) -> None:
-        """Does what is asked, step by step, until the engine is closed."""
+    def _run(self) -> bool:
+        """Works in the engine's thread until there is nothing to do; False if the engine has ended."""
+        ended: KVPoolError = SequenceStateError("the engine was closed before this request was over")
+        try:
+            with _current(self.model.device):
+                if self._work():
+                    return True
+        except BaseException as error:
+            ended = self._failure = KVPoolError(f"the engine stopped: {type(error).__name__}: {error}")
+            ended.__cause__ = error
+        with self._wake:
+            self._closed.set()  # nobody writes to the inbox from here on
+        for action in self._inbox:
+            action.fail(ended)
+        self._inbox.clear()
+        self._loop.fail(ended)
+        return False
+
+    def _work(self) -> bool:
+        """Does what is asked, step by step; False if the engine was closed before all of it was done."""
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._closed or self._inbox or self._loop.has_work)
-                if self._closed:
-                    return
+                if self._closed.is_set():
+                    return False
+                if not self._inbox and not self._loop.has_work:
+                    return True
             while self._inbox:
                 self._inbox[0].run()  # whoever waits for it is told of a failure as long as it is in the inbox
                 self._inbox.popleft()
             if self._loop.has_work:
                 self._loop.step()
 
-    def _run(self) -> None:
-        ended: KVPoolError = SequenceStateError("the engine was closed before this request was over")
-        try:
-            with _current(self.model.device):
-                self._work()
-        except BaseException as error:
-            ended = self._failure = KVPoolError(f"the engine stopped: {type(error).__name__}: {error}")
-            ended.__cause__ = error
-        with self._wake:
-            self._closed = True  # nobody writes to the inbox from here on
-        for action in self._inbox:
-            action.fail(ended)
-        self._inbox.clear()
-        self._loop.fail(ended)
+
+def _serve(
+    engine_of: Callable[[], Engine | None], wake: threading.Condition, inbox: deque[_Action], closed: threading.Event
+) -> None:
+    """The engine's thread. It holds the engine only while there is something to do: one that nobody has ends by itself."""
+    while (engine := engine_of()) is not None and engine._run():
+        del engine
+        with wake:
+            wake.wait_for(lambda: inbox or closed.is_set())
+
+
+def _wake_to_end(wake: threading.Condition, closed: threading.Event) -> None:
+    with wake:
+        closed.set()
+        wake.notify_all()
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
