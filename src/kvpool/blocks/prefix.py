@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -404,7 +405,7 @@ class PrefixCache(WindowedTree):
             node = parent
         for when in (node.expires_at, node.priority_until):
             if self.now < when < NEVER and not node.detached:
-                self.calendar.schedule(node, when, lambda: self.time_is_up(node))
+                self.calendar.schedule(node, when, partial(self.time_is_up, node))
         return dropped
 
     def set_priority(self, node: Node, priority: int, until: float) -> None:

@@ -9,7 +9,7 @@ writes in one operation, and move to `history` when the matrix row is full or so
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -66,7 +66,7 @@ class SequenceRows:
     def num_rows(self) -> int:
         return len(self.handles)
 
-    def group(self, index: int) -> LayerGroup:
+    def group(self, index: Any) -> LayerGroup:
         """The layer group that a caller means."""
         return self.groups[as_count(index, "group", maximum=len(self.groups) - 1)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -391,7 +392,7 @@ class PrefixTree(ABC):
         """Notes when a node's time to live or priority ends, if it does."""
         for when in (node.expires_at, node.priority_until):
             if when != NEVER:
-                self.calendar.schedule(node, when, lambda: self.time_is_up(node))
+                self.calendar.schedule(node, when, partial(self.time_is_up, node))
 
     @abstractmethod
     def time_is_up(self, node: Node) -> int:
