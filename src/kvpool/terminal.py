@@ -76,6 +76,13 @@ def _write(path: Path, text: str) -> None:
         raise InvalidArgumentError(f"cannot write {path}: {error.strerror or error}") from None
 
 
+def check_folders(*targets: str | Path | None) -> None:
+    """Results can be written where they shall go: better known before a long run than after it."""
+    for target in targets:
+        if target is not None and str(target) != "-" and not Path(target).parent.is_dir():
+            raise InvalidArgumentError(f"cannot write {target}: there is no folder {Path(target).parent}")
+
+
 @contextmanager
 def progress_bar(title: str, total: int, quiet: bool = False) -> Iterator[Any]:
     """A bar on stderr that is called with how much is done more; nothing when stderr is no terminal."""

@@ -66,6 +66,14 @@ def test_given_prompts_on_stdin_then_they_are_read_line_by_line(
     assert capsys.readouterr().out.count("> w") == 2
 
 
+@pytest.mark.parametrize("words", [("generate", "w1"), ("bench", "--requests", "1")])
+def test_given_nowhere_to_write_then_the_command_says_so_before_it_loads_a_model(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(*words, "--json", str(tmp_path / "missing" / "out.json"), model="no such model") == 2
+    assert "there is no folder" in capsys.readouterr().err
+
+
 def test_given_no_prompt_then_the_error_is_one_line(
     model_directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Completion
 from kvpool.engine.params import SamplingParams
 from kvpool.errors import InvalidArgumentError
-from kvpool.terminal import write_json
+from kvpool.terminal import check_folders, write_json
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -45,6 +45,7 @@ def generate(
     quiet: opt.Quiet = False,
 ) -> None:
     """Completes prompts with a model. A single prompt is printed while it is generated."""
+    check_folders(json, record)
     texts = _read_prompts(prompts, file)
     params = SamplingParams(
         max_new_tokens=max_tokens,

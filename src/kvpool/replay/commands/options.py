@@ -57,10 +57,3 @@ def load_trace(path: Path, max_errors: int, limit: int | None = None) -> Trace:
         reasons = "; ".join(loaded.problems.sentences()[:3]) or "it has no lines behind its first"
         raise TraceError(f"{path} holds no request that can be read ({reasons})")
     return loaded
-
-
-def check_folders(*targets: str | Path | None) -> None:
-    """Results can be written where they shall go: better known before a long run than after it."""
-    for target in targets:
-        if target is not None and str(target) != "-" and not Path(target).parent.is_dir():
-            raise InvalidArgumentError(f"cannot write {target}: there is no folder {Path(target).parent}")

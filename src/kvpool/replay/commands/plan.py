@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.commands.options import check_folders, load_trace
+from kvpool.replay.commands.options import load_trace
 from kvpool.replay.costs import read_costs
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS
 from kvpool.replay.gpus import GPUS
@@ -16,7 +16,7 @@ from kvpool.replay.plan import GIB, GPU_FRACTION, Plan, PlanRequest, knees, make
 from kvpool.replay.runs import run_all
 from kvpool.replay.simulate import ReplayConfig
 from kvpool.replay.trace import Trace
-from kvpool.terminal import console, parse_bytes, parse_tokens, progress_bar, write_json
+from kvpool.terminal import check_folders, console, parse_bytes, parse_tokens, progress_bar, write_json
 
 CURVE_POINTS = 9
 

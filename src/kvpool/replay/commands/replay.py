@@ -11,13 +11,13 @@ import typer
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.bounds import INFINITE, MODELS, OPTIMUM
-from kvpool.replay.commands.options import check_folders, load_trace, parse_capacities, parse_tiers
+from kvpool.replay.commands.options import load_trace, parse_capacities, parse_tiers
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS
 from kvpool.replay.recording import play_recording
 from kvpool.replay.runs import map_over, run_all
 from kvpool.replay.simulate import ReplayConfig, ReplayResult
 from kvpool.replay.trace import Trace
-from kvpool.terminal import console, progress_bar, write_csv, write_json
+from kvpool.terminal import check_folders, console, progress_bar, write_csv, write_json
 
 if TYPE_CHECKING:
     from kvpool.config import LayerSpec

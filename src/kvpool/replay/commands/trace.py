@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.commands.options import check_folders, load_trace
+from kvpool.replay.commands.options import load_trace
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS, write_trace
 from kvpool.replay.statistics import summary
-from kvpool.terminal import console, parse_count, write_json
+from kvpool.terminal import check_folders, console, parse_count, write_json
 
 TraceArgument = Annotated[Path, typer.Argument(help="A trace file; plain, .gz or .zst.")]
 MaxErrors = Annotated[int, typer.Option(min=0, help="Broken lines to skip before giving up.")]
