@@ -102,6 +102,19 @@ def test_given_a_chat_then_later_turns_come_from_the_cache(
     assert int(lines[1].split()[0][1:]) >= 32
 
 
+def test_given_a_chat_that_gets_too_long_then_its_oldest_turns_are_forgotten_and_it_goes_on(
+    model_directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = iter(["w1 " * 200, "w2 " * 200, "w3 " * 200, "w4 " * 600, "w5", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    assert run("chat", "--max-tokens", "4", "--temperature", "0", model=model_directory) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert sum("from the cache" in line for line in lines) == 4  # all but the one that is too long by itself
+    assert "forgot the first 1 turns" in lines[2]
+    assert "can never run" in lines[3]
+    assert "forgot" not in lines[4]  # what was too long by itself cost nothing
+
+
 def test_given_a_benchmark_then_both_runs_and_their_percentiles_are_in_the_json(
     model_directory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

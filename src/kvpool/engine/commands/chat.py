@@ -10,6 +10,7 @@ from kvpool.engine.commands import options as opt
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Completion
 from kvpool.engine.params import SamplingParams
+from kvpool.errors import NeverFitsError
 
 DEFAULT_SYSTEM = "You are a helpful assistant."
 
@@ -62,12 +63,22 @@ class Talk:
             self.turn(said)
 
     def turn(self, said: str) -> None:
-        """One question and its answer, printed while it is generated."""
-        self.messages.append({"role": "user", "content": said})
-        prompt = self.engine.chat_prompt(self.messages)
-        result = opt.print_answer(self.engine, prompt, self.params, interruptible=True)
-        self.messages.append({"role": "assistant", "content": result.text})
-        print(f"\n[{self.saved(result)}]")
+        """One question and its answer, printed while it is generated. What is too long loses its oldest turns."""
+        messages = [*self.messages, {"role": "user", "content": said}]
+        while True:
+            try:
+                prompt = self.engine.chat_prompt(messages)
+                result = opt.print_answer(self.engine, prompt, self.params, interruptible=True)
+                break
+            except NeverFitsError as error:
+                messages = _without_oldest_turn(messages)
+                if not messages:
+                    print(f"[{error}]")
+                    return
+        forgotten = (len(self.messages) + 1 - len(messages)) // 2
+        self.messages = [*messages, {"role": "assistant", "content": result.text}]
+        words = self.saved(result) + (f"; too long: forgot the first {forgotten} turns" if forgotten else "")
+        print(f"\n[{words}]")
 
     def saved(self, result: Completion) -> str:
         """What the cache did for this turn, in words."""
@@ -81,3 +92,9 @@ class Talk:
         if cached and self._seconds_per_token is not None:
             words += f", about {1e3 * cached * self._seconds_per_token:.0f} ms saved"
         return words
+
+
+def _without_oldest_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The conversation without its first question and answer; nothing if only the newest question is left."""
+    first = 1 if messages[0]["role"] == "system" else 0
+    return messages[:first] + messages[first + 2 :] if len(messages) > first + 1 else []
