@@ -58,7 +58,8 @@ compiled: $(VENV)/.stamp-dev ## the inner control plane compiled by mypyc, in bu
 test-compiled: compiled ## the tests of the control plane against the compiled one
 	PYTHONPATH=build/compiled/site OMP_NUM_THREADS=1 $(PY) -m pytest -o pythonpath= -n auto --maxprocesses=4 --dist=worksteal \
 		tests/blocks tests/scheduling tests/test_manager*.py tests/test_regressions.py tests/test_rules.py tests/test_seed_bugs.py \
-		tests/stateful/test_manager_machine.py tests/stateful/test_scheduler_machine.py tests/test_compiled.py $(ARGS)
+		tests/stateful/test_manager_machine.py tests/stateful/test_scheduler_machine.py tests/test_compiled.py \
+		tests/replay/test_recorder.py tests/replay/test_recorder_exact.py tests/replay/test_simulate.py $(ARGS)
 
 lint: $(VENV)/.stamp-dev ## ruff
 	$(PY) -m ruff check . $(ARGS)

@@ -84,6 +84,7 @@ class PrefixTree(ABC):
         self.policies = [new_policy() for _ in range(self.num_tiers)]
         self.sessions: dict[str, set[Node]] = {}
         self.calendar = Calendar()
+        self.choose_source: Callable[[Node], Node] | None = None  # sees, and may change, where partial blocks come from
         # Groups whose blocks are published, those of them with a window, and blocks of full groups per pool and position.
         self.num_cached_groups = sum(not is_cross(group) for group in groups)
         self.windowed = [g.index for g in groups if is_windowed(g)]
@@ -185,7 +186,7 @@ class PrefixTree(ABC):
             position += blocks * size
             if blocks < child.num_blocks:
                 extra = equal - blocks * size if partial else 0
-                return Match(root, path, position // size, child if extra else None, extra)
+                return Match(root, path, position // size, self._source(child) if extra else None, extra)
             node = child
             key = tokens[position : position + size].tobytes()
         next_key = key if len(key) == 4 * size else None
@@ -194,8 +195,12 @@ class PrefixTree(ABC):
             if near is not None:
                 if near.open_row >= 0:
                     self.sync(near)
-                return Match(root, path, position // size, near, shared // 4, next_key)
+                return Match(root, path, position // size, self._source(near), shared // 4, next_key)
         return Match(root, path, position // size, None, 0, next_key)
+
+    def _source(self, node: Node) -> Node:
+        """The node that a partial block is taken from: others may share equally many tokens with the prompt."""
+        return node if self.choose_source is None else self.choose_source(node)
 
     def common_tokens(self, node: Node, tokens: Int32Array) -> int:
         """How many leading tokens a node and a prompt share; the first block is known to be equal."""

@@ -14,7 +14,7 @@ import numpy as np
 from kvpool.blocks.arrays import Int64Array
 from kvpool.blocks.batch import SequenceBatch
 from kvpool.blocks.handle import KVCacheHandle
-from kvpool.blocks.tree import Match
+from kvpool.blocks.node import Node
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError
 from kvpool.maintenance import DEFAULT_SCOPE
@@ -64,7 +64,7 @@ class TraceRecorder:
         self._wake = threading.Event()
         self._closing = False
         self._manager: KVCacheManager | None = None
-        self._wrapped: list[tuple[Any, str]] = []
+        self._wrapped: list[str] = []  # names of the manager's verbs that are followed
         self._source: int | None = None  # the run that partial matching chose in the present operation
         self._thread: threading.Thread | None = None
 
@@ -87,16 +87,17 @@ class TraceRecorder:
             self._replace(manager, name, self._following(getattr(manager, name), observe))
         self._replace(manager, "allocate", self._following_allocate(manager.allocate))
         self._replace(manager, "commit_batch", self._following_commits(manager.commit_batch))
-        self._replace(self._cache, "match", self._following_matches(self._cache.match))
+        self._cache.choose_source = self._note_source
         return self
 
     def close(self) -> None:
         """Lets go of the manager, writes what is waiting and ends the file."""
         if self._thread is None:
             return
-        for owner, name in self._wrapped:
-            delattr(owner, name)
+        for name in self._wrapped:
+            delattr(self._manager, name)
         self._wrapped.clear()
+        self._cache.choose_source = None
         self._closing = True
         self._wake.set()
         self._thread.join()
@@ -110,9 +111,9 @@ class TraceRecorder:
 
     # --- in the threads that use the manager -------------------------------------------------------------------------
 
-    def _replace(self, owner: Any, name: str, follow: Callable[..., Any]) -> None:
-        setattr(owner, name, update_wrapper(follow, getattr(owner, name)))
-        self._wrapped.append((owner, name))
+    def _replace(self, manager: KVCacheManager, name: str, follow: Callable[..., Any]) -> None:
+        setattr(manager, name, update_wrapper(follow, getattr(manager, name)))
+        self._wrapped.append(name)
 
     def _following(self, original: Callable[..., Any], observe: Callable[..., Operation | None]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -141,14 +142,9 @@ class TraceRecorder:
 
         return commit_batch
 
-    def _following_matches(self, original: Callable[..., Match]) -> Callable[..., Match]:
-        def match(*args: Any, **kwargs: Any) -> Match:
-            found = original(*args, **kwargs)
-            if found.partial is not None:
-                self._source = found.partial.created
-            return found
-
-        return match
+    def _note_source(self, chosen: Node) -> Node:
+        self._source = chosen.created
+        return chosen
 
     def _note(self, kind: str, *arguments: Any) -> None:
         if self.stopped_because is not None:

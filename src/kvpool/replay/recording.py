@@ -20,9 +20,9 @@ import numpy as np
 from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.node import Node
 from kvpool.blocks.pins import Pin
 from kvpool.blocks.retention import Retention, TokenRange
-from kvpool.blocks.tree import Match
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.manager import KVCacheManager
 from kvpool.replay.trace import Trace, TraceBuilder, TraceError
@@ -210,7 +210,7 @@ class _Player:
         self.handles: dict[int, KVCacheHandle] = {}
         self.pins: dict[int, Pin] = {}
         self.source: int | None = None  # the run from which the recorded manager took a partial block
-        self._prefer_recorded_source()
+        self.manager._state.cache.choose_source = self._recorded_source
 
     def run(self) -> CacheStats:
         for kind, when, *arguments in self.operations:
@@ -219,26 +219,19 @@ class _Player:
             self.manager.take_copies()
         return self.manager.stats()
 
-    def _prefer_recorded_source(self) -> None:
+    def _recorded_source(self, found: Node) -> Node:
         """Of blocks that share equally many tokens with a prompt the tree takes a neighbour in the order of the tokens.
 
         A recording hides that order and names the choice instead.
         """
-        cache: Any = self.manager._state.cache
-        original = cache.match
-
-        def match(*args: Any, **kwargs: Any) -> Match:
-            found: Match = original(*args, **kwargs)
-            if self.source is None or found.partial is None or found.partial.created == self.source:
-                return found
-            siblings = (found.partial.parent.children or {}).values()
-            recorded = next((node for node in siblings if node.created == self.source), None)
-            if recorded is None:
-                return found
-            cache.sync(recorded)
-            return found._replace(partial=recorded)
-
-        cache.match = match
+        if self.source is None or found.created == self.source:
+            return found
+        siblings = (found.parent.children or {}).values()
+        recorded = next((node for node in siblings if node.created == self.source), None)
+        if recorded is None:
+            return found
+        self.manager._state.cache.sync(recorded)
+        return recorded
 
     def _all(self, serials: list[int] | None) -> list[KVCacheHandle]:
         return [self.handles[serial] for serial in self.operations.batch(serials)]
