@@ -160,44 +160,15 @@ def gpu_cases(quick: bool) -> list[Case]:
 
     params = {"make": own_model, "prompts": prompts, "num_new": num_new, "cpu": False, "peers": (STATIC,)}
     small_batch, large_batch = (functools.cache(functools.partial(steady_decode, model, batch)) for batch in (64, 256))
-    common: dict[str, Any] = dict(repeats=1, quick_repeats=1)
+    once: dict[str, Any] = dict(repeats=1, quick_repeats=1)
+    cold: dict[str, Any] = dict(warmups=0, **once)
+    step, first_token = "decode step over its ideal, batch", "time to first token of 8k tokens, cold over cached"
+    host_time = "host time per decode step outside the GPU's shadow, batch 256"
     return [
-        Case(
-            "decode step over its ideal, batch 64, context 1,024",
-            "x",
-            "lower",
-            lambda: decode_over_ideal(small_batch),
-            bars=(1.35,),
-            warmups=0,
-            **common,
-        ),
-        Case(
-            "decode step over its ideal, batch 256, context 1,024",
-            "x",
-            "lower",
-            lambda: decode_over_ideal(large_batch),
-            bars=(1.35,),
-            warmups=0,
-            **common,
-        ),
-        Case(
-            "host time per decode step outside the GPU's shadow, batch 256",
-            "ms",
-            "lower",
-            lambda: exposed_host_ms(large_batch),
-            bars=(0.3,),
-            warmups=0,
-            **common,
-        ),
-        Case(
-            "time to first token of 8k tokens, cold over cached",
-            "x",
-            "higher",
-            lambda: first_token_ratio(model, 8192),
-            bars=(10.0,),
-            warmups=1,
-            **common,
-        ),
+        Case(f"{step} 64, context 1,024", "x", "lower", lambda: decode_over_ideal(small_batch), (1.35,), **cold),
+        Case(f"{step} 256, context 1,024", "x", "lower", lambda: decode_over_ideal(large_batch), (1.35,), **cold),
+        Case(host_time, "ms", "lower", lambda: exposed_host_ms(large_batch), (0.3,), **cold),
+        Case(first_token, "x", "higher", lambda: first_token_ratio(model, 8192), (10.0,), warmups=1, **once),
         Case(
             f"8B shape, {count} requests of {length}, {num_new} new",
             "tok/s",

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from kvpool.replay.bounds import MODELS, run_model
 from kvpool.replay.simulate import READS_PRIORITIES, ReplayConfig, ReplayResult, replay, totals
-from kvpool.replay.synth import UNIT_OF_TOKENS, to_blocks
+from kvpool.replay.synth import to_blocks
 from kvpool.replay.trace import Trace
 
 Item = TypeVar("Item")
@@ -29,7 +29,7 @@ def run_one(trace: Trace, config: ReplayConfig) -> ReplayResult:
     if trace.unit > 1:
         return run_model(trace, config.policy, config.capacity)
     # Of a trace of tokens only whole blocks are ever published; the others are asked for all the same.
-    size = config.block_size or UNIT_OF_TOKENS
+    size = config.block_size or trace.block_size
     found = run_model(to_blocks(trace, size).full_blocks_only(), config.policy, config.capacity)
     assert found.hits is not None
     return replace(found, **totals(trace, found.hits, size))

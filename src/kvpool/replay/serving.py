@@ -73,7 +73,7 @@ def simulate_serving(trace: Trace, config: ServingConfig) -> ServingResult:
 class _Serving:
     def __init__(self, trace: Trace, config: ServingConfig) -> None:
         self.trace, self.config = trace, config
-        block_size = config.cache.block_size or (trace.unit if trace.unit > 1 else 16)
+        block_size = config.cache.block_size or trace.block_size
         cache = KVCacheConfig(
             config.layers, block_size, gpu_blocks=config.cache.capacity, host_blocks=config.cache.host or None,
             disk_blocks=config.cache.disk or None, event_buffer_size=0,

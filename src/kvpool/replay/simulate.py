@@ -124,7 +124,7 @@ def _rare_collections() -> Iterator[None]:
 class _Replay:
     def __init__(self, trace: Trace, config: ReplayConfig) -> None:
         self.trace, self.config = trace, config
-        self.block_size = config.block_size or (trace.unit if trace.unit > 1 else 16)
+        self.block_size = config.block_size or trace.block_size
         if self.block_size % trace.unit:
             raise InvalidArgumentError(
                 f"block_size={self.block_size} is no multiple of the trace's blocks of {trace.unit} tokens; "

@@ -8,10 +8,9 @@ from heapq import heappop, heappush
 import numpy as np
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.trace import Trace, TraceBuilder
+from kvpool.replay.trace import TOKENS_PER_BLOCK, Trace, TraceBuilder
 
 MAX_TURN = 16  # turns whose continuation is told apart
-UNIT_OF_TOKENS = 16  # tokens per block for traces that have no blocks
 
 
 @dataclass(frozen=True)
@@ -66,12 +65,12 @@ def fit(trace: Trace) -> WorkloadModel:
     rate, burstiness = _arrivals(trace)
     if not trace.reuse_known:
         return WorkloadModel(
-            unit=UNIT_OF_TOKENS, rate=rate, burstiness=burstiness, unshared=1.0, continues=(0.0,),
-            first_blocks=_log_normal(-(-trace.input_lengths // UNIT_OF_TOKENS)),
+            unit=TOKENS_PER_BLOCK, rate=rate, burstiness=burstiness, unshared=1.0, continues=(0.0,),
+            first_blocks=_log_normal(-(-trace.input_lengths // TOKENS_PER_BLOCK)),
             output_tokens=_log_normal(trace.output_lengths),
         )  # fmt: skip
     if trace.unit == 1:
-        trace = to_blocks(trace, UNIT_OF_TOKENS)
+        trace = to_blocks(trace, TOKENS_PER_BLOCK)
     turns, fresh, gaps, stems = _classify(trace)
     starts = turns == 0
     reached = np.bincount(np.minimum(turns, MAX_TURN), minlength=MAX_TURN + 2).astype(float)

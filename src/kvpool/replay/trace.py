@@ -15,6 +15,7 @@ from kvpool.errors import InvalidArgumentError
 
 FloatArray = npt.NDArray[np.float64]
 
+TOKENS_PER_BLOCK = 16  # where a trace has no blocks
 END_MARK = MAX_TOKEN_ID  # no id of a trace reaches it
 
 
@@ -103,6 +104,11 @@ class Trace:
     def ids_of(self, index: int) -> Int32Array:
         """The ids of one request, a view."""
         return self.ids[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block: the trace's own, or the usual number where its ids are tokens."""
+        return self.unit if self.unit > 1 else TOKENS_PER_BLOCK
 
     @property
     def num_ids(self) -> int:

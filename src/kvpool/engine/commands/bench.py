@@ -53,7 +53,7 @@ def bench(
     With --json FILE it also measures what prefill, decoding and the link to the host cost on this machine: `kvpool replay
     TRACE --costs FILE` and `kvpool plan --costs FILE` then answer for it instead of for a GPU out of a list.
     """
-    check_folders(json, record)
+    check_folders(json)
     settings = dict(requests=requests, prompt_tokens=prompt_tokens, shared_tokens=shared_tokens, max_tokens=max_tokens)
     rows: list[dict[str, Any]] = []
     measurement: Measurement | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.engine.engine import Engine
 from kvpool.engine.params import SamplingParams
+from kvpool.engine.sizing import copy_seconds
 from kvpool.replay.costs import Measurement, Step, fit_costs
 from kvpool.scheduling import LinearCostModel
 
@@ -104,13 +104,7 @@ def link_speed(device: torch.device, num_bytes: int = LINK_BYTES) -> float:
     """Bytes per second between this device and (pinned) host memory, one way."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    source.zero_()
-    times = []
-    for _ in range(5):  # the first one also touches the pages
-        start = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - start)
-    return num_bytes / min(times)
+    return num_bytes / copy_seconds(source.zero_(), target)
 
 
 def machine_name(device: torch.device) -> str:

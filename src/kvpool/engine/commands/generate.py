@@ -45,7 +45,7 @@ def generate(
     quiet: opt.Quiet = False,
 ) -> None:
     """Completes prompts with a model. A single prompt is printed while it is generated."""
-    check_folders(json, record)
+    check_folders(json)
     texts = _read_prompts(prompts, file)
     params = SamplingParams(
         max_new_tokens=max_tokens,

@@ -12,7 +12,7 @@ from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Completion
 from kvpool.engine.params import SamplingParams
 from kvpool.scheduling import SchedulerConfig
-from kvpool.terminal import parse_bytes
+from kvpool.terminal import check_folders, parse_bytes
 
 Model = Annotated[
     str | None,
@@ -40,9 +40,11 @@ def make_engine(
     memory: str | None,
     host_memory: str | None,
     compile_layers: bool,
+    record: str | None = None,
     **options: Any,
 ) -> Engine:
     """The engine that the options describe."""
+    check_folders(record)
     return Engine(
         model,
         device=device,
@@ -51,6 +53,7 @@ def make_engine(
         kv_bytes=None if memory is None else parse_bytes(memory, "--memory"),
         host_bytes=0 if host_memory is None else parse_bytes(host_memory, "--host-memory"),
         compile=compile_layers,
+        record=record,
         **options,
     )
 

@@ -106,7 +106,7 @@ def show(name: str, value: float) -> str:
 
 def _curve(out: Any, loaded: Trace, policy: str, made: Plan, lower: dict[str, int]) -> dict[str, Any]:
     """Hit ratios over sizes in bytes of this model: what the GPU holds, what each tier adds, and where the knees are."""
-    unit = loaded.unit if loaded.unit > 1 else 16
+    unit = loaded.block_size
     block_bytes = unit * int(made.numbers["kv_bytes_per_token"])
     most = max(loaded.num_unique if loaded.unit > 1 else loaded.num_ids // unit, 2)
     marks = _tier_sizes(made, lower, block_bytes, most)
