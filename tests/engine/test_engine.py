@@ -433,6 +433,29 @@ def test_given_overlapped_steps_and_n_samples_then_neither_they_nor_others_chang
     assert [first.token_ids, *(sample.token_ids for sample in second.samples)] == alone
 
 
+def test_given_beams_beside_other_requests_then_those_do_not_wait_and_nothing_changes() -> None:
+    prompts = prompts_of([9, 5, 17, 12, 8, 30], shared=4)
+    params = [SamplingParams(max_new_tokens=12, num_beams=2, n=2, ignore_eos=True), *(greedy(20) for _ in prompts[1:])]
+    with make_engine() as plain, make_engine(overlap=True) as overlapped:
+        want = plain.generate(prompts, params)
+        loop, finish = overlapped._loop, overlapped._loop._finish
+        behind_beams: list[int] = []  # steps on their way while one with beams is finished
+
+        def watched(launched: Any) -> None:
+            if launched.plan.is_steered.any():
+                behind_beams.append(len(loop._flying))
+            finish(launched)
+
+        loop._finish = watched  # type: ignore[method-assign]
+        got = overlapped.generate(prompts, params)
+        overlapped.manager.check()
+    assert [[sample.token_ids for sample in out.samples] for out in got] == [
+        [sample.token_ids for sample in out.samples] for out in want
+    ]
+    assert [sample.score for sample in got[0].samples] == pytest.approx([sample.score for sample in want[0].samples])
+    assert max(behind_beams) == 1
+
+
 def test_given_memory_in_use_then_it_is_what_the_configuration_says() -> None:
     with make_engine(kv_blocks=10) as engine:
         assert sum(engine.memory.values()) == sum(engine.config.pool_bytes(tier) for tier in engine.memory)

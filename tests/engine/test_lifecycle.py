@@ -226,8 +226,9 @@ def test_given_an_event_loop_that_is_gone_then_the_engine_goes_on() -> None:
         assert len(engine.generate([PROMPT], params(2))[0].token_ids) == 2
 
 
-def test_given_a_beam_search_that_is_cancelled_then_there_is_a_result_at_any_moment() -> None:
-    with make_engine() as engine:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_given_a_beam_search_that_is_cancelled_then_there_is_a_result_at_any_moment(overlap: bool) -> None:
+    with make_engine(overlap=overlap) as engine:
         never_ran = engine.submit(PROMPT, params(50, num_beams=2, n=2), deadline=0.0).result(SECONDS)
         assert (never_ran.token_ids, never_ran.text, never_ran.finish_reason) == ([], "", "deadline")
         steps = iter(range(100))

@@ -13,6 +13,7 @@ from kvpool.blocks.arrays import Int32Array
 from kvpool.engine.generation import Sample
 from kvpool.engine.params import SamplingParams
 from kvpool.scheduling.request import Request, ScheduledSequence
+from kvpool.storage.moving import upload
 
 
 class _Beam(NamedTuple):
@@ -28,8 +29,21 @@ class _Hypothesis(NamedTuple):
     reason: str
 
 
+class Ranking(NamedTuple):
+    """The best continuations of a request's beams, best first: `tokens[i]` behind `sequences[rows[i]]`."""
+
+    sequences: tuple[ScheduledSequence, ...]
+    scores: Tensor
+    rows: Tensor
+    tokens: Tensor
+
+    def to_host(self) -> Ranking:
+        """A copy that is on its way to the host."""
+        return Ranking(self.sequences, *(part.to("cpu", non_blocking=True) for part in self[1:]))
+
+
 class BeamSearch:
-    """The search of one request. `advance` takes the logits of all its beams and decides which of them go on.
+    """The search of one request. `rank` orders what may follow its beams, `advance` decides which of it goes on.
 
     Of the best 2 × `num_beams` continuations (more if there are several stop tokens), those among the first `num_beams` that
     stop become results, and the best that do not stop become the next beams. The search is over when the worst result is
@@ -43,20 +57,25 @@ class BeamSearch:
         self._next: dict[ScheduledSequence, list[_Beam]] = {}
         self._hypotheses: list[_Hypothesis] = []
 
-    def advance(self, sequences: Sequence[ScheduledSequence], logits: Tensor) -> None:
-        """One step: `logits[i]` follow the tokens of `sequences[i]`, which are all beams of the request."""
-        params, width = self._params, self._params.num_beams
-        beams = [self._beams.get(sequence, _Beam(0.0, ())) for sequence in sequences]
-        scores = logits.float().log_softmax(-1).cpu()
-        scores += scores.new_tensor([beam.score for beam in beams]).unsqueeze(1)
-        num_kept = min(max(2, 1 + len(self._stops)) * width, scores.numel())
+    def rank(self, sequences: Sequence[ScheduledSequence], logits: Tensor) -> Ranking:
+        """The best continuations of all beams, on the device: `logits[i]` follow the tokens of `sequences[i]`."""
+        known = [self._beam(sequence).score for sequence in sequences]
+        scores = logits.float().log_softmax(-1)
+        scores += upload(np.array(known, np.float32), scores.device).unsqueeze(1)
+        num_kept = min(max(2, 1 + len(self._stops)) * self._params.num_beams, scores.numel())
         best = scores.flatten().topk(num_kept)
-        vocabulary = scores.shape[1]
+        tokens = best.indices % scores.shape[1]
+        return Ranking(tuple(sequences), best.values, best.indices // scores.shape[1], tokens)
+
+    def advance(self, ranking: Ranking) -> None:
+        """One step: decides which of the ranked continuations, now on the host, go on."""
+        params, width, sequences = self._params, self._params.num_beams, ranking.sequences
+        beams = [self._beam(sequence) for sequence in sequences]
         self._next = {sequence: [] for sequence in sequences}
         length = len(beams[0].tokens) + 1
         running: list[float] = []
-        for rank, (score, place) in enumerate(zip(best.values.tolist(), best.indices.tolist(), strict=True)):
-            row, token = divmod(place, vocabulary)
+        best = zip(ranking.scores.tolist(), ranking.rows.tolist(), ranking.tokens.tolist(), strict=True)
+        for rank, (score, row, token) in enumerate(best):
             tokens = (*beams[row].tokens, token)
             stops = token in self._stops
             if stops or length == params.max_new_tokens:
@@ -67,6 +86,9 @@ class BeamSearch:
                 self._next[sequences[row]].append(_Beam(score, tokens))
         if not running or self._cannot_improve(self._penalised(max(running), length)):
             self._next = {sequence: [] for sequence in sequences}
+
+    def _beam(self, sequence: ScheduledSequence) -> _Beam:
+        return self._beams.get(sequence, _Beam(0.0, ()))
 
     def _keep(self, hypothesis: _Hypothesis) -> None:
         self._hypotheses.append(hypothesis)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvpool.blocks.arrays import Int32Array, Int64Array
-from kvpool.engine.beams import BeamSearch
+from kvpool.engine.beams import BeamSearch, Ranking
 from kvpool.engine.generation import Generation, TokenLogprob
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling import Sampled
@@ -37,8 +37,12 @@ class _Launched(NamedTuple):
     plan: BatchPlan
     began: float  # on the host's clock
     sampled: Sampled | None = None
-    logits: Tensor | None = None  # kept for beam search only
+    rankings: Sequence[tuple[BeamSearch, Ranking]] = ()
     ready: Any = None
+
+    def searches(self) -> dict[ScheduledSequence, BeamSearch]:
+        """The beam search that each steered sequence of the step belongs to, be it over or not."""
+        return {sequence: search for search, ranking in self.rankings for sequence in ranking.sequences}
 
 
 class EngineLoop:
@@ -125,7 +129,8 @@ class EngineLoop:
             self._give_up(plan, error)
             return
         self._flying.append(launched)
-        wait = not self.overlap or bool(self._beams) or self._flying[-1].plan.is_empty
+        # Beams sit out the steps that overlap with theirs: where most rows are beams, waiting for them is faster.
+        wait = not self.overlap or plan.is_empty or 2 * np.count_nonzero(plan.is_steered) > len(plan.sequences)
         while len(self._flying) > (0 if wait else 1):
             self._finish(self._flying.popleft())
 
@@ -163,14 +168,33 @@ class EngineLoop:
             return _Launched(plan, began)
         sampled = self._sampler.sample(plan, logits, self._generations)
         self._remember(plan, sampled.tokens)
-        kept = logits if self._beams else None
+        rankings = self._rank_beams(plan, logits) if plan.is_steered.any() else []
         if self.runner.device.type == "cpu":
-            return _Launched(plan, began, sampled, kept)
+            return _Launched(plan, began, sampled, rankings)
         parts: Any = [None if part is None else part.to("cpu", non_blocking=True) for part in sampled]
         on_host = Sampled(*parts)
+        rankings = [(search, ranking.to_host()) for search, ranking in rankings]
         ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
-        return _Launched(plan, began, on_host, kept, ready)
+        return _Launched(plan, began, on_host, rankings, ready)
+
+    def _rank_beams(self, plan: BatchPlan, logits: Tensor) -> list[tuple[BeamSearch, Ranking]]:
+        """What may follow the beams of each search in the step; the logits themselves are overwritten by the next one."""
+        rows = plan.sampling_rows
+        row_of_logits = np.cumsum(plan.num_drafts[rows] + 1) - 1
+        mine: dict[BeamSearch, list[int]] = {}
+        for at in np.flatnonzero(plan.is_steered[rows]).tolist():
+            mine.setdefault(self._beams[plan.sequences[int(rows[at])].request.id], []).append(at)
+        return [
+            (
+                search,
+                search.rank(
+                    [plan.sequences[row] for row in rows[places].tolist()],
+                    logits.index_select(0, self.runner.upload(row_of_logits[places])),
+                ),
+            )
+            for search, places in mine.items()
+        ]
 
     def _inputs(self, plan: BatchPlan) -> Tensor:
         """Token ids on the device; those that the host does not know yet are the newest of their lane."""
@@ -228,14 +252,13 @@ class EngineLoop:
         firsts = _first_samples(plan)
         picked: list[Int64Array] = []
         chosen: list[Int32Array] = []
-        searched: set[Hashable] = set()
+        for search, ranking in launched.rankings:
+            search.advance(ranking)
+        searches = launched.searches()
         for at, row in enumerate(rows.tolist()):
             sequence = plan.sequences[row]
             if plan.is_steered[row]:
-                if sequence.request.id not in searched:
-                    searched.add(sequence.request.id)
-                    self._search(launched, sequence.request.id)
-                next_tokens = self._beams[sequence.request.id].continuations(sequence)
+                next_tokens = searches[sequence].continuations(sequence)
                 indices = np.full(len(next_tokens), firsts[at])
             else:
                 first, num_taken = int(firsts[at]), int(counts[at])
@@ -248,16 +271,6 @@ class EngineLoop:
             chosen.append(next_tokens)
         return np.concatenate(chosen).astype(np.int32), counts, np.concatenate(picked)
 
-    def _search(self, launched: _Launched, request_id: Hashable) -> None:
-        """One step of a beam search: all of its beams at once."""
-        plan = launched.plan
-        assert launched.logits is not None
-        rows = plan.sampling_rows
-        first_logits = np.cumsum(plan.num_drafts[rows] + 1) - 1
-        mine = [at for at, row in enumerate(rows.tolist()) if plan.sequences[row].request.id == request_id]
-        sequences = [plan.sequences[int(rows[at])] for at in mine]
-        self._beams[request_id].advance(sequences, launched.logits[torch.from_numpy(first_logits[mine])])
-
     def _hand_out(
         self, launched: _Launched, tokens: Int32Array, counts: Int64Array, samples_at: Int64Array, forks: list[Fork]
     ) -> None:
@@ -268,6 +281,7 @@ class EngineLoop:
         for fork in forks:
             children.setdefault(fork.parent, []).append(fork.child)
             self._track(fork.child)
+        searches = launched.searches()
         stopped: list[ScheduledSequence] = []
         ids = tokens.tolist()
         at = 0
@@ -275,7 +289,7 @@ class EngineLoop:
             sequence = plan.sequences[row]
             start, at = at, at + count
             if plan.is_steered[row]:
-                self._beams[sequence.request.id].forked(sequence, children.get(sequence, []))
+                searches[sequence].forked(sequence, children.get(sequence, []))
                 continue
             generation = self._generations.get(sequence.request.id)
             if generation is None or generation.has_ended(sequence.index):
