@@ -114,10 +114,15 @@ def attend_kernel(
     all_see = key_start  # the keys before this one are seen by every query of the tile
     if WINDOW == 0 and CHUNK == 0:
         all_see = position + 1
+    # Block ids are loaded a round ahead: the pipeline then has only K and V to prefetch, and no address to wait for.
+    listed = key_start + tl.arange(0, KEYS)
+    next_block = tl.load(table + listed // PAGE, mask=listed < key_end, other=0).to(tl.int64)
     for start in range(key_start, key_end, KEYS):
         listed = start + tl.arange(0, KEYS)
         live = listed < key_end
-        block = tl.load(table + listed // PAGE, mask=live, other=0).to(tl.int64)
+        block = next_block
+        later = listed + KEYS
+        next_block = tl.load(table + later // PAGE, mask=later < key_end, other=0).to(tl.int64)
         offset = listed % PAGE
 
         keys = _load(k + block * k_block + offset * k_token, live, HEAD_DIM, BLOCK_D, NIBBLES, queries.dtype)
