@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import numpy as np
 import pytest
 
@@ -82,3 +84,18 @@ def test_given_many_tiles_then_none_is_divided() -> None:
 
     assert len(work.items) == 256
     assert work.num_partials == 0
+
+
+@pytest.mark.parametrize(("count", "keys"), [(100, 2000), (72, 4096), (140, 1024), (340, 1024), (67, 3000)])
+def test_given_tiles_that_do_not_fill_whole_waves_then_small_items_at_the_end_do(count: int, keys: int) -> None:
+    blocks = -(-keys // 16)
+    batch = PagedBatch.build(
+        np.arange(count + 1) * blocks, np.arange(count * blocks), np.ones(count, int), np.full(count, keys), block_size=16
+    )
+
+    work = divide_work(SPECS[0], batch, np.arange(count), tile_tokens=1, tile_keys=64, target_items=66)
+
+    busy_until = [0] * 66  # programs take the next item when they are done
+    for length in (work.items[:, 6] - work.items[:, 5]).tolist():
+        heapq.heapreplace(busy_until, busy_until[0] + length)
+    assert max(busy_until) <= 1.12 * count * keys / 66

@@ -12,6 +12,8 @@ from kvpool.kernels.paged_attention import ITEM_FIELDS, TILE_FIELDS
 from kvpool.kernels.paged_spec import AttentionSpec
 
 _WAVES = 4  # how often a GPU is filled where once is not enough
+_FULL = 0.9  # of the places of all waves taken: an end that nobody needs to fill
+_SHORTEST_KEYS = 256  # worth an item of their own, and the merging
 
 
 class Work(NamedTuple):
@@ -54,7 +56,7 @@ def divide_work(
     items[:, 7] = -1
 
     lengths = key_end - key_start
-    share = tile_keys * _share(-(-lengths // tile_keys), target_items)
+    share = tile_keys * _shares(-(-lengths // tile_keys), target_items, max(1, _SHORTEST_KEYS // tile_keys))
     ranges = np.maximum(1, -(-lengths // share))
     tiles, num_partials = np.empty((0, TILE_FIELDS), np.int32), 0
     counts = ranges + (sinks > 0)
@@ -90,12 +92,27 @@ def max_items(num_tiles: int, target_items: int) -> int:
     return 2 * num_tiles + target_items * (1 if num_tiles <= target_items else _WAVES)
 
 
-def _share(units: Int64Array, target_items: int) -> int:
-    """Units of keys that one item takes at most.
+def _shares(units: Int64Array, target_items: int, fewest: int) -> Int64Array:
+    """Units of keys that an item of each tile takes at most.
 
     Tiles that all run at once are divided as finely as one wave of programs allows. With somewhat more tiles than that, a
     few would run alone at the end: they are divided into several waves. Many waves need no dividing, but for long ones.
+    Where equal shares still leave much of the last wave empty, later items are smaller, down to `fewest`, and fill it.
     """
+    share = _equal_share(units, target_items)
+    equal = np.full(len(units), share)
+    num_items = int((-(-units // share)).sum())
+    if num_items <= target_items or num_items >= _FULL * target_items * -(-num_items // target_items):
+        return equal
+    longest_first = np.argsort(-units, kind="stable")
+    left = np.cumsum(units[longest_first][::-1])[::-1]  # units of a tile and all behind it
+    shrinking = np.empty_like(equal)
+    shrinking[longest_first] = np.maximum(fewest, left // target_items)
+    fits = int((-(-units // shrinking)).sum()) <= _WAVES * target_items + len(units)
+    return shrinking if fits else equal
+
+
+def _equal_share(units: Int64Array, target_items: int) -> int:
     limit = target_items if len(units) <= target_items else _WAVES * target_items
     if len(units) >= limit:
         return max(1, -(-int(units.sum()) // target_items))
