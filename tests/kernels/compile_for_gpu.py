@@ -1,0 +1,102 @@
+"""Compiles the kernels for an H100 or H200 as the product launches them, on a machine without a GPU.
+
+Run by `test_compilation.py` in a process of its own, in which Triton's interpreter is off. Prints a line for every kernel
+that was compiled: its name, the case, and its shared memory in bytes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "attention"))
+
+from paged_cases import poisoned_layer, spec
+
+from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch
+from kvpool.attention.triton_backend import TritonBackend
+from kvpool.kernels.copy_blocks import Runs
+from kvpool.kernels.copy_blocks_triton import copy_blocks_triton, copy_tokens_triton
+from kvpool.kernels.quantization import TORCH_DTYPES
+from kvpool.kernels.scatter_triton import write_slots_triton
+from kvpool.layers import DType
+
+HALF: dict[str, Any] = {"dtype": DType.BFLOAT16, "kv_dtype": DType.BFLOAT16}
+SPECS = {
+    "llama": spec(32, 8, 128, **HALF),
+    "llama in fp8": spec(32, 8, 128, dtype=DType.BFLOAT16, kv_dtype=DType.FP8_E4M3),
+    "llama in int8": spec(32, 8, 128, dtype=DType.BFLOAT16, kv_dtype=DType.INT8),
+    "llama in int4": spec(32, 8, 128, dtype=DType.BFLOAT16, kv_dtype=DType.INT4),
+    "gemma 2": spec(16, 8, 256, soft_cap=50.0, window=512, **HALF),
+    "gpt-oss": spec(64, 8, 64, sink_logits=True, window=128, **HALF),
+    "sinks and window": spec(8, 8, 64, window=64, sink_tokens=4, **HALF),
+    "latent": spec(16, 1, 576, v_dim=512, k_only=True, **HALF),
+    "the widest heads": spec(4, 2, 1024),
+}
+
+
+class HopperWithoutOne:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def attend(kind: AttentionSpec) -> None:
+    """Decoding over divided keys, and a chunk of a prompt."""
+    backend = object.__new__(TritonBackend)  # its constructor wants a GPU
+    AttentionBackend.__init__(backend, torch.device("cpu"))
+    backend.num_sms = 132
+    query_lens, kv_lens = [1, 200], [2000, 400]
+    blocks = torch.arange(150).int().numpy()
+    batch = PagedBatch.build([0, 125, 150], blocks, query_lens, kv_lens, block_size=16)
+    cache = poisoned_layer(kind, 1, 16, "nhd", "cpu")
+    q = torch.zeros(201, kind.q_heads, kind.head_dim, dtype=TORCH_DTYPES[kind.dtype])
+    sinks = torch.zeros(kind.q_heads) if kind.sink_logits else None
+    backend.run(q, cache, backend.plan(kind, batch), sink_logits=sinks)
+
+
+def write(kind: AttentionSpec) -> None:
+    values = torch.zeros(3, kind.kv_heads, kind.head_dim, dtype=TORCH_DTYPES[kind.dtype])
+    cache = poisoned_layer(kind, 1, 16, "nhd", "cpu")
+    write_slots_triton(cache, torch.zeros(3, dtype=torch.int32), values, None if kind.k_only else values[..., : kind.v_dim])
+
+
+def copy() -> None:
+    store, ids = torch.zeros(4, 4096, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32)
+    copy_blocks_triton(store, store, ids, ids)
+    copy_tokens_triton(store, store, ids, ids, ids, [Runs(0, 2048, 2, 128)])
+
+
+def main() -> None:
+    case = ""
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+        print(kernel.__name__, case, compiled.metadata.shared, sep="\t")
+        return compiled
+
+    driver.set_active(HopperWithoutOne())
+    run = JITFunction.run
+    JITFunction.run = compile_only
+    case = "copies"
+    copy()
+    for name, kind in SPECS.items():
+        case = name
+        attend(kind)
+        write(kind)
+
+
+if __name__ == "__main__":
+    main()
