@@ -26,7 +26,8 @@ from kvpool.kernels.paged_spec import AttentionSpec
 from kvpool.layers import DType
 
 _DECODE_ROWS = 16  # the smallest tile that tensor cores take
-_WIDE_ELEMENTS = 128  # beyond this many elements a head, tiles are smaller, to fit shared memory
+_DECODE_BYTES = 2**14  # of keys that one round of decoding takes
+_WIDE_BYTES = 256  # beyond so many bytes a head, tiles are smaller, to fit shared memory
 
 
 class _Launch(NamedTuple):
@@ -95,12 +96,15 @@ class TritonBackend(AttentionBackend):
     def tile_shape(self, spec: AttentionSpec, *, short: bool) -> TileShape:
         """The tile for sequences with few queries (`short`) or many."""
         elements = 1 << (max(spec.head_dim, spec.v_dim) - 1).bit_length()  # as kernels pad them
-        wide = max(1, elements // _WIDE_ELEMENTS) * (2 if spec.dtype is DType.FLOAT32 else 1)
+        row_bytes = elements * (4 if spec.dtype is DType.FLOAT32 else 2)
+        wide = max(1, row_bytes // _WIDE_BYTES)
         if short and wide == 1 and spec.kv_dtype.bits <= 8:
-            return TileShape(_DECODE_ROWS, 64, warps=2, stages=5, programs=4)
+            return TileShape(_DECODE_ROWS, 64, warps=2, stages=4, programs=4)
         if short:
-            return TileShape(_DECODE_ROWS, max(16, 32 // wide), warps=4, stages=5 if wide == 1 else 3, programs=4)
-        return TileShape(max(16, 128 // wide), max(16, 32 // wide), warps=4, stages=3, programs=2)
+            keys = min(128, max(16, _DECODE_BYTES // row_bytes))
+            return TileShape(_DECODE_ROWS, keys, warps=4, stages=2, programs=4)
+        stages = 3 if wide <= 4 else 2
+        return TileShape(max(16, 128 // wide), max(16, 32 // wide), warps=4, stages=stages, programs=2)
 
     def tile_tokens(self, spec: AttentionSpec, shape: TileShape) -> int:
         """Queries of one sequence in a tile: their heads fill its rows."""
