@@ -20,17 +20,22 @@ from kvpool.errors import InvalidArgumentError, KVPoolError, OutOfBlocksError, S
 from kvpool.hf import CachePool, PagedCache  # noqa: E402
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 def run(model: Any, prompt: Any, cache: Any = None, **options: Any) -> list[list[int]]:
-    ids = prompt if prompt.ndim == 2 else prompt.unsqueeze(0)
+    ids = (prompt if prompt.ndim == 2 else prompt.unsqueeze(0)).to(model.device)
     defaults = {"do_sample": False, "max_new_tokens": 10, "eos_token_id": -1, "pad_token_id": 0}
-    mask = options.pop("attention_mask", torch.ones_like(ids))
+    mask = options.pop("attention_mask", torch.ones_like(ids)).to(model.device)
     out = model.generate(ids, attention_mask=mask, past_key_values=cache, **{**defaults, **options})
     return out[:, ids.shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt2"])
-def test_given_a_cached_prefix_then_generate_gives_the_same_tokens_and_computes_only_the_rest(family: str) -> None:
-    model, reference = tiny_model(family), tiny_model(family)
+def test_given_a_cached_prefix_then_generate_gives_the_same_tokens_and_computes_the_rest(family: str, device: str) -> None:
+    model, reference = (tiny_model(family).to(device) for _ in range(2))
     pool = CachePool(model, num_blocks=64, block_size=4)
     prompt = random_prompt(40)
     with PagedCache(pool) as cache:
@@ -44,8 +49,18 @@ def test_given_a_cached_prefix_then_generate_gives_the_same_tokens_and_computes_
     assert pool.stats().hit_tokens["GPU"] >= 40
 
 
-def test_given_a_batch_then_its_rows_reuse_what_all_of_them_can() -> None:
-    model, reference = tiny_model("llama"), tiny_model("llama")
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_given_a_gpu_that_is_not_the_current_one_then_the_tokens_are_the_same() -> None:
+    model, reference = (tiny_model("llama").to("cuda:1") for _ in range(2))
+    pool = CachePool(model, num_blocks=64, block_size=4)
+    for _ in range(2):
+        with PagedCache(pool) as cache:
+            assert run(model, random_prompt(40), cache) == run(reference, random_prompt(40))
+
+
+def test_given_a_batch_then_its_rows_reuse_what_all_of_them_can(device: str) -> None:
+    model, reference = (tiny_model("llama").to(device) for _ in range(2))
     pool = CachePool(model, num_blocks=64, block_size=4)
     shared = random_prompt(20)
     first = torch.stack([torch.cat([shared, random_prompt(6, seed=s)]) for s in (1, 2)])
@@ -56,8 +71,8 @@ def test_given_a_batch_then_its_rows_reuse_what_all_of_them_can() -> None:
     assert 20 <= cache.num_cached_tokens < 26
 
 
-def test_given_left_padding_then_the_output_is_right_and_padded_rows_are_not_cached() -> None:
-    model, reference = tiny_model("llama"), tiny_model("llama")
+def test_given_left_padding_then_the_output_is_right_and_padded_rows_are_not_cached(device: str) -> None:
+    model, reference = (tiny_model("llama").to(device) for _ in range(2))
     pool = CachePool(model, num_blocks=64, block_size=4)
     rows = torch.stack([random_prompt(12), torch.cat([torch.zeros(5, dtype=torch.long), random_prompt(7, seed=4)])])
     mask = torch.ones_like(rows)
@@ -69,8 +84,8 @@ def test_given_left_padding_then_the_output_is_right_and_padded_rows_are_not_cac
         cache.close()
 
 
-def test_given_beam_search_then_beams_fork_instead_of_copying() -> None:
-    model, reference = tiny_model("llama", spread=3.0), tiny_model("llama", spread=3.0)
+def test_given_beam_search_then_beams_fork_instead_of_copying(device: str) -> None:
+    model, reference = (tiny_model("llama", spread=3.0).to(device) for _ in range(2))
     pool = CachePool(model, num_blocks=64, block_size=4)
     prompt = random_prompt(21)
     for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -49,6 +50,23 @@ def test_given_an_engine_that_serves_when_another_is_made_then_nobody_is_disturb
         tokens(tiny_model("llama").to("cuda"), cuda_graphs=True)
         assert [len(generation.result(60).token_ids) for generation in running] == [400, 400]
     assert not caplog.records
+
+
+def test_given_two_engines_made_at_the_same_moment_then_both_have_graphs_and_the_output_is_the_same() -> None:
+    models = [tiny_model("llama").to("cuda") for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        outputs = list(pool.map(lambda model: tokens(model, cuda_graphs=True), models))
+    assert outputs == [tokens(tiny_model("llama"))] * 2
+
+
+def test_given_beams_beside_other_requests_then_overlapped_steps_change_nothing() -> None:
+    beams = SamplingParams(max_new_tokens=24, num_beams=2, n=2, ignore_eos=True)
+    params = [beams, *(GREEDY for _ in PROMPTS[1:])]
+    outputs = []
+    for overlap in (False, True):
+        with Engine(tiny_model("llama", spread=3.0).to("cuda"), kv_blocks=128, overlap=overlap) as engine:
+            outputs.append([[sample.token_ids for sample in out.samples] for out in engine.generate(PROMPTS, params)])
+    assert outputs[0] == outputs[1]
 
 
 def test_given_a_closed_engine_then_the_memory_of_its_graphs_is_back() -> None:

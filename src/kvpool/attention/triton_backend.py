@@ -12,6 +12,7 @@ from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.batch import Int32Array, Int64Array, PagedBatch
 from kvpool.attention.work import Work, divide_work, max_items
 from kvpool.errors import UnsupportedAttentionError
+from kvpool.kernels.current_device import current
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.paged_attention import (
     ITEM_FIELDS,
@@ -169,10 +170,11 @@ class TritonBackend(AttentionBackend):
             q = q.contiguous()
         if out is None:
             out = q.new_empty(q.shape[0], spec.q_heads, spec.v_dim)
-        for shape, tile_tokens, items, tiles, partials in plan.launches:
-            attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, sink_logits)
-            if partials is not None:
-                merge_partials(spec, tiles, tile_tokens, out, partials, sink_logits)
+        with current(q.device):
+            for shape, tile_tokens, items, tiles, partials in plan.launches:
+                attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, sink_logits)
+                if partials is not None:
+                    merge_partials(spec, tiles, tile_tokens, out, partials, sink_logits)
         return out
 
     def _divide(

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from kvpool.engine.projections import join_projections
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError
+from kvpool.kernels.current_device import current, whole_device
 from kvpool.layers import show
 from kvpool.manager import KVCacheManager
 from kvpool.replay import TraceRecorder
@@ -109,7 +110,7 @@ class Engine:
         self.model = loaded.model
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
         where = self.model.device
-        with _current(where):
+        with whole_device, current(where):  # one engine after another: each measures what memory is free
             self.shape: ModelShape = inspect_model(self.model)
             if where.type == "cuda":
                 join_projections(self.model, lambda: run_probe(self.model))
@@ -400,7 +401,7 @@ class Engine:
         """Works in the engine's thread until there is nothing to do; False if the engine has ended."""
         ended: KVPoolError = SequenceStateError("the engine was closed before this request was over")
         try:
-            with _current(self.model.device):
+            with current(self.model.device):
                 if self._work():
                     return True
         except BaseException as error:
@@ -443,11 +444,6 @@ def _wake_to_end(wake: threading.Condition, closed: threading.Event) -> None:
     with wake:
         closed.set()
         wake.notify_all()
-
-
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Makes a GPU that of this thread while it is open: events, graphs and kernels go there, whatever their tensors say."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _scheduler_config(given: SchedulerConfig | None, draft_tokens: int) -> SchedulerConfig:

@@ -141,7 +141,7 @@ class EngineLoop:
         if plan.is_empty:  # nobody to blame: the next step would fail like this one
             raise error
         if self.runner.device.type == "cuda":
-            torch.cuda.synchronize(self.runner.device)  # raises if the device is lost
+            torch.cuda.current_stream(self.runner.device).synchronize()  # raises if the device is lost
             torch.cuda.empty_cache()
         log.error("a step of %d sequences failed; their requests end", len(plan.sequences), exc_info=error)
         failure = StepError(f"the step that this request was part of failed: {type(error).__name__}: {error}")

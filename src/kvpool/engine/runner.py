@@ -16,6 +16,7 @@ from kvpool.config import KVCacheConfig, LayerGroup, Tier
 from kvpool.engine.hook import AttentionCall
 from kvpool.engine.inspection import ModelShape, forward
 from kvpool.errors import InvalidArgumentError, KVPoolError, UnsupportedAttentionError, UnsupportedModelError
+from kvpool.kernels.current_device import whole_device
 from kvpool.kernels.paged_spec import AttentionSpec
 from kvpool.layers import ceil_div
 from kvpool.scheduling.plan import BatchPlan
@@ -110,7 +111,7 @@ class ModelRunner:
     def close(self) -> None:
         """Gives the memory of the graphs back, once the device is done with them."""
         if self.graphs is not None:
-            torch.cuda.synchronize(self.device)
+            torch.cuda.default_stream(self.device).synchronize()  # the stream of every engine's thread
             self.graphs = None
 
     def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
@@ -268,8 +269,9 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             # "thread_local": what other threads do on the device meanwhile (another engine that serves) is their own affair.
-            with torch.cuda.graph(
-                graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
+            with (
+                whole_device,
+                torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 logits = step()
         except RuntimeError as error:  # some models wait for the device in the middle (mixtures of experts, mostly)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpool.kernels.current_device import current
+
 _SMALL_BLOCK = 1 << 14  # bytes below which indexing a batch beats a copy per block
 
 
@@ -28,7 +30,8 @@ def copy_blocks(source: Tensor, target: Tensor, src: Tensor, dst: Tensor) -> Non
     if source.is_cuda or target.is_cuda:
         from kvpool.kernels.copy_blocks_triton import copy_blocks_triton
 
-        copy_blocks_triton(source, target, src, dst)
+        with current(src.device):
+            copy_blocks_triton(source, target, src, dst)
         return
     if source.shape[1] < _SMALL_BLOCK:
         copy_blocks_reference(source, target, src, dst)
@@ -51,7 +54,8 @@ def copy_tokens(
     if source.is_cuda or target.is_cuda:
         from kvpool.kernels.copy_blocks_triton import copy_tokens_triton
 
-        copy_tokens_triton(source, target, src, dst, num_tokens, runs)
+        with current(src.device):
+            copy_tokens_triton(source, target, src, dst, num_tokens, runs)
     else:
         copy_tokens_reference(source, target, src, dst, num_tokens, runs)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpool.kernels.copy_blocks import widest_view
+from kvpool.kernels.current_device import current
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.quantization import Quantized, dequantize, quantize
 
@@ -23,7 +24,8 @@ def write_slots(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | None) -
     if k.is_cuda:
         from kvpool.kernels.scatter_triton import write_slots_triton
 
-        write_slots_triton(cache, slots, k, v)
+        with current(k.device):
+            write_slots_triton(cache, slots, k, v)
     else:
         write_slots_reference(cache, slots, k, v)
 
