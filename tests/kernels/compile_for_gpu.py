@@ -53,18 +53,19 @@ class HopperWithoutOne:
         return 0
 
 
-def attend(kind: AttentionSpec) -> None:
-    """Decoding over divided keys, and a chunk of a prompt."""
+def attend(kind: AttentionSpec, max_sequences: int | None = None) -> None:
+    """Decoding over divided keys, and a chunk of a prompt; or decoding into buffers for so many sequences."""
     backend = object.__new__(TritonBackend)  # its constructor wants a GPU
     AttentionBackend.__init__(backend, torch.device("cpu"))
     backend.num_sms = 132
-    query_lens, kv_lens = [1, 200], [2000, 400]
-    blocks = torch.arange(150).int().numpy()
-    batch = PagedBatch.build([0, 125, 150], blocks, query_lens, kv_lens, block_size=16)
+    query_lens = [1, 200 if max_sequences is None else 1]
+    batch = PagedBatch.build([0, 125, 150], list(range(150)), query_lens, [2000, 400], block_size=16)
+    buffers = None if max_sequences is None else backend.reserve(kind, max_sequences=max_sequences, max_blocks=150)
+    plan = backend.plan(kind, batch, buffers)
     cache = poisoned_layer(kind, 1, 16, "nhd", "cpu")
-    q = torch.zeros(201, kind.q_heads, kind.head_dim, dtype=TORCH_DTYPES[kind.dtype])
+    q = torch.zeros(max_sequences or 201, kind.q_heads, kind.head_dim, dtype=TORCH_DTYPES[kind.dtype])
     sinks = torch.zeros(kind.q_heads) if kind.sink_logits else None
-    backend.run(q, cache, backend.plan(kind, batch), sink_logits=sinks)
+    backend.run(q, cache, plan, sink_logits=sinks)
 
 
 def write(kind: AttentionSpec) -> None:
@@ -96,6 +97,8 @@ def main() -> None:
         case = name
         attend(kind)
         write(kind)
+    case = "llama, a graph for 256"
+    attend(SPECS["llama"], max_sequences=256)
 
 
 if __name__ == "__main__":

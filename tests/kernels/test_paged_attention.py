@@ -106,6 +106,21 @@ def test_given_buffers_for_drafts_then_sequences_may_have_several_queries() -> N
 
 
 @interpreted
+@pytest.mark.parametrize("heads", [4, 6])
+def test_given_buffers_for_many_sequences_then_several_heads_are_merged_together(heads: int) -> None:
+    kind = spec(heads, 2, 16, sink_logits=True)
+    backend = TritonBackend(CPU)
+    buffers = backend.reserve(kind, max_sequences=300, max_blocks=64)
+    built = Case("two of them", kind, (1, 1), (300, 9)).build()
+    q = torch.zeros(300, heads, 16)
+    q[:2] = built.q
+
+    out = backend.run(q, built.cache, backend.plan(kind, built.batch, buffers), sink_logits=built.sink_logits)
+
+    built.check(out[:2])
+
+
+@interpreted
 def test_given_a_batch_beyond_its_buffers_then_it_is_refused() -> None:
     backend = TritonBackend(CPU)
     buffers = backend.reserve(spec(), max_sequences=2, max_blocks=4)
@@ -122,15 +137,16 @@ def test_given_heads_that_fit_no_tile_then_the_backend_says_so() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", [8, 160])
 @pytest.mark.parametrize("options", [{}, {"window": 40}, {"sink_logits": True}], ids=str)
 def test_given_a_captured_graph_when_it_is_replayed_for_other_batches_then_each_replay_is_right(
-    options: dict[str, object],
+    options: dict[str, object], size: int
 ) -> None:
     kind = spec(8, 2, 128, dtype=DType.BFLOAT16, kv_dtype=DType.BFLOAT16, **options)
     backend = TritonBackend(torch.device("cuda"))
-    buffers = backend.reserve(kind, max_sequences=8, max_blocks=512)
+    buffers = backend.reserve(kind, max_sequences=size, max_blocks=512)
     first = Case("capture", kind, (1,) * 8, (100, 200, 300, 1, 5, 70, 16, 17), seed=1).build("cuda")
-    q, out = torch.zeros(8, 8, 128, device="cuda").bfloat16(), torch.zeros(8, 8, 128, device="cuda").bfloat16()
+    q, out = (torch.zeros(size, 8, 128, device="cuda").bfloat16() for _ in range(2))
     cache = first.cache._replace(k=torch.empty_like(first.cache.k), v=torch.empty_like(first.cache.v))
     sinks = None if first.sink_logits is None else torch.empty_like(first.sink_logits)
     plan = backend.plan(kind, first.batch, buffers)

@@ -1,7 +1,8 @@
 """The engine's loop: plan a step, run it, sample, hand out what came of it. One thread drives it.
 
 On a GPU the next step is planned and launched before the tokens of the one before are back: the host works in the shadow of
-the device, and only the sampled ids cross back. What needs the tokens to go on (beams, drafts) makes the loop wait.
+the device, and only the sampled ids cross back. What needs the tokens to go on sits out the step in between (several samples,
+beams among other requests) or makes the loop wait (drafts, steps that are mostly beams).
 """
 
 from __future__ import annotations

@@ -27,10 +27,9 @@ LOG2_E = 1.4426950408889634
 ITEM_FIELDS = 8
 # Fields of a tile: the first query row, the number of queries, the first of its partial results, how many there are.
 TILE_FIELDS = 4
-# Heads of a merging program, with a warp each: most tiles of a large batch have nothing to merge, and ending a program
-# early costs as much for one head as for four. Partial results are read so many at a time.
-_MERGED_HEADS = 4
-_MERGED_PARTS = 8
+# Few merges get many warps a head, to have the parts of a long context read at once. Of many, most have nothing to merge,
+# and ending a program early costs as much for one head as for four: these get four heads, with a warp each.
+_FEW_MERGES = 1024  # heads, over all tiles
 
 
 class TileShape(NamedTuple):
@@ -128,7 +127,8 @@ def merge_partials(
     spec: AttentionSpec, tiles: Tensor, tile_tokens: int, out: Tensor, partials: Partials, sink_logits: Tensor | None
 ) -> None:
     """Writes the output of every tile (int32 [tiles, 4]) that has partial results."""
-    heads = min(_MERGED_HEADS, 1 << (spec.q_heads - 1).bit_length())
+    few = len(tiles) * tile_tokens * spec.q_heads <= _FEW_MERGES
+    heads = 1 if few else min(4, 1 << (spec.q_heads - 1).bit_length())
     programs = len(tiles) * tile_tokens * -(-spec.q_heads // heads)
     if programs == 0:
         return
@@ -144,9 +144,9 @@ def merge_partials(
         TILE_TOKENS=tile_tokens,
         V_DIM=spec.v_dim,
         BLOCK_V=_block(spec.v_dim),
-        PARTS=_MERGED_PARTS,
+        PARTS=16 if few else 8,
         SINK_LOGITS=sink_logits is not None,
-        num_warps=heads,
+        num_warps=4 if few else heads,
     )
 
 
