@@ -38,7 +38,7 @@ class Watched(NamedTuple):
 
 def in_this_thread(engine: Engine) -> Engine:
     """An engine whose steps are taken by the test, so that every run is the same."""
-    engine._tell = lambda run, fail: run()  # type: ignore[method-assign]
+    engine._thread.tell = lambda run, fail: run()  # type: ignore[method-assign]
     return engine
 
 

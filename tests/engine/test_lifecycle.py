@@ -66,14 +66,14 @@ def test_given_a_closed_engine_then_it_refuses_requests_and_still_tells_its_numb
 def test_given_an_engine_that_nobody_has_any_more_then_its_request_ends_first_and_then_it_goes() -> None:
     engine = make_engine()
     generation = engine.submit(PROMPT, params(20))
-    thread, gone = engine._thread, weakref.ref(engine)
+    thread, model = engine._thread._thread, weakref.ref(engine.model)
     del engine
     assert len(generation.result(SECONDS).token_ids) == 20
     assert thread is not None
     thread.join(SECONDS)
     gc.collect()
     assert not thread.is_alive()
-    assert gone() is None
+    assert model() is None
 
 
 def test_given_requests_on_their_way_when_it_is_closed_then_each_of_them_hears_of_it() -> None:
@@ -84,7 +84,7 @@ def test_given_requests_on_their_way_when_it_is_closed_then_each_of_them_hears_o
     waiting = engine.submit(PROMPT, params(4))  # the engine's thread has not looked at it when it ends
     closer = threading.Thread(target=engine.close)
     closer.start()
-    assert engine._closed.wait(SECONDS)
+    assert engine._thread._closed.wait(SECONDS)
     step.may_end.set()
     for generation in (running, waiting):
         with pytest.raises(SequenceStateError, match="closed before"):
@@ -153,8 +153,7 @@ def test_given_an_engine_that_fails_by_itself_then_all_requests_end_and_the_memo
     for generation in generations:
         with pytest.raises(KVPoolError, match="on fire"):
             generation.result(SECONDS)
-    assert engine._thread is not None
-    engine._thread.join(SECONDS)
+    assert engine._thread._closed.wait(SECONDS)
     with pytest.raises(SequenceStateError, match="on fire"):
         engine.submit(PROMPT)
     engine.cancel(generations[0])

@@ -12,14 +12,12 @@ import asyncio
 import itertools
 import threading
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +33,7 @@ from kvpool.engine.params import SamplingParams
 from kvpool.engine.projections import join_projections
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
+from kvpool.engine.thread import EngineThread
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError
 from kvpool.kernels.current_device import current, whole_device
 from kvpool.layers import show
@@ -45,7 +44,6 @@ from kvpool.stats import CacheStats
 from kvpool.storage import DataPlane
 
 Prompt = str | Sequence[int] | Int32Array
-_Answer = TypeVar("_Answer")
 GREEDY = SamplingParams()
 
 
@@ -57,13 +55,6 @@ class EngineStats(NamedTuple):
     num_waiting: int
     num_running: int
     num_swapped: int
-
-
-class _Action(NamedTuple):
-    """What a caller wants done in the engine's thread, and whom to tell if the engine ends before."""
-
-    run: Callable[[], None]
-    fail: Callable[[KVPoolError], None]
 
 
 class Engine:
@@ -144,11 +135,9 @@ class Engine:
         self._recorder = None if record is None else TraceRecorder(record).attach(self.manager)
         self._eos_ids = _eos_token_ids(self.model)
         self._ids = itertools.count()
-        self._wake = threading.Condition()
-        self._inbox: deque[_Action] = deque()  # what the engine's thread does before its next step
-        self._closed = threading.Event()
-        self._failure: KVPoolError | None = None  # what ended it, if nobody closed it
-        self._thread: threading.Thread | None = None
+        self._closing = threading.Lock()
+        self._thread = EngineThread(self._loop)  # which does not hold the engine
+        weakref.finalize(self, self._thread.abandon).atexit = False
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -215,7 +204,7 @@ class Engine:
             except KVPoolError as error:
                 generation.end(error)
 
-        self._tell(add, generation.end)
+        self._thread.tell(add, generation.end)
         return generation
 
     def _request(
@@ -265,7 +254,7 @@ class Engine:
         """Ends a request that is not over; what it has so far is its result."""
         if not generation.is_over:
             with suppress(SequenceStateError):  # the engine is closed: nothing runs any more
-                self._tell(lambda: self._loop.cancel(generation), lambda error: None)
+                self._thread.tell(lambda: self._loop.cancel(generation), lambda error: None)
 
     def fork(self, generation: Generation, params: SamplingParams | None = None, **options: Any) -> Generation:
         """A new request that goes on from all tokens that the first sample of another one has now; options as in `submit`.
@@ -279,7 +268,7 @@ class Engine:
             self._loop.fork(generation, forked, request)
             return forked
 
-        return self._ask(branch)
+        return self._thread.ask(branch)
 
     async def stream(self, prompt: Prompt, params: SamplingParams = GREEDY, **options: Any) -> AsyncIterator[Chunk]:
         """Yields the chunks of a request as they come. Leaving the loop early cancels it."""
@@ -328,10 +317,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Cache, scheduler and queues as they are between two steps."""
-        if self._thread is None:
+        if not self._thread.has_started:
             return self._look()
         try:
-            return self._ask(self._look)
+            return self._thread.ask(self._look)
         except KVPoolError:  # the engine has ended: nothing moves any more
             return self._look()
 
@@ -349,12 +338,10 @@ class Engine:
 
     def close(self) -> None:
         """Ends every request and gives the memory back. Not from a callback: those run in the engine's own thread."""
-        if threading.current_thread() is self._thread:
+        if self._thread.is_current:
             raise SequenceStateError("a callback is part of a step and cannot close its engine; use another thread")
-        _wake_to_end(self._wake, self._closed)
-        if self._thread is not None:
-            self._thread.join()
-        with self._wake:
+        self._thread.close()
+        with self._closing:
             if self._recorder is not None:
                 self._recorder.close()
                 self._recorder = None
@@ -366,84 +353,6 @@ class Engine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    # --- the thread --------------------------------------------------------------------------------------------------
-
-    def _tell(self, run: Callable[[], None], fail: Callable[[KVPoolError], None]) -> None:
-        with self._wake:
-            if self._closed.is_set():
-                why = "" if self._failure is None else f": {self._failure}"
-                raise SequenceStateError(f"this engine is closed{why}") from self._failure
-            self._inbox.append(_Action(run, fail))
-            if self._thread is None:
-                watched = (weakref.ref(self), self._wake, self._inbox, self._closed)
-                self._thread = threading.Thread(target=_serve, args=watched, name="kvpool-engine", daemon=True)
-                self._thread.start()
-                weakref.finalize(self, _wake_to_end, self._wake, self._closed).atexit = False
-            self._wake.notify_all()
-
-    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
-        """The answer of the engine's thread, between two steps; raises what `question` raises, or what ended the engine."""
-        if threading.current_thread() is self._thread:
-            return question()
-        answer: Future[_Answer] = Future()
-
-        def run() -> None:
-            try:
-                answer.set_result(question())
-            except Exception as error:  # the caller's mistake or ours, but nobody else's: the engine goes on
-                answer.set_exception(error)
-
-        self._tell(run, answer.set_exception)
-        return answer.result()
-
-    def _run(self) -> bool:
-        """Works in the engine's thread until there is nothing to do; False if the engine has ended."""
-        ended: KVPoolError = SequenceStateError("the engine was closed before this request was over")
-        try:
-            with current(self.model.device):
-                if self._work():
-                    return True
-        except BaseException as error:
-            ended = self._failure = KVPoolError(f"the engine stopped: {type(error).__name__}: {error}")
-            ended.__cause__ = error
-        with self._wake:
-            self._closed.set()  # nobody writes to the inbox from here on
-        for action in self._inbox:
-            action.fail(ended)
-        self._inbox.clear()
-        self._loop.fail(ended)
-        return False
-
-    def _work(self) -> bool:
-        """Does what is asked, step by step; False if the engine was closed before all of it was done."""
-        while True:
-            with self._wake:
-                if self._closed.is_set():
-                    return False
-                if not self._inbox and not self._loop.has_work:
-                    return True
-            while self._inbox:
-                self._inbox[0].run()  # whoever waits for it is told of a failure as long as it is in the inbox
-                self._inbox.popleft()
-            if self._loop.has_work:
-                self._loop.step()
-
-
-def _serve(
-    engine_of: Callable[[], Engine | None], wake: threading.Condition, inbox: deque[_Action], closed: threading.Event
-) -> None:
-    """The engine's thread. It holds the engine only while there is something to do: one that nobody has ends by itself."""
-    while (engine := engine_of()) is not None and engine._run():
-        del engine
-        with wake:
-            wake.wait_for(lambda: inbox or closed.is_set())
-
-
-def _wake_to_end(wake: threading.Condition, closed: threading.Event) -> None:
-    with wake:
-        closed.set()
-        wake.notify_all()
 
 
 def _scheduler_config(given: SchedulerConfig | None, draft_tokens: int) -> SchedulerConfig:

@@ -1,0 +1,117 @@
+"""The thread of an engine: takes steps while there is work, and does what callers ask for in between."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple, TypeVar
+
+from kvpool.engine.loop import EngineLoop
+from kvpool.errors import KVPoolError, SequenceStateError
+from kvpool.kernels.current_device import current
+
+_Answer = TypeVar("_Answer")
+
+
+class _Action(NamedTuple):
+    """What a caller wants done, and whom to tell if the thread ends before."""
+
+    run: Callable[[], None]
+    fail: Callable[[KVPoolError], None]
+
+
+class EngineThread:
+    """Starts with the first thing to do. It ends when it is closed, or, once abandoned, when nothing is left to do."""
+
+    def __init__(self, loop: EngineLoop) -> None:
+        self._loop = loop
+        self._wake = threading.Condition()
+        self._inbox: deque[_Action] = deque()  # to be done before the next step
+        self._closed = threading.Event()
+        self._abandoned = False
+        self._failure: KVPoolError | None = None  # what ended it, if nobody closed it
+        self._thread: threading.Thread | None = None
+
+    @property
+    def has_started(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is the one that asks."""
+        return threading.current_thread() is self._thread
+
+    def tell(self, run: Callable[[], None], fail: Callable[[KVPoolError], None]) -> None:
+        """Has something done between two steps. `fail` hears of an end that comes first."""
+        with self._wake:
+            if self._closed.is_set():
+                why = "" if self._failure is None else f": {self._failure}"
+                raise SequenceStateError(f"this engine is closed{why}") from self._failure
+            self._inbox.append(_Action(run, fail))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="kvpool-engine", daemon=True)
+                self._thread.start()
+            self._wake.notify_all()
+
+    def ask(self, question: Callable[[], _Answer]) -> _Answer:
+        """The answer as of between two steps; raises what `question` raises, or what ended the thread."""
+        if self.is_current:
+            return question()
+        answer: Future[_Answer] = Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(question())
+            except Exception as error:  # the caller's mistake or ours, but nobody else's: the engine goes on
+                answer.set_exception(error)
+
+        self.tell(run, answer.set_exception)
+        return answer.result()
+
+    def close(self) -> None:
+        """Ends it after the step that it is in, and waits for that."""
+        with self._wake:
+            self._closed.set()
+            self._wake.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def abandon(self) -> None:
+        """Nobody has the engine any more: it ends once the requests are over that somebody may still wait for."""
+        with self._wake:
+            self._abandoned = True
+            self._wake.notify_all()
+
+    # --- in the thread itself ------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        ended: KVPoolError = SequenceStateError("the engine was closed before this request was over")
+        try:
+            with current(self._loop.runner.device):
+                while self._waited_for_work():
+                    while self._inbox:
+                        self._inbox[0].run()  # whoever waits for it is told of a failure as long as it is in the inbox
+                        self._inbox.popleft()
+                    if self._loop.has_work:
+                        self._loop.step()
+        except BaseException as error:
+            ended = self._failure = KVPoolError(f"the engine stopped: {type(error).__name__}: {error}")
+            ended.__cause__ = error
+        with self._wake:
+            self._closed.set()  # nobody writes to the inbox from here on
+        for action in self._inbox:
+            action.fail(ended)
+        self._inbox.clear()
+        self._loop.fail(ended)
+
+    def _waited_for_work(self) -> bool:
+        """Waits until there is something to do; False at the end."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._has_work or self._closed.is_set() or self._abandoned)
+            return self._has_work and not self._closed.is_set()
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._inbox) or self._loop.has_work
