@@ -99,3 +99,17 @@ def test_given_tiles_that_do_not_fill_whole_waves_then_small_items_at_the_end_do
     for length in (work.items[:, 6] - work.items[:, 5]).tolist():
         heapq.heapreplace(busy_until, busy_until[0] + length)
     assert max(busy_until) <= 1.12 * count * keys / 66
+
+
+@pytest.mark.parametrize("count", [15, 16, 17])
+@pytest.mark.parametrize("spec", [SPECS[0], AttentionSpec(4, 2, 16, window=20000, sink_tokens=5)])
+def test_given_as_many_tiles_as_run_at_once_when_some_are_longer_then_their_items_fit_the_buffers(
+    spec: AttentionSpec, count: int
+) -> None:
+    keys = np.where(np.arange(count) % 2, 24576, 8192)
+    indptr = np.concatenate(([0], np.cumsum(keys // 16)))
+    batch = PagedBatch.build(indptr, np.arange(indptr[-1]), np.ones(count, int), keys, block_size=16)
+
+    work = divide_work(spec, batch, np.arange(count), tile_tokens=1, tile_keys=64, target_items=16)
+
+    assert len(work.items) <= max_items(count, 16)

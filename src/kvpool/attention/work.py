@@ -89,7 +89,7 @@ def _split(items: Int32Array, counts: Int64Array, sinks: Int64Array, step: Int64
 
 def max_items(num_tiles: int, target_items: int) -> int:
     """The most items that up to `num_tiles` tiles are divided into."""
-    return 2 * num_tiles + target_items * (1 if num_tiles <= target_items else _WAVES)
+    return 2 * num_tiles + target_items * (1 if num_tiles < target_items else _WAVES)
 
 
 def _shares(units: Int64Array, target_items: int, fewest: int) -> Int64Array:
