@@ -240,6 +240,30 @@ def test_given_a_beam_search_that_is_cancelled_then_there_is_a_result_at_any_mom
         assert engine.stats().cache.num_sequences == 0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_given_a_beam_search_that_ends_at_its_deadline_then_all_of_its_beams_are_results(overlap: bool) -> None:
+    with make_engine(overlap=overlap) as engine:
+        now = 0.0
+        engine._loop.scheduler.clock = lambda: now
+        for moment in range(3, 12):
+            chunks = iter(range(99))
+
+            def pass_the_deadline(chunk: Chunk, chunks: Any = chunks, moment: int = moment) -> None:
+                nonlocal now
+                if next(chunks) == moment:
+                    now += 1.0
+
+            beams = engine.submit(PROMPT, params(250, num_beams=3, n=3), deadline=0.5)
+            others = [engine.submit(random_prompt(9, seed=seed).tolist(), params(40)) for seed in range(4)]
+            others.append(engine.submit(PROMPT, params(20), on_chunk=pass_the_deadline))
+            result = beams.result(SECONDS)
+            for other in others:
+                other.result(SECONDS)
+            assert [sample.finish_reason for sample in result.samples] == ["deadline"] * 3
+            assert len({tuple(sample.token_ids) for sample in result.samples}) == 3
+            assert len({len(sample.token_ids) for sample in result.samples}) == 1
+
+
 class Words:
     """Every token is a word of its own."""
 

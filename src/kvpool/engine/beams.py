@@ -53,7 +53,8 @@ class BeamSearch:
     def __init__(self, params: SamplingParams, request: Request) -> None:
         self._params = params
         self._stops = frozenset(request.stop_ids)
-        self._beams: dict[ScheduledSequence, _Beam] = {}
+        self._running: list[_Beam] = []
+        self._beams: dict[ScheduledSequence, _Beam] = {}  # the running ones, by who carries them
         self._next: dict[ScheduledSequence, list[_Beam]] = {}
         self._hypotheses: list[_Hypothesis] = []
 
@@ -73,7 +74,7 @@ class BeamSearch:
         beams = [self._beam(sequence) for sequence in sequences]
         self._next = {sequence: [] for sequence in sequences}
         length = len(beams[0].tokens) + 1
-        running: list[float] = []
+        running: list[_Beam] = []
         best = zip(ranking.scores.tolist(), ranking.rows.tolist(), ranking.tokens.tolist(), strict=True)
         for rank, (score, row, token) in enumerate(best):
             tokens = (*beams[row].tokens, token)
@@ -82,10 +83,11 @@ class BeamSearch:
                 if rank < width:
                     self._keep(_Hypothesis(self._penalised(score, length), tokens, "stop" if stops else "length"))
             elif len(running) < width:
-                running.append(score)
-                self._next[sequences[row]].append(_Beam(score, tokens))
-        if not running or self._cannot_improve(self._penalised(max(running), length)):
-            self._next = {sequence: [] for sequence in sequences}
+                running.append(_Beam(score, tokens))
+                self._next[sequences[row]].append(running[-1])
+        if not running or self._cannot_improve(self._penalised(max(running).score, length)):
+            running, self._next = [], {sequence: [] for sequence in sequences}
+        self._running = running
 
     def _beam(self, sequence: ScheduledSequence) -> _Beam:
         return self._beams.get(sequence, _Beam(0.0, ()))
@@ -110,7 +112,8 @@ class BeamSearch:
 
     def results(self, reason: str) -> list[Sample]:
         """The best hypotheses, best first; behind them, if the search was cut short for `reason`, what its beams had."""
-        beams = sorted(self._beams.values(), reverse=True) if self._beams or self._hypotheses else [_Beam(0.0, ())]
+        # Not those that sequences carry: where the request ended while a step was on its way, nobody forked any more.
+        beams = sorted(self._running, reverse=True) if self._running or self._hypotheses else [_Beam(0.0, ())]
         unfinished = [_Hypothesis(self._penalised(beam.score, len(beam.tokens)), beam.tokens, reason) for beam in beams]
         return [
             Sample(index, list(kept.tokens), finish_reason=kept.reason, score=kept.score)
