@@ -264,6 +264,28 @@ def test_given_a_beam_search_that_ends_at_its_deadline_then_all_of_its_beams_are
             assert len({len(sample.token_ids) for sample in result.samples}) == 1
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_given_a_request_at_its_deadline_when_it_is_cancelled_too_then_it_ends_and_others_go_on(overlap: bool) -> None:
+    with make_engine(overlap=overlap) as engine:
+        now = 0.0
+        engine._loop.scheduler.clock = lambda: now
+        chunks = iter(range(99))
+
+        def pass_the_deadline_and_cancel(chunk: Chunk) -> None:
+            nonlocal now
+            number = next(chunks)
+            if number == 5:
+                now = 1.0
+            elif number == 6:  # the deadline has passed in the planning of a step that is on its way
+                engine.cancel(late)
+
+        late = engine.submit(PROMPT, params(400), deadline=0.5)
+        other = engine.submit(PROMPT, params(20), on_chunk=pass_the_deadline_and_cancel)
+        assert late.result(SECONDS).finish_reason == "deadline"
+        assert len(other.result(SECONDS).token_ids) == 20
+        assert engine.stats().cache.num_sequences == 0
+
+
 class Words:
     """Every token is a word of its own."""
 

@@ -134,6 +134,8 @@ class EngineLoop:
         wait = not self.overlap or plan.is_empty or 2 * np.count_nonzero(plan.is_steered) > len(plan.sequences)
         while len(self._flying) > (0 if wait else 1):
             self._finish(self._flying.popleft())
+        for done in plan.finished:  # not when the plan itself is finished: the scheduler does not know them any more
+            self._end(done)
 
     def _give_up(self, plan: BatchPlan, error: Exception) -> None:
         """A step could not be launched: its requests end, the others go on, unless nothing can any more."""
@@ -228,7 +230,7 @@ class EngineLoop:
             tokens, counts, samples_at = self._chosen(launched)
             result = self.scheduler.complete(plan, tokens, counts)
             self._hand_out(launched, tokens, counts, samples_at, result.forks)
-        for done in (*plan.finished, *result.finished):
+        for done in result.finished:
             self._end(done)
         if self.num_draft_tokens:
             self._propose(plan)
