@@ -145,6 +145,58 @@ def test_given_logits_to_keep_then_as_many_tokens_are_computed_though_they_are_c
         assert got.shape[1] == (2 if isinstance(keep, torch.Tensor) else 20 - num_cached)
 
 
+def test_given_labels_then_the_loss_is_that_of_all_tokens_though_they_are_cached() -> None:
+    model, reference = tiny_model("llama"), tiny_model("llama")
+    pool = CachePool(model, num_blocks=64, block_size=4)
+    ids = random_prompt(20).unsqueeze(0)
+    want = reference(ids, labels=ids).loss
+    for _ in range(2):
+        with PagedCache(pool) as cache:
+            assert torch.allclose(model(ids, labels=ids, past_key_values=cache).loss, want, atol=1e-5)
+
+
+def test_given_positions_or_masks_of_the_callers_own_then_nobody_else_gets_what_was_computed_with_them() -> None:
+    model, reference = tiny_model("llama"), tiny_model("llama")
+    pool = CachePool(model, num_blocks=128, block_size=4)
+    causal = torch.ones(20, 20).tril().bool()
+    causal[5:, 2] = False  # token 2 is seen by the next ones only
+    usual = {"position_ids": torch.arange(20)[None]}
+    for seed, unusual in enumerate(({"position_ids": torch.arange(7, 27)[None]}, {"attention_mask": causal[None, None]})):
+        ids = random_prompt(20, seed=seed).unsqueeze(0)
+        for options, num_cached in ((unusual, 0), (usual, 0), (unusual, 0), (usual, 19)):
+            with PagedCache(pool) as cache:
+                got = model(ids, past_key_values=cache, **options).logits[:, -1]
+                assert torch.allclose(got, reference(ids, **options).logits[:, -1], atol=1e-4)
+                assert cache.num_cached_tokens == num_cached
+
+
+def test_given_unusual_positions_in_a_later_pass_then_only_what_was_computed_before_is_found() -> None:
+    model, reference = tiny_model("llama"), tiny_model("llama")
+    pool = CachePool(model, num_blocks=64, block_size=4)
+    ids = random_prompt(20).unsqueeze(0)
+    with PagedCache(pool) as cache:
+        model(ids[:, :8], past_key_values=cache)
+        model(ids[:, 8:12], past_key_values=cache, position_ids=torch.arange(30, 34)[None])
+        model(ids[:, 12:], past_key_values=cache)
+    with PagedCache(pool) as cache:
+        got = model(ids, past_key_values=cache).logits[:, -1]
+        assert cache.num_cached_tokens == 8
+    assert torch.allclose(got, reference(ids).logits[:, -1], atol=1e-4)
+    pool.manager.check()
+
+
+def test_given_a_compiled_model_then_the_tokens_are_the_same() -> None:
+    model, reference = tiny_model("llama"), tiny_model("llama")
+    pool = CachePool(model, num_blocks=64, block_size=4)
+    compiled = torch.compile(model, backend="eager")
+    ids = random_prompt(20).unsqueeze(0)
+    for num_cached in (0, 19):
+        with PagedCache(pool) as cache, torch.inference_mode():
+            got = compiled(ids, past_key_values=cache).logits[:, -1]
+            assert cache.num_cached_tokens == num_cached
+        assert torch.allclose(got, reference(ids).logits[:, -1], atol=1e-4)
+
+
 def test_given_a_pass_that_failed_then_the_cache_goes_on_from_before_it() -> None:
     model, reference = tiny_model("llama"), tiny_model("llama")
     pool = CachePool(model, num_blocks=64, block_size=4)
@@ -233,6 +285,13 @@ def test_given_wrong_use_then_the_error_says_what_is_right() -> None:
         model(inputs_embeds=torch.zeros(1, 3, 64), past_key_values=cache)
     with pytest.raises(SequenceStateError, match="past_key_values="):
         model(random_prompt(5)[None], None, None, cache)  # not by its name
+    with pytest.raises(InvalidArgumentError, match=r"\[row, token\], got shape \(5,\)"):
+        model(random_prompt(5), past_key_values=cache)
+    with pytest.raises(InvalidArgumentError, match="use_cache=False"):
+        run(model, random_prompt(5), cache, use_cache=False)
+    run(model, random_prompt(9), cache)
+    with pytest.raises(InvalidArgumentError, match=r"has 18 of each row already.*reset\(\)"):
+        run(model, random_prompt(5), cache)
     cache.close()
     with pytest.raises(SequenceStateError, match="closed"):
         run(model, random_prompt(5), cache)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from kvpool.blocks.arrays import BoolArray
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.config import KVCacheConfig
@@ -95,9 +96,10 @@ class CachePool:
 class PagedCache(Cache):  # type: ignore[misc]
     """A `past_key_values` for one call of `generate` (or a conversation of several), in the blocks of a pool.
 
-    Prompts are found by their token ids: rows without padding reuse what earlier calls computed, as far as all rows of the
-    batch can (a batch is a rectangle). Reused tokens have no logits: a model that is called directly gives those of the last
-    token at least, or as many as `logits_to_keep` says. `scope` isolates tenants. Close it, or let it go, to return its
+    Prompts are found by their token ids: rows without padding, at the usual positions, reuse what earlier calls computed, as
+    far as all rows of the batch can (a batch is a rectangle). Reused tokens have no logits (nor hidden states): a model that
+    is called directly gives those of the last token at least, as many as `logits_to_keep` says, or all that `labels` are
+    given for. `scope` isolates tenants. Close it, or let it go, to return its
     blocks; what it computed stays cached. Beam search and assisted decoding fork and rewind the sequences: nothing is copied
     but the blocks that are written.
     """
@@ -111,24 +113,26 @@ class PagedCache(Cache):  # type: ignore[misc]
         self.handles: list[KVCacheHandle] = []
         self.length = 0  # tokens of each row that the model may look back at
         self.num_cached_tokens = 0  # of the first prompt, per row
+        self._irregular: BoolArray = np.zeros(0, np.bool_)  # rows of this pass that others must not find
         self._step: StepSlots | None = None
         self._places: Tensor | None = None  # slots of every token of every row, flat
         self._closer = weakref.finalize(self, _release, pool, self.handles)
 
     # --- a forward pass ----------------------------------------------------------------------------------------------
 
-    def begin(self, token_ids: Tensor, padding: Tensor | None, num_needed: int = 1) -> int:
+    def begin(self, token_ids: Tensor, irregular: BoolArray, num_needed: int = 1) -> int:
         """Makes room for the next tokens [row, token]; returns how many of them are cached and need no computing.
 
-        The last `num_needed` are computed in any case: somebody wants their logits.
+        The last `num_needed` are computed in any case: somebody wants their logits. `irregular` rows are padded or lie at
+        unusual positions: they reuse nothing, and nobody finds what they compute from here on.
         """
         if not self._closer.alive:
             raise SequenceStateError("this PagedCache is closed; make a new one for the next call")
         num_rows, num_tokens = token_ids.shape
         cached = 0
+        self._irregular = irregular
         if not self.handles:
-            padded = np.zeros(num_rows, np.bool_) if padding is None else (padding == 0).any(-1).cpu().numpy()
-            self._allocate(_on_host(token_ids), padded)
+            self._allocate(_on_host(token_ids), irregular)
             cached = min(handle.num_written for handle in self.handles)
             cached = self.num_cached_tokens = max(0, min(cached, num_tokens - num_needed))
             self.length = cached
@@ -140,11 +144,11 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._prepare(num_tokens - cached)
         return cached
 
-    def _allocate(self, tokens: Any, padded: Any) -> None:
+    def _allocate(self, tokens: Any, irregular: BoolArray) -> None:
         manager = self.pool.manager
         try:
             for row, ids in enumerate(tokens):
-                known = {"num_tokens": len(ids)} if padded[row] else {"tokens": ids}
+                known = {"num_tokens": len(ids)} if irregular[row] else {"tokens": ids}
                 self.handles.append(manager.allocate(self.pool.next_id(), scope=self.scope, **known))
         except Exception:
             _release(self.pool, self.handles)
@@ -179,7 +183,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         for row, handle in enumerate(self.handles):
             done = handle.num_committed
             if done < stop:
-                known = handle.num_prompt_tokens > 0  # of a padded row no ids are known: it is not cached
+                known = handle.publishes and not self._irregular[row]  # without their ids, tokens are not cached
                 manager.commit(handle, tokens[row, done - self.length :] if known else stop - done)
         self.length = stop
         self._step = self._places = None
@@ -246,6 +250,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     def close(self) -> None:
         """Returns its blocks to the pool; what they hold stays cached."""
         self._closer()
+        self.length = 0
 
     def __enter__(self) -> PagedCache:
         return self
@@ -269,6 +274,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the pool has the memory already."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         both: tuple[Tensor, Tensor] = self._cache.write_and_gather(self._layer, key_states, value_states)
         return both
@@ -283,6 +289,7 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         return -1
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_forward(
     pool: weakref.ref[CachePool], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Arguments | None:
@@ -290,8 +297,16 @@ def _before_forward(
     cache = _cache_of(pool, kwargs)
     if cache is None:
         return None
+    if kwargs.get("use_cache") is False:
+        raise InvalidArgumentError("use_cache=False sends all tokens in every step; a PagedCache takes them for new ones")
     token_ids = _input_ids(args, kwargs)
-    skip = cache.begin(token_ids, kwargs.get("attention_mask"), _num_logits(kwargs, token_ids.shape[1]))
+    if not token_ids.numel():
+        raise InvalidArgumentError(
+            f"input_ids of shape {tuple(token_ids.shape)} hold no new token: this PagedCache has {cache.length} of each row "
+            "already; give it longer rows, or reset() it for others"
+        )
+    irregular = _irregular_rows(kwargs, cache.length, *token_ids.shape)
+    skip = cache.begin(token_ids, irregular, _num_logits(kwargs, token_ids.shape[1]))
     if not skip:
         return None
     for name in ("input_ids", "position_ids", "cache_position", "token_type_ids"):
@@ -300,6 +315,7 @@ def _before_forward(
     return (args[0][:, skip:], *args[1:]) if args else args, kwargs
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_forward(
     pool: weakref.ref[CachePool], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
@@ -317,15 +333,31 @@ def _cache_of(pool: weakref.ref[CachePool], kwargs: dict[str, Any]) -> PagedCach
 def _num_logits(kwargs: dict[str, Any], num_tokens: int) -> int:
     """How many of the last tokens need logits."""
     wanted = kwargs.get("logits_to_keep")
-    if isinstance(wanted, Tensor):  # of which tokens: they are counted from the first one
+    if isinstance(wanted, Tensor) or kwargs.get("labels") is not None:  # of which tokens: counted from the first one
         return num_tokens
     return wanted or 1  # a caller that does not say so wants the next token
+
+
+def _irregular_rows(kwargs: dict[str, Any], start: int, num_rows: int, num_tokens: int) -> BoolArray:
+    """Rows whose keys depend on more than the ids up to them: some tokens are masked, or lie at unusual positions."""
+    irregular = np.zeros(num_rows, np.bool_)
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if isinstance(mask, Tensor) and mask.ndim == 2:
+        irregular |= (mask == 0).any(-1).cpu().numpy()
+    elif mask is not None:  # a mask of the caller's own making, which may say anything
+        irregular[:] = True
+    if positions is not None:
+        usual = torch.arange(start, start + num_tokens, device=positions.device)
+        irregular |= (positions != usual).any(-1).cpu().numpy().reshape(-1, positions.shape[-2]).any(0)
+    return irregular
 
 
 def _input_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     token_ids = kwargs.get("input_ids", args[0] if args else None)
     if not isinstance(token_ids, Tensor):
         raise InvalidArgumentError("a PagedCache finds prompts by their token ids: pass input_ids, not inputs_embeds")
+    if token_ids.ndim != 2:
+        raise InvalidArgumentError(f"input_ids must be [row, token], got shape {tuple(token_ids.shape)}")
     return token_ids
 
 
