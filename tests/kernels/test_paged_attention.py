@@ -15,7 +15,9 @@ from paged_cases import MIXED_KEYS, Case, feature_cases, large_cases, shape_case
 from kvpool.attention import PagedBatch, triton_backend
 from kvpool.attention.triton_backend import TritonBackend
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
+from kvpool.kernels.paged_attention import TileShape
 from kvpool.kernels.paged_reference import attend_items_reference, merge_partials_reference
+from kvpool.kernels.paged_spec import AttentionSpec
 from kvpool.layers import DType
 
 CASES = feature_cases() + shape_cases()
@@ -47,6 +49,25 @@ def test_given_the_interpreter_then_the_output_is_that_of_the_reference(case: Ca
     built = case.build()
 
     built.check(built.run(TritonBackend(CPU)))
+
+
+class SmallTiles(TritonBackend):
+    """Few keys a round, and few items at once: even short lists take several rounds, and some are divided besides."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.num_sms = 1
+
+    def tile_shape(self, spec: AttentionSpec, *, short: bool) -> TileShape:
+        return super().tile_shape(spec, short=short)._replace(keys=16)
+
+
+@interpreted
+@pytest.mark.parametrize("case", interpreter_cases(), ids=lambda case: case.name)
+def test_given_items_of_several_rounds_then_the_output_is_that_of_the_reference(case: Case) -> None:
+    built = case.build()
+
+    built.check(built.run(SmallTiles()))
 
 
 @pytest.mark.gpu
