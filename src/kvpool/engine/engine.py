@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpool.attention import create_backend
-from kvpool.blocks.arrays import Int32Array, as_token_array
+from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.engine.generation import Chunk, Completion, Generation
@@ -31,6 +31,7 @@ from kvpool.engine.loading import load_model
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.projections import join_projections
+from kvpool.engine.prompts import chat_tokens, prompt_tokens
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.thread import EngineThread
@@ -292,26 +293,11 @@ class Engine:
 
     def token_ids(self, prompt: Prompt) -> Int32Array:
         """The token ids of a prompt, checked against the vocabulary."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidArgumentError("this model came without a tokenizer: give token ids, or Engine(tokenizer=...)")
-            prompt = self.tokenizer(prompt)["input_ids"]
-        tokens = as_token_array(prompt, "prompt")
-        if not len(tokens):
-            raise InvalidArgumentError("a prompt needs at least one token")
-        if int(tokens.max()) >= self.shape.vocab_size:
-            raise InvalidArgumentError(
-                f"the prompt holds token {int(tokens.max())}; the vocabulary has {self.shape.vocab_size} tokens"
-            )
-        return tokens
+        return prompt_tokens(prompt, self.tokenizer, self.shape.vocab_size)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Int32Array:
         """The token ids of a conversation, up to where the assistant speaks."""
-        if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
-            raise InvalidArgumentError("this model has no chat template; write the prompt yourself")
-        rendered = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
-        ids = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
-        return self.token_ids(ids)
+        return self.token_ids(chat_tokens(messages, self.tokenizer))
 
     # --- looking at it, ending it ------------------------------------------------------------------------------------
 
