@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import threading
 import weakref
 from typing import Any
@@ -50,6 +51,27 @@ def fail_at(engine: Engine, poison: int) -> None:
             raise RuntimeError("the device is on fire")
 
     engine.model.register_forward_pre_hook(broken, with_kwargs=True)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_given_a_fork_of_the_process_then_the_engine_says_there_that_it_runs_elsewhere() -> None:
+    reader, writer = os.pipe()
+    with make_engine() as engine:
+        engine.generate([PROMPT], params(2))
+        child = os.fork()
+        if child == 0:
+            try:
+                engine.submit(PROMPT)
+            except BaseException as error:
+                os.write(writer, str(error).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writer)
+        assert f"runs in process {os.getpid()}" in os.read(reader, 4096).decode()
+        assert len(engine.generate([PROMPT], params(2))[0].token_ids) == 2
+    os.close(reader)
 
 
 def test_given_a_closed_engine_then_it_refuses_requests_and_still_tells_its_numbers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -33,6 +34,7 @@ class EngineThread:
         self._abandoned = False
         self._failure: KVPoolError | None = None  # what ended it, if nobody closed it
         self._thread: threading.Thread | None = None
+        self._process = 0  # that has the thread: a fork of the process does not
 
     @property
     def has_started(self) -> bool:
@@ -45,6 +47,11 @@ class EngineThread:
 
     def tell(self, run: Callable[[], None], fail: Callable[[KVPoolError], None]) -> None:
         """Has something done between two steps. `fail` hears of an end that comes first."""
+        if self._thread is not None and self._process != os.getpid():
+            raise SequenceStateError(
+                f"this engine runs in process {self._process}, of which this one is a fork; make an engine of its own here, "
+                "or start processes with the method 'spawn'"
+            )
         with self._wake:
             if self._closed.is_set():
                 why = "" if self._failure is None else f": {self._failure}"
@@ -52,6 +59,7 @@ class EngineThread:
             self._inbox.append(_Action(run, fail))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name="kvpool-engine", daemon=True)
+                self._process = os.getpid()
                 self._thread.start()
             self._wake.notify_all()
 
