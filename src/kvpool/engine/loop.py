@@ -26,6 +26,7 @@ from kvpool.engine.sampling import Sampled
 from kvpool.engine.speculation import propose
 from kvpool.engine.step_sampling import StepSampler, logprob_of
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError
+from kvpool.kernels.current_device import whole_device
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
 
@@ -145,7 +146,8 @@ class EngineLoop:
             raise error
         if self.runner.device.type == "cuda":
             torch.cuda.current_stream(self.runner.device).synchronize()  # raises if the device is lost
-            torch.cuda.empty_cache()
+            with whole_device:  # torch refuses this while another engine captures
+                torch.cuda.empty_cache()
         log.error("a step of %d sequences failed; their requests end", len(plan.sequences), exc_info=error)
         failure = StepError(f"the step that this request was part of failed: {type(error).__name__}: {error}")
         failure.__cause__ = error

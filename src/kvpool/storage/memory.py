@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpool.errors import InvalidArgumentError, StorageMemoryError
+from kvpool.kernels.current_device import whole_device
 from kvpool.layers import check_int, check_number
 
 _PAGE = mmap.PAGESIZE
@@ -54,7 +55,8 @@ def allocate_device(device: torch.device, num_blocks: int, block_bytes: int) -> 
     try:
         return torch.empty((num_blocks, block_bytes), dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
+        with whole_device:  # torch refuses this while an engine captures
+            torch.cuda.empty_cache()
         fitting = free_bytes(device) // block_bytes
         raise StorageMemoryError(
             f"{num_blocks} blocks of {block_bytes} bytes do not fit on {device}: about {fitting} blocks would; "
