@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -70,6 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     from kvpool.errors import KVPoolError
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that cannot show a character shows something for it
+            stream.reconfigure(errors="replace")
     try:
         app(args=words, prog_name="kvpool")
     except SystemExit as stop:
@@ -78,6 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"kvpool: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
+        return 1
+    except OSError as error:  # of the machine, not ours: a full disk behind stdout
+        print(f"kvpool: {error}", file=sys.stderr)
         return 1
     return 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -81,6 +82,19 @@ def check_folders(*targets: str | Path | None) -> None:
     for target in targets:
         if target is not None and str(target) != "-" and not Path(target).parent.is_dir():
             raise InvalidArgumentError(f"cannot write {target}: there is no folder {Path(target).parent}")
+
+
+def check_files(*targets: str | Path | None) -> None:
+    """The same for results that are one file each: a folder is none, and its place must be ours to write to."""
+    check_folders(*targets)
+    for target in targets:
+        if target is None or str(target) == "-":
+            continue
+        path = Path(target)
+        if path.is_dir():
+            raise InvalidArgumentError(f"cannot write {target!r}: that is a folder; name a file in it")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise InvalidArgumentError(f"cannot write {target}: permission denied")
 
 
 @contextmanager

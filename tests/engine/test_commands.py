@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,39 @@ def test_given_nowhere_to_write_then_the_command_says_so_before_it_loads_a_model
     assert "there is no folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--json", "--record"])
+def test_given_a_folder_where_a_file_belongs_then_the_command_says_so_before_it_loads_a_model(
+    option: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run("generate", "w1", option, str(tmp_path), model="no such model") == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
+def test_given_a_terminal_that_cannot_show_a_character_then_the_answer_goes_on(
+    model_directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    assert run("generate", "w1 \N{SNOWMAN}", "w2", "--max-tokens", "2", "--quiet", model=model_directory) == 0
+    sys.stdout.flush()
+    assert b"> w1 ?" in shown.getvalue()
+
+
+class FullDisk(io.StringIO):
+    """A stdout that goes to a file on a disk without room."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_given_no_room_for_the_answer_then_the_error_is_one_line(
+    model_directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout", FullDisk())
+    assert run("generate", "w1", "--max-tokens", "2", "--quiet", model=model_directory) == 1
+    assert capsys.readouterr().err.strip() == "kvpool: [Errno 28] No space left on device"
+
+
 def test_given_no_prompt_then_the_error_is_one_line(
     model_directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +125,54 @@ def test_given_a_file_that_is_no_text_then_the_error_names_it(
     file.write_bytes(b"w1 \xff")
     assert run("generate", "--file", str(file), model=model_directory) == 2
     assert "prompts.bin is no UTF-8 text" in capsys.readouterr().err
+
+
+def test_given_stdin_that_is_no_text_then_the_error_names_it(
+    model_directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for errors, message in (("strict", "stdin is no UTF-8 text"), ("surrogateescape", "no Unicode text")):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"w1 \xff\n"), encoding="utf-8", errors=errors))
+        assert run("generate", model=model_directory) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_given_a_turn_that_is_no_text_then_the_chat_goes_on(
+    model_directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = iter([b"\xff".decode(errors="surrogateescape"), b"\xff", b"w1", b""])
+
+    def read(prompt: str) -> str:
+        words = next(said)
+        return words if isinstance(words, str) else words.decode()
+
+    monkeypatch.setattr("builtins.input", read)
+    assert run("chat", "--max-tokens", "2", model=model_directory) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert ["no Unicode" in lines[0], "no UTF-8" in lines[1], "from the cache" in lines[2]] == [True] * 3
+
+
+def test_given_a_model_that_takes_no_system_message_then_the_chat_has_none_unless_one_is_asked_for(
+    model_directory: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    strict = tmp_path / "model"
+    shutil.copytree(model_directory, strict)
+    refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    (strict / "chat_template.jinja").write_text(refuse + (strict / "chat_template.jinja").read_text())
+    said = iter(["w1", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    assert run("chat", "--max-tokens", "2", model=str(strict)) == 0
+    printed = capsys.readouterr()
+    assert "takes no system message" in printed.err
+    assert "[0 of " in printed.out
+    assert run("chat", "--system", "w9", model=str(strict)) == 2
+    assert "System role not supported" in capsys.readouterr().err
+
+
+def test_given_a_model_without_a_template_then_the_chat_says_so_before_anybody_has_typed(
+    model_directory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("chat", model=str(Path(model_directory) / "config.json")) == 2
+    assert "no chat template" in capsys.readouterr().err
 
 
 def test_given_a_chat_then_later_turns_come_from_the_cache(

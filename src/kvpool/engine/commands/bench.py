@@ -17,7 +17,7 @@ from kvpool.engine.generation import Chunk
 from kvpool.engine.params import SamplingParams
 from kvpool.errors import ConfigError
 from kvpool.replay.costs import Measurement
-from kvpool.terminal import check_folders, console, progress_bar, write_json
+from kvpool.terminal import check_files, console, progress_bar, write_json
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -53,7 +53,7 @@ def bench(
     With --json FILE it also measures what prefill, decoding and the link to the host cost on this machine: `kvpool replay
     TRACE --costs FILE` and `kvpool plan --costs FILE` then answer for it instead of for a GPU out of a list.
     """
-    check_folders(json)
+    check_files(json)
     settings = dict(requests=requests, prompt_tokens=prompt_tokens, shared_tokens=shared_tokens, max_tokens=max_tokens)
     rows: list[dict[str, Any]] = []
     measurement: Measurement | None = None

@@ -10,7 +10,7 @@ from kvpool.engine.commands import options as opt
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Completion
 from kvpool.engine.params import SamplingParams
-from kvpool.errors import NeverFitsError
+from kvpool.errors import InvalidArgumentError, NeverFitsError
 
 DEFAULT_SYSTEM = "You are a helpful assistant."
 
@@ -47,7 +47,7 @@ class Talk:
     def __init__(self, engine: Engine, system: str, params: SamplingParams) -> None:
         self.engine = engine
         self.params = params
-        self.messages = [{"role": "system", "content": system}] if system else []
+        self.messages = _opening(engine, system)
         self._seconds_per_token: float | None = None  # of prompt tokens that had to be computed
 
     def run(self) -> None:
@@ -58,6 +58,9 @@ class Talk:
             except (EOFError, KeyboardInterrupt):
                 print()
                 return
+            except UnicodeDecodeError:
+                print("[that was no UTF-8 text]")
+                continue
             if not said:
                 return
             self.turn(said)
@@ -75,6 +78,9 @@ class Talk:
                 if not messages:
                     print(f"[{error}]")
                     return
+            except InvalidArgumentError as error:
+                print(f"[{error}]")
+                return
         forgotten = (len(self.messages) + 1 - len(messages)) // 2
         self.messages = [*messages, {"role": "assistant", "content": result.text}]
         words = self.saved(result) + (f"; too long: forgot the first {forgotten} turns" if forgotten else "")
@@ -92,6 +98,21 @@ class Talk:
         if cached and self._seconds_per_token is not None:
             words += f", about {1e3 * cached * self._seconds_per_token:.0f} ms saved"
         return words
+
+
+def _opening(engine: Engine, system: str) -> list[dict[str, str]]:
+    """How the conversation begins. What the model's template cannot do is known before anybody has typed a word."""
+    question = {"role": "user", "content": "?"}
+    engine.chat_prompt([question])
+    opening = [{"role": "system", "content": system}] if system else []
+    try:
+        engine.chat_prompt([*opening, question])
+    except InvalidArgumentError:
+        if system != DEFAULT_SYSTEM:
+            raise
+        opt.tell("this model takes no system message; going on without", quiet=False)
+        return []
+    return opening
 
 
 def _without_oldest_turn(messages: list[dict[str, str]]) -> list[dict[str, str]]:

@@ -13,7 +13,7 @@ from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Completion
 from kvpool.engine.params import SamplingParams
 from kvpool.errors import InvalidArgumentError
-from kvpool.terminal import check_folders, write_json
+from kvpool.terminal import check_files, write_json
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -45,7 +45,7 @@ def generate(
     quiet: opt.Quiet = False,
 ) -> None:
     """Completes prompts with a model. A single prompt is printed while it is generated."""
-    check_folders(json)
+    check_files(json)
     texts = _read_prompts(prompts, file)
     params = SamplingParams(
         max_new_tokens=max_tokens,
@@ -85,14 +85,17 @@ def _read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     if file is not None:
         if prompts:
             raise InvalidArgumentError("give prompts or --file, not both")
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except UnicodeDecodeError as error:
-            raise InvalidArgumentError(f"{file} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+        source = str(file)
     elif not prompts or prompts == ["-"]:
-        lines = sys.stdin.read().splitlines()
+        source = "stdin"
     else:
         return prompts
+    try:
+        lines = (sys.stdin.read() if file is None else file.read_text(encoding="utf-8")).splitlines()
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(f"{source} is no UTF-8 text: {error.reason} at byte {error.start}") from None
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot read {source}: {error.strerror or error}") from None
     kept = [line for line in lines if line.strip()]
     if not kept:
         raise InvalidArgumentError("there is no prompt; give some as arguments, in --file, or one per line on stdin")

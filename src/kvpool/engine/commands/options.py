@@ -12,7 +12,7 @@ from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Completion
 from kvpool.engine.params import SamplingParams
 from kvpool.scheduling import SchedulerConfig
-from kvpool.terminal import check_folders, parse_bytes
+from kvpool.terminal import check_files, parse_bytes
 
 Model = Annotated[
     str | None,
@@ -44,7 +44,7 @@ def make_engine(
     **options: Any,
 ) -> Engine:
     """The engine that the options describe."""
-    check_folders(record)
+    check_files(record)
     return Engine(
         model,
         device=device,
