@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -52,3 +55,18 @@ def test_given_defaults_then_decoding_is_greedy_and_unfiltered() -> None:
     assert params.is_greedy
     assert not params.is_filtered
     assert not params.has_penalties
+
+
+def test_given_params_then_they_travel_to_other_processes_and_serve_as_keys() -> None:
+    params = SamplingParams(temperature=0.5, stop="end", stop_token_ids=[3], logit_bias={1: 2.0})
+    for same in (pickle.loads(pickle.dumps(params)), copy.deepcopy(params), SamplingParams(**asdict(params))):
+        assert same == params
+        assert hash(same) == hash(params)
+    assert {params: 1}[copy.copy(params)] == 1
+
+
+def test_given_a_bias_that_its_owner_changes_later_then_the_params_keep_theirs() -> None:
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[2] = 3.0
+    assert params.logit_bias == {1: 2.0}

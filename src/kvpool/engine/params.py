@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 from kvpool.blocks.arrays import as_count
 from kvpool.errors import InvalidArgumentError
@@ -43,7 +42,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
     stop: str | Iterable[str] = ()
     stop_token_ids: Iterable[int] = ()
@@ -82,7 +81,7 @@ class SamplingParams:
             as_count(token, "a token of logit_bias", maximum=2**31 - 1): _number("logit_bias", value, -1e4, 1e4)
             for token, value in dict(self.logit_bias).items()
         }
-        put(self, "logit_bias", MappingProxyType(bias))
+        put(self, "logit_bias", bias)  # a copy of our own; a read-only view of it could not be pickled
         if self.num_beams > 1:
             self._check_beams()
 
