@@ -339,6 +339,22 @@ def test_given_a_fork_of_a_running_request_then_both_go_on_as_if_alone(overlap: 
         assert (prefilled, fork.num_cached_tokens) == (30, 36)  # all but the newest token, and nothing computed again
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_given_a_fork_in_the_callback_of_the_last_chunk_then_it_goes_on_from_there(overlap: bool) -> None:
+    prompt = random_prompt(30).tolist()
+    forks: list[Generation] = []
+    with make_engine(block_size=4, overlap=overlap) as engine:
+        whole = engine.generate([prompt], greedy(14))[0].token_ids
+
+        def branch(chunk: Chunk) -> None:
+            if chunk.finish_reason is not None:
+                forks.append(engine.fork(first, greedy(6)))
+
+        first = engine.submit(prompt, greedy(8), on_chunk=branch)
+        first.result()
+        assert [fork.result().token_ids for fork in forks] == [whole[8:]]
+
+
 def test_given_a_recording_of_an_engine_then_its_replay_has_the_same_hit_counters(tmp_path: Path) -> None:
     from kvpool.replay import replay_recording
 

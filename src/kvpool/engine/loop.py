@@ -25,7 +25,7 @@ from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling import Sampled
 from kvpool.engine.speculation import propose
 from kvpool.engine.step_sampling import StepSampler, logprob_of
-from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError
+from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
 from kvpool.kernels.current_device import whole_device
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
@@ -90,7 +90,10 @@ class EngineLoop:
 
     def fork(self, other: Generation, generation: Generation, request: Request) -> None:
         """Adds a request that goes on from what another one has; they share blocks where `Scheduler.fork` can."""
-        live = self.scheduler.sequences(other.id) if self._runs(other) else ()
+        live: tuple[ScheduledSequence, ...] = ()
+        if self._runs(other):
+            with suppress(UnknownRequestError):  # it is over, and is just being told its last tokens
+                live = self.scheduler.sequences(other.id)
         parent = next((sequence for sequence in live if sequence.index == 0 and not sequence.is_finished), None)
         if parent is None or not np.array_equal(self.scheduler.token_ids(parent), request.prompt):
             self.add(generation, request)
