@@ -18,7 +18,7 @@ EXPECTED = {
     "async_requests.py": "served in order: True",
     "custom_policy.py": "two-class: 256 of 256 tokens still cached",
     "replay.py": "4,000 blocks: lru 0.197, adaptive 0.203, optimum 0.289",
-    "scheduler.py": "request 3 is as it would be alone: True",
+    "scheduler.py": "12 requests are as they would be alone: True",
     "data_plane.py": "intact after the journey: True",
     "seeds/pyagent.py": "49 tokens: [0, 1, 2, 3] free 96",
     "seeds/vllm_v0.py": "copies: {'s0': [(2, 3)], 's1': [(2, 4)], 's2': []}",
