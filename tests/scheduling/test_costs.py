@@ -35,10 +35,11 @@ def test_given_measured_times_then_predictions_converge_to_them() -> None:
     assert costs.transfer_seconds(10**6) == pytest.approx(0.25)
 
 
-def test_given_a_clock_that_did_not_move_then_nothing_is_learned() -> None:
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_given_a_clock_that_did_not_move_or_has_no_time_then_nothing_is_learned(seconds: float) -> None:
     costs = LinearCostModel()
     before = costs.decode_seconds(1, 10)
-    costs.observe_step([], 1, 10, seconds=0.0)
+    costs.observe_step([], 1, 10, seconds=seconds)
     assert costs.decode_seconds(1, 10) == before
 
 

@@ -22,6 +22,7 @@ from kvpool.scheduling import Request, Scheduler, SchedulerConfig
         ({"priority": 1.5}, "priority"),
         ({"scope": "alice"}, "ReuseScope"),
         ({"stop_token_ids": [-3]}, "stop_token_ids"),
+        ({"stop_token_ids": 2}, "stop_token_ids must hold ids, got 2"),
         ({"deadline": float("nan")}, "deadline"),
         ({"arrival": "now"}, "arrival"),
         ({"cross_tokens": -1}, "cross_tokens"),
@@ -64,6 +65,19 @@ def test_given_a_wrong_setting_then_the_configuration_is_refused(options: dict[s
 def test_given_no_manager_then_the_scheduler_says_what_it_takes() -> None:
     with pytest.raises(ConfigError, match="KVCacheManager"):
         Scheduler(make_manager().config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"config": {"policy": "fcfs"}}, "SchedulerConfig, got dict"),
+        ({"cost_model": 3.0}, "CostModel, got float"),
+        ({"clock": 0.0}, "clock"),
+    ],
+)
+def test_given_a_wrong_part_then_the_scheduler_says_what_it_takes(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Scheduler(make_manager(), **options)
 
 
 def test_given_a_request_that_can_never_fit_when_it_is_added_then_it_is_refused_at_once_with_the_reason() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Protocol, runtime_checkable
 
 from kvpool.errors import InvalidArgumentError
@@ -120,6 +121,6 @@ class LinearCostModel:
         self.transfer_scale *= self._correction(seconds, self.transfer_seconds(num_bytes))
 
     def _correction(self, measured: float, predicted: float) -> float:
-        if measured <= 0 or predicted <= 0:  # nothing ran, or the clock did not move
+        if not (0 < measured < inf and predicted > 0):  # nothing ran, or the clock did not move
             return 1.0
         return 1.0 + self.smoothing * (measured / predicted - 1.0)

@@ -75,6 +75,8 @@ class Request:
         as_count(self.cross_tokens, "cross_tokens")
         if not isinstance(self.scope, ReuseScope):
             raise InvalidArgumentError(f"request {self.id!r}: scope must be a ReuseScope, got {self.scope!r}")
+        if not isinstance(self.stop_token_ids, Iterable):
+            raise InvalidArgumentError(f"request {self.id!r}: stop_token_ids must hold ids, got {self.stop_token_ids!r}")
         stops = as_token_array(list(self.stop_token_ids), "stop_token_ids")
         object.__setattr__(self, "stop_ids", frozenset(stops.tolist()))
         for name in ("deadline", "arrival"):

@@ -90,6 +90,12 @@ class Scheduler:
     ) -> None:
         if not isinstance(manager, KVCacheManager):
             raise ConfigError(f"Scheduler takes a KVCacheManager, got {type(manager).__name__}")
+        if config is not None and not isinstance(config, SchedulerConfig):
+            raise ConfigError(f"Scheduler takes a SchedulerConfig, got {type(config).__name__}")
+        if cost_model is not None and not isinstance(cost_model, CostModel):
+            raise ConfigError(f"cost_model must have the methods of CostModel, got {type(cost_model).__name__}")
+        if not callable(clock):
+            raise ConfigError(f"clock must be a function that returns seconds, got {clock!r}")
         self.manager = manager
         self.config = config if config is not None else SchedulerConfig()
         self.costs: CostModel = cost_model if cost_model is not None else LinearCostModel()
