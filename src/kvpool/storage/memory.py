@@ -118,7 +118,8 @@ def _map(num_blocks: int, block_bytes: int) -> mmap.mmap:
     except OSError as error:
         raise StorageMemoryError(
             f"{num_blocks} blocks of {block_bytes} bytes do not fit into host memory ({error}): about "
-            f"{available // block_bytes} blocks would; lower host_blocks or host_bytes"
+            f"{available // block_bytes} blocks would; lower host_blocks or host_bytes, or kv_bytes, gpu_blocks or gpu_bytes "
+            f"where the model runs on the CPU"
         ) from None
 
 
