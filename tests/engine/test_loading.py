@@ -157,12 +157,13 @@ def test_a_source_that_is_no_model_is_refused(source, error, message) -> None:
         load_model(source, device="cpu")
 
 
-def test_an_unknown_dtype_is_refused_with_those_that_work() -> None:
-    with pytest.raises(ConfigError, match="'float7' is no dtype"):
-        load_model(TINY, device="cpu", dtype="float7")
+@pytest.mark.parametrize("dtype", ["float7", "int8", "float64", torch.float8_e4m3fn])
+def test_a_dtype_that_is_none_for_weights_is_refused_with_those_that_work(dtype) -> None:
+    with pytest.raises(ConfigError, match="is no dtype for weights here; use float32"):
+        load_model(TINY, device="cpu", dtype=dtype)
 
 
-@pytest.mark.parametrize(("device", "message"), [("gpu", "no device"), ("cuda:99", "finds . GPUs")])
+@pytest.mark.parametrize(("device", "message"), [("gpu", "no device"), ("cuda:99", "finds . GPUs"), ("meta", "run on cpu")])
 def test_a_device_that_is_not_here_is_refused(device: str, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         load_model(TINY, device=device)

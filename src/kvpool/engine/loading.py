@@ -87,13 +87,13 @@ def load_model(
 
 def _torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """The dtype meant by a name such as "bfloat16", "bf16" or "torch.float16"."""
-    if dtype is None or isinstance(dtype, torch.dtype):
-        return dtype
+    if dtype is None:
+        return None
     short = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
     name = str(dtype).removeprefix("torch.")
-    found = getattr(torch, short.get(name, name), None)
-    if not isinstance(found, torch.dtype):
-        raise ConfigError(f"dtype={show(dtype)} is no dtype of torch; use float32, bfloat16 or float16")
+    found: torch.dtype | None = getattr(torch, short.get(name, name), None)
+    if found not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"dtype={show(dtype)} is no dtype for weights here; use float32, bfloat16 or float16")
     return found
 
 
@@ -105,6 +105,8 @@ def _torch_device(device: torch.device | str | None) -> torch.device:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
         raise InvalidArgumentError(f"device={show(device)} is no device of torch; use cpu, cuda or cuda:1") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(f"device={show(str(device))}: engines run on cpu, cuda or cuda:1")
     num_gpus = torch.cuda.device_count()
     if chosen.type == "cuda" and (chosen.index or 0) >= num_gpus:
         raise InvalidArgumentError(f"device={show(str(device))}, but torch finds {num_gpus} GPUs; use cpu")
