@@ -184,9 +184,12 @@ def test_given_an_engine_that_fails_by_itself_then_all_requests_end_and_the_memo
     assert sum(engine.memory.values()) == 0
 
 
-def test_given_callbacks_that_raise_then_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("error", [ValueError("not now"), SystemExit(1), asyncio.CancelledError()])
+def test_given_callbacks_that_raise_then_the_engine_goes_on(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
     def refuse(*chunk: Chunk) -> None:
-        raise ValueError("not now")
+        raise error
 
     with make_engine() as engine:
         assert len(engine.submit(PROMPT, params(3), on_chunk=refuse, on_end=refuse).result(SECONDS).token_ids) == 3

@@ -203,7 +203,7 @@ class Generation:
                 try:
                     with _calls:
                         self._on_end()
-                except Exception:
+                except BaseException:  # sys.exit() ends no engine either
                     log.exception("the listener to the end of request %r raised", self.id)
 
     def _stream(self, index: int) -> TextStream | None:
@@ -219,6 +219,6 @@ class Generation:
             try:
                 with _calls:
                     self._on_chunk(chunk)
-            except Exception:
+            except BaseException:
                 self._on_chunk = None
                 log.exception("the callback of request %r raised; it is not called again", self.id)
