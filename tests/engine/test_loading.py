@@ -258,6 +258,16 @@ def test_a_file_that_only_bears_the_name_is_refused(tmp_path: Path, cache: Path)
         load_model(tmp_path / "text.gguf", device="cpu")
 
 
+def test_a_cache_that_cannot_be_written_is_named_with_the_way_out(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_llama(gguf_file)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVPOOL_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelLoadError, match=r"Not a directory.*set KVPOOL_CACHE"):
+        converted(gguf_file, tell=lambda _: None)
+
+
 def test_conversions_are_kept_in_the_users_cache_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVPOOL_CACHE", raising=False)
     monkeypatch.setattr("sys.platform", "linux")

@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from errno import EACCES
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def converted(gguf_file: Path, *, tell: Callable[[str], None] = _tell) -> Path:
         return target
     if missing := [name for name in _NEEDED_PACKAGES if importlib.util.find_spec(name) is None]:
         raise ModelLoadError(f"reading {gguf_file.name} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    target.parent.mkdir(parents=True, exist_ok=True)
+    _make_writable(target.parent)
     with FileLock(f"{target}.lock"):
         if not target.is_dir():
             tell(f"converting {gguf_file.name} to safetensors, once; this takes a minute or more")
@@ -65,6 +66,17 @@ def converted(gguf_file: Path, *, tell: Callable[[str], None] = _tell) -> Path:
                 shutil.rmtree(unfinished, ignore_errors=True)
             tell(f"converted; kept in {target}")
     return target
+
+
+def _make_writable(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK):
+            raise PermissionError(EACCES, os.strerror(EACCES))
+    except OSError as error:
+        raise ModelLoadError(
+            f"the converted model cannot be kept in {directory} ({error.strerror}); set KVPOOL_CACHE to a directory of yours"
+        ) from None
 
 
 def _fingerprint(gguf_file: Path) -> str:
