@@ -234,6 +234,16 @@ def test_given_a_benchmark_with_json_then_the_model_is_loaded_once_and_its_costs
     assert found.memory_bytes > 2**28
 
 
+def test_given_a_step_that_is_too_small_for_its_sequences_then_the_benchmark_says_so_instead_of_taking_a_larger_one(
+    model_directory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("bench", "--requests", "1", "--prompt-tokens", "8", "--max-tokens", "2", "--no-compare")
+    assert run(*words, "--max-tokens-per-step", "10", model=model_directory) == 2
+    assert "max_tokens_per_step=10 is less than max_sequences=64" in capsys.readouterr().err
+    assert run(*words, "--max-tokens-per-step", "10", "--max-sequences", "10", model=model_directory) == 0
+    assert run(*words, "--max-sequences", "4000", model=model_directory) == 0
+
+
 def test_given_a_cache_too_small_to_time_steps_then_the_benchmark_goes_on_without_costs(
     model_directory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

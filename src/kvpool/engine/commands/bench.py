@@ -39,7 +39,9 @@ def bench(
     shared_tokens: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with.")] = 128,
     max_tokens: opt.MaxTokens = 32,
     max_sequences: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
-    max_tokens_per_step: Annotated[int, typer.Option(help="Tokens of one step, decoding and prefill together.")] = 2048,
+    max_tokens_per_step: Annotated[
+        int | None, typer.Option(help="Tokens of one step, decoding and prefill together; default: 2048 or more.")
+    ] = None,
     compare: Annotated[bool, typer.Option(help="Measure without the prefix cache too.")] = True,
     costs: Annotated[
         bool | None,

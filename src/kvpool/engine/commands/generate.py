@@ -67,7 +67,7 @@ def generate(
         compile_layers,
         draft_tokens=draft_tokens,
         record=record,
-        scheduler=opt.limits(2048, max(64, n, beams)),
+        scheduler=opt.limits(None, max(64, n, beams)),
     ) as engine:
         asked: list[Any] = [engine.chat_prompt([{"role": "user", "content": t}]) for t in texts] if chat else list(texts)
         live = len(texts) == 1 and params.n == params.num_beams == 1 and json is None
