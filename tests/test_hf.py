@@ -275,6 +275,18 @@ def test_given_a_text_longer_than_the_models_positions_then_it_is_refused() -> N
         run(model, random_prompt(25), PagedCache(pool), max_new_tokens=9)
 
 
+def test_given_rotary_embeddings_that_grow_with_the_text_then_the_model_keeps_them_beside_a_pool() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    model, reference = (tiny_model("llama", max_position_embeddings=32, rope_parameters=rope) for _ in range(2))
+    pool = CachePool(model, num_blocks=64, block_size=4)
+    long, short = random_prompt(60).unsqueeze(0), random_prompt(20)
+    for num_cached in (0, 16):
+        assert torch.allclose(model(long).logits, reference(long).logits, atol=1e-5)
+        with PagedCache(pool) as cache:
+            assert run(model, short, cache) == run(reference, short)
+            assert cache.num_cached_tokens >= num_cached
+
+
 def test_given_wrong_use_then_the_error_says_what_is_right() -> None:
     model = tiny_model("llama")
     with pytest.raises(InvalidArgumentError, match="num_blocks or num_bytes"):

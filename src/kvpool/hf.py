@@ -27,6 +27,7 @@ from kvpool.blocks.arrays import BoolArray
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.config import KVCacheConfig
+from kvpool.engine import rotary
 from kvpool.engine.inspection import inspect_model
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.kernels.scatter import read_values
@@ -61,6 +62,7 @@ class CachePool:
         own_attention = model.config._attn_implementation
         shape = inspect_model(model)
         model.set_attn_implementation(own_attention)
+        rotary.thaw(model)  # `max_positions` ends where they change, and the model may run longer texts without a cache
         layers = [replace(spec, window=None, sink_tokens=0) for spec in shape.layer_specs(dtype)]
         fields: dict[str, Any] = {"max_seq_len": shape.max_positions, **config}
         self.manager = KVCacheManager(KVCacheConfig(layers, block_size, gpu_blocks=num_blocks, gpu_bytes=num_bytes, **fields))

@@ -104,8 +104,8 @@ def inspect_model(model: Any) -> ModelShape:
     """The shape of a loaded transformers model, which from then on runs through `forward`.
 
     UnsupportedModelError names what is missing where a model keeps more than K and V of every token, hides its attention, or
-    fails a self-check: its logits in flattened steps must equal those of its own eager attention. A refused model has its
-    own attention back. Costs a few forwards of some dozen tokens.
+    fails a self-check: its logits in flattened steps must equal those of its own eager attention. A refused model is
+    as it was. Costs a few forwards of some dozen tokens.
 
     >>> shape = inspect_model(AutoModelForCausalLM.from_pretrained("path"))  # doctest: +SKIP
     >>> KVCacheConfig(shape.layer_specs(), block_size=16, gpu_blocks=1000)  # doctest: +SKIP
@@ -125,6 +125,7 @@ def inspect_model(model: Any) -> ModelShape:
         check_against_eager(model, forward, shape.max_positions)
     except BaseException:
         model.set_attn_implementation(own_attention)
+        rotary.thaw(model)
         raise
     return shape
 

@@ -8,10 +8,20 @@ ends for us: keys in the cache were rotated with the old frequencies and could n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-_HELD = "held by kvpool"
+
+class _Held(str):
+    """What a rotary embedding is called while it is held, and what it was called before."""
+
+    kind: str
+
+    @classmethod
+    def of(cls, kind: str) -> _Held:
+        held = cls("held by kvpool")
+        held.kind = kind
+        return held
 
 
 def max_positions(config: Any) -> int | None:
@@ -23,12 +33,21 @@ def max_positions(config: Any) -> int | None:
 
 def freeze(model: Any) -> None:
     """Keeps rotary embeddings as they are. The model must have run a short text last."""
+    _rename(model, lambda kind: _Held.of(kind) if _changes(kind) else kind)
+
+
+def thaw(model: Any) -> None:
+    """Lets them change again, as the model came: its owner runs it too."""
+    _rename(model, lambda kind: kind.kind if isinstance(kind, _Held) else kind)
+
+
+def _rename(model: Any, new: Callable[[str], str]) -> None:
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict):  # one kind per layer type
-            module.rope_type = {name: _HELD if _changes(each) else each for name, each in kind.items()}
-        elif isinstance(kind, str) and _changes(kind):
-            module.rope_type = _HELD
+            module.rope_type = {name: new(each) for name, each in kind.items()}
+        elif isinstance(kind, str):
+            module.rope_type = new(kind)
 
 
 def _changes(kind: str) -> bool:
