@@ -249,6 +249,22 @@ def test_given_a_cache_that_is_let_go_then_its_blocks_come_back() -> None:
     assert pool.stats().num_sequences == 0
 
 
+def test_given_a_cache_that_is_collected_inside_an_operation_of_the_manager_then_its_blocks_come_back_after_it() -> None:
+    model = tiny_model("llama")
+    pool = CachePool(model, num_blocks=16, block_size=4)
+    cache: Any = PagedCache(pool)
+    cache.itself = cache  # only the collector finds it
+    run(model, random_prompt(30), cache)
+    del cache
+    with pool.manager._guard:
+        gc.collect()
+        assert pool.manager.stats().num_sequences == 1
+    run(model, random_prompt(30, seed=2), PagedCache(pool))  # there is room for one only
+    gc.collect()
+    assert pool.stats().num_sequences == 0
+    pool.manager.check()
+
+
 def test_given_another_tenant_then_nothing_is_reused() -> None:
     model = tiny_model("llama")
     pool = CachePool(model, num_blocks=64, block_size=4)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -69,6 +70,7 @@ class CachePool:
         self.plane = DataPlane(self.manager, model.device)
         self.is_closed = False
         self._ids = itertools.count()
+        self._gone: deque[list[KVCacheHandle]] = deque()  # sequences of caches that nobody has any more
         self_or_gone = weakref.ref(self)  # the model must not keep a pool that nobody uses
         self._hooks = (
             model.register_forward_pre_hook(partial(_before_forward, self_or_gone), with_kwargs=True),
@@ -85,10 +87,25 @@ class CachePool:
 
     def stats(self) -> CacheStats:
         """What is cached and how much was reused."""
+        self.free_gone()
         return self.manager.stats()
+
+    def let_go(self, handles: list[KVCacheHandle]) -> None:
+        """Notes sequences to be freed. Garbage is collected in the middle of anything, an operation of the manager too."""
+        self._gone.append(handles)
+
+    def free_gone(self) -> None:
+        """Ends the sequences of caches that nobody has any more."""
+        while self._gone:
+            try:
+                handles = self._gone.popleft()
+            except IndexError:  # another thread was faster
+                return
+            _release(self, handles)
 
     def close(self) -> None:
         """Stops watching the model and gives the memory back."""
+        self.free_gone()
         self.is_closed = True
         for hook in self._hooks:
             hook.remove()
@@ -118,7 +135,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self._irregular: BoolArray = np.zeros(0, np.bool_)  # rows of this pass that others must not find
         self._step: StepSlots | None = None
         self._places: Tensor | None = None  # slots of every token of every row, flat
-        self._closer = weakref.finalize(self, _release, pool, self.handles)
+        self._closer = weakref.finalize(self, pool.let_go, self.handles)
 
     # --- a forward pass ----------------------------------------------------------------------------------------------
 
@@ -130,6 +147,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         """
         if not self._closer.alive:
             raise SequenceStateError("this PagedCache is closed; make a new one for the next call")
+        self.pool.free_gone()
         num_rows, num_tokens = token_ids.shape
         cached = 0
         self._irregular = irregular
@@ -252,6 +270,7 @@ class PagedCache(Cache):  # type: ignore[misc]
     def close(self) -> None:
         """Returns its blocks to the pool; what they hold stays cached."""
         self._closer()
+        self.pool.free_gone()
         self.length = 0
 
     def __enter__(self) -> PagedCache:
