@@ -240,6 +240,8 @@ def test_given_limits_of_a_step_and_drafts_then_there_is_room_for_the_drafts() -
         ({"draft_tokens": 4, "overlap": True}, "overlap"),
         ({"kv_bytes": 2**20}, "once"),
         ({"scheduler": {"max_sequences": 4}}, "SchedulerConfig"),
+        ({"cache": {"gpu_blocks": 4}}, "kv_blocks"),
+        ({"tokenizer": "org/model"}, "AutoTokenizer"),
     ],
 )
 def test_given_settings_that_would_have_no_effect_then_they_are_refused(options: dict[str, Any], message: str) -> None:

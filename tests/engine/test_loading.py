@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,22 @@ def test_a_name_that_the_hub_does_not_give_says_what_to_name_instead(monkeypatch
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ModelLoadError, match=r"'nobody/no-such-model' is no directory.*\.gguf file instead"):
         load_model("nobody/no-such-model", device="cpu")
+
+
+def test_a_download_shows_how_far_it_is_and_what_is_here_loads_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    bars: list[bool] = []
+
+    def fetch(name: str, **options: Any) -> None:
+        bars.append(logging.is_progress_bar_enabled())
+        raise OSError("no such model")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fetch)
+    with pytest.raises(ModelLoadError):
+        load_model("nobody/no-such-model", device="cpu")
+    assert bars == [False, True]  # what was fetched before, then the hub
 
 
 # --- configurations and objects ----------------------------------------------------------------------------------------

@@ -98,6 +98,10 @@ class Engine:
         config = _scheduler_config(scheduler, draft_tokens)
         if overlap and draft_tokens:
             raise ConfigError("overlap=True with draft_tokens: drafts follow tokens that an overlapped step does not know")
+        for name in {"layers", "block_size", "gpu_blocks", "gpu_bytes"}.intersection(cache or ()):
+            raise ConfigError(f"cache={{{name!r}: ...}} is for the engine to say: give it block_size, kv_blocks or kv_bytes")
+        if isinstance(tokenizer, (str, Path)):
+            raise ConfigError(f"tokenizer={show(str(tokenizer))} is a name; load it: AutoTokenizer.from_pretrained(...)")
         loaded = load_model(model, device=device, dtype=dtype)
         self.model = loaded.model
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
@@ -366,5 +370,5 @@ def _is_one_prompt(prompts: Sequence[object]) -> bool:
 
 def _soon(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk | None], item: Chunk | None) -> None:
     """Hands an item to the event loop; nobody is left to hear it if that has closed."""
-    if not loop.is_closed():
+    with suppress(RuntimeError):
         loop.call_soon_threadsafe(queue.put_nowait, item)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,7 +205,8 @@ def _pretrained(
 ) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _no_progress_bars():
+    is_local = Path(name).is_dir() or options.get("local_files_only", False)
+    with _no_progress_bars() if is_local else nullcontext():  # a download takes long, and shows how far it is
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, **options)
     tokenizer = AutoTokenizer.from_pretrained(name, **options) if has_tokenizer else None
     return _at_rest(model.to(device)), tokenizer
