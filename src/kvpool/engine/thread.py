@@ -58,8 +58,8 @@ class EngineThread:
                 raise SequenceStateError(f"this engine is closed{why}") from self._failure
             self._inbox.append(_Action(run, fail))
             if self._thread is None:
+                self._process = os.getpid()  # first: others look at both without the lock
                 self._thread = threading.Thread(target=self._serve, name="kvpool-engine", daemon=True)
-                self._process = os.getpid()
                 self._thread.start()
             self._wake.notify_all()
 

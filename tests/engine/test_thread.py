@@ -1,0 +1,47 @@
+"""The engine's thread by itself, with nothing to run."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kvpool.engine.thread import EngineThread  # noqa: E402
+
+
+def idle_loop() -> Any:
+    return SimpleNamespace(has_work=False, runner=SimpleNamespace(device=torch.device("cpu")), fail=lambda error: None)
+
+
+@pytest.fixture
+def quick_switches() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def test_given_many_callers_at_the_start_then_one_thread_answers_all(quick_switches: None) -> None:
+    for _ in range(100):
+        engine_thread = EngineThread(idle_loop())
+        answers: list[int] = []
+        together = threading.Barrier(6)
+
+        def ask(number: int, own: EngineThread = engine_thread, to: list[int] = answers, start: Any = together) -> None:
+            start.wait()
+            to.append(own.ask(lambda: number))
+
+        callers = [threading.Thread(target=ask, args=(number,)) for number in range(6)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        engine_thread.close()
+        assert sorted(answers) == list(range(6))
