@@ -379,6 +379,15 @@ def test_given_a_request_that_never_fits_then_it_is_refused_and_others_go_on() -
         assert len(engine.generate([random_prompt(5).tolist()], greedy(3))[0].token_ids) == 3
 
 
+def test_given_one_bad_prompt_among_many_then_the_error_says_which() -> None:
+    good = random_prompt(5).tolist()
+    with make_engine(kv_blocks=4, block_size=4) as engine:
+        with pytest.raises(NeverFitsError, match=r"^prompt 2: "):
+            engine.generate([good, good, random_prompt(30).tolist()], greedy(3))
+        with pytest.raises(InvalidArgumentError, match=r"^prompt 1: .* at least one token"):
+            engine.generate([good, []], greedy(3))
+
+
 def test_given_a_deadline_then_the_request_ends_at_it() -> None:
     with make_engine() as engine:
         out = engine.submit(random_prompt(5).tolist(), greedy(400), deadline=0.0).result()

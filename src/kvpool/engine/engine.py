@@ -166,14 +166,19 @@ class Engine:
         if len(each) != len(chosen):
             raise InvalidArgumentError(f"got {len(each)} SamplingParams for {len(chosen)} prompts")
         generations: list[Generation] = []
+        completions: list[Completion] = []
         try:
             for index, (prompt, wanted) in enumerate(zip(chosen, each, strict=True)):
                 watch = None if on_chunk is None else partial(on_chunk, index)
                 generations.append(self.submit(prompt, wanted, on_chunk=watch, **options))
-            return [generation.result() for generation in generations]
-        except BaseException:
+            completions.extend(generation.result() for generation in generations)
+            return completions
+        except BaseException as error:
             for generation in generations:
                 self.cancel(generation)
+            if isinstance(error, KVPoolError) and len(chosen) > 1:  # of which prompt: there may be thousands
+                failed = len(completions if len(generations) == len(chosen) else generations)
+                error.args = (f"prompt {failed}: {error}", *error.args[1:])
             raise
 
     def submit(
