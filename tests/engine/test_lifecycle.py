@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,6 +99,31 @@ def test_given_an_engine_that_nobody_has_any_more_then_its_request_ends_first_an
     gc.collect()
     assert not thread.is_alive()
     assert model() is None
+
+
+def test_given_an_idle_engine_when_it_is_let_go_then_its_memory_is_back_at_once() -> None:
+    engine = make_engine()
+    engine.generate([PROMPT], params(2))
+    thread, model = engine._thread._thread, weakref.ref(engine.model)
+    assert thread is not None
+    gc.collect()
+    del engine
+    assert not thread.is_alive()
+    assert model() is None
+
+
+def test_given_requests_on_their_way_when_the_process_ends_then_it_ends_without_a_crash() -> None:
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from models import tiny_model
+from kvpool.engine import Engine, SamplingParams
+engine = Engine(tiny_model("llama"), kv_blocks=64)
+engine.submit({PROMPT}, SamplingParams(max_new_tokens=400, ignore_eos=True))
+time.sleep(0.1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_given_requests_on_their_way_when_it_is_closed_then_each_of_them_hears_of_it() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +17,10 @@ from kvpool.errors import KVPoolError, SequenceStateError
 from kvpool.kernels.current_device import current
 
 _Answer = TypeVar("_Answer")
+_EXIT_SECONDS = 10.0  # that the end of the process waits for steps under way
+
+_alive: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class _Action(NamedTuple):
@@ -35,10 +42,16 @@ class EngineThread:
         self._failure: KVPoolError | None = None  # what ended it, if nobody closed it
         self._thread: threading.Thread | None = None
         self._process = 0  # that has the thread: a fork of the process does not
+        _alive.add(self)
 
     @property
     def has_started(self) -> bool:
         return self._thread is not None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it runs in this process, and not in one that this is a fork of."""
+        return self._process == os.getpid()
 
     @property
     def is_current(self) -> bool:
@@ -47,7 +60,7 @@ class EngineThread:
 
     def tell(self, run: Callable[[], None], fail: Callable[[KVPoolError], None]) -> None:
         """Has something done between two steps. `fail` hears of an end that comes first."""
-        if self._thread is not None and self._process != os.getpid():
+        if self.has_started and not self.is_here:
             raise SequenceStateError(
                 f"this engine runs in process {self._process}, of which this one is a fork; make an engine of its own here, "
                 "or start processes with the method 'spawn'"
@@ -60,6 +73,7 @@ class EngineThread:
             if self._thread is None:
                 self._process = os.getpid()  # first: others look at both without the lock
                 self._thread = threading.Thread(target=self._serve, name="kvpool-engine", daemon=True)
+                _threads.add(self._thread)
                 self._thread.start()
             self._wake.notify_all()
 
@@ -80,17 +94,27 @@ class EngineThread:
 
     def close(self) -> None:
         """Ends it after the step that it is in, and waits for that."""
-        with self._wake:
-            self._closed.set()
-            self._wake.notify_all()
+        self.end_soon()
         if self._thread is not None:
             self._thread.join()
 
+    def end_soon(self) -> None:
+        """Ends it after the step that it is in."""
+        with self._wake:
+            self._closed.set()
+            self._wake.notify_all()
+
     def abandon(self) -> None:
-        """Nobody has the engine any more: it ends once the requests are over that somebody may still wait for."""
+        """Nobody has the engine any more: it ends once the requests are over that somebody may still wait for.
+
+        If there are none, it has ended on return, so that whoever let the engine go has its memory back.
+        """
         with self._wake:
             self._abandoned = True
             self._wake.notify_all()
+            is_idle = not self._has_work
+        if is_idle and self._thread is not None and not self.is_current:
+            self._thread.join(_EXIT_SECONDS)
 
     # --- in the thread itself ------------------------------------------------------------------------------------------
 
@@ -123,3 +147,14 @@ class EngineThread:
     @property
     def _has_work(self) -> bool:
         return bool(self._inbox) or self._loop.has_work
+
+
+@atexit.register
+def _end_all() -> None:
+    """The end of the process: a thread that is inside torch when the interpreter goes away would abort it."""
+    for engine_thread in list(_alive):
+        if engine_thread.is_here:
+            engine_thread.end_soon()
+    deadline = time.monotonic() + _EXIT_SECONDS
+    for thread in list(_threads):
+        thread.join(max(0.0, deadline - time.monotonic()))
