@@ -49,9 +49,9 @@ class EngineThread:
         return self._thread is not None
 
     @property
-    def is_here(self) -> bool:
-        """Whether it runs in this process, and not in one that this is a fork of."""
-        return self._process == os.getpid()
+    def is_elsewhere(self) -> bool:
+        """Whether it runs in a process that this one is a fork of. Its locks are as they were then, perhaps held for ever."""
+        return self.has_started and self._process != os.getpid()
 
     @property
     def is_current(self) -> bool:
@@ -60,7 +60,7 @@ class EngineThread:
 
     def tell(self, run: Callable[[], None], fail: Callable[[KVPoolError], None]) -> None:
         """Has something done between two steps. `fail` hears of an end that comes first."""
-        if self.has_started and not self.is_here:
+        if self.is_elsewhere:
             raise SequenceStateError(
                 f"this engine runs in process {self._process}, of which this one is a fork; make an engine of its own here, "
                 "or start processes with the method 'spawn'"
@@ -100,6 +100,8 @@ class EngineThread:
 
     def end_soon(self) -> None:
         """Ends it after the step that it is in."""
+        if self.is_elsewhere:
+            return
         with self._wake:
             self._closed.set()
             self._wake.notify_all()
@@ -109,6 +111,8 @@ class EngineThread:
 
         If there are none, it has ended on return, so that whoever let the engine go has its memory back.
         """
+        if self.is_elsewhere:
+            return
         with self._wake:
             self._abandoned = True
             self._wake.notify_all()
@@ -153,8 +157,7 @@ class EngineThread:
 def _end_all() -> None:
     """The end of the process: a thread that is inside torch when the interpreter goes away would abort it."""
     for engine_thread in list(_alive):
-        if engine_thread.is_here:
-            engine_thread.end_soon()
+        engine_thread.end_soon()
     deadline = time.monotonic() + _EXIT_SECONDS
     for thread in list(_threads):
         thread.join(max(0.0, deadline - time.monotonic()))
