@@ -99,17 +99,16 @@ def _shares(units: Int64Array, target_items: int, fewest: int) -> Int64Array:
     few would run alone at the end: they are divided into several waves. Many waves need no dividing, but for long ones.
     Where equal shares still leave much of the last wave empty, later items are smaller, down to `fewest`, and fill it.
     """
-    share = _equal_share(units, target_items)
-    equal = np.full(len(units), share)
-    num_items = int((-(-units // share)).sum())
+    equal = np.full(len(units), _equal_share(units, target_items))
+    num_items = _num_items(units, equal)
     if num_items <= target_items or num_items >= _FULL * target_items * -(-num_items // target_items):
         return equal
     longest_first = np.argsort(-units, kind="stable")
     left = np.cumsum(units[longest_first][::-1])[::-1]  # units of a tile and all behind it
     shrinking = np.empty_like(equal)
     shrinking[longest_first] = np.maximum(fewest, left // target_items)
-    fits = int((-(-units // shrinking)).sum()) <= _WAVES * target_items + len(units)
-    return shrinking if fits else equal
+    room = max_items(len(units), target_items) - len(units)  # every tile may have an item of sink tokens besides
+    return shrinking if _num_items(units, shrinking) <= room else equal
 
 
 def _equal_share(units: Int64Array, target_items: int) -> int:
@@ -118,10 +117,15 @@ def _equal_share(units: Int64Array, target_items: int) -> int:
         return max(1, -(-int(units.sum()) // target_items))
 
     def fits(share: int) -> bool:
-        return int((-(-units // share)).sum()) <= limit
+        return _num_items(units, share) <= limit
 
     low = max(1, -(-int(units.sum()) // limit))
     return bisect_left(range(low, int(units.max(initial=1))), True, key=fits) + low
+
+
+def _num_items(units: Int64Array, share: Int64Array | int) -> int:
+    """How many items tiles of so many units have, if each takes up to its share of them."""
+    return int((-(-units // share)).sum())
 
 
 def _within(counts: Int64Array) -> Int64Array:
