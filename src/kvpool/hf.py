@@ -361,16 +361,17 @@ def _num_logits(kwargs: dict[str, Any], num_tokens: int) -> int:
 
 def _irregular_rows(kwargs: dict[str, Any], start: int, num_rows: int, num_tokens: int) -> BoolArray:
     """Rows whose keys depend on more than the ids up to them: some tokens are masked, or lie at unusual positions."""
-    irregular = np.zeros(num_rows, np.bool_)
+    irregular = torch.zeros(num_rows, dtype=torch.bool)
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if isinstance(mask, Tensor) and mask.ndim == 2:
-        irregular |= (mask == 0).any(-1).cpu().numpy()
+        irregular = (mask == 0).any(-1)
     elif mask is not None:  # a mask of the caller's own making, which may say anything
-        irregular[:] = True
+        irregular.fill_(True)
     if positions is not None:
         usual = torch.arange(start, start + num_tokens, device=positions.device)
-        irregular |= (positions != usual).any(-1).cpu().numpy().reshape(-1, positions.shape[-2]).any(0)
-    return irregular
+        unusual = (positions != usual).any(-1).reshape(-1, positions.shape[-2]).any(0)
+        irregular = irregular.to(unusual.device) | unusual
+    return irregular.cpu().numpy()  # at once, at the end: a GPU is waited for
 
 
 def _input_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
