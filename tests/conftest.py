@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,15 @@ def traces_dir() -> Path:
     if not path.is_dir():
         pytest.skip("no real traces: set KVPOOL_TRACES to a folder that holds them, or put them in ../shared/traces")
     return path
+
+
+@pytest.fixture
+def eager_thread_switches() -> Iterator[None]:
+    """Threads take turns as often as they can, so that what two of them do at once shows."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
 
 
 @functools.cache

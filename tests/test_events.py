@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import threading
 import time
 import weakref
@@ -394,14 +393,6 @@ class Follower(threading.Thread):
                     batch = subscription.resync()
                 self.mirror.apply(batch.events)
         self.finished = True
-
-
-@pytest.fixture
-def eager_thread_switches() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
 
 
 @pytest.mark.usefixtures("eager_thread_switches")

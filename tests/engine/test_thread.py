@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +18,8 @@ def idle_loop() -> Any:
     return SimpleNamespace(has_work=False, runner=SimpleNamespace(device=torch.device("cpu")), fail=lambda error: None)
 
 
-@pytest.fixture
-def quick_switches() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
-def test_given_many_callers_at_the_start_then_one_thread_answers_all(quick_switches: None) -> None:
+@pytest.mark.usefixtures("eager_thread_switches")
+def test_given_many_callers_at_the_start_then_one_thread_answers_all() -> None:
     for _ in range(100):
         engine_thread = EngineThread(idle_loop())
         answers: list[int] = []
