@@ -98,10 +98,7 @@ class Engine:
         config = _scheduler_config(scheduler, draft_tokens)
         if overlap and draft_tokens:
             raise ConfigError("overlap=True with draft_tokens: drafts follow tokens that an overlapped step does not know")
-        for name in {"layers", "block_size", "gpu_blocks", "gpu_bytes"}.intersection(cache or ()):
-            raise ConfigError(f"cache={{{name!r}: ...}} is for the engine to say: give it block_size, kv_blocks or kv_bytes")
-        if isinstance(tokenizer, (str, Path)):
-            raise ConfigError(f"tokenizer={show(str(tokenizer))} is a name; load it: AutoTokenizer.from_pretrained(...)")
+        _refuse_what_belongs_elsewhere(cache, tokenizer)
         loaded = load_model(model, device=device, dtype=dtype)
         self.model = loaded.model
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
@@ -348,6 +345,13 @@ class Engine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _refuse_what_belongs_elsewhere(cache: Mapping[str, Any] | None, tokenizer: Any) -> None:
+    for name in {"layers", "block_size", "gpu_blocks", "gpu_bytes"}.intersection(cache or ()):
+        raise ConfigError(f"cache={{{name!r}: ...}} is for the engine to say: give it block_size, kv_blocks or kv_bytes")
+    if isinstance(tokenizer, (str, Path)):
+        raise ConfigError(f"tokenizer={show(str(tokenizer))} is a name; load it: AutoTokenizer.from_pretrained(...)")
 
 
 def _scheduler_config(given: SchedulerConfig | None, draft_tokens: int) -> SchedulerConfig:

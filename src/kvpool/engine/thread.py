@@ -19,7 +19,7 @@ from kvpool.kernels.current_device import current
 _Answer = TypeVar("_Answer")
 _EXIT_SECONDS = 10.0  # that the end of the process waits for steps under way
 
-_alive: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+_alive: weakref.WeakSet[EngineThread] = weakref.WeakSet()  # of those that have started
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
@@ -42,7 +42,6 @@ class EngineThread:
         self._failure: KVPoolError | None = None  # what ended it, if nobody closed it
         self._thread: threading.Thread | None = None
         self._process = 0  # that has the thread: a fork of the process does not
-        _alive.add(self)
 
     @property
     def has_started(self) -> bool:
@@ -73,7 +72,8 @@ class EngineThread:
             if self._thread is None:
                 self._process = os.getpid()  # first: others look at both without the lock
                 self._thread = threading.Thread(target=self._serve, name="kvpool-engine", daemon=True)
-                _threads.add(self._thread)
+                _alive.add(self)
+                _threads.add(self._thread)  # too: it goes on for a moment when nobody has the object any more
                 self._thread.start()
             self._wake.notify_all()
 

@@ -31,8 +31,6 @@ TopP = Annotated[float, typer.Option(help="Sample from the likeliest tokens that
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.")]
 
-DEFAULT_STEP_TOKENS = 2048
-
 
 def make_engine(
     model: str | None,
@@ -62,8 +60,9 @@ def make_engine(
 
 def limits(max_tokens_per_step: int | None, max_sequences: int) -> SchedulerConfig:
     """How much one step may hold; by default as much as all of its sequences need to decode, at least."""
-    tokens = max(DEFAULT_STEP_TOKENS, max_sequences) if max_tokens_per_step is None else max_tokens_per_step
-    return SchedulerConfig(max_tokens_per_step=tokens, max_sequences=max_sequences)
+    if max_tokens_per_step is None:
+        max_tokens_per_step = max(SchedulerConfig.max_tokens_per_step, max_sequences)
+    return SchedulerConfig(max_tokens_per_step=max_tokens_per_step, max_sequences=max_sequences)
 
 
 def print_answer(engine: Engine, prompt: Prompt, params: SamplingParams, *, interruptible: bool = False) -> Completion:
