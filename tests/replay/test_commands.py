@@ -72,6 +72,7 @@ def test_given_a_file_without_requests_then_every_command_refuses_it(
         (["--tiers", "gpu=many"], "write a number above 0"),
         (["--report", "nowhere/out.html"], "there is no folder nowhere"),
         (["--json", "nowhere/out.json"], "there is no folder nowhere"),
+        (["--json", "."], "that is a folder"),
         (["--costs", "nowhere.json"], "kvpool bench"),
         (["--max-errors", "-1"], "--max-errors"),
         (["--limit", "0"], "--limit"),

@@ -16,7 +16,7 @@ from kvpool.replay.plan import GIB, GPU_FRACTION, Plan, PlanRequest, knees, make
 from kvpool.replay.runs import run_all
 from kvpool.replay.simulate import ReplayConfig
 from kvpool.replay.trace import Trace
-from kvpool.terminal import check_folders, console, parse_bytes, parse_tokens, progress_bar, write_json
+from kvpool.terminal import check_files, console, parse_bytes, parse_tokens, progress_bar, write_json
 
 CURVE_POINTS = 9
 
@@ -65,7 +65,7 @@ def plan(
         gpu_fraction, parse_bytes(host, "--host"), parse_bytes(disk, "--disk"),
         None if costs is None else read_costs(costs),
     )  # fmt: skip
-    check_folders(json)
+    check_files(json)
     loaded = None if trace is None else load_trace(trace, DEFAULT_MAX_ERRORS)
     made = make_plan(request)
     result: dict[str, Any] = made.to_dict()

@@ -17,7 +17,7 @@ from kvpool.replay.recording import play_recording
 from kvpool.replay.runs import map_over, run_all
 from kvpool.replay.simulate import ReplayConfig, ReplayResult
 from kvpool.replay.trace import Trace
-from kvpool.terminal import check_folders, console, progress_bar, write_csv, write_json
+from kvpool.terminal import check_files, check_folders, console, progress_bar, write_csv, write_json
 
 if TYPE_CHECKING:
     from kvpool.config import LayerSpec
@@ -114,7 +114,8 @@ def replay(
       kvpool replay TRACE --capacity 10k --model config.json --gpu h200
     """
     out = console(to_stderr="-" in (csv, json))
-    check_folders(csv, json, report, plots)
+    check_files(csv, json, report)
+    check_folders(plots)
     if exact:
         _exact(trace, policy, json, csv, out)
         return

@@ -11,7 +11,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.replay.commands.options import load_trace
 from kvpool.replay.formats import DEFAULT_MAX_ERRORS, write_trace
 from kvpool.replay.statistics import summary
-from kvpool.terminal import check_folders, console, parse_count, write_json
+from kvpool.terminal import check_files, console, parse_count, write_json
 
 TraceArgument = Annotated[Path, typer.Argument(help="A trace file; plain, .gz or .zst.")]
 MaxErrors = Annotated[int, typer.Option(min=0, help="Broken lines to skip before giving up.")]
@@ -32,7 +32,7 @@ def info(
     json: Annotated[str | None, typer.Option(help="Write the figures as JSON; - for stdout.")] = None,
 ) -> None:
     """What is in a trace: sizes, sharing, reuse distances, and what is odd about the file."""
-    check_folders(json)
+    check_files(json)
     loaded = load_trace(trace, max_errors)
     figures = summary(loaded)
     out = console(to_stderr=json == "-")
@@ -63,7 +63,7 @@ def convert(
     """Writes a trace in Mooncake's form (block ids) or as tokens."""
     from kvpool.replay.synth import to_blocks
 
-    check_folders(output)
+    check_files(output)
     loaded = load_trace(trace, max_errors, limit)
     if not loaded.reuse_known:
         raise InvalidArgumentError(
@@ -95,7 +95,7 @@ def synth(
     """
     from kvpool.replay.synth import WorkloadModel, fit, synthesise
 
-    check_folders(output)
+    check_files(output)
     model = WorkloadModel()
     if like is not None:
         source = load_trace(like, DEFAULT_MAX_ERRORS)
