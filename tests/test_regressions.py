@@ -528,3 +528,34 @@ def test_requests_freed_together_while_in_flight_leave_nothing_tracked() -> None
     manager.free(handles[2])
     assert manager.can_allocate([1] * 8, wait_for_prefix=True)
     manager.check()
+
+
+WINDOW = LayerSpec(kv_heads=1, head_dim=8, window=4096)
+CHUNK = LayerSpec(kv_heads=1, head_dim=8, chunk=4096)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("layers", [(FULL, WINDOW), (WINDOW,), (FULL, CHUNK), (WINDOW, CHUNK, FULL)])
+def test_a_fork_of_a_fully_cached_prompt_copies_no_published_block(
+    layers: tuple[LayerSpec, ...], block_size: int
+) -> None:
+    manager = manager_with(*layers, block_size=block_size, gpu_blocks=200)
+    manager.free(commit_all(manager, manager.allocate("a", range(16))))
+    parent = manager.allocate("b", range(16))
+    assert parent.num_cached_tokens == 15
+    (child,) = manager.fork(parent, "c")
+    needed = manager.blocks_needed(child, 1)
+    free = [manager.get_num_free_blocks(pool) for pool in range(len(needed))]
+    manager.extend(child)
+    assert [f - manager.get_num_free_blocks(pool) for pool, f in enumerate(free)] == list(needed)
+    manager.check()
+    assert manager.take_copies() == []
+    for handle in (parent, child):
+        if handle is parent:
+            manager.extend(handle)
+        manager.commit(handle, [15, 16])
+        manager.check()
+    for group in range(len(manager.config.groups)):
+        shared = 16 // block_size
+        assert (parent.block_ids(group)[:shared] == child.block_ids(group)[:shared]).all()
+        assert (manager.slot_mapping([child], 0, 16)[group] >= 0).all()

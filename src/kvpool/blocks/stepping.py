@@ -123,7 +123,7 @@ class Stepping:
         if rows.shared[row]:
             for group in range(self.state.growing):
                 pool = self.state.gpu_pools[self.state.groups[group].pool]
-                ids = rows.tables[group][row, int(rows.written[row]) // size : int(rows.num_blocks[row])]
+                ids = rows.tables[group][row, self._first_private(row) : int(rows.num_blocks[row])]
                 needs[pool.index] += int((pool.refs[ids[ids >= 0]] > 1).sum())
         return tuple(needs)
 
@@ -170,14 +170,20 @@ class Stepping:
         rows.num_blocks[batch.rows[grown]] += counts
         state.counters.blocks_allocated += num_new * state.growing
 
+    def _first_private(self, row: int) -> int:
+        """The first block that a row may write: the last one of a fully cached prompt is published and not written again."""
+        tip = self.rows.tips[row]
+        assert tip is not None
+        return max(self.rows.written.item(row) // self.state.block_size, tip.end)
+
     def _shared_blocks(self, batch: SequenceBatch) -> list[tuple[int, int, int]]:
         """(row, group, column) of the blocks that flagged rows are about to write and that have another reader."""
-        rows, size = self.rows, self.state.block_size
+        rows = self.rows
         found: list[tuple[int, int, int]] = []
         flagged = batch.rows[rows.shared[batch.selection]].tolist()
         claimed: dict[tuple[int, int], int] = {}
         for row in flagged:
-            first, last = int(rows.written[row]) // size, int(rows.num_blocks[row])
+            first, last = self._first_private(row), int(rows.num_blocks[row])
             shared = False
             for group in range(self.state.growing):
                 refs = self.state.gpu_pools[self.state.groups[group].pool].refs
