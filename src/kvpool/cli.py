@@ -50,11 +50,27 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         else:
             app.command(name, help=command.help)(_not_called)
 
+    def show_version(asked: bool) -> None:
+        if asked:
+            print(version_line())
+            raise typer.Exit
+
+    version = typer.Option(
+        False, "--version", callback=show_version, is_eager=True, help="Say which kvpool this is, compiled or not."
+    )
+
     @app.callback()
-    def root() -> None:
+    def root(_: bool = version) -> None:
         """Gives the application its own help even when it has a single command."""
 
     return app
+
+
+def version_line() -> str:
+    """Which kvpool this is: its version, and whether its control plane is compiled."""
+    import kvpool
+
+    return f"kvpool {kvpool.__version__} ({'compiled' if kvpool.compiled else 'pure Python'})"
 
 
 def _not_called() -> None:
