@@ -16,9 +16,11 @@ from kvpool import (
     LayerSpec,
     Retention,
     ReuseScope,
+    Tier,
     TokenRange,
 )
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
+from kvpool.events import Removed, Updated
 
 FULL = LayerSpec(kv_heads=1, head_dim=8)
 
@@ -559,3 +561,113 @@ def test_a_fork_of_a_fully_cached_prompt_copies_no_published_block(
         shared = 16 // block_size
         assert (parent.block_ids(group)[:shared] == child.block_ids(group)[:shared]).all()
         assert (manager.slot_mapping([child], 0, 16)[group] >= 0).all()
+
+
+def two_pools(**options: Any) -> KVCacheManager:
+    """A full and a windowed group with a pool each."""
+    layers = LayerSpec(kv_heads=1, head_dim=8), LayerSpec(kv_heads=2, head_dim=8, window=8)
+    return manager_with(*layers, eviction_policy="lru", **options)
+
+
+def run_through(manager: KVCacheManager, name: str, tokens: list[int]) -> None:
+    manager.free(commit_all(manager, manager.allocate(name, tokens)))
+
+
+def test_a_run_on_the_host_that_an_admission_holds_gives_no_room_for_what_it_evicts() -> None:
+    manager = two_pools(gpu_blocks=(4, 4), host_blocks=(2, 1))
+    run_through(manager, "a", [1] * 4)
+    assert manager.offload(1) == 1
+    run_through(manager, "b", [2] * 4)
+    feed = manager.subscribe()
+    feed.poll()
+    prompt = [1] * 4 + [3] * 12
+    assert manager.can_allocate(prompt)
+    assert manager.allocate("c", prompt).num_cached_tokens == 4
+    manager.check()
+    events = feed.poll().events
+    assert [(e.old_tier, e.new_tier) for e in events if isinstance(e, Updated)] == [(Tier.HOST, Tier.GPU)] * 2
+    assert [e.tier for e in events if isinstance(e, Removed)] == [Tier.GPU] * 2  # no room on the host: [2] * 4 is dropped
+
+
+def test_a_partial_source_on_the_host_gives_no_room_for_what_its_copy_evicts() -> None:
+    manager = two_pools(gpu_blocks=(4, 4), host_blocks=(2, 1))
+    run_through(manager, "a", [1] * 4)
+    assert manager.offload(1) == 1
+    run_through(manager, "b", [2] * 4)
+    handle = manager.allocate("c", [1] * 3 + [3] * 13)
+    assert handle.num_cached_tokens == 3
+    manager.check()
+    assert manager.match_prefix([1] * 5).num_tokens == 4
+
+
+def test_a_pinned_run_on_the_host_gives_no_room_to_swapped_requests() -> None:
+    manager = two_pools(gpu_blocks=(8, 8), host_blocks=(8, 3))
+    run_through(manager, "a", [1] * 8)
+    assert manager.offload(2) == 2
+    pin = manager.pin([1] * 8)
+    handle = commit_all(manager, manager.allocate("b", [2] * 8))
+    assert manager.can_swap_out(handle).status is AllocStatus.LATER
+    with pytest.raises(OutOfBlocksError, match="pool 1 on HOST; 1 of 3"):
+        manager.swap_out(handle)
+    manager.check()
+    manager.unpin(pin)
+    assert manager.can_swap_out(handle)
+    manager.swap_out(handle)
+    manager.check()
+
+
+@pytest.mark.parametrize("unpin_first", [False, True])
+def test_a_prefix_pinned_on_the_host_keeps_its_window_when_it_comes_up(unpin_first: bool) -> None:
+    manager = two_pools(gpu_blocks=(8, 4), host_blocks=8)
+    run_through(manager, "a", [1] * 8)
+    assert manager.offload(2) == 2
+    pin = manager.pin([1] * 8)
+    assert manager.onboard([1] * 8) == 2
+    manager.check()
+    if unpin_first:
+        manager.unpin(pin)
+    assert manager.evict(4, pool=1) == (2 if unpin_first else 0)
+    manager.check()
+    assert manager.match_prefix([1] * 9).num_tokens == (0 if unpin_first else 8)
+    if not unpin_first:
+        manager.unpin(pin)
+        manager.check()
+
+
+def test_a_prefix_pinned_on_the_host_and_computed_again_keeps_its_books() -> None:
+    manager = two_pools(gpu_blocks=(8, 8), host_blocks=8)
+    handle = commit_all(manager, manager.allocate("a", [1] * 3))
+    run_through(manager, "b", [1] * 8)
+    assert manager.offload(2) == 2
+    pin = manager.pin([1] * 8)
+    manager.extend(handle, 5)
+    manager.commit(handle, [1] * 5)  # takes the place of what is on the host
+    manager.check()
+    manager.unpin(pin)
+    manager.check()
+    manager.free(handle)
+    manager.check()
+
+
+def test_a_windowed_group_without_leftovers_does_not_hide_those_of_another() -> None:
+    layers = [LayerSpec(kv_heads=1, head_dim=8, window=window) for window in (4, 3)]
+    manager = manager_with(*layers, block_size=2)
+    first = commit_all(manager, manager.allocate(1, [0, 1, 0, 0, 1]))
+    manager.extend(first)
+    manager.commit(first, [0])
+    commit_all(manager, manager.allocate(2, [0, 1, 1, 1, 1, 1]))
+    manager.evict(1)
+    manager.allocate(3, [0, 1, 1, 1, 1])
+    manager.check()
+
+
+def test_pinned_leftovers_of_one_windowed_group_do_not_hide_those_of_another() -> None:
+    layers = [LayerSpec(kv_heads=1, head_dim=8, window=window) for window in (2, 8)]
+    manager = manager_with(*layers, block_size=2, gpu_blocks=40)
+    run_through(manager, "a", [1] * 8)
+    manager.pin([1] * 8)
+    commit_all(manager, manager.allocate("b", [1] * 8 + [2] * 12))  # still reads five blocks
+    pool = manager.stats().pool(tier=Tier.GPU)
+    assert (pool.cached, pool.pinned) == (15, 5)
+    assert manager.evict(100) == 10
+    manager.check()

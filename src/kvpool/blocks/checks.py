@@ -216,8 +216,10 @@ class Checker:
                         self.pinned[index, tier] += int(block in self.cache.pinned_windowed[index])
             for tier in (Tier.HOST, Tier.DISK):
                 for (index, at, block), node in self.published.items():
-                    if index == pool.index and at == tier and self._group_of(node, block, index) == group:
+                    idle = index == pool.index and at == tier and not node.active
+                    if idle and self._group_of(node, block, index) == group:
                         self.idle[index, at] += 1
+                        self.pinned[index, at] += int(node.pins > 0)
 
     def _group_of(self, node: Node, block: int, pool: int) -> int:
         return next(

@@ -67,8 +67,8 @@ class Inspector:
         elif node is None:
             state = BlockState.FREE
         else:
-            windowed = pool.tier == GPU and block_id in self.state.cache.pinned_windowed[pool.index]
-            pinned = windowed if group in self.state.cache.windowed else node.pins > 0
+            by_itself = pool.tier == GPU and group in self.state.cache.windowed
+            pinned = block_id in self.state.cache.pinned_windowed[pool.index] if by_itself else node.pins > 0
             state = BlockState.PINNED if pinned else BlockState.CACHED
         position = None if column is None else column * self.state.block_size
         published = node is not None and not node.detached
@@ -116,17 +116,16 @@ class Inspector:
         held = [ids[ids >= 0] for _, of_group, ids in self._held(pool) if of_group == group]
         referenced = len(np.unique(np.concatenate(held))) if held else 0
         cached = pinned = 0
-        kept = cache.pinned_windowed[pool.index] if pool.tier == GPU else {}
+        kept = cache.pinned_windowed[pool.index]
         for node, of_group in self._runs(pool):
             if of_group != group:
                 continue
-            if group in cache.windowed:
-                ids = node.ids[group]
-                idle = ids[ids >= 0]
-                idle = idle[pool.refs[idle] == 0]
+            ids = node.ids[group][node.ids[group] >= 0]
+            if group in cache.windowed and pool.tier == GPU:
+                idle = ids[pool.refs[ids] == 0]
                 cached += len(idle)
                 pinned += sum(block in kept for block in idle.tolist()) if kept else 0
             elif not node.active:
-                cached += node.num_blocks
-                pinned += node.num_blocks if node.pins else 0
+                cached += len(ids)
+                pinned += len(ids) if node.pins else 0
         return referenced, cached, pinned

@@ -24,7 +24,7 @@ class Pin:
     num_tokens: int
     expires_at: float
     node: Node
-    windowed: list[tuple[int, int]]  # (group, depth) of windowed blocks that are kept as well
+    windowed: list[tuple[int, int]]  # (group, depth) of windowed blocks that are kept as well; below the GPU their run is
 
 
 class Pins:
@@ -35,6 +35,7 @@ class Pins:
         self.cache = state.cache
         self.active = state.pins
         self._ids = itertools.count(1)
+        state.cache.on_pinned_promoted = self._keep_windows
 
     def pinned_tokens(self) -> int:
         """Tokens that pins keep, shared ones counted once."""
@@ -81,14 +82,30 @@ class Pins:
         sinks = min(sink_blocks(spec, size), num_blocks)
         for depth in (*range(sinks), *range(max(start, sinks), num_blocks)):
             node, block = self._block(pin.node, group, depth)
-            if block < 0 or node.tier != Tier.GPU:
-                continue
-            pool = self.cache.pool(group, Tier.GPU)
-            pinned = self.cache.pinned_windowed[pool.index]
-            pinned[block] = pinned.get(block, 0) + 1
-            if pinned[block] == 1 and not pool.refs[block]:
-                self.cache.add_pinned(node.root, pool, 1)
-            pin.windowed.append((group, depth))
+            if block >= 0:
+                pin.windowed.append((group, depth))
+                if node.tier == Tier.GPU:
+                    self._keep(node, group, block)
+
+    def _keep(self, node: Node, group: int, block: int) -> None:
+        """One pin more on a windowed block of the GPU."""
+        pool = self.cache.pool(group, Tier.GPU)
+        pinned = self.cache.pinned_windowed[pool.index]
+        pinned[block] = pinned.get(block, 0) + 1
+        if pinned[block] == 1 and not pool.refs[block]:
+            self.cache.add_pinned(node.root, pool, 1)
+
+    def _keep_windows(self, node: Node) -> None:
+        """A pinned run came to the GPU, where its windowed blocks are kept one by one."""
+        for pin in self.active.values():
+            kept = []
+            for group, depth in pin.windowed:
+                at, block = self._block(pin.node, group, depth)
+                if at is not node or block >= 0:
+                    kept.append((group, depth))
+                if at is node and block >= 0:
+                    self._keep(node, group, block)
+            pin.windowed = kept
 
     def unpin(self, pin: Pin) -> None:
         """Ends a pin; its blocks stay cached and may be evicted again."""
@@ -101,8 +118,9 @@ class Pins:
 
     def _let_go(self, pin: Pin) -> None:
         for group, depth in pin.windowed:
-            _, block = self._block(pin.node, group, depth)
-            self.cache.unpin_windowed(pin.node.root, group, block)
+            node, block = self._block(pin.node, group, depth)
+            if node.tier == Tier.GPU:
+                self.cache.unpin_windowed(pin.node.root, group, block)
         self.cache.unpin_path(pin.node)
 
     def _time_is_up(self, pin: Pin) -> int:

@@ -53,6 +53,7 @@ class PrefixCache(WindowedTree):
         self.leftovers = [deque() for _ in groups]
         self.pinned_windowed = [{} for _ in pools]
         self.pinned_blocks = 0  # positions on pinned paths
+        self.on_pinned_promoted: Callable[[Node], None] = lambda node: None  # told of a pinned run that came to the GPU
         cached_groups = groups[: self.num_cached_groups]
         self.blocks_per_position = [max(1, sum(g.pool == i for g in cached_groups)) for i in range(len(pools))]
         self.find_lower_tiers()
@@ -77,16 +78,15 @@ class PrefixCache(WindowedTree):
         """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several)."""
         before = pool.num_free
         goal = before + num_blocks
-        has_leftovers = self.windowed and pool.tier == GPU
+        leftovers = set(self.windowed) if pool.tier == GPU else set()  # groups that may have some to give
         per_position = self.blocks_per_position[pool.index]
         while pool.num_free < goal:
             victim = self.victim(pool, tenant)
-            leftover = self.oldest_leftover(pool) if has_leftovers else None
-            if leftover is not None and (victim is None or leftover[1].tick <= victim.last_access):
-                if self.evict_leftover(leftover[0], goal - pool.num_free, tenant, reason):
-                    continue
-                if victim is None:
-                    break
+            oldest = self.oldest_leftover(pool, leftovers) if leftovers else None
+            if oldest is not None and (victim is None or oldest[1].tick <= victim.last_access):
+                if not self.evict_leftover(oldest[0], goal - pool.num_free, tenant, reason):
+                    leftovers.discard(oldest[0])  # what it has is pinned or guaranteed to others; another group may have more
+                continue
             if victim is None:
                 break
             length = -(-(goal - pool.num_free) // per_position)
@@ -261,7 +261,7 @@ class PrefixCache(WindowedTree):
             if not node.active:
                 if not node.same_tier_children:
                     node.root.policies[node.tier].remove(node)
-                self._count_pinned(node, node.num_blocks)
+                self._count_pinned(node, 1)
             node = node.parent
 
     def unpin_path(self, node: Node) -> None:
@@ -271,7 +271,7 @@ class PrefixCache(WindowedTree):
                 return
             self.pinned_blocks -= node.num_blocks
             if not node.active:
-                self._count_pinned(node, -node.num_blocks)
+                self._count_pinned(node, -1)
                 self.offer(node)
             node = node.parent
 
@@ -335,37 +335,31 @@ class PrefixCache(WindowedTree):
             node.root.policies[source].remove(node)
             node.entry = None  # the policy of the new tier starts afresh
         if idle:
-            self.count_cached(node, -node.num_blocks)
+            self._count_idle(node, -1)
             if node.pins:
-                self._count_pinned(node, -node.num_blocks)
+                self._count_pinned(node, -1)
+        if ready is None:
+            node.ids = [self._move_ids(node, group, target, kind) for group in range(self.num_cached_groups)]
         if self.events.listening and node.digests:
             self.announce_move(node, source, target)
-        for group in range(self.num_cached_groups):
-            if ready is None:
-                node.ids[group] = self._move_ids(node, group, target, kind)
-            else:
-                self._give_back(node, group)
-                node.ids[group] = ready[group]
+        if ready is not None:
+            for group in range(self.num_cached_groups):
+                self.pool(group, source).give(node.ids[group][node.ids[group] >= 0])
+            node.ids = ready
         if parent is not parent.root and parent.tier == target and self.is_candidate(parent):
             parent.root.policies[target].remove(parent)
         parent.same_tier_children += int(parent.tier == target) - int(parent.tier == source)
         node.tier = target
         node.same_tier_children = sum(c.tier == target for c in node.children.values()) if node.children else 0
         if idle:
-            self.count_cached(node, node.num_blocks)
+            self._count_idle(node, 1)
             if node.pins:
-                self._count_pinned(node, node.num_blocks)
+                self._count_pinned(node, 1)
+        if node.pins and target == GPU:
+            self.on_pinned_promoted(node)
         self.offer(node)
         if parent is not parent.root and parent.tier == source:
             self.offer(parent)
-
-    def _give_back(self, node: Node, group: int) -> None:
-        """Frees a run's blocks of one group on its present tier."""
-        ids = node.ids[group]
-        if group in self.windowed:
-            self.free_windowed(node, group, ids[ids >= 0])
-        else:
-            self.pool(group, node.tier).give(ids)
 
     def _move_ids(self, node: Node, group: int, target: Tier, kind: CopyKind) -> Int32Array:
         source = node.tier
@@ -377,9 +371,8 @@ class PrefixCache(WindowedTree):
         if len(src):
             self.copies.append(CopyOp(kind, group, source, target, src, dst))
         self.pool(group, source).give(src)
-        if group in self.windowed:
-            self.add_cached(node.root, self.pool(group, source), -len(src))
-            self.add_cached(node.root, pool, len(src))
+        if group in self.windowed and GPU in (source, target):  # where windowed blocks count by themselves
+            self.add_cached(node.root, self.pool(group, GPU), len(src) if target == GPU else -len(src))
             if target == GPU and len(src):
                 self.leave_over(group, Leftover(self.tick, node, node.start, node.end - 1))
         if len(src) == len(old):

@@ -230,10 +230,10 @@ class PrefixTree(ABC):
             if node.active > 1 or node is node.root:
                 return
             if node.pins:
-                self._count_pinned(node, -node.num_blocks)
+                self._count_pinned(node, -1)
             elif not node.same_tier_children:
                 node.root.policies[node.tier].remove(node)
-            self.count_cached(node, -node.num_blocks)
+            self._count_idle(node, -1)
             node = node.parent
 
     def release(self, node: Node, used: bool = True) -> None:
@@ -257,12 +257,12 @@ class PrefixTree(ABC):
             if node.detached:
                 self._free_detached(node)
             else:
-                self.count_cached(node, node.num_blocks)
+                self._count_idle(node, 1)
                 if node.ttl is not None:
                     node.expires_at = now + node.ttl
                     self.watch(node)
                 if node.pins:
-                    self._count_pinned(node, node.num_blocks)
+                    self._count_pinned(node, 1)
                 elif not node.same_tier_children:
                     node.root.policies[node.tier].add(node)
             node = parent
@@ -281,10 +281,12 @@ class PrefixTree(ABC):
         node.num_blocks = 0
 
     def free_windowed(self, node: Node, group: int, ids: Int32Array) -> None:
-        """Frees published, unread blocks of a windowed group."""
+        """Frees published, unread blocks of a windowed group; pinned ones only below the GPU, where their run is pinned."""
         pool = self.pool(group, node.tier)
         pool.give(ids)
         self.add_cached(node.root, pool, -len(ids))
+        if node.pins and node.tier != GPU:
+            self.add_pinned(node.root, pool, -len(ids))
 
     # --- counting ----------------------------------------------------------------------------------------------------
 
@@ -308,9 +310,29 @@ class PrefixTree(ABC):
         if root.quota is not None and pool.tier == GPU:
             root.quota.pinned[pool.index] += change
 
+    def _count_idle(self, node: Node, change: int) -> None:
+        """A run became idle (`change` 1) or stopped being so (-1): its blocks that count with it are cached, or not."""
+        self.count_cached(node, change * node.num_blocks)
+        if self.windowed and node.tier != GPU:
+            for pool, num_blocks in self._windowed_below(node):
+                self.add_cached(node.root, pool, change * num_blocks)
+
     def _count_pinned(self, node: Node, change: int) -> None:
+        """An idle run became pinned (`change` 1) or stopped being so (-1)."""
         for index, per_position in self.full_per_pool:
-            self.add_pinned(node.root, self.pools[index][node.tier], change * per_position)
+            self.add_pinned(node.root, self.pools[index][node.tier], change * node.num_blocks * per_position)
+        if self.windowed and node.tier != GPU:
+            for pool, num_blocks in self._windowed_below(node):
+                self.add_pinned(node.root, pool, change * num_blocks)
+
+    def _windowed_below(self, node: Node) -> Iterator[tuple[BlockPool, int]]:
+        """(pool, blocks) of each windowed group of a run below the GPU.
+
+        There they count with their run: nobody reads one of them alone, and they leave together. On the GPU each counts by
+        itself, with the sequences whose window covers it.
+        """
+        for group in self.windowed:
+            yield self.pool(group, node.tier), int((node.ids[group] >= 0).sum())
 
     # --- shape -------------------------------------------------------------------------------------------------------
 

@@ -89,10 +89,10 @@ class WindowedTree(AnnouncedTree):
             if not pool.refs[block]:
                 self.add_pinned(root, pool, -1)
 
-    def oldest_leftover(self, pool: BlockPool) -> tuple[int, Leftover] | None:
-        """The windowed group of this pool whose oldest leftover is the oldest of all, with that leftover."""
+    def oldest_leftover(self, pool: BlockPool, groups: set[int]) -> tuple[int, Leftover] | None:
+        """Which of these windowed groups in this pool has the oldest leftover, with that leftover."""
         best: tuple[int, Leftover] | None = None
-        for group in self.windowed:
+        for group in sorted(groups):
             queue = self.leftovers[group]
             if self.groups[group].pool == pool.index and queue and (best is None or queue[0].tick < best[1].tick):
                 best = (group, queue[0])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +19,9 @@ from torch import Tensor
 from kvpool.engine import rotary
 from kvpool.engine.hook import Attend, AttentionCall, attending, use_kvpool_attention
 from kvpool.engine.self_check import ContiguousAttention, check_against_eager
-from kvpool.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
+from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.paged_spec import AttentionSpec
-from kvpool.layers import DType, LayerSpec
+from kvpool.layers import DType, LayerSpec, show
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _NEEDED_ARGUMENTS = ("position_ids", "logits_to_keep")
@@ -110,6 +112,10 @@ def inspect_model(model: Any) -> ModelShape:
     >>> shape = inspect_model(AutoModelForCausalLM.from_pretrained("path"))  # doctest: +SKIP
     >>> KVCacheConfig(shape.layer_specs(), block_size=16, gpu_blocks=1000)  # doctest: +SKIP
     """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise InvalidArgumentError(f"{show(model)} is no model of transformers (PreTrainedModel)")
     if model.training:
         raise InvalidArgumentError(f"{type(model).__name__} is in training mode: call model.eval() first")
     _refuse_by_declaration(model)
@@ -120,14 +126,31 @@ def inspect_model(model: Any) -> ModelShape:
                 f"{_name(model)} does not compute attention through transformers' AttentionInterface, so no paged cache "
                 "can serve it; a newer release of transformers may have moved it there"
             )
-        shape = _shape_of(model)
-        rotary.freeze(model)
-        check_against_eager(model, forward, shape.max_positions)
+        with _errors_of(model):
+            shape = _shape_of(model)
+            rotary.freeze(model)
+            check_against_eager(model, forward, shape.max_positions)
     except BaseException:
         model.set_attn_implementation(own_attention)
         rotary.thaw(model)
         raise
     return shape
+
+
+@contextmanager
+def _errors_of(model: Any) -> Iterator[None]:
+    """What a model's own code raises becomes one error that says so; its cause is the model's."""
+    try:
+        yield
+    except KVPoolError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise StorageMemoryError(f"{model.device} has no memory to try {_name(model)} on a few tokens: {error}") from error
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0][:200]
+        raise UnsupportedModelError(
+            f"{_name(model)} cannot be run: its own forward raised {type(error).__name__} on a few tokens: {first_line}"
+        ) from error
 
 
 def _refuse_by_declaration(model: Any) -> None:
@@ -142,6 +165,11 @@ def _refuse_by_declaration(model: Any) -> None:
     if model._is_stateful:
         raise UnsupportedModelError(
             f"{_name(model)} keeps a recurrent state: a cache of K and V cannot restore or share it"
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{_name(model)} has no language-model head, so it gives no logits to choose tokens by; load it with "
+            "AutoModelForCausalLM"
         )
     accepted = inspect.signature(model.forward).parameters
     if missing := [name for name in _NEEDED_ARGUMENTS if name not in accepted]:

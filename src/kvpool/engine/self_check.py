@@ -1,10 +1,10 @@
-"""Proves on a short random text that a model run in flattened steps computes what it computes by itself."""
+"""Proves on short random texts that a model run in flattened steps computes what it computes by itself."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,43 +21,71 @@ _TOLERANCE_16_BITS, _CHECKED_16_BITS = 0.2, 0.75
 Forward: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor | None, Attend], Tensor]  # kvpool.engine.inspection.forward
 
 _SHORT_WINDOW = 16
+_NO_LIMIT = 2**17  # the positions that are tried in a model that names no limit
 _SEED = 20
+
+
+class _Text(NamedTuple):
+    """Tokens of the self-check, and the position of the first one."""
+
+    token_ids: Tensor
+    start: int = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
 
 
 def check_against_eager(model: Any, forward: Forward, max_positions: int | None) -> None:
     """UnsupportedModelError unless flattened steps with our attention give the logits of the model's own eager attention.
 
-    Two random texts are computed in two chunks each, in changing order: whatever a model keeps between tokens besides K
-    and V, or mixes between neighbours, shows. One text is twice as long as any window. So that this stays short, windows
-    are narrowed while the check runs, in the mask that the model builds and in what it asks of us alike; a model that
-    keeps its windows where they cannot be found pays with a text as long as they need.
+    Random texts are computed in two chunks each, in changing order: whatever a model keeps between tokens besides K and V,
+    or mixes between neighbours, shows. One text is twice as long as any window. So that this stays short, windows are
+    narrowed while the check runs, in the mask that the model builds and in what it asks of us alike; a model that keeps
+    its windows where they cannot be found pays with a text as long as they need. Two texts lie half way and at the end of
+    the model's positions: what a model does to far tokens only shows there, if it goes by anything but their `position_ids`.
     """
-    with _narrowed(model) as windows:
-        longest = _SHORT_WINDOW + 2 * max([*windows, _longest_window_in_force(model, forward)])
-        lengths = [min(length, max_positions or length) for length in (longest, _SHORT_WINDOW)]
-        texts = _random_texts(model, lengths)
-        got = _flattened_logits(model, forward, texts)
-        expected = _eager_logits(model, texts)
-    whole = got.dtype == torch.float32
+    with _narrowed(model, max_positions) as windows:
+        reach = _longest_window_in_force(model, forward)
+        if max_positions is None or reach < max_positions:  # otherwise it hides nothing, ever
+            windows.append(reach)
+        longest = _SHORT_WINDOW + 2 * max(windows, default=0)
+        near = _random_texts(model, [min(length, max_positions or length) for length in (longest, _SHORT_WINDOW)])
+        last = (max_positions or _NO_LIMIT) - _SHORT_WINDOW
+        far = _random_texts(model, [_SHORT_WINDOW] * 2, [last // 2, last]) if last > 1 else []
+        got = torch.split(_flattened_logits(model, forward, [*near, *far]), [text.length for text in (*near, *far)])
+        expected = _eager_logits(model, [*near, *far])
+    sees_all = "it masks, keeps or mixes something that attention over cached K and V does not see"
+    _require_equal(model, got[: len(near)], expected[: len(near)], sees_all)
+    if far:
+        by_position = f"from position {far[0].start} on it goes by something else than position_ids"
+        _require_equal(model, got[len(near) :], expected[len(near) :], by_position)
+
+
+def _require_equal(model: Any, got: Sequence[Tensor], expected: Sequence[Tensor], reason: str) -> None:
+    whole = got[0].dtype == torch.float32
     tolerance = _TOLERANCE if whole else _TOLERANCE_16_BITS
-    difference = _relative_difference(got, expected).quantile(_CHECKED if whole else _CHECKED_16_BITS).item()
+    differences = _relative_difference(torch.cat(list(got)), torch.cat(list(expected)))
+    difference = differences.quantile(_CHECKED if whole else _CHECKED_16_BITS).item()
     if not difference <= tolerance:  # also when it is not a number
         raise UnsupportedModelError(
             f"{type(model).__name__} ({model.config.model_type}) fails the self-check: its logits in flattened steps differ "
-            f"from those of its own eager attention by {difference:.2g} of their spread (allowed: {tolerance}); it masks, "
-            "keeps or mixes something that attention over cached K and V does not see"
+            f"from those of its own eager attention by {difference:.2g} of their spread (allowed: {tolerance}); {reason}"
         )
 
 
 @contextmanager
-def _narrowed(model: Any) -> Iterator[list[int]]:
-    """Replaces all windows by short ones of the same order, wherever the model's modules and configurations keep them."""
+def _narrowed(model: Any, max_positions: int | None) -> Iterator[list[int]]:
+    """Replaces all windows by short ones of the same order, wherever the model's modules and configurations keep them.
+
+    One as long as any text may get hides nothing and stays: some models mask by a window that they do not tell attention.
+    """
     owners = {id(owner): owner for module in model.modules() for owner in (module, getattr(module, "config", None))}
     found = [
         (owner, name, value)
         for owner in owners.values()
         for name, value in getattr(owner, "__dict__", {}).items()
-        if name.endswith(("window", "window_size")) and type(value) is int and value > 0
+        if name.endswith(("window", "window_size")) and type(value) is int and 0 < value < (max_positions or value + 1)
     ]
     windows = sorted({value for *_, value in found})
     narrow = {window: min(window, _SHORT_WINDOW + 4 * i) for i, window in enumerate(windows)}
@@ -83,38 +111,62 @@ def _longest_window_in_force(model: Any, forward: Forward) -> int:
     return max(windows)
 
 
-def _random_texts(model: Any, lengths: Sequence[int]) -> list[Tensor]:
+def _random_texts(model: Any, lengths: Sequence[int], starts: Sequence[int] = (0, 0)) -> list[_Text]:
     generator = torch.Generator().manual_seed(_SEED)
     vocab_size = model.get_input_embeddings().weight.shape[0]
-    return [torch.randint(vocab_size, (length,), generator=generator).to(model.device) for length in lengths]
+    return [
+        _Text(torch.randint(vocab_size, (length,), generator=generator).to(model.device), start)
+        for length, start in zip(lengths, starts, strict=True)
+    ]
 
 
-def _flattened_logits(model: Any, forward: Forward, texts: Sequence[Tensor]) -> Tensor:
+def _flattened_logits(model: Any, forward: Forward, texts: Sequence[_Text]) -> Tensor:
     """The logits of all texts, one after another, computed in two steps that cut each text at a third."""
     attention = ContiguousAttention()
-    lengths = [len(text) for text in texts]
-    cuts = [length // 3 for length in lengths]
-    heads = torch.cat([text[:cut] for text, cut in zip(texts, cuts, strict=True)])
-    positions = positions_of([0] * len(texts), cuts).to(heads.device)
+    cuts = [text.length // 3 for text in texts]
+    heads = torch.cat([text.token_ids[:cut] for text, cut in zip(texts, cuts, strict=True)])
+    positions = positions_of([text.start for text in texts], cuts).to(heads.device)
     head_logits = forward(model, heads, positions, None, attention.step(dict(enumerate(cuts))))
 
     order = range(len(texts) - 1, -1, -1)
-    rests = {i: lengths[i] - cuts[i] for i in order}
-    tails = torch.cat([texts[i][cuts[i] :] for i in order])
-    positions = positions_of([cuts[i] for i in order], list(rests.values())).to(heads.device)
+    rests = {i: texts[i].length - cuts[i] for i in order}
+    tails = torch.cat([texts[i].token_ids[cuts[i] :] for i in order])
+    positions = positions_of([texts[i].start + cuts[i] for i in order], list(rests.values())).to(heads.device)
     tail_logits = forward(model, tails, positions, None, attention.step(rests))
     parts = zip(torch.split(head_logits, cuts), torch.split(tail_logits, list(rests.values()))[::-1], strict=True)
     return torch.cat([part for pair in parts for part in pair])
 
 
-def _eager_logits(model: Any, texts: Sequence[Tensor]) -> Tensor:
-    """The logits of all texts, one after another, each computed whole by the model itself."""
+def _eager_logits(model: Any, texts: Sequence[_Text]) -> list[Tensor]:
+    """The logits of each text, computed whole by the model itself."""
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            return torch.cat([model(input_ids=text.unsqueeze(0), use_cache=False).logits[0] for text in texts])
+            return [model(input_ids=text.token_ids.unsqueeze(0), **_past_of(model, text)).logits[0] for text in texts]
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
+
+
+def _past_of(model: Any, text: _Text) -> dict[str, Any]:
+    """How `generate` would tell the model where a text begins: by a cache that has seen so many tokens before it.
+
+    The cache holds none of them, as that of a sliding layer does not hold what has left the window.
+    """
+    if not text.start:
+        return {"use_cache": False}
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    class StartsFar(DynamicLayer):  # type: ignore[misc]
+        """Keys and values of the text alone, which begins behind all those tokens."""
+
+        def get_seq_length(self) -> int:
+            return text.start + int(super().get_seq_length())
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return self.get_seq_length() - text.start + query_length, text.start
+
+    num_layers = model.config.get_text_config().num_hidden_layers
+    return {"use_cache": True, "past_key_values": Cache(layers=[StartsFar() for _ in range(num_layers)])}
 
 
 def _relative_difference(got: Tensor, expected: Tensor) -> Tensor:
