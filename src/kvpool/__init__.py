@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kvpool.blocks import node as _node
 from kvpool.blocks.admission import PrefixMatch
 from kvpool.blocks.batch import CSRTable, SequenceBatch
 from kvpool.blocks.compaction import ResizeResult
@@ -20,14 +19,13 @@ from kvpool.guard import PressureChange
 from kvpool.manager import KVCacheManager
 from kvpool.model_config import config_from_hf, layers_from_hf
 from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, PoolStats
+from kvpool.version import __version__, compiled
 
 if TYPE_CHECKING:
     from kvpool.compat import create_kv_cache_manager
 
-__version__ = "0.1.0"
-compiled = not str(_node.__file__).endswith(".py")  # whether the control plane is compiled (see `hatch_build.py`)
-
 __all__ = [
+    "__version__",
     "Admission",
     "AllocStatus",
     "BlockState",

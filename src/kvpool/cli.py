@@ -68,9 +68,9 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
 
 def version_line() -> str:
     """Which kvpool this is: its version, and whether its control plane is compiled."""
-    import kvpool
+    from kvpool.version import __version__, compiled
 
-    return f"kvpool {kvpool.__version__} ({'compiled' if kvpool.compiled else 'pure Python'})"
+    return f"kvpool {__version__} ({'compiled' if compiled else 'pure Python'})"
 
 
 def _not_called() -> None:

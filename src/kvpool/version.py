@@ -1,0 +1,7 @@
+"""Which kvpool this is: its version, and whether its control plane was compiled (see `hatch_build.py`)."""
+
+from kvpool.blocks import node
+
+__version__ = "0.1.0"
+
+compiled = not str(node.__file__).endswith(".py")
