@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.attention import AttentionSpec, PagedBatch
-from kvpool.attention.work import divide_work, max_items
+from kvpool.attention.work import divide_work, max_items, max_partials
 
 SPECS = [
     AttentionSpec(4, 2, 16),
@@ -113,3 +113,40 @@ def test_given_as_many_tiles_as_run_at_once_when_some_are_longer_then_their_item
     work = divide_work(spec, batch, np.arange(count), tile_tokens=1, tile_keys=64, target_items=16)
 
     assert len(work.items) <= max_items(count, 16)
+
+
+@given(
+    st.sampled_from(SPECS),
+    st.lists(st.tuples(st.integers(1, 200), st.integers(0, 3000)), min_size=1, max_size=12),
+    st.integers(1, 40),
+)
+def test_given_room_for_some_partial_results_then_no_batch_leaves_more(
+    spec: AttentionSpec, lengths: list[tuple[int, int]], target_items: int
+) -> None:
+    query_lens = np.array([queries for queries, _ in lengths])
+    kv_lens = np.array([queries + prefix for queries, prefix in lengths])
+    indptr = np.concatenate(([0], np.cumsum(-(-kv_lens // 16))))
+    batch = PagedBatch.build(indptr, np.arange(indptr[-1]), query_lens, kv_lens, block_size=16)
+    num_tiles = int((-(-query_lens // 4)).sum())
+    room = max_partials(spec, num_tiles, target_items)
+
+    work = divide_work(
+        spec, batch, np.arange(len(lengths)), tile_tokens=4, tile_keys=8, target_items=target_items, most_partials=room
+    )
+
+    assert work.num_partials <= room
+    assert len(work.items) <= num_tiles + room
+
+
+def test_given_padding_then_the_keys_of_others_are_divided_as_without_it() -> None:
+    batch = PagedBatch.build(np.arange(61) * 64, np.arange(3840), np.ones(60, int), np.full(60, 1024), block_size=16)
+    padded = batch.padded(96)
+    options = {"tile_tokens": 1, "tile_keys": 32, "target_items": 66}
+
+    alone = divide_work(SPECS[0], batch, np.arange(60), **options)
+    beside = divide_work(SPECS[0], padded, np.arange(61), **options)
+
+    assert padded.num_query_tokens == 96
+    assert np.array_equal(beside.items[: len(alone.items)], alone.items)
+    assert (beside.items[len(alone.items) :, 5:] == [0, 0, -1]).all()
+    assert beside.items[len(alone.items) :, 1].sum() == 36

@@ -53,17 +53,20 @@ class HopperWithoutOne:
         return 0
 
 
-def attend(kind: AttentionSpec, max_sequences: int | None = None) -> None:
-    """Decoding over divided keys, and a chunk of a prompt; or decoding into buffers for so many sequences."""
+def attend(kind: AttentionSpec, max_sequences: int | None = None, max_query_tokens: int | None = None) -> None:
+    """Decoding over divided keys, and a chunk of a prompt; or into buffers: decoding, or both with `max_query_tokens`."""
     backend = object.__new__(TritonBackend)  # its constructor wants a GPU
     AttentionBackend.__init__(backend, torch.device("cpu"))
     backend.num_sms = 132
-    query_lens = [1, 200 if max_sequences is None else 1]
+    query_lens = [1, 1 if max_sequences is not None and max_query_tokens is None else 200]
     batch = PagedBatch.build([0, 125, 150], list(range(150)), query_lens, [2000, 400], block_size=16)
-    buffers = None if max_sequences is None else backend.reserve(kind, max_sequences=max_sequences, max_blocks=150)
+    buffers = None
+    if max_sequences is not None:
+        sizes = {"max_sequences": max_sequences, "max_query_tokens": max_query_tokens, "max_blocks": 150}
+        buffers = backend.reserve(kind, **sizes)
     plan = backend.plan(kind, batch, buffers)
     cache = poisoned_layer(kind, 1, 16, "nhd", "cpu")
-    q = torch.zeros(max_sequences or 201, kind.q_heads, kind.head_dim, dtype=TORCH_DTYPES[kind.dtype])
+    q = torch.zeros(max_query_tokens or max_sequences or 201, kind.q_heads, kind.head_dim, dtype=TORCH_DTYPES[kind.dtype])
     sinks = torch.zeros(kind.q_heads) if kind.sink_logits else None
     backend.run(q, cache, plan, sink_logits=sinks)
 
@@ -99,6 +102,8 @@ def main() -> None:
         write(kind)
     case = "llama, a graph for 256"
     attend(SPECS["llama"], max_sequences=256)
+    case = "llama, a graph for 256 and prompts"
+    attend(SPECS["llama"], max_sequences=256, max_query_tokens=2048)
 
 
 if __name__ == "__main__":

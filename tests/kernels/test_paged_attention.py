@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -127,6 +128,42 @@ def test_given_buffers_for_drafts_then_sequences_may_have_several_queries() -> N
 
 
 @interpreted
+@pytest.mark.parametrize("options", [{}, {"window": 20, "sink_tokens": 3}, {"sink_logits": True}], ids=str)
+def test_given_buffers_for_mixed_steps_then_decode_and_chunks_are_right_and_the_rows_behind_are_zero(
+    options: dict[str, object],
+) -> None:
+    kind = spec(2, 1, 16, **options)
+    backend = TritonBackend(CPU)
+    buffers = backend.reserve(kind, max_sequences=4, max_query_tokens=80, max_blocks=64)
+
+    for queries, keys in (((1, 1, 70), (90, 33, 75)), ((1,), (40,)), ((9, 1, 1, 30), (9, 5, 70, 60)), ((80,), (80,))):
+        built = Case("step", kind, queries, keys).build()
+        q = torch.randn(80, 2, 16)
+        q[: sum(queries)] = built.q
+        plan = backend.plan(kind, built.batch, buffers)
+        out = torch.full((80, 2, 16), torch.nan)
+        backend.run(q, built.cache, plan, sink_logits=built.sink_logits, out=out)
+        built.check(out[: sum(queries)])
+        assert not out[sum(queries) :].any()
+
+
+@interpreted
+def test_given_buffers_beside_larger_ones_then_they_share_the_memory_of_partial_results() -> None:
+    backend = TritonBackend(CPU)
+    large = backend.reserve(spec(), max_sequences=8, max_query_tokens=64, max_blocks=64)
+    small = backend.reserve(spec(), max_sequences=4, max_query_tokens=32, max_blocks=64, beside=large)
+    decode = backend.reserve(spec(), max_sequences=4, max_blocks=64, beside=large)
+    other = backend.reserve(spec(window=9), max_sequences=4, max_blocks=64, beside=large)
+
+    def memory(buffers: Any) -> list[int]:
+        return [launch.partials.values.data_ptr() for launch in buffers.launches]
+
+    assert memory(small) == memory(large)
+    assert memory(decode) == memory(large)[:1]
+    assert memory(other) != memory(large)[:1]
+
+
+@interpreted
 @pytest.mark.parametrize("heads", [4, 6])
 def test_given_buffers_for_many_sequences_then_several_heads_are_merged_together(heads: int) -> None:
     kind = spec(heads, 2, 16, sink_logits=True)
@@ -155,6 +192,40 @@ def test_given_a_batch_beyond_its_buffers_then_it_is_refused() -> None:
 def test_given_heads_that_fit_no_tile_then_the_backend_says_so() -> None:
     with pytest.raises(UnsupportedAttentionError, match="heads of 2048 elements"):
         TritonBackend(CPU).require(spec(head_dim=2048))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"sink_logits": True}], ids=str)
+def test_given_a_captured_mixed_step_when_it_is_replayed_for_other_batches_then_each_replay_is_right(
+    options: dict[str, object],
+) -> None:
+    kind = spec(8, 2, 128, dtype=DType.BFLOAT16, kv_dtype=DType.BFLOAT16, **options)
+    backend = TritonBackend(torch.device("cuda"))
+    buffers = backend.reserve(kind, max_sequences=16, max_query_tokens=512, max_blocks=512)
+    first = Case("capture", kind, (1, 1, 300, 9), (900, 200, 900, 70), seed=1).build("cuda")
+    q, out = (torch.zeros(512, 8, 128, device="cuda").bfloat16() for _ in range(2))
+    cache = first.cache._replace(k=torch.empty_like(first.cache.k), v=torch.empty_like(first.cache.v))
+    sinks = None if first.sink_logits is None else torch.empty_like(first.sink_logits)
+    plan = backend.plan(kind, first.batch, buffers)
+    backend.run(q, cache, plan, sink_logits=sinks, out=out)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        backend.run(q, cache, plan, sink_logits=sinks, out=out)
+
+    shapes = (((1, 200, 1), (300, 500, 33)), ((512,), (512,)), ((1, 1), (700, 9)), ((3, 40), (60, 40)))
+    for seed, (queries, keys) in enumerate(shapes):
+        built = Case("replay", kind, queries, keys, seed=seed).build("cuda")
+        blocks = built.cache.k.shape[0]
+        assert blocks <= cache.k.shape[0]
+        cache.k[:blocks], cache.v[:blocks] = built.cache.k, built.cache.v
+        if sinks is not None:
+            sinks.copy_(built.sink_logits)
+        backend.plan(kind, built.batch, buffers)
+        q[: sum(queries)] = built.q
+        out.fill_(torch.nan)
+        graph.replay()
+        built.check(out[: sum(queries)])
+        assert not out[sum(queries) :].any()
 
 
 @pytest.mark.gpu

@@ -95,9 +95,18 @@ class AttentionBackend(ABC):
         """Attention of `q` [tokens, query heads, head dim] over one layer: [tokens, query heads, v dim]."""
 
     def reserve(
-        self, spec: AttentionSpec, *, max_sequences: int, max_blocks: int, max_query_tokens: int | None = None
+        self,
+        spec: AttentionSpec,
+        *,
+        max_sequences: int,
+        max_blocks: int,
+        max_query_tokens: int | None = None,
+        beside: PlanBuffers | None = None,
     ) -> PlanBuffers:
-        """Buffers for plans of up to so many sequences, queries (default: one each) and listed blocks."""
+        """Buffers for plans of up to so many sequences, queries (default: one each) and listed blocks.
+
+        `beside` names buffers whose plans never run at the same time as these: scratch memory is shared with them.
+        """
         raise UnsupportedAttentionError(
             f"the {self.name} backend cannot be captured in CUDA graphs; use triton or flashinfer"
         )

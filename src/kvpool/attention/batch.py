@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,6 +107,19 @@ class PagedBatch:
 
     def __len__(self) -> int:
         return len(self.query_lens)
+
+    def padded(self, num_query_tokens: int) -> PagedBatch:
+        """With as many queries, the ones behind the batch as a sequence without keys: attention gives zeros for them."""
+        missing = num_query_tokens - self.num_query_tokens
+        if not missing:
+            return self
+        return replace(
+            self,
+            indptr=np.append(self.indptr, self.indptr[-1:]),
+            query_lens=np.append(self.query_lens, missing),
+            kv_lens=np.append(self.kv_lens, 0),
+            gaps=np.append(self.gaps, 0),
+        )
 
     @property
     def num_query_tokens(self) -> int:

@@ -132,9 +132,15 @@ class FlashInferBackend(AttentionBackend):
         return next((feature for feature, wanted in unknown.items() if wanted), None)
 
     def reserve(
-        self, spec: AttentionSpec, *, max_sequences: int, max_blocks: int, max_query_tokens: int | None = None
+        self,
+        spec: AttentionSpec,
+        *,
+        max_sequences: int,
+        max_blocks: int,
+        max_query_tokens: int | None = None,
+        beside: PlanBuffers | None = None,
     ) -> PlanBuffers:
-        """Fixed buffers for decode: one query a sequence."""
+        """Fixed buffers for decode: one query a sequence. The workspace is that of all plans."""
         self.require(spec)
         if (max_query_tokens or max_sequences) != max_sequences:
             raise UnsupportedAttentionError(

@@ -135,9 +135,19 @@ class ChoosingBackend(AttentionBackend):
         return plan.backend.run(q, cache, plan, sink_logits=sink_logits, out=out)
 
     def reserve(
-        self, spec: AttentionSpec, *, max_sequences: int, max_blocks: int, max_query_tokens: int | None = None
+        self,
+        spec: AttentionSpec,
+        *,
+        max_sequences: int,
+        max_blocks: int,
+        max_query_tokens: int | None = None,
+        beside: PlanBuffers | None = None,
     ) -> PlanBuffers:
         """Buffers of the backend that plans `spec` for CUDA graphs."""
         return self.choose(spec, graphs=True).reserve(
-            spec, max_sequences=max_sequences, max_blocks=max_blocks, max_query_tokens=max_query_tokens
+            spec,
+            max_sequences=max_sequences,
+            max_blocks=max_blocks,
+            max_query_tokens=max_query_tokens,
+            beside=beside,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.batch import Int32Array, Int64Array, PagedBatch
-from kvpool.attention.work import Work, divide_work, max_items
+from kvpool.attention.work import Work, divide_work, max_items, max_partials
 from kvpool.errors import UnsupportedAttentionError
 from kvpool.kernels.current_device import current
 from kvpool.kernels.layer_cache import LayerCache
@@ -41,6 +41,16 @@ class _Launch(NamedTuple):
     partials: Partials | None
 
 
+class _Room(NamedTuple):
+    """How much one launch of fixed size has room for."""
+
+    shape: TileShape
+    tile_tokens: int
+    items: int
+    tiles: int  # whose keys are divided
+    partials: int
+
+
 class _TritonPlan(AttentionPlan):
     def __init__(
         self, backend: AttentionBackend, spec: AttentionSpec, num_query_tokens: int, block_size: int, indices: Tensor
@@ -51,7 +61,7 @@ class _TritonPlan(AttentionPlan):
 
 
 class _TritonBuffers(PlanBuffers):
-    """One launch of fixed size: every query is a tile of its own where there is one query a sequence."""
+    """Launches of fixed size: every query is a tile of its own; where sequences may have many, those have larger tiles."""
 
     def __init__(
         self,
@@ -60,17 +70,30 @@ class _TritonBuffers(PlanBuffers):
         max_sequences: int,
         max_query_tokens: int,
         max_blocks: int,
+        beside: PlanBuffers | None,
     ) -> None:
         super().__init__(spec, max_sequences, max_query_tokens, max_blocks)
-        self.shape = backend.tile_shape(spec, short=True)
-        self.tile_tokens = 1 if max_query_tokens <= max_sequences else backend.tile_tokens(spec, self.shape)
-        self.max_tiles = min(max_query_tokens, max_sequences + -(-max_query_tokens // self.tile_tokens))
-        self.max_items = max_items(self.max_tiles, backend.target_items(spec, self.shape, self.tile_tokens))
-        sizes = [self.max_items * ITEM_FIELDS, self.max_tiles * TILE_FIELDS, max_blocks]
-        self.memory = torch.zeros(sum(sizes), dtype=torch.int32, device=backend.device)
-        items, tiles, self.indices = torch.split(self.memory, sizes)
-        self.items, self.tiles = items.view(-1, ITEM_FIELDS), tiles.view(-1, TILE_FIELDS)
-        self.partials = backend.partials(spec, self.max_items, self.tile_tokens)
+        rooms = [backend.room(spec, max_query_tokens, max_sequences, short=True)]
+        if max_query_tokens > max_sequences:
+            rooms.append(backend.room(spec, max_query_tokens, max_sequences, short=False))
+        sizes = [size for room in rooms for size in (room.items * ITEM_FIELDS, room.tiles * TILE_FIELDS)]
+        self.memory = torch.zeros(sum(sizes) + max_blocks, dtype=torch.int32, device=backend.device)
+        *parts, self.indices = torch.split(self.memory, [*sizes, max_blocks])
+        self.rooms = rooms
+        self.launches: list[_Launch] = []
+        for number, room in enumerate(rooms):
+            items, tiles = parts[2 * number].view(-1, ITEM_FIELDS), parts[2 * number + 1].view(-1, TILE_FIELDS)
+            partials = self._partials_of(beside, number, room) or backend.partials(spec, room.partials, room.tile_tokens)
+            self.launches.append(_Launch(room.shape, room.tile_tokens, items, tiles, partials))
+
+    def _partials_of(self, other: PlanBuffers | None, number: int, room: _Room) -> Partials | None:
+        """Memory of other buffers for the partial results of a launch, where they have enough."""
+        if not isinstance(other, _TritonBuffers) or other.spec != self.spec or number >= len(other.rooms):
+            return None
+        there, partials = other.rooms[number], other.launches[number].partials
+        if partials is None or there.tile_tokens != room.tile_tokens or there.partials < room.partials:
+            return None
+        return Partials(*(tensor[: room.partials] for tensor in partials))
 
 
 class TritonBackend(AttentionBackend):
@@ -123,11 +146,29 @@ class TritonBackend(AttentionBackend):
         return Partials(torch.empty(*rows, spec.v_dim, **options), torch.empty(rows, **options))  # type: ignore[call-overload]
 
     def reserve(
-        self, spec: AttentionSpec, *, max_sequences: int, max_blocks: int, max_query_tokens: int | None = None
+        self,
+        spec: AttentionSpec,
+        *,
+        max_sequences: int,
+        max_blocks: int,
+        max_query_tokens: int | None = None,
+        beside: PlanBuffers | None = None,
     ) -> PlanBuffers:
         """Fixed buffers; sized for one query a sequence unless `max_query_tokens` says otherwise."""
         self.require(spec)
-        return _TritonBuffers(self, spec, max_sequences, max_query_tokens or max_sequences, max_blocks)
+        return _TritonBuffers(self, spec, max_sequences, max_query_tokens or max_sequences, max_blocks, beside)
+
+    def room(self, spec: AttentionSpec, max_query_tokens: int, max_sequences: int, *, short: bool) -> _Room:
+        """What a launch needs for any batch of such a size: single queries (`short`), or longer runs of them."""
+        shape = self.tile_shape(spec, short=short)
+        if short:  # all of the queries, or one for each sequence and one that stands behind them
+            tiles, tile_tokens = min(max_query_tokens, max_sequences + 1), 1
+            count = max_items(tiles, self.target_items(spec, shape, tile_tokens))
+            return _Room(shape, tile_tokens, count, tiles, count)
+        tile_tokens = self.tile_tokens(spec, shape)
+        tiles = min(max_sequences, max_query_tokens // 2) + 1 + max_query_tokens // tile_tokens
+        partials = max_partials(spec, tiles, self.target_items(spec, shape, tile_tokens))
+        return _Room(shape, tile_tokens, tiles + partials, min(tiles, partials // 2), partials)
 
     def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:
         """Divides the work and copies it to the device, asynchronously; nothing waits for the GPU."""
@@ -178,26 +219,45 @@ class TritonBackend(AttentionBackend):
         return out
 
     def _divide(
-        self, spec: AttentionSpec, batch: PagedBatch, rows: Int64Array, shape: TileShape, tile_tokens: int
+        self,
+        spec: AttentionSpec,
+        batch: PagedBatch,
+        rows: Int64Array,
+        shape: TileShape,
+        tile_tokens: int,
+        most_partials: int | None = None,
     ) -> Work:
         target = self.target_items(spec, shape, tile_tokens)
-        return divide_work(spec, batch, rows, tile_tokens=tile_tokens, tile_keys=shape.keys, target_items=target)
+        return divide_work(
+            spec,
+            batch,
+            rows,
+            tile_tokens=tile_tokens,
+            tile_keys=shape.keys,
+            target_items=target,
+            most_partials=most_partials,
+        )
 
     def _plan_into(self, buffers: _TritonBuffers, batch: PagedBatch) -> AttentionPlan:
         buffers.check(buffers.spec, batch)
-        work = self._divide(buffers.spec, batch, np.arange(len(batch)), buffers.shape, buffers.tile_tokens)
+        batch = batch.padded(buffers.max_query_tokens)
         num_blocks = int(batch.indptr[-1])
-        sizes = [buffers.items.numel(), buffers.tiles.numel()]
-        host = self._host(sum(sizes) + num_blocks)
+        fixed = len(buffers.memory) - len(buffers.indices)
+        host = self._host(fixed + num_blocks)
         target = host.numpy()
-        target[: sum(sizes)] = 0  # items and tiles that are not used have no queries
-        target[: work.items.size] = work.items.ravel()
-        target[sizes[0] : sizes[0] + work.tiles.size] = work.tiles.ravel()
-        target[sum(sizes) :] = batch.indices[:num_blocks]
+        target[:fixed] = 0  # items and tiles that are not used have no queries
+        target[fixed:] = batch.indices[:num_blocks]
+        single = batch.query_lens == 1
+        rows = [np.arange(len(batch))] if len(buffers.rooms) == 1 else [np.flatnonzero(single), np.flatnonzero(~single)]
+        at = 0
+        for room, chosen in zip(buffers.rooms, rows, strict=True):
+            work = self._divide(buffers.spec, batch, chosen, room.shape, room.tile_tokens, room.partials)
+            for array, size in ((work.items, room.items * ITEM_FIELDS), (work.tiles, room.tiles * TILE_FIELDS)):
+                target[at : at + array.size] = array.ravel()
+                at += size
         buffers.memory[: len(host)].copy_(host, non_blocking=True)
         plan = _TritonPlan(self, buffers.spec, buffers.max_query_tokens, batch.block_size, buffers.indices)
-        launch = _Launch(buffers.shape, buffers.tile_tokens, buffers.items, buffers.tiles, buffers.partials)
-        plan.launches.append(launch)
+        plan.launches.extend(buffers.launches)
         return plan
 
     def _send(self, arrays: list[Int32Array]) -> list[Tensor]:

@@ -32,11 +32,13 @@ def divide_work(
     tile_tokens: int,
     tile_keys: int,
     target_items: int,
+    most_partials: int | None = None,
 ) -> Work:
     """Work for sequences `rows`, whose queries go `tile_tokens` to a tile.
 
     Keys are divided in multiples of `tile_keys`, so that about `target_items` items run at once; each tile has at least
-    one. A tile with sink tokens before its window has one more for these.
+    one. A tile with sink tokens before its window has one more for these. There is room for `most_partials` partial results;
+    None, or `max_partials` of them: for any.
     """
     num_tiles = -(-batch.query_lens[rows] // tile_tokens)
     row = np.repeat(rows, num_tiles)
@@ -56,8 +58,12 @@ def divide_work(
     items[:, 7] = -1
 
     lengths = key_end - key_start
-    share = tile_keys * _shares(-(-lengths // tile_keys), target_items, max(1, _SHORTEST_KEYS // tile_keys))
-    ranges = np.maximum(1, -(-lengths // share))
+    with_keys = np.flatnonzero(lengths)  # the others (padding) have an item that gives zeros, and no part in the dividing
+    units = -(-lengths[with_keys] // tile_keys)
+    ranges = np.ones(len(row), np.int64)
+    ranges[with_keys] = -(-units // _shares(units, target_items, max(1, _SHORTEST_KEYS // tile_keys)))
+    if most_partials is not None and _num_partials(ranges + (sinks > 0)) > most_partials:
+        ranges[with_keys] = -(-units // _equal_share(units, target_items))
     tiles, num_partials = np.empty((0, TILE_FIELDS), np.int32), 0
     counts = ranges + (sinks > 0)
     split = np.flatnonzero(counts > 1)
@@ -90,6 +96,15 @@ def _split(items: Int32Array, counts: Int64Array, sinks: Int64Array, step: Int64
 def max_items(num_tiles: int, target_items: int) -> int:
     """The most items that up to `num_tiles` tiles are divided into."""
     return 2 * num_tiles + target_items * (1 if num_tiles < target_items else _WAVES)
+
+
+def max_partials(spec: AttentionSpec, num_tiles: int, target_items: int) -> int:
+    """How many partial results there must be room for, so that up to `num_tiles` tiles can be divided into equal shares."""
+    return _WAVES * target_items + (2 * num_tiles if spec.sink_tokens else 0)
+
+
+def _num_partials(counts: Int64Array) -> int:
+    return int(counts[counts > 1].sum())
 
 
 def _shares(units: Int64Array, target_items: int, fewest: int) -> Int64Array:
