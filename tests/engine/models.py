@@ -73,6 +73,8 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "glm4": dict(head_dim=16),
     "granitemoe": dict(num_local_experts=4, num_experts_per_tok=2, attention_multiplier=0.4),
     "nemotron": {},
+    "ministral3": dict(head_dim=16, sliding_window=None),
+    "phimoe": dict(num_local_experts=4, num_experts_per_tok=2),
 }
 
 REFUSED: dict[str, dict[str, Any]] = {

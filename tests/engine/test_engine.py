@@ -249,6 +249,13 @@ def test_given_settings_that_would_have_no_effect_then_they_are_refused(options:
         make_engine(**options)
 
 
+@pytest.mark.parametrize("longest", [513, None])
+def test_given_sequences_past_the_models_positions_then_they_are_refused(longest: int | None) -> None:
+    with pytest.raises(ConfigError, match="is over the 512 positions of the model; lower it"):
+        make_engine(cache={"max_seq_len": longest})
+    make_engine(cache={"max_seq_len": 100}).close()
+
+
 def test_given_penalties_then_the_output_is_that_of_transformers() -> None:
     reference = tiny_model("llama")
     prompts = prompts_of([12, 25])

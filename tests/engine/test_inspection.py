@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import torch
-from models import REFUSED, SUPPORTED, WINDOW, random_prompt, tiny_model
+from models import REFUSED, SUPPORTED, WINDOW, random_prompt, tiny_config, tiny_model
+from transformers import LlamaModel
 
 from kvpool.engine import self_check
 from kvpool.engine.hook import AttentionCall
@@ -55,6 +58,8 @@ EXPECTED = {
     "glm4": (GQA, GQA),
     "granitemoe": (like(GQA, scale=0.4), like(GQA, scale=0.4)),
     "nemotron": (GQA, GQA),
+    "ministral3": (GQA, GQA),
+    "phimoe": (GQA, GQA),
 }
 REASONS = {
     "llama4_text": "layers of type chunked_attention",
@@ -137,7 +142,7 @@ def test_a_model_that_slides_without_saying_so_fails_the_self_check() -> None:
 
 @pytest.mark.parametrize("window", [5, WINDOW, 300, 4096])
 def test_a_window_off_by_one_fails_the_self_check_however_long_it_is(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model("gemma3_text", sliding_window=window)
+    model = tiny_model("gemma3_text", sliding_window=window, max_position_embeddings=2**13)
     inspect_model(model)
     honest = self_check._causal_attention
 
@@ -200,6 +205,81 @@ def test_a_window_that_cannot_be_narrowed_is_crossed_by_a_longer_text() -> None:
 def test_a_learned_limit_of_positions_bounds_the_self_check() -> None:
     shape = inspect_model(tiny_model("gpt2", n_positions=6))
     assert shape.max_positions == 6
+
+
+# --- far positions -------------------------------------------------------------------------------------------------
+
+
+def far_scaled_llama4(**settings: Any) -> Any:
+    """Llama 4 with full layers: beyond `floor_scale` tokens its queries grow with the place in the row, not the position."""
+    full = dict(layer_types=["full_attention"] * 2, no_rope_layers=[1, 0], attn_temperature_tuning=True)
+    return tiny_model("llama4_text", **{**full, "max_position_embeddings": 2**20, **settings})
+
+
+def test_a_model_that_counts_far_tokens_by_itself_is_refused_with_the_reason() -> None:
+    with pytest.raises(UnsupportedModelError, match="at position 524280 or 1048560 it goes by something else"):
+        inspect_model(far_scaled_llama4())
+
+
+@pytest.mark.parametrize(
+    "settings", [dict(attn_temperature_tuning=False), dict(max_position_embeddings=8191), dict(no_rope_layers=[1, 1])]
+)
+def test_the_same_model_is_accepted_where_it_never_does_so(settings: dict[str, Any]) -> None:
+    assert inspect_model(far_scaled_llama4(**settings)).family == "llama4_text"
+
+
+def test_queries_that_grow_with_position_ids_are_accepted_at_any_distance() -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "llama_4_scaling_beta": 0.5}
+    settings = dict(head_dim=16, max_position_embeddings=2**18, sliding_window=None)
+    model = tiny_model("ministral3", rope_parameters={**rope, "original_max_position_embeddings": 64}, **settings)
+    inspect_model(model)
+    prompt = random_prompt(200)
+    got = forward(model, prompt, torch.arange(200), None, ContiguousAttention().step({0: 200}))
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(got, model(input_ids=prompt[None], use_cache=False).logits[0], rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_without_a_limit_of_positions_is_tried_far_out_too() -> None:
+    model = far_scaled_llama4()
+    del model.config.max_position_embeddings
+    with pytest.raises(UnsupportedModelError, match="goes by something else than position_ids"):
+        inspect_model(model)
+
+
+@pytest.mark.parametrize("window", [512, 600])
+def test_a_window_as_long_as_the_longest_text_hides_nothing_and_is_accepted(window: int) -> None:
+    """phimoe masks by a window that it does not tell its attention function."""
+    shape = inspect_model(tiny_model("phimoe", sliding_window=window))
+    assert [layer.window for layer in shape.layers] == [None, None]
+    assert inspect_model(tiny_model("gemma3_text", sliding_window=window)).layers[0].window == window
+
+
+def test_a_shorter_window_that_attention_is_not_told_of_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="fails the self-check"):
+        inspect_model(tiny_model("phimoe", sliding_window=511))
+
+
+# --- what a model raises or lacks ----------------------------------------------------------------------------------
+
+
+def test_what_a_models_own_forward_raises_is_one_error_with_its_cause() -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp = None
+    with pytest.raises(UnsupportedModelError, match=r"its own forward raised TypeError .*'NoneType'") as caught:
+        inspect_model(model)
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert "\n" not in str(caught.value)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_without_a_head_is_refused_for_that() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"LlamaModel \(llama\) has no language-model head"):
+        inspect_model(LlamaModel(tiny_config("llama")).eval())
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"Linear\(.*\) is no model of transformers"):
+        inspect_model(torch.nn.Linear(2, 2))
 
 
 # --- rotary embeddings that change with length -----------------------------------------------------------------------

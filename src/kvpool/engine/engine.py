@@ -111,6 +111,7 @@ class Engine:
             if kv_blocks is None and kv_bytes is None:
                 kv_bytes = kv_budget(self.model, self.shape, where, memory_fraction, config)
             fields: dict[str, Any] = {"max_seq_len": self.shape.max_positions, **(cache or {})}
+            _refuse_longer_than(self.shape.max_positions, fields["max_seq_len"])
             if host_bytes:
                 fields["host_bytes"] = host_bytes
             self.config = KVCacheConfig(layers, block_size, gpu_blocks=kv_blocks, gpu_bytes=kv_bytes, **fields)
@@ -352,6 +353,12 @@ def _refuse_what_belongs_elsewhere(cache: Mapping[str, Any] | None, tokenizer: A
         raise ConfigError(f"cache={{{name!r}: ...}} is for the engine to say: give it block_size, kv_blocks or kv_bytes")
     if isinstance(tokenizer, (str, Path)):
         raise ConfigError(f"tokenizer={show(str(tokenizer))} is a name; load it: AutoTokenizer.from_pretrained(...)")
+
+
+def _refuse_longer_than(max_positions: int | None, max_seq_len: object) -> None:
+    """Refuses sequences past the model's positions: its frequencies may change there, its windows act, its tables end."""
+    if max_positions is not None and (max_seq_len is None or (isinstance(max_seq_len, int) and max_seq_len > max_positions)):
+        raise ConfigError(f"max_seq_len={show(max_seq_len)} is over the {max_positions} positions of the model; lower it")
 
 
 def _scheduler_config(given: SchedulerConfig | None, draft_tokens: int) -> SchedulerConfig:
