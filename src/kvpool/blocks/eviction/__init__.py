@@ -6,11 +6,12 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from kvpool.blocks.eviction.adaptive import ARCPolicy, TwoQueuePolicy
-from kvpool.blocks.eviction.base import EvictionPolicy, KeyedPolicy, Run
+from kvpool.blocks.eviction.base import EvictionPolicy, KeyedPolicy
 from kvpool.blocks.eviction.clock import ClockPolicy, SievePolicy
 from kvpool.blocks.eviction.cost import CostAwarePolicy
 from kvpool.blocks.eviction.hazard import AdaptivePolicy
 from kvpool.blocks.eviction.keyed import FIFOPolicy, LFUPolicy, LRUPolicy, PriorityPolicy
+from kvpool.blocks.eviction.run import Run
 from kvpool.blocks.eviction.s3fifo import S3FIFOPolicy
 from kvpool.errors import InvalidArgumentError
 

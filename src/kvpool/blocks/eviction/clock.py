@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvpool.blocks.eviction.base import Run
 from kvpool.blocks.eviction.queues import RunQueue
 from kvpool.blocks.eviction.remembering import Record, RememberingPolicy
+from kvpool.blocks.eviction.run import Run
 
 
 class ClockPolicy(RememberingPolicy):

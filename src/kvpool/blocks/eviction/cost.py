@@ -5,8 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import ClassVar
 
-from kvpool.blocks.eviction.base import KeyedPolicy, Run
+from kvpool.blocks.eviction.base import KeyedPolicy
 from kvpool.blocks.eviction.queues import KEY
+from kvpool.blocks.eviction.run import Run
 from kvpool.errors import InvalidArgumentError
 
 _MAX_CHECKPOINTS = 4096

@@ -15,9 +15,10 @@ from collections import OrderedDict, defaultdict
 from heapq import heapify, heappop, heappush
 from typing import Any, ClassVar
 
-from kvpool.blocks.eviction.base import EvictionPolicy, Run
+from kvpool.blocks.eviction.base import EvictionPolicy
 from kvpool.blocks.eviction.experience import BIN_OF_AGE, DEPTH_PART, MAX_AGE, NUM_KINDS, SIZE_PART, Experience
 from kvpool.blocks.eviction.queues import BLOCKS, KEY, RUN, START, Item, RunQueue
+from kvpool.blocks.eviction.run import Run
 
 EPOCHS_PER_CACHE = 32  # the cache turns over once in so many epochs
 GHOSTS_PER_CACHE = 4  # blocks remembered of runs that have left, in caches

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvpool.blocks.eviction.base import KeyedPolicy, Run
+from kvpool.blocks.eviction.base import KeyedPolicy
+from kvpool.blocks.eviction.run import Run
 
 
 class LRUPolicy(KeyedPolicy):

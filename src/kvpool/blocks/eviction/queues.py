@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from kvpool.blocks.eviction.base import Run
+from kvpool.blocks.eviction.run import Run
 
 Key = int | float | tuple[Any, ...]
 Item = list[Any]  # [key, -start, created, serial, run or None once discarded, blocks]: a list, so that C compares it

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from kvpool.blocks.eviction.base import EvictionPolicy, Run
+from kvpool.blocks.eviction.base import EvictionPolicy
 from kvpool.blocks.eviction.queues import BLOCKS, GhostList, Item, Key, RunQueue
+from kvpool.blocks.eviction.run import Run
 
 
 class Record:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvpool.blocks.eviction.base import Run
 from kvpool.blocks.eviction.queues import GhostList, RunQueue
 from kvpool.blocks.eviction.remembering import GhostPolicy, Record
+from kvpool.blocks.eviction.run import Run
 from kvpool.errors import InvalidArgumentError
 
 _MAX_CREDIT = 3

@@ -1,0 +1,38 @@
+"""A cached run of blocks as eviction policies see it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Run(Protocol):
+    """A cached run of blocks as policies see it. Policies read these attributes and write only `entry`."""
+
+    entry: Any  # belongs to the policy that holds the run; None at first
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    @property
+    def start(self) -> int:
+        """Depth of the first block below the root, in blocks."""
+
+    @property
+    def created(self) -> int:
+        """Serial of insertion into the cache; both parts of a split run keep it."""
+
+    @property
+    def last_access(self) -> int:
+        """Logical tick of the last use; never newer than the parent's."""
+
+    @property
+    def hits(self) -> int:
+        """How many requests reused the run since it was inserted."""
+
+    @property
+    def priority(self) -> int:
+        """Retention priority, 0 (goes first) to 100."""
+
+    @property
+    def fingerprint(self) -> int:
+        """Identity of the content: the same when the run was evicted and computed again."""
