@@ -366,7 +366,7 @@ class Maintenance:
     def check(self) -> None:
         """Proves every invariant or raises `InvariantError` naming what is broken. Slow: for tests and doubts."""
         with self._guard:
-            Checker(self._state, self._admissions).run()
+            Checker(self._state, self._admissions, self._pins).run()
 
     # --- events ------------------------------------------------------------------------------------------------------
 

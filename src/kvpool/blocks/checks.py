@@ -9,6 +9,7 @@ import numpy as np
 from kvpool.blocks.admission import Admissions
 from kvpool.blocks.groups import sink_blocks
 from kvpool.blocks.node import Node
+from kvpool.blocks.pins import Pins
 from kvpool.blocks.pool import BlockPool
 from kvpool.blocks.state import CacheState
 from kvpool.config import Tier
@@ -18,11 +19,12 @@ from kvpool.errors import InvariantError
 class Checker:
     """One pass over the whole state. Owners of every block are collected here and compared with the pools' books."""
 
-    def __init__(self, state: CacheState, admissions: Admissions) -> None:
+    def __init__(self, state: CacheState, admissions: Admissions, pins: Pins) -> None:
         self.state = state
         self.cache = state.cache
         self.rows = state.rows
         self.admissions = admissions
+        self.pins = pins
         self.nodes = list(self.cache.nodes())
         for node in self.nodes:
             self.cache.sync(node)
@@ -184,7 +186,7 @@ class Checker:
             tip = self.rows.tips[row]
             assert tip is not None
             active[tip] += 1
-        for pin in self.state.pins.values():
+        for pin in self.pins.active.values():
             if not pin.node.detached:
                 pins[pin.node] += 1
         for node in sorted(self.nodes, key=lambda n: -n.start):

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from dataclasses import dataclass
+from typing import Any, TypeAlias, overload
 
 from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.node import Node
 from kvpool.blocks.retention import Retention
+from kvpool.blocks.rows import SequenceRows
 from kvpool.errors import UnknownRequestError
 from kvpool.stats import HandleStats
 
-if TYPE_CHECKING:
-    from kvpool.blocks.rows import SequenceRows
-    from kvpool.blocks.swapping import SwappedBlocks
+Rows: TypeAlias = SequenceRows[Node, "KVCacheHandle"]
 
 
 class BlockTable(Sequence["int | None"]):
@@ -49,6 +50,13 @@ class BlockTable(Sequence["int | None"]):
         return f"BlockTable({self._ids})"
 
 
+@dataclass(slots=True)
+class SwappedBlocks:
+    """Where a swapped-out sequence keeps its data: host block ids per group and column, -1 where there is none."""
+
+    ids: list[Int32Array]
+
+
 class KVCacheHandle:
     """One live sequence: made by `allocate` or `fork`, used with the manager's verbs, ended by `free`.
 
@@ -77,7 +85,7 @@ class KVCacheHandle:
         "ttl",
     )
 
-    def __init__(self, rows: SequenceRows, request_id: Hashable, scope: ReuseScope) -> None:
+    def __init__(self, rows: Rows, request_id: Hashable, scope: ReuseScope) -> None:
         self._rows = rows
         self.request_id = request_id
         self.scope = scope

@@ -33,7 +33,7 @@ class Pins:
     def __init__(self, state: CacheState) -> None:
         self.state = state
         self.cache = state.cache
-        self.active = state.pins
+        self.active: dict[int, Pin] = {}
         self._ids = itertools.count(1)
         state.cache.on_pinned_promoted = self._keep_windows
 

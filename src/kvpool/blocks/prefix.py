@@ -39,7 +39,7 @@ class PrefixCache(WindowedTree):
         block_size: int,
         groups: tuple[LayerGroup, ...],
         pools: list[list[BlockPool]],
-        rows: SequenceRows,
+        rows: SequenceRows[Node, Any],
         new_policy: Callable[[], EvictionPolicy],
         counters: Counters,
         clock: Callable[[], float],

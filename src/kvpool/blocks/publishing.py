@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvpool.blocks.handle import KVCacheHandle
+from kvpool.blocks.handle import KVCacheHandle, Rows
 from kvpool.blocks.node import Node
 from kvpool.blocks.pool import GPU
 from kvpool.blocks.prefix import PrefixCache
-from kvpool.blocks.rows import SequenceRows
 
 _NOBODY: list[int] = []
 
@@ -23,7 +22,7 @@ class Publisher:
     follow whoever publishes them first, so a block never has two owners.
     """
 
-    def __init__(self, cache: PrefixCache, rows: SequenceRows) -> None:
+    def __init__(self, cache: PrefixCache, rows: Rows) -> None:
         self.cache = cache
         self.rows = rows
         self.block_size = cache.block_size
@@ -131,7 +130,7 @@ class Publisher:
                 self.publish(row)
 
     def _open(self, row: int, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
-        node = self.cache.new_child(tip, key, handle)
+        node = self.cache.new_child(tip, key, handle.serial, handle.ttl, handle.session)
         node.active = 1  # the row held the tip directly; now it does so through this node
         node.open_row = row
         self.rows.tips[row] = node
@@ -148,7 +147,7 @@ class Publisher:
         row = readers[0]
         handle = rows.handles[row]
         assert handle is not None
-        node = cache.new_child(tip, key, handle)
+        node = cache.new_child(tip, key, handle.serial, handle.ttl, handle.session)
         node.num_blocks = last - first
         node.tokens = rows.ids_between(row, first * size, last * size)
         # The same ids in every row, but for windowed blocks that some of them have given up.

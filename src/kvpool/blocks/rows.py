@@ -9,22 +9,35 @@ writes in one operation, and move to `history` when the matrix row is full or so
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from kvpool.blocks.arrays import BoolArray, Int32Array, Int64Array, as_count
 from kvpool.blocks.groups import is_cross, is_windowed, visible
-from kvpool.blocks.node import Node
 from kvpool.config import LayerGroup
-
-if TYPE_CHECKING:
-    from kvpool.blocks.handle import KVCacheHandle
 
 RECENT_TOKENS = 128
 
 
-class SequenceRows:
+class PathNode(Protocol):
+    """What a row reads of the nodes on its path: the tokens that it does not keep itself."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def tokens(self) -> Int32Array: ...
+    @property
+    def parent(self) -> PathNode: ...
+    @property
+    def root(self) -> PathNode: ...
+
+
+TipT = TypeVar("TipT", bound=PathNode)  # the deepest node that a sequence holds
+HandleT = TypeVar("HandleT")  # a live sequence as its user sees it; rows only remember whose they are
+
+
+class SequenceRows(Generic[TipT, HandleT]):
     """The struct of arrays behind all live sequences. Lengths are in tokens, `num_blocks` in blocks."""
 
     def __init__(
@@ -52,13 +65,13 @@ class SequenceRows:
         self.is_open: BoolArray = np.zeros(num_rows, np.bool_)  # its tip is an open node of its own
         self.shared: BoolArray = np.zeros(num_rows, np.bool_)  # blocks that it will write may have a second reader
         self.tables: list[Int32Array] = [np.full((num_rows, num_columns), -1, np.int32) for _ in range(num_groups)]
-        self.tips: list[Node | None] = [None] * num_rows
+        self.tips: list[TipT | None] = [None] * num_rows
         self.history: list[Int32Array] = [np.empty(0, np.int32)] * num_rows
         self.following: dict[int, int] = {}  # forks that share blocks another one published, up to this many tokens
         self.history_start = [
             0
         ] * num_rows  # position of a history's first id; those before are read from the row's path
-        self.handles: list[KVCacheHandle | None] = [None] * num_rows
+        self.handles: list[HandleT | None] = [None] * num_rows
         self.serial = 0  # grows with every sequence
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
@@ -73,7 +86,7 @@ class SequenceRows:
     def live_rows(self) -> list[int]:
         return [row for row, handle in enumerate(self.handles) if handle is not None]
 
-    def new_row(self, handle: KVCacheHandle, num_blocks: int) -> int:
+    def new_row(self, handle: HandleT, num_blocks: int) -> int:
         """A cleared row with room for `num_blocks` in its tables."""
         if not self._free_rows:
             self._grow_rows()
@@ -194,7 +207,7 @@ class SequenceRows:
     def path_ids(self, row: int, stop: int) -> Int32Array:
         """The first `stop` ids of a row as the nodes of its path hold them."""
         parts: list[Int32Array] = []
-        node = self.tips[row]
+        node: PathNode | None = self.tips[row]
         assert node is not None
         while node is not node.root:
             first = node.start * self.block_size

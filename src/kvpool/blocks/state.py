@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.copies import CopyOp
 from kvpool.blocks.eviction import EvictionPolicy
-from kvpool.blocks.handle import KVCacheHandle
+from kvpool.blocks.handle import KVCacheHandle, Rows
 from kvpool.blocks.pool import GPU, BlockPool
 from kvpool.blocks.prefix import PrefixCache
 from kvpool.blocks.publishing import Publisher
@@ -18,9 +18,6 @@ from kvpool.config import KVCacheConfig, Tier
 from kvpool.errors import NeverFitsError, OutOfBlocksError, SequenceStateError, UnknownRequestError
 from kvpool.events import EventLog
 from kvpool.stats import Counters
-
-if TYPE_CHECKING:
-    from kvpool.blocks.pins import Pin
 
 LOCAL_TIERS = (GPU, Tier.HOST, Tier.DISK)
 
@@ -68,9 +65,8 @@ class CacheState:
         self.counters = Counters()
         self.copies: list[CopyOp] = []
         self.requests: dict[Hashable, KVCacheHandle] = {}
-        self.pins: dict[int, Pin] = {}
         columns = 128 if config.max_seq_len is None else min(1024, -(-config.max_seq_len // config.block_size))
-        self.rows = SequenceRows(self.groups, config.block_size, num_columns=max(columns, 1))
+        self.rows: Rows = SequenceRows(self.groups, config.block_size, num_columns=max(columns, 1))
         self.pools: list[list[BlockPool]] = [
             [BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in LOCAL_TIERS] for spec in config.pools
         ]

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.copies import CopyKind, CopyOp
-from kvpool.blocks.handle import KVCacheHandle
+from kvpool.blocks.handle import KVCacheHandle, SwappedBlocks
 from kvpool.blocks.node import Node
 from kvpool.blocks.sequences import Sequences
 from kvpool.blocks.state import Admission, AllocStatus, CacheState, common_tenant
 from kvpool.blocks.tree import Match
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError
-
-
-@dataclass(slots=True)
-class SwappedBlocks:
-    """Where a swapped-out sequence keeps its data: host block ids per group and column, -1 where there is none."""
-
-    ids: list[Int32Array]
 
 
 class Swapping:

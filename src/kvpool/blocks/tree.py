@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.calendar import NEVER, Calendar
 from kvpool.blocks.eviction import EvictionPolicy
 from kvpool.blocks.groups import is_cross, is_windowed
-from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope, chain_digests, root_digest
 from kvpool.blocks.node import Node, Root
 from kvpool.blocks.pool import GPU, BlockPool
@@ -61,7 +60,7 @@ class PrefixTree(ABC):
         block_size: int,
         groups: tuple[LayerGroup, ...],
         pools: list[list[BlockPool]],
-        rows: SequenceRows,
+        rows: SequenceRows[Node, Any],
         new_policy: Callable[[], EvictionPolicy],
         counters: Counters,
         clock: Callable[[], float],
@@ -340,15 +339,15 @@ class PrefixTree(ABC):
         """Whether the eviction policy has this node: an unread, unpinned leaf of its tier."""
         return not (node.active or node.pins or node.same_tier_children or node is node.root or node.detached)
 
-    def new_child(self, parent: Node, key: bytes, publisher: KVCacheHandle) -> Node:
-        """An empty node below `parent` for what a sequence publishes, not yet counted anywhere."""
+    def new_child(self, parent: Node, key: bytes, published_by: int, ttl: float | None, session: str | None) -> Node:
+        """An empty node below `parent` for what the sequence numbered `published_by` publishes, not yet counted anywhere."""
         self.counters.nodes_created += 1
         node = Node(parent, key, parent.start + parent.num_blocks, self.counters.nodes_created, self.now)
         node.last_access = self.tick
-        node.ttl = publisher.ttl
-        node.published_by = publisher.serial
-        if publisher.session is not None:
-            self.tag_session(node, publisher.session)
+        node.ttl = ttl
+        node.published_by = published_by
+        if session is not None:
+            self.tag_session(node, session)
         return node
 
     def tag_session(self, node: Node, session: str) -> None:
