@@ -148,8 +148,9 @@ class KVCacheManager(Maintenance):
 
         Give the prompt's `tokens`, or only `num_tokens` when reuse is not wanted. `reserve` limits the places taken now
         (chunked prefill: `extend` before each further chunk); `lookahead` adds places for draft tokens; `cross_tokens` are
-        the encoder's. `retention` and `ttl` say how long what it computes should stay cached; `session` names it for
-        `invalidate`. Raises `OutOfBlocksError` (`NeverFitsError` if the pool is too small) and changes nothing.
+        the encoder's, whose input `scope.encoder` must name if blocks are to be shared. `retention` and `ttl` say how long
+        what it computes should stay cached; `session` names it for `invalidate`. Raises `OutOfBlocksError`
+        (`NeverFitsError` if the pool is too small) and changes nothing.
         """
         ids, places = self._request(tokens, num_tokens, reserve)
         if lookahead or cross_tokens or type(lookahead) is not int or type(cross_tokens) is not int:
@@ -171,7 +172,7 @@ class KVCacheManager(Maintenance):
             handle.ttl = ttl if ttl is not None else self.config.default_ttl
             handle.session = session
             handle.encoder_tokens = cross_tokens
-            handle.publishes = self.config.enable_prefix_caching
+            handle.publishes = self.config.enable_prefix_caching and (not cross_tokens or scope.encoder != "")
             self._sequences.allocate(handle, ids, places, lookahead, cross_tokens)
             return handle
 

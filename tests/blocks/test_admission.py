@@ -106,6 +106,54 @@ def test_cross_tokens_need_blocks_of_their_group() -> None:
     assert manager.get_num_free_blocks() == 8
 
 
+def test_given_two_encoder_inputs_without_keys_then_their_decoders_share_nothing() -> None:
+    # The decoder's keys and values depend on what the encoder read, which no token of the prompt tells.
+    manager = make_manager(FULL, CROSS, gpu_blocks=32)
+    prompt = list(range(12))
+    first = manager.allocate("one audio", prompt, cross_tokens=4)
+    manager.commit(first)
+    assert manager.can_allocate(prompt, cross_tokens=4).num_cached_tokens == 0
+    assert manager.can_allocate(prompt, cross_tokens=4, wait_for_prefix=True)
+    assert manager.allocate("another audio", prompt, cross_tokens=4).num_cached_tokens == 0
+    assert manager.match_prefix(prompt).num_tokens == 0
+    assert manager.allocate("no audio", prompt).num_cached_tokens == 0
+    assert not manager.store_last_logits(first, "logits")
+    manager.check()
+    for handle in manager.handles:
+        manager.free(handle)
+    assert manager.get_num_free_blocks() == 32
+
+
+def test_given_equal_encoder_keys_then_decoders_share_and_others_do_not() -> None:
+    manager = make_manager(FULL, CROSS, gpu_blocks=32)
+    prompt = list(range(12))
+    for name, key, cached_tokens in (("a", "audio 1", 0), ("b", "audio 1", 11), ("c", "audio 2", 0), ("d", "", 0)):
+        handle = manager.allocate(name, prompt, cross_tokens=4, scope=ReuseScope(encoder=key))
+        assert handle.num_cached_tokens == cached_tokens
+        manager.commit(handle)
+    assert manager.match_prefix(prompt, ReuseScope(encoder="audio 2")).num_tokens == 11
+    manager.check()
+
+
+def test_given_prompts_without_an_encoder_in_a_model_that_has_one_then_they_share_as_ever() -> None:
+    manager = make_manager(FULL, CROSS, gpu_blocks=32)
+    prompt = cached(manager, 12)
+    assert manager.allocate("again", prompt).num_cached_tokens == 11
+    assert manager.allocate("with audio", prompt, cross_tokens=4).num_cached_tokens == 0
+
+
+def test_given_a_fork_of_a_request_with_an_unnamed_encoder_then_it_publishes_nothing_either() -> None:
+    manager = make_manager(FULL, CROSS, gpu_blocks=32)
+    parent = manager.allocate("parent", list(range(4)), cross_tokens=4)
+    manager.commit(parent)
+    [child] = manager.fork(parent, "child")
+    manager.extend(child, 4)
+    manager.commit(child, [9, 9, 9, 9])
+    manager.free(parent)
+    manager.free(child)
+    assert manager.stats().num_cached_runs == 0
+
+
 def test_cross_tokens_for_a_model_without_cross_attention_are_refused_by_both() -> None:
     manager = make_manager()
     for ask in (lambda: manager.can_allocate([1], cross_tokens=4), lambda: manager.allocate("a", [1], cross_tokens=4)):

@@ -22,6 +22,7 @@ scopes = st.builds(
     adapter=text,
     weights=text,
     multimodal=st.lists(st.tuples(text, st.integers(0, 2**70)), max_size=3).map(tuple),
+    encoder=text,
 )
 
 
@@ -42,6 +43,8 @@ def test_digests_of_the_wire_format_never_change() -> None:
     fields = [b"t", "é".encode(), b"", b"ff", b"12"]
     message = b"kvpool scope 1\0" + b"".join(struct.pack("<Q", len(field)) + field for field in fields)
     assert root_digest(scope) == hashlib.sha256(message).digest()
+    heard = ReuseScope("t", "é", "", (("ff", 12),), encoder="audio")
+    assert root_digest(heard) == hashlib.sha256(message + struct.pack("<Q", 5) + b"audio").digest()
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=24), st.integers(1, 5), st.integers(0, 24))

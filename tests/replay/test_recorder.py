@@ -182,3 +182,17 @@ def test_given_a_broken_or_foreign_file_then_a_recording_is_refused(tmp_path: Pa
         replay_recording(tmp_path / "other")
     with pytest.raises(InvalidArgumentError, match="max_bytes"):
         TraceRecorder(tmp_path / "t", max_bytes=0)
+
+
+def test_given_named_and_unnamed_encoder_inputs_when_replayed_then_the_same_decoders_share(tmp_path: Path) -> None:
+    layers = [LayerSpec(kv_heads=1, head_dim=8), LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)]
+    manager = KVCacheManager(KVCacheConfig(layers, 4, gpu_blocks=64))
+    path = tmp_path / "live.kvtrace"
+    with TraceRecorder(path).attach(manager):
+        for number, key in enumerate(("one", "", "one", "", "two")):
+            scope = ReuseScope(encoder=key)
+            handle = manager.allocate(number, range(12), cross_tokens=4, scope=scope)
+            manager.commit(handle)
+            manager.free(handle)
+    assert sum(manager.stats().hit_tokens.values()) == 11
+    assert replay_recording(path).hit_tokens == manager.stats().hit_tokens

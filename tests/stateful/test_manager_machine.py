@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -231,6 +232,9 @@ class ManagerMachine(RuleBasedStateMachine):
                 other.scope,
             )
         known = bool(named)
+        if self.cross and cross and named % 2:  # a named encoder input; the decoders of unnamed ones share nothing
+            scope = replace(scope, encoder="audio")
+        shares = not self.cross or not cross or bool(scope.encoder)
         options: dict[str, Any] = {"scope": scope, "lookahead": lookahead}
         if reserve is not None:
             options["reserve"] = min(reserve + 1, len(tokens))
@@ -238,7 +242,7 @@ class ManagerMachine(RuleBasedStateMachine):
             options["cross_tokens"] = cross
         described: dict[str, Any] = {"tokens": tokens} if known else {"num_tokens": len(tokens)}
         cached = cached_blocks(self.manager)
-        match = self.unchanged(lambda: self.manager.match_prefix(tokens, scope)) if known else None
+        match = self.unchanged(lambda: self.manager.match_prefix(tokens, scope)) if known and shares else None
         answer = self.unchanged(lambda: self.manager.can_allocate(**described, **options))
         name = f"r{next(self.names)}"
         admitted, handle = self.attempt(
@@ -262,7 +266,7 @@ class ManagerMachine(RuleBasedStateMachine):
         present = len(tokens) if known and hit == len(tokens) - 1 and (scope, tuple(tokens)) in cached else hit
         seq = Sequence(
             handle, scope, tokens[:hit], tokens[:] if known else [], reserved, hit, len(tokens) if known else 0,
-            self.config.enable_prefix_caching, options.get("cross_tokens", 0), name, present=present,
+            self.config.enable_prefix_caching and shares, options.get("cross_tokens", 0), name, present=present,
         )  # fmt: skip
         self.live[name] = seq
         self.write_cross(seq)

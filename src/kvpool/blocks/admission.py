@@ -249,7 +249,7 @@ class Admissions:
     ) -> Plan:
         """Matches a request and counts what it takes; `num_tokens` places are reserved, plus `lookahead`."""
         match, logits = NO_MATCH, None
-        if tokens is not None:
+        if tokens is not None and (not cross_tokens or scope.encoder):  # an encoder's unnamed input is like no other
             match, logits = self.best_match(tokens, scope)
         if not cross_tokens and self.state.is_simple and (not match.path or match.path[-1].tier == GPU):
             size = self.state.block_size

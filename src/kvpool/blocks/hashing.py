@@ -26,7 +26,9 @@ class ReuseScope:
     """What must be equal, besides the tokens, before one request may reuse the blocks of another.
 
     `tenant` isolates tenants from each other, `adapter` names a LoRA, `weights` a version of the model. `multimodal`
-    lists the inputs behind placeholder tokens as (content hash, token offset); their order counts.
+    lists the inputs behind placeholder tokens as (content hash, token offset); their order counts. `encoder` names the
+    input of an encoder by its content: a decoder's keys and values depend on it, so requests with `cross_tokens` and no
+    such name share nothing.
 
     >>> ReuseScope(adapter="sql-lora") == ReuseScope(adapter="sql-lora")
     True
@@ -38,9 +40,11 @@ class ReuseScope:
     adapter: str = ""
     weights: str = ""
     multimodal: tuple[tuple[str, int], ...] = ()
+    encoder: str = ""
 
     def __post_init__(self) -> None:
-        for name, value in (("tenant", self.tenant), ("adapter", self.adapter), ("weights", self.weights)):
+        for name in ("tenant", "adapter", "weights", "encoder"):
+            value = getattr(self, name)
             if not isinstance(value, str):
                 raise InvalidArgumentError(f'ReuseScope.{name} must be a string ("" = none), got {value!r}')
         if not isinstance(self.multimodal, tuple):
@@ -66,6 +70,8 @@ def root_digest(scope: ReuseScope) -> bytes:
     fields = [scope.tenant, scope.adapter, scope.weights]
     for content_hash, offset in scope.multimodal:
         fields += (content_hash, str(offset))
+    if scope.encoder:  # an even number of fields: no scope without an encoder has that
+        fields.append(scope.encoder)
     message = bytearray(_SCOPE_TAG)
     for field in fields:
         # surrogatepass: every Python string has an encoding, and no two share one

@@ -179,8 +179,9 @@ def _scope(numbers: list[int] | None) -> ReuseScope:
     """A scope like the recorded one: equal numbers give equal scopes and tenants."""
     if numbers is None:
         return ReuseScope()
-    tenant, scope = numbers
-    return ReuseScope(tenant=f"tenant {tenant}" if tenant else "", adapter=f"scope {scope}")
+    tenant, scope, *encoder = numbers
+    name = f"scope {scope}"
+    return ReuseScope(tenant=f"tenant {tenant}" if tenant else "", adapter=name, encoder=name if encoder else "")
 
 
 def replay_recording(path: str | Path, policy: str | None = None) -> CacheStats:

@@ -147,10 +147,11 @@ class RecordingWriter:
         return None if name is None else self._names.setdefault((kind, name), len(self._names))
 
     def _scope(self, scope: ReuseScope) -> list[int | None] | None:
-        """(tenant, scope) as numbers; None for the default."""
+        """(tenant, scope) as numbers, and a 1 behind them if it names an encoder's input; None for the default."""
         if scope == ReuseScope():
             return None
-        return [self._number("tenant", scope.tenant), self._scopes.setdefault(scope, len(self._scopes))]
+        numbers = [self._number("tenant", scope.tenant), self._scopes.setdefault(scope, len(self._scopes))]
+        return [*numbers, 1] if scope.encoder else numbers
 
     def _serials(self, handles: Handles) -> list[int] | None:
         """The sequences of an operation; None for the same ones as in the last line that named more than one."""
