@@ -671,3 +671,112 @@ def test_pinned_leftovers_of_one_windowed_group_do_not_hide_those_of_another() -
     assert (pool.cached, pool.pinned) == (15, 5)
     assert manager.evict(100) == 10
     manager.check()
+
+
+def forget(manager: KVCacheManager, how: str, prefix: list[int]) -> None:
+    """Invalidates what begins with `prefix`, each in its way."""
+    if how == "prefix":
+        manager.invalidate(prefix)
+    elif how == "scope":
+        manager.invalidate(scope=ReuseScope())
+    elif how == "session":
+        manager.invalidate(session="s")
+    else:
+        manager.reset_prefix_cache()
+    manager.check()
+
+
+HOW = pytest.mark.parametrize("how", ["prefix", "scope", "session", "reset"])
+
+
+@HOW
+@pytest.mark.parametrize("layers", [(FULL,), (FULL, LayerSpec(kv_heads=1, head_dim=8, window=8))])
+def test_what_a_request_copied_before_an_invalidation_is_not_published(layers: tuple[LayerSpec, ...], how: str) -> None:
+    manager = manager_with(*layers, gpu_blocks=40)
+    commit_all(manager, manager.allocate("a", [1, 2, 3, 4], session="s"))
+    handle = manager.allocate("b", [1, 2, 3, 9])
+    assert handle.num_cached_tokens == 3
+    (child,) = manager.fork(handle, "c")
+    forget(manager, how, [1, 2, 3, 4])
+    for live in (handle, child):
+        manager.commit(live)
+        manager.check()
+        assert manager.match_prefix([1, 2, 3, 9, 5]).num_tokens == 0
+        manager.extend(live, 5)
+        manager.commit(live, [5, 6, 7, 8, 9])
+        manager.free(live)
+        manager.check()
+    assert manager.match_prefix([1, 2, 3, 9, 5]).num_tokens == 0
+
+
+@HOW
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("written", [0, 3])
+def test_what_a_request_wrote_or_computes_during_an_invalidation_is_not_published(
+    how: str, swapped: bool, written: int
+) -> None:
+    manager = manager_with(host_blocks=8)
+    handle = manager.allocate("a", [1, 2, 3, 4, 5], session="s")  # nothing is cached, so nothing can be detached
+    manager.commit(handle, written)
+    if swapped:
+        manager.swap_out(handle)
+    forget(manager, how, [1, 2, 3, 4])
+    assert not manager.match_prefix([1, 2, 3, 4]).in_flight
+    if swapped:
+        manager.swap_in(handle)
+    manager.commit(handle)
+    manager.free(handle)
+    manager.check()
+    assert manager.match_prefix([1, 2, 3, 4, 5]).num_tokens == 0
+
+
+def test_an_invalidation_leaves_requests_alone_that_hold_nothing_of_it() -> None:
+    manager = manager_with(gpu_blocks=40)
+    others = [
+        manager.allocate("another prefix", [9, 2, 3, 4], session="t"),
+        manager.allocate("not yet there", [1, 2, 3, 4], session="t"),
+        manager.allocate("another scope", [1, 2, 3, 4, 5, 6, 7, 8], scope=ReuseScope(tenant="t"), session="t"),
+    ]
+    manager.invalidate([1, 2, 3, 4, 5, 6, 7, 8])
+    manager.invalidate(session="s")
+    manager.invalidate(scope=ReuseScope(tenant="s"))
+    for handle in others:
+        commit_all(manager, handle)
+        assert manager.match_prefix([*handle.token_ids.tolist(), 0], handle.scope).num_tokens == len(handle.token_ids)
+
+
+def test_a_request_that_falls_silent_hands_over_what_it_was_computing() -> None:
+    manager = manager_with(gpu_blocks=40)
+    manager.allocate("a", [1] * 8, session="s")
+    manager.allocate("b", [1] * 8)
+    assert "'a'" in manager.can_allocate([1] * 8, wait_for_prefix=True).reason
+    manager.invalidate(session="s")
+    manager.check()
+    assert "'b'" in manager.can_allocate([1] * 8, wait_for_prefix=True).reason
+
+
+def test_a_silent_request_goes_on_without_ids() -> None:
+    manager = manager_with(gpu_blocks=40)
+    handle = commit_all(manager, manager.allocate("a", [1] * 9))
+    manager.reset_prefix_cache()
+    manager.extend(handle, 8)
+    manager.commit(handle, 8)
+    manager.check()
+    manager.free(handle)
+    manager.check()
+
+
+@HOW
+def test_logits_are_forgotten_with_the_block_that_their_prompt_ends_in(how: str) -> None:
+    manager = manager_with(gpu_blocks=40)
+    manager.allocate("other", [7] * 5)  # so that the scope stays in use
+    handle = manager.allocate("a", [1, 2], session="s")
+    manager.commit(handle)
+    manager.store_last_logits(handle, "old")
+    manager.extend(handle, 2)
+    manager.commit(handle, [3, 4])
+    assert manager.match_prefix([1, 2]).last_logits == "old"
+    forget(manager, how, [1, 2, 3, 4])
+    manager.free(handle)
+    run_through(manager, "b", [1, 2, 3, 4])
+    assert manager.match_prefix([1, 2]).last_logits is None

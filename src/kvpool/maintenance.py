@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from kvpool.blocks.compaction import Compaction, ResizeResult
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.blocks.inspection import Inspector, KVCacheBlock
-from kvpool.blocks.node import Node
+from kvpool.blocks.invalidation import Invalidation
 from kvpool.blocks.pins import Pin, Pins
 from kvpool.blocks.pool import BlockPool
 from kvpool.blocks.quota import Quota
@@ -37,6 +37,7 @@ class Maintenance:
     _guard: Guard
     _admissions: Admissions
     _pins: Pins
+    _invalidation: Invalidation
     _compaction: Compaction
     events: EventLog
 
@@ -152,7 +153,8 @@ class Maintenance:
         """Removes cached content that must not be reused: below a prefix, in a scope, or made by a session.
 
         `prefix` (with `scope`, default scope otherwise) removes what follows its last full block match, that block
-        included. Live requests keep their blocks and go on; they publish nothing more. Returns the blocks removed.
+        included. Live requests that hold or compute some of it keep their blocks and go on; they publish nothing more.
+        Returns the blocks removed.
         """
         given = [prefix is not None or scope is not None, session is not None]
         if sum(given) != 1:
@@ -161,55 +163,22 @@ class Maintenance:
             raise InvalidArgumentError(f"session must be a string, got {session!r}")
         if scope is not None:
             check_scope(scope)
+        ids = None if prefix is None else as_token_array(prefix, "prefix")
         with self._guard:
-            cache = self._state.cache
             if session is not None:
-                nodes = sorted(cache.sessions.get(session, ()), key=lambda n: (n.start, n.created))
-                scopes = {node.root.scope for node in nodes}
-                self._silence_swapped(lambda handle: handle.session == session or handle.scope in scopes)
-            elif prefix is not None:
-                nodes = self._nodes_from(as_token_array(prefix, "prefix"), scope or DEFAULT_SCOPE)
-                self._silence_swapped(lambda handle: handle.scope == (scope or DEFAULT_SCOPE))
-            else:
-                assert scope is not None
-                self._silence_swapped(lambda handle: handle.scope == scope)
-                root = cache.roots.get(scope)
-                nodes = list(root.children.values()) if root is not None and root.children else []
-            return self._detach(nodes, EvictionReason.INVALIDATED)
-
-    def _nodes_from(self, tokens: Any, scope: ReuseScope) -> list[Node]:
-        """The node that starts at the last block of a prefix, cut free from what comes before it."""
-        cache, size = self._state.cache, self._state.block_size
-        last = len(tokens) // size - 1
-        match = cache.match(scope, tokens, partial=False)
-        if last < 0 or match.num_blocks <= last:
-            return []
-        node = match.path[-1]
-        if node.start < last:
-            cache.split(node, last - node.start)
-        return [node]
-
-    def _detach(self, nodes: Sequence[Node], reason: EvictionReason) -> int:
-        self._pins.void(nodes)
-        removed = sum(self._state.cache.detach(node, reason) for node in nodes if not node.detached)
-        self._admissions.forget_detached()
-        return removed
-
-    def _silence_swapped(self, affected: Callable[[KVCacheHandle], bool]) -> None:
-        """Swapped-out requests may hold copies of what is removed: they publish nothing more when they come back."""
-        for handle in self._state.requests.values():
-            if handle.swapped is not None and affected(handle):
-                handle.publishes = False
+                return self._invalidation.of_session(session)
+            if ids is not None:
+                return self._invalidation.below_prefix(ids, scope or DEFAULT_SCOPE)
+            assert scope is not None
+            return self._invalidation.in_scope(scope)
 
     def reset_prefix_cache(self) -> int:
-        """Forgets everything cached, on all tiers, also under live requests. Returns the blocks removed."""
+        """Forgets everything cached, on all tiers, also under live requests. Returns the blocks removed.
+
+        What live requests have computed so far, and what they go on to compute with it, is not published either.
+        """
         with self._guard:
-            self._silence_swapped(lambda handle: True)
-            nodes = [n for root in self._state.cache.roots.values() for n in (root.children or {}).values()]
-            removed = self._detach(nodes, EvictionReason.RESET)
-            for root in list(self._state.cache.roots.values()):
-                root.logits = None
-            return removed
+            return self._invalidation.everything()
 
     # --- tiers -------------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from kvpool.blocks.copies import CopyOp
 from kvpool.blocks.eviction import EvictionPolicy, make_policy
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.invalidation import Invalidation
 from kvpool.blocks.pins import Pins
 from kvpool.blocks.retention import Retention
 from kvpool.blocks.rewinding import Rewinding
@@ -99,6 +100,7 @@ class KVCacheManager(Maintenance):
         self._swapping = Swapping(self._state, self._sequences)
         self._compaction = Compaction(self._state)
         self._pins = Pins(self._state)
+        self._invalidation = Invalidation(self._state, self._admissions, self._pins)
 
     # --- admission ---------------------------------------------------------------------------------------------------
 

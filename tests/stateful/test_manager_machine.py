@@ -190,9 +190,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.note_silenced()
 
     def note_silenced(self) -> None:
-        """Swapped requests that hold invalidated data stop publishing."""
+        """Requests that hold invalidated data stop publishing."""
         for seq in self.live.values():
-            seq.publishes = seq.publishes and (seq.handle.publishes or not seq.swapped)
+            seq.publishes = seq.publishes and seq.handle.publishes
 
     # --- admission ---------------------------------------------------------------------------------------------------
 

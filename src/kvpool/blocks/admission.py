@@ -113,7 +113,7 @@ class Admissions:
         self.state.cache.sync(node)
         while node is not node.root and node.start >= blocks:
             node = node.parent
-        if node.detached or node.end < blocks:
+        if node.end < blocks:
             return False
         self.has_logits = True
         if node.logits is None:
@@ -210,7 +210,7 @@ class Admissions:
         if tip.open_row != row:  # otherwise it ends with what is committed
             self.state.cache.sync(tip)
             start = tip.end * size
-        if handle.publishes and not tip.detached and rows.known.item(row) - start >= size:
+        if handle.publishes and rows.known.item(row) - start >= size:
             self.track_block(handle, tip, rows.ids_between(row, start, start + size).tobytes())
 
     def track_block(self, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
@@ -234,13 +234,6 @@ class Admissions:
                 continue
             if other.inflight is None and other.swapped is None and tips[other.row] is place[0]:
                 self.track(other.row)
-
-    def forget_detached(self) -> None:
-        """Nobody can find blocks below a detached node: stop announcing them as in flight."""
-        for (tip, _), row in list(self.in_flight.items()):
-            handle = self.state.rows.handles[row]
-            if tip.detached and handle is not None:
-                self.untrack(handle)
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 

@@ -67,6 +67,7 @@ class KVCacheHandle:
     __slots__ = (
         "_rows",
         "_stats",
+        "copied_sessions",
         "encoder_tokens",
         "family",
         "inflight",
@@ -93,6 +94,7 @@ class KVCacheHandle:
         self.retention: Retention | None = None
         self.ttl: float | None = None
         self.session: str | None = None
+        self.copied_sessions: tuple[str, ...] = ()  # whose published blocks it copied the beginning of
         self.publishes = True
         self.encoder_tokens = 0
         self.num_prompt_tokens = 0

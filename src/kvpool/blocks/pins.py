@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvpool.blocks.arrays import Int32Array
@@ -128,9 +127,8 @@ class Pins:
             self.unpin(pin)
         return 0
 
-    def void(self, nodes: Iterable[Node]) -> None:
-        """Ends the pins on subtrees that are about to be invalidated."""
-        doomed = {part for node in nodes for part in node.subtree()}
+    def void(self, doomed: set[Node]) -> None:
+        """Ends the pins on nodes that are about to be invalidated."""
         for pin in [pin for pin in self.active.values() if pin.node in doomed]:
             del self.active[pin.pin_id]
             self._let_go(pin)

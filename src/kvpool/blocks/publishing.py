@@ -53,7 +53,7 @@ class Publisher:
                 return
             tokens = rows.ids_between(row, first * size, limit * size)
             key = tokens[:size].tobytes()
-            child = tip.children.get(key) if tip.children is not None and not tip.detached else None
+            child = tip.children.get(key) if tip.children is not None else None
             if child is not None:
                 cache.sync(child)
                 equal = cache.common_tokens(child, tokens) // size
@@ -138,9 +138,8 @@ class Publisher:
         node.num_blocks = (
             self.rows.committed.item(row) // self.block_size - node.start
         )  # the rest when it is read: `sync`
-        if not tip.detached:
-            tip.add_child(key, node)
-            self.cache.num_runs += 1
+        tip.add_child(key, node)
+        self.cache.num_runs += 1
 
     def _closed_child(self, readers: list[int], tip: Node, key: bytes, first: int, last: int) -> Node:
         rows, cache, size = self.rows, self.cache, self.block_size
@@ -154,9 +153,8 @@ class Publisher:
         node.ids = [rows.tables[g][readers, first:last].max(axis=0) for g in range(cache.num_cached_groups)]
         for group in cache.full:
             cache.pool(group, GPU).refs[node.ids[group]] = 0  # from now on their readers are counted on the node
-        if not tip.detached:
-            tip.add_child(key, node)
-            cache.num_runs += 1
+        tip.add_child(key, node)
+        cache.num_runs += 1
         if cache.events.listening:
             cache.announce(node)
         return node

@@ -10,6 +10,7 @@ from kvpool.blocks.admission import Admissions
 from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.groups import sink_blocks, window_start
 from kvpool.blocks.handle import KVCacheHandle
+from kvpool.blocks.node import Node
 from kvpool.blocks.pool import GPU
 from kvpool.blocks.state import CacheState
 from kvpool.errors import OutOfBlocksError, SequenceStateError
@@ -99,6 +100,8 @@ class Rewinding:
         end = old.end
         while new is not new.root and new.start >= blocks:
             new = new.parent
+        if extra:
+            self._note_session(handle, old, blocks)
         if new.end > blocks:
             new = cache.split(new, blocks - new.start)
         cache.hold(new)
@@ -120,6 +123,14 @@ class Rewinding:
             table[row, blocks + bool(extra) : end] = -1
         rows.tips[row] = new
         cache.release(old)
+
+    @staticmethod
+    def _note_session(handle: KVCacheHandle, node: Node, depth: int) -> None:
+        """Remembers who made the block at `depth` on the path to `node`: the beginning of it is about to be copied."""
+        while node.start > depth:
+            node = node.parent
+        if node.session is not None and node.session not in handle.copied_sessions:
+            handle.copied_sessions = (*handle.copied_sessions, node.session)
 
     def _drop_private(self, handle: KVCacheHandle, row: int, num_blocks: int) -> None:
         """Gives back the blocks from `num_blocks` on, all of them private by now."""

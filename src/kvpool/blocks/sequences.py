@@ -22,6 +22,10 @@ from kvpool.config import Tier
 from kvpool.errors import SequenceStateError
 from kvpool.stats import EvictionReason
 
+INHERITED = (  # what a fork has in common with its parent
+    *("retention", "ttl", "session", "copied_sessions", "publishes", "encoder_tokens", "num_prompt_tokens", "family"),
+)
+
 
 class Sequences:
     """Operations that make, change and end sequences. Each checks everything first and then cannot fail."""
@@ -70,6 +74,8 @@ class Sequences:
             cache.leave_window(tip, group, 0, 0, ids)
         if match.partial is not None:
             self._copy_partial(row, match)
+            if match.partial.session is not None:
+                handle.copied_sessions = (match.partial.session,)
         if held_source is not None:
             self._hold_windowed_source(match, -1)
             cache.release(held_source, used=False)  # it was copied from, as it is where nothing had to be evicted
@@ -234,7 +240,7 @@ class Sequences:
         children = []
         for request_id in request_ids:
             child = KVCacheHandle(self.rows, request_id, parent.scope)
-            for name in ("retention", "ttl", "session", "publishes", "encoder_tokens", "num_prompt_tokens", "family"):
+            for name in INHERITED:
                 setattr(child, name, getattr(parent, name))
             child.num_cached_tokens = parent.num_written
             child.num_cached_blocks = parent.num_written // self.state.block_size

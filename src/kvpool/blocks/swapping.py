@@ -106,10 +106,6 @@ class Swapping:
     def _leave_gpu(self, handle: KVCacheHandle, row: int, blocks: SwappedBlocks) -> None:
         rows = self.rows
         rows.keep_token_ids(row)
-        tip = rows.tips[row]
-        assert tip is not None
-        if tip.detached:
-            handle.publishes = False  # invalidated: it must not be found again when the request comes back
         root = self.cache.root_for(handle.scope)
         self.cache.hold(root)
         self.sequences.admissions.untrack(handle)
