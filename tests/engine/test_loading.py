@@ -20,7 +20,7 @@ from kvpool.engine import default_model
 from kvpool.engine.gguf_conversion import cache_directory, converted
 from kvpool.engine.inspection import inspect_model
 from kvpool.engine.loading import load_model
-from kvpool.errors import ConfigError, InvalidArgumentError, ModelLoadError
+from kvpool.errors import ConfigError, InvalidArgumentError, ModelLoadError, UnsupportedModelError
 
 TINY = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
 
@@ -103,7 +103,8 @@ def test_a_name_that_the_hub_does_not_give_says_what_to_name_instead(monkeypatch
 
 
 def test_a_download_shows_how_far_it_is_and_what_is_here_loads_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers import AutoModelForCausalLM
+    from huggingface_hub import HfApi
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
     from transformers.utils import logging
 
     bars: list[bool] = []
@@ -112,10 +113,64 @@ def test_a_download_shows_how_far_it_is_and_what_is_here_loads_quietly(monkeypat
         bars.append(logging.is_progress_bar_enabled())
         raise OSError("no such model")
 
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda name, **options: LlamaConfig())
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fetch)
+    monkeypatch.setattr(HfApi, "model_info", lambda self, name, **options: None)
     with pytest.raises(ModelLoadError):
         load_model("nobody/no-such-model", device="cpu")
     assert bars == [False, True]  # what was fetched before, then the hub
+
+
+def test_a_hub_out_of_reach_is_asked_once_and_nothing_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import HfApi
+    from transformers import AutoConfig
+
+    asked: list[str] = []
+
+    def look(name: str, **options: Any) -> None:
+        asked.append("here" if options.get("local_files_only") else "there")
+        raise OSError("not fetched before")
+
+    def no_network(self: object, name: str, **options: Any) -> None:
+        asked.append("hub")
+        raise RuntimeError("Name or service not known")  # httpx's errors are no OSError either
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", look)
+    monkeypatch.setattr(HfApi, "model_info", no_network)
+    with pytest.raises(ModelLoadError, match=r"hub did not give it .* Name or service not known"):
+        load_model("nobody/no-such-model", device="cpu")
+    assert asked == ["here", "hub"]
+
+
+@pytest.mark.parametrize("broken", ["config.json", "model.safetensors"])
+def test_broken_files_of_a_directory_are_one_error_that_names_it(broken: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / broken).write_bytes(b"{nothing")
+    with pytest.raises(ModelLoadError, match=f"{tmp_path} cannot be loaded: ") as caught:
+        load_model(tmp_path, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"), [("t5", "encoder-decoder model"), ("bart", "encoder-decoder model"), ("vit", "no causal")]
+)
+def test_a_model_of_another_kind_is_refused_by_what_its_configuration_says(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for source in ({"model_type": model_type}, tmp_path, tmp_path / "config.json"):
+        with pytest.raises(UnsupportedModelError, match=reason) as caught:
+            load_model(source, device="cpu")
+        assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("settings", [{"hidden_size": 0}, {"hidden_size": "many"}, {"rope_parameters": 5}])
+def test_a_configuration_that_no_model_can_have_is_one_error(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_model({**TINY, **settings}, device="cpu")
+    assert "\n" not in str(caught.value)
 
 
 # --- configurations and objects ----------------------------------------------------------------------------------------

@@ -13,10 +13,18 @@ import torch
 from kvpool.engine.default_model import NAME as DEFAULT_NAME
 from kvpool.engine.default_model import default_model_directory
 from kvpool.engine.gguf_conversion import converted
-from kvpool.errors import ConfigError, InvalidArgumentError, ModelLoadError
+from kvpool.errors import (
+    ConfigError,
+    InvalidArgumentError,
+    KVPoolError,
+    ModelLoadError,
+    StorageMemoryError,
+    UnsupportedModelError,
+)
 from kvpool.layers import show
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+_HUB_SECONDS = 10.0  # that the hub has to answer before it counts as out of reach
 
 
 class ModelInfo(NamedTuple):
@@ -137,8 +145,8 @@ def _config(source: Any) -> Any:
         raise ConfigError(f"the configuration {show(settings)} has no model_type, for example 'llama'")
     try:
         return AutoConfig.for_model(model_type, **settings)
-    except ValueError as error:
-        raise ConfigError(f"model_type={show(model_type)}: {error}") from error
+    except Exception as error:  # of transformers' own checks: ValueError, TypeError, validation errors of its hub client
+        raise ConfigError(f"model_type={show(model_type)}: {_one_line(error)}") from error
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
@@ -156,14 +164,37 @@ def _with_random_weights(
 ) -> LoadedModel:
     from transformers import AutoModelForCausalLM
 
+    _refuse_other_kinds(config)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.device(device):
         torch.manual_seed(seed)
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, **trust)
-        except ValueError as error:
-            raise ConfigError(f"no causal language model can be built from {type(config).__name__}: {error}") from error
+        except Exception as error:  # sizes that contradict each other end anywhere in the model's own code
+            raise ConfigError(
+                f"no causal language model can be built from this {type(config).__name__}: {type(error).__name__}: "
+                f"{_one_line(error)}"
+            ) from error
     return LoadedModel(_at_rest(model), None, ModelInfo(config.model_type, "config", random_weights=True))
+
+
+def _refuse_other_kinds(config: Any) -> None:
+    """UnsupportedModelError for a configuration that says by itself that it is no causal language model's."""
+    from transformers import AutoModelForCausalLM
+
+    name = f"{type(config).__name__} (model_type {show(getattr(config, 'model_type', None))})"
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} is of an encoder-decoder model (is_encoder_decoder): only decoder-only language models can be run"
+        )
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or ())
+    if not remote and type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModelError(f"{name} is of no causal language model: transformers has none of that type")
+
+
+def _one_line(error: BaseException) -> str:
+    """What an error says, in one bounded line: some list every class that there is."""
+    return " ".join(str(error).split())[:200]
 
 
 def _from_directory(
@@ -179,7 +210,8 @@ def _from_directory(
             "model.save_pretrained(...)"
         )
     has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
-    model, tokenizer = _pretrained(str(path), device, dtype, has_tokenizer, trust)
+    with _loading(str(path)):
+        model, tokenizer = _pretrained(str(path), device, dtype, has_tokenizer, trust)
     return LoadedModel(model, tokenizer, ModelInfo(*named, path=path))
 
 
@@ -187,24 +219,54 @@ def _from_hub(name: str, device: torch.device, dtype: torch.dtype | str, trust: 
     looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith((".gguf", ".json"))
     if looks_like_path:
         raise ModelLoadError(f"there is no file or directory {name}")
-    try:
-        try:  # what was fetched before needs no network
-            model, tokenizer = _pretrained(name, device, dtype, True, {**trust, "local_files_only": True})
-        except OSError:
-            model, tokenizer = _pretrained(name, device, dtype, True, trust)
-    except OSError as error:  # transformers' and the hub's own errors are of this kind
-        raise ModelLoadError(
-            f"{name!r} is no directory or file here, and the Hugging Face hub did not give it (no network, no such name, no "
-            f"access); name a directory or a .gguf file instead. The hub said: {str(error).splitlines()[0]}"
-        ) from error
+    with _loading(name):
+        try:
+            try:  # what was fetched before needs no network
+                model, tokenizer = _pretrained(name, device, dtype, True, {**trust, "local_files_only": True})
+            except OSError:
+                _ask_hub(name)
+                model, tokenizer = _pretrained(name, device, dtype, True, trust)
+        except OSError as error:  # transformers' and the hub's own errors are of this kind
+            raise _not_given(name, error) from error
     return LoadedModel(model, tokenizer, ModelInfo(name, "hub"))
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """What transformers raises over files becomes one error that names them."""
+    try:
+        yield
+    except KVPoolError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise StorageMemoryError(f"there is no memory for the weights of {name}: {_one_line(error)}") from error
+    except Exception as error:
+        raise ModelLoadError(f"{name} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _ask_hub(name: str) -> None:
+    """ModelLoadError unless the hub answers and knows the name: one question, where a fetch would retry for a minute."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(name, timeout=_HUB_SECONDS)
+    except Exception as error:  # of httpx where there is no network, of the hub client otherwise
+        raise _not_given(name, error) from error
+
+
+def _not_given(name: str, error: Exception) -> ModelLoadError:
+    return ModelLoadError(
+        f"{name!r} is no directory or file here, and the Hugging Face hub did not give it (no network, no such name, no "
+        f"access); name a directory or a .gguf file instead. The hub said: {_one_line(error)}"
+    )
 
 
 def _pretrained(
     name: str, device: torch.device, dtype: torch.dtype | str, has_tokenizer: bool, options: Mapping[str, bool]
 ) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    _refuse_other_kinds(AutoConfig.from_pretrained(name, **options))
     is_local = Path(name).is_dir() or options.get("local_files_only", False)
     with _no_progress_bars() if is_local else nullcontext():  # a download takes long, and shows how far it is
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, **options)
