@@ -10,7 +10,7 @@ import pytest
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.blocks.eviction import AdaptivePolicy, make_policy
-from kvpool.blocks.eviction.experience import NUM_KINDS, Experience
+from kvpool.blocks.eviction.experience import BIN_OF_AGE, NUM_KINDS, Experience
 from kvpool.blocks.eviction.hazard import MOST_NEWCOMERS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.replay.bounds import run_model
@@ -182,3 +182,15 @@ def test_given_many_evictions_then_ghosts_are_bounded_by_the_cache() -> None:
         manager.commit(handle)
         manager.free(handle)
     assert 0 < max(policy.num_ghost_blocks for policy in policies) <= 4 * 200
+
+
+def test_runs_that_come_back_at_once_or_hardly_ever_have_a_value_at_every_age() -> None:
+    learned = Experience()
+    for age in range(256):
+        learned.count(0, age, 1_000_000 if age < 64 else 0)  # reused in each of the first epochs, more often than exposed
+    learned.follow(0, {0: 1_000_000})
+    learned.digest(256)
+    values = learned.values(64)[0]
+    assert all(0.0 < value <= 0.9 + 1e-9 for value in values)
+    late = values[BIN_OF_AGE[128]]
+    assert late < 0.01 < 0.5 < values[0]  # though almost nothing of it is left by then

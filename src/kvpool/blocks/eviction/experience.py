@@ -118,16 +118,17 @@ class Experience:
 def _best_rates(hazard: Floats) -> list[list[float]]:
     """Of every row of hazards by age bin: the best rate of hits from each bin on (its Gittins index).
 
-    With G the chance to be unused up to an age and T the time spent unused up to it, keeping a run from bin i to
-    bin j brings (G[i] - G[j]) hits for (T[j] - T[i]).
+    With G the chance to be unused up to an age and T the time spent unused from it on, keeping a run from bin i to
+    bin j brings (G[i] - G[j]) hits for (T[i] - T[j]). T is summed up from the end: where runs are almost surely reused
+    early, what is left behind is small, and would be lost beside what came before.
     """
     np.minimum(np.maximum(hazard, 1e-12, out=hazard), 0.9, out=hazard)
     fading = np.exp(_WIDTHS * np.log1p(-hazard))
     unused = np.ones((len(hazard), _BINS + 1))
     np.multiply.accumulate(fading, axis=1, out=unused[:, 1:])
-    time = np.zeros((len(hazard), _BINS + 1))
-    np.add.accumulate(unused[:, :-1] * (1 - fading) / hazard, axis=1, out=time[:, 1:])
+    left = np.zeros((len(hazard), _BINS + 1))
+    np.add.accumulate((unused[:, :-1] * (1 - fading) / hazard)[:, ::-1], axis=1, out=left[:, -2::-1])
     gained = unused[:, :-1, None] - unused[:, None, 1:]
-    spent = time[:, None, 1:] - time[:, :-1, None] + _NEVER_BACK
+    spent = left[:, :-1, None] - left[:, None, 1:] + _NEVER_BACK
     best: list[list[float]] = np.maximum.reduce(gained / spent, axis=2).tolist()
     return best
