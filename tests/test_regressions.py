@@ -780,3 +780,31 @@ def test_logits_are_forgotten_with_the_block_that_their_prompt_ends_in(how: str)
     manager.free(handle)
     run_through(manager, "b", [1, 2, 3, 4])
     assert manager.match_prefix([1, 2]).last_logits is None
+
+
+def test_a_request_that_publishes_because_its_fork_ended_is_in_flight_where_it_goes_on() -> None:
+    manager = manager_with(block_size=1, gpu_blocks=12)
+    handle = manager.allocate("a", [0, 0, 0, 0, 1, 0])
+    manager.commit(handle, 2)
+    (fork,) = manager.fork(handle, "b")
+    manager.commit(handle, 3)  # not published while the fork, which has not written them, holds the same blocks
+    manager.free(fork)
+    manager.check()
+    assert manager.match_prefix([0, 0, 0, 0, 1, 1]).num_tokens == 5
+    assert "'a'" in manager.can_allocate([0, 0, 0, 0, 1, 0], wait_for_prefix=True).reason
+
+
+def test_a_request_whose_fork_shares_blocks_further_on_does_not_grow_into_them() -> None:
+    manager = manager_with(LayerSpec(kv_heads=1, head_dim=8, window=1), block_size=1, gpu_blocks=16)
+    first = manager.allocate("a", [0] * 9)
+    second, third = manager.fork(first, "b", "c")
+    manager.commit(second, 5)  # its window has left these blocks, the forks have not written them
+    manager.free(third)
+    manager.check()
+    manager.commit(second, 4)
+    manager.check()
+    manager.commit(first)
+    manager.check()
+    for handle in (first, second):
+        manager.free(handle)
+        manager.check()

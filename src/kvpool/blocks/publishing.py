@@ -26,7 +26,7 @@ class Publisher:
         self.cache = cache
         self.rows = rows
         self.block_size = cache.block_size
-        self.on_follow: Callable[[int], None] = lambda row: None  # told when a row moves on because its fork published
+        self.on_follow: Callable[[int], None] = lambda row: None  # told when a row moves on for its fork's sake
 
     def publish(self, row: int) -> None:
         """Brings the tree up to date with everything that a row has committed."""
@@ -105,19 +105,24 @@ class Publisher:
         return max(length, 0)
 
     def _shared_length(self, row: int, other: int, first: int, done: int) -> int:
-        """How many blocks from `first` on two rows hold together; one may have given up windowed ones of them."""
-        columns = np.arange(first, done)
-        same, held = np.ones(done - first, np.bool_), np.zeros(done - first, np.bool_)
+        """How many blocks from `first` to `done` two rows hold together, if they hold any from `first` on.
+
+        One may have given up windowed ones. What they hold behind `done` counts too: a row that grows in the tree by itself
+        would take it along.
+        """
+        end = min(self.rows.num_blocks.item(row), self.rows.num_blocks.item(other))
+        columns = np.arange(first, end)
+        same, held = np.ones(len(columns), np.bool_), np.zeros(len(columns), np.bool_)
         for group in range(self.cache.num_cached_groups):
-            mine, theirs = (self.rows.tables[group][r, first:done] for r in (row, other))
+            mine, theirs = (self.rows.tables[group][r, first:end] for r in (row, other))
             equal = (mine == theirs) & (mine >= 0)
             held |= equal
             if group in self.cache.windowed:
                 starts = self.rows.window_start[group]
                 equal |= ((mine < 0) | (theirs < 0)) & (columns < max(starts[row], starts[other]))
             same &= equal
-        length = int(same.argmin()) if not same.all() else done - first
-        return length if held[:length].any() else 0
+        length = int(same.argmin()) if not same.all() else len(columns)
+        return min(length, done - first) if held[:length].any() else 0
 
     def publish_postponed(self, family: set[int]) -> None:
         """A fork let go of shared blocks: others of its family may publish them now."""
@@ -128,6 +133,7 @@ class Publisher:
             closed = handle.swapped is None and tip.open_row != row
             if closed and rows.committed.item(row) // self.block_size > tip.end:
                 self.publish(row)
+                self.on_follow(row)
 
     def _open(self, row: int, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
         node = self.cache.new_child(tip, key, handle.serial, handle.ttl, handle.session)
