@@ -227,9 +227,9 @@ def test_a_mirror_follows_windowed_runs_through_all_tiers() -> None:
     manager.free(handle)
     manager.offload(30)
     mirror.apply(subscription.poll().events)
-    again = manager.allocate("b", list(range(21)))  # its window is not there: part of the run is computed again
-    assert again.num_cached_tokens == 16
-    manager.commit(again, 5)
+    again = manager.allocate("b", list(range(21)))  # it parts from the run inside it, where no window went along
+    assert again.num_cached_tokens == 0
+    manager.commit(again)
     mirror.apply(subscription.poll().events)
     assert tiers(manager, list(range(20))) == {"GPU": 5}
     manager.reset_prefix_cache()
@@ -256,3 +256,52 @@ def test_a_dropped_parent_takes_its_children_on_lower_tiers_along() -> None:
     assert tiers(manager, tokens) == {"GPU": 1}
     assert manager.stats().pool(tier=Tier.HOST).free == 4
     assert manager.stats().pool(tier=Tier.DISK).free == 4
+
+
+def test_the_last_window_of_a_run_stays_and_moves_with_it() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=40, host_blocks=20, disk_blocks=0)
+    tokens = cached(manager, 40)
+    assert manager.evict(8) == 8  # what lies before the last window goes first, and alone
+    assert tiers(manager, tokens) == {"GPU": 10}
+    manager.evict(12)
+    assert tiers(manager, tokens) == {"HOST": 10}
+    again = manager.allocate("again", [*tokens, 1])
+    assert again.num_cached_tokens == 40
+    copies = [(op.kind, op.group, len(op.src)) for op in manager.take_copies() if op.kind is CopyKind.ONBOARD]
+    assert sum(num for _, group, num in copies if group == 0) == 10
+    assert sum(num for _, group, num in copies if group == 1) == 2
+    manager.check()
+
+
+def test_the_window_before_a_place_where_prompts_part_stays() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=60, host_blocks=0, disk_blocks=0)
+    cached(manager, 40)
+    parting = manager.allocate("parts", [*range(20), *range(100, 120)])
+    manager.commit(parting)
+    manager.free(parting)
+    while manager.evict(1) and manager.match_prefix([*range(40), 1]).num_tokens == 40:
+        assert manager.match_prefix([*range(20), 1]).num_tokens == 20
+    manager.check()
+
+
+def test_a_conversation_that_goes_on_gives_up_the_window_of_its_last_turn() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=40, host_blocks=0, disk_blocks=0)
+    cached(manager, 20)
+    cached(manager, 40)
+    # window of 8 tokens: of ten blocks the last two are needed, not the two at the end of the first turn
+    assert manager.evict(8) == 8
+    assert tiers(manager, list(range(40))) == {"GPU": 10}
+    assert tiers(manager, list(range(20))) == {}
+
+
+def test_a_run_without_its_window_is_not_offloaded() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=20, host_blocks=20, disk_blocks=0)
+    first = cached(manager, 20)
+    live = manager.allocate("live", list(range(40)))
+    manager.commit(live)
+    manager.evict(manager.stats().pool().cached)  # the conversation went on: the window in its middle goes alone
+    manager.free(live, keep=False)
+    assert tiers(manager, first) == {}
+    assert manager.evict(5) == 5
+    assert manager.stats().offloaded_blocks == 0
+    manager.check()

@@ -3,11 +3,12 @@
 Eviction takes blocks from the tail of idle leaves in the order of the policy, so a parent never leaves before its cached
 children. With a lower tier below, evicted runs move there; without one, or when that is full too, they are dropped.
 Blocks of windowed groups that no window covers any more stay cached until their pool needs them: they stand in
-`leftovers`, oldest first, and compete with the policy's victim by age.
+`leftovers`, oldest first, and compete with the policy's victim by age, unless the end of a run needs them.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -51,11 +52,13 @@ class PrefixCache(WindowedTree):
         self.copies = copies
         self.offload_on_evict = offload_on_evict
         self.leftovers = [deque() for _ in groups]
+        self.lasting = [deque() for _ in groups]
         self.pinned_windowed = [{} for _ in pools]
         self.pinned_blocks = 0  # positions on pinned paths
         self.on_pinned_promoted: Callable[[Node], None] = lambda node: None  # told of a pinned run that came to the GPU
         cached_groups = groups[: self.num_cached_groups]
         self.blocks_per_position = [max(1, sum(g.pool == i for g in cached_groups)) for i in range(len(pools))]
+        self.has_full = [any(groups[g].pool == i for g in self.full) for i in range(len(pools))]
         self.find_lower_tiers()
 
     # --- supply ------------------------------------------------------------------------------------------------------
@@ -78,24 +81,34 @@ class PrefixCache(WindowedTree):
         """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several)."""
         before = pool.num_free
         goal = before + num_blocks
-        leftovers = set(self.windowed) if pool.tier == GPU else set()  # groups that may have some to give
-        per_position = self.blocks_per_position[pool.index]
+        has_leftovers = self.windowed and pool.tier == GPU
         while pool.num_free < goal:
             victim = self.victim(pool, tenant)
-            oldest = self.oldest_leftover(pool, leftovers) if leftovers else None
-            if oldest is not None and (victim is None or oldest[1].tick <= victim.last_access):
-                if not self.evict_leftover(oldest[0], goal - pool.num_free, tenant, reason):
-                    leftovers.discard(oldest[0])  # what it has is pinned or guaranteed to others; another group may have more
-                continue
+            wanted = goal - pool.num_free
+            if has_leftovers:
+                until = math.inf if victim is None else victim.last_access
+                if self.evict_leftovers(pool, wanted, until, tenant, reason):
+                    continue
+                if victim is None and self.evict_lasting(pool, wanted, tenant, reason):
+                    continue
             if victim is None:
                 break
-            length = -(-(goal - pool.num_free) // per_position)
-            if length > victim.num_blocks:
-                length = victim.num_blocks
+            length = self._tail_for(victim, pool, wanted)
             if victim.root.quota is not None:
                 length = self._above_guarantee(victim.root.quota, length, pool, tenant)
             self._evict_tail(victim, length, reason)
         return pool.num_free - before
+
+    def _tail_for(self, node: Node, pool: BlockPool, num_blocks: int) -> int:
+        """How many positions of a run hold its last `num_blocks` of a pool: all of them if it has fewer."""
+        if self.has_full[pool.index]:
+            return min(node.num_blocks, -(-num_blocks // self.blocks_per_position[pool.index]))
+        held = np.zeros(node.num_blocks, np.int64)
+        for group in self.windowed:
+            if self.groups[group].pool == pool.index:
+                held += node.ids[group] >= 0
+        from_tail = np.cumsum(held[::-1])
+        return min(node.num_blocks, int(from_tail.searchsorted(num_blocks)) + 1)
 
     def victim(self, pool: BlockPool, tenant: str | None) -> Node | None:
         """The next run to lose its tail: the policy's choice, or the stalest of those of tenants over their guarantee."""
@@ -126,10 +139,12 @@ class PrefixCache(WindowedTree):
     # --- leaving -----------------------------------------------------------------------------------------------------
 
     def _evict_tail(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
-        if self.offload_on_evict and self.lower_tier[node.tier] is not None and self.demote(node, num_blocks):
-            self.counters.evictions[reason.value] += self.num_present(node, 0)
-        else:
-            self.drop_tail(node, num_blocks, reason, evicted=True)
+        if self.offload_on_evict and self.lower_tier[node.tier] is not None:
+            worth_it = not self.windowed or self.is_usable(node, node.num_blocks - num_blocks)
+            if worth_it and self.demote(node, num_blocks):
+                self.counters.evictions[reason.value] += self.num_present(node, 0)
+                return
+        self.drop_tail(node, num_blocks, reason, evicted=True)
 
     def drop_tail(self, node: Node, num_blocks: int, reason: EvictionReason, evicted: bool = False) -> None:
         """Removes the last `num_blocks` of an idle leaf from the index and frees them; lower-tier children go with it."""
@@ -285,20 +300,29 @@ class PrefixCache(WindowedTree):
         ]
 
     def demote(self, node: Node, num_blocks: int) -> bool:
-        """Moves the last `num_blocks` of an idle leaf one tier down; False when there is no room."""
+        """Moves the last `num_blocks` of an idle leaf one tier down; False when there is no room.
+
+        Of windowed groups only what the end of a run needs goes along.
+        """
         target = self.lower_tier[node.tier]
         if target is None:
             return False
         keep = node.num_blocks - num_blocks
         needs = [0] * len(self.pools)
-        for group in range(self.num_cached_groups):
-            needs[self.groups[group].pool] += int((node.ids[group][keep:] >= 0).sum())
+        for group in self.full:
+            needs[self.groups[group].pool] += num_blocks
+        for group in self.windowed:
+            needs[self.groups[group].pool] += int(self.needed(node, group, keep).sum())
         for index, need in enumerate(needs):
             pool = self.pools[index][target]
             if pool.num_free + self.evictable(pool, None) < need:
                 return False
         if keep:
             self.split(node, keep)
+        for group in self.windowed:
+            for index in np.flatnonzero((node.ids[group] >= 0) & ~self.needed(node, group)).tolist():
+                block = int(node.ids[group][index])
+                self.remove_windowed(node, group, node.start + index, block, CAPACITY)
         for index, need in enumerate(needs):
             self.make_room(self.pools[index][target], need, None)
         self._move(node, target, CopyKind.OFFLOAD)

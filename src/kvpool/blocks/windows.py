@@ -2,10 +2,15 @@
 
 A sequence reads such a block while its window covers it, so readers are counted per block, not along paths. A block that
 nobody reads any more stays cached until its pool needs it: it stands in `leftovers`, oldest first.
+
+A prefix is found again at its end or where others branched off, and there the last window must be whole. So of the unread
+blocks those in the last window of such an end (and the sinks) are kept with their run: without them its full-attention
+blocks are worth nothing. They leave and move with the run; they go alone (`lasting`) only when no run can give way.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,7 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.blocks.announcing import AnnouncedTree
-from kvpool.blocks.arrays import Int32Array
+from kvpool.blocks.arrays import BoolArray, Int32Array
+from kvpool.blocks.groups import longest_valid, sink_blocks, window_start
 from kvpool.blocks.node import Node, Root
 from kvpool.blocks.pool import GPU, BlockPool
 from kvpool.stats import EvictionReason
@@ -32,6 +38,7 @@ class WindowedTree(AnnouncedTree):
     """The tree plus the readers of windowed blocks."""
 
     leftovers: list[deque[Leftover]]  # per group
+    lasting: list[deque[Leftover]]  # per group: those that held blocks which the end of a run needs, when they were looked at
     pinned_windowed: list[dict[int, int]]  # per pool: how many pins keep a block
 
     def leave_window(self, node: Node, group: int, first: int, last: int, ids: Int32Array) -> None:
@@ -63,21 +70,60 @@ class WindowedTree(AnnouncedTree):
 
     def leave_over(self, group: int, leftover: Leftover) -> None:
         """Notes unread blocks of a windowed group as the youngest candidates for eviction."""
-        queue = self.leftovers[group]
+        self._enqueue(self.leftovers, group, leftover)
+
+    def _enqueue(self, queues: list[deque[Leftover]], group: int, leftover: Leftover) -> None:
+        queue = queues[group]
         queue.append(leftover)
         if len(queue) > 2 * self.pool(group, GPU).num_blocks + 64:
-            self._forget_stale(group)
+            queues[group] = self._without_stale(group, queue)
 
-    def _forget_stale(self, group: int) -> None:
+    def _without_stale(self, group: int, queue: deque[Leftover]) -> deque[Leftover]:
         """Keeps the youngest leftover of each unread block and drops the rest."""
         seen: set[int] = set()
         kept: list[Leftover] = []
-        for leftover in reversed(self.leftovers[group]):
+        for leftover in reversed(queue):
             blocks = {block for _, _, block in self._unread(group, leftover)}
             if not blocks <= seen:
                 kept.append(leftover)
                 seen |= blocks
-        self.leftovers[group] = deque(reversed(kept))
+        return deque(reversed(kept))
+
+    # --- ends of runs ------------------------------------------------------------------------------------------------
+
+    def needed_from(self, node: Node, group: int) -> int:
+        """The depth from which on a group's blocks in this run are read by whoever finds the next end of a run.
+
+        That is the end of this run if prompts part there or nothing follows; else the one where its only successor ends.
+        """
+        spec, size = self.groups[group], self.block_size
+        last = node
+        while last.children is not None and len(last.children) == 1:
+            (last,) = last.children.values()
+            if window_start(spec, last.start * size, size) >= node.end:
+                return node.end
+        self.sync(last)
+        return window_start(spec, last.end * size, size)
+
+    def needed(self, node: Node, group: int, first: int = 0) -> BoolArray:
+        """Which blocks of a run, from its block `first` on, a group has and the end of a run needs."""
+        depths = np.arange(node.start + first, node.end)
+        sinks = sink_blocks(self.groups[group], self.block_size)
+        wanted: BoolArray = (depths >= self.needed_from(node, group)) | (depths < sinks)
+        return wanted & (node.ids[group][first:] >= 0)
+
+    def is_usable(self, node: Node, first: int) -> bool:
+        """Whether a prompt can still end in this run behind its block `first`, or has a run of a lower tier below it."""
+        if node.children is not None:
+            return True
+        path, size = self.path_to(node), self.block_size
+        length = node.end * size
+        for group in self.windowed:
+            present = self.path_ids(path, node.end, group) >= 0
+            length = min(length, longest_valid(self.groups[group], present, length, size))
+        return length > (node.start + first) * size
+
+    # --- leaving -----------------------------------------------------------------------------------------------------
 
     def unpin_windowed(self, root: Root, group: int, block: int) -> None:
         """One pin less on a block of a windowed group."""
@@ -88,15 +134,6 @@ class WindowedTree(AnnouncedTree):
             del pinned[block]
             if not pool.refs[block]:
                 self.add_pinned(root, pool, -1)
-
-    def oldest_leftover(self, pool: BlockPool, groups: set[int]) -> tuple[int, Leftover] | None:
-        """Which of these windowed groups in this pool has the oldest leftover, with that leftover."""
-        best: tuple[int, Leftover] | None = None
-        for group in sorted(groups):
-            queue = self.leftovers[group]
-            if self.groups[group].pool == pool.index and queue and (best is None or queue[0].tick < best[1].tick):
-                best = (group, queue[0])
-        return best
 
     def _unread(self, group: int, leftover: Leftover) -> Iterator[tuple[Node, int, int]]:
         """(node, depth, block) of what a leftover still has on the GPU and nobody reads, deepest first."""
@@ -118,17 +155,50 @@ class WindowedTree(AnnouncedTree):
                     yield node, depth, block
             depth -= 1
 
-    def evict_leftover(self, group: int, num_blocks: int, tenant: str | None, reason: EvictionReason) -> int:
-        """Frees at most `num_blocks` unread blocks of a windowed group, oldest first; returns how many."""
-        queue = self.leftovers[group]
+    def evict_leftovers(
+        self, pool: BlockPool, num_blocks: int, until: float, tenant: str | None, reason: EvictionReason
+    ) -> int:
+        """Frees at most `num_blocks` unread blocks, left until the tick `until`, that no end of a run needs."""
+        freed = 0
+        waiting = [g for g in self.windowed if self.groups[g].pool == pool.index and self.leftovers[g]]
+        for group in sorted(waiting, key=lambda g: self.leftovers[g][0].tick):
+            if freed < num_blocks:
+                freed += self._evict_queue(self.leftovers[group], group, num_blocks - freed, until, tenant, reason)
+        return freed
+
+    def evict_lasting(self, pool: BlockPool, num_blocks: int, tenant: str | None, reason: EvictionReason) -> int:
+        """Frees at most `num_blocks` unread blocks that ends of runs do need: they are all that is left."""
+        freed = 0
+        for group in self.windowed:
+            if self.groups[group].pool == pool.index and freed < num_blocks:
+                queue = self.lasting[group]
+                freed += self._evict_queue(queue, group, num_blocks - freed, math.inf, tenant, reason, whole=True)
+        return freed
+
+    def _evict_queue(
+        self,
+        queue: deque[Leftover],
+        group: int,
+        num_blocks: int,
+        until: float,
+        tenant: str | None,
+        reason: EvictionReason,
+        whole: bool = False,
+    ) -> int:
+        """Frees unread blocks, oldest first; those that the end of a run needs move to `lasting` unless `whole`."""
         index = self.groups[group].pool
+        sinks = sink_blocks(self.groups[group], self.block_size)
         pinned = self.pinned_windowed[index]
         kept: list[Leftover] = []
         freed = 0
-        while queue and freed < num_blocks:
+        while queue and freed < num_blocks and queue[0].tick <= until:
             leftover = queue.popleft()
             quota = leftover.node.root.quota
+            run: Node | None = None
+            first_needed, lasts = 0, False
             for node, depth, block in self._unread(group, leftover):
+                if node is not run and not whole:
+                    run, first_needed = node, self.needed_from(node, group)
                 guarded = (
                     quota is not None and quota.tenant != tenant and quota.cached[index] <= quota.guaranteed[index]
                 )
@@ -136,9 +206,13 @@ class WindowedTree(AnnouncedTree):
                     kept.append(leftover)
                     if freed == num_blocks:
                         break
+                elif not whole and (depth >= first_needed or depth < sinks):
+                    lasts = True
                 else:
                     self.remove_windowed(node, group, depth, block, reason)
                     freed += 1
+            if lasts:
+                self._enqueue(self.lasting, group, leftover)
         queue.extendleft(reversed(list(dict.fromkeys(kept))))
         return freed
 
