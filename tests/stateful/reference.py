@@ -216,4 +216,4 @@ def snapshot(manager: KVCacheManager) -> Any:
     counters = stats.to_dict()
     for name in ("allocation_failures", "extend_failures", "pools", "num_cached_runs"):
         counters.pop(name)
-    return pools, requests, cached_blocks(manager), copies, sorted(manager._state.pins), counters
+    return pools, requests, cached_blocks(manager), copies, sorted(manager._pins.active), counters

@@ -494,7 +494,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(number=picks)
     def unpin(self, number: int) -> None:
         pin = self.pins.pop(number % len(self.pins))
-        active = pin.pin_id in self.manager._state.pins
+        active = pin.pin_id in self.manager._pins.active
         done, _ = self.attempt(lambda: self.manager.unpin(pin), InvalidArgumentError)
         assert done == active
 
@@ -521,7 +521,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule()
     def gc(self) -> None:
         self.manager.gc()
-        assert all(pin.expires_at > self.now for pin in self.manager._state.pins.values())
+        assert all(pin.expires_at > self.now for pin in self.manager._pins.active.values())
 
     @rule(count=st.integers(0, 6), pool=st.integers(0, 2), tier=st.sampled_from((Tier.GPU, Tier.HOST)))
     def offload(self, count: int, pool: int, tier: Tier) -> None:
@@ -797,6 +797,10 @@ CONFIGS: dict[str, tuple[list[LayerSpec], dict[str, Any]]] = {
     "odd chunk": ([full(chunk=3)], dict(block_size=2, gpu_blocks=10)),
     "pure sliding": ([full(window=4)], dict(block_size=2, gpu_blocks=8)),
     "sliding with host": ([full(window=4, sink_tokens=2)], dict(block_size=2, gpu_blocks=8, host_blocks=6)),
+    "windows on three tiers": (
+        [full(), full(window=3), big(window=5, sink_tokens=2)],
+        dict(block_size=2, gpu_blocks=(16, 9), host_blocks=(6, 3), disk_blocks=(4, 4)),
+    ),
     "k only": ([full(k_only=True)], dict(block_size=4, gpu_blocks=10, host_blocks=6)),
     "cross": ([full(), full(cross_attention=True)], dict(block_size=2, gpu_blocks=16, host_blocks=10)),
     "cross, sliding": (
