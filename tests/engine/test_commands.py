@@ -210,6 +210,14 @@ def test_given_a_benchmark_then_both_runs_and_their_percentiles_are_in_the_json(
     assert all(set(run["first_token_ms"]) == {"p50", "p90", "p99"} for run in runs)
 
 
+def test_given_more_shared_tokens_than_a_prompt_has_then_the_benchmark_is_refused_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("bench", "--prompt-tokens", "40", "--shared-tokens", "41", "--model", "nowhere")
+    assert main(words) == 2
+    assert "--shared-tokens is 41, more than --prompt-tokens 40" in capsys.readouterr().err
+
+
 def test_given_a_benchmark_with_json_then_the_model_is_loaded_once_and_its_costs_can_be_used(
     model_directory: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

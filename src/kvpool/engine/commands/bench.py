@@ -15,9 +15,11 @@ from kvpool.engine.default_model import NAME as DEFAULT_NAME
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Chunk
 from kvpool.engine.params import SamplingParams
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.replay.costs import Measurement
 from kvpool.terminal import check_files, console, progress_bar, write_json
+
+DEFAULT_SHARED_TOKENS = 128
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -36,7 +38,9 @@ def bench(
     record: opt.Record = None,
     requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, shared ones included.")] = 256,
-    shared_tokens: Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with.")] = 128,
+    shared_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Tokens that all prompts begin with; default: 128, or half of short prompts.")
+    ] = None,
     max_tokens: opt.MaxTokens = 32,
     max_sequences: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,
     max_tokens_per_step: Annotated[
@@ -56,6 +60,12 @@ def bench(
     TRACE --costs FILE` and `kvpool plan --costs FILE` then answer for it instead of for a GPU out of a list.
     """
     check_files(json)
+    if shared_tokens is None:
+        shared_tokens = min(DEFAULT_SHARED_TOKENS, prompt_tokens // 2)
+    elif shared_tokens > prompt_tokens:
+        raise InvalidArgumentError(
+            f"--shared-tokens is {shared_tokens}, more than --prompt-tokens {prompt_tokens}; share less"
+        )
     settings = dict(requests=requests, prompt_tokens=prompt_tokens, shared_tokens=shared_tokens, max_tokens=max_tokens)
     rows: list[dict[str, Any]] = []
     measurement: Measurement | None = None
@@ -133,7 +143,6 @@ def _measure(
 
 def _prompts(requests: int, length: int, shared: int, vocabulary: int) -> list[list[int]]:
     rng = np.random.default_rng(0)
-    shared = min(shared, length - 1)
     common = rng.integers(0, vocabulary, shared).tolist()
     return [common + rng.integers(0, vocabulary, length - shared).tolist() for _ in range(requests)]
 
