@@ -18,6 +18,10 @@ class InvalidArgumentError(KVPoolError, ValueError):
     """An argument has the wrong type, shape or range. Nothing was changed."""
 
 
+class TraceError(InvalidArgumentError):
+    """A trace or a recording cannot be read, or too many of its lines are broken. Says which lines and why."""
+
+
 class UnknownRequestError(KVPoolError, KeyError):
     """No live request has this id, or the handle was freed, or it belongs to another manager."""
 

@@ -105,7 +105,7 @@ def show(value: object) -> str:
         return f"{'-' if value < 0 else ''}(an integer of {value.bit_length()} bits)"
     try:
         text = repr(value)
-    except ValueError:  # such an integer inside a container
+    except (ValueError, RecursionError):  # such an integer inside a container, or containers inside each other
         text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= 120 else f"{text[:117]}..."
 
@@ -124,11 +124,14 @@ def check_int(name: str, value: object, low: int, high: int, error: type[KVPoolE
     return number
 
 
-def check_number(name: str, value: object, expected: str) -> float:
+def check_number(name: str, value: object, expected: str, error: type[KVPoolError] = ConfigError) -> float:
     """`value` as a finite float; `expected` says in the error what would be right."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigError(f"{name}={show(value)} must be {expected}")
-    return float(value)
+    try:
+        if not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value):
+            return float(value)
+    except OverflowError:  # an integer above every float
+        pass
+    raise error(f"{name}={show(value)} must be {expected}")
 
 
 def check_bool(name: str, value: object) -> bool:

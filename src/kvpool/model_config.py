@@ -7,7 +7,6 @@ says so.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from kvpool.config import KVCacheConfig
 from kvpool.errors import ConfigError
+from kvpool.jsonfile import read_json
 from kvpool.layers import MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS, DType, LayerSpec, check_bool, check_int, show
 
 Source = Mapping[str, Any] | str | os.PathLike[str]
@@ -96,7 +96,7 @@ def layers_from_hf(source: Source, *, dtype: DType | str | None = None) -> tuple
     `source` is the parsed config, or the path of a config.json or of the folder that holds it. `dtype` is what the
     cache stores; by default the dtype of the model (`dtype` or `torch_dtype` in the file), else bfloat16.
     """
-    outer = _load(source)
+    outer = load_config(source)
     text, model_type = _text_config(outer)
     _refuse_foreign(text, model_type)
     config = _with_defaults(text, model_type, nested=text is not outer)
@@ -111,20 +111,15 @@ def layers_from_hf(source: Source, *, dtype: DType | str | None = None) -> tuple
     return tuple(_layer(shape, kind, config, model_type) for kind in _layer_types(config, model_type, num_layers))
 
 
-def _load(source: Source) -> Mapping[str, Any]:
+def load_config(source: Source) -> Mapping[str, Any]:
+    """The parsed config, or the one in a config.json or in the folder that holds it."""
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"source={show(source)} must be a dict or the path of a config.json or its folder")
     path = Path(source)
     path = path / "config.json" if path.is_dir() else path
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise ConfigError(f"cannot read {path}: {reason}; nothing is downloaded: give a local file or folder") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
+    loaded = read_json(path, ConfigError, "nothing is downloaded: give a local file or folder")
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path} must hold a JSON object, not {show(loaded)}")
     return loaded
@@ -132,17 +127,18 @@ def _load(source: Source) -> Mapping[str, Any]:
 
 def _text_config(outer: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
     """The part that describes the language model, and its model_type ("" when the file has none)."""
-    outer_type = outer.get("model_type") or ""
-    if not isinstance(outer_type, str):
-        raise ConfigError(f"model_type={show(outer_type)} must be a string")
-    thinker = outer.get("thinker_config")
-    if isinstance(thinker, Mapping):
-        return _text_config(thinker)
+    while isinstance(thinker := outer.get("thinker_config"), Mapping):
+        outer = thinker
+    outer_type = _model_type(outer)
     text = next((outer[key] for key in _TEXT_KEYS if isinstance(outer.get(key), Mapping)), outer)
-    inner_type = text.get("model_type") or _NESTED_TYPES.get(outer_type, outer_type)
-    if not isinstance(inner_type, str):
-        raise ConfigError(f"model_type={show(inner_type)} must be a string")
-    return text, inner_type
+    return text, _model_type(text) or _NESTED_TYPES.get(outer_type, outer_type)
+
+
+def _model_type(config: Mapping[str, Any]) -> str:
+    found = config.get("model_type") or ""
+    if not isinstance(found, str):
+        raise ConfigError(f"model_type={show(found)} must be a string")
+    return found
 
 
 def _refuse_foreign(config: Mapping[str, Any], model_type: str) -> None:

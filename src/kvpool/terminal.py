@@ -113,4 +113,4 @@ def console(to_stderr: bool) -> Any:
     """Where tables go: stdout, or stderr when stdout carries JSON or CSV."""
     from rich.console import Console
 
-    return Console(stderr=to_stderr, highlight=False)
+    return Console(stderr=to_stderr, highlight=False, markup=False)  # a file may hold "[/b]"

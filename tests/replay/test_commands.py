@@ -39,8 +39,8 @@ def test_given_an_odd_file_then_each_oddity_is_told_with_its_line(
     problems = json.loads(capsys.readouterr().out)["problems"]
     assert problems[:3] == [
         "line 3 is skipped: it is not JSON (Expecting value at column 1)",
-        "line 5 is skipped: input_length is -3; it must be an integer, 0 or more",
-        "line 6 is skipped: ids must be numbers or strings",
+        "line 5 is skipped: input_length=-3 must be at least 0",
+        "line 6 is skipped: ids must be integers or strings",
     ]
     assert [sentence.split()[0] for sentence in problems[3:]] == ["1", "1", "1"]
     assert main(["replay", str(odd_trace), "--max-errors", "2"]) == 2

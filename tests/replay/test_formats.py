@@ -57,10 +57,10 @@ def test_given_an_azure_file_then_lengths_are_read_and_reuse_is_unknown(tmp_path
         ("{broken", "Expecting"),
         ("[1, 2]", "JSON object"),
         ({"timestamp": 0, "input_length": 5}, "hash_ids is missing"),
-        ({**GOOD, "input_length": -3}, "input_length is -3"),
+        ({**GOOD, "input_length": -3}, "input_length=-3"),
         ({**GOOD, "input_length": 0}, "input_length is 0, but"),
-        ({**GOOD, "timestamp": "noon"}, "timestamp is 'noon'"),
-        ({**GOOD, "hash_ids": [[1]]}, "ids must be numbers or strings"),
+        ({**GOOD, "timestamp": "noon"}, "timestamp='noon'"),
+        ({**GOOD, "hash_ids": [[1]]}, "ids must be integers or strings"),
     ],
 )
 def test_given_a_broken_line_then_it_is_skipped_and_named(tmp_path: Path, line: object, reason: str) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from kvpool.errors import TraceError
 from kvpool.replay.formats import read_trace, write_trace
 from kvpool.replay.recorder import TraceRecorder
 from kvpool.replay.recording import replay_recording
 from kvpool.replay.simulate import ReplayConfig, ReplayResult, replay
-from kvpool.replay.trace import Trace, TraceBuilder, TraceError, TraceRequest
+from kvpool.replay.trace import Trace, TraceBuilder, TraceRequest
 
 __all__ = [
     "ReplayConfig",

@@ -8,6 +8,7 @@ model that `simulate` runs, not a relaxation.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from heapq import heappop, heappush
 
 import numpy as np
@@ -25,6 +26,7 @@ def run_model(trace: Trace, name: str, capacity: int | None) -> ReplayResult:
     """The row of one bound (or of the flat FIFO), block by block of the trace."""
     if name not in MODELS:
         raise InvalidArgumentError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
+    trace = _dense(trace)
     if name == INFINITE or capacity is None:
         hits, kind = _infinite_hits(trace), "offline bound: nothing is ever evicted"
     elif name == OPTIMUM:
@@ -37,6 +39,11 @@ def run_model(trace: Trace, name: str, capacity: int | None) -> ReplayResult:
     result = ReplayResult(**totals(trace, hits, trace.unit), policy=name, capacity=capacity, bound=kind)
     result.hit_blocks_by_tier = {"GPU": result.hit_blocks}
     return result
+
+
+def _dense(trace: Trace) -> Trace:
+    """The same trace with ids from 0 on: what follows has an entry for every number below the largest id."""
+    return replace(trace, ids=np.unique(trace.ids, return_inverse=True)[1].astype(np.int32))
 
 
 def _infinite_hits(trace: Trace) -> Int32Array:

@@ -6,7 +6,6 @@ the model and the machine they were measured with.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -18,6 +17,8 @@ import numpy.typing as npt
 
 from kvpool.config import LayerSpec
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
+from kvpool.jsonfile import read_json
+from kvpool.layers import MAX_BYTES, check_int, check_number, show
 from kvpool.model_config import layers_from_hf
 from kvpool.replay.gpus import find_gpu
 from kvpool.replay.weights import Weights, count_weights
@@ -74,29 +75,34 @@ class Measurement:
 def read_costs(path: str | Path) -> Measurement:
     """The measurement in a file that `kvpool bench --json` wrote."""
     remedy = "make one with: kvpool bench --model MODEL --json costs.json"
-    try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidArgumentError(f"cannot read {path}: {error.strerror or error}; {remedy}") from None
-    except ValueError as error:
-        raise InvalidArgumentError(f"{path} is not JSON ({error}); {remedy}") from None
+    found = read_json(Path(path), InvalidArgumentError, remedy)
     plain = found.get("measurement") if isinstance(found, dict) else None
     if not isinstance(plain, dict):
         raise InvalidArgumentError(f"{path} holds no measurement of `kvpool bench`; {remedy}")
     try:
-        return Measurement(
-            machine=str(plain["machine"]),
-            memory_bytes=int(plain["memory_bytes"]),
-            model=str(plain["model"]),
-            parameters=int(plain["parameters"]),
-            layers=tuple(LayerSpec(**layer) for layer in plain["layers"]),
-            costs=LinearCostModel(**{name: float(plain["costs"][name]) for name in COSTS}),
-            errors={str(name): float(value) for name, value in plain.get("errors", {}).items()},
-        )
+        return _measurement(plain)
     except KeyError as error:
         raise InvalidArgumentError(f"the measurement in {path} lacks {error}; {remedy}") from None
     except (KVPoolError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidArgumentError(f"the measurement in {path} is broken ({error}); {remedy}") from None
+        raise InvalidArgumentError(f"the measurement in {path} is broken ({str(error)[:200]}); {remedy}") from None
+
+
+def _measurement(plain: Mapping[str, Any]) -> Measurement:
+    return Measurement(
+        machine=_name(plain, "machine"),
+        memory_bytes=check_int("memory_bytes", plain["memory_bytes"], 1, MAX_BYTES),
+        model=_name(plain, "model"),
+        parameters=check_int("parameters", plain["parameters"], 1, MAX_BYTES),
+        layers=tuple(LayerSpec(**layer) for layer in plain["layers"]),
+        costs=LinearCostModel(**{name: check_number(name, plain["costs"][name], "a number") for name in COSTS}),
+        errors={str(name): check_number(name, value, "a number") for name, value in plain.get("errors", {}).items()},
+    )
+
+
+def _name(plain: Mapping[str, Any], key: str) -> str:
+    if not isinstance(plain[key], str):
+        raise ConfigError(f"{key}={show(plain[key])} must be a name")
+    return str(plain[key])
 
 
 def costs_for(

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
-import gzip
-import io
 import json
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Any, BinaryIO, cast
+from typing import Any
 
-from kvpool.replay.recording import MAGIC_KEY, requests_of_recording
-from kvpool.replay.trace import Trace, TraceBuilder, TraceError
+from kvpool.errors import InvalidArgumentError, TraceError
+from kvpool.jsonfile import parse_json
+from kvpool.layers import MAX_BLOCK_SIZE, check_int, check_number, show
+from kvpool.replay.lines import Lines, open_bytes
+from kvpool.replay.operations import MAGIC_KEY
+from kvpool.replay.recording import requests_of_recording
+from kvpool.replay.trace import Trace, TraceBuilder
 
 FORMATS = ("mooncake", "tokens", "azure", "recording")
 DEFAULT_MAX_ERRORS = 10
 DEFAULT_UNIT = 512  # tokens of a Mooncake block
+MAX_LENGTH = 2**31 - 1  # tokens of a prompt or an answer
+MAX_TIMESTAMP = 2**53  # milliseconds; beyond it a float does not tell one from the next
+MAX_NAME = 1024  # characters that name a session or a tenant
 _SNIFFED_REQUESTS = 256
 _TOKEN_KEYS = ("tokens", "token_ids", "prompt_token_ids")
-_GZIP, _ZSTD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+_IDS, _TOKENS, _NUMBERS = frozenset({int, str}), frozenset({int}), frozenset({int, float})  # types that JSON gives
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))? ?(?:Z|([+-]\d\d):?(\d\d))?", re.ASCII)
 
-Progress = Callable[[int], None]  # called with the number of lines read since the last call
+_Request = tuple[float, list[Any], int, int, str | None, str | None]  # what `TraceBuilder.add` takes
 
 
 def read_trace(
@@ -36,20 +45,23 @@ def read_trace(
     """The trace in a file, whose format and compression are recognised by its content.
 
     `block_size` is the number of tokens behind each id of a Mooncake trace (by default it is inferred from the lengths).
-    Broken lines are skipped and noted in `trace.problems`; more than `max_errors` of them raise `TraceError`. `limit`
-    stops after so many requests.
+    Broken lines are skipped and noted in `trace.problems`; more than `max_errors` of them raise `TraceError`, and so do a
+    damaged compression and a line of more than 32 MiB. `limit` stops after so many requests.
     """
     file = Path(path)
     if format not in ("auto", *FORMATS):
         raise TraceError(f"format {format!r} is unknown; known: auto, {', '.join(FORMATS)}")
-    with open_bytes(file) as stream:
-        lines = _Lines(file, stream, max_errors)
+    if block_size is not None:
+        check_int("block_size", block_size, 1, MAX_BLOCK_SIZE, TraceError)
+    with Lines(file, max_errors) as lines:
         first = lines.peek()
-        found = _recognise(first, file) if format == "auto" else format
+        if not first.strip():
+            raise TraceError(f"{file} is empty or starts with an empty line; a trace has one request per line")
+        found = _recognise(first) if format == "auto" else format
         if found == "azure":
             return _read_azure(lines, file.name, limit)
         if found == "recording":
-            return requests_of_recording(lines, file.name, limit)
+            return requests_of_recording(lines, limit)
         if found == "tokens":
             return _read_json(lines, TraceBuilder(file.name, unit=1, format="tokens"), _token_request, limit)
         builder = TraceBuilder(file.name, unit=block_size or DEFAULT_UNIT, format="mooncake")
@@ -57,84 +69,12 @@ def read_trace(
     return trace if block_size else _with_inferred_unit(trace)
 
 
-class _Lines:
-    """Lines with their numbers, one of them looked at ahead; counts broken ones."""
-
-    def __init__(self, path: Path, stream: BinaryIO, max_errors: int) -> None:
-        self._path, self._stream, self._max_errors = path, stream, max_errors
-        self._next: bytes | None = None
-        self.broken: list[tuple[int, str]] = []
-        self.number = 0
-
-    def peek(self) -> bytes:
-        if self._next is None:
-            self._next = self._read()
-        return self._next
-
-    def _read(self) -> bytes:
-        try:
-            return self._stream.readline()
-        except (OSError, EOFError) as error:
-            raise TraceError(f"{self._path} ends or breaks after line {self.number}: {error}") from None
-
-    def __iter__(self) -> Iterator[bytes]:
-        while line := self.peek():
-            self._next = None
-            self.number += 1
-            if not line.isspace():
-                yield line
-
-    def skip(self, reason: str) -> None:
-        """Notes that the current line is broken; raises when there are too many."""
-        self.broken.append((self.number, reason))
-        if len(self.broken) > self._max_errors:
-            shown = "; ".join(f"line {number}: {text}" for number, text in self.broken[:5])
-            raise TraceError(
-                f"{self._path} has more than {self._max_errors} broken lines ({shown}); correct it, name its format, or "
-                "raise max_errors"
-            )
-
-
-def open_bytes(path: Path, mode: str = "rb") -> BinaryIO:
-    """Opens a file for reading (compression by content) or writing (compression by suffix: .gz, .zst)."""
-    try:
-        if mode == "wb":
-            return _open_for_writing(path)
-        with path.open("rb") as plain:
-            magic = plain.read(4)
-        if magic[:2] == _GZIP:
-            return cast(BinaryIO, io.BufferedReader(gzip.open(path, "rb")))
-        if magic == _ZSTD:
-            return cast(BinaryIO, io.BufferedReader(_zstandard().open(path, "rb")))
-        return path.open("rb")
-    except OSError as error:
-        raise TraceError(f"cannot open {path}: {error.strerror or error}") from None
-
-
-def _open_for_writing(path: Path) -> BinaryIO:
-    if path.suffix == ".gz":
-        return cast(BinaryIO, gzip.open(path, "wb"))
-    if path.suffix == ".zst":
-        return cast(BinaryIO, _zstandard().open(path, "wb"))
-    return path.open("wb")
-
-
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise TraceError("zstd files need the package zstandard: pip install zstandard, or use gzip") from None
-    return zstandard
-
-
-def _recognise(first: bytes, path: Path) -> str:
-    if not first.strip():
-        raise TraceError(f"{path} is empty or starts with an empty line; a trace has one request per line")
+def _recognise(first: bytes) -> str:
     if b"ContextTokens" in first:
         return "azure"
     try:
-        record = json.loads(first)
-    except ValueError:
+        record = parse_json(first)
+    except InvalidArgumentError:
         return "mooncake"  # the first line alone may be broken: it is reported like any other
     if isinstance(record, dict):
         if MAGIC_KEY in record:
@@ -145,61 +85,70 @@ def _recognise(first: bytes, path: Path) -> str:
 
 
 def _read_json(
-    lines: _Lines, builder: TraceBuilder, parse: Callable[[dict[str, Any], TraceBuilder], None], limit: int | None
+    lines: Lines, builder: TraceBuilder, parse: Callable[[dict[str, Any], int], _Request], limit: int | None
 ) -> Trace:
     builder.problems.broken = lines.broken
     for line in lines:
         if limit is not None and len(builder) >= limit:
             break
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             if not isinstance(record, dict):
                 raise TraceError(f"a request must be a JSON object, not {type(record).__name__}")
-            parse(record, builder)
-        except json.JSONDecodeError as error:
-            lines.skip(f"it is not JSON ({error.msg} at column {error.colno})")
-        except TypeError:  # a list or an object where an id should be
-            lines.skip("ids must be numbers or strings")
-        except ValueError as error:  # TraceError is one
-            lines.skip(str(error)[:120])
+            request = parse(record, builder.unit)
+        except InvalidArgumentError as error:
+            lines.skip(str(error))
+        else:
+            builder.add(*request)
     return builder.build()
 
 
-def _block_request(record: dict[str, Any], builder: TraceBuilder) -> None:
+def _block_request(record: dict[str, Any], unit: int) -> _Request:
     ids = record.get("hash_ids")
     if not isinstance(ids, list):
         raise TraceError("hash_ids is missing or no list")
-    length = _length(record, "input_length", len(ids) * builder.unit)
+    if not _IDS.issuperset(map(type, ids)):
+        raise TraceError("ids must be integers or strings")
+    length = _length(record, "input_length", len(ids) * unit)
     if length == 0 and ids:
         raise TraceError(f"input_length is 0, but there are {len(ids)} hash_ids")
-    builder.add(_timestamp(record), ids, length, _length(record, "output_length", 0), *_who(record))
+    return _timestamp(record), ids, length, _length(record, "output_length", 0), *_who(record)
 
 
-def _token_request(record: dict[str, Any], builder: TraceBuilder) -> None:
+def _token_request(record: dict[str, Any], unit: int) -> _Request:
     tokens = next((record[key] for key in _TOKEN_KEYS if key in record), None)
-    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+    if not isinstance(tokens, list) or not _TOKENS.issuperset(map(type, tokens)):
         raise TraceError(f"none of {', '.join(_TOKEN_KEYS)} is a list of integers")
-    builder.add(_timestamp(record), tokens, len(tokens), _length(record, "output_length", 0), *_who(record))
+    return _timestamp(record), tokens, len(tokens), _length(record, "output_length", 0), *_who(record)
 
 
 def _timestamp(record: dict[str, Any]) -> float:
     value = record.get("timestamp", 0)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise TraceError(f"timestamp is {value!r}; it must be a number of milliseconds")
-    return float(value)
+    if type(value) in _NUMBERS and -MAX_TIMESTAMP <= value <= MAX_TIMESTAMP:
+        return float(value)
+    check_number("timestamp", value, "a number of milliseconds", TraceError)
+    raise TraceError(f"timestamp={show(value)} must be a number of milliseconds, at most 2**53")
 
 
 def _length(record: dict[str, Any], key: str, default: int) -> int:
     value = record.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise TraceError(f"{key} is {value!r}; it must be an integer, 0 or more")
-    return value
+    if type(value) is int and 0 <= value <= MAX_LENGTH:
+        return value
+    return check_int(key, value, 0, MAX_LENGTH, TraceError)
 
 
 def _who(record: dict[str, Any]) -> tuple[str | None, str | None]:
     """Session and tenant of a request, where the file names them."""
-    session, tenant = record.get("session"), record.get("tenant")
-    return None if session is None else str(session), None if tenant is None else str(tenant)
+    return _name(record, "session"), _name(record, "tenant")
+
+
+def _name(record: dict[str, Any], key: str) -> str | None:
+    value = record.get(key)
+    if value is None:
+        return None
+    if type(value) not in (int, str) or len(shown := str(value)) > MAX_NAME:
+        raise TraceError(f"{key}={show(value)} must be a text of at most {MAX_NAME} characters, or an integer")
+    return shown
 
 
 def _with_inferred_unit(trace: Trace) -> Trace:
@@ -211,30 +160,62 @@ def _with_inferred_unit(trace: Trace) -> Trace:
     unit = 1 << max(0, round(typical)).bit_length()  # the power of two above; the last block is partial, so round up
     if unit // 2 and typical <= unit // 2 * 1.02:
         unit //= 2
+    if unit > MAX_BLOCK_SIZE:
+        raise TraceError(
+            f"{trace.name} says that one id stands for about {typical:,.0f} tokens; no block is as large as that: give the "
+            "number of tokens behind an id as block_size"
+        )
     return Trace(**{**trace.__dict__, "unit": unit})
 
 
-def _read_azure(lines: _Lines, name: str, limit: int | None) -> Trace:
+def _read_azure(lines: Lines, name: str, limit: int | None) -> Trace:
     builder = TraceBuilder(name, unit=1, format="azure", reuse_known=False)
     builder.problems.broken = lines.broken
     begin: datetime | None = None
     iterator = iter(lines)
     header = next(iterator).decode("utf-8", "replace").strip().split(",")
     if len(header) < 3:
-        raise TraceError(f"line 1 of {name} must name TIMESTAMP,ContextTokens,GeneratedTokens, not {header}")
+        raise TraceError(f"line 1 of {name} must name TIMESTAMP,ContextTokens,GeneratedTokens, not {show(header)}")
     for line in iterator:
         if limit is not None and len(builder) >= limit:
             break
         try:
-            when, inputs, outputs = line.decode("utf-8").strip().split(",")[:3]
-            moment = datetime.fromisoformat(when[:26])
+            moment, inputs, outputs = _azure_request(line)
             begin = begin or moment
-            if int(inputs) < 0 or int(outputs) < 0:
-                raise TraceError("a number of tokens is negative")
-            builder.add((moment - begin).total_seconds() * 1000, (), int(inputs), int(outputs))
-        except ValueError as error:
-            lines.skip(str(error)[:120])
+            if (moment.tzinfo is None) != (begin.tzinfo is None):
+                raise TraceError("some times of this file name their zone and others do not")
+        except InvalidArgumentError as error:
+            lines.skip(str(error))
+        else:
+            builder.add((moment - begin).total_seconds() * 1000, (), inputs, outputs)
     return builder.build()
+
+
+def _azure_request(line: bytes) -> tuple[datetime, int, int]:
+    fields = line.decode("utf-8", "replace").split(",")
+    if len(fields) < 3:
+        raise TraceError(f"a request has a time and two numbers, not {show(fields)}")
+    try:
+        inputs, outputs = int(fields[1]), int(fields[2])
+    except ValueError:
+        raise TraceError(f"the numbers of tokens must be integers, not {show(fields[1:3])}") from None
+    if not 0 <= inputs <= MAX_LENGTH or not 0 <= outputs <= MAX_LENGTH:
+        raise TraceError(f"the numbers of tokens must lie in 0..{MAX_LENGTH}, not {show(fields[1:3])}")
+    return _moment(fields[0].strip()), inputs, outputs
+
+
+def _moment(text: str) -> datetime:
+    """A date and time; digits behind the microseconds are dropped."""
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:  # perhaps a spelling that Python 3.10 does not know: seven digits, Z, a zone without a colon
+        found = _TIME.fullmatch(text)
+    with suppress(ValueError):
+        if found is not None:
+            seconds, fraction, hours, minutes = found.groups()
+            zone = f"{hours}:{minutes}" if hours else "+00:00" if text.endswith("Z") else ""
+            return datetime.fromisoformat(f"{seconds}.{(fraction or '')[:6]:0<6}{zone}")
+    raise TraceError(f"{show(text)} is no time such as 2023-11-16 18:15:46.680590")
 
 
 def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:

@@ -19,7 +19,7 @@ from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError
 from kvpool.maintenance import DEFAULT_SCOPE
 from kvpool.manager import KVCacheManager
-from kvpool.replay.formats import open_bytes
+from kvpool.replay.lines import open_bytes
 from kvpool.replay.recording import header_of
 from kvpool.replay.recording_writer import Handles, RecordingWriter
 

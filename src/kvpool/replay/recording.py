@@ -1,21 +1,11 @@
-"""The file that a `TraceRecorder` writes: what was done to a manager, with tokens that say only which prefixes are equal.
-
-One JSON value per line. The first line describes the manager, the last one says how the recording ended; between them is
-one list per operation: a letter (`VERBS`), the time in seconds, and its arguments. Sequences, tenants and sessions are
-numbers. A list of sequences may be null: the same as in the last line that named more than one. Tokens are base64 of
-little-endian int32; those of a prompt are [earlier sequence, how many leading tokens are its, the rest].
-"""
+"""A recording that a `TraceRecorder` made, read as a trace or done again on a fresh manager. Its lines: `operations.py`."""
 
 from __future__ import annotations
 
-import base64
-import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.handle import KVCacheHandle
@@ -24,23 +14,23 @@ from kvpool.blocks.node import Node
 from kvpool.blocks.pins import Pin
 from kvpool.blocks.retention import Retention, TokenRange
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
+from kvpool.errors import KVPoolError, OutOfBlocksError, TraceError
+from kvpool.layers import show
 from kvpool.manager import KVCacheManager
-from kvpool.replay.trace import Trace, TraceBuilder, TraceError
+from kvpool.replay.lines import Lines
+from kvpool.replay.operations import MAGIC_KEY, VERBS, VERSION, Operations, unpack
+from kvpool.replay.trace import Trace, TraceBuilder
 from kvpool.stats import CacheStats
 
-MAGIC_KEY = "kvpool_recording"
-VERSION = 2
+MAX_BLOCKS = 2**26  # of the pools of a manager that is made for a recording
+MAX_TABLE_BLOCKS = 2**28  # of its block tables: 1 GiB
+MAX_SLOTS = 2**26  # that one operation may ask for
+MAX_SEQUENCES = 2**20  # that are live at once
 _SWITCHES = (
     "block_size", "enable_prefix_caching", "partial_match", "offload_on_evict", "watermark", "default_ttl",
     "max_pinned_tokens", "max_seq_len",
 )  # fmt: skip
 _BUDGETS = {"gpu_blocks": Tier.GPU, "host_blocks": Tier.HOST, "disk_blocks": Tier.DISK}
-VERBS = {
-    "a": "allocate", "e": "extend", "c": "commit", "p": "commit_prompt", "w": "mark_written", "s": "slot_mapping",
-    "r": "rewind", "k": "fork", "f": "free", "l": "store_last_logits", "o": "swap_out", "i": "swap_in", "t": "pin",
-    "u": "unpin", "q": "set_quota", "v": "evict", "d": "offload", "b": "onboard", "x": "invalidate", "h": "resize",
-    "g": "defragment", "z": "reset_prefix_cache",
-}  # fmt: skip
 
 
 def header_of(manager: KVCacheManager) -> dict[str, Any]:
@@ -57,111 +47,50 @@ def header_of(manager: KVCacheManager) -> dict[str, Any]:
     }
 
 
-def manager_from(header: dict[str, Any], policy: str | None, clock: Any) -> KVCacheManager:
+def manager_from(header: Mapping[str, Any], policy: str | None, clock: Callable[[], float]) -> KVCacheManager:
     """A fresh manager like the recorded one; `policy` replaces its policy."""
-    layers = [LayerSpec(**layer) for layer in header["layers"]]
-    fields = {name: header[name] for name in (*_SWITCHES, *_BUDGETS) if header.get(name) is not None}
-    fields["event_buffer_size"] = 0
-    return KVCacheManager(KVCacheConfig(layers, **fields), policy=policy or header["policy"], clock=clock)
+    layers = header.get("layers")
+    known = {field.name for field in fields(LayerSpec)}
+    if not isinstance(layers, list) or not all(isinstance(plain, dict) and known >= set(plain) for plain in layers):
+        raise TraceError(f"layers={show(layers)} must be a list of objects with fields of {', '.join(sorted(known))}")
+    if missing := next((key for plain in layers for key in ("kv_heads", "head_dim") if key not in plain), None):
+        raise TraceError(f"a layer lacks {missing}")
+    settings = {name: header[name] for name in (*_SWITCHES, *_BUDGETS) if header.get(name) is not None}
+    config = KVCacheConfig([LayerSpec(**plain) for plain in layers], **settings, event_buffer_size=0)
+    if (num_blocks := sum(map(config.num_blocks, _BUDGETS.values()))) > MAX_BLOCKS:
+        raise TraceError(f"its manager has {num_blocks:,} blocks; more than {MAX_BLOCKS:,} cannot be replayed")
+    name = policy or header.get("policy")
+    if not isinstance(name, str):
+        raise TraceError(f"policy={show(name)} must be the name of a policy")
+    return KVCacheManager(config, policy=name, clock=clock)
 
 
-def pack(tokens: Int32Array) -> str:
-    """Tokens as text."""
-    return base64.b64encode(tokens.astype("<i4").tobytes()).decode()
-
-
-def unpack(text: str) -> Int32Array:
-    """The tokens that `pack` made text of."""
-    return np.frombuffer(base64.b64decode(text), "<i4").astype(np.int32)
-
-
-class _Operations:
-    """The lines of a recording, checked; keeps the prompt of every sequence that a later one may refer to."""
-
-    def __init__(self, lines: Iterable[bytes], name: str) -> None:
-        self._lines = iter(lines)
-        self._name = name
-        self._prompts: dict[int, Int32Array] = {}
-        self._batch: list[int] = []
-        header = self._parse(next(self._lines, b""), 1)
-        if not isinstance(header, dict) or header.get(MAGIC_KEY) != VERSION:
-            raise TraceError(f"{name} is no kvpool recording of version {VERSION}")
-        self.header: dict[str, Any] = header
-        self.end: dict[str, Any] | None = None  # the last line; None while it is not reached, or was never written
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for number, line in enumerate(self._lines, 2):
-            operation = self._parse(line, number)
-            if isinstance(operation, dict):
-                self.end = operation
-                return
-            if not isinstance(operation, list) or len(operation) < 2 or operation[0] not in VERBS:
-                raise TraceError(f"line {number} of {self._name} is no operation: {str(operation)[:80]}")
-            yield operation
-
-    def _parse(self, line: bytes, number: int) -> Any:
-        try:
-            return json.loads(line)
-        except ValueError as error:
-            raise TraceError(
-                f"line {number} of {self._name} is broken ({error}); a recording needs all its lines"
-            ) from None
-
-    def notes(self) -> list[str]:
-        """What is missing; to be asked when all operations were read."""
-        found = []
-        if runs := self.header.get("cached_runs"):
-            found.append(f"{runs} cached runs are older than the recording: what was reused of them is missing")
-        if self.end is None:
-            found.append(
-                "the recording has no end: whoever made it did not close it, and its last operations are missing"
-            )
-        elif (reason := self.end.get("end", {}).get("stopped_because")) is not None:
-            found.append(f"the recording stopped early: {reason}")
-        return found
-
-    def batch(self, serials: list[int] | None) -> list[int]:
-        """The sequences of an operation."""
-        if serials is None:
-            return self._batch
-        if len(serials) > 1:
-            self._batch = serials
-        return serials
-
-    def tokens(self, prefix: list[Any]) -> Int32Array:
-        """Tokens from what they share with an earlier prompt, and the rest."""
-        shared_with, num_shared, packed = prefix
-        rest = unpack(packed)
-        return np.concatenate((self._prompts[shared_with][:num_shared], rest)) if num_shared else rest
-
-    def prompt(self, serial: int, prefix: list[Any] | None) -> Int32Array | None:
-        """The tokens of a new sequence, remembered for those that share them; None if only their number is known."""
-        if prefix is None:
-            return None
-        self._prompts[serial] = self.tokens(prefix)
-        return self._prompts[serial]
-
-
-def requests_of_recording(lines: Iterable[bytes], name: str, limit: int | None = None) -> Trace:
+def requests_of_recording(lines: Lines, limit: int | None = None) -> Trace:
     """The requests in a recording as a trace of tokens: arrival, prompt, tokens generated, tenant."""
-    operations = _Operations(lines, name)
+    operations = Operations(lines)
     found: dict[int, tuple[float, Int32Array, dict[str, Any]]] = {}
     committed: dict[int, int] = {}
     for kind, when, *arguments in operations:
         if kind == "a":
             serial, prefix, more = arguments
-            tokens = operations.prompt(serial, prefix)
             if limit is not None and len(found) >= limit:
                 break
+            try:
+                tokens = operations.prompt(serial, prefix)
+            except TraceError as error:
+                raise operations.broken(error) from None
             found[serial] = (when * 1000, unpack("") if tokens is None else tokens, more)
         elif kind in "ewsfoi":
             operations.batch(arguments[0])
         elif kind == "c":
             serials = operations.batch(arguments[0])
+            counts = arguments[1] or [1] * len(serials)
+            if len(counts) != len(serials):
+                raise operations.broken(f"{len(counts)} counts for {len(serials)} sequences")
             if arguments[2] is not None:
-                for serial, count in zip(serials, arguments[1] or [1] * len(serials), strict=True):
+                for serial, count in zip(serials, counts, strict=True):
                     committed[serial] = committed.get(serial, 0) + count
-    builder = TraceBuilder(name, unit=1, format="recording")
+    builder = TraceBuilder(operations.name, unit=1, format="recording")
     for serial, (when, tokens, more) in found.items():
         session = None if "session" not in more else f"session {more['session']}"
         builder.add(
@@ -195,20 +124,23 @@ def replay_recording(path: str | Path, policy: str | None = None) -> CacheStats:
 
 def play_recording(path: str | Path, policy: str | None = None) -> tuple[CacheStats, list[str]]:
     """`replay_recording`, and sentences about what the file does not hold."""
-    from kvpool.replay.formats import open_bytes
-
-    with open_bytes(Path(path)) as stream:
-        operations = _Operations(stream, Path(path).name)
+    with Lines(Path(path)) as lines:
+        operations = Operations(lines)
         stats = _Player(operations, policy).run()
     return stats, operations.notes()
 
 
 class _Player:
-    def __init__(self, operations: _Operations, policy: str | None) -> None:
+    def __init__(self, operations: Operations, policy: str | None) -> None:
         self.operations = operations
         self.now = 0.0
-        self.manager = manager_from(operations.header, policy, lambda: self.now)
+        try:
+            self.manager = manager_from(operations.header, policy, lambda: self.now)
+        except KVPoolError as error:
+            raise TraceError(f"{operations.place} describes no manager: {error}") from None
+        self.rows = self.manager._state.rows
         self.handles: dict[int, KVCacheHandle] = {}
+        self.longest = 0  # no sequence has more tokens
         self.pins: dict[int, Pin] = {}
         self.source: int | None = None  # the run from which the recorded manager took a partial block
         self.manager._state.cache.choose_source = self._recorded_source
@@ -216,7 +148,12 @@ class _Player:
     def run(self) -> CacheStats:
         for kind, when, *arguments in self.operations:
             self.now = when
-            getattr(self, f"_{VERBS[kind]}")(*arguments)
+            try:
+                getattr(self, f"_{VERBS[kind]}")(*arguments)
+            except OutOfBlocksError as error:
+                raise type(error)(f"{self.operations.place} does not fit any more: {error}") from error
+            except KVPoolError as error:
+                raise TraceError(f"{self.operations.place} cannot be done again: {error}") from error
             self.manager.take_copies()
         return self.manager.stats()
 
@@ -235,10 +172,32 @@ class _Player:
         return recorded
 
     def _all(self, serials: list[int] | None) -> list[KVCacheHandle]:
-        return [self.handles[serial] for serial in self.operations.batch(serials)]
+        try:
+            return [self.handles[serial] for serial in self.operations.batch(serials)]
+        except KeyError as error:
+            raise TraceError(f"sequence {error} is not live") from None
+
+    def _one(self, serial: int) -> KVCacheHandle:
+        return self._all([serial])[0]
+
+    def _check_tables(self, num_tokens: int, more_sequences: int = 0) -> None:
+        """A line of some bytes may ask for a sequence of any length: refuses tables that would fill the memory."""
+        num_rows, columns = self.rows.tables[0].shape
+        if len(self.handles) + more_sequences > MAX_SEQUENCES:
+            raise TraceError(f"more than {MAX_SEQUENCES:,} sequences would be live")
+        num_blocks = max(columns, num_tokens // self.manager.config.block_size)
+        num_rows = max(num_rows, len(self.handles) + more_sequences)
+        if len(self.rows.tables) * num_rows * num_blocks > MAX_TABLE_BLOCKS:
+            raise TraceError(
+                f"block tables for {num_rows:,} sequences of {num_tokens:,} tokens would take too much memory"
+            )
 
     def _allocate(self, serial: int, prefix: list[Any] | None, more: dict[str, Any]) -> None:
         tokens = self.operations.prompt(serial, prefix)
+        num_tokens = more.get("num_tokens", 0) if tokens is None else len(tokens)
+        num_tokens += more.get("lookahead", 0) + more.get("cross_tokens", 0)
+        self._check_tables(num_tokens, 1)
+        self.longest = max(self.longest, num_tokens)
         self.source = more.pop("source", None)
         scope = _scope(more.pop("scope", None))
         if "session" in more:
@@ -249,32 +208,44 @@ class _Player:
         self.source = None
 
     def _extend(self, serials: list[int] | None, counts: Any, lookahead: int) -> None:
+        most = max(counts, default=0) if isinstance(counts, list) else counts
+        self.longest += most + lookahead
+        if self.longest > self.rows.tables[0].shape[1] * self.manager.config.block_size:  # the tables may have to grow
+            self.longest = int(self.rows.reserved.max()) + most + lookahead
+            self._check_tables(self.longest)
         self.manager.extend_batch(self._all(serials), counts, lookahead)
 
     def _commit(self, serials: list[int] | None, counts: list[int] | None, packed: str | None) -> None:
         self.manager.commit_batch(self._all(serials), None if packed is None else unpack(packed), counts)
 
     def _commit_prompt(self, serial: int) -> None:
-        self.manager.commit(self.handles[serial])
+        self.manager.commit(self._one(serial))
 
     def _mark_written(self, serials: list[int] | None, counts: Any) -> None:
         self.manager.mark_written(self._all(serials), counts)
 
     def _slot_mapping(self, serials: list[int] | None, start: Any, stop: Any) -> None:
+        first, last = ([bound] if isinstance(bound, int) else bound for bound in (start, stop))
+        if max(last, default=0) - min(first, default=0) > MAX_SLOTS // max(1, len(self.operations.batch(serials))):
+            raise TraceError(f"it asks for the slots of more than {MAX_SLOTS:,} tokens")
         self.manager.slot_mapping(self._all(serials), start, stop)
 
     def _rewind(self, serial: int, num_tokens: int) -> None:
-        self.manager.rewind(self.handles[serial], num_tokens)
+        self.manager.rewind(self._one(serial), num_tokens)
 
     def _fork(self, serial: int, children: list[int]) -> None:
-        for child, handle in zip(children, self.manager.fork(self.handles[serial], *children), strict=True):
+        self._check_tables(0, len(children))
+        for child, handle in zip(children, self.manager.fork(self._one(serial), *children), strict=True):
             self.handles[child] = handle
 
     def _free(self, serials: list[int] | None, keep: bool) -> None:
-        self.manager.free_batch([self.handles.pop(serial) for serial in self.operations.batch(serials)], keep)
+        handles = self._all(serials)
+        self.manager.free_batch(handles, keep)
+        for serial in self.operations.batch(serials):
+            del self.handles[serial]
 
     def _store_last_logits(self, serial: int, num_tokens: int | None) -> None:
-        self.manager.store_last_logits(self.handles[serial], True, num_tokens)
+        self.manager.store_last_logits(self._one(serial), True, num_tokens)
 
     def _swap_out(self, serials: list[int] | None) -> None:
         self.manager.swap_out(*self._all(serials))
@@ -284,12 +255,14 @@ class _Player:
 
     def _pin(self, number: int, pinned: Any, scope: list[int] | None, ttl: float | None) -> None:
         if isinstance(pinned, int):
-            self.pins[number] = self.manager.pin(self.handles[pinned], ttl=ttl)
+            self.pins[number] = self.manager.pin(self._one(pinned), ttl=ttl)
         else:
             self.pins[number] = self.manager.pin(self.operations.tokens(pinned), _scope(scope), ttl)
 
     def _unpin(self, number: int) -> None:
-        self.manager.unpin(self.pins.pop(number))
+        if (pin := self.pins.pop(number, None)) is None:
+            raise TraceError(f"there is no pin {number}")
+        self.manager.unpin(pin)
 
     def _set_quota(self, tenant: int, guaranteed: Any, maximum: Any) -> None:
         self.manager.set_quota(_scope([tenant, 0]).tenant, guaranteed=guaranteed, maximum=maximum)
@@ -310,6 +283,10 @@ class _Player:
             self.manager.invalidate(None if prefix is None else self.operations.tokens(prefix), scope=_scope(scope))
 
     def _resize(self, num_blocks: int, pool: int, tier: int) -> None:
+        if num_blocks > MAX_BLOCKS:
+            raise TraceError(
+                f"a pool of {num_blocks:,} blocks is asked for; more than {MAX_BLOCKS:,} cannot be replayed"
+            )
         self.manager.resize(num_blocks, pool=pool, tier=Tier(tier))
 
     def _defragment(self, tier: int) -> None:
@@ -320,4 +297,8 @@ class _Player:
 
 
 def _retention(plain: dict[str, Any]) -> Retention:
-    return Retention(**{**plain, "ranges": tuple(TokenRange(**part) for part in plain["ranges"])})
+    ranges = plain.get("ranges", [])
+    for part in ranges:
+        if missing := next((name for name in ("start", "end", "priority") if name not in part), None):
+            raise TraceError(f"a token range lacks {missing}")
+    return Retention(**{**plain, "ranges": tuple(TokenRange(**part) for part in ranges)})

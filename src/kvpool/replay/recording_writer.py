@@ -22,7 +22,7 @@ from kvpool.blocks.arrays import Int32Array, Int64Array, as_token_array
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.blocks.retention import Retention
-from kvpool.replay.recording import pack
+from kvpool.replay.operations import pack
 from kvpool.replay.trace import END_MARK
 
 UInt64Array = npt.NDArray[np.uint64]
@@ -274,7 +274,7 @@ def _plain_retention(retention: Retention) -> dict[str, Any]:
     return {**asdict(retention), "ranges": [asdict(part) for part in retention.ranges]}
 
 
-# How the arguments of an operation are made plain, by the letter of its line (see `recording.VERBS`).
+# How the arguments of an operation are made plain, by the letter of its line (see `operations.VERBS`).
 _PREPARE: dict[str, Callable[..., list[Any]]] = {
     "a": RecordingWriter._allocate,
     "e": RecordingWriter._extend,

@@ -18,9 +18,9 @@ import numpy as np
 from kvpool.blocks.arrays import Int32Array, Int64Array
 from kvpool.blocks.retention import Retention, TokenRange
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
-from kvpool.errors import InvalidArgumentError
+from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.manager import KVCacheManager
-from kvpool.replay.trace import Trace, TraceError
+from kvpool.replay.trace import Trace
 
 TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
 PROGRESS_STEP = 256  # requests between two reports

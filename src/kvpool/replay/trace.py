@@ -5,22 +5,20 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.blocks.arrays import MAX_TOKEN_ID, Int32Array, Int64Array
-from kvpool.errors import InvalidArgumentError
+from kvpool.errors import TraceError
 
 FloatArray = npt.NDArray[np.float64]
 
 TOKENS_PER_BLOCK = 16  # where a trace has no blocks
 END_MARK = MAX_TOKEN_ID  # no id of a trace reaches it
-
-
-class TraceError(InvalidArgumentError):
-    """A trace cannot be read, or too many of its lines are broken. Says which lines and why."""
+MAX_IDS = 2**30  # 4 GiB: what a trace may take in memory, whatever its file holds
+MAX_REQUESTS = 2**25
 
 
 class TraceRequest(NamedTuple):
@@ -178,6 +176,11 @@ class TraceBuilder:
         session: str | None = None, tenant: str | None = None,
     ) -> TraceBuilder:  # fmt: skip
         """One more request. The caller has checked that lengths are not negative."""
+        if len(self._ends) >= MAX_REQUESTS or len(self._ids) + len(ids) > MAX_IDS:
+            raise TraceError(
+                f"{self.name} has more than {MAX_REQUESTS:,} requests or {MAX_IDS:,} ids, too many for a trace in memory; "
+                "read fewer of them with limit (--limit)"
+            )
         if self._timestamps and timestamp < self._timestamps[-1]:
             self.problems.unsorted += 1
         if not input_length:
@@ -193,26 +196,22 @@ class TraceBuilder:
         self._tenants.append(tenant)
         return self
 
-    def _append_ids(self, ids: Sequence[object]) -> None:
+    def _append_ids(self, ids: Sequence[Any]) -> None:
         start = len(self._ids)
         if self._numbers is None:
             try:
-                self._ids.extend(ids)  # type: ignore[arg-type] # what is no small integer raises
-                if not len(ids) or 0 <= min(self._ids[start:]) <= max(self._ids[start:]) < END_MARK:
+                self._ids.extend(ids)  # what is no small integer raises
+                if not len(ids) or (min(ids) >= 0 and max(ids) < END_MARK):
                     return
             except (OverflowError, TypeError):
                 pass
             del self._ids[start:]
-            self._numbers = {number: number for number in set(self._ids)}
+            numbers: dict[object, int] = {}
+            self._ids = array("i", [numbers.setdefault(number, len(numbers)) for number in self._ids])
+            self._numbers = numbers
             self.problems.renumbered = True
-            self._next = max(self._ids, default=-1) + 1
         numbers = self._numbers
-        for value in ids:
-            number = numbers.get(value)
-            if number is None:
-                number = numbers[value] = self._next
-                self._next += 1
-            self._ids.append(number)
+        self._ids.extend([numbers.setdefault(value, len(numbers)) for value in ids])
 
     def build(self) -> Trace:
         """The trace so far."""

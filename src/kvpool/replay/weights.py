@@ -6,12 +6,13 @@ model are not counted.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpool.errors import ConfigError
+from kvpool.layers import check_int, check_number
+from kvpool.model_config import load_config
 
 _TEXT_KEYS = ("text_config", "llm_config", "language_config")
 _TWO_MATRIX_MLP = frozenset(
@@ -20,6 +21,7 @@ _TWO_MATRIX_MLP = frozenset(
 _TIED_BY_DEFAULT = frozenset(
     {"gpt2", "gemma", "gemma2", "gemma3", "gemma3_text", "opt", "bloom", "cohere", "cohere2", "falcon"}
 )
+_MAX_SIZE = 2**32  # of anything that is multiplied here
 _BYTES = {"fp8": 1.0, "compressed-tensors": 1.0, "fbgemm_fp8": 1.0, "gptq": 0.5, "awq": 0.5, "mxfp4": 0.53}
 
 
@@ -42,7 +44,7 @@ def count_weights(source: str | Path | Mapping[str, Any]) -> Weights:
     >>> round(count_weights(config).total / 1e9, 2)
     8.03
     """
-    outer = _load(source)
+    outer = load_config(source)
     text: Mapping[str, Any] = next((outer[key] for key in _TEXT_KEYS if isinstance(outer.get(key), Mapping)), outer)
     kind = str(text.get("model_type") or outer.get("model_type") or "")
     hidden = _need(text, "hidden_size", "n_embd", "n_embed")
@@ -76,8 +78,8 @@ def count_weights(source: str | Path | Mapping[str, Any]) -> Weights:
 
 
 def _dense_layers(text: Mapping[str, Any], layers: int) -> int:
-    if text.get("first_k_dense_replace") is not None:
-        return min(layers, int(text["first_k_dense_replace"]))
+    if (first := _first(text, "first_k_dense_replace")) is not None:
+        return min(layers, first)
     step = _first(text, "interleave_moe_layer_step", "decoder_sparse_step") or 1
     return layers - layers // step
 
@@ -87,9 +89,9 @@ def _attention(text: Mapping[str, Any], hidden: int) -> int:
     if text.get("kv_lora_rank"):
         rope, nope = _need(text, "qk_rope_head_dim"), _need(text, "qk_nope_head_dim")
         value, rank = _need(text, "v_head_dim"), _need(text, "kv_lora_rank")
-        query = text.get("q_lora_rank")
+        query = _first(text, "q_lora_rank")
         q = hidden * query + query * heads * (rope + nope) if query else hidden * heads * (rope + nope)
-        return int(q + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden)
+        return q + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden
     head = _first(text, "head_dim") or hidden // heads
     groups = _first(text, "num_key_value_heads", "num_kv_heads") or heads
     if text.get("multi_query") and not text.get("new_decoder_architecture"):
@@ -106,41 +108,26 @@ def _bytes_per_parameter(outer: Mapping[str, Any], text: Mapping[str, Any]) -> f
     if isinstance(quantised, Mapping):
         method = str(quantised.get("quant_method", ""))
         bits = quantised.get("bits")
-        return float(bits) / 8 if bits else _BYTES.get(method, 1.0)
+        if not bits:
+            return _BYTES.get(method, 1.0)
+        return check_number("bits", bits, "a number of bits") / 8
     dtype = str(next((c[k] for c in (text, outer) for k in ("dtype", "torch_dtype") if c.get(k)), "bfloat16"))
     return 4.0 if "float32" in dtype else 1.0 if "float8" in dtype else 2.0
 
 
-def _first(config: Mapping[str, Any], *keys: str) -> int | None:
-    value = next((config[key] for key in keys if config.get(key) is not None), None)
+def _first(config: Mapping[str, Any], *keys: str, least: int = 0) -> int | None:
+    key = next((key for key in keys if config.get(key) is not None), None)
+    value = None if key is None else config[key]
     if isinstance(value, list):
         value = value[0] if value else None
-    return None if value is None else int(value)
+    return None if key is None or value is None else check_int(key, value, least, _MAX_SIZE)
 
 
 def _need(config: Mapping[str, Any], *keys: str) -> int:
-    value = _first(config, *keys)
+    value = _first(config, *keys, least=1)
     if value is None:
         raise ConfigError(f"the config lacks {' or '.join(keys)}; without it the weights cannot be counted: add it")
     return value
-
-
-def _load(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    if isinstance(source, Mapping):
-        return source
-    path = Path(source)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read {path}: {error.strerror or error}; give a local config.json or its folder"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return loaded
 
 
 def _m(parameters: float) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvpool.errors import InvalidArgumentError
+from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.replay.formats import read_trace
-from kvpool.replay.trace import Trace, TraceError
+from kvpool.replay.trace import Trace
 from kvpool.terminal import parse_count
 
 DEFAULT_STEPS = (1, 2, 3, 5)  # of each power of ten in a range
