@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -65,6 +65,7 @@ class AsyncKVCacheManager:
         self._waiters: dict[_Waiter, None] = {}  # in order of arrival
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake_planned = False
+        self._stop_listening: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._serving_thread = 0  # our own calls of the manager must not wake us again
 
@@ -163,10 +164,9 @@ class AsyncKVCacheManager:
                 self._listen(False)
 
     def _listen(self, listen: bool) -> None:
-        guard = self.manager._guard
-        with guard.lock:  # a new list: another thread may be walking along the old one
-            others = [callback for callback in guard.capacity_callbacks if callback != self._on_operation]
-            guard.capacity_callbacks = [*others, self._on_operation] if listen else others
+        if self._stop_listening is not None:
+            self._stop_listening()
+        self._stop_listening = self.manager.on_operation(self._on_operation) if listen else None
 
     @staticmethod
     def _time_out(waiter: _Waiter, timeout: float) -> None:

@@ -70,16 +70,14 @@ class Board:
 
     def symbols(self) -> list[str]:
         """What to draw for every block of the pool, read from tables and tree."""
-        state = self.manager._state
-        symbols = ["."] * state.gpu_pools[0].num_blocks
-        for node in state.cache.nodes():
-            state.cache.sync(node)
-            for ids in node.ids if node.tier == Tier.GPU else ():
+        symbols = ["."] * self.manager.num_blocks()
+        for run in self.manager.cached_runs():
+            for ids in run.block_ids if run.tier == Tier.GPU else ():
                 for block in ids[ids >= 0].tolist():
-                    symbols[block] = "*" if node.pins else self.letters.get(block, "o").lower()
+                    symbols[block] = "*" if run.is_pinned else self.letters.get(block, "o").lower()
         in_use: dict[int, str] = {}
         for handle in self.manager.handles:
-            for group in range(len(state.groups)):
+            for group in range(len(self.manager.config.groups)):
                 for block in handle.block_ids(group).tolist():
                     if block in in_use:
                         in_use[block] = "#"

@@ -79,7 +79,7 @@ class Guard:
         if self._changes:
             self._deliver()
         for callback in self.capacity_callbacks:
-            _contain(callback)
+            contain(callback)
 
     def _deliver(self) -> None:
         """Runs pressure callbacks in the order of the changes: one thread at a time, and no change inside another's."""
@@ -88,7 +88,7 @@ class Guard:
                 while self._changes:
                     change = self._changes.popleft()
                     for callback in list(self.pressure_callbacks):
-                        _contain(lambda call=callback, now=change: call(now))  # type: ignore[misc]
+                        contain(lambda call=callback, now=change: call(now))  # type: ignore[misc]
             finally:
                 self._delivery.release()
 
@@ -116,7 +116,8 @@ class Guard:
         self._changes.append(PressureChange(level, previous, fullest, at, reason))
 
 
-def _contain(callback: Callable[[], None]) -> None:
+def contain(callback: Callable[[], None]) -> None:
+    """Calls back; what it raises is logged and goes no further."""
     try:
         callback()
     except Exception:

@@ -35,6 +35,7 @@ from kvpool.blocks.eviction import EvictionPolicy, make_policy
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.blocks.invalidation import Invalidation
+from kvpool.blocks.onboarding import Onboarding
 from kvpool.blocks.pins import Pins
 from kvpool.blocks.retention import Retention
 from kvpool.blocks.rewinding import Rewinding
@@ -42,6 +43,7 @@ from kvpool.blocks.sequences import Sequences
 from kvpool.blocks.state import Admission, CacheState
 from kvpool.blocks.stepping import Stepping
 from kvpool.blocks.swapping import Swapping
+from kvpool.blocks.tenants import TenantQuotas
 from kvpool.blocks.writing import writable_blocks
 from kvpool.config import KVCacheConfig
 from kvpool.errors import (
@@ -54,6 +56,7 @@ from kvpool.errors import (
 from kvpool.events import EventLog
 from kvpool.guard import Guard
 from kvpool.maintenance import DEFAULT_SCOPE, Maintenance, check_scope, check_seconds
+from kvpool.observer import Observer
 
 BatchLike = SequenceBatch | Sequence[KVCacheHandle]
 
@@ -100,6 +103,9 @@ class KVCacheManager(Maintenance):
         self._swapping = Swapping(self._state, self._sequences)
         self._compaction = Compaction(self._state)
         self._pins = Pins(self._state)
+        self._quotas = TenantQuotas(self._state.cache)
+        self._onboarding = Onboarding(self._state, self._admissions)
+        self._observers: tuple[Observer, ...] = ()
         self._invalidation = Invalidation(self._state, self._admissions, self._pins)
 
     # --- admission ---------------------------------------------------------------------------------------------------
@@ -176,6 +182,12 @@ class KVCacheManager(Maintenance):
             handle.encoder_tokens = cross_tokens
             handle.publishes = self.config.enable_prefix_caching and (not cross_tokens or scope.encoder != "")
             self._sequences.allocate(handle, ids, places, lookahead, cross_tokens)
+            if self._observers:
+                options = dict(
+                    num_tokens=num_tokens, scope=scope, reserve=reserve, lookahead=lookahead, cross_tokens=cross_tokens,
+                    retention=retention, ttl=ttl, session=session,
+                )  # fmt: skip
+                self._tell("allocate", handle, request_id, ids, options)
             return handle
 
     def _request(self, tokens: Any, num_tokens: int | None, reserve: int | None) -> tuple[Int32Array | None, int]:
@@ -257,7 +269,10 @@ class KVCacheManager(Maintenance):
         with self._guard:
             chosen = self._batch(batch)
             _check_counts(counts, len(chosen))
-            return self._stepping.extend(chosen, counts, lookahead, out)
+            slots = self._stepping.extend(chosen, counts, lookahead, out)
+            if self._observers:
+                self._tell("extend_batch", slots, chosen, counts, lookahead)
+            return slots
 
     def slot_mapping(self, batch: BatchLike, start: Any, stop: Any, out: Int32Array | None = None) -> Int32Array:
         """Slots of the positions `start..stop` (numbers or one per sequence), flat, [layer group, token].
@@ -266,7 +281,11 @@ class KVCacheManager(Maintenance):
         write: outside a window, or the last token of a fully cached prompt, whose data is there already.
         """
         with self._guard:
-            return self._stepping.slot_mapping(self._batch(batch), start, stop, out)
+            chosen = self._batch(batch)
+            slots = self._stepping.slot_mapping(chosen, start, stop, out)
+            if self._observers:
+                self._tell("slot_mapping", slots, chosen, start, stop)
+            return slots
 
     def writable_blocks(self, group: int = 0) -> BoolArray:
         """For every GPU block of a layer group's pool, whether some sequence may write it: it alone holds it, unpublished."""
@@ -280,6 +299,8 @@ class KVCacheManager(Maintenance):
             chosen = self._batch([batch] if isinstance(batch, KVCacheHandle) else batch)
             _check_counts(counts, len(chosen))
             self._stepping.mark_written(chosen, counts)
+            if self._observers:
+                self._tell("mark_written", None, chosen, counts)
 
     def commit(self, handle: KVCacheHandle, tokens: Any = None) -> None:
         """The next tokens are written and final; blocks that are full become matchable.
@@ -290,6 +311,8 @@ class KVCacheManager(Maintenance):
         if tokens is None:
             with self._guard:
                 self._stepping.commit_prompt(self._state.row_of(handle))
+                if self._observers:
+                    self._tell("commit", None, handle)
         elif isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool):
             self.commit_batch([handle], None, [as_count(tokens, "tokens")])
         else:
@@ -311,6 +334,8 @@ class KVCacheManager(Maintenance):
                 if not isinstance(numbers, np.ndarray):
                     raise InvalidArgumentError(f"counts must hold one count for every sequence, got {counts!r}")
                 self._stepping.commit_rows(chosen, ids, numbers)
+            if self._observers:
+                self._tell("commit_batch", None, chosen, ids, numbers)
 
     def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
         """Forgets the last `num_tokens` reserved tokens (rejected drafts) and gives back the blocks behind them.
@@ -320,7 +345,10 @@ class KVCacheManager(Maintenance):
         with self._guard:
             row = self._state.row_of(handle)
             limit = int(self._state.rows.reserved[row])
-            self._rewinding.rewind(handle, as_count(num_tokens, "num_tokens", maximum=limit))
+            count = as_count(num_tokens, "num_tokens", maximum=limit)
+            self._rewinding.rewind(handle, count)
+            if self._observers:
+                self._tell("rewind", None, handle, count)
 
     def fork(self, handle: KVCacheHandle, *request_ids: Hashable) -> list[KVCacheHandle]:
         """New sequences that share every block with `handle` (parallel samples, beams, tree search)."""
@@ -330,17 +358,25 @@ class KVCacheManager(Maintenance):
             for request_id in request_ids:
                 if self._is_live(request_id) or request_ids.count(request_id) > 1:
                     raise DuplicateRequestError(f"request {request_id!r} is already live; use another id")
-            return self._sequences.fork(handle, request_ids)
+            children = self._sequences.fork(handle, request_ids)
+            if self._observers:
+                self._tell("fork", children, handle, *request_ids)
+            return children
 
     def free(self, handle: KVCacheHandle, keep: bool = True) -> None:
         """Ends a request. What it published stays cached; with `keep=False` what only it used is dropped."""
         with self._guard:
             self._sequences.free(handle, keep)
+            if self._observers:
+                self._tell("free", None, handle, keep)
 
     def free_batch(self, batch: BatchLike, keep: bool = True) -> None:
         """`free` for many requests at once."""
         with self._guard:
-            self._sequences.free_batch(batch.handles if isinstance(batch, SequenceBatch) else as_handles(batch), keep)
+            handles = batch.handles if isinstance(batch, SequenceBatch) else as_handles(batch)
+            self._sequences.free_batch(handles, keep)
+            if self._observers:
+                self._tell("free_batch", None, handles, keep)
 
     def _batch(self, batch: BatchLike) -> SequenceBatch:
         if isinstance(batch, SequenceBatch):
@@ -361,7 +397,10 @@ class KVCacheManager(Maintenance):
             length = handle.num_prompt_tokens if num_tokens is None else as_count(num_tokens, "num_tokens", minimum=1)
             if not length or int(self._state.rows.committed[row]) < length:
                 raise SequenceStateError(f"request {handle.request_id!r}: commit the whole prompt before its logits")
-            return handle.publishes and self._admissions.store_logits(row, length, logits)
+            stored = handle.publishes and self._admissions.store_logits(row, length, logits)
+            if self._observers:
+                self._tell("store_last_logits", stored, handle, logits, num_tokens)
+            return stored
 
     # --- swapping and copies -----------------------------------------------------------------------------------------
 
@@ -373,7 +412,10 @@ class KVCacheManager(Maintenance):
     def swap_out(self, *handles: KVCacheHandle) -> int:
         """Moves requests to the host pool; returns the blocks to copy. Swap forks together: they stay shared."""
         with self._guard:
-            return self._swapping.swap_out(handles)
+            moved = self._swapping.swap_out(handles)
+            if self._observers:
+                self._tell("swap_out", moved, *handles)
+            return moved
 
     def can_swap_in(self, *handles: KVCacheHandle) -> Admission:
         """Whether the GPU can take these requests back."""
@@ -383,7 +425,10 @@ class KVCacheManager(Maintenance):
     def swap_in(self, *handles: KVCacheHandle) -> int:
         """Brings requests back to the GPU; returns the blocks to copy (what is still cached there is not copied)."""
         with self._guard:
-            return self._swapping.swap_in(handles)
+            moved = self._swapping.swap_in(handles)
+            if self._observers:
+                self._tell("swap_in", moved, *handles)
+            return moved
 
     def take_copies(self) -> list[CopyOp]:
         """Hands over the planned copies, in the order in which they must run before the next forward pass."""

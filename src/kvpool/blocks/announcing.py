@@ -11,6 +11,7 @@ from kvpool.blocks.arrays import Int32Array, Int64Array
 from kvpool.blocks.node import Node
 from kvpool.blocks.tree import PrefixTree
 from kvpool.config import Tier
+from kvpool.events import Stored
 from kvpool.stats import EvictionReason
 
 StoredRun: TypeAlias = tuple[int, "bytes | None", list[bytes], Int32Array]  # group, parent digest, digests, tokens
@@ -26,6 +27,20 @@ class AnnouncedTree(PrefixTree):
         first = len(node.digests or ())
         self.digests(node)
         self._emit(node, self.stored_runs(node, first))
+
+    def stored_events(self, as_of: int) -> list[Stored]:
+        """One event for every run of consecutive blocks that is cached now, parents before children."""
+        events: list[Stored] = []
+        for root in self.roots.values():
+            for node in root.subtree():
+                if node is not root:
+                    self.digests(node)
+                    events.extend(
+                        Stored(as_of, parent, tuple(digests), tokens, self.block_size, root.scope, node.tier,
+                               node.priority, group, node.session)
+                        for group, parent, digests, tokens in self.stored_runs(node, 0)
+                    )  # fmt: skip
+        return events
 
     def stored_runs(self, node: Node, first: int) -> Iterator[StoredRun]:
         """(group, parent digest, digests, tokens) of consecutive blocks from `first` on; digests are known."""

@@ -81,6 +81,11 @@ class SequenceBatch:
         self.last_slots: Int32Array | None = None
         self.moves = -1
 
+    @property
+    def num_committed(self) -> Int64Array:
+        """The committed tokens of each sequence."""
+        return self._state.rows.committed[self.rows]
+
     def __len__(self) -> int:
         return len(self.handles)
 

@@ -13,7 +13,7 @@ from kvpool.blocks.node import Node
 from kvpool.blocks.pool import GPU, BlockPool
 from kvpool.blocks.state import LOCAL_TIERS, CacheState
 from kvpool.config import Tier
-from kvpool.stats import GroupStats
+from kvpool.stats import CacheStats, GroupStats, MemoryPressure, PoolStats
 
 
 class BlockState(str, Enum):
@@ -40,6 +40,22 @@ class KVCacheBlock(NamedTuple):
     @property
     def ref_count(self) -> int:
         return len(self.request_ids)
+
+
+class CachedRun(NamedTuple):
+    """A run of cached blocks as it stands now."""
+
+    number: int  # of its insertion; both parts of a divided run keep it
+    tier: Tier
+    start: int  # depth of its first block in the prompt
+    num_blocks: int
+    block_ids: tuple[Int32Array, ...]  # per layer group; -1 where a windowed block is gone
+    tenant: str
+    priority: int
+    is_pinned: bool
+    is_read: bool  # by a live request
+    idle_seconds: float  # since its last use
+    published_by: int  # `KVCacheHandle.serial` of the request that computed it
 
 
 class Inspector:
@@ -73,6 +89,61 @@ class Inspector:
         position = None if column is None else column * self.state.block_size
         published = node is not None and not node.detached
         return KVCacheBlock(block_id, pool.index, pool.tier, state, group, tuple(holders), position, published)
+
+    def runs(self) -> list[CachedRun]:
+        """Every cached run, parents before children."""
+        cache = self.state.cache
+        found = []
+        for node in cache.nodes():
+            cache.sync(node)
+            ids = tuple(part.copy() for part in node.ids)
+            found.append(
+                CachedRun(
+                    node.created, node.tier, node.start, node.num_blocks, ids, node.root.scope.tenant, node.priority,
+                    node.pins > 0, node.active > 0, cache.now - node.last_access_at, node.published_by,
+                )
+            )  # fmt: skip
+        return found
+
+    def snapshot(self, pressure: MemoryPressure) -> CacheStats:
+        """Everything counted, at one moment."""
+        state = self.state
+        counters = state.counters
+        pools = tuple(
+            PoolStats(
+                pool.index, pool.tier, state.config.pools[pool.index].groups, pool.num_blocks, pool.num_free,
+                pool.num_referenced, pool.num_cached, pool.num_pinned, pool.peak_referenced,
+                state.config.pools[pool.index].block_bytes,
+            )
+            for tiers in state.pools
+            for pool in tiers
+            if pool.num_blocks or pool.tier == Tier.GPU
+        )  # fmt: skip
+        same = {
+            name: getattr(counters, name)
+            for name in (
+                "requests", "allocation_failures", "extend_failures", "prompt_tokens", "prompt_blocks",
+                "partial_hit_tokens", "full_hits_with_logits", "blocks_allocated", "blocks_merged",
+                "copies_on_write", "forks", "rewinds", "swaps_out", "swaps_in", "swapped_blocks",
+                "offloaded_blocks", "onboarded_blocks", "defragmented_blocks",
+            )
+        }  # fmt: skip
+        return CacheStats(
+            pools=pools,
+            groups=self.groups(),
+            num_sequences=len(state.requests),
+            num_swapped=sum(handle.swapped is not None for handle in state.requests.values()),
+            num_cached_runs=state.cache.num_runs,
+            hit_tokens={tier.name: counters.hit_tokens[tier] for tier in Tier},
+            hit_blocks={tier.name: counters.hit_blocks[tier] for tier in Tier},
+            evictions=dict(counters.evictions),
+            lifetime_seconds=counters.lifetime.summary(),
+            idle_before_eviction_seconds=counters.idle_before_eviction.summary(),
+            reuse_gap_seconds=counters.reuse_gap.summary(),
+            tenants={tenant: tuple(quota.cached) for tenant, quota in state.cache.quotas.items()},
+            pressure=pressure,
+            **same,
+        )
 
     def _held(self, pool: BlockPool) -> Iterator[tuple[Hashable, int, Int32Array]]:
         """(request, group, ids) of every live sequence with blocks in a pool."""

@@ -16,7 +16,7 @@ from kvpool.blocks.publishing import Publisher
 from kvpool.blocks.rows import SequenceRows
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.errors import NeverFitsError, OutOfBlocksError, SequenceStateError, UnknownRequestError
-from kvpool.events import EventLog
+from kvpool.events import EventLog, PoolSize
 from kvpool.stats import Counters
 
 LOCAL_TIERS = (GPU, Tier.HOST, Tier.DISK)
@@ -117,6 +117,14 @@ class CacheState:
         if mark is None:
             mark = self._watermarks[size] = self.config.watermark_blocks(*size)
         return mark
+
+    def pool_sizes(self) -> tuple[PoolSize, ...]:
+        """How many blocks each layer group has on each tier, for subscribers."""
+        return tuple(
+            PoolSize(group.index, tier, self.pools[group.pool][tier].num_blocks)
+            for group in self.groups
+            for tier in LOCAL_TIERS
+        )
 
     def take(self, group: int, num_blocks: int) -> Int32Array:
         """New GPU blocks for a sequence, with the bookkeeping of their layer group."""

@@ -83,7 +83,8 @@ class PrefixTree(ABC):
         self.policies = [new_policy() for _ in range(self.num_tiers)]
         self.sessions: dict[str, set[Node]] = {}
         self.calendar = Calendar()
-        self.choose_source: Callable[[Node], Node] | None = None  # sees, and may change, where partial blocks come from
+        # Told which run (`created`) a partial block comes from; answers which one to take.
+        self.choose_source: Callable[[int], int] | None = None
         # Groups whose blocks are published, those of them with a window, and blocks of full groups per pool and position.
         self.num_cached_groups = sum(not is_cross(group) for group in groups)
         self.windowed = [g.index for g in groups if is_windowed(g)]
@@ -198,8 +199,16 @@ class PrefixTree(ABC):
         return Match(root, path, position // size, None, 0, next_key)
 
     def _source(self, node: Node) -> Node:
-        """The node that a partial block is taken from: others may share equally many tokens with the prompt."""
-        return node if self.choose_source is None else self.choose_source(node)
+        """The node that a partial block is taken from: its siblings may share equally many tokens with the prompt."""
+        if self.choose_source is None:
+            return node
+        chosen = self.choose_source(node.created)
+        if chosen == node.created:
+            return node
+        assert node.parent.children is not None
+        other = next((sibling for sibling in node.parent.children.values() if sibling.created == chosen), node)
+        self.sync(other)
+        return other
 
     def common_tokens(self, node: Node, tokens: Int32Array) -> int:
         """How many leading tokens a node and a prompt share; the first block is known to be equal."""

@@ -123,13 +123,13 @@ def sample_occupancy(trace: Trace, config: ReplayConfig) -> Occupancy:
             return
         now = trace.timestamps[: index + 1].max() / 1000
         ages, owners = dict.fromkeys(found.by_age, 0), dict.fromkeys(found.by_tenant, 0)
-        for node in manager._state.cache.nodes():
-            name = "host" if node.tier == Tier.HOST else "disk"
-            if node.tier == Tier.GPU:
-                name = "GPU, " + next(label for limit, label in _AGES if now - node.last_access_at < limit)
-            ages[name] += node.num_blocks
+        for run in manager.cached_runs():
+            name = "host" if run.tier == Tier.HOST else "disk"
+            if run.tier == Tier.GPU:
+                name = "GPU, " + next(label for limit, label in _AGES if run.idle_seconds < limit)
+            ages[name] += run.num_blocks
             if tenants:
-                owners[tenants[node.published_by - 1]] += node.num_blocks
+                owners[tenants[run.published_by - 1]] += run.num_blocks
         found.minutes.append(now / 60)
         for layers, counts in ((found.by_age, ages), (found.by_tenant, owners)):
             for name, count in counts.items():

@@ -10,7 +10,6 @@ from typing import Any
 from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
-from kvpool.blocks.node import Node
 from kvpool.blocks.pins import Pin
 from kvpool.blocks.retention import Retention, TokenRange
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
@@ -39,7 +38,7 @@ def header_of(manager: KVCacheManager) -> dict[str, Any]:
     pools = {name: [p.total for p in stats.pools if p.tier == tier] for name, tier in _BUDGETS.items()}
     return {
         MAGIC_KEY: VERSION,
-        "policy": manager._state.cache.policies[Tier.GPU].name,
+        "policy": manager.policy_name,
         "cached_runs": stats.num_cached_runs,  # before the first line: a replay does not have them
         "layers": [asdict(layer) for layer in config.layers],
         **{name: getattr(config, name) for name in _SWITCHES},
@@ -143,7 +142,7 @@ class _Player:
         self.longest = 0  # no sequence has more tokens
         self.pins: dict[int, Pin] = {}
         self.source: int | None = None  # the run from which the recorded manager took a partial block
-        self.manager._state.cache.choose_source = self._recorded_source
+        self.manager.observe(self)
 
     def run(self) -> CacheStats:
         for kind, when, *arguments in self.operations:
@@ -157,19 +156,15 @@ class _Player:
             self.manager.take_copies()
         return self.manager.stats()
 
-    def _recorded_source(self, found: Node) -> Node:
+    def done(self, verb: str, now: float, result: Any, arguments: tuple[Any, ...]) -> None:
+        """Nothing to note: these operations come from a recording."""
+
+    def choose_source(self, run: int) -> int:
         """Of blocks that share equally many tokens with a prompt the tree takes a neighbour in the order of the tokens.
 
         A recording hides that order and names the choice instead.
         """
-        if self.source is None or found.created == self.source:
-            return found
-        siblings = (found.parent.children or {}).values()
-        recorded = next((node for node in siblings if node.created == self.source), None)
-        if recorded is None:
-            return found
-        self.manager._state.cache.sync(recorded)
-        return recorded
+        return run if self.source is None else self.source
 
     def _all(self, serials: list[int] | None) -> list[KVCacheHandle]:
         try:

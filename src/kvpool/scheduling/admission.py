@@ -11,7 +11,7 @@ from kvpool.config import Tier
 from kvpool.errors import OutOfBlocksError
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.request import ScheduledSequence, SequenceState
-from kvpool.scheduling.roster import Roster, has_tier
+from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.round import Chunk, Round
 
 SPARE_CANDIDATES = 16  # looked at beyond the free lanes: some only wait for a prefix and let others pass
@@ -231,7 +231,7 @@ class Admissions:
     def _prefetch(self, candidates: list[ScheduledSequence]) -> None:
         """Brings offloaded prefixes of the requests next in line up to the GPU, into room that nobody was promised."""
         size = self.manager.config.block_size
-        for sequence in candidates if has_tier(self.manager, Tier.HOST, Tier.DISK) else ():
+        for sequence in candidates if self.manager.has_tier(Tier.HOST, Tier.DISK) else ():
             if sequence.state is not SequenceState.WAITING or sequence.in_flight:
                 continue
             scope = sequence.request.scope

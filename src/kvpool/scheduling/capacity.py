@@ -120,7 +120,7 @@ class Capacity:
 
     def pool_sizes(self) -> list[int]:
         """Blocks of each GPU pool, as large as it is now."""
-        return [pool.num_blocks for pool in self.manager._state.gpu_pools]
+        return [self.manager.num_blocks(pool.index) for pool in self.manager.config.pools]
 
     def blocks_per_column(self, pool: int) -> int:
         """Blocks of a pool behind one column of the block table."""

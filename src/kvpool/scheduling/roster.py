@@ -15,11 +15,6 @@ from kvpool.scheduling.running import Running
 from kvpool.scheduling.stats import SchedulerStats
 
 
-def has_tier(manager: KVCacheManager, *tiers: Tier) -> bool:
-    """Whether any of these tiers has blocks now."""
-    return any(pools[tier].num_blocks for pools in manager._state.pools for tier in tiers)
-
-
 class Roster:
     """The queues. The policy holds what never ran, `resuming` what was preempted: those go first among equally urgent."""
 
@@ -101,7 +96,7 @@ class Roster:
         So is what has drafts in flight: how many of its places will count is not known yet.
         """
         mode = self.config.preemption
-        if mode is PreemptionMode.RECOMPUTE or not has_tier(self.manager, Tier.HOST) or self._has_siblings(sequence):
+        if mode is PreemptionMode.RECOMPUTE or not self.manager.has_tier(Tier.HOST) or self._has_siblings(sequence):
             return False
         if sequence.num_drafts_in_flight:
             return False

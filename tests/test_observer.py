@@ -1,0 +1,131 @@
+"""Observers of a manager: told of what succeeded, in order, and never in the way; and the questions anybody may ask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Tier
+from kvpool.errors import InvalidArgumentError, OutOfBlocksError
+
+
+class Notes:
+    """Keeps what it is told; takes the partial block from `instead` when that is set."""
+
+    def __init__(self, instead: int | None = None) -> None:
+        self.verbs: list[str] = []
+        self.told: list[tuple[Any, ...]] = []
+        self.sources: list[int] = []
+        self.instead = instead
+
+    def done(self, verb: str, now: float, result: Any, arguments: tuple[Any, ...]) -> None:
+        self.verbs.append(verb)
+        self.told.append((now, result, arguments))
+
+    def choose_source(self, run: int) -> int:
+        self.sources.append(run)
+        return run if self.instead is None else self.instead
+
+
+def make_manager(**fields: Any) -> KVCacheManager:
+    config = KVCacheConfig([LayerSpec(1, 8)], **{"block_size": 4, "gpu_blocks": 16, "watermark": 0.0, **fields})
+    return KVCacheManager(config, clock=lambda: 7.0)
+
+
+def test_given_an_observer_then_it_is_told_of_each_operation_once_and_in_order() -> None:
+    manager, notes = make_manager(host_blocks=8), Notes()
+    manager.observe(notes)
+    one = manager.allocate("one", [1, 2, 3, 4, 5])
+    manager.commit(one)
+    manager.extend(one)
+    manager.commit(one, [6])
+    (two,) = manager.fork(one, "two")
+    manager.swap_out(one, two)
+    manager.swap_in(one, two)
+    manager.rewind(two, 1)
+    manager.free_batch([one, two])
+    manager.prefetch([1, 2, 3, 4])
+    manager.reset_prefix_cache()
+    assert notes.verbs == [
+        *("allocate", "commit", "extend_batch", "commit_batch", "fork", "swap_out", "swap_in", "rewind"),
+        *("free_batch", "onboard", "reset_prefix_cache"),
+    ]
+    assert notes.told[0][:2] == (7.0, one)
+    assert notes.told[-1] == (7.0, 1, ())
+
+
+def test_given_an_operation_that_raises_then_the_observer_hears_nothing_of_it() -> None:
+    manager, notes = make_manager(gpu_blocks=1), Notes()
+    manager.observe(notes)
+    with pytest.raises(OutOfBlocksError):
+        manager.allocate("long", list(range(9)))
+    assert notes.verbs == []
+
+
+def test_given_an_observer_that_raises_then_the_operation_is_done_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Notes):
+        def done(self, verb: str, now: float, result: Any, arguments: tuple[Any, ...]) -> None:
+            raise RuntimeError("broken observer")
+
+    manager, notes = make_manager(), Notes()
+    manager.observe(Broken())
+    manager.observe(notes)
+    manager.free(manager.allocate("a", [1]))
+    assert notes.verbs == ["allocate", "free"]
+    assert "broken observer" in caplog.text
+    manager.check()
+
+
+def test_given_an_observer_that_stopped_then_it_hears_nothing_more() -> None:
+    manager, first, second = make_manager(), Notes(), Notes()
+    stop = manager.observe(first)
+    manager.observe(second)
+    stop()
+    manager.allocate("a", [1])
+    assert (first.verbs, second.verbs) == ([], ["allocate"])
+
+
+def test_given_two_runs_that_share_as_much_with_a_prompt_then_an_observer_may_choose_between_them() -> None:
+    manager = make_manager()
+    for name, last in (("low", 1), ("high", 9)):
+        handle = manager.allocate(name, [5, 5, 5, last])
+        manager.commit(handle)
+    low, high = sorted(run.number for run in manager.cached_runs())
+    unwatched = Notes()
+    stop = manager.observe(unwatched)
+    manager.match_prefix([5, 5, 5, 4])
+    stop()
+    (found,) = unwatched.sources
+    manager.observe(Notes(instead=high if found == low else low))
+    manager.take_copies()
+    manager.allocate("third", [5, 5, 5, 4, 4])
+    (copy,) = manager.take_copies()
+    other = manager.get("high" if found == low else "low")
+    assert copy.src.tolist() == other.block_ids().tolist()
+    manager.check()
+
+
+def test_given_pools_on_some_tiers_then_the_manager_says_which_and_how_large() -> None:
+    manager = make_manager(host_blocks=8)
+    assert (manager.num_blocks(), manager.num_blocks(tier=Tier.HOST), manager.num_blocks(tier=Tier.DISK)) == (16, 8, 0)
+    assert manager.has_tier(Tier.HOST)
+    assert manager.has_tier(Tier.DISK, Tier.HOST)
+    assert not manager.has_tier(Tier.DISK)
+    manager.resize(20)
+    assert manager.num_blocks() == 20
+    with pytest.raises(InvalidArgumentError):
+        manager.has_tier(Tier.REMOTE)
+
+
+def test_given_cached_runs_then_each_is_shown_with_its_place_owner_and_state() -> None:
+    manager = make_manager(host_blocks=8)
+    old = manager.allocate("old", [1, 2, 3, 4, 5, 6, 7, 8])
+    manager.commit(old)
+    blocks = old.block_ids().tolist()
+    manager.free(old)
+    manager.pin([1, 2, 3, 4])
+    (pinned, rest) = sorted(manager.cached_runs(), key=lambda run: run.start)
+    assert [ids.tolist() for ids in (*pinned.block_ids, *rest.block_ids)] == [blocks[:1], blocks[1:]]
+    assert (pinned.is_pinned, rest.is_pinned, pinned.is_read, rest.start) == (True, False, False, 1)
+    assert (pinned.published_by, pinned.tier, pinned.idle_seconds) == (old.serial, Tier.GPU, 0.0)
