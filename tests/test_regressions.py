@@ -809,3 +809,15 @@ def test_a_request_whose_fork_shares_blocks_further_on_does_not_grow_into_them()
     for handle in (first, second):
         manager.free(handle)
         manager.check()
+
+
+@pytest.mark.parametrize("keep", [np.array([True, False]), np.array([]), None, 1, "no"])
+def test_a_request_is_not_freed_with_a_flag_that_is_none(keep: Any) -> None:
+    manager = manager_with()
+    handle = commit_all(manager, manager.allocate("a", [1] * 5))
+    for free in (lambda: manager.free(handle, keep=keep), lambda: manager.free_batch([handle], keep=keep)):
+        with pytest.raises(InvalidArgumentError, match="keep must be True or False"):
+            free()
+        manager.check()
+    manager.free(handle, keep=np.bool_(False))
+    assert manager.stats().num_cached_runs == 0

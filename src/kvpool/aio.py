@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kvpool.blocks.arrays import as_token_array
+from kvpool.blocks.arrays import as_flag, as_token_array
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.state import Admission, AllocStatus
 from kvpool.errors import (
@@ -94,9 +94,10 @@ class AsyncKVCacheManager:
         `NeverFitsError` at once when waiting cannot help, and `asyncio.TimeoutError` after `timeout` seconds. A
         cancelled call leaves nothing behind, whenever the cancellation comes.
         """
-        if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout < 0):
+        number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if timeout is not None and not (number and timeout >= 0):
             raise InvalidArgumentError(f"timeout must be a number of seconds from 0 on, or None, got {timeout!r}")
-        waiter = _Waiter(request_id, tokens, wait_for_prefix, options)
+        waiter = _Waiter(request_id, tokens, as_flag(wait_for_prefix, "wait_for_prefix"), options)
         self._refuse_hopeless(waiter)
         self._enter(waiter)
         timer = None
@@ -120,6 +121,7 @@ class AsyncKVCacheManager:
         self, request_id: Hashable, tokens: Any = None, *, keep: bool = True, **options: Any
     ) -> AsyncIterator[KVCacheHandle]:
         """`allocate` for the length of a block; frees the request at the end unless that was done inside."""
+        keep = as_flag(keep, "keep")
         handle = await self.allocate(request_id, tokens, **options)
         try:
             yield handle

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from kvpool.blocks.admission import Admissions
-from kvpool.blocks.arrays import as_count, as_token_array
+from kvpool.blocks.arrays import as_count, as_flag, as_token_array
 from kvpool.blocks.calendar import NEVER
 from kvpool.blocks.checks import Checker
 from kvpool.blocks.compaction import Compaction, ResizeResult
@@ -187,9 +187,10 @@ class Maintenance:
 
     def resize(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> ResizeResult:
         """Grows or shrinks a pool while requests run; says what had to be evicted and moved."""
-        num_blocks = as_count(num_blocks, "num_blocks", minimum=1 if tier == Tier.GPU else 0, maximum=MAX_BLOCKS)
         with self._guard:
-            result = self._compaction.resize(self._pool(pool, tier), num_blocks)
+            chosen = self._pool(pool, tier)
+            least = 1 if tier == Tier.GPU else 0
+            result = self._compaction.resize(chosen, as_count(num_blocks, "num_blocks", least, MAX_BLOCKS))
             self._state.cache.find_lower_tiers()
             self._guard.calm = (0, 0)
             if self.events.listening:
@@ -318,7 +319,7 @@ class Maintenance:
         """Follows what the prefix cache holds; the first events describe what is cached already. See `kvpool.events`."""
         if not self._state.config.event_buffer_size:
             raise InvalidArgumentError("events are off: event_buffer_size is 0; configure how many events to keep")
-        return self.events.subscribe(snapshot)
+        return self.events.subscribe(as_flag(snapshot, "snapshot"))
 
     def _event_snapshot(self, mark: Callable[[], int]) -> list[Event]:
         """Created and Stored events for everything cached now, parents before children."""

@@ -20,14 +20,14 @@ rule is in `kvpool.guard`). What concerns the cache as a whole (pins, quotas, ti
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvpool.blocks.admission import Admissions, PrefixMatch
-from kvpool.blocks.arrays import BoolArray, Int32Array, Int64Array, as_array, as_count, as_token_array
+from kvpool.blocks.arrays import BoolArray, Int32Array, Int64Array, as_array, as_count, as_flag, as_token_array
 from kvpool.blocks.batch import SequenceBatch, as_handles
 from kvpool.blocks.compaction import Compaction
 from kvpool.blocks.copies import CopyOp
@@ -134,6 +134,8 @@ class KVCacheManager(Maintenance):
         """
         ids, places = self._request(tokens, num_tokens, reserve)
         lookahead, cross_tokens = as_count(lookahead, "lookahead"), self._cross_tokens(cross_tokens)
+        if wait_for_prefix is not False:
+            wait_for_prefix = as_flag(wait_for_prefix, "wait_for_prefix")
         with self._guard:
             check_scope(scope)
             return self._admissions.can_allocate(ids, places, lookahead, cross_tokens, scope, wait_for_prefix)
@@ -161,7 +163,7 @@ class KVCacheManager(Maintenance):
         (`NeverFitsError` if the pool is too small) and changes nothing.
         """
         ids, places = self._request(tokens, num_tokens, reserve)
-        if lookahead or cross_tokens or type(lookahead) is not int or type(cross_tokens) is not int:
+        if type(lookahead) is not int or type(cross_tokens) is not int or lookahead or cross_tokens:
             lookahead, cross_tokens = as_count(lookahead, "lookahead"), self._cross_tokens(cross_tokens)
         if ttl is not None or retention is not None or session is not None:
             _check_keeping(ttl, retention, session)
@@ -211,10 +213,7 @@ class KVCacheManager(Maintenance):
         return int(cross_tokens)
 
     def _is_live(self, request_id: Hashable) -> bool:
-        try:
-            return request_id in self._state.requests
-        except TypeError:
-            raise InvalidArgumentError(f"a request id must be hashable, got {request_id!r}") from None
+        return _is_among(request_id, self._state.requests)
 
     def get(self, request_id: Hashable) -> KVCacheHandle:
         """The handle of a live request."""
@@ -264,7 +263,7 @@ class KVCacheManager(Maintenance):
         `extend` claims. A block with another reader that is about to be written is copied first (see `take_copies`).
         """
         counts = _counts(num_tokens)
-        if lookahead or type(lookahead) is not int:
+        if type(lookahead) is not int or lookahead:
             lookahead = as_count(lookahead, "lookahead")
         with self._guard:
             chosen = self._batch(batch)
@@ -355,8 +354,8 @@ class KVCacheManager(Maintenance):
         if not request_ids:
             raise InvalidArgumentError("fork needs at least one new request id")
         with self._guard:
-            for request_id in request_ids:
-                if self._is_live(request_id) or request_ids.count(request_id) > 1:
+            for number, request_id in enumerate(request_ids):
+                if self._is_live(request_id) or _is_among(request_id, request_ids[:number]):
                     raise DuplicateRequestError(f"request {request_id!r} is already live; use another id")
             children = self._sequences.fork(handle, request_ids)
             if self._observers:
@@ -365,6 +364,8 @@ class KVCacheManager(Maintenance):
 
     def free(self, handle: KVCacheHandle, keep: bool = True) -> None:
         """Ends a request. What it published stays cached; with `keep=False` what only it used is dropped."""
+        if keep is not True:
+            keep = as_flag(keep, "keep")
         with self._guard:
             self._sequences.free(handle, keep)
             if self._observers:
@@ -372,6 +373,7 @@ class KVCacheManager(Maintenance):
 
     def free_batch(self, batch: BatchLike, keep: bool = True) -> None:
         """`free` for many requests at once."""
+        keep = as_flag(keep, "keep")
         with self._guard:
             handles = batch.handles if isinstance(batch, SequenceBatch) else as_handles(batch)
             self._sequences.free_batch(handles, keep)
@@ -436,6 +438,14 @@ class KVCacheManager(Maintenance):
             copies = self._state.copies[:]
             self._state.copies.clear()
             return copies
+
+
+def _is_among(request_id: Hashable, request_ids: Container[Hashable]) -> bool:
+    try:
+        return request_id in request_ids
+    except Exception as error:
+        message = f"a request id must be hashable and comparable, got {request_id!r}: {error}"
+        raise InvalidArgumentError(message) from None
 
 
 def _check_keeping(ttl: float | None, retention: Retention | None, session: str | None) -> None:

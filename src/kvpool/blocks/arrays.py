@@ -22,7 +22,7 @@ def as_array(values: Any, name: str) -> npt.NDArray[Any]:
     """`np.asarray`, with an error of ours for what numpy cannot make an array of."""
     try:
         return np.asarray(values)
-    except ValueError as error:
+    except Exception as error:  # numpy's own, or whatever the object raises when it is asked for its values
         raise InvalidArgumentError(f"{name} is not a rectangular array: {error}") from None
 
 
@@ -46,6 +46,13 @@ def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:
     if array.dtype.kind == "i" and _smallest(array) < 0:
         raise InvalidArgumentError(f"{name} holds {int(array.min())}; token ids cannot be negative")
     return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def as_flag(value: Any, name: str) -> bool:
+    """`value` as a bool; nothing else passes for one, since arrays and others have no truth value."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise InvalidArgumentError(f"{name} must be True or False, got {value!r}")
 
 
 def as_count(value: Any, name: str, minimum: int = 0, maximum: int = 2**40) -> int:

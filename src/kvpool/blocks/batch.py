@@ -52,7 +52,7 @@ def as_handles(handles: Sequence[KVCacheHandle]) -> tuple[KVCacheHandle, ...]:
     """The members of a batch; whether they are live handles is checked where they are used."""
     try:
         return tuple(handles)
-    except TypeError:
+    except Exception:
         message = f"a batch is a sequence of handles, got {handles!r}; put a single one in a list"
         raise InvalidArgumentError(message) from None
 

@@ -158,7 +158,7 @@ class KVCacheHandle:
         Views are for immediate use: the next operation on the manager may change them.
         """
         rows = self._rows
-        if group or type(group) is not int:  # 0 always exists
+        if type(group) is not int or group:  # 0 always exists
             group = rows.group(group).index
         row = self.row if self.row >= 0 else self._live_row()
         view = rows.visible_blocks(group, row)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.blocks.arrays import Int32Array, as_count, as_token_array
+from kvpool.blocks.arrays import Int32Array, as_count, as_flag, as_token_array
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.blocks.retention import Retention
@@ -63,8 +63,8 @@ class Request:
     def __post_init__(self) -> None:
         try:
             hash(self.id)
-        except TypeError:
-            raise InvalidArgumentError(f"a request id must be hashable, got {self.id!r}") from None
+        except Exception as error:
+            raise InvalidArgumentError(f"a request id must be hashable, got {self.id!r}: {error}") from None
         prompt = as_token_array(self.prompt, "prompt").copy()
         if not len(prompt):
             raise InvalidArgumentError(f"request {self.id!r}: the prompt needs at least one token")
@@ -75,15 +75,19 @@ class Request:
         as_count(self.cross_tokens, "cross_tokens")
         if not isinstance(self.scope, ReuseScope):
             raise InvalidArgumentError(f"request {self.id!r}: scope must be a ReuseScope, got {self.scope!r}")
-        if not isinstance(self.stop_token_ids, Iterable):
-            raise InvalidArgumentError(f"request {self.id!r}: stop_token_ids must hold ids, got {self.stop_token_ids!r}")
-        stops = as_token_array(list(self.stop_token_ids), "stop_token_ids")
-        object.__setattr__(self, "stop_ids", frozenset(stops.tolist()))
+        as_flag(self.steered, "steered")
+        try:
+            stops = list(self.stop_token_ids)
+        except Exception:
+            message = f"request {self.id!r}: stop_token_ids must hold ids, got {self.stop_token_ids!r}"
+            raise InvalidArgumentError(message) from None
+        object.__setattr__(self, "stop_ids", frozenset(as_token_array(stops, "stop_token_ids").tolist()))
         for name in ("deadline", "arrival"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and isfinite(value)):
                 raise InvalidArgumentError(f"request {self.id!r}: {name} must be a time in seconds, got {value!r}")
-        if self.ttl is not None and not (isinstance(self.ttl, (int, float)) and self.ttl > 0):
+        is_number = isinstance(self.ttl, (int, float)) and not isinstance(self.ttl, bool)
+        if self.ttl is not None and not (is_number and self.ttl > 0):
             raise InvalidArgumentError(f"request {self.id!r}: ttl must be a positive number of seconds, got {self.ttl!r}")
         for name, kind in (("retention", Retention), ("session", str)):
             value = getattr(self, name)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.blocks.arrays import Int32Array, Int64Array, as_array, as_token_array
+from kvpool.blocks.arrays import Int32Array, Int64Array, as_array, as_count, as_token_array
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -115,7 +115,7 @@ class Scheduler:
         """Queues a request. Raises `NeverFitsError` at once if it could not be completed even with the whole pool."""
         if not isinstance(request, Request):
             raise InvalidArgumentError(f"add takes a Request, got {request!r}")
-        if request.id in self._groups:
+        if self._is_scheduled(request.id):
             raise DuplicateRequestError(f"request {request.id!r} is already scheduled; use another id")
         if request.n > self.config.max_sequences:
             raise NeverFitsError(
@@ -139,6 +139,8 @@ class Scheduler:
         If the sequence decodes and nothing of it is in flight, the request shares all of its blocks and decodes in the next
         step: True. Otherwise it waits like any other and reuses what is cached: False.
         """
+        if not isinstance(request, Request):
+            raise InvalidArgumentError(f"fork takes a Request, got {request!r}")
         known = self.token_ids(parent)
         if not np.array_equal(known, request.prompt):
             raise InvalidArgumentError(f"request {request.id!r}: its prompt is not what {parent!r} has; see token_ids()")
@@ -174,6 +176,7 @@ class Scheduler:
         group = self._group(request_id)
         if index is None:
             return self._stop(group, FinishReason.STOP)
+        index = as_count(index, "index")
         chosen = [sequence for sequence in group.sequences if sequence.index == index]
         if not chosen or chosen[0].is_finished:
             raise UnknownRequestError(f"request {request_id!r} has no live sequence {index}")
@@ -186,6 +189,7 @@ class Scheduler:
         As many as fit are planned: never more than `max_draft_tokens`, and none at the expense of others. The sequence
         must have no sample in flight.
         """
+        _check_sequence(sequence)
         ids = as_token_array(drafts, "drafts")
         lanes, lane = self._roster.running.lanes, sequence.lane
         if sequence not in self._roster.running.decoding or lanes.in_flight[lane]:
@@ -217,7 +221,7 @@ class Scheduler:
         more. For a steered request: its continuations, of which the first goes on in the same sequence and each further
         one in a fork; 0 ends it. Sequences that were cancelled or preempted meanwhile are taken care of.
         """
-        if plan.is_empty:
+        if _check_plan(plan).is_empty:
             return StepResult([], [])
         self._require_oldest(plan)
         ids = as_token_array(tokens)
@@ -229,7 +233,7 @@ class Scheduler:
 
     def abandon(self, plan: BatchPlan) -> list[Finished]:
         """The plan could not run (its copies were): ends all requests in it; what they computed before stays cached."""
-        if plan.is_empty:
+        if _check_plan(plan).is_empty:
             return []
         self._require_oldest(plan)
         groups = {sequence.group: None for sequence in plan.sequences if not sequence.group.is_finished}
@@ -245,6 +249,10 @@ class Scheduler:
 
     def observe(self, plan: BatchPlan, seconds: float) -> None:
         """The forward pass of a plan took this long: a cost model that learns (`LinearCostModel`) takes it into account."""
+        _check_plan(plan)
+        is_number = isinstance(seconds, (int, float, np.integer, np.floating)) and not isinstance(seconds, bool)
+        if not (is_number and 0 <= seconds < np.inf):
+            raise InvalidArgumentError(f"seconds must be the time that a step took, got {seconds!r}")
         if isinstance(self.costs, LearningCostModel):
             decoding = int(plan.kv_lengths[: plan.num_decode].sum())
             self.costs.observe_step(plan.prefills(), plan.num_decode, decoding, seconds)
@@ -288,15 +296,22 @@ class Scheduler:
 
     def token_ids(self, sequence: ScheduledSequence) -> Int32Array:
         """Prompt and samples of a sequence, as far as they came back."""
+        _check_sequence(sequence)
         return self._roster.running.known_tokens(sequence) if sequence.is_running else sequence.tokens
 
     # --- ends --------------------------------------------------------------------------------------------------------
 
     def _group(self, request_id: Hashable) -> RequestGroup:
+        if not self._is_scheduled(request_id):
+            raise UnknownRequestError(f"no request {request_id!r} is scheduled; it may be over")
+        return self._groups[request_id]
+
+    def _is_scheduled(self, request_id: Hashable) -> bool:
         try:
-            return self._groups[request_id]
-        except (KeyError, TypeError):
-            raise UnknownRequestError(f"no request {request_id!r} is scheduled; it may be over") from None
+            return request_id in self._groups
+        except Exception as error:
+            message = f"a request id must be hashable and comparable, got {request_id!r}: {error}"
+            raise InvalidArgumentError(message) from None
 
     def _stop(self, group: RequestGroup, reason: FinishReason, detail: str = "") -> Finished:
         """Ends all sequences of a request, wherever they are."""
@@ -335,3 +350,14 @@ def _as_counts(counts: Any) -> Int64Array:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise InvalidArgumentError(f"counts must hold one int for every row that samples, got {counts!r}")
     return array.astype(np.int64)
+
+
+def _check_plan(plan: BatchPlan) -> BatchPlan:
+    if not isinstance(plan, BatchPlan):
+        raise InvalidArgumentError(f"a plan is what step() returned, got {plan!r}")
+    return plan
+
+
+def _check_sequence(sequence: ScheduledSequence) -> None:
+    if not isinstance(sequence, ScheduledSequence):
+        raise InvalidArgumentError(f"a sequence is one of those in a plan or of sequences(), got {sequence!r}")
