@@ -32,7 +32,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo tour test compiled test-compiled docs lint types bench bench-quick coverage wheels clean
+.PHONY: help demo tour test compiled test-compiled fuzz docs lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,12 +55,15 @@ compiled: $(VENV)/.stamp-dev ## what `pip install .` gives where there is a C co
 test-compiled: compiled ## the tests of the control plane against the compiled one
 	PYTHONPATH=build/compiled/site OMP_NUM_THREADS=1 $(PY) -m pytest -o pythonpath= -n auto --maxprocesses=4 --dist=worksteal \
 		tests/blocks tests/scheduling tests/test_manager*.py tests/test_regressions.py tests/test_rules.py tests/test_seed_bugs.py \
-		tests/stateful/test_manager_machine.py tests/stateful/test_scheduler_machine.py tests/test_compiled.py \
+		tests/stateful/test_wild_machine.py tests/stateful/test_scheduler_machine.py tests/test_compiled.py \
 		tests/replay/test_recorder.py tests/replay/test_recorder_exact.py tests/replay/test_simulate.py $(ARGS)
 
 docs: $(VENV)/.stamp-docs ## the documentation site with its API reference, in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean $(ARGS)
 	@echo "build/site/index.html"
+
+fuzz: $(VENV)/.stamp-dev ## random operations in random configurations against a byte-exact model; ARGS="--operations 1000000"
+	$(PY) tests/stateful/long_run.py $(ARGS)
 
 lint: $(VENV)/.stamp-dev ## ruff
 	$(PY) -m ruff check . $(ARGS)

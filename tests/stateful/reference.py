@@ -1,90 +1,15 @@
-"""The slow, obvious model that the state machine compares the manager with.
-
-Bytes are simulated: the keys and values of a token are its whole history (scope and every token up to it),
-so two slots hold the same "bytes" exactly when reusing one for the other is right. Blocks on a free list are poisoned.
-"""
+"""What the state machines compare the manager with: what a query reads, what is cached, what a prompt can reuse."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from kvpool import CopyOp, GroupKind, KVCacheConfig, KVCacheHandle, KVCacheManager, ReuseScope, Tier
-from kvpool.blocks.hashing import chain_digests, root_digest
+from kvpool import GroupKind, KVCacheConfig, KVCacheManager, ReuseScope, Tier
 from kvpool.mirror import CacheMirror
 
 LOCAL_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
-Place = tuple[int, int, int]  # tier, pool, block
 CachedBlocks = dict[tuple[ReuseScope, tuple[int, ...]], dict[int, tuple[Tier, int, int]]]
 """Every cached block by the tokens up to its end: {group: (tier, priority, block id)}."""
-
-
-@dataclass
-class Sequence:
-    """What the test knows of one live request."""
-
-    handle: KVCacheHandle
-    scope: ReuseScope
-    tokens: list[int]  # those whose keys and values are written
-    known: list[int]  # those whose ids the manager was told
-    reserved: int
-    committed: int
-    num_prompt: int
-    publishes: bool
-    num_cross: int = 0
-    cross_name: str = ""
-    swapped: bool = False
-    present: int = 0  # tokens whose keys and values are there; one more than written if the last is computed again
-
-    @property
-    def written(self) -> int:
-        return len(self.tokens)
-
-    def content(self, position: int) -> tuple[Any, ...]:
-        return (self.scope, *self.tokens[: position + 1])
-
-
-@dataclass
-class Contents:
-    """What every slot of every block holds."""
-
-    block_size: int
-    pools: dict[int, int]  # group -> pool
-    slots: dict[Place, list[Any]] = field(default_factory=dict)
-
-    def block(self, tier: Tier, pool: int, block: int) -> list[Any]:
-        return self.slots.setdefault((int(tier), pool, block), [None] * self.block_size)
-
-    def read(self, tier: Tier, group: int, block: int, offset: int) -> Any:
-        return self.block(tier, self.pools[group], block)[offset]
-
-    def write(self, group: int, slot: int, value: Any) -> None:
-        self.block(Tier.GPU, self.pools[group], slot // self.block_size)[slot % self.block_size] = value
-
-    def apply(self, copies: Iterable[CopyOp]) -> None:
-        for op in copies:
-            pool = self.pools[op.group]
-            src, dst = op.src.tolist(), op.dst.tolist()
-            assert len(src) == len(dst) == len(set(dst)), f"{op}: a destination stands twice"
-            assert all(block >= 0 for block in (*src, *dst)), f"{op}: a block that does not exist"
-            assert op.src_tier != op.dst_tier or not set(src) & set(dst), f"{op}: its pairs depend on each other"
-            length = self.block_size if op.num_tokens is None else op.num_tokens
-            assert 0 < length <= self.block_size, op
-            for source, target in zip(src, dst, strict=True):
-                self.block(op.dst_tier, pool, target)[:length] = self.block(op.src_tier, pool, source)[:length]
-
-    def after(self, copies: Iterable[CopyOp]) -> Contents:
-        """A copy of the contents with pending copies carried out."""
-        later = Contents(self.block_size, self.pools, {place: slots[:] for place, slots in self.slots.items()})
-        later.apply(copies)
-        return later
-
-    def poison(self, tier: Tier, pool: int, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self.slots.pop((int(tier), pool, block), None)
 
 
 def mirror_for(config: KVCacheConfig) -> CacheMirror:
@@ -131,17 +56,6 @@ def cached_blocks(manager: KVCacheManager) -> CachedBlocks:
                 }
             prefixes[id(node)] = prefix
     return found
-
-
-def mirror_of(manager: KVCacheManager, cached: CachedBlocks) -> dict[int, dict[bytes, tuple[Tier, int]]]:
-    """What a subscriber should believe, with digests computed from the tokens alone."""
-    blocks: dict[int, dict[bytes, tuple[Tier, int]]] = {}
-    for (scope, prefix), groups in cached.items():
-        tokens = np.array(prefix, np.int32)
-        digest = chain_digests(root_digest(scope), tokens, manager.config.block_size)[-1]
-        for group, (tier, priority, _) in groups.items():
-            blocks.setdefault(group, {})[digest] = (tier, priority)
-    return blocks
 
 
 def _valid(config: KVCacheConfig, length: int, depths: list[dict[int, Any]], growing: int) -> bool:
@@ -196,24 +110,3 @@ def expected_hit(
             candidates = {length for length in candidates if length % size == 0}
         results.add(max(length for length in candidates if _valid(config, length, full, growing)))
     return results
-
-
-def snapshot(manager: KVCacheManager) -> Any:
-    """Everything that a refused operation must leave as it was."""
-    stats = manager.stats()
-    groups = range(len(manager.config.groups))
-    pools = [(p.pool, p.tier, p.total, p.free, p.referenced, p.cached, p.pinned) for p in stats.pools]
-    requests = [
-        (
-            handle.request_id, handle.num_reserved, handle.num_written, handle.num_committed, handle.num_blocks,
-            handle.token_ids.tolist(), handle.is_swapped, handle.num_cached_tokens,
-            [ids.tolist() for ids in handle.swapped.ids] if handle.swapped is not None else None,
-            [handle.block_ids(group).tolist() for group in groups],
-        )
-        for handle in manager.handles
-    ]  # fmt: skip
-    copies = [(op.kind, op.group, op.src.tolist(), op.dst.tolist(), op.num_tokens) for op in manager._state.copies]
-    counters = stats.to_dict()
-    for name in ("allocation_failures", "extend_failures", "pools", "num_cached_runs"):
-        counters.pop(name)
-    return pools, requests, cached_blocks(manager), copies, sorted(manager._pins.active), counters

@@ -1,0 +1,68 @@
+"""The whole manager in drawn settings, compared with a byte-exact model after every operation. More: `make fuzz`."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from byte_model import Bytes
+from wild_configs import draw_setting
+from wild_runs import reduced, report, run
+
+from kvpool import GroupKind, Tier
+from kvpool.blocks.copies import CopyKind
+from kvpool.blocks.eviction import policy_names
+
+NUM_OPERATIONS = 80
+SEEDS = range(100)
+
+
+@pytest.mark.parametrize("first", range(0, len(SEEDS), 10))
+def test_given_random_operations_in_wild_settings_then_every_table_reads_its_tokens(first: int) -> None:
+    for seed in SEEDS[first : first + 10]:
+        if failure := run(seed, range(NUM_OPERATIONS)):
+            pytest.fail(report(reduced(failure)), pytrace=False)
+
+
+def test_settings_cover_what_is_allowed() -> None:
+    settings = [draw_setting(Random(f"setting {seed}")) for seed in range(400)]
+    configs = [setting.config for setting in settings]
+    assert {config.eviction_policy for config in configs} == set(policy_names())
+    assert {group.kind for config in configs for group in config.groups} == set(GroupKind)
+    assert any(len(config.pools) > 2 for config in configs)
+    assert any(len([g for g in config.groups if g.window and g.pool == 0]) > 1 for config in configs), (
+        "windows in one pool"
+    )
+    assert any(len({p.num_blocks[Tier.HOST] for p in config.pools}) > 1 for config in configs), "unequal host pools"
+    assert any(num_blocks == 0 for setting in settings for _, _, num_blocks in setting.cuts), "a tier without one pool"
+
+
+class LosesCopies(Bytes):
+    """A data plane that forgets copies of one kind."""
+
+    kind: CopyKind
+
+    def run(self, copies: Any) -> None:
+        super().run(op for op in copies if op.kind is not self.kind)
+
+
+@pytest.mark.parametrize("kind", CopyKind)
+def test_given_a_data_plane_that_forgets_copies_then_the_machine_notices(
+    kind: CopyKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("wild_machine.Bytes", LosesCopies)
+    monkeypatch.setattr(LosesCopies, "kind", kind, raising=False)
+    failures = (run(seed, range(NUM_OPERATIONS)) for seed in SEEDS)
+    failure = next(found for found in failures if found is not None)
+    assert "wrong bytes" in failure.error
+
+
+def test_a_failed_run_is_reduced_to_the_operations_that_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wild_machine.Bytes", LosesCopies)
+    monkeypatch.setattr(LosesCopies, "kind", CopyKind.COPY_ON_WRITE, raising=False)
+    failure = next(found for seed in SEEDS if (found := run(seed, range(NUM_OPERATIONS))) is not None)
+    short = reduced(failure)
+    assert len(short.numbers) < len(failure.numbers)
+    assert run(short.seed, short.numbers).error == short.error
+    assert "m.allocate(" in report(short)

@@ -1,0 +1,90 @@
+"""Draws configurations that nobody would choose: every mixture of layer groups, pools, tiers and switches that is allowed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+from kvpool import KVCacheConfig, LayerSpec, ReuseScope, Tier
+from kvpool.blocks.eviction import policy_names
+
+BLOCK_SIZES = (1, 1, 2, 2, 2, 3, 4, 4, 5, 7, 8, 16)
+HEAD_DIMS = (8, 8, 8, 16, 32)  # equal block bytes share a pool, others get their own
+TENANTS = ("", "a", "b")
+
+
+@dataclass
+class Setting:
+    """One world for the machine: a configuration, what is done to it before the first request, and what prompts look like."""
+
+    config: KVCacheConfig
+    listens: bool
+    cuts: list[tuple[int, Tier, int]]  # (pool, tier, blocks): lower tiers resized to what no configuration may say
+    scopes: list[ReuseScope]
+    documents: list[list[int]]  # what prompts begin with, so that they share blocks of any size
+    num_tokens: int  # the longest prompt
+
+
+def draw_setting(rng: Random) -> Setting:
+    size = rng.choice(BLOCK_SIZES)
+    layers = draw_layers(rng, size)
+    config = draw_config(rng, layers, size)
+    lower = [(pool, tier) for pool in config.pools for tier in (Tier.HOST, Tier.DISK) if pool.num_blocks[tier]]
+    cuts = [(pool.index, tier, rng.randrange(pool.num_blocks[tier])) for pool, tier in lower if rng.random() < 0.1]
+    num_tokens = size * rng.choice((2, 3, 4, 6)) + rng.randrange(size + 1)
+    if config.max_seq_len is not None:
+        num_tokens = min(num_tokens, config.max_seq_len + 1)
+    root = [rng.randrange(2) for _ in range(num_tokens)]
+    documents = [root]
+    for _ in range(rng.randrange(1, 4)):
+        common = rng.randrange(num_tokens)
+        documents.append(root[:common] + [rng.randrange(3) for _ in range(num_tokens - common)])
+    scopes = [
+        ReuseScope(),
+        *(ReuseScope(tenant=t, adapter=rng.choice(("", "lora"))) for t in TENANTS[: rng.randrange(4)]),
+    ]
+    listens = bool(config.event_buffer_size) and rng.random() < 0.5
+    return Setting(config, listens, cuts, scopes, documents, num_tokens)
+
+
+def draw_layers(rng: Random, size: int) -> list[LayerSpec]:
+    """One to four groups; at least one is no cross-attention."""
+    layers = [draw_layer(rng, size) for _ in range(rng.choice((1, 1, 2, 2, 2, 3, 3, 4)))]
+    if rng.random() < 0.15:
+        layers.append(LayerSpec(1, rng.choice(HEAD_DIMS), cross_attention=True))
+    return layers
+
+
+def draw_layer(rng: Random, size: int) -> LayerSpec:
+    dim, kind = rng.choice(HEAD_DIMS), rng.random()
+    if kind < 0.4:
+        return LayerSpec(1, dim, k_only=rng.random() < 0.1)
+    reach = rng.randrange(1, 3 * size + 3)
+    if kind < 0.6:
+        return LayerSpec(1, dim, window=reach)
+    if kind < 0.8:
+        return LayerSpec(1, dim, window=reach, sink_tokens=rng.randrange(1, 2 * size + 1))
+    return LayerSpec(1, dim, chunk=reach)
+
+
+def draw_config(rng: Random, layers: list[LayerSpec], size: int) -> KVCacheConfig:
+    groups = [len(pool.groups) for pool in KVCacheConfig(layers, size, gpu_blocks=len(layers)).pools]
+    roomy = rng.random() < 0.1
+    gpu = [n * rng.randrange(20, 40) if roomy else n * rng.randrange(2, 8) + rng.randrange(4) for n in groups]
+    caching = rng.random() < 0.95
+    return KVCacheConfig(
+        layers,
+        size,
+        gpu_blocks=gpu,
+        host_blocks=[n + rng.randrange(8) for n in groups] if rng.random() < 0.65 else None,
+        disk_blocks=[n + rng.randrange(6) for n in groups] if rng.random() < 0.35 else None,
+        max_seq_len=rng.randrange(2 * size, 6 * size + 1) if rng.random() < 0.15 else None,
+        enable_prefix_caching=caching,
+        partial_match=rng.random() < 0.75,
+        offload_on_evict=rng.random() < 0.8,
+        watermark=rng.choice((0.0, 0.0, 0.0, 0.01, 0.1, 0.3)),
+        eviction_policy=rng.choice(policy_names()),
+        default_ttl=8.0 if caching and rng.random() < 0.1 else None,
+        max_pinned_tokens=rng.choice((None, None, 0, 2 * size, 8 * size)),
+        event_buffer_size=0 if rng.random() < 0.05 else 4096,
+    )

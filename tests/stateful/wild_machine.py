@@ -1,0 +1,282 @@
+"""A manager in a drawn setting, the model of its bytes, and what must hold after every operation.
+
+The operations are in `wild_requests`, `wild_steps`, `wild_upkeep` and `wild_mistakes`; `wild_runs` draws and replays them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import fields
+from random import Random
+from typing import Any
+
+import numpy as np
+from byte_model import Bytes, Histories, Request, positions_read, read_tree
+from reference import LOCAL_TIERS, mirror_for
+from wild_configs import Setting
+
+from kvpool import GroupKind, KVCacheManager, Pin, Tier
+from kvpool.errors import KVPoolError
+
+MAX_LIVE = 7
+UNCOUNTED = {"allocation_failures", "extend_failures", "nodes_created"}  # what a refused operation may change
+
+
+class WildMachine:
+    """State, helpers and invariants."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.config = setting, setting.config
+        self.now = 0.0
+        self.manager = KVCacheManager(setting.config, clock=lambda: self.now)
+        self.state = self.manager._state
+        self.histories = Histories()
+        self.bytes = Bytes(self.manager)
+        groups = setting.config.groups
+        self.size = setting.config.block_size
+        self.growing = [g.index for g in groups if g.kind is not GroupKind.CROSS]
+        self.cross = [g.index for g in groups if g.kind is GroupKind.CROSS]
+        self.live: dict[str, Request] = {}
+        self.freed: list[Any] = []
+        self.pins: list[Pin] = []
+        self.names = itertools.count()
+        self.published: set[int] = set()  # the last bytes of every block that was ever published
+        self.only_grew = True  # nothing was ever removed from the index on purpose
+        self.subscription: Any = None
+        self.mirror: Any = None
+        self._books: Any = None
+        for pool, tier, num_blocks in setting.cuts:
+            self.manager.resize(num_blocks, pool=pool, tier=tier)
+        if setting.listens:
+            self.listen()
+
+    def listen(self) -> None:
+        self.subscription, self.mirror = self.manager.subscribe(), mirror_for(self.config)
+        self.changed()
+
+    def step(self, operation: Callable[[WildMachine, Random], None], rng: Random) -> None:
+        """One operation and all checks; copies are left to pile up for a while now and then."""
+        operation(self, rng)
+        self.changed()
+        if rng.random() < 0.75:
+            self.run_copies()
+        self.check()
+
+    # --- what operations use -----------------------------------------------------------------------------------------
+
+    def requests(self, swapped: bool | None = False) -> list[Request]:
+        return [r for r in self.live.values() if swapped is None or r.swapped == swapped]
+
+    def pick(self, rng: Random, swapped: bool | None = False) -> Request | None:
+        chosen = self.requests(swapped)
+        return rng.choice(chosen) if chosen else None
+
+    def pick_some(self, rng: Random, swapped: bool | None = False) -> list[Request]:
+        """Some requests in any order; seldom none."""
+        chosen = self.requests(swapped)
+        return rng.sample(chosen, rng.randrange(rng.randrange(2), len(chosen) + 1)) if chosen else []
+
+    def changed(self) -> None:
+        """What was seen of the manager is out of date."""
+        self._books = None
+
+    def books(self) -> Any:
+        """Everything that a refused operation must leave as it was."""
+        if self._books is None:
+            self._books = self._read_books()
+        return self._books
+
+    def attempt(self, call: Callable[[], Any], *errors: type[KVPoolError]) -> tuple[bool, Any]:
+        """Runs an operation that may be refused with one of `errors`; refused, it must have changed nothing."""
+        before = self.books()
+        self.changed()
+        try:
+            return True, call()
+        except errors as error:
+            refusal = error
+        assert self.books() == before, f"a refused operation left something changed: {refusal}"
+        return False, None
+
+    def refused(self, error: type[KVPoolError], call: Callable[[], Any]) -> None:
+        """Runs a wrong call: it must be refused with `error` and change nothing."""
+        done, result = self.attempt(call, error)
+        assert not done, f"a wrong call was accepted and returned {result!r}"
+
+    def ask(self, call: Callable[[], Any]) -> Any:
+        """Runs a question; it must not change anything."""
+        before = self.books()
+        self.changed()
+        result = call()
+        assert self.books() == before, "a question changed something"
+        return result
+
+    def run_copies(self) -> None:
+        """What the data plane does before a forward pass; then nobody may read what a free block held."""
+        self.bytes.run(self.manager.take_copies())
+        self.bytes.wipe_free_blocks()
+        self.changed()
+
+    def note_invalidation(self) -> None:
+        """Requests that hold what was invalidated publish nothing more, and what was committed must be committed again."""
+        self.only_grew = False
+        for request in self.live.values():
+            request.publishes = request.publishes and request.handle.publishes
+        self.published &= set(self.cached_ends(read_tree(self.manager, self.histories)))
+
+    def cached_ends(self, tree: list[tuple[Any, Any, list[bytes]]]) -> list[int]:
+        """The last bytes of every block in the index."""
+        return [end for _, values, _ in tree for end in values[self.size - 1 :: self.size].tolist()]
+
+    def write(self, request: Request, tokens: list[int], slots: Any) -> None:
+        """The forward pass: keys and values of the next tokens go to their slots."""
+        self.run_copies()
+        values = []
+        first_computed = min(len(tokens), len(request.ready))
+        for index, token in enumerate(tokens):
+            if index < first_computed:
+                value = request.ready[index]
+            else:
+                before = request.values[-1] if request.values else self.histories.start(request.scope, request.encoder)
+                value = self.histories.follow(before, token)
+            request.values.append(value)
+            values.append(value)
+        request.tokens += tokens
+        del request.ready[: len(tokens)]
+        for group in self.growing:
+            places = slots[group, first_computed:]
+            assert (places >= 0).all(), f"no place to write {len(tokens)} tokens of group {group}"
+            assert (slots[group, :first_computed] == -1).all(), "a place for what is there already"
+            writable = self.manager.writable_blocks(group)
+            assert writable[places // self.size].all(), f"group {group} would write blocks that others read"
+            self.bytes.write(group, places, values[first_computed:])
+
+    # --- what must always hold ---------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        self.manager.check()
+        for pool in (pool for tiers in self.state.pools for pool in tiers):
+            assert min(pool.num_free, pool.num_cached, pool.num_pinned, pool.num_referenced) >= 0, pool
+        self.check_lengths()
+        tree = read_tree(self.manager, self.histories)
+        if not self.state.copies:
+            for request in self.live.values():
+                self.check_request(request)
+            self.check_tree(tree)
+        self.check_index(tree)
+        if self.mirror is not None:
+            self.check_mirror(tree)
+
+    def check_lengths(self) -> None:
+        assert [h.request_id for h in self.manager.handles] == list(self.live)
+        for request in self.live.values():
+            handle = request.handle
+            lengths = handle.num_reserved, handle.num_written, handle.num_committed, handle.is_swapped, handle.publishes
+            assert lengths == (
+                request.reserved, request.written, request.committed, request.swapped, request.publishes
+            ), f"{handle} {lengths}"  # fmt: skip
+            assert handle.token_ids.tolist() == request.known
+
+    def check_request(self, request: Request) -> None:
+        """What later queries of a live request read is what was written for its tokens."""
+        for group in self.growing:
+            drafts = np.arange(request.committed, request.written + len(request.ready))
+            positions = np.concatenate([positions_read(self.config, group, request.committed), drafts])
+            values = np.array([*request.values, *request.ready], np.int64)[positions]
+            self.compare(request, group, positions, values)
+        for group in self.cross:
+            named = [self.histories.named((request.scope, request.encoder, p)) for p in range(request.num_cross)]
+            self.compare(request, group, np.arange(request.num_cross), named)
+
+    def compare(self, request: Request, group: int, positions: Any, values: Any) -> None:
+        swapped = request.handle.swapped
+        tier, table = Tier.GPU, request.handle.block_ids(group)
+        if swapped is not None:
+            tier, table = Tier.HOST, swapped.ids[group]
+        blocks = table[positions // self.size]
+        where = f"{request.handle}, group {group}"
+        assert (blocks >= 0).all(), f"{where}: no block for {positions[blocks < 0]} in {table.tolist()}"
+        found = self.bytes.read(group, tier, blocks, positions % self.size)
+        wrong = found != self.bytes.marked(group, values)
+        assert not wrong.any(), (
+            f"{where}: wrong bytes at positions {positions[wrong]}, {tier.name} blocks {table.tolist()}"
+        )
+
+    def check_tree(self, tree: list[tuple[Any, Any, list[bytes]]]) -> None:
+        """Every cached block on every tier holds what its tokens say."""
+        for node, values, _ in tree:
+            for group in self.growing:
+                ids = node.ids[group]
+                held = ids >= 0
+                found = self.bytes.cells(group, node.tier)[ids[held]]
+                expected = self.bytes.marked(group, values.reshape(-1, self.size)[held])
+                where = f"cached {node.tokens.tolist()} from block {node.start} on, group {group}, {node.tier.name}"
+                assert (found == expected).all(), f"{where}: wrong bytes in {ids.tolist()}"
+
+    def check_index(self, tree: list[tuple[Any, Any, list[bytes]]]) -> None:
+        """Only what was committed can be found, and that once."""
+        ends = self.cached_ends(tree)
+        assert len(set(ends)) == len(ends), "the index holds a block twice"
+        assert self.published.issuperset(ends), "the index holds a block that nobody committed since it was invalidated"
+        if self.only_grew and not any(self.state.counters.evictions.values()):
+            assert self.published == set(ends), "a block that was committed cannot be found"
+
+    def check_mirror(self, tree: list[tuple[Any, Any, list[bytes]]]) -> None:
+        batch = self.subscription.poll()
+        assert not batch.missed
+        self.mirror.apply(batch.events)
+        expected: dict[int, dict[bytes, tuple[Tier, int]]] = {}
+        for node, _, digests in tree:
+            for group in self.growing:
+                for digest, block in zip(digests, node.ids[group].tolist(), strict=True):
+                    if block >= 0:
+                        expected.setdefault(group, {})[digest] = (node.tier, node.priority)
+        assert {group: blocks for group, blocks in self.mirror.blocks.items() if blocks} == expected
+        sizes = {(p.group, p.tier): p.num_blocks for p in self.mirror.pools}
+        for group in self.config.groups:
+            assert all(sizes[group.index, t] == self.state.pools[group.pool][t].num_blocks for t in LOCAL_TIERS)
+
+    def _read_books(self) -> Any:
+        self.manager.gc()  # what is due goes before any operation, whether it is refused or not
+        state, groups = self.state, range(len(self.config.groups))
+        pools = [
+            (p.num_blocks, p.num_free, p.num_cached, p.num_pinned, p.refs.tolist())
+            for tiers in state.pools
+            for p in tiers
+        ]
+        requests = [
+            (
+                h.request_id, h.num_reserved, h.num_written, h.num_committed, h.num_blocks, h.token_ids.tolist(),
+                h.publishes, [h.block_ids(group).tolist() for group in groups],
+                None if h.swapped is None else [ids.tolist() for ids in h.swapped.ids],
+            )
+            for h in self.manager.handles
+        ]  # fmt: skip
+        cached = {}
+        for node, values, _ in read_tree(self.manager, self.histories):
+            of_node = (node.tier, node.priority, node.expires_at, node.session, bool(node.pins), node.last_access)
+            columns = [ids.tolist() for ids in node.ids]
+            for index, end in enumerate(values[self.size - 1 :: self.size].tolist()):
+                cached[end] = (*of_node, *(column[index] for column in columns))
+        copies = [(op.kind, op.group, op.src.tolist(), op.dst.tolist(), op.num_tokens) for op in state.copies]
+        counters = [(f.name, _plain(getattr(state.counters, f.name))) for f in fields(state.counters)]
+        counters = [counter for counter in counters if counter[0] not in UNCOUNTED]
+        quotas = [(q.tenant, q.guaranteed, q.maximum, q.cached[:], q.pinned[:]) for q in state.cache.quotas.values()]
+        events = self.manager.events._buffer.next_id, len(self.manager.events._removed_digests)
+        return pools, requests, cached, copies, counters, quotas, sorted(self.manager._pins.active), events
+
+    def finish(self) -> None:
+        """At the end everything can be given back, and nothing is left."""
+        self.manager.free_batch([request.handle for request in self.live.values()])
+        self.manager.check()
+        self.manager.reset_prefix_cache()
+        self.manager.check()
+        for pool in (pool for tiers in self.state.pools for pool in tiers):
+            assert pool.num_free == pool.num_blocks, f"pool {pool.index} on {pool.tier.name}: blocks are lost"
+
+
+def _plain(counter: Any) -> Any:
+    """A number, or the numbers in a list, a mapping or a histogram, copied."""
+    if isinstance(counter, int):
+        return counter
+    return list(counter.values() if isinstance(counter, dict) else getattr(counter, "buckets", counter))

@@ -1,0 +1,211 @@
+"""How requests begin, multiply, move and end: admission, forks, swaps. What they do in between is in `wild_steps`."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from byte_model import Request
+from reference import CachedBlocks, cached_blocks, expected_hit
+from wild_machine import MAX_LIVE, WildMachine
+from wild_steps import advance
+
+from kvpool import AllocStatus, Retention, ReuseScope, TokenRange
+from kvpool.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
+
+SESSIONS = (None, None, "s", "t")
+TTLS = (None, None, None, 5.0, 20.0)
+
+# --- admission --------------------------------------------------------------------------------------------------------
+
+
+def draw_prompt(m: WildMachine, rng: Random) -> tuple[list[int], ReuseScope]:
+    """Mostly the beginning of a document or what a live request has, seldom something new."""
+    kind, scope = rng.random(), rng.choice(m.setting.scopes)
+    if kind < 0.35 and m.live:
+        other = rng.choice(list(m.live.values()))
+        tokens = (other.tokens + other.known[other.written :])[: m.setting.num_tokens]
+        return tokens + [rng.randrange(2) for _ in range(rng.randrange(0 if tokens else 1, 3))], other.scope
+    document = rng.choice(m.setting.documents)
+    length = rng.randrange(1, len(document) + 1)
+    if kind < 0.55:  # ends with a block: its last token is computed again, unless its logits are stored
+        length = max(1, length // m.size) * m.size
+    tokens = document[:length]
+    return tokens + [rng.randrange(3) for _ in range(rng.choice((0, 0, 0, 1, 2)))], scope
+
+
+def draw_retention(rng: Random, num_tokens: int) -> Retention | None:
+    if rng.random() < 0.7:
+        return None
+    cut = rng.randrange(1, num_tokens + 1)
+    duration = rng.choice((None, 10.0))
+    ranges = [TokenRange(0, cut, priority=rng.randrange(101), duration=duration)]
+    if rng.random() < 0.5:
+        ranges.append(TokenRange(cut, None, priority=rng.randrange(101)))
+    return Retention(ranges, decode_priority=rng.choice((None, 10, 80)))
+
+
+def draw_admission(m: WildMachine, rng: Random) -> tuple[list[int], bool, dict[str, Any]]:
+    """The tokens of a prompt, whether the manager is told them, and what `can_allocate` and `allocate` are given."""
+    tokens, scope = draw_prompt(m, rng)
+    options: dict[str, Any] = {"scope": scope, "lookahead": rng.choice((0, 0, 0, 0, 1, 3, m.size))}
+    if rng.random() < 0.3:
+        options["reserve"] = rng.randrange(1, len(tokens) + 1)
+    if m.cross:
+        options["cross_tokens"] = rng.choice((0, 1, m.size, 2 * m.size))
+        if rng.random() < 0.7:  # an input that has a name may be shared
+            name = f"audio {rng.randrange(2)} of {options['cross_tokens']}"
+            options["scope"] = ReuseScope(scope.tenant, scope.adapter, encoder=name)
+    known = rng.random() < 0.9
+    return tokens, known, options | ({"tokens": tokens} if known else {"num_tokens": len(tokens)})
+
+
+def allocate(m: WildMachine, rng: Random) -> None:
+    if len(m.live) >= MAX_LIVE:
+        return
+    tokens, known, options = draw_admission(m, rng)
+    keeping = {"session": rng.choice(SESSIONS), "ttl": rng.choice(TTLS), "retention": draw_retention(rng, len(tokens))}
+    name, limit = f"r{next(m.names)}", m.config.max_seq_len
+    longest = max(len(tokens) if known else 0, options.get("reserve", len(tokens)) + options["lookahead"])
+    if limit is not None and longest > limit:
+        m.refused(InvalidArgumentError, lambda: m.manager.allocate(name, **options, **keeping))
+        return
+    cached = cached_blocks(m.manager)
+    shares = known and (not options.get("cross_tokens") or options["scope"].encoder != "")
+    match = m.ask(lambda: m.manager.match_prefix(tokens, options["scope"])) if shares else None
+    answer = m.ask(lambda: m.manager.can_allocate(**options))
+    admitted, handle = m.attempt(lambda: m.manager.allocate(name, **options, **keeping), OutOfBlocksError)
+    if m.config.watermark == 0:
+        assert admitted == (answer.status is AllocStatus.OK), f"{answer} but admitted={admitted}"
+    else:
+        assert admitted or not answer, f"{answer} but refused"
+    if not admitted:
+        return
+    request = note_admission(m, handle, tokens, known, options)
+    assert request.publishes == handle.publishes
+    if match is None:
+        assert handle.num_cached_tokens == 0
+    else:
+        check_hit(m, match, answer, request, tokens, cached)
+    write_encoder_tokens(m, request)
+    if rng.random() < 0.6:  # the usual prefill: everything reserved is written and committed at once
+        advance(m, rng, request, request.reserved - request.written, commit=True, by_ids=False)
+
+
+def note_admission(m: WildMachine, handle: Any, tokens: list[int], known: bool, options: dict[str, Any]) -> Request:
+    hit, scope = handle.num_cached_tokens, options["scope"]
+    reserved = max(options.get("reserve", len(tokens)), hit)
+    # The last block of a prompt that is cached as a whole is held as it is, though its last token is computed again.
+    held = (
+        known
+        and hit == len(tokens) - 1
+        and len(tokens) % m.size == 0
+        and handle.num_cached_blocks * m.size == len(tokens)
+    )
+    if held:
+        reserved = len(tokens)
+    values = m.histories.of_prompt(scope, tokens)
+    num_cross = options.get("cross_tokens", 0)
+    is_unnamed = num_cross > 0 and not scope.encoder
+    request = Request(
+        handle, scope, tokens[:hit], values[:hit], tokens[:] if known else [], reserved, hit, len(tokens) if known else 0,
+        m.config.enable_prefix_caching and not is_unnamed, num_cross, handle.request_id if is_unnamed else None,
+        handle.session, ready=values[hit:] if held else [],
+    )  # fmt: skip
+    m.live[handle.request_id] = request
+    return request
+
+
+def check_hit(
+    m: WildMachine, match: Any, answer: Any, request: Request, tokens: list[int], cached: CachedBlocks
+) -> None:
+    hit = request.handle.num_cached_tokens
+    assert match.num_tokens == match.num_blocks * m.size + match.num_partial_tokens
+    expected = expected_hit(m.config, cached, request.scope, tokens, match.has_last_logits)
+    assert match.num_tokens in expected, f"{match} but {expected}"
+    # the answer may do without a partial block for the watermark's sake; allocate does not look at that
+    assert hit == answer.num_cached_tokens or (m.config.watermark and answer.num_cached_tokens < hit)
+    # a block that would be copied from may have to make room instead: then only whole blocks are reused
+    assert hit == match.num_tokens or (match.num_partial_tokens and hit < match.num_tokens)
+    logits = request.handle.last_logits
+    assert hit < len(tokens) or logits is not None
+    if logits is not None:
+        assert (hit, logits) == (len(tokens), request.values[-1]), "the logits of another prompt, or of an old one"
+
+
+def write_encoder_tokens(m: WildMachine, request: Request) -> None:
+    m.run_copies()
+    for group in m.cross:
+        table = request.handle.block_table(group)
+        assert len(table) == -(-request.num_cross // m.size)
+        for position in range(request.num_cross):
+            slot = table[position // m.size] * m.size + position % m.size
+            m.bytes.write(group, slot, m.histories.named((request.scope, request.encoder, position)))
+
+
+# --- families and ends ------------------------------------------------------------------------------------------------
+
+
+def fork(m: WildMachine, rng: Random) -> None:
+    request = m.pick(rng)
+    if request is None or len(m.live) >= MAX_LIVE:
+        return
+    names = [f"f{next(m.names)}" for _ in range(rng.randrange(1, min(3, MAX_LIVE - len(m.live)) + 1))]
+    for name, handle in zip(names, m.manager.fork(request.handle, *names), strict=True):
+        m.live[name] = request.forked(handle)
+
+
+def free(m: WildMachine, rng: Random) -> None:
+    keep = rng.random() < 0.8
+    if rng.random() < 0.7:
+        some = [r for r in [m.pick(rng, swapped=None)] if r is not None]
+        for request in some:
+            m.manager.free(request.handle, keep)
+    else:
+        some = m.pick_some(rng, swapped=None)[:3]
+        m.manager.free_batch([request.handle for request in some], keep)
+    m.only_grew = m.only_grew and keep
+    for request in some:
+        del m.live[request.handle.request_id]
+        m.freed.append(request.handle)
+
+
+def store_last_logits(m: WildMachine, rng: Random) -> None:
+    request = m.pick(rng)
+    if request is None:
+        return
+    length = request.num_prompt if rng.random() < 0.6 else rng.randrange(1, request.reserved + 2)
+    logits = request.values[length - 1] if 0 < length <= request.written else None
+    done, stored = m.attempt(
+        lambda: m.manager.store_last_logits(request.handle, logits, None if length == request.num_prompt else length),
+        SequenceStateError,
+    )
+    assert done == (0 < length <= request.committed), (length, done)
+    if done and stored:
+        match = m.manager.match_prefix(request.known[:length], request.scope)
+        assert match.has_last_logits == (match.num_tokens == length)
+
+
+def swap_out(m: WildMachine, rng: Random) -> None:
+    some = m.pick_some(rng)
+    handles = [request.handle for request in some]
+    answer = m.ask(lambda: m.manager.can_swap_out(*handles))
+    done, _ = m.attempt(lambda: m.manager.swap_out(*handles), OutOfBlocksError)
+    assert done == bool(answer), f"{answer} but done={done}"
+    for request in some if done else ():
+        request.swapped = True
+        request.ready = []
+        request.publishes = request.handle.publishes  # it learns now whether what it holds was invalidated
+
+
+def swap_in(m: WildMachine, rng: Random) -> None:
+    some = m.pick_some(rng, swapped=True)
+    handles = [request.handle for request in some]
+    answer = m.ask(lambda: m.manager.can_swap_in(*handles))
+    done, _ = m.attempt(lambda: m.manager.swap_in(*handles), OutOfBlocksError)
+    assert done == bool(answer) or (m.config.watermark and done), f"{answer} but done={done}"
+    for request in some if done else ():
+        request.swapped = False
+
+
+OPERATIONS = {allocate: 12, fork: 3, free: 6, store_last_logits: 2, swap_out: 4, swap_in: 5}

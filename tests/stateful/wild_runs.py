@@ -1,0 +1,129 @@
+"""Draws a setting and operations from a seed, runs them, and reduces a run that failed to the few operations it takes.
+
+Every operation draws from a generator of its own, seeded by the run and its number, so that leaving one out does not change
+what the others draw.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import wild_mistakes
+import wild_requests
+import wild_steps
+import wild_upkeep
+from wild_configs import Setting, draw_setting
+from wild_machine import WildMachine
+
+WEIGHTS = {
+    operation: weight
+    for part in (wild_requests, wild_steps, wild_upkeep, wild_mistakes)
+    for operation, weight in part.OPERATIONS.items()
+}
+OPERATIONS, CHANCES = list(WEIGHTS), list(WEIGHTS.values())
+
+
+@dataclass
+class Failure:
+    """A run that failed: `numbers` are the operations that it took."""
+
+    seed: int
+    numbers: list[int]
+    error: str  # the last line: what was wrong
+    trace: str
+    setting: Setting
+
+
+def run(seed: int, numbers: Iterable[int], calls: list[str] | None = None) -> Failure | None:
+    """Runs these operations of a seed and all checks after each; with `calls`, notes what the manager is asked."""
+    setting = draw_setting(Random(f"setting {seed}"))
+    done: list[int] = []
+    try:
+        machine = WildMachine(setting)
+        if calls is not None:
+            machine.manager = Noted(machine.manager, calls)  # type: ignore[assignment]
+        for number in numbers:
+            done.append(number)
+            rng = Random(f"operation {seed} {number}")
+            machine.step(rng.choices(OPERATIONS, CHANCES)[0], rng)
+        machine.finish()
+    except Exception as error:
+        return Failure(seed, done, f"{type(error).__name__}: {error}", traceback.format_exc(), setting)
+    return None
+
+
+def reduced(failure: Failure, max_runs: int = 400) -> Failure:
+    """The same kind of failure with as few operations as leaving some out can reach."""
+    kind, length = failure.error.split(":")[0], max(1, len(failure.numbers) // 2)
+    while length and max_runs > 0:
+        start = 0
+        while start < len(failure.numbers) and max_runs > 0:
+            numbers = failure.numbers[:start] + failure.numbers[start + length :]
+            shorter = run(failure.seed, numbers)
+            max_runs -= 1
+            if shorter is not None and shorter.error.split(":")[0] == kind:
+                failure = shorter
+            else:
+                start += length
+        length //= 2
+    return failure
+
+
+def report(failure: Failure) -> str:
+    """What was wrong, and the calls that lead to it, for a test that shows it."""
+    calls: list[str] = []
+    run(failure.seed, failure.numbers, calls)
+    return "\n".join(
+        [
+            failure.trace,
+            f"seed {failure.seed}, operations {failure.numbers}",
+            f"layers {[_plain(layer) for layer in failure.setting.config.layers]}",
+            str(failure.setting.config),
+            f"resized first: {failure.setting.cuts}, listening: {failure.setting.listens}",
+            *calls,
+            failure.error,
+        ]
+    )
+
+
+def _plain(layer: Any) -> str:
+    parts = {"window": layer.window, "chunk": layer.chunk, "sink_tokens": layer.sink_tokens or None}
+    cross = ", cross_attention=True" if layer.cross_attention else ""
+    return f"LayerSpec(1, {layer.head_dim}{''.join(f', {k}={v}' for k, v in parts.items() if v is not None)}{cross})"
+
+
+QUIET = {"check", "gc", "handles", "events", "config", "writable_blocks", "take_copies", "get_num_free_blocks"}
+
+
+class Noted:
+    """A manager whose calls are written down as a test would make them."""
+
+    def __init__(self, manager: Any, calls: list[str]) -> None:
+        self._manager, self._calls = manager, calls
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._manager, name)
+        if name in QUIET or name.startswith("_") or not callable(found):
+            return found
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            shown = [_show(a) for a in args] + [f"{k}={_show(v)}" for k, v in kwargs.items() if v is not None]
+            self._calls.append(f"m.{name}({', '.join(shown)})")
+            result = found(*args, **kwargs)
+            if name not in ("batch", "subscribe"):
+                self._calls[-1] += f"  # {_show(result)}"
+            return result
+
+        return call
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return f"[{', '.join(_show(v) for v in value)}]"
+    if hasattr(value, "request_id"):
+        return str(value.request_id)
+    return " ".join(repr(value).split())

@@ -1,0 +1,159 @@
+"""What operators and background tasks do: pins, quotas, tiers, invalidation, shape, time. Each function is one operation."""
+
+from __future__ import annotations
+
+from random import Random
+
+from reference import cached_blocks
+from wild_configs import TENANTS
+from wild_machine import WildMachine
+from wild_requests import draw_prompt
+
+from kvpool import Tier
+from kvpool.errors import InvalidArgumentError, OutOfBlocksError, PinBudgetError, SequenceStateError
+
+MAX_BLOCKS = 30
+
+
+def draw_pool(m: WildMachine, rng: Random) -> tuple[int, Tier]:
+    return rng.randrange(len(m.config.pools)), rng.choice((Tier.GPU, Tier.GPU, Tier.HOST, Tier.DISK))
+
+
+# --- what stays -------------------------------------------------------------------------------------------------------
+
+
+def pin(m: WildMachine, rng: Random) -> None:
+    tokens, scope = draw_prompt(m, rng)
+    request = m.pick(rng, swapped=None)
+    what = request.handle if request is not None and rng.random() < 0.4 else tokens
+    ttl = rng.choice((None, None, 5.0, 20.0))
+    done, made = m.attempt(
+        lambda: m.manager.pin(what, scope, ttl), InvalidArgumentError, PinBudgetError, SequenceStateError
+    )
+    if done:
+        m.pins.append(made)
+
+
+def unpin(m: WildMachine, rng: Random) -> None:
+    if m.pins:
+        chosen = m.pins.pop(rng.randrange(len(m.pins)))
+        is_active = chosen.pin_id in m.manager._pins.active
+        done, _ = m.attempt(lambda: m.manager.unpin(chosen), InvalidArgumentError)
+        assert done == is_active
+
+
+def set_quota(m: WildMachine, rng: Random) -> None:
+    low, high = rng.choice((0, 0, 1, 3, 0.3)), rng.choice((None, 0, 2, 5, 0.5))
+    m.attempt(lambda: m.manager.set_quota(rng.choice(TENANTS), guaranteed=low, maximum=high), InvalidArgumentError)
+
+
+def clear_quotas(m: WildMachine, rng: Random) -> None:
+    for tenant in TENANTS:
+        m.manager.set_quota(tenant)
+
+
+def wait(m: WildMachine, rng: Random) -> None:
+    m.now += rng.choice((1.0, 6.0, 25.0))
+    if rng.random() < 0.5:
+        m.manager.gc()
+        assert all(pin.expires_at > m.now for pin in m.manager._pins.active.values())
+
+
+# --- tiers and shape --------------------------------------------------------------------------------------------------
+
+
+def evict(m: WildMachine, rng: Random) -> None:
+    pool, tier = draw_pool(m, rng)
+    before = m.manager.get_num_free_blocks(pool, tier)
+    freed = m.manager.evict(rng.randrange(6), pool=pool, tier=tier)
+    assert m.manager.get_num_free_blocks(pool, tier) == before + freed
+
+
+def offload(m: WildMachine, rng: Random) -> None:
+    pool, tier, count = (
+        rng.randrange(len(m.config.pools)),
+        rng.choice((Tier.GPU, Tier.GPU, Tier.HOST)),
+        rng.randrange(6),
+    )
+    m.attempt(lambda: m.manager.offload(count, pool=pool, tier=tier), InvalidArgumentError)
+
+
+def onboard(m: WildMachine, rng: Random) -> None:
+    tokens, scope = draw_prompt(m, rng)
+    done, _ = m.attempt(lambda: m.manager.onboard(tokens, scope), OutOfBlocksError)
+    if done and m.config.enable_prefix_caching and not m.state.cache.quotas:
+        assert set(m.manager.match_prefix(tokens, scope).tokens_by_tier) <= {Tier.GPU}
+
+
+def defragment(m: WildMachine, rng: Random) -> None:
+    _, tier = draw_pool(m, rng)
+    m.manager.defragment(tier)
+    for tiers in m.state.pools:
+        pool = tiers[tier]
+        in_use = pool.num_blocks - pool.num_free
+        assert all(block >= in_use for block in pool.free_ids().tolist()), "a hole is left"
+
+
+def resize(m: WildMachine, rng: Random) -> None:
+    """Also to nothing at all on the lower tiers, and back."""
+    pool, tier = draw_pool(m, rng)
+    current = m.state.pools[pool][tier].num_blocks
+    wanted = max(0 if tier > Tier.GPU else 1, min(current + rng.randrange(-4, 5), MAX_BLOCKS))
+    if tier > Tier.GPU and rng.random() < 0.2:
+        wanted = rng.choice((0, 1, 5))
+    done, result = m.attempt(lambda: m.manager.resize(wanted, pool=pool, tier=tier), OutOfBlocksError)
+    if done:
+        assert m.state.pools[pool][tier].num_blocks == result.num_blocks == wanted
+
+
+def run_copies(m: WildMachine, rng: Random) -> None:
+    m.run_copies()
+
+
+# --- invalidation -----------------------------------------------------------------------------------------------------
+
+
+def invalidate(m: WildMachine, rng: Random) -> None:
+    tokens, scope = draw_prompt(m, rng)
+    if m.live and rng.random() < 0.3:
+        request = rng.choice(list(m.live.values()))
+        tokens, scope = request.tokens[: rng.randrange(len(request.tokens) + 1)] or tokens, request.scope
+    cached = cached_blocks(m.manager)
+    kind = rng.random()
+    if kind < 0.4:
+        cut = tuple(tokens[: len(tokens) // m.size * m.size])
+        gone = {key for key in cached if cut and key[0] == scope and key[1][: len(cut)] == cut}
+        removed = m.manager.invalidate(tokens, scope=scope)
+        if gone:
+            m.histories.renew_prefix(scope, cut)
+    elif kind < 0.6:
+        gone = {key for key in cached if key[0] == scope}
+        removed = m.manager.invalidate(scope=scope)
+        m.histories.renew_scope(scope)
+    elif kind < 0.8:
+        session = rng.choice(("s", "t"))
+        removed = m.manager.invalidate(session=session)
+        gone = set(cached) - set(cached_blocks(m.manager))
+    else:
+        gone = set(cached)
+        removed = m.manager.reset_prefix_cache()
+        m.histories.renew_everything()
+    assert set(cached_blocks(m.manager)) == set(cached) - gone
+    assert removed == len(gone), f"{removed} removed, {len(gone)} gone"
+    m.note_invalidation()
+
+
+def listen_again(m: WildMachine, rng: Random) -> None:
+    """A subscriber leaves, and another one begins with a snapshot."""
+    if m.subscription is not None:
+        m.subscription.close()
+        m.subscription = m.mirror = None
+        m.changed()
+    if m.config.event_buffer_size and rng.random() < 0.6:
+        m.listen()
+
+
+OPERATIONS = {
+    pin: 3, unpin: 2, set_quota: 1, clear_quotas: 1, wait: 2, evict: 3, offload: 5, onboard: 3, defragment: 2, resize: 2,
+    run_copies: 2, invalidate: 3, listen_again: 1,
+}  # fmt: skip
