@@ -23,7 +23,14 @@ from kvpool.errors import SequenceStateError
 from kvpool.stats import EvictionReason
 
 INHERITED = (  # what a fork has in common with its parent
-    *("retention", "ttl", "session", "copied_sessions", "publishes", "encoder_tokens", "num_prompt_tokens", "family"),
+    "retention",
+    "ttl",
+    "session",
+    "copied_sessions",
+    "publishes",
+    "encoder_tokens",
+    "num_prompt_tokens",
+    "family",
 )
 
 

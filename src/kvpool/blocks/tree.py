@@ -96,7 +96,7 @@ class PrefixTree(ABC):
         ]
 
         # The pool of each tier when there is one full group and nothing else: counting is then one addition.
-        self.only_pools = pools[0] if len(pools) == 1 and self.full_per_pool == [(0, 1)] else None
+        self.only_pools = pools[0] if self.full_per_pool == [(0, 1)] and not self.windowed and len(pools) == 1 else None
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
@@ -320,6 +320,9 @@ class PrefixTree(ABC):
 
     def _count_idle(self, node: Node, change: int) -> None:
         """A run became idle (`change` 1) or stopped being so (-1): its blocks that count with it are cached, or not."""
+        if self.only_pools is not None and node.root.quota is None:
+            self.only_pools[node.tier].num_cached += change * node.num_blocks
+            return
         self.count_cached(node, change * node.num_blocks)
         if self.windowed and node.tier != GPU:
             for pool, num_blocks in self._windowed_below(node):
