@@ -6,13 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from kvpool.blocks.admission import Admissions
 from kvpool.blocks.arrays import as_count, as_flag, as_token_array
 from kvpool.blocks.calendar import NEVER
 from kvpool.blocks.checks import Checker
 from kvpool.blocks.compaction import Compaction, ResizeResult
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.in_flight import InFlight
 from kvpool.blocks.inspection import CachedRun, Inspector, KVCacheBlock
 from kvpool.blocks.invalidation import Invalidation
 from kvpool.blocks.onboarding import Onboarding
@@ -36,7 +36,7 @@ class Maintenance:
 
     _state: CacheState
     _guard: Guard
-    _admissions: Admissions
+    _in_flight: InFlight
     _pins: Pins
     _invalidation: Invalidation
     _compaction: Compaction
@@ -311,7 +311,7 @@ class Maintenance:
     def check(self) -> None:
         """Proves every invariant or raises `InvariantError` naming what is broken. Slow: for tests and doubts."""
         with self._guard:
-            Checker(self._state, self._admissions, self._pins).run()
+            Checker(self._state, self._in_flight, self._pins).run()
 
     # --- events ------------------------------------------------------------------------------------------------------
 

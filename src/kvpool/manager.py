@@ -34,6 +34,7 @@ from kvpool.blocks.copies import CopyOp
 from kvpool.blocks.eviction import EvictionPolicy, make_policy
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.in_flight import InFlight
 from kvpool.blocks.invalidation import Invalidation
 from kvpool.blocks.onboarding import Onboarding
 from kvpool.blocks.pins import Pins
@@ -96,17 +97,18 @@ class KVCacheManager(Maintenance):
         self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
         self._state = CacheState(config, new_policy, clock, self.events)
         self._guard = Guard(self._state, config.pressure_levels)
-        self._admissions = Admissions(self._state)
-        self._sequences = Sequences(self._state, self._admissions)
-        self._stepping = Stepping(self._state, self._admissions)
-        self._rewinding = Rewinding(self._state, self._admissions)
+        self._in_flight = InFlight(self._state)
+        self._admissions = Admissions(self._state, self._in_flight)
+        self._sequences = Sequences(self._state, self._admissions, self._in_flight)
+        self._stepping = Stepping(self._state, self._in_flight)
+        self._rewinding = Rewinding(self._state, self._in_flight)
         self._swapping = Swapping(self._state, self._sequences)
         self._compaction = Compaction(self._state)
         self._pins = Pins(self._state)
         self._quotas = TenantQuotas(self._state.cache)
         self._onboarding = Onboarding(self._state, self._admissions)
         self._observers: tuple[Observer, ...] = ()
-        self._invalidation = Invalidation(self._state, self._admissions, self._pins)
+        self._invalidation = Invalidation(self._state, self._in_flight, self._pins)
 
     # --- admission ---------------------------------------------------------------------------------------------------
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.groups import longest_valid, sink_blocks, window_start
-from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.in_flight import InFlight
 from kvpool.blocks.node import Node
 from kvpool.blocks.pool import GPU
 from kvpool.blocks.state import Admission, AllocStatus, CacheState
@@ -49,10 +49,9 @@ class Plan(NamedTuple):
 class Admissions:
     """Plans admissions against the current state."""
 
-    def __init__(self, state: CacheState) -> None:
+    def __init__(self, state: CacheState, in_flight: InFlight) -> None:
         self.state = state
-        self.in_flight: dict[tuple[Node, bytes], int] = {}  # (tip, next block) -> the row that computes it
-        state.publisher.on_follow = self.track
+        self.in_flight = in_flight
         self.has_logits = False  # whether logits were ever stored: without, nobody looks for them
 
     # --- reuse -------------------------------------------------------------------------------------------------------
@@ -177,63 +176,9 @@ class Admissions:
             num_tokens % size,
             by_tier,
             logits is not None,
-            self.computed_by(match, tokens) is not None,
+            self.in_flight.row_computing(match, tokens) is not None,
             logits,
         )
-
-    # --- requests in flight ------------------------------------------------------------------------------------------
-
-    def computed_by(self, match: Match, tokens: Int32Array) -> int | None:
-        """The row that is computing the first block of `tokens` that is not cached yet, if any."""
-        if match.root is None or not self.in_flight:
-            return None
-        size = self.state.block_size
-        start = match.num_blocks * size
-        if len(tokens) - start < size:
-            return None
-        tip: Node = match.path[-1] if match.path else match.root
-        if tip.end != match.num_blocks:
-            return None
-        return self.in_flight.get((tip, tokens[start : start + size].tobytes()))
-
-    def track(self, row: int) -> None:
-        """Remembers which block a row with a known prompt computes next."""
-        rows, size = self.state.rows, self.state.block_size
-        handle = rows.handles[row]
-        assert handle is not None
-        self.untrack(handle)
-        start = rows.committed.item(row) // size * size
-        if rows.known.item(row) - start < size:
-            return
-        tip = rows.tips[row]
-        assert tip is not None
-        if tip.open_row != row:  # otherwise it ends with what is committed
-            self.state.cache.sync(tip)
-            start = tip.end * size
-        if handle.publishes and rows.known.item(row) - start >= size:
-            self.track_block(handle, tip, rows.ids_between(row, start, start + size).tobytes())
-
-    def track_block(self, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
-        """Remembers that a request computes the block `key` behind `tip`."""
-        place = (tip, key)
-        if self.in_flight.setdefault(place, handle.row) == handle.row:
-            handle.inflight = place
-
-    def untrack(self, handle: KVCacheHandle) -> None:
-        if handle.inflight is not None:
-            self.in_flight.pop(handle.inflight, None)
-            handle.inflight = None
-
-    def hand_over(self, handle: KVCacheHandle) -> None:
-        """A request ends before its next block was computed: another one may be computing the same."""
-        place = handle.inflight
-        self.untrack(handle)
-        tips = self.state.rows.tips
-        for other in self.state.requests.values():
-            if other is handle or other.row < 0:  # ended, in the same batch perhaps
-                continue
-            if other.inflight is None and other.swapped is None and tips[other.row] is place[0]:
-                self.track(other.row)
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
@@ -356,7 +301,7 @@ class Admissions:
                 )
                 return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
         if wait_for_prefix and tokens is not None:
-            producer = self.computed_by(plan.match, tokens)
+            producer = self.in_flight.row_computing(plan.match, tokens)
             if producer is not None:
                 handle = state.rows.handles[producer]
                 assert handle is not None

@@ -6,8 +6,8 @@ from collections import Counter
 
 import numpy as np
 
-from kvpool.blocks.admission import Admissions
 from kvpool.blocks.groups import sink_blocks
+from kvpool.blocks.in_flight import InFlight
 from kvpool.blocks.node import Node
 from kvpool.blocks.pins import Pins
 from kvpool.blocks.pool import BlockPool
@@ -19,11 +19,11 @@ from kvpool.errors import InvariantError
 class Checker:
     """One pass over the whole state. Owners of every block are collected here and compared with the pools' books."""
 
-    def __init__(self, state: CacheState, admissions: Admissions, pins: Pins) -> None:
+    def __init__(self, state: CacheState, in_flight: InFlight, pins: Pins) -> None:
         self.state = state
         self.cache = state.cache
         self.rows = state.rows
-        self.admissions = admissions
+        self.in_flight = in_flight
         self.pins = pins
         self.nodes = list(self.cache.nodes())
         for node in self.nodes:
@@ -291,7 +291,7 @@ class Checker:
         self.expect(
             pinned == self.cache.pinned_blocks, f"{self.cache.pinned_blocks} pinned positions booked, {pinned} counted"
         )
-        for (tip, _), row in self.admissions.in_flight.items():
+        for (tip, _), row in self.in_flight.rows_by_block.items():
             handle = self.rows.handles[row]
             self.expect(
                 handle is not None and self.rows.tips[row] is tip, f"row {row} is tracked in flight at a node it left"

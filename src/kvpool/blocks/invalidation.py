@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvpool.blocks.admission import Admissions
 from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.in_flight import InFlight
 from kvpool.blocks.node import Node
 from kvpool.blocks.pins import Pins
 from kvpool.blocks.state import CacheState
@@ -21,11 +21,11 @@ from kvpool.stats import EvictionReason
 class Invalidation:
     """`invalidate` and `reset_prefix_cache`. Each method returns how many blocks (positions) left the index."""
 
-    def __init__(self, state: CacheState, admissions: Admissions, pins: Pins) -> None:
+    def __init__(self, state: CacheState, in_flight: InFlight, pins: Pins) -> None:
         self.state = state
         self.cache = state.cache
         self.rows = state.rows
-        self.admissions = admissions
+        self.in_flight = in_flight
         self.pins = pins
 
     def everything(self) -> int:
@@ -114,7 +114,7 @@ class Invalidation:
             if self.rows.is_open[handle.row]:
                 self.state.publisher.close(handle.row)
             handle.publishes = False
-            self.admissions.untrack(handle)
+            self.in_flight.untrack(handle)
         for handle in handles if silenced else ():
             if handle.publishes and handle.inflight is None and handle.swapped is None:
-                self.admissions.track(handle.row)
+                self.in_flight.track(handle.row)

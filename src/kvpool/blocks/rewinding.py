@@ -6,10 +6,10 @@ tree keeps the old one.
 
 from __future__ import annotations
 
-from kvpool.blocks.admission import Admissions
 from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.groups import sink_blocks, window_start
 from kvpool.blocks.handle import KVCacheHandle
+from kvpool.blocks.in_flight import InFlight
 from kvpool.blocks.node import Node
 from kvpool.blocks.pool import GPU
 from kvpool.blocks.state import CacheState
@@ -19,11 +19,11 @@ from kvpool.errors import OutOfBlocksError, SequenceStateError
 class Rewinding:
     """`rewind`: checked first, then done."""
 
-    def __init__(self, state: CacheState, admissions: Admissions) -> None:
+    def __init__(self, state: CacheState, in_flight: InFlight) -> None:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
-        self.admissions = admissions
+        self.in_flight = in_flight
 
     def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
         """Forgets the last `num_tokens` reserved tokens and gives back the blocks behind them."""
@@ -48,9 +48,9 @@ class Rewinding:
         if handle.family is not None:
             rows.set_shared(row, True)  # the blocks that it will write now may be older than those it copied
         if handle.publishes and int(rows.known[row]) > int(rows.committed[row]):
-            self.admissions.track(row)
+            self.in_flight.track(row)
         else:
-            self.admissions.untrack(handle)
+            self.in_flight.untrack(handle)
         self.state.counters.rewinds += 1
         self.cache.enforce_quota(tip.root)
 

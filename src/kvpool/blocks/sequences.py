@@ -13,6 +13,7 @@ from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.groups import sink_blocks, window_start
 from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
+from kvpool.blocks.in_flight import InFlight
 from kvpool.blocks.node import Node
 from kvpool.blocks.pool import GPU
 from kvpool.blocks.retention import Retention
@@ -37,11 +38,12 @@ INHERITED = (  # what a fork has in common with its parent
 class Sequences:
     """Operations that make, change and end sequences. Each checks everything first and then cannot fail."""
 
-    def __init__(self, state: CacheState, admissions: Admissions) -> None:
+    def __init__(self, state: CacheState, admissions: Admissions, in_flight: InFlight) -> None:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
         self.admissions = admissions
+        self.in_flight = in_flight
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -96,9 +98,9 @@ class Sequences:
             self._count_request(handle, len(tokens), promoted, plan)
             if handle.publishes:
                 if match.next_key is not None:
-                    self.admissions.track_block(handle, tip, match.next_key)
+                    self.in_flight.track_block(handle, tip, match.next_key)
                 else:
-                    self.admissions.track(row)
+                    self.in_flight.track(row)
         state.counters.requests += 1
         state.requests[handle.request_id] = handle
 
@@ -308,7 +310,7 @@ class Sequences:
 
     def _end(self, handle: KVCacheHandle, row: int, tip: Node) -> None:
         if handle.inflight is not None:
-            self.admissions.hand_over(handle)
+            self.in_flight.hand_over(handle)
         if handle.family is not None:
             handle.family.discard(row)
             self.rows.following.pop(row, None)

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.blocks.admission import Admissions
 from kvpool.blocks.arrays import Int32Array, Int64Array, as_array
 from kvpool.blocks.batch import SequenceBatch
 from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.groups import sink_blocks, window_start
 from kvpool.blocks.handle import KVCacheHandle
+from kvpool.blocks.in_flight import InFlight
 from kvpool.blocks.pool import GPU
 from kvpool.blocks.rows import RECENT_TOKENS
 from kvpool.blocks.state import CacheState, common_tenant
@@ -27,11 +27,11 @@ _any = np.logical_or.reduce  # array.any() without its wrapper
 class Stepping:
     """extend, mark_written, commit and the slot mapping, for batches."""
 
-    def __init__(self, state: CacheState, admissions: Admissions) -> None:
+    def __init__(self, state: CacheState, in_flight: InFlight) -> None:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
-        self.admissions = admissions
+        self.in_flight = in_flight
 
     # --- extend ------------------------------------------------------------------------------------------------------
 
@@ -374,9 +374,9 @@ class Stepping:
         if rows.following and end >= rows.following.get(row, end + 1):
             del rows.following[row]
         if handle.inflight is not None:
-            self.admissions.untrack(handle)
+            self.in_flight.untrack(handle)
         if known - end >= size and handle.publishes:
-            self.admissions.track(row)
+            self.in_flight.track(row)
 
     def _stop_publishing(self, row: int) -> None:
         """Before tokens without ids are committed: what precedes them is published, what follows cannot be found."""
@@ -387,7 +387,7 @@ class Stepping:
         if self.rows.is_open[row]:
             self.state.publisher.close(row)
         handle.publishes = False
-        self.admissions.untrack(handle)
+        self.in_flight.untrack(handle)
 
     def _pieces(
         self, batch: SequenceBatch, tokens: Int32Array | None, counts: Int64Array

@@ -108,7 +108,7 @@ class Swapping:
         rows.keep_token_ids(row)
         root = self.cache.root_for(handle.scope)
         self.cache.hold(root)
-        self.sequences.admissions.untrack(handle)
+        self.sequences.in_flight.untrack(handle)
         self.sequences.release_gpu(handle, row)
         for table in rows.tables:
             table[row, :] = -1
@@ -311,7 +311,7 @@ class Swapping:
             self.rows.set_shared(row, True)
         self.state.publisher.publish(row)
         if handle.publishes:
-            self.sequences.admissions.track(row)
+            self.sequences.in_flight.track(row)
 
 
 def _distinct(of_group: list[Int32Array]) -> Int32Array:
