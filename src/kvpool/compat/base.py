@@ -1,22 +1,36 @@
-"""What all seed spellings share: a manager, and requests named by their ids instead of their handles."""
+"""What all seed spellings share: a manager, requests named by ids instead of handles, and the bytes when asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from kvpool.blocks.arrays import Int32Array, as_count, as_token_array
+from kvpool.blocks.groups import is_cross
 from kvpool.blocks.handle import KVCacheHandle
-from kvpool.errors import InvalidArgumentError
+from kvpool.errors import InvalidArgumentError, SequenceStateError, StorageError
 from kvpool.manager import KVCacheManager
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvpool.storage import DataPlane
 
 
 class SeedSpelling:
-    """Holds the manager that does the work."""
+    """Holds the manager that does the work, and the data plane behind it from the first byte on.
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    `device` is where the bytes of the GPU tier lie: "cuda" or "cpu"; None takes a GPU if there is one.
+    """
+
+    def __init__(self, manager: KVCacheManager, *, device: str | None = None) -> None:
         if not isinstance(manager, KVCacheManager):
             raise InvalidArgumentError(f"{type(self).__name__} wraps a KVCacheManager, got {manager!r}")
         self.manager = manager
+        self._device = device
+        self._plane: DataPlane | None = None
 
     def handle(self, request: Hashable | KVCacheHandle) -> KVCacheHandle:
         """The handle of a request, given by its id or its handle."""
@@ -25,6 +39,110 @@ class SeedSpelling:
     def table(self, request: Hashable | KVCacheHandle, group: int) -> list[int | None]:
         """Block ids of one layer group; None where a block left its window."""
         return list(self.handle(request).block_table(group))
+
+    def commit_known(self, request: Hashable | KVCacheHandle, tokens: Any) -> KVCacheHandle:
+        """`tokens`, all of them from the start, are written: those that are not final yet become so."""
+        handle, ids = self.handle(request), as_token_array(tokens)
+        known = handle.token_ids[: len(ids)]
+        if not np.array_equal(known, ids[: len(known)]):
+            raise InvalidArgumentError(f"request {handle.request_id!r} holds other tokens than those to store")
+        if len(ids) > handle.num_committed:
+            self.manager.commit(handle, ids[handle.num_committed :])
+        return handle
+
+    # --- bytes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def plane(self) -> DataPlane:
+        """The bytes behind the blocks. They are allocated when this is first asked for, and need torch."""
+        if self._plane is None:
+            torch = import_torch()
+            from kvpool.storage import DataPlane
+
+            device = self._device or ("cuda" if torch.cuda.is_available() else "cpu")
+            self._plane = DataPlane(self.manager, device, check_writes=True)
+        return self._plane
+
+    def write(self, request: Hashable | KVCacheHandle, layer: int, start: int, key: Any, value: Any = None) -> None:
+        """Keys and values of one or more tokens from position `start` on, in one layer; numbers, arrays or tensors.
+
+        A position counts as written from its first write on, and reads as zeros in layers that were not written. In a
+        layer of cross-attention positions are the encoder's.
+        """
+        handle, plane, group = self.handle(request), self.plane, self._group(layer)
+        k, v = self._values(key, value, layer)
+        stop = as_count(start, "start") + len(k)
+        crosses = is_cross(self.manager.config.groups[group])
+        length = handle.encoder_tokens if crosses else handle.num_reserved
+        if stop > length:
+            raise SequenceStateError(
+                f"request {handle.request_id!r} has places for {length} tokens; {start}..{stop} cannot be written"
+            )
+        if crosses:
+            plane.write(plane.cross_slots(handle, group)[start:stop], k, v, layer)
+            return
+        first = min(start, handle.num_written)
+        rows = self.manager.slot_mapping([handle], first, stop)
+        step = plane.prepare(rows[:, start - first :])  # refuses blocks of others before anything is written
+        self._clear(handle, rows[:, handle.num_written - first :])
+        plane.write(step, k, v, layer)
+
+    def _clear(self, handle: KVCacheHandle, rows: Int32Array) -> None:
+        """Positions that are written for the first time: zeros in every layer, whatever their blocks held before."""
+        num_tokens = rows.shape[1]
+        if not num_tokens:
+            return
+        import torch
+
+        step = self.plane.prepare(rows)
+        for layer, spec in enumerate(self.manager.config.layers):
+            if not spec.cross_attention:
+                shape = (num_tokens, spec.kv_heads)
+                k = torch.zeros((*shape, spec.head_dim), device=self.plane.device)
+                v = None if spec.k_only else torch.zeros((*shape, spec.value_dim), device=self.plane.device)
+                self.plane.write(step, k, v, layer)
+        self.manager.mark_written(handle, num_tokens)
+
+    def read(
+        self, request: Hashable | KVCacheHandle, layer: int, start: int = 0, num_tokens: int | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Keys and values of written tokens of one layer, [token, head, element], wherever their blocks are now."""
+        return self.plane.read(self.handle(request), layer, start, num_tokens)
+
+    def _group(self, layer: int) -> int:
+        groups = self.manager.config.group_of_layer
+        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)) or not 0 <= layer < len(groups):
+            raise InvalidArgumentError(f"layer {layer!r} is outside the model's {len(groups)} layers")
+        return groups[layer]
+
+    def _values(self, key: Any, value: Any, layer: int) -> tuple[Tensor, Tensor | None]:
+        """Given keys and values as float tensors [token, head, element] on the device, of as many tokens each."""
+        spec = self.manager.config.layers[layer]
+        if (value is None) != spec.k_only:
+            raise InvalidArgumentError(f"layer {layer} {'stores keys only' if spec.k_only else 'stores values too'}")
+        k = self._tensor(key, layer, spec.kv_heads, spec.head_dim)
+        v = None if value is None else self._tensor(value, layer, spec.kv_heads, spec.value_dim)
+        if v is not None and len(v) != len(k):
+            raise InvalidArgumentError(f"layer {layer} got keys of {len(k)} tokens and values of {len(v)}")
+        return k, v
+
+    def _tensor(self, numbers: Any, layer: int, heads: int, width: int) -> Tensor:
+        import torch
+
+        tensor = torch.as_tensor(numbers, device=self.plane.device)
+        if not tensor.numel() or tensor.numel() % (heads * width):
+            raise InvalidArgumentError(
+                f"layer {layer} takes {heads} heads of {width} elements for every token, "
+                f"got {tensor.numel()} numbers of shape {tuple(tensor.shape)}"
+            )
+        tensor = tensor.reshape(-1, heads, width)
+        return tensor if tensor.is_floating_point() else tensor.float()
+
+    def close(self) -> None:
+        """Gives the bytes back, if there are any."""
+        if self._plane is not None:
+            self._plane.close()
+            self._plane = None
 
 
 class CountingSpelling(SeedSpelling):
@@ -39,3 +157,12 @@ class CountingSpelling(SeedSpelling):
         handle = self.handle(request_id)
         self.manager.extend(handle, additional_tokens)
         return handle
+
+
+def import_torch() -> Any:
+    """torch, or an error that says how to get it: only bytes need it."""
+    try:
+        import torch
+    except ImportError:
+        raise StorageError("keys and values need torch: pip install 'kvpool[torch]'; block ids alone do not") from None
+    return torch

@@ -88,7 +88,7 @@ class DataPlane:
     ) -> None:
         self.manager = manager
         self.config = config = manager.config
-        self.device = _checked_device(device)
+        self.device = checked_device(device)
         self.check_writes = self.device.type == "cpu" if check_writes is None else check_writes
         self._pending: list[CopyOp] = []
         self._index_in_group = {layer: (g.index, i) for g in config.groups for i, layer in enumerate(g.layers)}
@@ -296,7 +296,7 @@ class DataPlane:
                 )
 
 
-def _checked_device(device: torch.device | str) -> torch.device:
+def checked_device(device: torch.device | str) -> torch.device:
     chosen = torch.device(device)
     if chosen.type == "cuda":
         if not torch.cuda.is_available():
