@@ -62,7 +62,7 @@ def module_name(path: Path) -> str:
 
 def is_control_plane(name: str) -> bool:
     named = ("kvpool", "kvpool.config", "kvpool.events", "kvpool.manager", "kvpool.cli")
-    return name in named or name.startswith(("kvpool.blocks", "kvpool.scheduling"))
+    return name in named or name.startswith(("kvpool.blocks", "kvpool.scheduling", "kvpool.compat"))
 
 
 def imported_names(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:

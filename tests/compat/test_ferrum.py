@@ -1,95 +1,39 @@
-"""Seed spellings: each call means what its own system promised, and mistakes raise typed errors."""
+"""ferrum's spellings: prefixes with logits and limits, bytes token by token, its own requests and handles."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec, MemoryPressure, create_kv_cache_manager
-from kvpool.blocks.retention import Retention, TokenRange
+from kvpool import DType, KVCacheConfig, KVCacheManager, LayerSpec, MemoryPressure, create_kv_cache_manager
 from kvpool.compat import (
-    BlockManager,
+    AllocationRequest,
     FerrumKVCacheManager,
-    KvCacheRetentionConfig,
+    PagedKvCacheConfig,
+    PagedKvCacheHandle,
+    PagedKvCacheManager,
+    Priority,
     SeedKVCacheManager,
-    TokenRangeRetentionConfig,
-    TrtLlmKVCacheManager,
 )
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
     InvalidArgumentError,
+    NeverFitsError,
     OutOfBlocksError,
     SequenceStateError,
+    SharedBlockError,
     UnknownRequestError,
 )
+
+torch = pytest.importorskip("torch")
 
 PROMPT = list(range(16))
 
 
 def seed(num_blocks: int = 16, **settings: object) -> SeedKVCacheManager:
     return create_kv_cache_manager(2, 2, 8, num_blocks, 4, **settings)  # type: ignore[arg-type]
-
-
-# --- PyAgent ----------------------------------------------------------------------------------------------------------
-
-
-def test_given_defaults_when_created_then_the_pool_has_1000_blocks_of_16_float16_tokens() -> None:
-    cache = create_kv_cache_manager(num_layers=2, num_heads=4, head_dim=64)
-    assert cache.get_num_free_blocks() == 1000
-    assert cache.manager.config.bytes_per_token == 2 * 2 * 4 * 64 * 2
-    assert cache.usage == 0.0
-
-
-def test_given_a_half_full_block_when_extending_then_a_block_is_taken_only_past_its_end() -> None:
-    cache = seed()
-    cache.allocate("a", 6)
-    assert cache.extend("a", 2).num_blocks == 2
-    assert cache.extend("a", 1).num_blocks == 3
-    assert cache.get_block_table("a", 1) == [0, 1, 2]
-    cache.free("a")
-    assert cache.get_num_free_blocks() == 16
-
-
-def test_given_layers_with_and_without_a_window_then_each_layer_shows_the_table_of_its_group() -> None:
-    layers = [LayerSpec(1, 8), LayerSpec(1, 8, window=4)]
-    cache = SeedKVCacheManager(KVCacheManager(KVCacheConfig(layers, 4, gpu_blocks=32)))
-    handle = cache.allocate("a", tokens=PROMPT)
-    cache.commit(handle, 16)
-    assert None not in cache.get_block_table("a", 0)
-    assert cache.get_block_table("a", 1)[:3] == [None, None, None]
-    with pytest.raises(InvalidArgumentError, match="outside the model's 2 layers"):
-        cache.get_block_table("a", 2)
-
-
-def test_given_mistakes_then_they_raise_and_change_nothing() -> None:
-    cache = seed()
-    cache.allocate("a", 8)
-    with pytest.raises(DuplicateRequestError):
-        cache.allocate("a", 8)
-    with pytest.raises(OutOfBlocksError):
-        cache.extend("a", 1000)
-    for call in (cache.extend, cache.free, cache.get_block_table, cache.deallocate, cache.swap_out):
-        with pytest.raises(UnknownRequestError):
-            call("nobody")
-    with pytest.raises(InvalidArgumentError):
-        cache.allocate("b", -1)
-    assert cache.get_num_free_blocks() == 14
-    cache.manager.check()
-
-
-def test_given_pressure_when_it_changes_then_every_callback_hears_it_until_stopped() -> None:
-    cache = seed()
-    heard: list[MemoryPressure] = []
-    stop = cache.on_memory_pressure(lambda change: heard.append(change.level))
-    assert cache.can_allocate(60)
-    assert cache.can_allocate(64).status is AllocStatus.NEVER  # one block is the watermark
-    cache.allocate("a", 64)
-    stop()
-    cache.free("a")
-    assert heard == [MemoryPressure.CRITICAL]
-
-
-# --- ferrum -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("by_count", [True, False])
@@ -170,12 +114,14 @@ def test_given_cached_prefixes_when_evicted_collected_or_cleared_then_blocks_bec
         tokens = list(range(first, first + 16))
         cache.store_prefix(tokens, cache.allocate(name, tokens=tokens))
         cache.deallocate(name)
-    assert cache.evict_prefixes(3) == 3
-    stats = cache.prefix_cache_stats()
-    assert (stats.hits, stats.misses, stats.evictions, stats.total_cached_tokens) == (0, 8, 3, 20)
+    assert cache.prefix_cache_stats()[:5] == (0, 8, 0, 2, 32)
+    assert cache.evict_prefixes(1) == 1  # the older one
+    assert (cache.find_prefix(range(16)), manager.get_num_free_blocks()) == (None, 12)
+    assert cache.prefix_cache_stats()[2:5] == (4, 1, 16)
     now[0] = 11.0
     collected = cache.gc()
-    assert (collected.caches_freed, collected.memory_freed) == (5, 5 * manager.config.block_bytes)
+    assert (collected.caches_freed, collected.memory_freed) == (4, 4 * manager.config.block_bytes)
+    assert cache.evict_prefixes(1) == 0  # nothing of it is left
     cache.clear_prefix_cache()
     assert manager.get_num_free_blocks() == 16
 
@@ -203,158 +149,293 @@ def test_given_a_swapped_request_when_deallocated_then_its_host_blocks_are_free_
     assert all(pool.free == pool.total for pool in cache.manager.stats().pools)
 
 
-# --- vLLM V0 ----------------------------------------------------------------------------------------------------------
+# --- stored prefixes --------------------------------------------------------------------------------------------------
 
 
-def test_given_a_fork_when_both_write_then_one_block_is_copied_once() -> None:
-    blocks = BlockManager(4, 16, 8)
-    blocks.allocate("a", [1, 2, 3, 4, 5])
-    blocks.mark_blocks_as_computed("a", 5)
-    blocks.fork("a", "b")
-    assert blocks.can_append_slots(["a", "b"])
-    assert blocks.append_slots("b") == [(1, 2)]
-    assert blocks.append_slots("a") == []
-    assert blocks.get_block_table("a")[0] == blocks.get_block_table("b")[0]
-    assert blocks.get_common_computed_block_ids(["a", "b"]) == [0]
+def store(cache: FerrumKVCacheManager, name: str, tokens: list[int], *, keep_live: bool = False) -> None:
+    cache.store_prefix(tokens, cache.allocate(name, tokens=tokens))
+    if not keep_live:
+        cache.deallocate(name)
 
 
-def test_given_lookahead_slots_when_appending_then_drafts_get_places_of_their_own() -> None:
-    blocks = BlockManager(4, 16)
-    assert blocks.can_allocate([1] * 60) is AllocStatus.OK
-    assert blocks.can_allocate([1] * 60, num_lookahead_slots=4) is AllocStatus.NEVER
-    blocks.allocate("a", [1, 2, 3, 4], num_lookahead_slots=1)
-    assert len(blocks.get_block_table("a")) == 2
-    blocks.append_slots("a", num_tokens=1, num_lookahead_slots=8)
-    assert len(blocks.get_block_table("a")) == 4
-    blocks.free("a")
-    assert blocks.get_num_free_gpu_blocks() == 16
+def limited(**limits: Any) -> FerrumKVCacheManager:
+    return FerrumKVCacheManager(KVCacheManager(KVCacheConfig([LayerSpec(2, 8)], 4, gpu_blocks=32)), **limits)
 
 
-def test_given_a_group_of_forks_when_swapped_then_shared_blocks_move_once_and_stay_shared() -> None:
-    blocks = BlockManager(4, 16, 8, enable_caching=False)
-    blocks.allocate("a", PROMPT)
-    blocks.mark_blocks_as_computed("a", 16)
-    blocks.fork("a", "b")
-    assert blocks.can_swap_out(["a", "b"])
-    assert [dst for _, dst in blocks.swap_out(["a", "b"])] == [0, 1, 2, 3]
-    assert blocks.get_num_free_cpu_blocks() == 4
-    assert blocks.can_swap_in(["a", "b"]) is AllocStatus.OK
-    assert len(blocks.swap_in(["a", "b"])) == 4
-    assert blocks.get_block_table("a") == blocks.get_block_table("b")
-    assert blocks.get_prefix_cache_hit_rate() == -1.0
-    blocks.manager.check()
+def test_given_a_live_request_when_its_prefix_is_stored_then_the_statistics_count_its_tokens_at_once() -> None:
+    cache = limited()
+    store(cache, "a", PROMPT, keep_live=True)
+    stats = cache.prefix_cache_stats()
+    assert (stats.active_prefixes, stats.total_cached_tokens) == (1, 16)
+    cache.deallocate("a")
+    assert cache.prefix_cache_stats().total_cached_tokens == 16
 
 
-def test_given_a_sliding_window_when_a_sequence_grows_then_the_blocks_before_it_are_dropped_from_its_table() -> None:
-    blocks = BlockManager(4, 16, sliding_window=8)
-    blocks.allocate("a", PROMPT)
-    blocks.mark_blocks_as_computed("a", 16)
-    for token in range(20):
-        blocks.append_slots("a")
-        blocks.mark_blocks_as_computed("a", [token])
-    table = blocks.get_block_table("a")
-    assert len(table) == 9
-    assert sum(block is not None for block in table) <= 3
-    assert blocks.get_num_free_gpu_blocks() >= 13
-    blocks.fork("a", "b")
-    blocks.free("a")
-    blocks.free("b")
-    assert blocks.reset_prefix_cache() is True
-    assert blocks.manager.get_num_free_blocks() == 16
+def test_given_too_many_prefixes_then_the_one_not_used_for_longest_gives_way_with_its_blocks() -> None:
+    cache = limited(max_prefixes=2)
+    prompts = [[n] * 8 for n in range(3)]
+    store(cache, "a", prompts[0])
+    store(cache, "b", prompts[1])
+    assert cache.find_prefix([*prompts[0], 9]) is not None  # used again
+    store(cache, "c", prompts[2])
+    assert [cache.find_prefix([*prompt, 9]) is not None for prompt in prompts] == [True, False, True]
+    assert cache.manager.get_num_free_blocks() == 28
+    store(cache, "c", prompts[2])  # known already: nothing gives way
+    assert cache.prefix_cache_stats().active_prefixes == 2
+    cache.manager.check()
 
 
-def test_given_live_sequences_when_resetting_the_prefix_cache_then_it_says_no() -> None:
-    blocks = BlockManager(4, 16)
-    blocks.allocate("a", PROMPT)
-    blocks.mark_blocks_as_computed("a", 16)
-    assert blocks.reset_prefix_cache() is False
-    blocks.free("a")
-    blocks.allocate("b", PROMPT)
-    assert blocks.get_num_cached_tokens("b") == 15
-    assert blocks.get_prefix_cache_hit_rate() == pytest.approx(4 / 8)
-    blocks.free("b")
-    assert blocks.reset_prefix_cache() is True
-    assert blocks.manager.get_num_free_blocks() == 16
+def test_given_prefixes_that_continue_each_other_when_one_goes_then_what_the_other_needs_stays() -> None:
+    cache = limited()
+    store(cache, "short", PROMPT[:8])
+    store(cache, "long", PROMPT)
+    assert cache.evict_prefixes(1) == 1  # the short one, whose blocks begin the long one
+    found = cache.find_prefix([*PROMPT, 1])
+    assert found is not None
+    assert found.num_tokens == 16
+    store(cache, "short", PROMPT[:8])
+    assert cache.evict_prefixes(1) == 1
+    found = cache.find_prefix([*PROMPT, 1])
+    assert found is not None
+    assert found.num_tokens == 8
+    assert cache.evict_prefixes(5) == 1
+    assert cache.manager.get_num_free_blocks() == 32
 
 
-def test_given_a_manager_whose_copies_pairs_cannot_express_when_wrapped_then_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match="one layer group"):
-        BlockManager(4, 16, manager=seed().manager)
-    with pytest.raises(InvalidArgumentError, match="wraps a KVCacheManager"):
-        SeedKVCacheManager("manager")  # type: ignore[arg-type]
+def test_given_a_live_reader_when_its_prefix_is_evicted_then_it_goes_on_with_its_blocks() -> None:
+    cache = limited()
+    store(cache, "a", PROMPT, keep_live=True)
+    table = cache.table("a", 0)
+    assert cache.evict_prefixes(1) == 1
+    assert cache.table("a", 0) == table
+    cache.extend("a", 4)
+    cache.manager.commit(cache.handle("a"), [1, 2, 3, 4])
+    assert cache.find_prefix(PROMPT) is None
+    cache.manager.check()
+    cache.deallocate("a")
+    assert cache.manager.get_num_free_blocks() == 32
 
 
-# --- TensorRT-LLM -----------------------------------------------------------------------------------------------------
+def test_given_a_short_prefix_then_it_is_neither_stored_nor_found() -> None:
+    cache = limited(min_prefix_length=8)
+    handle = cache.allocate("a", tokens=PROMPT)
+    assert cache.store_prefix(PROMPT[:7], handle, last_logits="logits") is False
+    assert handle.num_committed == 0
+    assert cache.store_prefix(PROMPT, handle)
+    assert cache.find_prefix(PROMPT[:8]) is None  # 7 of its tokens could be reused
+    assert cache.find_prefix(PROMPT[:9]) is not None
 
 
-def test_given_retention_in_milliseconds_when_translated_then_it_is_the_same_in_seconds() -> None:
-    ranges = [TokenRangeRetentionConfig(0, 64, 90, 500), TokenRangeRetentionConfig(64, None, 20)]
-    config = KvCacheRetentionConfig(ranges, decode_retention_priority=10)
-    assert config.retention == Retention([TokenRange(0, 64, 90, 0.5), TokenRange(64, None, 20)], decode_priority=10)
-    with pytest.raises(InvalidArgumentError, match=r"0\.\.100"):
-        _ = KvCacheRetentionConfig([TokenRangeRetentionConfig(0, 64, 101)]).retention
+@pytest.mark.parametrize("limits", [dict(max_prefixes=0), dict(max_prefixes=1.5), dict(min_prefix_length=-1)])
+def test_given_limits_that_make_no_sense_then_the_error_names_them(limits: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        limited(**limits)
 
 
-def test_given_windows_that_repeat_over_the_layers_then_there_is_one_group_for_each() -> None:
-    cache = TrtLlmKVCacheManager([2] * 4, 8, 4, 32, max_attention_window=[64, 8], max_seq_len=64)
-    assert [(group.window, group.layers) for group in cache.manager.config.groups] == [(None, (0, 2)), (8, (1, 3))]
-    with pytest.raises(ConfigError, match="max_attention_window"):
-        TrtLlmKVCacheManager([2], 8, max_attention_window=[])
+# --- ferrum's own tests, in its own words -----------------------------------------------------------------------------
 
 
-def test_given_a_sequence_when_it_runs_then_reuse_rewind_and_pins_do_what_they_say() -> None:
-    cache = TrtLlmKVCacheManager([2], 8, 4, 16)
-    assert cache.add_sequence("a", PROMPT) == 0
-    cache.store_context_blocks("a")
-    cache.store_context_blocks("a")  # nothing new: nothing happens
-    assert cache.add_sequence("b", PROMPT) == 15
-    assert cache.add_sequence("salted", PROMPT, cache_salt="tenant") == 0
-    assert cache.add_sequence("tuned", PROMPT, lora_task_id="adapter") == 0
-    cache.remove_sequence("salted")
-    cache.remove_sequence("tuned")
-    for _ in range(4):
-        cache.add_token("a")
-    cache.rewind_kv_cache("a", 4)
-    assert len(cache.get_cache_block_ids("a")) == 4
-    pin = cache.remove_sequence("a", pin_on_release=True)
-    assert pin is not None
-    assert cache.remove_sequence("b") is None
-    assert cache.manager.evict(16) == 0
-    cache.manager.unpin(pin)
-    assert cache.manager.evict(16) == 4
-    stats = cache.get_kv_cache_stats()
-    assert (stats["free_num_blocks"], stats["used_num_blocks"], stats["reused_blocks"]) == (16, 0, 4)
+def paged(**settings: Any) -> PagedKvCacheManager:
+    fields = dict(block_size=4, max_gpu_blocks=16, max_cpu_blocks=8, num_layers=2, num_heads=2, head_dim=4)
+    return PagedKvCacheManager("cpu", PagedKvCacheConfig(**{**fields, **settings}))
 
 
-def test_given_events_when_blocks_come_move_and_go_then_all_four_kinds_are_told_in_order() -> None:
-    cache = TrtLlmKVCacheManager([2], 8, 4, 4, 4, event_buffer_max_size=64, watermark=0.0)
-    cache.add_sequence("a", PROMPT)
-    cache.store_context_blocks("a")
-    cache.remove_sequence("a")
-    cache.manager.offload(2)
-    cache.manager.reset_prefix_cache()
-    events = cache.get_latest_events(timeout_ms=10)
-    created, stored, *rest = (event["data"] for event in events)
-    assert created["num_blocks_per_cache_level"] == [4, 4, 0]
-    assert stored["parent_hash"] is None
-    assert [[token["token_id"] for token in block["tokens"]] for block in stored["blocks"]][1] == [4, 5, 6, 7]
-    updated = [data for data in rest if data["type"] == "updated"]
-    assert [data["cache_level"]["new_value"] for data in updated] == [1, 1]
-    assert [data["priority"] for data in updated] == [None, None]
-    removed = [block for data in rest if data["type"] == "removed" for block in data["block_hashes"]]
-    assert sorted(removed) == sorted(block["block_hash"] for block in stored["blocks"])
-    assert cache.get_latest_events() == []
+def request(name: str = "r", initial_tokens: int = 6, **fields: Any) -> AllocationRequest:
+    shape = dict(num_layers=2, num_heads=2, head_dim=4, device="cpu", dtype=DType.FLOAT16, max_sequence_length=32)
+    return AllocationRequest(name, initial_tokens, **{**shape, **fields})
 
 
-def test_given_no_event_buffer_then_events_are_off_and_asking_for_them_says_so() -> None:
-    cache = TrtLlmKVCacheManager([2], 8, 4, 16)
-    with pytest.raises(ConfigError, match="events are off"):
-        cache.get_latest_events()
-    with pytest.raises(InvalidArgumentError, match="event_buffer_size is 0"):
-        cache.manager.subscribe()
+def test_given_ferrums_defaults_when_64_tokens_are_asked_for_then_a_valid_handle_holds_four_blocks() -> None:
+    manager = PagedKvCacheManager.with_defaults("cpu", 16, 100)
+    handle = manager.allocate(AllocationRequest("r", 64, 2048, 32, 32, 128, "cpu", "fp16", Priority.NORMAL))
+    assert handle.is_valid()
+    assert (handle.num_tokens(), handle.num_blocks(), handle.cache_id()) == (64, 4, "paged-r")
+    assert (handle.num_layers(), handle.num_heads(), handle.head_dim(), handle.device()) == (32, 32, 128, "cpu")
+    assert [handle.required_blocks(n) for n in (0, 16, 17, 32, 33)] == [0, 1, 2, 2, 3]
+    stats = handle.stats()
+    assert (stats.blocks_allocated, stats.tokens_stored, stats.utilization) == (4, 64, 1.0)
+    assert stats.memory_bytes == 4 * 16 * 2 * 32 * 32 * 128 * 2
+    assert (manager.total_blocks(), manager.free_block_count()) == (100, 96)
+    manager.deallocate("r")
+    assert not handle.is_valid()
+    assert manager.get_handle("r") is None
+    with pytest.raises(UnknownRequestError):
+        handle.stats()
 
 
-def test_given_a_request_over_max_seq_len_then_can_allocate_says_never() -> None:
-    cache = TrtLlmKVCacheManager([2], 8, 4, 16, max_seq_len=8)
-    assert cache.manager.can_allocate(num_tokens=8).status is AllocStatus.OK
-    assert cache.manager.can_allocate(num_tokens=9).status is AllocStatus.NEVER
+def test_given_tokens_across_two_blocks_when_written_one_by_one_then_they_are_read_in_order() -> None:
+    manager = paged(enable_swapping=False, enable_cow=False, enable_prefix_cache=False)
+    handle = manager.allocate(request())
+    for position in range(6):
+        key = [position * 100 + i for i in range(8)]
+        manager.write_kv(handle, 0, position, key, [number + 50 for number in key])
+    keys, values = manager.read_kv(handle, 0, 0, 6)
+    assert (len(keys), len(values)) == (48, 48)
+    assert (keys[0], keys[7], keys[4 * 8], values[5 * 8]) == (0.0, 7.0, 400.0, 550.0)
+    assert (keys.dtype, keys.ndim) == (torch.float32, 1)
+    assert not manager.read_kv(handle, 1, 0, 1)[0].any()
+    assert torch.equal(handle.key_cache(0).reshape(-1).float(), keys)
+    assert torch.equal(handle.value_cache(0).reshape(-1).float(), values)
+    manager.deallocate(handle)
+
+
+def test_given_four_more_blocks_then_the_handle_has_them_and_they_are_named() -> None:
+    manager = paged()
+    handle = manager.allocate(request(initial_tokens=6))
+    assert manager.allocate_blocks(handle, 4) == [2, 3, 4, 5]
+    assert (handle.num_blocks(), handle.num_tokens(), handle.get_physical_blocks()) == (6, 24, [0, 1, 2, 3, 4, 5])
+    assert (handle.get_physical_block(0), handle.get_physical_block(6)) == (0, None)  # 0 is a block
+
+
+def test_given_a_full_pool_then_can_allocate_says_no_and_failures_are_counted() -> None:
+    manager = paged(max_gpu_blocks=4)
+    assert manager.can_allocate(request(initial_tokens=16))
+    manager.allocate(request("a", 12))
+    assert not manager.can_allocate(request("b", 6))
+    with pytest.raises(OutOfBlocksError):
+        manager.allocate(request("b", 6))
+    with pytest.raises(NeverFitsError):
+        manager.allocate(request("b", 17))
+    with pytest.raises(DuplicateRequestError):
+        manager.allocate(request("a", 1))
+    stats = manager.stats()
+    assert (stats.active_caches, stats.allocation_count, stats.allocation_failures) == (1, 1, 2)
+    assert (stats.total_blocks, stats.free_blocks, stats.eviction_count, stats.cache_hit_rate) == (4, 1, 0, 0.0)
+    block_bytes = manager.manager.config.block_bytes
+    assert (stats.total_memory_bytes, stats.used_memory_bytes) == (4 * block_bytes, 3 * block_bytes)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("num_layers", 3), ("num_heads", 4), ("head_dim", 8), ("device", "cuda"), ("dtype", "bf16")],
+)
+def test_given_a_request_for_another_model_then_it_is_refused_by_name(field: str, value: Any) -> None:
+    manager = paged()
+    for ask in (manager.allocate, manager.can_allocate):
+        with pytest.raises(InvalidArgumentError, match=field):
+            ask(request(**{field: value}))
+    assert manager.list_handles() == []
+
+
+def test_given_a_longest_length_then_a_request_can_neither_start_nor_grow_past_it() -> None:
+    manager = paged()
+    with pytest.raises(InvalidArgumentError, match="max_sequence_length=4"):
+        manager.allocate(request(max_sequence_length=4))
+    handle = manager.allocate(request(max_sequence_length=8))
+    assert manager.extend(handle, 2) is handle
+    with pytest.raises(SequenceStateError, match="its limit is 8"):
+        manager.extend(handle, 1)
+    assert handle.num_tokens() == 8
+    assert (
+        request(max_sequence_length=32).estimated_memory_bytes(block_size=4) == 8 * manager.manager.config.block_bytes
+    )
+    with pytest.raises(InvalidArgumentError, match="num_layers"):
+        AllocationRequest("r", 4).estimated_memory_bytes()
+
+
+def test_given_a_prompts_tokens_then_the_request_reuses_its_prefix_and_priority_says_how_long_it_stays() -> None:
+    manager = paged(max_gpu_blocks=8)
+    assert request().retention is None
+    for name, first, priority in (("vip", 0, Priority.CRITICAL), ("other", 50, Priority.LOW)):
+        tokens = list(range(first, first + 16))
+        handle = manager.allocate(request(name, 16, tokens=tokens, priority=priority))
+        assert manager.store_prefix(tokens, handle, last_logits=name)
+        manager.deallocate(name)
+    handle = manager.allocate(request("again", 16, tokens=list(range(16))))
+    assert handle.handle.last_logits == "vip"
+    with pytest.raises(InvalidArgumentError, match="has 16 tokens, initial_tokens=6"):
+        manager.allocate(request("wrong", 6, tokens=list(range(16))))
+    priorities = request(priority=Priority.HIGH).retention
+    assert priorities is not None
+    assert priorities.priority_at(0, 16) == (70, None)
+
+
+def test_given_a_clone_when_it_writes_then_only_the_block_that_both_read_is_copied_with_its_bytes() -> None:
+    manager = paged()
+    handle = manager.allocate(request())
+    for position in range(6):
+        manager.write_kv(handle, 0, position, [position] * 8, [position] * 8)
+    clone = handle.clone_handle()
+    assert clone.request_id == "r-clone-1"
+    with pytest.raises(SharedBlockError):
+        manager.write_kv(clone, 0, 0, [9] * 8, [9] * 8)
+    manager.extend(clone)
+    manager.write_kv(clone, 0, 6, [60] * 8, [60] * 8)
+    assert handle.get_physical_block(0) == clone.get_physical_block(0)
+    assert handle.get_physical_block(1) != clone.get_physical_block(1)
+    manager.deallocate(handle)
+    assert manager.read_kv(clone, 0, 0, 7)[0][::8].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 60.0]
+    assert [name for name, _ in manager.list_handles()] == ["r-clone-1"]
+    manager.deallocate(clone)
+    assert manager.free_block_count() == 16
+
+
+def test_given_shared_blocks_then_they_outlive_their_source() -> None:
+    manager = paged()
+    handle = manager.allocate(request(initial_tokens=10))
+    manager.write(handle, 1, 0, torch.arange(80.0), torch.arange(80.0))
+    shared = manager.share_prefix_blocks("r", "s", 5)  # two blocks are full
+    assert isinstance(shared, PagedKvCacheHandle)
+    assert (shared.num_tokens(), shared.get_physical_blocks()) == (8, handle.get_physical_blocks()[:2])
+    manager.deallocate("r")
+    assert manager.read_kv(shared, 1, 0, 8)[0].tolist() == list(range(64))
+    with pytest.raises(ConfigError, match="enable_cow"):
+        paged(enable_cow=False).clone(shared)
+
+
+def test_given_no_swapping_then_there_are_no_host_blocks_and_swapping_is_refused() -> None:
+    manager = paged(enable_swapping=False)
+    manager.allocate(request())
+    with pytest.raises(ConfigError, match="enable_swapping is False"):
+        manager.swap_out("r")
+    assert PagedKvCacheManager.with_defaults("cpu", 16, 1).total_blocks() == 1  # half of it is no host block
+
+
+def test_given_a_swapped_request_when_read_then_its_bytes_come_from_the_host() -> None:
+    manager = paged()
+    handle = manager.allocate(request())
+    manager.write(handle, 0, 0, torch.arange(48.0), torch.arange(48.0))
+    manager.swap_out(handle)
+    assert handle.get_physical_blocks() == []
+    assert manager.read_kv(handle, 0, 0, 6)[0].tolist() == list(range(48))
+    manager.swap_in(handle)
+    assert manager.read_kv(handle, 0, 5, 1)[0].tolist() == list(range(40, 48))
+
+
+def test_given_watermarks_of_free_blocks_then_pressure_rises_as_they_are_passed() -> None:
+    manager = paged(max_gpu_blocks=10, max_cpu_blocks=0, low_watermark=0.4, high_watermark=0.2)
+    heard: list[MemoryPressure] = []
+    manager.set_pressure_callback(heard.append)
+    for name in range(5):
+        manager.allocate(request(name, 8))
+    assert heard == [MemoryPressure.HIGH, MemoryPressure.CRITICAL]  # at 4 and at 2 free blocks of 10
+    assert manager.check_pressure() is MemoryPressure.CRITICAL
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(low_watermark=0.1, high_watermark=0.3), "high_watermark=0.3 < low_watermark=0.1"),
+        (dict(high_watermark="low"), "high_watermark='low'"),
+        (dict(enable_cow=1), "enable_cow=1"),
+        (dict(max_prefixs=3), "no setting 'max_prefixs'; the nearest: max_prefixes"),
+        (dict(low_water_mark=0.2), "the nearest: low_watermark"),
+    ],
+)
+def test_given_a_setting_that_cannot_work_then_the_error_names_it(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        paged(**settings)
+    with pytest.raises(InvalidArgumentError, match="AllocationRequest"):
+        paged().allocate("r")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="PagedKvCacheConfig"):
+        PagedKvCacheManager("cpu", {"block_size": 4})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="no setting 'initial_token'; the nearest: initial_tokens"):
+        AllocationRequest("r", initial_token=4)  # type: ignore[call-arg]
+
+
+def test_given_handle_statistics_of_any_spelling_then_they_count_what_the_request_holds() -> None:
+    cache = seed()
+    cache.allocate("a", 6)
+    stats = cache.handle_stats("a")
+    assert (stats.blocks_allocated, stats.tokens_stored, stats.utilization) == (2, 6, 0.75)
+    assert stats.memory_bytes == 2 * cache.manager.config.block_bytes

@@ -1,21 +1,44 @@
 """Seed spellings: the names that users of four earlier systems know, as thin wrappers around one `KVCacheManager`.
 
-Each class only translates arguments and results; the manager behind it is its `manager` attribute, and both may be used
-side by side. Where an earlier system was silent about a mistake, these raise the errors of `kvpool.errors`.
+Each class only translates arguments and results; the manager behind it is its `manager` attribute and the bytes are its
+`plane`, and all of them may be used side by side. Where an earlier system was silent about a mistake, these raise the errors
+of `kvpool.errors`. PyAgent's own `KVCacheConfig`, `KVCacheManager`, `KVCacheBlock` and `DType` are in `compat.pyagent`.
 """
 
-from kvpool.compat.ferrum import CacheGcStats, FerrumKVCacheManager, FoundPrefix, PrefixCacheStats
-from kvpool.compat.pyagent import PyAgentKVCacheManager, SeedKVCacheManager, create_kv_cache_manager
+from kvpool.compat.ferrum import (
+    CacheGcStats,
+    CacheManagerStats,
+    FerrumKVCacheManager,
+    FoundPrefix,
+    PrefixCacheStats,
+)
+from kvpool.compat.ferrum_handle import AllocationRequest, CacheHandleStats, PagedKvCacheHandle, Priority
+from kvpool.compat.ferrum_manager import PagedKvCacheConfig, PagedKvCacheManager
+from kvpool.compat.pyagent import PagedKVCache, PyAgentKVCacheManager, SeedKVCacheManager, create_kv_cache_manager
+from kvpool.compat.pyagent_blocks import DeviceType, KVCacheAllocator, KVCacheBlocks, KVCacheTransfer
 from kvpool.compat.trtllm import KvCacheRetentionConfig, TokenRangeRetentionConfig, TrtLlmKVCacheManager
-from kvpool.compat.vllm_v0 import BlockManager
+from kvpool.compat.vllm_v0 import BlockManager, CacheEngine
 
 __all__ = [
+    "AllocationRequest",
     "BlockManager",
+    "CacheEngine",
     "CacheGcStats",
+    "CacheHandleStats",
+    "CacheManagerStats",
+    "DeviceType",
     "FerrumKVCacheManager",
     "FoundPrefix",
+    "KVCacheAllocator",
+    "KVCacheBlocks",
+    "KVCacheTransfer",
     "KvCacheRetentionConfig",
+    "PagedKVCache",
+    "PagedKvCacheConfig",
+    "PagedKvCacheHandle",
+    "PagedKvCacheManager",
     "PrefixCacheStats",
+    "Priority",
     "PyAgentKVCacheManager",
     "SeedKVCacheManager",
     "TokenRangeRetentionConfig",

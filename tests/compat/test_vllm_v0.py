@@ -1,0 +1,245 @@
+"""vLLM V0's spellings: answers, pairs, swaps, encoder tables, and the worker that moves the bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec, create_kv_cache_manager
+from kvpool.compat import BlockManager, CacheEngine, SeedKVCacheManager
+from kvpool.errors import ConfigError, DuplicateRequestError, InvalidArgumentError, UnknownRequestError
+
+torch = pytest.importorskip("torch")
+
+PROMPT = list(range(16))
+
+
+def seed(num_blocks: int = 16) -> SeedKVCacheManager:
+    return create_kv_cache_manager(2, 2, 8, num_blocks, 4)
+
+
+def test_given_a_fork_when_both_write_then_one_block_is_copied_once() -> None:
+    blocks = BlockManager(4, 16, 8)
+    blocks.allocate("a", [1, 2, 3, 4, 5])
+    blocks.mark_blocks_as_computed("a", 5)
+    blocks.fork("a", "b")
+    assert blocks.can_append_slots(["a", "b"])
+    assert blocks.append_slots("b") == [(1, 2)]
+    assert blocks.append_slots("a") == []
+    assert blocks.get_block_table("a")[0] == blocks.get_block_table("b")[0]
+    assert blocks.get_common_computed_block_ids(["a", "b"]) == [0]
+
+
+def test_given_lookahead_slots_when_appending_then_drafts_get_places_of_their_own() -> None:
+    blocks = BlockManager(4, 16)
+    assert blocks.can_allocate([1] * 60) is AllocStatus.OK
+    assert blocks.can_allocate([1] * 60, num_lookahead_slots=4) is AllocStatus.NEVER
+    blocks.allocate("a", [1, 2, 3, 4], num_lookahead_slots=1)
+    assert len(blocks.get_block_table("a")) == 2
+    blocks.append_slots("a", num_tokens=1, num_lookahead_slots=8)
+    assert len(blocks.get_block_table("a")) == 4
+    blocks.free("a")
+    assert blocks.get_num_free_gpu_blocks() == 16
+
+
+def test_given_a_group_of_forks_when_swapped_then_shared_blocks_move_once_and_stay_shared() -> None:
+    blocks = BlockManager(4, 16, 8, enable_caching=False)
+    blocks.allocate("a", PROMPT)
+    blocks.mark_blocks_as_computed("a", 16)
+    blocks.fork("a", "b")
+    assert blocks.can_swap_out(["a", "b"])
+    assert [dst for _, dst in blocks.swap_out(["a", "b"])] == [0, 1, 2, 3]
+    assert blocks.get_num_free_cpu_blocks() == 4
+    assert blocks.can_swap_in(["a", "b"]) is AllocStatus.OK
+    assert len(blocks.swap_in(["a", "b"])) == 4
+    assert blocks.get_block_table("a") == blocks.get_block_table("b")
+    assert blocks.get_prefix_cache_hit_rate() == -1.0
+    blocks.manager.check()
+
+
+def test_given_a_sliding_window_when_a_sequence_grows_then_the_blocks_before_it_are_dropped_from_its_table() -> None:
+    blocks = BlockManager(4, 16, sliding_window=8)
+    blocks.allocate("a", PROMPT)
+    blocks.mark_blocks_as_computed("a", 16)
+    for token in range(20):
+        blocks.append_slots("a")
+        blocks.mark_blocks_as_computed("a", [token])
+    table = blocks.get_block_table("a")
+    assert len(table) == 9
+    assert sum(block is not None for block in table) <= 3
+    assert blocks.get_num_free_gpu_blocks() >= 13
+    blocks.fork("a", "b")
+    blocks.free("a")
+    blocks.free("b")
+    assert blocks.reset_prefix_cache() is True
+    assert blocks.manager.get_num_free_blocks() == 16
+
+
+def test_given_live_sequences_when_resetting_the_prefix_cache_then_it_says_no() -> None:
+    blocks = BlockManager(4, 16)
+    blocks.allocate("a", PROMPT)
+    blocks.mark_blocks_as_computed("a", 16)
+    assert blocks.reset_prefix_cache() is False
+    blocks.free("a")
+    blocks.allocate("b", PROMPT)
+    assert blocks.get_num_cached_tokens("b") == 15
+    assert blocks.get_prefix_cache_hit_rate() == pytest.approx(4 / 8)
+    blocks.free("b")
+    assert blocks.reset_prefix_cache() is True
+    assert blocks.manager.get_num_free_blocks() == 16
+
+
+def test_given_a_manager_whose_copies_pairs_cannot_express_when_wrapped_then_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one layer group"):
+        BlockManager(4, 16, manager=seed().manager)
+    with pytest.raises(InvalidArgumentError, match="wraps a KVCacheManager"):
+        SeedKVCacheManager("manager")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("sliding_window", "swapped"), [(8, False), (None, True)])
+def test_given_blocks_that_left_the_table_then_the_common_ones_end_before_them(
+    sliding_window: int | None, swapped: bool
+) -> None:
+    blocks = BlockManager(4, 32, 16, sliding_window=sliding_window, enable_caching=False)
+    blocks.allocate("a", PROMPT)
+    blocks.mark_blocks_as_computed("a", 16)
+    blocks.fork("a", "b")
+    if swapped:
+        blocks.swap_out(["a", "b"])
+    assert blocks.get_common_computed_block_ids(["a", "b"]) == []
+    assert blocks.get_common_computed_block_ids([]) == []
+
+
+# --- encoders ---------------------------------------------------------------------------------------------------------
+
+
+def test_given_an_encoder_then_its_table_belongs_to_the_request_until_free_cross() -> None:
+    blocks = BlockManager(4, 16, encoder_decoder=True)
+    assert blocks.can_allocate(PROMPT, num_encoder_tokens=9) is AllocStatus.OK
+    assert blocks.can_allocate(PROMPT, num_encoder_tokens=48) is AllocStatus.NEVER
+    blocks.allocate("s0", PROMPT, num_encoder_tokens=9, request_id="request")
+    blocks.mark_blocks_as_computed("s0", 16)
+    table = blocks.get_cross_block_table("request")
+    assert len(table) == 3
+    assert not set(table) & set(blocks.get_block_table("s0"))
+    assert blocks.get_num_free_gpu_blocks() == 16 - 4 - 3
+    blocks.fork("s0", "s1")
+    blocks.free("s0")
+    blocks.free("s1")
+    assert blocks.get_cross_block_table("request") == table
+    assert blocks.get_num_free_gpu_blocks() == 16 - 3
+    blocks.free_cross("request")
+    assert blocks.get_num_free_gpu_blocks() == 16
+    for call in (blocks.free_cross, blocks.get_cross_block_table):
+        with pytest.raises(UnknownRequestError, match="no table of encoder blocks"):
+            call("request")
+    blocks.manager.check()
+
+
+def test_given_free_cross_before_free_then_the_decoder_goes_on_with_the_encoders_blocks() -> None:
+    blocks = BlockManager(4, 16, encoder_decoder=True)
+    blocks.allocate("s0", PROMPT[:4], num_encoder_tokens=4)
+    blocks.free_cross("s0")
+    assert blocks.get_num_free_gpu_blocks() == 14
+    blocks.free("s0")
+    assert blocks.get_num_free_gpu_blocks() == 16
+
+
+def test_given_a_swapped_sequence_when_it_is_freed_then_its_encoders_table_is_empty_and_all_blocks_are_free() -> None:
+    blocks = BlockManager(4, 16, 8, encoder_decoder=True)
+    blocks.allocate("s0", PROMPT[:4], num_encoder_tokens=4)
+    blocks.mark_blocks_as_computed("s0", 4)
+    blocks.swap_out(["s0"])
+    blocks.free("s0")
+    assert blocks.get_cross_block_table("s0") == []
+    blocks.free_cross("s0")
+    assert (blocks.get_num_free_gpu_blocks(), blocks.get_num_free_cpu_blocks()) == (16, 8)
+
+
+def test_given_encoder_inputs_then_only_decoders_with_equal_keys_share() -> None:
+    blocks = BlockManager(4, 64, encoder_decoder=True)
+    for name, key, cached in (("a", "", 0), ("b", "", 0), ("c", "audio", 0), ("d", "audio", 15), ("e", "song", 0)):
+        blocks.allocate(name, PROMPT, num_encoder_tokens=4, encoder_key=key)
+        assert blocks.get_num_cached_tokens(name) == cached
+        blocks.mark_blocks_as_computed(name, 16 - cached)
+
+
+def test_given_a_group_with_an_encoder_when_swapped_then_its_blocks_move_along_and_stay_shared() -> None:
+    blocks = BlockManager(4, 32, 16, encoder_decoder=True, enable_caching=False)
+    blocks.allocate("s0", PROMPT, num_encoder_tokens=8, request_id="request")
+    blocks.mark_blocks_as_computed("s0", 16)
+    blocks.fork("s0", "s1")
+    assert blocks.can_swap_out(["s0", "s1"])
+    assert len(blocks.swap_out(["s0", "s1"])) == 4 + 2
+    assert blocks.get_cross_block_table("request") == [None, None]
+    assert blocks.get_num_free_gpu_blocks() == 32
+    assert blocks.can_swap_in(["s0", "s1"]) is AllocStatus.OK
+    assert len(blocks.swap_in(["s0", "s1"])) == 4 + 2
+    assert blocks.handle("s1").block_ids(1).tolist() == blocks.get_cross_block_table("request")
+    blocks.manager.check()
+
+
+def test_given_mistakes_with_encoders_then_they_raise_and_change_nothing() -> None:
+    plain = BlockManager(4, 16)
+    with pytest.raises(InvalidArgumentError, match="encoder_decoder=True"):
+        plain.get_cross_block_table("a")
+    with pytest.raises(InvalidArgumentError, match="cross_tokens=4"):
+        plain.allocate("a", PROMPT, num_encoder_tokens=4)
+    blocks = BlockManager(4, 32, encoder_decoder=True)
+    blocks.allocate("a", PROMPT, num_encoder_tokens=4)
+    with pytest.raises(DuplicateRequestError, match="free_cross"):
+        blocks.allocate("b", PROMPT, num_encoder_tokens=4, request_id="a")
+    assert blocks.get_num_free_gpu_blocks() == 32 - 5
+    with pytest.raises(ConfigError, match="as fields of the layers"):
+        BlockManager(4, 16, layers=[LayerSpec(1, 8)], sliding_window=8)
+    with pytest.raises(ConfigError, match="no setting 'num_gpu_block'; the nearest: num_gpu_blocks"):
+        BlockManager(4, num_gpu_block=16)  # type: ignore[call-arg]
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def test_given_pairs_when_the_cache_engine_runs_them_then_forks_and_swapped_groups_keep_every_byte() -> None:
+    blocks = BlockManager(4, 16, 8, layers=[LayerSpec(2, 8)] * 2, enable_caching=False, device="cpu")
+    engine = CacheEngine(blocks)
+    assert engine.get_cache_block_size() == 4 * 2 * 2 * 2 * 8 * 2
+    blocks.allocate("a", PROMPT[:6])
+    given = torch.randn(2, 2, 6, 2, 8).bfloat16()
+    for layer, (k, v) in enumerate(given):
+        blocks.write("a", layer, 0, k, v)
+    blocks.mark_blocks_as_computed("a", 6)
+    blocks.fork("a", "b")
+    pairs = blocks.append_slots("b")
+    assert pairs == [(1, 2)]
+    engine.copy(pairs)
+    blocks.write("b", 0, 6, torch.full((1, 2, 8), 5.0), torch.full((1, 2, 8), 5.0))
+    engine.swap_out(blocks.swap_out(["a", "b"]))
+    engine.plane.layer_cache(0).k.fill_(0)  # others use the blocks meanwhile
+    engine.plane.layer_cache(1).v.fill_(0)
+    engine.swap_in(blocks.swap_in(["a", "b"]))
+    for name in ("a", "b"):
+        for layer, (k, v) in enumerate(given):
+            found_k, found_v = blocks.read(name, layer, 0, 6)
+            assert torch.equal(found_k, k)
+            assert torch.equal(found_v, v)
+    assert blocks.read("b", 0, 6)[0].unique().tolist() == [5.0]
+
+
+def test_given_an_encoders_layer_then_its_keys_are_written_and_read_by_the_encoders_positions() -> None:
+    layers = [LayerSpec(2, 8), LayerSpec(2, 8, cross_attention=True)]
+    blocks = BlockManager(4, 16, layers=layers, device="cpu")
+    blocks.allocate("a", PROMPT[:4], num_encoder_tokens=6)
+    encoded = torch.randn(6, 2, 8).bfloat16()
+    blocks.write("a", 1, 0, encoded, encoded)
+    blocks.write("a", 0, 0, encoded[:4], encoded[:4])
+    blocks.fork("a", "b")
+    assert torch.equal(blocks.read("b", 1)[0], encoded)
+    assert torch.equal(blocks.read("b", 0)[0], encoded[:4])
+
+
+def test_given_encoder_blocks_of_another_size_then_pairs_cannot_name_them() -> None:
+    layers = [LayerSpec(2, 8), LayerSpec(4, 8, cross_attention=True)]
+    with pytest.raises(ConfigError, match="as large as the decoder's"):
+        BlockManager(4, 16, layers=layers)
+    config = KVCacheConfig([LayerSpec(2, 8), LayerSpec(2, 8, window=4)], 4, gpu_blocks=16, partial_match=False)
+    with pytest.raises(ConfigError, match="one layer group"):
+        BlockManager(4, 16, manager=KVCacheManager(config))
