@@ -210,6 +210,8 @@ BLOCK = 4 * 4096 * 16  # bytes of one block of the default test model
         (dict(enable_prefix_caching=1), "enable_prefix_caching=1"),
         (dict(partial_match=None), "partial_match=None"),
         (dict(offload_on_evict="yes"), "offload_on_evict='yes'"),
+        (dict(offload_min_priority=101), "offload_min_priority=101"),
+        (dict(offload_min_priority=1, offload_on_evict=False), "offload_min_priority=1 does nothing"),
         (dict(watermark=-0.1), "watermark=-0.1"),
         (dict(watermark=1), "watermark=1.0"),
         (dict(watermark=float("nan")), "watermark=nan"),

@@ -543,6 +543,7 @@ EFFECTS: dict[str, Any] = {
     "enable_prefix_caching": False,
     "partial_match": False,
     "offload_on_evict": False,
+    "offload_min_priority": 36,
     "watermark": 0.5,
     "eviction_policy": "lfu",
     "default_ttl": 1.0,

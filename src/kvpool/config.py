@@ -65,6 +65,7 @@ class KVCacheConfig:
     enable_prefix_caching: bool = True
     partial_match: bool = True  # reuse the matching part of a block by copying it
     offload_on_evict: bool = True  # evicted GPU cache goes to HOST, HOST to DISK, where these tiers exist
+    offload_min_priority: int = 0  # evicted runs of a lower retention priority are dropped, not offloaded
     watermark: float = 0.01  # fraction of each GPU pool kept free at admission
     eviction_policy: str = "adaptive"  # learns what is reused; its comparison with "lru": docs/decisions/0005
     default_ttl: float | None = None  # seconds
@@ -295,6 +296,10 @@ class KVCacheConfig:
     def _check_features(self) -> None:
         for name in ("enable_prefix_caching", "partial_match", "offload_on_evict"):
             check_bool(name, getattr(self, name))
+        low = check_int("offload_min_priority", self.offload_min_priority, 0, 100)
+        if low and not self.offload_on_evict:
+            raise ConfigError(f"offload_min_priority={low} does nothing with offload_on_evict=False")
+        self._put("offload_min_priority", low)
         self._put("watermark", check_number("watermark", self.watermark, "in [0, 1)"))
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark={self.watermark} must be in [0, 1)")

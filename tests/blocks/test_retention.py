@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Retention, TokenRange
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Retention, Tier, TokenRange
 from kvpool.errors import InvalidArgumentError
 from kvpool.events import Updated
 
@@ -230,3 +231,70 @@ def test_what_another_request_reads_stays_although_it_is_not_kept() -> None:
     manager.free(handle, keep=False)
     assert manager.match_prefix([*range(8), 1]).num_blocks == 2
     manager.check()
+
+
+def keeping(priority: int) -> Retention:
+    return Retention([TokenRange(0, None, priority)])
+
+
+@pytest.mark.parametrize("policy", ["priority", "adaptive"])
+@pytest.mark.parametrize("lower", [{"host_blocks": 4}, {"disk_blocks": 4}, {"host_blocks": 4, "disk_blocks": 4}])
+def test_an_unimportant_run_pushes_no_important_one_out_of_a_lower_tier(policy: str, lower: dict[str, int]) -> None:
+    manager = make_manager(gpu_blocks=4, eviction_policy=policy, **lower)
+    important = cached(manager, 16, retention=keeping(90))
+    for first in (100, 200, 300):
+        cached(manager, 16, first, retention=keeping(0))
+        manager.check()
+    assert manager.match_prefix([*important, 1]).num_tokens == 16
+    newest = manager.match_prefix(list(range(300, 317)))
+    assert newest.tokens_by_tier == {Tier.GPU: 16}
+
+
+@pytest.mark.parametrize("policy", ["priority", "adaptive"])
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_is_lost_was_no_more_important_than_all_that_the_lower_tier_keeps(policy: str, seed: int) -> None:
+    random = Random(seed)
+    manager = make_manager(gpu_blocks=4, host_blocks=6, eviction_policy=policy)
+    there: dict[int, int] = {}
+    lost_any = False
+    for first in range(0, 6000, 100):
+        priority = random.choice((0, 20, 35, 60, 90))
+        cached(manager, random.choice((4, 8)), first, retention=keeping(priority))
+        manager.check()
+        there[first] = priority
+        on_host = [node.priority for node in manager._state.cache.nodes() if node.tier is Tier.HOST]
+        for key in [k for k in there if not manager.match_prefix(range(k, k + 5)).num_tokens]:
+            lost_any = True
+            assert there.pop(key) <= min(on_host)
+    assert lost_any
+
+
+def test_a_policy_that_ignores_priorities_ignores_them_on_lower_tiers_too() -> None:
+    manager = make_manager(gpu_blocks=4, host_blocks=4, eviction_policy="lru")
+    important = cached(manager, 16, retention=keeping(90))
+    for first in (100, 200):
+        cached(manager, 16, first, retention=keeping(0))
+    assert manager.match_prefix([*important, 1]).num_tokens == 0
+
+
+def test_a_run_is_as_important_as_what_follows_it_on_a_lower_tier() -> None:
+    manager = make_manager(gpu_blocks=4, host_blocks=8, eviction_policy="priority")
+    tokens = list(range(16))
+    cached(manager, 16, retention=Retention([TokenRange(0, 8, 0), TokenRange(8, 16, 90)]))
+    manager.offload(2)
+    other = cached(manager, 8, 100, retention=keeping(50))
+    cached(manager, 16, 200, retention=keeping(60))
+    cached(manager, 16, 300, retention=keeping(60))
+    manager.check()
+    assert manager.match_prefix([*tokens, 1]).num_tokens == 16
+    assert manager.match_prefix([*other, 1]).num_tokens == 0
+
+
+def test_runs_below_the_least_priority_for_offloading_are_dropped() -> None:
+    manager = make_manager(gpu_blocks=4, host_blocks=16, offload_min_priority=35)
+    low = cached(manager, 16, retention=keeping(34))
+    usual = cached(manager, 16, 100)
+    cached(manager, 16, 200)
+    manager.check()
+    assert manager.match_prefix([*low, 1]).num_tokens == 0
+    assert manager.match_prefix([*usual, 1]).tokens_by_tier == {Tier.HOST: 16}

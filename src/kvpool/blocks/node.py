@@ -14,6 +14,7 @@ from kvpool.blocks.sorted_keys import SortedKeys
 from kvpool.config import Tier
 
 DEFAULT_PRIORITY = 35
+MAX_PRIORITY = 100
 
 
 class Node:

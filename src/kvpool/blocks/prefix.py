@@ -20,7 +20,7 @@ from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.calendar import NEVER
 from kvpool.blocks.copies import CopyKind, CopyOp
 from kvpool.blocks.eviction import EvictionPolicy
-from kvpool.blocks.node import DEFAULT_PRIORITY, Node, Root
+from kvpool.blocks.node import DEFAULT_PRIORITY, MAX_PRIORITY, Node, Root
 from kvpool.blocks.pool import GPU, BlockPool
 from kvpool.blocks.quota import Quota
 from kvpool.blocks.rows import SequenceRows
@@ -47,10 +47,12 @@ class PrefixCache(WindowedTree):
         events: EventLog,
         copies: list[CopyOp],
         offload_on_evict: bool,
+        offload_min_priority: int,
     ) -> None:
         super().__init__(block_size, groups, pools, rows, new_policy, counters, clock, events)
         self.copies = copies
         self.offload_on_evict = offload_on_evict
+        self.offload_min_priority = offload_min_priority
         self.leftovers = [deque() for _ in groups]
         self.lasting = [deque() for _ in groups]
         self.pinned_windowed = [{} for _ in pools]
@@ -77,8 +79,18 @@ class PrefixCache(WindowedTree):
         if pool.num_free < num_blocks:
             self.evict(pool, num_blocks - pool.num_free, tenant, CAPACITY)
 
-    def evict(self, pool: BlockPool, num_blocks: int, tenant: str | None, reason: EvictionReason) -> int:
-        """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several)."""
+    def evict(
+        self,
+        pool: BlockPool,
+        num_blocks: int,
+        tenant: str | None,
+        reason: EvictionReason,
+        ceiling: int = MAX_PRIORITY,
+    ) -> int:
+        """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several).
+
+        A policy that goes by priority gives up no run above the priority `ceiling`.
+        """
         before = pool.num_free
         goal = before + num_blocks
         has_leftovers = self.windowed and pool.tier == GPU
@@ -91,7 +103,7 @@ class PrefixCache(WindowedTree):
                     continue
                 if victim is None and self.evict_lasting(pool, wanted, tenant, reason):
                     continue
-            if victim is None:
+            if victim is None or (victim.priority > ceiling and victim.root.policies[pool.tier].by_priority):
                 break
             length = self._tail_for(victim, pool, wanted)
             if victim.root.quota is not None:
@@ -141,10 +153,14 @@ class PrefixCache(WindowedTree):
     def _evict_tail(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
         if self.offload_on_evict and self.lower_tier[node.tier] is not None:
             worth_it = not self.windowed or self.is_usable(node, node.num_blocks - num_blocks)
-            if worth_it and self.demote(node, num_blocks):
+            if worth_it and self._importance(node) >= self.offload_min_priority and self.demote(node, num_blocks):
                 self.counters.evictions[reason.value] += self.num_present(node, 0)
                 return
         self.drop_tail(node, num_blocks, reason, evicted=True)
+
+    def _importance(self, node: Node) -> int:
+        """The priority of a leaf, or of what lies below it on lower tiers if that is higher: it would be lost too."""
+        return node.priority if node.children is None else max(part.priority for part in node.subtree())
 
     def drop_tail(self, node: Node, num_blocks: int, reason: EvictionReason, evicted: bool = False) -> None:
         """Removes the last `num_blocks` of an idle leaf from the index and frees them; lower-tier children go with it."""
@@ -302,7 +318,7 @@ class PrefixCache(WindowedTree):
     def demote(self, node: Node, num_blocks: int) -> bool:
         """Moves the last `num_blocks` of an idle leaf one tier down; False when there is no room.
 
-        Of windowed groups only what the end of a run needs goes along.
+        Of windowed groups only what the end of a run needs goes along. Runs of a higher priority do not give way.
         """
         target = self.lower_tier[node.tier]
         if target is None:
@@ -317,16 +333,26 @@ class PrefixCache(WindowedTree):
             pool = self.pools[index][target]
             if pool.num_free + self.evictable(pool, None) < need:
                 return False
+        if not self._make_room_below(target, needs, self._importance(node)):
+            return False
         if keep:
             self.split(node, keep)
         for group in self.windowed:
             for index in np.flatnonzero((node.ids[group] >= 0) & ~self.needed(node, group)).tolist():
                 block = int(node.ids[group][index])
                 self.remove_windowed(node, group, node.start + index, block, CAPACITY)
-        for index, need in enumerate(needs):
-            self.make_room(self.pools[index][target], need, None)
         self._move(node, target, CopyKind.OFFLOAD)
         self.counters.offloaded_blocks += num_blocks
+        return True
+
+    def _make_room_below(self, target: Tier, needs: list[int], priority: int) -> bool:
+        """Evicts on a lower tier for a run of this priority; False if only more important runs could give way."""
+        for index, need in enumerate(needs):
+            pool = self.pools[index][target]
+            if pool.num_free < need:
+                self.evict(pool, need - pool.num_free, None, CAPACITY, priority)
+            if pool.num_free < need:
+                return False
         return True
 
     def promote(self, node: Node) -> None:

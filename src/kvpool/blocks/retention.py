@@ -41,7 +41,8 @@ class Retention:
     """Priorities 0 (goes first) to 100 (stays longest) for the blocks of one request; unnamed tokens keep theirs.
 
     A block takes the range that holds its first token. Durations run from the moment the request is freed; afterwards the
-    block falls back to the default priority of 35. They order the `priority` policy; others may read them too.
+    block falls back to the default priority of 35. They order the policies `adaptive` and `priority`, on every
+    tier: an evicted run is dropped when it could only push a more important one out of the tier below.
 
     >>> Retention([TokenRange(0, 512, priority=90)], decode_priority=10).priority_at(100, num_prompt_tokens=600)
     (90, None)

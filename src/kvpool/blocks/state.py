@@ -81,6 +81,7 @@ class CacheState:
             events,
             self.copies,
             config.offload_on_evict,
+            config.offload_min_priority,
         )
         self.publisher = Publisher(self.cache, self.rows)
         # How many blocks one more position costs in each pool, counting every group that grows with the sequence.

@@ -23,6 +23,7 @@ class EvictionPolicy(ABC):
     """
 
     name: ClassVar[str] = ""
+    by_priority: ClassVar[bool] = False  # a run of a lower retention priority always goes before one of a higher
 
     @abstractmethod
     def add(self, run: Run) -> None:

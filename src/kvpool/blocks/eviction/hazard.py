@@ -67,6 +67,7 @@ class AdaptivePolicy(EvictionPolicy):
     """
 
     name: ClassVar[str] = "adaptive"
+    by_priority: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._newcomers: list[Run] = []  # inserted runs, not yet met; their entry is the policy itself

@@ -39,6 +39,7 @@ class PriorityPolicy(KeyedPolicy):
     """The run with the lowest retention priority goes first; of equals the least recently used."""
 
     name: ClassVar[str] = "priority"
+    by_priority: ClassVar[bool] = True
 
     def key(self, run: Run) -> tuple[int, int]:
         return run.priority, run.last_access
