@@ -821,3 +821,12 @@ def test_a_request_is_not_freed_with_a_flag_that_is_none(keep: Any) -> None:
         manager.check()
     manager.free(handle, keep=np.bool_(False))
     assert manager.stats().num_cached_runs == 0
+
+
+def test_a_run_takes_no_more_along_because_what_follows_it_gave_way() -> None:
+    manager = two_pools(gpu_blocks=(10, 10), host_blocks=(2, 1))
+    run_through(manager, "a", list(range(40)))
+    assert manager.offload(1) == 1
+    assert manager.offload(2) == 2  # on the host its own end gives way, so its last window would begin one block earlier
+    manager.check()
+    assert manager.stats().offloaded_blocks == 3

@@ -327,8 +327,9 @@ class PrefixCache(WindowedTree):
         needs = [0] * len(self.pools)
         for group in self.full:
             needs[self.groups[group].pool] += num_blocks
-        for group in self.windowed:
-            needs[self.groups[group].pool] += int(self.needed(node, group, keep).sum())
+        along = {group: self.needed(node, group, keep) for group in self.windowed}  # before runs below it give way
+        for group, wanted in along.items():
+            needs[self.groups[group].pool] += int(wanted.sum())
         for index, need in enumerate(needs):
             pool = self.pools[index][target]
             if pool.num_free + self.evictable(pool, None) < need:
@@ -337,8 +338,8 @@ class PrefixCache(WindowedTree):
             return False
         if keep:
             self.split(node, keep)
-        for group in self.windowed:
-            for index in np.flatnonzero((node.ids[group] >= 0) & ~self.needed(node, group)).tolist():
+        for group, wanted in along.items():
+            for index in np.flatnonzero((node.ids[group] >= 0) & ~wanted).tolist():
                 block = int(node.ids[group][index])
                 self.remove_windowed(node, group, node.start + index, block, CAPACITY)
         self._move(node, target, CopyKind.OFFLOAD)
