@@ -163,15 +163,15 @@ class Bytes:
                 self.cells(group, tier)[self._pools[self.pools[group]][tier].free_ids()] = 0
 
 
-def positions_read(config: KVCacheConfig, group: int, query: int) -> Any:
-    """The positions before `query` that the query at this position reads in a group that grows."""
+def positions_read(config: KVCacheConfig, group: int, query: int, stop: int) -> Any:
+    """What the queries at `query` and behind it read of the positions before `stop`, in a group that grows."""
     spec = config.groups[group]
     if spec.window is None:
-        return np.arange(query)
+        return np.arange(stop)
     sliding = spec.kind is GroupKind.SLIDING
     start = max(0, query - spec.window + 1) if sliding else query // spec.window * spec.window
-    sinks = min(spec.sink_tokens, query)
-    return np.concatenate([np.arange(min(sinks, start)), np.arange(start, query)])
+    sinks = min(spec.sink_tokens, start)
+    return np.concatenate([np.arange(sinks), np.arange(start, stop)]) if sinks else np.arange(start, stop)
 
 
 def read_tree(manager: KVCacheManager, histories: Histories) -> list[tuple[Any, Any, list[bytes]]]:

@@ -33,6 +33,9 @@ def main() -> int:
     parser.add_argument("--operations", type=int, default=100_000, help="how many in all (default %(default)s)")
     parser.add_argument("--seed", type=int, default=None, help="where to begin; by the clock if left out")
     parser.add_argument("--length", type=int, default=100, help="operations in one setting (default %(default)s)")
+    parser.add_argument(
+        "--check-every", type=int, default=4, help="operations between two checks (default %(default)s)"
+    )
     parser.add_argument("--failures", type=int, default=1, help="stop after so many (default %(default)s)")
     parser.add_argument("--repeat", type=int, default=None, help="run this number again")
     parser.add_argument("--only", default="", help="with --repeat: these operations, as a failure lists them")
@@ -42,7 +45,7 @@ def main() -> int:
     seed = int(time.time()) if args.seed is None else args.seed
     num_done, number, failures, start = 0, seed * 1_000_000, [], time.process_time()
     while num_done < args.operations and len(failures) < args.failures:
-        failure: Failure | None = run(number, range(args.length))
+        failure: Failure | None = run(number, range(args.length), check_every=args.check_every)
         num_done += args.length if failure is None else len(failure.numbers)
         if failure is not None:
             failures.append(failure)

@@ -38,8 +38,8 @@ class Failure:
     setting: Setting
 
 
-def run(seed: int, numbers: Iterable[int], calls: list[str] | None = None) -> Failure | None:
-    """Runs these operations of a seed and all checks after each; with `calls`, notes what the manager is asked."""
+def run(seed: int, numbers: Iterable[int], *, check_every: int = 1, calls: list[str] | None = None) -> Failure | None:
+    """Runs these operations of a seed with all checks after each, or each few; `calls` notes what the manager is asked."""
     setting = draw_setting(Random(f"setting {seed}"))
     done: list[int] = []
     try:
@@ -50,6 +50,8 @@ def run(seed: int, numbers: Iterable[int], calls: list[str] | None = None) -> Fa
             done.append(number)
             rng = Random(f"operation {seed} {number}")
             machine.step(rng.choices(OPERATIONS, CHANCES)[0], rng)
+            if len(done) % check_every == 0:
+                machine.check()
         machine.finish()
     except Exception as error:
         return Failure(seed, done, f"{type(error).__name__}: {error}", traceback.format_exc(), setting)
@@ -58,6 +60,7 @@ def run(seed: int, numbers: Iterable[int], calls: list[str] | None = None) -> Fa
 
 def reduced(failure: Failure, max_runs: int = 400) -> Failure:
     """The same kind of failure with as few operations as leaving some out can reach."""
+    failure = run(failure.seed, failure.numbers) or failure  # found at once, if it was found late
     kind, length = failure.error.split(":")[0], max(1, len(failure.numbers) // 2)
     while length and max_runs > 0:
         start = 0
@@ -76,7 +79,7 @@ def reduced(failure: Failure, max_runs: int = 400) -> Failure:
 def report(failure: Failure) -> str:
     """What was wrong, and the calls that lead to it, for a test that shows it."""
     calls: list[str] = []
-    run(failure.seed, failure.numbers, calls)
+    run(failure.seed, failure.numbers, calls=calls)
     return "\n".join(
         [
             failure.trace,
