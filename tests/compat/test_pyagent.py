@@ -192,8 +192,9 @@ def test_given_too_little_memory_then_nothing_is_given_and_nothing_changes() -> 
     with pytest.raises(UnknownRequestError):
         cache.extend("b", 1)
     assert (cache.get_num_free_blocks(), cache.get_blocks("a").num_blocks) == (3, 5)
-    with pytest.raises(ConfigError, match="PyAgent's KVCacheConfig"):
-        PagedKVCache(cache.manager.config)  # type: ignore[arg-type]
+    for wrapper in (PagedKVCache, KVCacheAllocator):
+        with pytest.raises(ConfigError, match="PyAgent's KVCacheConfig"):
+            wrapper(cache.manager.config)  # type: ignore[arg-type]
 
 
 def test_given_written_keys_when_a_request_is_swapped_out_and_in_then_every_byte_comes_back() -> None:
@@ -265,6 +266,8 @@ def test_given_a_shared_or_published_block_when_it_is_written_then_it_is_refused
         (0, 0, np.ones((1, 2, 7)), np.ones((1, 2, 8)), InvalidArgumentError),
         (0, 0, np.ones((2, 2, 8)), np.ones((1, 2, 8)), InvalidArgumentError),
         (0, 0, np.ones((1, 2, 8)), None, InvalidArgumentError),
+        (0, 0, "keys", "values", InvalidArgumentError),
+        (0, 0, [[1.0], [1.0, 2.0]], [0.0] * 16, InvalidArgumentError),
         (0, 3, np.ones((2, 2, 8)), np.ones((2, 2, 8)), SequenceStateError),
     ],
 )

@@ -129,7 +129,10 @@ class SeedSpelling:
     def _tensor(self, numbers: Any, layer: int, heads: int, width: int) -> Tensor:
         import torch
 
-        tensor = torch.as_tensor(numbers, device=self.plane.device)
+        try:
+            tensor = torch.as_tensor(numbers, device=self.plane.device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidArgumentError(f"layer {layer} takes numbers, got {numbers!r:.80}: {error}") from None
         if not tensor.numel() or tensor.numel() % (heads * width):
             raise InvalidArgumentError(
                 f"layer {layer} takes {heads} heads of {width} elements for every token, "

@@ -223,6 +223,8 @@ class KVCacheAllocator:
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
+        if not isinstance(config, KVCacheConfig):
+            raise ConfigError(f"KVCacheAllocator takes PyAgent's KVCacheConfig, got {type(config).__name__}")
         import_torch()
         from kvpool.storage import BlockStore, GroupLayout
         from kvpool.storage.data_plane import checked_device
