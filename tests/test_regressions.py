@@ -830,3 +830,16 @@ def test_a_run_takes_no_more_along_because_what_follows_it_gave_way() -> None:
     assert manager.offload(2) == 2  # on the host its own end gives way, so its last window would begin one block earlier
     manager.check()
     assert manager.stats().offloaded_blocks == 3
+
+
+def test_forks_publish_shared_blocks_only_after_another_has_copied_all_of_them() -> None:
+    manager = manager_with(block_size=2, gpu_blocks=12)
+    first = manager.allocate("a", [0] * 9)
+    manager.commit(first, 5)
+    second, third = manager.fork(first, "b", "c")
+    manager.commit(first, 4)  # not published: the others hold the same blocks and have not written them
+    manager.commit(third, 3)
+    manager.extend(second, 0)  # copies three blocks
+    manager.check()
+    assert not set(second.block_ids()[2:].tolist()) & set(first.block_ids().tolist())
+    assert manager.match_prefix([0] * 9).num_tokens == 8

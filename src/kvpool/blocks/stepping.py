@@ -204,6 +204,7 @@ class Stepping:
     def _unshare(self, copies: list[tuple[int, int, int]]) -> None:
         """Gives each row its own copy of a shared block that it is about to write."""
         state, rows, size = self.state, self.rows, self.state.block_size
+        families: dict[int, set[int]] = {}
         for row, group, column in copies:
             src = rows.tables[group][row, column : column + 1].copy()
             dst = state.take(group, 1)
@@ -217,8 +218,10 @@ class Stepping:
             state.give_back(group, src, handle)
             rows.tables[group][row, column] = dst[0]
             rows.set_shared(row, False)
-            if handle.family is not None and group == state.growing - 1:
-                state.publisher.publish_postponed(handle.family)
+            if handle.family is not None:
+                families[id(handle.family)] = handle.family
+        for family in families.values():  # only now: the rows have let go of all blocks that they copied
+            state.publisher.publish_postponed(family)
 
     def prepare_write(self, batch: SequenceBatch) -> None:
         """Copies shared blocks that the batch's unwritten places lie in."""
