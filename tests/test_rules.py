@@ -538,6 +538,7 @@ EFFECTS: dict[str, Any] = {
     "disk_blocks": 4,
     "disk_bytes": 2048,
     "plan_tokens": 8,
+    "pool_shares": (1.0,),
     "plan_cross_tokens": 8,
     "max_seq_len": 8,
     "enable_prefix_caching": False,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
 
+from kvpool.budgets import PREFIX_TOKENS, divide_by_shares, divide_for_prefixes, prefix_needs
 from kvpool.errors import ConfigError, InvalidArgumentError, NeverFitsError
 from kvpool.layers import (
     MAX_BLOCK_SIZE,
@@ -41,7 +42,8 @@ class KVCacheConfig:
 
     Memory, per tier: a number of blocks (one int for every pool, or one per pool) or a number of bytes. For the GPU,
     `gpu_fraction` of `free_gpu_bytes` is the third way; several ranks must all pass the smallest of their free bytes,
-    or they disagree. Byte budgets are divided in proportion to what one sequence of `plan_tokens` needs in each pool.
+    or they disagree. Bytes are divided between pools by what cached prefixes need of each (docs/decisions/0007), for
+    sequences of `plan_tokens` if that is given, or by `pool_shares`.
 
     >>> config = KVCacheConfig([LayerSpec(kv_heads=8, head_dim=128)] * 32, gpu_bytes=2**30)
     >>> config.bytes_per_token, config.num_blocks(Tier.GPU), config.longest_sequence()
@@ -59,7 +61,8 @@ class KVCacheConfig:
     host_bytes: int | None = None
     disk_blocks: int | Sequence[int] | None = None
     disk_bytes: int | None = None
-    plan_tokens: int | None = None  # the typical sequence; None = max_seq_len or 4096
+    plan_tokens: int | None = None  # divide bytes for running sequences of this length; None = for cached prefixes
+    pool_shares: Sequence[float] | None = None  # or by these fractions of the bytes, one per pool
     plan_cross_tokens: int | None = None  # its encoder tokens; None = plan_tokens
     max_seq_len: int | None = None  # longest sequence accepted; None = unlimited
     enable_prefix_caching: bool = True
@@ -166,10 +169,9 @@ class KVCacheConfig:
         return sum(need * pool.block_bytes for need, pool in zip(needs, self.pools, strict=True))
 
     def blocks_in(self, num_bytes: int) -> tuple[int, ...]:
-        """How many blocks of each pool fit into `num_bytes`, divided as a byte budget is."""
-        return self._divide(
-            "num_bytes", check_int("num_bytes", num_bytes, 0, MAX_BYTES, InvalidArgumentError), self.pools
-        )
+        """How many blocks of each pool fit into `num_bytes`, divided as a byte budget of the GPU is."""
+        num_bytes = check_int("num_bytes", num_bytes, 0, MAX_BYTES, InvalidArgumentError)
+        return self._divide("num_bytes", num_bytes, self.pools, on_gpu=True)
 
     def longest_sequence(self, *, cross_tokens: int = 0, keep_watermark: bool = True) -> int | None:
         """Tokens of the longest sequence that an empty GPU tier admits; None: no limit (all layers have windows).
@@ -276,6 +278,9 @@ class KVCacheConfig:
                 self._put(name, check_int(name, getattr(self, name), 0, high))
         if self.plan_tokens is not None and self.max_seq_len is not None and self.plan_tokens > self.max_seq_len:
             raise ConfigError(f"plan_tokens={self.plan_tokens} exceeds max_seq_len={self.max_seq_len}; lower it")
+        budgets = (self.gpu_bytes, self.gpu_fraction, self.host_bytes, self.disk_bytes)
+        if self.pool_shares is not None and (self.plan_tokens is not None or not any(budgets)):
+            raise ConfigError("pool_shares divides byte budgets: give one of these, and no plan_tokens")
         given = [n for n in ("gpu_blocks", "gpu_bytes", "gpu_fraction") if getattr(self, n) is not None]
         if len(given) != 1:
             found = " and ".join(given) if given else "none"
@@ -326,9 +331,11 @@ class KVCacheConfig:
         blocks, num_bytes = getattr(self, f"{prefix}_blocks"), getattr(self, f"{prefix}_bytes")
         if tier is Tier.GPU and self.gpu_fraction is not None and self.free_gpu_bytes is not None:
             budget = int(_exact(self.gpu_fraction) * self.free_gpu_bytes)
-            return self._divide("gpu_fraction * free_gpu_bytes", budget, pools)
+            return self._divide("gpu_fraction * free_gpu_bytes", budget, pools, on_gpu=True)
         if blocks is None:
-            return self._divide(f"{prefix}_bytes", num_bytes, pools) if num_bytes else (0,) * len(pools)
+            if not num_bytes:
+                return (0,) * len(pools)
+            return self._divide(f"{prefix}_bytes", num_bytes, pools, on_gpu=tier is Tier.GPU)
         return self._check_counts(f"{prefix}_blocks", blocks, pools, optional=tier is not Tier.GPU)
 
     def _check_counts(self, name: str, blocks: object, pools: Sequence[PoolSpec], *, optional: bool) -> tuple[int, ...]:
@@ -350,18 +357,42 @@ class KVCacheConfig:
             raise ConfigError(f"{name}={show(blocks)} would take {num_bytes} bytes; no machine has that many")
         return counts
 
-    def _divide(self, name: str, num_bytes: int, pools: Sequence[PoolSpec]) -> tuple[int, ...]:
+    def _divide(self, name: str, num_bytes: int, pools: Sequence[PoolSpec], *, on_gpu: bool) -> tuple[int, ...]:
         if num_bytes < self.block_bytes:
             raise ConfigError(
                 f"{name}={num_bytes} bytes is too little: one block of {self.block_size} tokens needs "
                 f"{self.block_bytes} bytes over all groups"
             )
-        needs = self.pool_blocks_for(self.planned_tokens, cross_tokens=self.planned_cross_tokens)
-        minimums = [len(pool.groups) for pool in pools]
-        counts = divide_budget(num_bytes, [pool.block_bytes for pool in pools], needs, minimums)
+        counts = self._divide_bytes(num_bytes, pools, on_gpu)
         if max(counts) > MAX_BLOCKS:
             raise ConfigError(f"{name}={num_bytes} bytes gives {max(counts)} blocks; ids are int32: raise block_size")
         return counts
+
+    def _divide_bytes(self, num_bytes: int, pools: Sequence[PoolSpec], on_gpu: bool) -> tuple[int, ...]:
+        sizes, minimums = [pool.block_bytes for pool in pools], [len(pool.groups) for pool in pools]
+        if self.pool_shares is not None:
+            return divide_by_shares(num_bytes, sizes, self._checked_shares(pools), minimums)
+        cross = self.planned_cross_tokens
+        if self.plan_tokens is not None or not self.enable_prefix_caching:
+            return divide_budget(
+                num_bytes, sizes, self.pool_blocks_for(self.planned_tokens, cross_tokens=cross), minimums
+            )
+        prefix = prefix_needs(self.groups, min(self.planned_tokens, PREFIX_TOKENS), cross, is_written=on_gpu)
+        longest = None
+        if on_gpu and self.max_seq_len is not None:
+            longest = self.pool_blocks_for(self.max_seq_len, cross_tokens=cross)
+        return divide_for_prefixes(num_bytes, sizes, prefix, longest, minimums)
+
+    def _checked_shares(self, pools: Sequence[PoolSpec]) -> tuple[float, ...]:
+        given: object = self.pool_shares
+        expected = f"{len(pools)} positive fractions, one per pool, that add up to 1"
+        if not isinstance(given, (tuple, list)) or len(given) != len(pools):
+            raise ConfigError(f"pool_shares={show(given)} must be {expected}")
+        shares = tuple(check_number("pool_shares", share, expected) for share in given)
+        if min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
+            raise ConfigError(f"pool_shares={shares} must be {expected}")
+        self._put("pool_shares", shares)
+        return shares
 
     def _counts(self, tier: Tier) -> tuple[int, ...]:
         if tier not in LOCAL_TIERS:

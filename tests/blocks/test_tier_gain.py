@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 from chats import FULL, MIB, hit_rate, hybrid
 
-from kvpool import LayerSpec
+from kvpool import KVCacheConfig, LayerSpec
 
 MODELS: dict[str, list[LayerSpec]] = {
     "full": [FULL] * 6,
@@ -40,3 +40,13 @@ def test_windows_come_back_with_their_prefix_so_a_lower_tier_pays_as_for_full_at
     assert full_gain > 0.1
     assert rate(model, below, policy) >= rate("full", below, policy) - 0.02
     assert rate(model, below, policy) - rate(model, "none", policy) > 0.6 * full_gain
+
+
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_bytes_are_divided_so_that_the_ends_of_prefixes_keep_their_windows(policy: str) -> None:
+    layers, budget = hybrid(1, 5, window=256), 7 * MIB
+    equal = budget // KVCacheConfig(layers, gpu_blocks=1).block_bytes
+    by_sequences = hit_rate(layers, gpu_bytes=budget, plan_tokens=4096, eviction_policy=policy)
+    by_prefixes = hit_rate(layers, gpu_bytes=budget, eviction_policy=policy)
+    assert by_prefixes > by_sequences + 0.05
+    assert by_prefixes > hit_rate(layers, gpu_blocks=equal, eviction_policy=policy) - 0.01

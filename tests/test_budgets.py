@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvpool import KVCacheConfig, LayerSpec, Tier
+from kvpool.errors import ConfigError
+
+FULL = LayerSpec(kv_heads=1, head_dim=32)
+SLIDING = LayerSpec(kv_heads=1, head_dim=32, window=512)
+GEMMA = [FULL] + [SLIDING] * 5  # 2 KiB a full block, 10 KiB a windowed one
+MIB = 2**20
+
+
+def counts(tier: Tier = Tier.GPU, **options: Any) -> tuple[int, ...]:
+    config = KVCacheConfig(GEMMA, **options)
+    assert config.pool_bytes(Tier.GPU) <= options.get("gpu_bytes", 2**60)
+    return tuple(pool.num_blocks[tier] for pool in config.pools)
+
+
+def test_a_typical_prefix_needs_the_middle_of_its_window_and_all_its_blocks_where_it_is_written() -> None:
+    full, windowed = counts(gpu_bytes=20 * MIB)
+    assert windowed / full == pytest.approx((33 + 128) / 2 / 128, rel=0.01)
+
+
+def test_below_the_gpu_a_prefix_needs_its_last_window_only() -> None:
+    full, windowed = counts(Tier.HOST, gpu_blocks=100, host_bytes=20 * MIB)
+    assert windowed / full == pytest.approx(33 / 128, rel=0.01)
+
+
+def test_one_sequence_of_the_longest_length_fits_if_the_budget_can_hold_it() -> None:
+    config = KVCacheConfig(GEMMA, gpu_bytes=20 * MIB, max_seq_len=65_536, watermark=0)
+    assert config.longest_sequence() == 65_536
+    assert config.pools[1].num_blocks[Tier.GPU] > 500  # and the rest is divided for prefixes
+    assert counts(gpu_bytes=5 * MIB, max_seq_len=65_536) == counts(gpu_bytes=5 * MIB, plan_tokens=65_536)
+
+
+def test_sequences_of_a_given_length_and_caches_without_prefixes_get_what_running_needs() -> None:
+    needs = KVCacheConfig(GEMMA, gpu_blocks=1).pool_blocks_for(4096)
+    full, windowed = counts(gpu_bytes=20 * MIB, plan_tokens=4096)
+    assert windowed / full == pytest.approx(needs[1] / needs[0], rel=0.01)
+    assert counts(gpu_bytes=20 * MIB, enable_prefix_caching=False) == (full, windowed)
+
+
+def test_shares_of_the_bytes_can_be_given() -> None:
+    full, windowed = counts(gpu_bytes=20 * MIB, pool_shares=(0.25, 0.75))
+    assert (full * 2048, windowed * 10240) == (pytest.approx(5 * MIB, rel=0.01), pytest.approx(15 * MIB, rel=0.01))
+
+
+@pytest.mark.parametrize("shares", [(1.0,), (0.5, 0.6), (0.0, 1.0), (1.5, -0.5), "ab", 0.5, (0.5, None)])
+def test_wrong_shares_are_refused(shares: Any) -> None:
+    with pytest.raises(ConfigError, match="pool_shares"):
+        KVCacheConfig(GEMMA, gpu_bytes=20 * MIB, pool_shares=shares)
+
+
+@pytest.mark.parametrize("options", [{"gpu_blocks": 9}, {"gpu_bytes": 20 * MIB, "plan_tokens": 64}])
+def test_shares_without_bytes_or_beside_a_plan_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="pool_shares divides byte budgets"):
+        KVCacheConfig(GEMMA, pool_shares=(0.5, 0.5), **options)  # type: ignore[arg-type]
