@@ -32,6 +32,7 @@ from kvpool.engine import rotary
 from kvpool.engine.inspection import inspect_model
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.kernels.scatter import read_values
+from kvpool.layers import show
 from kvpool.manager import KVCacheManager
 from kvpool.stats import CacheStats
 from kvpool.storage.data_plane import DataPlane, StepSlots
@@ -60,7 +61,7 @@ class CachePool:
     ) -> None:
         if (num_blocks is None) == (num_bytes is None):
             raise InvalidArgumentError("give the size of the pool once: num_blocks or num_bytes")
-        own_attention = model.config._attn_implementation
+        own_attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
         shape = inspect_model(model)
         model.set_attn_implementation(own_attention)
         rotary.thaw(model)  # `max_positions` ends where they change, and the model may run longer texts without a cache
@@ -124,6 +125,10 @@ class PagedCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, pool: CachePool, scope: ReuseScope | None = None) -> None:
+        if not isinstance(pool, CachePool):
+            raise InvalidArgumentError(f"a PagedCache lives in a CachePool, got {show(pool)}")
+        if scope is not None and not isinstance(scope, ReuseScope):
+            raise InvalidArgumentError(f"scope must be a ReuseScope, got {show(scope)}")
         if pool.is_closed:
             raise SequenceStateError("this CachePool is closed; make a new one")
         super().__init__(layers=[_PagedLayer(self, layer) for layer in range(pool.num_layers)])

@@ -54,7 +54,7 @@ class DType(str, Enum):
         """The DType meant by a name, a DType, a torch dtype or a numpy dtype; ConfigError otherwise."""
         try:
             return cls(value)
-        except ValueError:
+        except Exception:  # ValueError, mostly; an object's own hash or text may raise anything
             known = ", ".join(dtype.value for dtype in cls)
             raise ConfigError(f"{name}={show(value)} is no known dtype; use one of {known}") from None
 
@@ -116,7 +116,7 @@ def check_int(name: str, value: object, low: int, high: int, error: type[KVPoolE
         if isinstance(value, bool):
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except Exception:  # TypeError, mostly; an object's own __index__ may raise anything
         raise error(f"{name}={show(value)} must be an integer, not {type(value).__name__}") from None
     if not low <= number <= high:
         limit = f"at least {low}" if number < low else f"at most {high}"

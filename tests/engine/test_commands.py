@@ -199,6 +199,31 @@ def test_given_a_chat_that_gets_too_long_then_its_oldest_turns_are_forgotten_and
     assert "forgot" not in lines[4]  # what was too long by itself cost nothing
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--max-tokens", "0"], "--max-tokens must lie in 1..2147483648, got 0"),
+        (["-n", "3", "--beams", "2"], "-n=3 results need at least as many beams, --beams=2"),
+        (["--temperature", "-1"], "--temperature must be a number in 0..100, got -1.0"),
+        (["--top-p", "2"], "--top-p must be a number in 0..1, got 2.0"),
+        (["--dtype", "int3"], "--dtype='int3' is no dtype for weights here"),
+        (["--draft-tokens", "-1"], "--draft-tokens=-1 must be at least 0"),
+    ],
+)
+def test_given_a_wrong_option_then_the_error_names_the_option(
+    words: list[str], message: str, model_directory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", "w5", "--quiet", *words, model=model_directory) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_given_more_tokens_than_the_context_has_then_the_answer_is_cut_and_the_command_says_so(
+    model_directory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("generate", "w5 " * 508, "--max-tokens", "100", "--temperature", "0", model=model_directory) == 0
+    assert "--max-tokens=100 was cut to 5: the prompt has 508 tokens" in capsys.readouterr().err
+
+
 def test_given_a_benchmark_then_both_runs_and_their_percentiles_are_in_the_json(
     model_directory: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,7 +272,7 @@ def test_given_a_step_that_is_too_small_for_its_sequences_then_the_benchmark_say
 ) -> None:
     words = ("bench", "--requests", "1", "--prompt-tokens", "8", "--max-tokens", "2", "--no-compare")
     assert run(*words, "--max-tokens-per-step", "10", model=model_directory) == 2
-    assert "max_tokens_per_step=10 is less than max_sequences=64" in capsys.readouterr().err
+    assert "--max-tokens-per-step=10 is less than --max-sequences=64" in capsys.readouterr().err
     assert run(*words, "--max-tokens-per-step", "10", "--max-sequences", "10", model=model_directory) == 0
     assert run(*words, "--max-sequences", "4000", model=model_directory) == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,17 @@ def test_given_limits_of_a_step_and_drafts_then_there_is_room_for_the_drafts() -
         ({"scheduler": {"max_sequences": 4}}, "SchedulerConfig"),
         ({"cache": {"gpu_blocks": 4}}, "kv_blocks"),
         ({"tokenizer": "org/model"}, "AutoTokenizer"),
+        ({"tokenizer": 3}, "tokenizer=3"),
+        ({"cache": [1]}, "mapping"),
+        ({"block_size": "16"}, "block_size='16' must be an integer"),
+        ({"draft_tokens": 1.5}, "draft_tokens=1.5"),
+        ({"host_bytes": None}, "host_bytes=None"),
+        ({"kv_blocks": None, "memory_fraction": "half"}, "memory_fraction='half'"),
+        ({"kv_blocks": None, "memory_fraction": 1.5}, "at most 1"),
+        ({"overlap": "yes"}, "overlap must be True or False, or None"),
+        ({"compile": None}, "compile must be True or False"),
+        ({"attention": 3}, "attention"),
+        ({"record": 3}, "record"),
     ],
 )
 def test_given_settings_that_would_have_no_effect_then_they_are_refused(options: dict[str, Any], message: str) -> None:
@@ -395,6 +407,45 @@ def test_given_one_bad_prompt_among_many_then_the_error_says_which() -> None:
             engine.generate([good, []], greedy(3))
 
 
+def test_given_a_prompt_that_fails_then_the_others_are_completed_and_kept() -> None:
+    good = random_prompt(5).tolist()
+    with make_engine(kv_blocks=4, block_size=4) as engine:
+        alone = engine.generate([good], greedy(3))[0].token_ids
+        with pytest.raises(NeverFitsError, match=r"^prompt 1: ") as caught:
+            engine.generate([good, random_prompt(30).tolist(), good, random_prompt(31).tolist()], greedy(3))
+        first, second, third, fourth = caught.value.results
+        assert first.token_ids == third.token_ids == alone
+        assert isinstance(second, NeverFitsError)
+        assert isinstance(fourth, NeverFitsError)
+        assert not str(fourth).startswith("prompt 1")
+
+
+def test_given_a_wrong_prompt_in_a_list_then_nothing_runs() -> None:
+    with make_engine() as engine:
+        with pytest.raises(InvalidArgumentError, match=r"^prompt 2: "):
+            engine.generate([[5, 6], [7], [-1]], greedy(3))
+        assert engine.stats().cache.prompt_tokens == 0
+
+
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_given_more_new_tokens_than_the_context_has_room_for_then_they_are_cut_and_a_note_says_so(
+    num_beams: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    prompt = random_prompt(500).tolist()
+    with make_engine(kv_blocks=128) as engine, caplog.at_level(logging.INFO, "kvpool"):
+        generation = engine.submit(prompt, greedy(1000, num_beams=num_beams))
+        out = generation.result()
+        assert len(out.token_ids) == 13  # up to position 512; the last token is never computed on
+        assert out.finish_reason == "length"
+        assert generation.params.max_new_tokens == 13
+        (note,) = out.notes
+        assert note == "max_new_tokens=1000 was cut to 13: the prompt has 500 tokens, the context ends at 512"
+        assert caplog.messages == [note]
+        assert engine.generate([prompt], greedy(13, num_beams=num_beams))[0].notes == ()
+        with pytest.raises(NeverFitsError):
+            engine.generate([random_prompt(513).tolist()], greedy(1))
+
+
 def test_given_a_deadline_then_the_request_ends_at_it() -> None:
     with make_engine() as engine:
         out = engine.submit(random_prompt(5).tolist(), greedy(400), deadline=0.0).result()
@@ -407,6 +458,10 @@ def test_given_a_cancelled_request_then_it_keeps_what_it_has() -> None:
         generation = engine.submit(random_prompt(5).tolist(), greedy(400))
         engine.cancel(generation)
         assert generation.result(timeout=60).samples[0].finish_reason == "cancelled"
+        other = engine.submit(random_prompt(5).tolist(), greedy(400))
+        other.cancel()
+        assert other.result(timeout=60).samples[0].finish_reason == "cancelled"
+        other.cancel()  # it is over: nothing happens
 
 
 @pytest.mark.parametrize(
@@ -423,7 +478,12 @@ def test_given_a_bad_prompt_then_the_error_says_what_is_wrong(prompt: Any, messa
         ({"params": {"max_new_tokens": 4}}, "SamplingParams"),
         ({"params": SamplingParams(stop="end")}, "stop strings need a tokenizer"),
         ({"deadline": "soon"}, "deadline"),
+        ({"deadline": 10**400}, "deadline"),
         ({"session": 3}, "session"),
+        ({"scope": "tenant"}, "scope"),
+        ({"priority": "high"}, "priority"),
+        ({"on_chunk": 3}, "on_chunk"),
+        ({"on_end": "print"}, "on_end"),
     ],
 )
 def test_given_a_wrong_option_then_its_caller_is_told_and_the_engine_goes_on(options: dict[str, Any], message: str) -> None:
@@ -436,6 +496,21 @@ def test_given_a_wrong_option_then_its_caller_is_told_and_the_engine_goes_on(opt
         with pytest.raises(TypeError, match="colour"):
             engine.fork(parent, colour="blue")
         assert len(engine.generate([prompt], greedy(3))[0].token_ids) == 3
+
+
+def test_given_no_request_where_one_belongs_then_it_is_refused() -> None:
+    with make_engine() as engine:
+        for refused in (engine.cancel, engine.fork, lambda given: engine.fork(given, greedy())):
+            with pytest.raises(InvalidArgumentError, match="the Generation that submit returned, got 3"):
+                refused(3)
+        with pytest.raises(InvalidArgumentError, match="timeout must be seconds"):
+            engine.submit([5], greedy(1)).result("soon")
+
+
+@pytest.mark.parametrize("prompts", [3, None, np.array(3), object()])
+def test_given_no_list_of_prompts_then_it_is_refused(prompts: Any) -> None:
+    with make_engine() as engine, pytest.raises(InvalidArgumentError, match="prompts must be a list"):
+        engine.generate(prompts)
 
 
 @pytest.mark.parametrize("prompt", ["text", [5, 6], np.array([5, 6]), torch.tensor([5, 6])])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -74,6 +75,29 @@ def test_given_a_fork_of_the_process_then_the_engine_says_there_that_it_runs_els
         os.close(writer)
         assert f"runs in process {os.getpid()}" in os.read(reader, 4096).decode()
         assert len(engine.generate([PROMPT], params(2))[0].token_ids) == 2
+    os.close(reader)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("method", ["result", "cancel", "stats"])
+def test_given_a_request_of_the_parent_then_a_forked_process_is_told_instead_of_waiting_for_ever(method: str) -> None:
+    reader, writer = os.pipe()
+    with make_engine() as engine:
+        generation = engine.submit(PROMPT, params(400))
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(SECONDS))  # ends the child if it does wait
+            try:
+                getattr(engine if method == "stats" else generation, method)()
+            except BaseException as error:
+                os.write(writer, str(error).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        os.close(writer)
+        assert f"runs in process {os.getpid()}" in os.read(reader, 4096).decode()
+        assert len(generation.result(SECONDS).token_ids) == 400
     os.close(reader)
 
 

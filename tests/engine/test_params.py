@@ -7,6 +7,7 @@ import pickle
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.engine.params import SamplingParams
@@ -18,6 +19,9 @@ from kvpool.errors import InvalidArgumentError
     [
         ({"temperature": -1}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"stop": np.array(3)}, "stop"),
+        ({"stop_token_ids": np.array(3)}, "stop_token_ids"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
         ({"top_k": -3}, "top_k"),

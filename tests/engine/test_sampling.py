@@ -55,7 +55,7 @@ def test_given_filters_then_the_distribution_is_that_of_transformers(params: Sam
     scores = logits / params.temperature
     if params.top_k:
         scores = logits_process.TopKLogitsWarper(params.top_k)(None, scores)
-    if params.top_p < 1:
+    if params.top_p is not None:
         scores = logits_process.TopPLogitsWarper(params.top_p)(None, scores)
     if params.min_p:
         scores = logits_process.MinPLogitsWarper(params.min_p)(None, scores)

@@ -9,7 +9,7 @@ One background thread runs the steps (`EngineLoop`); callers of any thread submi
 from __future__ import annotations
 
 import asyncio
-import itertools
+import logging
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -29,15 +29,25 @@ from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.inspection import ModelShape, inspect_model, run_probe
 from kvpool.engine.loading import load_model
 from kvpool.engine.loop import EngineLoop
+from kvpool.engine.model_defaults import described, eos_token_ids, sampling_defaults
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.projections import join_projections
 from kvpool.engine.prompts import chat_tokens, prompt_tokens
+from kvpool.engine.requests import (
+    Asked,
+    RequestMaker,
+    check_callbacks,
+    checked_generation,
+    list_of_prompts,
+    of_prompt,
+    results_of,
+)
 from kvpool.engine.runner import ModelRunner
+from kvpool.engine.settings import cache_fields, check_settings, scheduler_config
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.thread import EngineThread
-from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, SequenceStateError
+from kvpool.errors import KVPoolError, SequenceStateError
 from kvpool.kernels.current_device import current, whole_device
-from kvpool.layers import show
 from kvpool.manager import KVCacheManager
 from kvpool.replay import TraceRecorder
 from kvpool.scheduling import LinearCostModel, Request, Scheduler, SchedulerConfig, SchedulerStats
@@ -45,7 +55,8 @@ from kvpool.stats import CacheStats
 from kvpool.storage import DataPlane
 
 Prompt = str | Sequence[int] | Int32Array
-GREEDY = SamplingParams()
+USUAL = SamplingParams()  # as the model says; greedy where it says nothing
+log = logging.getLogger("kvpool")
 
 
 class EngineStats(NamedTuple):
@@ -66,7 +77,8 @@ class Engine:
     what is free once the model is loaded (0.9 on a GPU, 0.25 on a CPU); `host_bytes` more to swap to. `draft_tokens` turns on
     prompt-lookup speculation. `compile` lets torch.compile fuse the small operations of each layer: faster steps for a slower
     start. `cache` holds further fields of `KVCacheConfig`, `scheduler` the limits of a step.
-    `record` writes a trace for `kvpool replay` to a file, from which no prompt can be read.
+    `record` writes a trace for `kvpool replay` to a file, from which no prompt can be read. What `SamplingParams` leave open
+    is as the model's `generation_config.json` says (`sampling_defaults`); `model_defaults=False` turns that off.
 
     Close it, or use it in a `with` statement; one that nobody has any more ends when its requests are over.
     """
@@ -92,16 +104,31 @@ class Engine:
         scheduler: SchedulerConfig | None = None,
         cache: Mapping[str, Any] | None = None,
         record: str | Path | None = None,
+        model_defaults: bool = True,
     ) -> None:
-        if sum(size is not None for size in (kv_bytes, kv_blocks, memory_fraction)) > 1:
-            raise ConfigError("give the memory of the cache once: kv_bytes, kv_blocks or memory_fraction")
-        config = _scheduler_config(scheduler, draft_tokens)
-        if overlap and draft_tokens:
-            raise ConfigError("overlap=True with draft_tokens: drafts follow tokens that an overlapped step does not know")
-        _refuse_what_belongs_elsewhere(cache, tokenizer)
+        check_settings(
+            cache,
+            tokenizer,
+            record,
+            kv_bytes=kv_bytes,
+            kv_blocks=kv_blocks,
+            memory_fraction=memory_fraction,
+            host_bytes=host_bytes,
+            block_size=block_size,
+            draft_tokens=draft_tokens,
+            attention=attention,
+            cuda_graphs=cuda_graphs,
+            overlap=overlap,
+            compile=compile,
+            model_defaults=model_defaults,
+        )
+        config = scheduler_config(scheduler, draft_tokens)
         loaded = load_model(model, device=device, dtype=dtype)
         self.model = loaded.model
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
+        self.sampling_defaults = sampling_defaults(self.model) if model_defaults else USUAL
+        if self.sampling_defaults != USUAL:
+            log.info("the model's own sampling defaults: %s", described(self.sampling_defaults))
         where = self.model.device
         with whole_device, current(where):  # one engine after another: each measures what memory is free
             self.shape: ModelShape = inspect_model(self.model)
@@ -110,10 +137,7 @@ class Engine:
             layers = self.shape.layer_specs(kv_dtype)
             if kv_blocks is None and kv_bytes is None:
                 kv_bytes = kv_budget(self.model, self.shape, where, memory_fraction, config)
-            fields: dict[str, Any] = {"max_seq_len": self.shape.max_positions, **(cache or {})}
-            _refuse_longer_than(self.shape.max_positions, fields["max_seq_len"])
-            if host_bytes:
-                fields["host_bytes"] = host_bytes
+            fields = cache_fields(cache, self.shape.max_positions, host_bytes)
             self.config = KVCacheConfig(layers, block_size, gpu_blocks=kv_blocks, gpu_bytes=kv_bytes, **fields)
             self.manager = KVCacheManager(self.config)
             self.plane = DataPlane(self.manager, where, check_writes=False)
@@ -136,10 +160,17 @@ class Engine:
                 overlap=overlap,
             )
         self._recorder = None if record is None else TraceRecorder(record).attach(self.manager)
-        self._eos_ids = _eos_token_ids(self.model)
-        self._ids = itertools.count()
         self._closing = threading.Lock()
         self._thread = EngineThread(self._loop)  # which does not hold the engine
+        self._requests = RequestMaker(
+            self.tokenizer,
+            self.shape.vocab_size,
+            self.config.max_seq_len,
+            self.sampling_defaults,
+            eos_token_ids(self.model),
+            partial(_now, self._loop),
+            partial(_cancel, self._thread, self._loop),  # not the engine: requests do not keep it
+        )
         weakref.finalize(self, self._thread.abandon).atexit = False
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -147,7 +178,7 @@ class Engine:
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        params: SamplingParams | Sequence[SamplingParams] = USUAL,
         *,
         on_chunk: Callable[[int, Chunk], None] | None = None,
         **options: Any,
@@ -155,34 +186,33 @@ class Engine:
         """Completes prompts (texts or token ids), all in one running batch; results in the order of the prompts.
 
         `params` are for all of them, or one for each. `on_chunk(i, chunk)` hears of every step of prompt i, in the engine's
-        thread. Options are those of `submit`.
+        thread. Options are those of `submit`. A wrong argument is refused before anything runs. If prompts fail later (one
+        never fits, a step breaks), the others are completed, and the error of the first names it; its `results` hold what
+        became of each prompt: a Completion or an error.
         """
-        chosen: list[Any] = list(prompts)
-        if isinstance(prompts, str) or _is_one_prompt(chosen):
-            raise InvalidArgumentError("generate takes a list of prompts; put a single one in a list")
-        each = list(params) if isinstance(params, Sequence) else [params] * len(chosen)
-        if len(each) != len(chosen):
-            raise InvalidArgumentError(f"got {len(each)} SamplingParams for {len(chosen)} prompts")
-        generations: list[Generation] = []
-        completions: list[Completion] = []
+        chosen = list_of_prompts(prompts, params)
+        check_callbacks(on_chunk)
+        asked: list[Asked] = []
+        for index, (prompt, wanted) in enumerate(chosen):
+            watch = None if on_chunk is None else partial(on_chunk, index)
+            try:
+                asked.append(self._requests.make(self.token_ids(prompt), wanted, watch, **options))
+            except KVPoolError as error:
+                raise of_prompt(error, index, len(chosen)) from error
+        generations = [generation for generation, _ in asked]
         try:
-            for index, (prompt, wanted) in enumerate(zip(chosen, each, strict=True)):
-                watch = None if on_chunk is None else partial(on_chunk, index)
-                generations.append(self.submit(prompt, wanted, on_chunk=watch, **options))
-            completions.extend(generation.result() for generation in generations)
-            return completions
-        except BaseException as error:
+            for each in asked:
+                self._queue(*each)
+            return results_of(generations)
+        except BaseException:
             for generation in generations:
-                self.cancel(generation)
-            if isinstance(error, KVPoolError) and len(chosen) > 1:  # of which prompt: there may be thousands
-                failed = len(completions if len(generations) == len(chosen) else generations)
-                error.args = (f"prompt {failed}: {error}", *error.args[1:])
+                generation.cancel()
             raise
 
     def submit(
         self,
         prompt: Prompt,
-        params: SamplingParams = GREEDY,
+        params: SamplingParams = USUAL,
         *,
         on_chunk: Callable[[Chunk], None] | None = None,
         on_end: Callable[[], None] | None = None,
@@ -193,9 +223,10 @@ class Engine:
     ) -> Generation:
         """Queues one prompt and returns at once; `Generation.result()` waits for it.
 
-        `deadline` is in seconds from now. A request that can never fit ends with `NeverFitsError`.
+        `deadline` is in seconds from now. `max_new_tokens` past the model's context is cut, and `Generation.notes` say so. A
+        request that can never fit ends with `NeverFitsError`.
         """
-        generation, request = self._request(
+        generation, request = self._requests.make(
             self.token_ids(prompt),
             params,
             on_chunk,
@@ -205,6 +236,11 @@ class Engine:
             deadline=deadline,
             session=session,
         )
+        self._queue(generation, request)
+        return generation
+
+    def _queue(self, generation: Generation, request: Request) -> None:
+        """Hands a request to the engine's thread."""
 
         def add() -> None:
             try:
@@ -213,56 +249,10 @@ class Engine:
                 generation.end(error)
 
         self._thread.tell(add, generation.end)
-        return generation
-
-    def _request(
-        self,
-        tokens: Int32Array,
-        params: SamplingParams,
-        on_chunk: Callable[[Chunk], None] | None = None,
-        on_end: Callable[[], None] | None = None,
-        *,
-        priority: int = 0,
-        scope: ReuseScope | None = None,
-        deadline: float | None = None,
-        session: str | None = None,
-    ) -> tuple[Generation, Request]:
-        """A request as its caller sees it and as the scheduler does."""
-        self._check(params, deadline)
-        generation = Generation(next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end)
-        stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_ids)
-        clock = self._loop.scheduler.clock
-        request = Request(
-            generation.id,
-            tokens,
-            params.max_new_tokens,
-            n=max(params.n, params.num_beams),
-            priority=priority,
-            scope=ReuseScope() if scope is None else scope,
-            stop_token_ids=stops,
-            deadline=None if deadline is None else clock() + deadline,
-            steered=params.num_beams > 1,
-            session=session,
-        )
-        return generation, request
-
-    def _check(self, params: SamplingParams, deadline: float | None) -> None:
-        """Refuses what this engine's model cannot do."""
-        if not isinstance(params, SamplingParams):
-            raise InvalidArgumentError(f"params must be SamplingParams, got {show(params)}")
-        if params.stop and self.tokenizer is None:
-            raise InvalidArgumentError("stop strings need a tokenizer: give stop_token_ids, or Engine(tokenizer=...)")
-        outside = [token for token in params.logit_bias if token >= self.shape.vocab_size]
-        if outside:
-            raise InvalidArgumentError(f"logit_bias names token {outside[0]}; the vocabulary has {self.shape.vocab_size}")
-        if deadline is not None and (isinstance(deadline, bool) or not isinstance(deadline, (int, float))):
-            raise InvalidArgumentError(f"deadline must be seconds from now, got {show(deadline)}")
 
     def cancel(self, generation: Generation) -> None:
-        """Ends a request that is not over; what it has so far is its result."""
-        if not generation.is_over:
-            with suppress(SequenceStateError):  # the engine is closed: nothing runs any more
-                self._thread.tell(lambda: self._loop.cancel(generation), lambda error: None)
+        """Ends a request that is not over; what it has so far is its result. `Generation.cancel` does the same."""
+        _cancel(self._thread, self._loop, checked_generation(generation))
 
     def fork(self, generation: Generation, params: SamplingParams | None = None, **options: Any) -> Generation:
         """A new request that goes on from all tokens that the first sample of another one has now; options as in `submit`.
@@ -271,14 +261,17 @@ class Engine:
         its next step is already on its way) the new one reuses what is cached: all but the end of the last block.
         """
 
+        parent = checked_generation(generation)
+        wanted = parent.params if params is None else params
+
         def branch() -> Generation:
-            forked, request = self._request(generation.token_ids, params or generation.params, **options)
-            self._loop.fork(generation, forked, request)
+            forked, request = self._requests.make(parent.token_ids, wanted, **options)
+            self._loop.fork(parent, forked, request)
             return forked
 
         return self._thread.ask(branch)
 
-    async def stream(self, prompt: Prompt, params: SamplingParams = GREEDY, **options: Any) -> AsyncIterator[Chunk]:
+    async def stream(self, prompt: Prompt, params: SamplingParams = USUAL, **options: Any) -> AsyncIterator[Chunk]:
         """Yields the chunks of a request as they come. Leaving the loop early cancels it."""
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[Chunk | None] = asyncio.Queue()
@@ -294,7 +287,7 @@ class Engine:
                 yield chunk
             generation.result(0)  # raises what ended it
         finally:
-            self.cancel(generation)
+            generation.cancel()
 
     # --- text --------------------------------------------------------------------------------------------------------
 
@@ -315,6 +308,8 @@ class Engine:
         try:
             return self._thread.ask(self._look)
         except KVPoolError:  # the engine has ended: nothing moves any more
+            if self._thread.is_elsewhere:
+                raise
             return self._look()
 
     def _look(self) -> EngineStats:
@@ -348,40 +343,20 @@ class Engine:
         self.close()
 
 
-def _refuse_what_belongs_elsewhere(cache: Mapping[str, Any] | None, tokenizer: Any) -> None:
-    for name in {"layers", "block_size", "gpu_blocks", "gpu_bytes"}.intersection(cache or ()):
-        raise ConfigError(f"cache={{{name!r}: ...}} is for the engine to say: give it block_size, kv_blocks or kv_bytes")
-    if isinstance(tokenizer, (str, Path)):
-        raise ConfigError(f"tokenizer={show(str(tokenizer))} is a name; load it: AutoTokenizer.from_pretrained(...)")
+def _now(loop: EngineLoop) -> float:
+    """The time of deadlines."""
+    return loop.scheduler.clock()
 
 
-def _refuse_longer_than(max_positions: int | None, max_seq_len: object) -> None:
-    """Refuses sequences past the model's positions: its frequencies may change there, its windows act, its tables end."""
-    if max_positions is not None and (max_seq_len is None or (isinstance(max_seq_len, int) and max_seq_len > max_positions)):
-        raise ConfigError(f"max_seq_len={show(max_seq_len)} is over the {max_positions} positions of the model; lower it")
-
-
-def _scheduler_config(given: SchedulerConfig | None, draft_tokens: int) -> SchedulerConfig:
-    """The limits of a step, with room for the drafts."""
-    if given is None:
-        return SchedulerConfig(max_draft_tokens=draft_tokens)
-    if not isinstance(given, SchedulerConfig):
-        raise ConfigError(f"scheduler must be a SchedulerConfig, got {show(given)}")
-    if given.max_draft_tokens and not draft_tokens:
-        raise ConfigError(f"max_draft_tokens={given.max_draft_tokens} needs Engine(draft_tokens=...) to draft anything")
-    return replace(given, max_draft_tokens=draft_tokens)
-
-
-def _eos_token_ids(model: Any) -> frozenset[int]:
-    """The tokens that end a text, as the model's own generation would stop at them."""
-    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    named = model.config.get_text_config().eos_token_id if named is None else named
-    return frozenset(() if named is None else [named] if isinstance(named, int) else named)
-
-
-def _is_one_prompt(prompts: Sequence[object]) -> bool:
-    """Whether these are the tokens of a single prompt: numbers, perhaps of an array or a tensor."""
-    return bool(prompts) and (isinstance(prompts[0], int) or getattr(prompts[0], "ndim", None) == 0)
+def _cancel(thread: EngineThread, loop: EngineLoop, generation: Generation) -> None:
+    """Ends a request of a loop that is not over, in the thread of the loop."""
+    if generation.is_over:
+        return
+    try:
+        thread.tell(lambda: loop.cancel(generation), lambda error: None)
+    except SequenceStateError:  # the engine is closed: nothing runs any more
+        if thread.is_elsewhere:
+            raise
 
 
 def _soon(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk | None], item: Chunk | None) -> None:

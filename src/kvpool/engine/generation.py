@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 import time
@@ -15,7 +16,8 @@ import numpy as np
 from kvpool.blocks.arrays import Int32Array
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.text import Decoder, TextStream
-from kvpool.errors import KVPoolError, SequenceStateError
+from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
+from kvpool.layers import show
 
 log = logging.getLogger("kvpool")
 
@@ -58,6 +60,7 @@ class Completion(NamedTuple):
     num_cached_tokens: int
     first_token_seconds: float | None
     seconds: float
+    notes: tuple[str, ...] = ()  # what the engine changed in the request: fewer new tokens than asked for, and why
 
     @property
     def text(self) -> str:
@@ -104,6 +107,9 @@ class Generation:
         tokenizer: Decoder | None,
         on_chunk: Callable[[Chunk], None] | None = None,
         on_end: Callable[[], None] | None = None,
+        *,
+        cancel: Callable[[Generation], None] | None = None,
+        notes: tuple[str, ...] = (),
     ) -> None:
         self.id = request_id
         self.prompt = prompt
@@ -111,10 +117,13 @@ class Generation:
         self.seed = secrets.randbits(63) if params.seed is None else params.seed
         self.samples: dict[int, Sample] = {}
         self.num_cached_tokens = 0
+        self.notes = notes  # what the engine changed in the request, in words
         self._tokenizer = tokenizer
         self._streams: dict[int, TextStream] = {}
         self._on_chunk = on_chunk
         self._on_end = on_end
+        self._cancel = cancel
+        self._process = os.getpid()
         self._submitted = time.monotonic()
         self._first_token: float | None = None
         self._finished: float | None = None
@@ -131,8 +140,21 @@ class Generation:
         first = self.samples.get(0)
         return np.concatenate([self.prompt, np.array([] if first is None else first.token_ids, np.int32)])
 
+    def cancel(self) -> None:
+        """Ends the request if it is not over; what it has so far is its result."""
+        cancel = self._cancel  # the engine's thread may end it at this very moment
+        if cancel is not None:
+            cancel(self)
+
     def result(self, timeout: float | None = None) -> Completion:
         """Waits for the end. Raises what ended it, if that was an error, and TimeoutError after `timeout` seconds."""
+        number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if timeout is not None and not (number and timeout <= threading.TIMEOUT_MAX):
+            raise InvalidArgumentError(f"timeout must be seconds, or None for as long as it takes, got {show(timeout)}")
+        if self._process != os.getpid() and not self.is_over:
+            raise SequenceStateError(
+                f"request {self.id!r} runs in process {self._process}, of which this one is a fork, and will not end here"
+            )
         if _calls.under_way and not self.is_over:
             raise SequenceStateError(
                 f"a callback cannot wait for request {self.id!r}, which waits for the callback: ask in another thread"
@@ -144,7 +166,8 @@ class Generation:
         assert self._finished is not None
         first = None if self._first_token is None else self._first_token - self._submitted
         samples = tuple(self.samples[index] for index in sorted(self.samples))
-        return Completion(self.prompt, samples, self.num_cached_tokens, first, self._finished - self._submitted)
+        seconds = self._finished - self._submitted
+        return Completion(self.prompt, samples, self.num_cached_tokens, first, seconds, self.notes)
 
     # --- told by the engine ------------------------------------------------------------------------------------------
 
@@ -198,6 +221,7 @@ class Generation:
         if not self._over.is_set():
             self._finished = time.monotonic()
             self._error = error
+            self._cancel = None  # which would keep the model
             self._over.set()
             if self._on_end is not None:
                 try:

@@ -13,7 +13,7 @@ from kvpool.layers import show
 def prompt_tokens(prompt: Any, tokenizer: Any, vocab_size: int) -> Int32Array:
     """The token ids of a prompt, checked against the vocabulary."""
     if isinstance(prompt, str):
-        if tokenizer is None:
+        if not callable(tokenizer):
             raise InvalidArgumentError("this model came without a tokenizer: give token ids, or Engine(tokenizer=...)")
         prompt = tokenizer(_unicode(prompt))["input_ids"]
     elif isinstance(prompt, (bytes, Mapping)) or prompt is None:

@@ -45,10 +45,10 @@ class SamplingRows:
         if self.filtered:
             # A greedy row in a mixed batch keeps everything: its token is chosen by argmax anyway.
             self.top_k = self._tensor([p.top_k or 2**31 - 1 for p in params], np.int64).unsqueeze(1)
-            self.top_p = self._column([p.top_p for p in params])
-            self.min_p = self._column([p.min_p for p in params])
+            self.top_p = self._column([p.top_p or 1.0 for p in params])
+            self.min_p = self._column([p.min_p or 0.0 for p in params])
         if self.penalised:
-            self.repetition = self._column([p.repetition_penalty for p in params])
+            self.repetition = self._column([p.repetition_penalty or 1.0 for p in params])
             self.presence = self._column([p.presence_penalty for p in params])
             self.frequency = self._column([p.frequency_penalty for p in params])
         biased = [(row, token, value) for row, p in enumerate(params) for token, value in p.logit_bias.items()]

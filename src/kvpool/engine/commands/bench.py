@@ -27,6 +27,7 @@ def register(app: typer.Typer, name: str) -> None:
     app.command(name)(bench)
 
 
+@opt.named_as_options()
 def bench(
     model: opt.Model = None,
     device: opt.Device = None,
@@ -82,6 +83,7 @@ def bench(
             compile_layers,
             scheduler=opt.limits(max_tokens_per_step, max_sequences),
             cache={"enable_prefix_caching": caching},
+            model_defaults=False,  # random prompts: greedy tokens cost the same in every model
             record=record if caching else None,
         ) as engine:
             rows.append({"prefix_cache": caching, **_measure(engine, **settings, quiet=quiet)})

@@ -12,6 +12,7 @@ from kvpool.engine.generation import Completion
 from kvpool.engine.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, NeverFitsError
 
+LIVELY = SamplingParams(temperature=0.7, top_p=0.9)  # where neither the user nor the model says how to sample
 DEFAULT_SYSTEM = "You are a helpful assistant."
 
 
@@ -20,6 +21,7 @@ def register(app: typer.Typer, name: str) -> None:
     app.command(name)(chat)
 
 
+@opt.named_as_options()
 def chat(
     model: opt.Model = None,
     system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = DEFAULT_SYSTEM,
@@ -30,15 +32,20 @@ def chat(
     compile_layers: opt.Compile = False,
     record: opt.Record = None,
     max_tokens: opt.MaxTokens = 256,
-    temperature: opt.Temperature = 0.7,
-    top_p: opt.TopP = 0.9,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
     seed: opt.Seed = None,
+    model_defaults: opt.ModelDefaults = True,
 ) -> None:
     """Talk to a model. An empty line or Ctrl-D ends the conversation, Ctrl-C an answer."""
     opt.tell("loading the model ...", quiet=False)
     params = SamplingParams(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    with opt.make_engine(model, device, dtype, kv_dtype, memory, None, compile_layers, record=record) as engine:
-        Talk(engine, system, params).run()
+    with opt.make_engine(
+        model, device, dtype, kv_dtype, memory, None, compile_layers, record=record, model_defaults=model_defaults
+    ) as engine:
+        opt.tell_sampling(engine, params, quiet=False)
+        silent = engine.sampling_defaults == SamplingParams()
+        Talk(engine, system, params.with_defaults(LIVELY) if silent else params).run()
 
 
 class Talk:
@@ -71,6 +78,9 @@ class Talk:
         while True:
             try:
                 prompt = self.engine.chat_prompt(messages)
+                if self._is_tight(len(prompt)) and (shorter := _without_oldest_turn(messages)):
+                    messages = shorter
+                    continue
                 result = opt.print_answer(self.engine, prompt, self.params, interruptible=True)
                 break
             except NeverFitsError as error:
@@ -85,6 +95,11 @@ class Talk:
         self.messages = [*messages, {"role": "assistant", "content": result.text}]
         words = self.saved(result) + (f"; too long: forgot the first {forgotten} turns" if forgotten else "")
         print(f"\n[{words}]")
+
+    def _is_tight(self, num_tokens: int) -> bool:
+        """Whether the context has no room for a whole answer to so long a prompt."""
+        limit = self.engine.config.max_seq_len
+        return limit is not None and num_tokens + self.params.max_new_tokens - 1 > limit
 
     def saved(self, result: Completion) -> str:
         """What the cache did for this turn, in words."""

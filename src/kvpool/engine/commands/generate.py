@@ -21,6 +21,7 @@ def register(app: typer.Typer, name: str) -> None:
     app.command(name)(generate)
 
 
+@opt.named_as_options()
 def generate(
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; - or none reads one per line from stdin.")] = None,
     file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Prompts from a file, one per line.")] = None,
@@ -33,9 +34,10 @@ def generate(
     compile_layers: opt.Compile = False,
     record: opt.Record = None,
     max_tokens: opt.MaxTokens = 128,
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
+    temperature: opt.Temperature = None,
+    top_p: opt.TopP = None,
     seed: opt.Seed = None,
+    model_defaults: opt.ModelDefaults = True,
     n: Annotated[int, typer.Option("-n", help="Samples of each prompt.")] = 1,
     beams: Annotated[int, typer.Option(help="Beam search with so many beams.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be given again.")] = None,
@@ -67,8 +69,10 @@ def generate(
         compile_layers,
         draft_tokens=draft_tokens,
         record=record,
+        model_defaults=model_defaults,
         scheduler=opt.limits(None, max(64, n, beams)),
     ) as engine:
+        opt.tell_sampling(engine, params, quiet)
         asked: list[Any] = [engine.chat_prompt([{"role": "user", "content": t}]) for t in texts] if chat else list(texts)
         live = len(texts) == 1 and params.n == params.num_beams == 1 and json is None
         results = [opt.print_answer(engine, asked[0], params)] if live else engine.generate(asked, params)
@@ -78,6 +82,7 @@ def generate(
             _print_results(texts, results)
         else:
             write_json(json, [_as_dict(text, result) for text, result in zip(texts, results, strict=True)])
+        opt.tell_notes(results, quiet)
         opt.tell(_summary(engine, results), quiet)
 
 
@@ -115,6 +120,7 @@ def _as_dict(text: str, result: Completion) -> dict[str, Any]:
         "cached_tokens": result.num_cached_tokens,
         "first_token_seconds": result.first_token_seconds,
         "seconds": result.seconds,
+        "notes": list(result.notes),
         "samples": [
             {"text": s.text, "token_ids": s.token_ids, "finish_reason": s.finish_reason, "score": s.score}
             for s in result.samples

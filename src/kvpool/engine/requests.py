@@ -1,0 +1,163 @@
+"""A prompt and what its caller wants become a request, checked against the model: all of it before anything is queued."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from kvpool.blocks.arrays import Int32Array
+from kvpool.blocks.hashing import ReuseScope
+from kvpool.engine.generation import Chunk, Completion, Generation
+from kvpool.engine.params import SamplingParams
+from kvpool.errors import InvalidArgumentError, KVPoolError
+from kvpool.layers import show
+from kvpool.scheduling import Request
+
+log = logging.getLogger("kvpool")
+
+
+class Asked(NamedTuple):
+    """One request as its caller sees it, and as the scheduler does."""
+
+    generation: Generation
+    request: Request
+
+
+@dataclass
+class RequestMaker:
+    """Makes the requests of one engine."""
+
+    tokenizer: Any
+    vocab_size: int
+    max_seq_len: int | None
+    defaults: SamplingParams
+    eos_ids: frozenset[int]
+    clock: Callable[[], float]
+    cancel: Callable[[Generation], None]
+    _ids: Any = field(default_factory=itertools.count)
+
+    def make(
+        self,
+        tokens: Int32Array,
+        params: SamplingParams,
+        on_chunk: Callable[[Chunk], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+        *,
+        priority: int = 0,
+        scope: ReuseScope | None = None,
+        deadline: float | None = None,
+        session: str | None = None,
+    ) -> Asked:
+        """A request for all tokens that follow these; the options are those of `Engine.submit`."""
+        self._check(params, deadline, on_chunk, on_end)
+        params, notes = self._fitted(len(tokens), params.with_defaults(self.defaults))
+        generation = Generation(
+            next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end, cancel=self.cancel, notes=notes
+        )
+        request = Request(
+            generation.id,
+            tokens,
+            params.max_new_tokens,
+            n=max(params.n, params.num_beams),
+            priority=priority,
+            scope=ReuseScope() if scope is None else scope,
+            stop_token_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
+            deadline=None if deadline is None else self.clock() + deadline,
+            steered=params.num_beams > 1,
+            session=session,
+        )
+        return Asked(generation, request)
+
+    def _check(self, params: SamplingParams, deadline: object, *callbacks: object) -> None:
+        """Refuses what this engine's model cannot do."""
+        if not isinstance(params, SamplingParams):
+            raise InvalidArgumentError(f"params must be SamplingParams, got {show(params)}")
+        if params.stop and self.tokenizer is None:
+            raise InvalidArgumentError("stop strings need a tokenizer: give stop_token_ids, or Engine(tokenizer=...)")
+        outside = [token for token in params.logit_bias if token >= self.vocab_size]
+        if outside:
+            raise InvalidArgumentError(f"logit_bias names token {outside[0]}; the vocabulary has {self.vocab_size}")
+        if deadline is not None and not _is_duration(deadline):
+            raise InvalidArgumentError(f"deadline must be seconds from now, got {show(deadline)}")
+        check_callbacks(*callbacks)
+
+    def _fitted(self, num_tokens: int, params: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
+        """The parameters with no more new tokens than the context has room for, and a note where that is fewer."""
+        limit, wanted = self.max_seq_len, params.max_new_tokens
+        room = wanted if limit is None else limit - num_tokens + 1  # K and V of the last token are never needed
+        if not 0 < room < wanted:  # a prompt that is too long by itself is refused
+            return params, ()
+        note = f"max_new_tokens={wanted} was cut to {room}: the prompt has {num_tokens} tokens, the context ends at {limit}"
+        log.info(note)
+        return replace(params, max_new_tokens=room), (note,)
+
+
+def check_callbacks(*callbacks: object) -> None:
+    """Refuses what cannot be called."""
+    for callback in callbacks:
+        if callback is not None and not callable(callback):
+            raise InvalidArgumentError(f"on_chunk and on_end must be functions, got {show(callback)}")
+
+
+def checked_generation(given: object) -> Generation:
+    """The request that is meant, if it is one."""
+    if not isinstance(given, Generation):
+        raise InvalidArgumentError(f"a request is the Generation that submit returned, got {show(given)}")
+    return given
+
+
+def list_of_prompts(prompts: object, params: object) -> list[tuple[Any, Any]]:
+    """Prompts and the parameters of each; a single prompt is refused, for its tokens would be taken for prompts."""
+    try:
+        chosen: list[Any] = list(prompts)  # type: ignore[call-overload]
+    except Exception:
+        raise InvalidArgumentError(f"prompts must be a list of texts or token ids, got {show(prompts)}") from None
+    if isinstance(prompts, (str, bytes, Mapping)) or _is_one_prompt(chosen):
+        raise InvalidArgumentError("generate takes a list of prompts; put a single one in a list")
+    each = list(params) if isinstance(params, Sequence) else [params] * len(chosen)
+    if len(each) != len(chosen):
+        raise InvalidArgumentError(f"got {len(each)} SamplingParams for {len(chosen)} prompts")
+    return list(zip(chosen, each, strict=True))
+
+
+def _is_one_prompt(prompts: Sequence[object]) -> bool:
+    """Whether these are the tokens of a single prompt: numbers, perhaps of an array or a tensor."""
+    return bool(prompts) and (isinstance(prompts[0], int) or getattr(prompts[0], "ndim", None) == 0)
+
+
+def results_of(generations: Sequence[Generation]) -> list[Completion]:
+    """Waits for all requests, also where some fail; then the first error names its prompt and has the `results` of all."""
+    results: list[Completion | KVPoolError] = []
+    for generation in generations:
+        try:
+            results.append(generation.result())
+        except KVPoolError as error:
+            results.append(error)
+    for index, result in enumerate(results):
+        if isinstance(result, KVPoolError):
+            failure = of_prompt(result, index, len(results))
+            failure.results = results
+            raise failure from result
+    return [result for result in results if isinstance(result, Completion)]
+
+
+def of_prompt(error: KVPoolError, index: int, num_prompts: int) -> KVPoolError:
+    """The error with the prompt that it is about: there may be thousands. Requests may share one error, so it is a copy."""
+    named = copy.copy(error)
+    if num_prompts > 1:
+        named.args = (f"prompt {index}: {error}", *error.args[1:])
+    return named
+
+
+def _is_duration(seconds: object) -> bool:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        return False
+    try:
+        return math.isfinite(float(seconds))
+    except OverflowError:
+        return False
