@@ -116,15 +116,16 @@ class WildMachine:
         self.bytes.wipe_free_blocks()
         self.changed()
 
-    def note_invalidation(self) -> None:
-        """Requests that hold what was invalidated publish nothing more, and what was committed must be committed again."""
+    def note_invalidation(self, cached: list[int]) -> None:
+        """Requests that hold some of what was invalidated publish nothing more; what is gone must be committed again."""
         self.only_grew = False
         for request in self.live.values():
             request.publishes = request.publishes and request.handle.publishes
-        self.published &= set(self.cached_ends(read_tree(self.manager, self.histories)))
+        self.published -= set(cached) - set(self.cached_ends())
 
-    def cached_ends(self, tree: list[tuple[Any, Any, list[bytes]]]) -> list[int]:
+    def cached_ends(self) -> list[int]:
         """The last bytes of every block in the index."""
+        tree = read_tree(self.manager, self.histories)
         return [end for _, values, _ in tree for end in values[self.size - 1 :: self.size].tolist()]
 
     def write(self, request: Request, tokens: list[int], slots: Any) -> None:
@@ -162,7 +163,7 @@ class WildMachine:
             for request in self.live.values():
                 self.check_request(request)
             self.check_tree(tree)
-        self.check_index(tree)
+        self.check_index()
         if self.mirror is not None:
             self.check_mirror(tree)
 
@@ -211,9 +212,9 @@ class WildMachine:
                 where = f"cached {node.tokens.tolist()} from block {node.start} on, group {group}, {node.tier.name}"
                 assert (found == expected).all(), f"{where}: wrong bytes in {ids.tolist()}"
 
-    def check_index(self, tree: list[tuple[Any, Any, list[bytes]]]) -> None:
+    def check_index(self) -> None:
         """Only what was committed can be found, and that once."""
-        ends = self.cached_ends(tree)
+        ends = self.cached_ends()
         assert len(set(ends)) == len(ends), "the index holds a block twice"
         assert self.published.issuperset(ends), "the index holds a block that nobody committed since it was invalidated"
         if self.only_grew and not any(self.state.counters.evictions.values()):

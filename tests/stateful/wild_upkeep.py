@@ -118,7 +118,7 @@ def invalidate(m: WildMachine, rng: Random) -> None:
     if m.live and rng.random() < 0.3:
         request = rng.choice(list(m.live.values()))
         tokens, scope = request.tokens[: rng.randrange(len(request.tokens) + 1)] or tokens, request.scope
-    cached = cached_blocks(m.manager)
+    cached, ends = cached_blocks(m.manager), m.cached_ends()
     kind = rng.random()
     if kind < 0.4:
         cut = tuple(tokens[: len(tokens) // m.size * m.size])
@@ -140,7 +140,7 @@ def invalidate(m: WildMachine, rng: Random) -> None:
         m.histories.renew_everything()
     assert set(cached_blocks(m.manager)) == set(cached) - gone
     assert removed == len(gone), f"{removed} removed, {len(gone)} gone"
-    m.note_invalidation()
+    m.note_invalidation(ends)
 
 
 def listen_again(m: WildMachine, rng: Random) -> None:
