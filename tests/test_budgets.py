@@ -58,3 +58,17 @@ def test_wrong_shares_are_refused(shares: Any) -> None:
 def test_shares_without_bytes_or_beside_a_plan_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="pool_shares divides byte budgets"):
         KVCacheConfig(GEMMA, pool_shares=(0.5, 0.5), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("budget", [{"gpu_bytes": 20 * MIB}, {"gpu_fraction": 0.5, "free_gpu_bytes": 40 * MIB}])
+def test_a_number_of_tokens_caps_what_a_byte_budget_takes(budget: dict[str, Any]) -> None:
+    assert counts(max_gpu_tokens=1000, **budget) == (63, 63)
+    assert counts(max_gpu_tokens=10**6, **budget) == counts(**budget)
+    shared = KVCacheConfig([FULL, SLIDING], max_gpu_tokens=1000, **budget)
+    assert shared.num_blocks(Tier.GPU) == 126  # two groups in one pool
+    assert shared.longest_sequence(keep_watermark=False) >= 1000
+
+
+def test_a_cap_beside_exact_counts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_gpu_tokens=64 caps gpu_bytes or gpu_fraction"):
+        KVCacheConfig(GEMMA, gpu_blocks=9, max_gpu_tokens=64)

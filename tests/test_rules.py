@@ -539,6 +539,7 @@ EFFECTS: dict[str, Any] = {
     "disk_bytes": 2048,
     "plan_tokens": 8,
     "pool_shares": (1.0,),
+    "max_gpu_tokens": 8,
     "plan_cross_tokens": 8,
     "max_seq_len": 8,
     "enable_prefix_caching": False,

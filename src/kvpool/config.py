@@ -57,6 +57,7 @@ class KVCacheConfig:
     gpu_bytes: int | None = None
     gpu_fraction: float | None = None
     free_gpu_bytes: int | None = None
+    max_gpu_tokens: int | None = None  # of those bytes no more than so many tokens need in every layer
     host_blocks: int | Sequence[int] | None = None
     host_bytes: int | None = None
     disk_blocks: int | Sequence[int] | None = None
@@ -270,6 +271,7 @@ class KVCacheConfig:
             ("max_seq_len", MAX_TOKENS),
             ("gpu_bytes", MAX_BYTES),
             ("free_gpu_bytes", MAX_BYTES),
+            ("max_gpu_tokens", MAX_TOKENS),
         ):
             if getattr(self, name) is not None:
                 self._put(name, check_int(name, getattr(self, name), 1, high))
@@ -285,6 +287,8 @@ class KVCacheConfig:
         if len(given) != 1:
             found = " and ".join(given) if given else "none"
             raise ConfigError(f"give exactly one of gpu_blocks, gpu_bytes, gpu_fraction; found {found}")
+        if self.max_gpu_tokens is not None and self.gpu_blocks is not None:
+            raise ConfigError(f"max_gpu_tokens={self.max_gpu_tokens} caps gpu_bytes or gpu_fraction; gpu_blocks is exact")
         for tier in ("host", "disk"):
             if getattr(self, f"{tier}_blocks") is not None and getattr(self, f"{tier}_bytes") is not None:
                 raise ConfigError(f"{tier}_blocks and {tier}_bytes both size the {tier.upper()} tier; give one of them")
@@ -364,6 +368,9 @@ class KVCacheConfig:
                 f"{self.block_bytes} bytes over all groups"
             )
         counts = self._divide_bytes(num_bytes, pools, on_gpu)
+        if on_gpu and self.max_gpu_tokens is not None:
+            most = -(-self.max_gpu_tokens // self.block_size)
+            counts = tuple(min(n, most * len(pool.groups)) for n, pool in zip(counts, pools, strict=True))
         if max(counts) > MAX_BLOCKS:
             raise ConfigError(f"{name}={num_bytes} bytes gives {max(counts)} blocks; ids are int32: raise block_size")
         return counts
