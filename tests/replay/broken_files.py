@@ -34,7 +34,7 @@ from kvpool.replay.plan import PlanRequest, make_plan
 from kvpool.replay.recording import play_recording
 from kvpool.replay.runs import run_all
 from kvpool.replay.statistics import summary, working_set
-from kvpool.replay.synth import fit
+from kvpool.replay.synth import fit, synthesise
 
 HOSTILE: list[Any] = [
     None, True, False, 0, -1, 1, 2, 7, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, -(2**63), 2**64, 10**400, -(10**400), 0.5, -0.0,
@@ -312,7 +312,7 @@ def _use_trace(path: Path, chance: random.Random) -> None:
     summary(trace)
     if not len(trace):
         return
-    fit(trace)
+    synthesise(fit(trace), 10)
     if trace.reuse_known:
         write_trace(trace, path.with_suffix(".again"))
         again = read_trace(path.with_suffix(".again"), block_size=trace.unit)

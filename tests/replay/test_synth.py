@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from kvpool import LayerSpec
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay, serving
+from kvpool.replay import ReplayConfig, Trace, TraceBuilder, TraceError, replay, serving
 from kvpool.replay.serving import ServingConfig, simulate_serving
 from kvpool.replay.statistics import footprint, reuses, summary, working_set
 from kvpool.replay.synth import WorkloadModel, fit, synthesise, to_blocks
@@ -101,3 +103,10 @@ def test_given_a_prompt_larger_than_the_cache_then_it_is_refused_and_counted() -
 def test_given_serving_without_a_size_then_it_is_refused(chat_trace: Trace) -> None:
     with pytest.raises(InvalidArgumentError, match="finite"):
         ServingConfig(ReplayConfig("lru"), [LayerSpec(1, 16)], LinearCostModel())
+
+
+@pytest.mark.parametrize("name", ["first_blocks", "output_tokens"])
+def test_given_lengths_that_vary_beyond_reason_then_no_trace_is_made(name: str) -> None:
+    model = replace(WorkloadModel(), **{name: (60.0, 1.0)})
+    with pytest.raises(TraceError, match=r"was drawn for exp\(60.0"):
+        synthesise(model, 10)

@@ -18,12 +18,11 @@ from kvpool.layers import MAX_BLOCK_SIZE, check_int, check_number, show
 from kvpool.replay.lines import Lines, open_bytes
 from kvpool.replay.operations import MAGIC_KEY
 from kvpool.replay.recording import requests_of_recording
-from kvpool.replay.trace import Trace, TraceBuilder
+from kvpool.replay.trace import MAX_LENGTH, Trace, TraceBuilder
 
 FORMATS = ("mooncake", "tokens", "azure", "recording")
 DEFAULT_MAX_ERRORS = 10
 DEFAULT_UNIT = 512  # tokens of a Mooncake block
-MAX_LENGTH = 2**31 - 1  # tokens of a prompt or an answer
 MAX_TIMESTAMP = 2**53  # milliseconds; beyond it a float does not tell one from the next
 MAX_NAME = 1024  # characters that name a session or a tenant
 _SNIFFED_REQUESTS = 256

@@ -7,9 +7,11 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from kvpool.errors import InvalidArgumentError
-from kvpool.replay.trace import TOKENS_PER_BLOCK, Trace, TraceBuilder
+from kvpool.errors import InvalidArgumentError, TraceError
+from kvpool.replay.trace import MAX_LENGTH, TOKENS_PER_BLOCK, Trace, TraceBuilder
 
+MAX_BLOCKS = 2**24  # that one turn may add
+MAX_GAP = 2**40  # seconds between two turns
 MAX_TURN = 16  # turns whose continuation is told apart
 
 
@@ -151,7 +153,7 @@ def synthesise(model: WorkloadModel, num_requests: int, *, seed: int = 0, name: 
     while len(builder) < num_requests:
         if waiting and waiting[0][0] <= next_start:
             time, _, turn, blocks, tenant = heappop(waiting)
-            mean, deviation = model.turn_blocks
+            new_blocks = model.turn_blocks
         else:
             time, turn, blocks = next_start, 0, []
             next_start += _arrival_gap(random, model.rate / mean_turns, model.burstiness)
@@ -160,20 +162,29 @@ def synthesise(model: WorkloadModel, num_requests: int, *, seed: int = 0, name: 
             tenant = stem % max(1, model.num_tenants)
             if shares:
                 blocks = list(range(int(ends[stem] - stem_lengths[stem]), int(ends[stem])))
-            mean, deviation = model.first_blocks
-        count = max(1, round(float(random.lognormal(mean, deviation))))
+            new_blocks = model.first_blocks
+        count = max(1, round(_draw(random, new_blocks, MAX_BLOCKS)))
         blocks = [*blocks, *range(next_id, next_id + count)]
         next_id += count
         tokens = len(blocks) * model.unit - int(random.integers(model.unit))
-        output = max(1, round(float(random.lognormal(*model.output_tokens))))
+        output = max(1, round(_draw(random, model.output_tokens, MAX_LENGTH)))
         who = f"tenant {tenant + 1}" if model.num_tenants else None
         builder.add(time * 1000, blocks, tokens, output, tenant=who)
         if random.random() < model.continues[min(turn, len(model.continues) - 1)]:
             serial += 1
             if tokens % model.unit:
                 blocks = blocks[:-1]  # the next turn fills up the partial block, which makes it another one
-            heappush(waiting, (time + float(random.lognormal(*model.gap_seconds)), serial, turn + 1, blocks, tenant))
+            gap = _draw(random, model.gap_seconds, MAX_GAP)
+            heappush(waiting, (time + gap, serial, turn + 1, blocks, tenant))
     return builder.build()
+
+
+def _draw(random: np.random.Generator, of: tuple[float, float], most: int) -> float:
+    """A number whose logarithm has this mean and deviation."""
+    drawn = float(random.lognormal(*of))
+    if drawn > most:
+        raise TraceError(f"{drawn:.3g} was drawn for exp({of[0]:.1f} ± {of[1]:.1f}): no trace can hold what varies so much")
+    return drawn
 
 
 def _expected_turns(continues: tuple[float, ...]) -> float:

@@ -19,6 +19,7 @@ TOKENS_PER_BLOCK = 16  # where a trace has no blocks
 END_MARK = MAX_TOKEN_ID  # no id of a trace reaches it
 MAX_IDS = 2**30  # 4 GiB: what a trace may take in memory, whatever its file holds
 MAX_REQUESTS = 2**25
+MAX_LENGTH = 2**31 - 1  # tokens of a prompt or an answer
 
 
 class TraceRequest(NamedTuple):
