@@ -32,7 +32,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo tour test compiled test-compiled fuzz docs lint types bench bench-quick coverage wheels clean
+.PHONY: help demo tour test compiled test-compiled fuzz mutants docs lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -64,6 +64,9 @@ docs: $(VENV)/.stamp-docs ## the documentation site with its API reference, in b
 
 fuzz: $(VENV)/.stamp-dev ## random operations in random configurations against a byte-exact model; ARGS="--operations 1000000"
 	$(PY) tests/stateful/long_run.py $(ARGS)
+
+mutants: $(VENV)/.stamp-dev ## change the control plane in 100 small ways: which changes does no test notice? ARGS="--seed 7 --module tree.py"
+	$(PY) tools/mutants.py $(ARGS)
 
 lint: $(VENV)/.stamp-dev ## ruff
 	$(PY) -m ruff check . $(ARGS)

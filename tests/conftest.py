@@ -24,6 +24,7 @@ _NO_CLOCK = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow]
 settings.register_profile("ci", _NO_CLOCK, max_examples=100, derandomize=True, print_blob=True)
 settings.register_profile("dev", _NO_CLOCK, max_examples=50, derandomize=False)
 settings.register_profile("thorough", _NO_CLOCK, max_examples=2000, derandomize=False, stateful_step_count=200)
+settings.register_profile("quick", _NO_CLOCK, max_examples=25, derandomize=True)  # tools/mutants.py: hundreds of runs
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 

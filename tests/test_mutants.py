@@ -1,0 +1,179 @@
+"""`make mutants`: changes are found where behaviour is, drawn by seed, tried in a copy, and told apart by the tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+TOOL = Path(__file__).resolve().parent.parent / "tools" / "mutants.py"
+
+
+def load_tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mutants", TOOL)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mutants"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tool: Any = load_tool()
+
+
+def changes(source: str) -> set[str]:
+    """What mutants make of a line."""
+    data = source.encode()
+    return {mutant.apply(data).decode() for mutant in tool.mutants_of(data, "m.py")}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("x = a < b", {"x = a <= b"}),
+        ("x = (a) >= (b)", {"x = (a) > (b)"}),
+        ("x = a is not b", {"x = a is b"}),
+        ("x = a not in b", {"x = a in b"}),
+        ("x = a < b == c", {"x = a <= b == c", "x = a < b != c"}),
+        ("x = a + b", {"x = a - b"}),
+        ("x = a // b", {"x = a * b"}),
+        ("x = a and b and c", {"x = a or b and c", "x = a and b or c"}),
+        ("x = not a", {"x = (a)"}),
+        ("x = -a", {"x = (a)"}),
+        ("x = 2", {"x = 3", "x = 1"}),
+        ("x = 0", {"x = 1"}),
+        ("x = True", {"x = False"}),
+        ("x = min(a, b)", {"x = max(a, b)"}),
+        ("x = np.maximum(a, b)", {"x = np.minimum(a, b)"}),
+        ("f(a)", {"pass"}),
+        ("a.b = c", {"pass"}),
+        ("a[b] += c", {"pass", "a[b] -= c"}),
+        ("del a[b]", {"pass"}),
+        ("raise E(a + 1)", {"pass"}),
+        ("x = a if b else c", {"x = a if (not b) else c"}),
+        ("while f(): break", {"while (not f()): break", "while f(): continue"}),
+        ("def f(): return a", {"def f(): return None"}),
+        ("x = 'é', a < b", {"x = 'é', a <= b"}),
+    ],
+)
+def test_given_a_line_then_these_are_its_mutants(source: str, expected: set[str]) -> None:
+    assert changes(source) == expected
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "'''Takes 3 < 4.'''",
+        "x: Literal[3]",
+        "def f(a: Literal[1]) -> Literal[2]: ...",
+        "x = f'{a + 1}'",
+        "assert a < 3",
+        "if TYPE_CHECKING:\n    x = 1",
+        "x = None",
+        "x = a",
+        "@f(3)\ndef g(): ...",
+    ],
+)
+def test_given_what_is_no_behaviour_then_it_has_no_mutant(source: str) -> None:
+    assert changes(source) == set()
+
+
+def test_given_the_control_plane_then_every_mutant_is_a_program_and_nothing_else_is_changed() -> None:
+    mutants = tool.all_mutants(tool.ROOT)
+    assert len(mutants) > 5_000
+    assert not any("/engine/" in mutant.path or "/storage/" in mutant.path for mutant in mutants)
+    for mutant in mutants[::97]:
+        source = (tool.ROOT / mutant.path).read_bytes()
+        changed = mutant.apply(source)
+        assert changed != source
+        compile(changed, mutant.path, "exec")
+
+
+def test_given_words_and_lines_then_only_those_are_changed() -> None:
+    [line] = {mutant.line for mutant in tool.all_mutants(tool.ROOT, ["pool.py:66"])} or {66}
+    assert line == 66
+    assert {mutant.path for mutant in tool.all_mutants(tool.ROOT, ["storage/disk.py"])} == {
+        "src/kvpool/storage/disk.py"
+    }
+
+
+def test_given_a_module_then_its_own_tests_come_first_and_the_machines_last() -> None:
+    path = next(mutant.path for mutant in tool.all_mutants(tool.ROOT, ["/pool.py"]))
+    tests = tool.tests_for(tool.ROOT, path)
+    assert tests[0].endswith("test_pool.py")
+    assert "stateful" in tests[-1]
+    assert "tests/test_manager.py" in tests
+    assert len(tests) == len(set(tests))
+    assert all((tool.ROOT / test).is_file() for test in tests)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A module of two functions, one of them tested at its edge."""
+    (tmp_path / "src" / "small").mkdir(parents=True)
+    (tmp_path / "src" / "small" / "__init__.py").touch()
+    (tmp_path / "src" / "small" / "ages.py").write_text(
+        "def adult(age, limit):\n    return age >= limit\n\n\ndef child(age, limit):\n    return age < limit\n"
+    )
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "conftest.py").write_text(
+        "from hypothesis import settings\nsettings.register_profile('quick')\n"
+    )
+    (tmp_path / "tests" / "test_ages.py").write_text(
+        "from small.ages import adult, child\n\n"
+        "def test_adult():\n    assert [adult(age, 18) for age in (17, 18, 19)] == [False, True, True]\n\n"
+        "def test_child():\n    assert child(5, 12)\n"
+    )
+    return tmp_path
+
+
+def test_given_a_project_then_what_no_test_notices_survives_and_the_project_stays_as_it_was(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (project / "src" / "small" / "ages.py").read_bytes()
+    words = ["--root", str(project), "--jobs", "1", "--json", str(project / "out.json")]
+    assert tool.main([*words, "--number", "0"]) == 1
+    printed = capsys.readouterr().out
+    outcomes = json.loads((project / "out.json").read_text())
+    assert (project / "src" / "small" / "ages.py").read_bytes() == before
+    comparisons = [outcome for outcome in outcomes if outcome["kind"] == "comparison"]
+    assert [(outcome["line"], outcome["result"]) for outcome in comparisons] == [(2, "killed"), (6, "survived")]
+    killed, survived = comparisons
+    assert killed["killer"] == "tests/test_ages.py::test_adult"
+    assert survived["diff"] in printed
+    assert "3 killed, 0 timed out, 1 survived" in printed
+
+
+def test_given_a_seed_then_the_sample_is_the_same_every_time(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples = []
+    for seed in ("1", "1", "2", "3"):
+        assert tool.main(["--root", str(project), "--number", "3", "--seed", seed, "--list"]) == 0
+        samples.append(capsys.readouterr().out.partition("\n")[2])
+    assert samples[0] == samples[1]
+    assert len(set(samples)) > 1
+
+
+def test_given_tests_that_fail_already_then_no_mutant_is_tried(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "tests" / "test_ages.py").write_text("def test_broken():\n    assert False\n")
+    assert tool.main(["--root", str(project), "--number", "1", "--jobs", "1"]) == 2
+    assert "without a mutant tests/test_ages.py::test_broken fails already" in capsys.readouterr().err
+
+
+def test_given_a_mutant_that_never_ends_then_it_counts_as_noticed(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(command: list[str], timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(tool.subprocess, "run", run)
+    [outcome] = tool.run_all(project, tool.all_mutants(project)[:1], jobs=1, limit=20)
+    assert outcome.result == "timed out"
