@@ -326,3 +326,12 @@ def test_given_wrong_use_then_the_error_says_what_is_right() -> None:
     pool.close()
     with pytest.raises(SequenceStateError, match="this CachePool is closed"):
         run(model, random_prompt(5), PagedCache(pool))
+
+
+def test_what_is_no_pool_model_or_scope_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="lives in a CachePool, got 3"):
+        PagedCache(3)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="is no model of transformers"):
+        CachePool(3, num_blocks=8)
+    with pytest.raises(InvalidArgumentError, match="scope must be a ReuseScope, got 'tenant'"):
+        PagedCache(CachePool(tiny_model("llama"), num_blocks=8), "tenant")  # type: ignore[arg-type]
