@@ -128,7 +128,7 @@ class Admissions:
                 sequence.waits_for_prefix = True
                 self.roster.stats.prefix_waits += 1
             return Verdict.PASSED_OVER
-        if round.budget <= 0:
+        if round.is_full:
             return Verdict.OUT_OF_TOKENS
         if (match.has_last_logits or (request.steered and sequence.group.branched)) and len(tokens) > 1:
             tokens = tokens[:-1]  # all is cached, or other beams must be there too: it decodes its last token

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 
 from kvpool.errors import ConfigError
-from kvpool.layers import check_bool, check_int
+from kvpool.layers import check_bool, check_int, show
 from kvpool.scheduling.policies import SchedulingPolicy, make_policy
 
 MAX_TOKENS_PER_STEP = 2**24
@@ -29,6 +30,12 @@ class PreemptionMode(str, Enum):
     RECOMPUTE = "recompute"
 
 
+def check_seconds(name: str, value: object) -> None:
+    """ConfigError unless `value` is a time that passes: a finite number over 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < inf:
+        raise ConfigError(f"{name} must be a number of seconds over 0, got {show(value)}")
+
+
 @dataclass(frozen=True)
 class SchedulerConfig:
     """Limits and choices of a `Scheduler`; checked on construction.
@@ -40,6 +47,7 @@ class SchedulerConfig:
     max_tokens_per_step: int = 2048  # shared by decode (first) and prefill
     max_sequences: int = 256  # on the GPU at once
     max_chunk_tokens: int | None = None  # of one prompt in one step; None: as many as the step allows
+    max_step_seconds: float | None = None  # of a step in which somebody decodes: prompts get what is left by the cost model
     policy: str | Callable[[], SchedulingPolicy] = "fcfs"
     capacity: CapacityMode | str = CapacityMode.MAX_UTILISATION
     preemption: PreemptionMode | str = PreemptionMode.AUTO
@@ -57,6 +65,8 @@ class SchedulerConfig:
             )
         if self.max_chunk_tokens is not None:
             check_int("max_chunk_tokens", self.max_chunk_tokens, 1, MAX_TOKENS_PER_STEP)
+        if self.max_step_seconds is not None:
+            check_seconds("max_step_seconds", self.max_step_seconds)
         check_int("max_draft_tokens", self.max_draft_tokens, 0, MAX_TOKENS_PER_STEP)
         check_int("prefetch_requests", self.prefetch_requests, 0, MAX_SEQUENCES)
         check_bool("wait_for_prefix", self.wait_for_prefix)

@@ -32,6 +32,7 @@ class Planner:
         round = Round(self.roster)
         if len(self.running.decoding):
             self._decode(round)
+            round.limit_prompts()
         departures = self.running.departures
         if self.running.prefilling:
             self._continue_prompts(round)
@@ -149,7 +150,7 @@ class Planner:
     def _continue_prompts(self, round: Round) -> None:
         """The next chunk of every prompt that has begun, the senior first."""
         for sequence in sorted(self.running.prefilling, key=lambda sequence: sequence.rank):
-            if round.budget <= 0:
+            if round.is_full:
                 return
             if not sequence.is_running:  # it gave way to one before it
                 continue

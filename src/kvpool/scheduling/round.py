@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ class Round:
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
         self.budget = roster.config.max_tokens_per_step
+        self.seconds: float | None = None  # left for prompts; None: as long as they take
         self.decode: DecodeRows | None = None
         self.chunks: dict[ScheduledSequence, Chunk] = {}
         self.admitted: list[ScheduledSequence] = []
@@ -58,16 +60,42 @@ class Round:
         """Nothing is computed and nobody came in."""
         return self.decode is None and not (self.chunks or self.admitted or self.resumed)
 
+    @property
+    def is_full(self) -> bool:
+        """No more prompt tokens fit. The first chunk always does: prompts go on however long the others take to decode."""
+        return self.budget <= 0 or (self.seconds is not None and self.seconds <= 0 and bool(self.chunks))
+
+    def limit_prompts(self) -> None:
+        """Somebody decodes in this step: prompts get what the goal for its length leaves."""
+        goal, rows, roster = self.roster.config.max_step_seconds, self.decode, self.roster
+        if goal is not None and rows is not None:
+            context = int(roster.running.lanes.places[rows.lanes].sum())
+            self.seconds = goal - roster.costs.decode_seconds(len(rows.lanes), context)
+
     def plan_chunk(self, sequence: ScheduledSequence, chunk: Chunk) -> None:
         self.chunks[sequence] = chunk
         self.budget -= chunk.stop - chunk.start
+        self._spend(chunk)
+
+    def _spend(self, chunk: Chunk, sign: int = 1) -> None:
+        if self.seconds is not None:
+            self.seconds -= sign * self.roster.costs.prefill_seconds(chunk.stop - chunk.start, chunk.start)
 
     def chunk_stop(self, start: int, target: int) -> int:
         """Where the next chunk of a prompt ends: at a block's end unless it is the last one or smaller than a block."""
-        stop = min(target, start + min(self.budget, self.roster.config.chunk_tokens))
         size = self.roster.manager.config.block_size
+        limit = min(self.budget, self.roster.config.chunk_tokens)
+        if self.seconds is not None:
+            limit = min(limit, max(size, self._num_tokens_in_time(start, limit)))
+        stop = min(target, start + limit)
         aligned = stop // size * size
         return aligned if start < aligned and stop < target else stop
+
+    def _num_tokens_in_time(self, start: int, limit: int) -> int:
+        """How many tokens of a prompt behind `start` can be computed in the seconds that are left, up to `limit`."""
+        assert self.seconds is not None
+        prefill_seconds = self.roster.costs.prefill_seconds
+        return bisect_right(range(1, limit + 1), self.seconds, key=lambda count: prefill_seconds(count, start))
 
     def preempt(self, sequence: ScheduledSequence) -> None:
         """Takes a sequence off the GPU, out of this step too if it was in it; beams go together."""
@@ -80,6 +108,7 @@ class Round:
         chunk = self.chunks.pop(sequence, None)
         if chunk is not None:
             num_planned = chunk.stop - chunk.start
+            self._spend(chunk, -1)
         elif self.decode is not None and sequence in self.decode.sequences:
             counts = self.decode.counts
             num_planned = 1 if counts is None else int(counts[self.decode.sequences.index(sequence)])
