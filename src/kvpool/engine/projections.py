@@ -17,6 +17,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 
+class _Latest:
+    """What was computed last. An object of its own: setting an attribute of a module takes several calls."""
+
+    __slots__ = ("product",)
+
+    def __init__(self) -> None:
+        self.product: tuple[Tensor, Sequence[Tensor]] | None = None  # an input and its product: one value, for threads
+
+
 class JoinedProduct(nn.Module):
     """The weights of several `Linear` modules as one matrix, of which theirs become views: no memory is added."""
 
@@ -27,7 +36,7 @@ class JoinedProduct(nn.Module):
         super().__init__()
         self.sizes = [member.out_features for member in members]
         self._members = tuple(members)
-        self._latest: tuple[Tensor, tuple[Tensor, ...]] | None = None  # an input and its product: one value, for threads
+        self._latest = _Latest()
         self.join()
 
     @torch.no_grad()
@@ -47,13 +56,14 @@ class JoinedProduct(nn.Module):
 
     def part(self, place: int, x: Tensor) -> Tensor | None:
         """What member number `place` makes of `x`; None if the first member was not asked about the same tensor before."""
-        latest = self._latest
+        latest = self._latest.product
         if place == 0:
-            latest = self._latest = x, torch.split(linear(x, self.weight, self.bias), self.sizes, dim=-1)
+            product = linear(x, self.weight, self.bias)
+            latest = self._latest.product = x, torch.split_with_sizes(product, self.sizes, dim=-1)
         elif latest is None or latest[0] is not x:
             return None
         if place == len(self.sizes) - 1:  # nothing outlives the layer
-            self._latest = None
+            self._latest.product = None
         return latest[1][place]
 
 
