@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,11 +10,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+pytest.importorskip("triton")
 
 from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.attention import available_backends  # noqa: E402
+from kvpool.attention.triton_backend import TritonBackend  # noqa: E402
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
+from kvpool.engine.graphs import CudaRecorder, Recorded  # noqa: E402
+from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
 pytestmark = pytest.mark.gpu
@@ -153,3 +158,77 @@ def test_given_an_engine_then_all_its_graphs_are_captured_before_the_first_reque
         assert sorted(before) == [1, 2, 4, 8, 16, 24]
         engine.generate(PROMPTS, GREEDY)
         assert graphs._captured == before
+
+
+class KeepingRecorder(CudaRecorder):
+    """Keeps the steps that it records, to run them without their graph."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.steps: dict[int, Callable[[], Any]] = {}  # by where their result is
+
+    def record(self, step: Callable[[], Any]) -> Recorded:
+        recorded = super().record(step)
+        self.steps[id(recorded.output)] = step
+        return recorded
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_given_a_step_with_prompts_then_its_graph_gives_bit_for_bit_what_running_it_gives(dtype: torch.dtype) -> None:
+    limits = SchedulerConfig(max_tokens_per_step=200, max_sequences=8)
+    model = tiny_model("llama", hidden_size=256).to("cuda", dtype)
+    with Engine(model, kv_blocks=64, scheduler=limits, attention="triton") as engine:
+        recorder = KeepingRecorder(torch.device("cuda"))
+        runner = ModelRunner(
+            engine.model, engine.shape, engine.plane, TritonBackend(engine.plane.device), max_tokens=200, recorder=recorder
+        )
+        runner.warm_up()
+        mixed = runner.mixed_graphs
+        assert mixed is not None
+        run, seen = mixed.run, []
+
+        def both(plan: Any, token_ids: Any) -> Any:
+            logits = run(plan, token_ids).clone()
+            captured = mixed._captured[mixed._size_for(plan)]
+            again = recorder.steps[id(captured.recorded.output)]()[: len(logits)]
+            seen.append((plan.num_tokens, torch.equal(again, logits)))
+            return logits
+
+        mixed.run = both  # type: ignore[method-assign]
+        engine._loop.runner = runner
+        engine.generate([random_prompt(n, seed=n).tolist() for n in (5, 40, 150, 17, 64, 300)], GREEDY)
+    assert len({size for size, _ in seen}) > 2
+    assert all(equal for _, equal in seen)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "mistral"])
+def test_given_steps_with_prompts_then_logits_from_graphs_are_those_without_but_for_rounding(family: str) -> None:
+    limits = SchedulerConfig(max_tokens_per_step=200, max_sequences=8)
+    options = {} if family == "llama" else {"head_dim": 16}
+    with Engine(tiny_model(family, **options).to("cuda"), kv_blocks=64, scheduler=limits) as engine:
+        runner = engine._loop.runner
+        mixed = runner.mixed_graphs
+        assert mixed is not None
+        run, differences = mixed.run, []
+
+        def both(plan: Any, token_ids: Any) -> Any:
+            logits = run(plan, token_ids).clone()
+            runner.graphs, runner.mixed_graphs, kept = None, None, runner.graphs
+            plain = runner.run(plan, token_ids)
+            if len(plain):  # not in the middle of a prompt
+                differences.append((plain - logits).abs().max() / logits.abs().max())
+            runner.graphs, runner.mixed_graphs = kept, mixed
+            return logits
+
+        mixed.run = both  # type: ignore[method-assign]
+        engine.generate([random_prompt(n, seed=n).tolist() for n in (5, 40, 150, 17, 64, 300)], GREEDY)
+    assert len(differences) > 3
+    assert max(differences) < 1e-4
+
+
+def test_given_a_small_prompt_and_a_large_limit_then_its_first_step_comes_from_a_graph() -> None:
+    with Engine(tiny_model("llama").to("cuda"), kv_blocks=64, scheduler=SchedulerConfig(max_sequences=8)) as engine:
+        assert engine._loop.runner.mixed_graphs is not None
+        assert engine.graphs.num_graphs == len([1, 2, 4, 8]) + 20
+        engine._loop.runner._run = None  # type: ignore[assignment, method-assign]
+        assert len(engine.generate(PROMPTS, GREEDY)) == len(PROMPTS)

@@ -10,8 +10,8 @@ pytest.importorskip("transformers")
 from models import tiny_model  # noqa: E402
 
 from kvpool import KVCacheConfig, LayerSpec  # noqa: E402
+from kvpool.engine.graphs import decode_sizes, list_room  # noqa: E402
 from kvpool.engine.inspection import inspect_model  # noqa: E402
-from kvpool.engine.runner import graph_sizes, list_room  # noqa: E402
 from kvpool.engine.sizing import GRAPH_BYTES, kv_budget, run_largest_step  # noqa: E402
 from kvpool.errors import StorageMemoryError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
@@ -31,7 +31,7 @@ def test_given_limits_then_the_largest_step_has_all_tokens_and_samples_behind_ev
 @pytest.mark.parametrize("smallest", [1, 2])
 @pytest.mark.parametrize("max_sequences", [1, 2, 3, 64, 512, 1000])
 def test_given_any_limit_then_every_batch_has_a_graph_that_is_not_much_larger(max_sequences: int, smallest: int) -> None:
-    sizes = graph_sizes(max_sequences, smallest)
+    sizes = decode_sizes(max_sequences, smallest)
     assert sizes == sorted(set(sizes))
     assert sizes[0] >= smallest
     assert sizes[-1] == max(max_sequences, smallest)
@@ -52,7 +52,7 @@ def test_given_more_sequences_then_the_memory_of_their_logits_is_left_free() -> 
         for number in (8, 512)
     )
     row = 4 * 2**17  # float32 logits: kept by every graph, and several times while they are sampled from
-    assert few - many > row * (sum(graph_sizes(512)) + 512)
+    assert few - many > row * (sum(decode_sizes(512)) + 512)
 
 
 @pytest.mark.gpu

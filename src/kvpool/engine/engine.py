@@ -26,10 +26,12 @@ from kvpool.blocks.arrays import Int32Array
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.engine.generation import Chunk, Completion, Generation
+from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.inspection import ModelShape, inspect_model, run_probe
 from kvpool.engine.loading import load_model
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.model_defaults import described, eos_token_ids, sampling_defaults
+from kvpool.engine.norms import fuse_norms, separate_norms
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.projections import join_projections
 from kvpool.engine.prompts import chat_tokens, prompt_tokens
@@ -134,6 +136,7 @@ class Engine:
             self.shape: ModelShape = inspect_model(self.model)
             if where.type == "cuda":
                 join_projections(self.model, lambda: run_probe(self.model))
+                (separate_norms if compile else fuse_norms)(self.model)
             layers = self.shape.layer_specs(kv_dtype)
             if kv_blocks is None and kv_bytes is None:
                 kv_bytes = kv_budget(self.model, self.shape, where, memory_fraction, config)
@@ -148,6 +151,7 @@ class Engine:
                 create_backend(attention, where),
                 cuda_graphs=cuda_graphs,
                 max_sequences=config.max_sequences,
+                max_tokens=config.max_tokens_per_step,
                 compile_layers=compile,
             )
             runner.warm_up()
@@ -323,6 +327,11 @@ class Engine:
     def memory(self) -> dict[Tier, int]:
         """Bytes allocated for keys and values, per tier."""
         return self.plane.num_bytes
+
+    @property
+    def graphs(self) -> CaptureReport:
+        """How many CUDA graphs its steps run from, and what they cost when the engine was made; none on a CPU."""
+        return self._loop.runner.captured
 
     def close(self) -> None:
         """Ends every request and gives the memory back. Not from a callback: those run in the engine's own thread."""

@@ -12,25 +12,27 @@ import torch
 from torch import Tensor
 
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
-from kvpool.config import KVCacheConfig, LayerGroup, Tier
+from kvpool.config import LayerGroup
+from kvpool.engine.graphs import (
+    CaptureError,
+    CaptureReport,
+    CudaRecorder,
+    DecodeGraphs,
+    MixedGraphs,
+    Recorder,
+    capture,
+    decode_sizes,
+    mixed_sizes,
+)
 from kvpool.engine.hook import AttentionCall
 from kvpool.engine.inspection import ModelShape, forward
-from kvpool.errors import InvalidArgumentError, KVPoolError, UnsupportedAttentionError, UnsupportedModelError
-from kvpool.kernels.current_device import whole_device
+from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError, UnsupportedModelError
 from kvpool.kernels.paged_spec import AttentionSpec
-from kvpool.layers import ceil_div
 from kvpool.scheduling.plan import BatchPlan
-from kvpool.storage.data_plane import DataPlane
+from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.moving import upload
 
 log = logging.getLogger("kvpool")
-
-GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-SHARERS = 4  # of each block on average, that lists have room for
-
-
-class CaptureError(KVPoolError):
-    """A model does something in its forward pass that cannot be recorded in a CUDA graph."""
 
 
 class AttentionKind(NamedTuple):
@@ -43,9 +45,9 @@ class AttentionKind(NamedTuple):
 class ModelRunner:
     """Runs a model on the blocks of a data plane.
 
-    Every step is one variable-length batch without padding. On a GPU, steps that only decode are replayed from CUDA graphs,
-    which `warm_up` captures; attention that cannot be captured just runs. With `compile_layers`, torch.compile fuses what
-    lies between the matrix products of each decoder layer.
+    Every step is one variable-length batch. On a GPU, steps of up to some 2,048 tokens are replayed from CUDA graphs, which
+    `warm_up` captures; larger ones, and attention or models that cannot be captured, just run. With `compile_layers`,
+    torch.compile fuses what lies between the matrix products of each decoder layer.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class ModelRunner:
         *,
         cuda_graphs: bool | None = None,
         max_sequences: int = 256,
+        max_tokens: int = 2048,
         compile_layers: bool = False,
+        recorder: Recorder | None = None,
     ) -> None:
         self.model = model
         if compile_layers:
@@ -65,6 +69,7 @@ class ModelRunner:
         self.plane = plane
         self.backend = backend
         self.device = plane.device
+        self.max_tokens = max_tokens
         config = plane.config
         groups = [config.groups[config.group_of_layer[layer]] for layer in range(len(config.layers))]
         self.kinds: list[AttentionKind] = []  # distinct ones
@@ -76,64 +81,117 @@ class ModelRunner:
                 self.kinds.append(kind)
             self.kind_of_layer.append(self.kinds.index(kind))
         self.graphs: DecodeGraphs | None = None
+        self.mixed_graphs: MixedGraphs | None = None
+        self.largest_buffers: dict[int, PlanBuffers] = {}  # of each kind: all graphs use their scratch memory
+        self.captured = CaptureReport(0, 0.0, 0)
         self.graphs_required = cuda_graphs is True
-        wanted = self.device.type == "cuda" if cuda_graphs is None else cuda_graphs
-        if wanted:
-            self.graphs = self._graphs(max_sequences, smallest=2 if compile_layers else 1)
+        possible = self.device.type == "cuda" or recorder is not None
+        wanted = possible if cuda_graphs is None else cuda_graphs
+        if wanted and self._can_have_graphs(recorder):
+            self._recorder = recorder or CudaRecorder(self.device)
+            self.graphs = DecodeGraphs(self, self._recorder, decode_sizes(max_sequences, 2 if compile_layers else 1))
+            if sizes := mixed_sizes(max_tokens):
+                self.mixed_graphs = MixedGraphs(self, self._recorder, sizes, max_sequences)
 
-    def _graphs(self, max_sequences: int, smallest: int) -> DecodeGraphs | None:
-        if self.device.type != "cuda":
+    def _can_have_graphs(self, recorder: Recorder | None) -> bool:
+        if not (self.device.type == "cuda" or recorder is not None):
             raise InvalidArgumentError(f"cuda_graphs=True on {self.device}: graphs need a GPU")
         try:
             for kind in self.kinds:
                 self.backend.require_graphs(kind.spec)
-        except UnsupportedAttentionError:
+        except UnsupportedAttentionError as error:
             if self.graphs_required:
                 raise
-            return None
-        return DecodeGraphs(self, max_sequences, smallest)
+            log.info("steps run without CUDA graphs: %s", error)  # the backend was chosen
+            return False
+        return True
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Captures all graphs, so that no request waits for one. Without graphs there is nothing to do."""
-        if self.graphs is not None:
+        """Captures all graphs, and runs a step without one, so that no request waits for what is made on first use.
+
+        On a CPU there is nothing to do.
+        """
+        if self.mixed_graphs is not None:  # first: its largest graph has the most memory, which all others use
             try:
-                self.graphs.capture_all()
+                self._note(capture(self.mixed_graphs, self._recorder))
+            except UnsupportedAttentionError as error:
+                log.warning("steps with prompts run without CUDA graphs: %s", error)
+                self.mixed_graphs = None
             except CaptureError as error:
                 self._give_up_graphs(error)
+        if self.graphs is not None:
+            try:
+                self._note(capture(self.graphs, self._recorder))
+            except CaptureError as error:
+                self._give_up_graphs(error)
+        if self.device.type == "cuda":
+            self._run_once()
+        if self.captured.num_graphs:
+            log.info("captured %d CUDA graphs in %.1f s, %d MiB", *self.captured[:2], self.captured.num_bytes >> 20)
+
+    def _note(self, report: CaptureReport) -> None:
+        graphs, seconds, num_bytes = self.captured
+        self.captured = CaptureReport(graphs + report.num_graphs, seconds + report.seconds, num_bytes + report.num_bytes)
 
     def _give_up_graphs(self, error: CaptureError) -> None:
+        """What cannot be captured in one kind of step cannot in the other: a model does the same in both."""
         if self.graphs_required:
             raise error
         log.warning("steps run without CUDA graphs: %s", error)
-        self.graphs = None
+        self._drop_graphs()
+
+    def _drop_graphs(self) -> None:
+        self.graphs = self.mixed_graphs = None
+        self.largest_buffers.clear()
+        self.captured = CaptureReport(0, 0.0, 0)
 
     def close(self) -> None:
         """Gives the memory of the graphs back, once the device is done with them."""
-        if self.graphs is not None:
+        if self.device.type == "cuda" and self.graphs is not None:
             torch.cuda.default_stream(self.device).synchronize()  # the stream of every engine's thread
-            self.graphs = None
+        self._drop_graphs()
 
     def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
         """Logits [row of `plan.logits_indices`, vocabulary] of a step; `token_ids` [token] are on the device.
 
         The copies of the plan must have been run, or be on their way.
         """
-        if self.graphs is not None and self.graphs.fits(plan):
-            try:
-                return self.graphs.run(plan, token_ids)
-            except CaptureError as error:
-                self._give_up_graphs(error)
+        for graphs in (self.graphs, self.mixed_graphs):
+            if graphs is not None and graphs.fits(plan):
+                try:
+                    return graphs.run(plan, token_ids)
+                except CaptureError as error:
+                    self._give_up_graphs(error)
+                    break
         slots = self.plane.prepare(plan.slots, plan.batch)
-        plans = [self.backend.plan(kind.spec, self.paged_batch(plan, kind)) for kind in self.kinds]
-        positions = self.upload(plan.positions)
-        keep = self.upload(plan.logits_indices)
+        batches = [self.paged_batch(plan, kind) for kind in self.kinds]
+        return self._run(token_ids, self.upload(plan.positions), self.upload(plan.logits_indices), slots, batches)
+
+    def _run(
+        self, token_ids: Tensor, positions: Tensor, keep: Tensor, slots: StepSlots, batches: Sequence[PagedBatch]
+    ) -> Tensor:
+        """A step as it is, launched operation by operation."""
+        plans = [self.backend.plan(kind.spec, batch) for kind, batch in zip(self.kinds, batches, strict=True)]
 
         def attend(call: AttentionCall) -> Tensor:
             self.plane.write(slots, call.k, call.v, call.layer)
             return self.attention(call, plans)
 
         return forward(self.model, token_ids, positions, keep, attend)
+
+    def _run_once(self) -> None:
+        """A step of the largest size, of which nothing is kept: a chunk of a prompt, and one token of another one."""
+        count, groups = self.max_tokens, self.plane.config.groups
+        zeros = torch.zeros(count, dtype=torch.int64, device=self.device)
+        nowhere = StepSlots(torch.full((len(groups), count), -1, dtype=torch.int32, device=self.device))
+        lengths = np.array([1, count - 1] if count > 1 else [1])
+        batches = []
+        for kind in self.kinds:
+            ends = np.cumsum(-(-lengths // kind.group.block_size))
+            lists = (np.append(0, ends), np.zeros(ends[-1], np.int32))
+            batches.append(PagedBatch.build(*lists, lengths, lengths, block_size=kind.group.block_size))
+        self._run(zeros, zeros, zeros[:1], nowhere, batches)
 
     def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan]) -> Tensor:
         """One layer over the blocks that its plan names."""
@@ -150,25 +208,6 @@ class ModelRunner:
         return upload(array, self.device)
 
 
-def graph_sizes(max_sequences: int, smallest: int = 1) -> list[int]:
-    """The batch sizes that get a graph each, so that the largest batch has one.
-
-    >>> graph_sizes(10), graph_sizes(1, smallest=2)
-    ([1, 2, 4, 8, 10], [2])
-    """
-    largest = max(smallest, max_sequences)
-    return [size for size in GRAPH_SIZES if smallest <= size < largest] + [largest]
-
-
-def list_room(config: KVCacheConfig, group: LayerGroup, num_sequences: int) -> int:
-    """How long the block lists of so many sequences together may get before their graph must be captured again.
-
-    Sequences that share blocks list them once each, so lists may be several times as long as the pool.
-    """
-    room = SHARERS * config.pools[group.pool].num_blocks[Tier.GPU]
-    return room if config.max_seq_len is None else min(room, num_sequences * ceil_div(config.max_seq_len, config.block_size))
-
-
 def _compile_layers(model: Any, num_layers: int) -> None:
     """Compiles every decoder layer, for any number of tokens; attention stays as it is (see `hook`)."""
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num_layers]
@@ -177,110 +216,3 @@ def _compile_layers(model: Any, num_layers: int) -> None:
     for layer in lists[0]:
         if layer._compiled_call_impl is None:  # an engine before this one may have done so
             layer.compile(dynamic=True)
-
-
-class _Captured(NamedTuple):
-    """A graph and the memory that it reads and writes."""
-
-    graph: Any
-    token_ids: Tensor
-    positions: Tensor
-    slots: Tensor  # [layer group, sequence]
-    buffers: list[PlanBuffers]
-    logits: Tensor
-    alive: tuple[Any, ...]  # what the graph reads besides: it must not be freed before the graph
-
-    def holds(self, batches: list[PagedBatch]) -> bool:
-        """Whether the block lists of these batches fit into its buffers."""
-        return all(int(batch.indptr[-1]) <= buffer.max_blocks for batch, buffer in zip(batches, self.buffers, strict=True))
-
-
-class DecodeGraphs:
-    """Decoding steps as CUDA graphs: one per batch size of `GRAPH_SIZES` from `smallest` on.
-
-    A step fills the graph's inputs, plans attention into its buffers and replays it. Rows behind the batch have no slot and
-    no keys: they write nothing, read nothing, and their logits are dropped. (`smallest` is 2 for compiled layers, which
-    torch.compile would compile once more for a single row.)
-    """
-
-    def __init__(self, runner: ModelRunner, max_sequences: int, smallest: int = 1) -> None:
-        self._runner = runner
-        self._sizes = graph_sizes(max_sequences, smallest)
-        self._captured: dict[int, _Captured] = {}
-        self._memory: Any = None
-        # One for all captures: memory is shared on the same stream only. And of this device: torch's own is of the first.
-        self._stream: Any = torch.cuda.Stream(runner.device)  # type: ignore[no-untyped-call]
-
-    def fits(self, plan: BatchPlan) -> bool:
-        """Whether a step has one token for each sequence and samples behind it: decoding, or all but one was cached."""
-        return plan.num_tokens == len(plan.sequences) == len(plan.sampling_rows) and plan.num_tokens <= self._sizes[-1]
-
-    def capture_all(self) -> None:
-        """Captures every size, the largest first: the others then fit into its memory."""
-        for size in reversed(self._sizes):
-            self._captured[size] = self._capture(size, [_one_token_each(size, kind) for kind in self._runner.kinds])
-
-    def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
-        """The logits of a decoding step."""
-        runner, count = self._runner, plan.num_tokens
-        size = next(size for size in self._sizes if size >= count)
-        batches = [runner.paged_batch(plan, kind) for kind in runner.kinds]
-        captured = self._captured.get(size)
-        if captured is None or not captured.holds(batches):
-            captured = self._captured[size] = self._capture(size, batches)
-        slots = runner.plane.prepare(plan.slots, plan.batch)
-        captured.token_ids[:count] = token_ids
-        captured.positions[:count] = runner.upload(plan.positions)
-        captured.slots[:, :count] = slots.tensor
-        if count < size:
-            captured.slots[:, count:] = -1
-        for kind, batch, buffers in zip(runner.kinds, batches, captured.buffers, strict=True):
-            runner.backend.plan(kind.spec, batch, buffers)
-        captured.graph.replay()
-        return captured.logits[:count]
-
-    def _capture(self, size: int, batches: list[PagedBatch]) -> _Captured:
-        runner = self._runner
-        device, config = runner.device, runner.plane.config
-        token_ids = torch.zeros(size, dtype=torch.int64, device=device)
-        positions = torch.zeros(size, dtype=torch.int64, device=device)
-        slots = torch.full((len(config.groups), size), -1, dtype=torch.int32, device=device)
-        keep = torch.arange(size, device=device)
-        buffers = []
-        plans = []
-        for kind, batch in zip(runner.kinds, batches, strict=True):
-            room = max(list_room(config, kind.group, size), 2 * int(batch.indptr[-1]))
-            buffers.append(runner.backend.reserve(kind.spec, max_sequences=size, max_blocks=room))
-            plans.append(runner.backend.plan(kind.spec, batch, buffers[-1]))
-
-        def attend(call: AttentionCall) -> Tensor:
-            group = config.group_of_layer[call.layer]
-            runner.plane.write(slots[group], call.k, call.v, call.layer)
-            return runner.attention(call, plans)
-
-        def step() -> Tensor:
-            return forward(runner.model, token_ids, positions, keep, attend)
-
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._stream):  # what is made on first use must not be made during the capture
-            for _ in range(2):
-                step()
-        torch.cuda.current_stream(device).wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # "thread_local": what other threads do on the device meanwhile (another engine that serves) is their own affair.
-            with (
-                whole_device,
-                torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"),
-            ):
-                logits = step()
-        except RuntimeError as error:  # some models wait for the device in the middle (mixtures of experts, mostly)
-            raise CaptureError(f"{type(runner.model).__name__} cannot be captured: {error}") from error
-        self._memory = graph.pool()
-        return _Captured(graph, token_ids, positions, slots, buffers, logits, (keep, plans))
-
-
-def _one_token_each(size: int, kind: AttentionKind) -> PagedBatch:
-    """A batch to capture with: sequences that read whatever is in the first slot of block 0."""
-    ones = np.ones(size, np.int64)
-    return PagedBatch.build(np.arange(size + 1), np.zeros(size, np.int32), ones, ones, block_size=kind.group.block_size)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvpool.config import Tier
+from kvpool.engine.graphs import decode_sizes, mixed_sizes
 from kvpool.engine.hook import AttentionCall
 from kvpool.engine.inspection import ModelShape, forward
 from kvpool.engine.params import SamplingParams
-from kvpool.engine.runner import graph_sizes
 from kvpool.engine.sampling import SamplingRows, TokenCounts, sample
 from kvpool.errors import StorageMemoryError
 from kvpool.scheduling import SchedulerConfig
@@ -78,10 +78,11 @@ def _step_bytes(model: Any, shape: ModelShape, device: torch.device, limits: Sch
         ) from None
     torch.cuda.synchronize(device)
     needed = torch.cuda.max_memory_allocated(device) - before
-    kept = sum(graph_sizes(limits.max_sequences)) * logits[0].nbytes  # every graph keeps the memory of its logits
+    kept = sum(decode_sizes(limits.max_sequences)) * logits[0].nbytes  # every such graph keeps the memory of its logits
+    in_graphs = max(mixed_sizes(limits.max_tokens_per_step), default=0) / limits.max_tokens_per_step  # of the largest step
     del logits
     torch.cuda.empty_cache()
-    return GRAPH_BYTES + kept + int(1.2 * needed)  # allocations are rounded and fragmented
+    return GRAPH_BYTES + kept + int(1.2 * (1 + in_graphs) * needed)  # allocations are rounded and fragmented
 
 
 @torch.no_grad()

@@ -1,0 +1,310 @@
+"""Steps as CUDA graphs: captured once per size, then filled and replayed for every step that fits.
+
+Launching the thousand kernels of a step from Python takes longer than the GPU takes to run them, unless it has some
+thousand tokens to compute. A graph is launched at once. It has a fixed number of tokens: rows behind a step's own have no
+slot and no keys, so they write nothing, read nothing and disturb nobody, and their results are dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from kvpool.attention import PagedBatch, PlanBuffers
+from kvpool.config import KVCacheConfig, LayerGroup, Tier
+from kvpool.engine.hook import AttentionCall
+from kvpool.engine.inspection import forward
+from kvpool.errors import KVPoolError
+from kvpool.kernels.current_device import whole_device
+from kvpool.layers import ceil_div
+from kvpool.scheduling.plan import BatchPlan
+
+if TYPE_CHECKING:
+    from kvpool.engine.runner import AttentionKind, ModelRunner
+
+DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# Products are computed in tiles of 64 or 128 rows, so that rows up to the next multiple cost little. At the largest size the
+# GPU takes longer than launching does.
+MIXED_SIZES = (*range(64, 512, 64), *range(512, 2048 + 1, 128))
+SHARERS = 4  # of each block on average, that lists have room for
+
+
+class CaptureError(KVPoolError):
+    """A model does something in its forward pass that cannot be recorded in a CUDA graph."""
+
+
+class CaptureReport(NamedTuple):
+    """What the graphs of a runner cost when they were made."""
+
+    num_graphs: int
+    seconds: float
+    num_bytes: int  # of the device's memory
+
+
+class Recorded(NamedTuple):
+    """A step that can be run again, and where its result is then."""
+
+    replay: Callable[[], None]
+    output: Tensor
+
+
+class Recorder(Protocol):
+    """Makes graphs of steps."""
+
+    def record(self, step: Callable[[], Tensor]) -> Recorded:
+        """Runs a step, which reads and writes memory that stays where it is, and records it; CaptureError if it cannot."""
+
+    def num_bytes(self) -> int:
+        """Memory of the device that is taken, by graphs and everything else."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs, which share their memory: they never run at the same time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._memory: Any = None
+        # One for all captures: memory is shared on the same stream only. And of this device: torch's own is of the first.
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def record(self, step: Callable[[], Tensor]) -> Recorded:
+        """A graph of the step, which runs before: what is made on first use must not be made during the capture."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(2 if self._memory is None else 1):  # a step's first use may leave things to its second
+                step()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # "thread_local": what other threads do on the device meanwhile (another engine that serves) is their own affair.
+            with (
+                whole_device,
+                torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"),
+            ):
+                output = step()
+        except RuntimeError as error:  # some models wait for the device in the middle (mixtures of experts, mostly)
+            raise CaptureError(str(error)) from error
+        self._memory = graph.pool()
+        return Recorded(graph.replay, output)
+
+    def num_bytes(self) -> int:
+        """Bytes that torch has taken from the device and cannot give back."""
+        with whole_device:  # torch refuses this while another engine captures
+            torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self._device)
+
+
+class _Captured(NamedTuple):
+    """A graph and the memory that it reads and writes."""
+
+    recorded: Recorded
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor  # [layer group, token]
+    keep: Tensor  # tokens whose logits are computed
+    buffers: list[PlanBuffers]
+    alive: Any  # what the graph reads besides: it must not be freed before the graph
+
+    def holds(self, batches: Sequence[PagedBatch]) -> bool:
+        """Whether the block lists of these batches fit into its buffers."""
+        return all(int(batch.indptr[-1]) <= buffer.max_blocks for batch, buffer in zip(batches, self.buffers, strict=True))
+
+
+class StepGraphs(ABC):
+    """Graphs for one kind of step, one for each of some numbers of tokens.
+
+    A step fills the inputs of the smallest graph that holds it, plans attention into its buffers and replays it.
+    """
+
+    def __init__(self, runner: ModelRunner, recorder: Recorder, sizes: Sequence[int]) -> None:
+        self._runner = runner
+        self._recorder = recorder
+        self._sizes = list(sizes)
+        self._captured: dict[int, _Captured] = {}
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of each graph that was captured."""
+        return sorted(self._captured)
+
+    @abstractmethod
+    def fits(self, plan: BatchPlan) -> bool:
+        """Whether a step can be run by one of these graphs."""
+
+    @abstractmethod
+    def max_sequences(self, size: int) -> int:
+        """The most sequences of a step with up to `size` tokens."""
+
+    def capture_all(self) -> None:
+        """Captures every size, the largest first: the others then fit into its memory."""
+        for size in reversed(self._sizes):
+            self._captured[size] = self._capture(size, [_one_token(kind) for kind in self._runner.kinds])
+
+    def run(self, plan: BatchPlan, token_ids: Tensor) -> Tensor:
+        """The logits of a step that fits; the next step of the same kind overwrites them."""
+        runner, count = self._runner, plan.num_tokens
+        size = self._size_for(plan)
+        batches = [runner.paged_batch(plan, kind) for kind in runner.kinds]
+        captured = self._captured.get(size)
+        if captured is None or not captured.holds(batches):
+            captured = self._captured[size] = self._capture(size, batches)
+        slots = runner.plane.prepare(plan.slots, plan.batch)
+        captured.token_ids[:count] = token_ids
+        captured.positions[:count] = runner.upload(plan.positions)
+        captured.slots[:, :count] = slots.tensor
+        if count < size:
+            captured.slots[:, count:] = -1
+        num_logits = self._choose_logits(captured, plan)
+        for kind, batch, buffers in zip(runner.kinds, batches, captured.buffers, strict=True):
+            runner.backend.plan(kind.spec, batch, buffers)
+        captured.recorded.replay()
+        return captured.recorded.output[:num_logits]
+
+    @abstractmethod
+    def _size_for(self, plan: BatchPlan) -> int:
+        """The size of the graph for a step that fits."""
+
+    @abstractmethod
+    def _choose_logits(self, captured: _Captured, plan: BatchPlan) -> int:
+        """Tells the graph whose logits to compute; how many there are."""
+
+    def _kept(self, logits: Tensor) -> Tensor:
+        """Where the logits stay until they are sampled from: in memory that the graph keeps."""
+        return logits
+
+    def _capture(self, size: int, batches: Sequence[PagedBatch]) -> _Captured:
+        runner = self._runner
+        device, config = runner.device, runner.plane.config
+        token_ids = torch.zeros(size, dtype=torch.int64, device=device)
+        positions = torch.zeros(size, dtype=torch.int64, device=device)
+        slots = torch.full((len(config.groups), size), -1, dtype=torch.int32, device=device)
+        num_sequences = self.max_sequences(size)
+        keep = torch.arange(min(size, num_sequences), device=device)
+        buffers = []
+        plans = []
+        for number, (kind, batch) in enumerate(zip(runner.kinds, batches, strict=True)):
+            reserved = runner.backend.reserve(
+                kind.spec,
+                max_sequences=num_sequences,
+                max_query_tokens=size,
+                max_blocks=max(list_room(config, kind.group, num_sequences), 2 * int(batch.indptr[-1])),
+                beside=runner.largest_buffers.get(number),
+            )
+            runner.largest_buffers.setdefault(number, reserved)
+            buffers.append(reserved)
+            plans.append(runner.backend.plan(kind.spec, batch, reserved))
+
+        def attend(call: AttentionCall) -> Tensor:
+            group = config.group_of_layer[call.layer]
+            runner.plane.write(slots[group], call.k, call.v, call.layer)
+            return runner.attention(call, plans)
+
+        def step() -> Tensor:
+            return self._kept(forward(runner.model, token_ids, positions, keep, attend))
+
+        try:
+            recorded = self._recorder.record(step)
+        except CaptureError as error:
+            raise CaptureError(f"{type(runner.model).__name__} cannot be captured: {error}") from error
+        return _Captured(recorded, token_ids, positions, slots, keep, buffers, plans)
+
+
+class DecodeGraphs(StepGraphs):
+    """Steps with one token for each sequence. Every graph keeps its logits."""
+
+    def fits(self, plan: BatchPlan) -> bool:
+        """Whether a step has one token for each sequence and samples behind it: decoding, or all but one was cached."""
+        return plan.num_tokens == len(plan.sequences) == len(plan.sampling_rows) and plan.num_tokens <= self._sizes[-1]
+
+    def max_sequences(self, size: int) -> int:
+        """As many as tokens."""
+        return size
+
+    def _size_for(self, plan: BatchPlan) -> int:
+        return self._sizes[bisect_left(self._sizes, plan.num_tokens)]
+
+    def _choose_logits(self, captured: _Captured, plan: BatchPlan) -> int:
+        return plan.num_tokens
+
+
+class MixedGraphs(StepGraphs):
+    """Steps of any kind: some decode, others compute prompts. All graphs leave their logits in the same place."""
+
+    def __init__(self, runner: ModelRunner, recorder: Recorder, sizes: Sequence[int], max_sequences: int) -> None:
+        super().__init__(runner, recorder, sizes)
+        self._max_sequences = max_sequences
+        self._logits: Tensor | None = None
+
+    def fits(self, plan: BatchPlan) -> bool:
+        """Whether tokens, sequences and logits of a step (behind each of its drafts too) are no more than a graph has."""
+        if self._places(plan) > self._sizes[-1]:
+            return False
+        return len(plan.logits_indices) <= self.max_sequences(self._size_for(plan))
+
+    def max_sequences(self, size: int) -> int:
+        """Fewer than tokens: then attention is prepared for some that have many."""
+        return min(self._max_sequences, size - 1)
+
+    def _places(self, plan: BatchPlan) -> int:
+        return max(plan.num_tokens, len(plan.sequences) + 1)
+
+    def _size_for(self, plan: BatchPlan) -> int:
+        return self._sizes[bisect_left(self._sizes, self._places(plan))]
+
+    def _choose_logits(self, captured: _Captured, plan: BatchPlan) -> int:
+        chosen = plan.logits_indices
+        if len(chosen):
+            captured.keep[: len(chosen)] = self._runner.upload(chosen)
+        return len(chosen)
+
+    def _kept(self, logits: Tensor) -> Tensor:
+        if self._logits is None or len(self._logits) < len(logits):  # the largest graph comes first
+            self._logits = torch.empty_like(logits)
+        return self._logits[: len(logits)].copy_(logits)
+
+
+def decode_sizes(max_sequences: int, smallest: int = 1) -> list[int]:
+    """The batch sizes that get a graph each, so that the largest batch has one.
+
+    >>> decode_sizes(10), decode_sizes(1, smallest=2)
+    ([1, 2, 4, 8, 10], [2])
+    """
+    largest = max(smallest, max_sequences)
+    return [size for size in DECODE_SIZES if smallest <= size < largest] + [largest]
+
+
+def mixed_sizes(max_tokens: int) -> list[int]:
+    """The numbers of tokens that get a graph each, for steps of up to `max_tokens`; larger ones than the last need none.
+
+    >>> mixed_sizes(200), mixed_sizes(10**6)[-3:], mixed_sizes(1)
+    ([64, 128, 192, 200], [1792, 1920, 2048], [])
+    """
+    largest = min(max_tokens, MIXED_SIZES[-1])
+    return [size for size in MIXED_SIZES if size < largest] + [largest] if largest > 1 else []
+
+
+def list_room(config: KVCacheConfig, group: LayerGroup, num_sequences: int) -> int:
+    """How long the block lists of so many sequences together may get before their graph must be captured again.
+
+    Sequences that share blocks list them once each, so lists may be several times as long as the pool.
+    """
+    room = SHARERS * config.pools[group.pool].num_blocks[Tier.GPU]
+    return room if config.max_seq_len is None else min(room, num_sequences * ceil_div(config.max_seq_len, config.block_size))
+
+
+def capture(graphs: StepGraphs, recorder: Recorder) -> CaptureReport:
+    """Captures all sizes and says what that cost."""
+    began, before = time.perf_counter(), recorder.num_bytes()
+    graphs.capture_all()
+    return CaptureReport(len(graphs.sizes), time.perf_counter() - began, recorder.num_bytes() - before)
+
+
+def _one_token(kind: AttentionKind) -> PagedBatch:
+    """A batch to capture with: one sequence that reads whatever is in the first slot of block 0."""
+    return PagedBatch.build([0, 1], [0], [1], [1], block_size=kind.group.block_size)

@@ -1,0 +1,83 @@
+"""Graphs without a GPU: what a graph does, done again by running the step on the same memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpool.attention import AttentionPlan, PagedBatch, PlanBuffers
+from kvpool.attention.torch_backend import TorchBackend
+from kvpool.engine.graphs import CaptureError, Recorded
+from kvpool.errors import UnsupportedAttentionError
+from kvpool.kernels.paged_spec import AttentionSpec
+
+
+class FakeRecorder:
+    """Runs a step again where a graph would be replayed; `refuses` is the reason why it cannot record."""
+
+    def __init__(self, refuses: str | None = None) -> None:
+        self.refuses = refuses
+        self.num_replays = 0
+
+    def record(self, step: Callable[[], Tensor]) -> Recorded:
+        output = step()
+        if self.refuses is not None:
+            raise CaptureError(self.refuses)
+
+        def replay() -> None:
+            self.num_replays += 1
+            output.copy_(step())
+
+        return Recorded(replay, output)
+
+    def num_bytes(self) -> int:
+        return 0
+
+
+class _Buffers(PlanBuffers):
+    newest: AttentionPlan
+
+
+class _PlanInBuffers(AttentionPlan):
+    def __init__(self, buffers: _Buffers) -> None:
+        newest = buffers.newest
+        super().__init__(newest.backend, newest.spec, newest.num_query_tokens, newest.block_size)
+        self.buffers = buffers
+
+
+class ReplanningBackend(TorchBackend):
+    """Plans into buffers as backends for GPUs do: whoever runs an earlier plan reads the newest one."""
+
+    graphs = True
+
+    def __init__(self, *, mixed: bool = True) -> None:
+        super().__init__(torch.device("cpu"))
+        self._mixed = mixed
+
+    def reserve(
+        self,
+        spec: AttentionSpec,
+        *,
+        max_sequences: int,
+        max_blocks: int,
+        max_query_tokens: int | None = None,
+        beside: PlanBuffers | None = None,
+    ) -> PlanBuffers:
+        tokens = max_query_tokens or max_sequences
+        if tokens > max_sequences and not self._mixed:
+            raise UnsupportedAttentionError("this backend captures one query a sequence")
+        return _Buffers(spec, max_sequences, tokens, max_blocks)
+
+    def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:
+        if buffers is None:
+            return super().plan(spec, batch)
+        assert isinstance(buffers, _Buffers)
+        buffers.check(spec, batch)
+        buffers.newest = super().plan(spec, batch.padded(buffers.max_query_tokens))
+        return _PlanInBuffers(buffers)
+
+    def run(self, q: Tensor, cache: Any, plan: AttentionPlan, **options: Any) -> Tensor:
+        return super().run(q, cache, plan.buffers.newest if isinstance(plan, _PlanInBuffers) else plan, **options)

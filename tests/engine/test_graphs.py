@@ -1,0 +1,192 @@
+"""Steps from graphs: which ones, what is behind their rows, and that the output is that of steps without."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from fake_graphs import FakeRecorder, ReplanningBackend  # noqa: E402
+from models import random_prompt, tiny_model  # noqa: E402
+
+from kvpool.engine import Engine, SamplingParams, graphs  # noqa: E402
+from kvpool.engine.graphs import CaptureError, MixedGraphs, mixed_sizes  # noqa: E402
+from kvpool.engine.runner import ModelRunner  # noqa: E402
+from kvpool.scheduling import BatchPlan, SchedulerConfig  # noqa: E402
+
+LIMITS = SchedulerConfig(max_tokens_per_step=100, max_sequences=8)
+PROMPTS = [random_prompt(length, seed=seed).tolist() for seed, length in enumerate([5, 70, 1, 30, 64, 150])]
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
+
+
+def engine_with_graphs(
+    family: str = "llama", *, recorder: FakeRecorder | None = None, max_tokens: int = 100, mixed: bool = True, **options: Any
+) -> Engine:
+    """An engine on a CPU whose steps run from graphs, as on a GPU."""
+    engine = Engine(tiny_model(family), kv_blocks=128, scheduler=LIMITS, **options)
+    runner = ModelRunner(
+        engine.model,
+        engine.shape,
+        engine.plane,
+        ReplanningBackend(mixed=mixed),
+        max_sequences=LIMITS.max_sequences,
+        max_tokens=max_tokens,
+        recorder=recorder or FakeRecorder(),
+    )
+    runner.warm_up()
+    engine._loop.runner = runner
+    return engine
+
+
+def tokens(engine: Engine, params: SamplingParams = GREEDY) -> list[list[int]]:
+    with engine:
+        outputs = [out.token_ids for out in engine.generate(PROMPTS, params)]
+        assert [out.token_ids for out in engine.generate(PROMPTS, params)] == outputs  # now from the cache
+        engine.manager.check()
+    return outputs
+
+
+def plain(family: str = "llama", params: SamplingParams = GREEDY, **options: Any) -> list[list[int]]:
+    return tokens(Engine(tiny_model(family), kv_blocks=128, scheduler=LIMITS, **options), params)
+
+
+def test_given_steps_with_prompts_then_all_run_from_graphs_and_the_output_is_that_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = plain()
+    engine = engine_with_graphs()
+    monkeypatch.setattr(engine._loop.runner, "_run", None)  # nothing runs as it is
+
+    assert tokens(engine) == expected
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mixtral"])
+def test_given_windows_sinks_or_experts_then_rows_behind_a_step_change_nothing(family: str) -> None:
+    assert tokens(engine_with_graphs(family)) == plain(family)
+
+
+def test_given_steps_above_the_largest_graph_then_they_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = plain()
+    recorder = FakeRecorder()
+    engine = engine_with_graphs(recorder=recorder, max_tokens=40)
+    runner = engine._loop.runner
+    sizes: list[int] = []
+    run = runner._run
+    monkeypatch.setattr(runner, "_run", lambda token_ids, *rest: (sizes.append(len(token_ids)), run(token_ids, *rest))[1])
+
+    assert tokens(engine) == expected
+    assert min(sizes) > 40
+    assert recorder.num_replays > 0
+
+
+def test_given_drafts_then_the_logits_behind_each_of_them_come_from_graphs_too() -> None:
+    repeating = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    assert tokens(engine_with_graphs(draft_tokens=3), repeating) == plain(params=repeating, draft_tokens=3)
+
+
+def test_given_a_model_that_cannot_be_captured_then_its_steps_run_as_they_are_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = plain()
+    engine = engine_with_graphs(recorder=FakeRecorder(refuses="it waits for the device"))
+
+    assert engine._loop.runner.graphs is engine._loop.runner.mixed_graphs is None
+    assert engine.graphs.num_graphs == 0
+    assert "LlamaForCausalLM cannot be captured: it waits for the device" in caplog.text
+    assert tokens(engine) == expected
+
+
+def test_given_graphs_are_required_then_a_model_that_cannot_be_captured_is_refused() -> None:
+    with Engine(tiny_model("llama"), kv_blocks=16) as engine:
+        runner = ModelRunner(
+            engine.model,
+            engine.shape,
+            engine.plane,
+            ReplanningBackend(),
+            cuda_graphs=True,
+            recorder=FakeRecorder(refuses="no"),
+        )
+        with pytest.raises(CaptureError, match="LlamaForCausalLM"):
+            runner.warm_up()
+
+
+def test_given_attention_that_captures_decoding_only_then_prompts_run_as_they_are_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = engine_with_graphs(mixed=False)
+
+    assert engine._loop.runner.mixed_graphs is None
+    assert engine._loop.runner.graphs is not None
+    assert "steps with prompts run without CUDA graphs" in caplog.text
+    assert tokens(engine) == plain()
+
+
+def test_given_an_engine_then_it_says_how_many_graphs_it_has() -> None:
+    with engine_with_graphs() as engine:
+        assert engine.graphs.num_graphs == len([1, 2, 4, 8]) + len([64, 100])
+        assert engine.graphs.seconds > 0
+
+
+def test_given_lists_that_outgrow_their_buffers_then_the_graph_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "list_room", lambda *_: 3)
+    engine = engine_with_graphs()
+    mixed = engine._loop.runner.mixed_graphs
+    assert mixed is not None
+    before = dict(mixed._captured)
+
+    assert tokens(engine) == plain()
+    assert all(mixed._captured[size] is not before[size] for size in (64, 100))
+
+
+def test_given_a_small_step_after_a_large_one_then_nothing_is_written_for_the_rows_behind_it() -> None:
+    with engine_with_graphs() as engine:
+        engine.generate([PROMPTS[4][:60]], SamplingParams(max_new_tokens=1))
+        engine.generate([PROMPTS[1][:20]], SamplingParams(max_new_tokens=1))
+        mixed = engine._loop.runner.mixed_graphs
+        assert mixed is not None
+        slots = mixed._captured[64].slots
+        assert (slots[:, :20] >= 0).all()
+        assert (slots[:, 20:] == -1).all()
+
+
+def step(query_lens: list[int], *, logits: int | None = None) -> BatchPlan:
+    """What a graph asks of a plan."""
+    plan = object.__new__(BatchPlan)
+    plan.sequences = (None,) * len(query_lens)  # type: ignore[assignment]
+    plan.token_ids = np.zeros(sum(query_lens), np.int32)
+    plan.logits_indices = np.arange(len(query_lens) if logits is None else logits)
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "size"),
+    [([1, 30], 64), ([64], 64), ([1, 64], 128), ([2048], 2048), ([1] * 63, 64), ([1] * 64, 128), ([1] * 100 + [413], 640)],
+)
+def test_given_a_step_then_it_runs_in_the_smallest_graph_that_holds_it(query_lens: list[int], size: int) -> None:
+    mixed = MixedGraphs(None, FakeRecorder(), mixed_sizes(4096), 256)  # type: ignore[arg-type]
+    assert mixed.fits(step(query_lens))
+    assert mixed._size_for(step(query_lens)) == size
+    assert mixed.max_sequences(size) >= len(query_lens)
+
+
+def test_given_too_many_tokens_or_logits_then_no_graph_holds_the_step() -> None:
+    mixed = MixedGraphs(None, FakeRecorder(), mixed_sizes(4096), 32)  # type: ignore[arg-type]
+    assert not mixed.fits(step([1, 2048]))
+    assert mixed.fits(step([5] * 6, logits=30))
+    assert not mixed.fits(step([5] * 8, logits=40))
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 63, 64, 65, 512, 2047, 2048, 100_000])
+def test_given_any_limit_then_every_step_up_to_the_largest_graph_has_one_that_is_not_much_larger(max_tokens: int) -> None:
+    sizes = mixed_sizes(max_tokens)
+    assert sizes == sorted(set(sizes))
+    assert len(sizes) <= 20
+    if max_tokens > 1:
+        assert sizes[-1] == min(max_tokens, 2048)
+        assert max(np.diff([0, *sizes])) <= 128
+        assert all(large <= 1.25 * small for small, large in pairwise(sizes) if small >= 320)
