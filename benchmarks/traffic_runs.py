@@ -158,10 +158,10 @@ def run_traffic(engine: Engine, traffic: Traffic) -> Conversations:
 
 
 def mixed_steps(
-    engine: Engine, num_decoding: int, context: int, sizes: Sequence[int], repeats: int, vocabulary: int
+    engine: Engine, num_decoding: int, context: int, sizes: Sequence[int], repeats: int, vocabulary: int, seed: int
 ) -> dict[int, list[StepTime]]:
-    """Steps in which `num_decoding` sequences decode and one prompt of each size begins and ends."""
-    rng = np.random.default_rng(1)
+    """Steps in which `num_decoding` sequences decode and one prompt of each size begins and ends. A seed: other tokens."""
+    rng = np.random.default_rng([1, seed])
     started = threading.Semaphore(0)
     num_new = 40 + 2 * repeats * len(sizes)  # steps that are decoded beside; measured ones come in between
     decoding = [

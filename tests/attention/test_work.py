@@ -119,20 +119,20 @@ def test_given_as_many_tiles_as_run_at_once_when_some_are_longer_then_their_item
     st.sampled_from(SPECS),
     st.lists(st.tuples(st.integers(1, 200), st.integers(0, 3000)), min_size=1, max_size=12),
     st.integers(1, 40),
+    st.sampled_from([1, 4]),
 )
 def test_given_room_for_some_partial_results_then_no_batch_leaves_more(
-    spec: AttentionSpec, lengths: list[tuple[int, int]], target_items: int
+    spec: AttentionSpec, lengths: list[tuple[int, int]], target_items: int, waves: int
 ) -> None:
     query_lens = np.array([queries for queries, _ in lengths])
     kv_lens = np.array([queries + prefix for queries, prefix in lengths])
     indptr = np.concatenate(([0], np.cumsum(-(-kv_lens // 16))))
     batch = PagedBatch.build(indptr, np.arange(indptr[-1]), query_lens, kv_lens, block_size=16)
     num_tiles = int((-(-query_lens // 4)).sum())
-    room = max_partials(spec, num_tiles, target_items)
+    room = max_partials(spec, num_tiles, target_items, waves)
+    options = {"tile_tokens": 4, "tile_keys": 8, "target_items": target_items, "waves": waves, "most_partials": room}
 
-    work = divide_work(
-        spec, batch, np.arange(len(lengths)), tile_tokens=4, tile_keys=8, target_items=target_items, most_partials=room
-    )
+    work = divide_work(spec, batch, np.arange(len(lengths)), **options)
 
     assert work.num_partials <= room
     assert len(work.items) <= num_tiles + room
@@ -150,3 +150,22 @@ def test_given_padding_then_the_keys_of_others_are_divided_as_without_it() -> No
     assert np.array_equal(beside.items[: len(alone.items)], alone.items)
     assert (beside.items[len(alone.items) :, 5:] == [0, 0, -1]).all()
     assert beside.items[len(alone.items) :, 1].sum() == 36
+
+
+def test_given_tiles_that_fill_a_gpu_when_merging_is_dear_then_only_the_longest_are_divided() -> None:
+    batch = PagedBatch.build([0, 120], np.arange(120), [1900], [1900], block_size=16)
+    options = {"tile_tokens": 32, "tile_keys": 32, "target_items": 33}
+
+    even, once = (divide_work(SPECS[0], batch, np.arange(1), waves=waves, **options) for waves in (4, 1))
+
+    assert even.num_partials > 60
+    assert once.num_partials == 8
+    assert once.tiles[:, 3].tolist() == [2] * 4
+
+
+def test_given_few_tiles_when_merging_is_dear_then_their_keys_fill_one_wave_all_the_same() -> None:
+    batch = PagedBatch.build([0, 256], np.arange(256), [128], [4096], block_size=16)
+
+    work = divide_work(SPECS[0], batch, np.arange(1), tile_tokens=32, tile_keys=32, target_items=33, waves=1)
+
+    assert len(work.items) == work.num_partials == 32

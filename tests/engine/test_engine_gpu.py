@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -158,6 +159,25 @@ def test_given_an_engine_then_all_its_graphs_are_captured_before_the_first_reque
         assert sorted(before) == [1, 2, 4, 8, 16, 24]
         engine.generate(PROMPTS, GREEDY)
         assert graphs._captured == before
+
+
+def test_given_graphs_that_are_garbage_when_others_are_captured_then_those_are_not_disturbed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options: dict[str, Any] = {"kv_blocks": 64, "scheduler": SchedulerConfig(max_sequences=4)}
+    engine = Engine(tiny_model("llama").to("cuda"), **options)
+    garbage: list[Any] = [engine._loop.runner.graphs, engine._loop.runner.mixed_graphs]
+    garbage.append(garbage)
+    engine.close()
+    del engine, garbage
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20, 1, 1)  # often enough to come in the middle of a capture
+    try:
+        with Engine(tiny_model("llama").to("cuda"), cuda_graphs=True, **options) as other:
+            assert other.graphs.num_graphs == len([1, 2, 4]) + 20
+    finally:
+        gc.set_threshold(*thresholds)
+    assert not caplog.records
 
 
 class KeepingRecorder(CudaRecorder):

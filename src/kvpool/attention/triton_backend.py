@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.batch import Int32Array, Int64Array, PagedBatch
-from kvpool.attention.work import Work, divide_work, max_items, max_partials
+from kvpool.attention.work import MANY_WAVES, Work, divide_work, max_items, max_partials
 from kvpool.errors import UnsupportedAttentionError
 from kvpool.kernels.current_device import current
 from kvpool.kernels.layer_cache import LayerCache
@@ -167,7 +167,7 @@ class TritonBackend(AttentionBackend):
             return _Room(shape, tile_tokens, count, tiles, count)
         tile_tokens = self.tile_tokens(spec, shape)
         tiles = min(max_sequences, max_query_tokens // 2) + 1 + max_query_tokens // tile_tokens
-        partials = max_partials(spec, tiles, self.target_items(spec, shape, tile_tokens))
+        partials = max_partials(spec, tiles, self.target_items(spec, shape, tile_tokens), _waves(shape))
         return _Room(shape, tile_tokens, tiles + partials, min(tiles, partials // 2), partials)
 
     def plan(self, spec: AttentionSpec, batch: PagedBatch, buffers: PlanBuffers | None = None) -> AttentionPlan:
@@ -235,6 +235,7 @@ class TritonBackend(AttentionBackend):
             tile_tokens=tile_tokens,
             tile_keys=shape.keys,
             target_items=target,
+            waves=_waves(shape),
             most_partials=most_partials,
         )
 
@@ -270,3 +271,8 @@ class TritonBackend(AttentionBackend):
     def _host(self, size: int) -> Tensor:
         # Torch gives pinned memory to somebody else only after the copies from it are done.
         return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+
+
+def _waves(shape: TileShape) -> int:
+    """How often a GPU may be filled to even out its end. Merging what large tiles leave takes longer than an uneven end."""
+    return MANY_WAVES if shape.rows == _DECODE_ROWS else 1

@@ -11,7 +11,7 @@ from kvpool.attention.batch import Int32Array, Int64Array, PagedBatch
 from kvpool.kernels.paged_attention import ITEM_FIELDS, TILE_FIELDS
 from kvpool.kernels.paged_spec import AttentionSpec
 
-_WAVES = 4  # how often a GPU is filled where once is not enough
+MANY_WAVES = 4  # how often a GPU is filled where once is not enough
 _FULL = 0.9  # of the places of all waves taken: an end that nobody needs to fill
 _SHORTEST_KEYS = 256  # worth an item of their own, and the merging
 
@@ -32,13 +32,14 @@ def divide_work(
     tile_tokens: int,
     tile_keys: int,
     target_items: int,
+    waves: int = MANY_WAVES,
     most_partials: int | None = None,
 ) -> Work:
     """Work for sequences `rows`, whose queries go `tile_tokens` to a tile.
 
     Keys are divided in multiples of `tile_keys`, so that about `target_items` items run at once; each tile has at least
-    one. A tile with sink tokens before its window has one more for these. There is room for `most_partials` partial results;
-    None, or `max_partials` of them: for any.
+    one. A tile with sink tokens before its window has one more for these. With one of `waves`, tiles that fill a GPU are not
+    divided to even out its end. There is room for `most_partials` partial results; None, or `max_partials` of them: for any.
     """
     num_tiles = -(-batch.query_lens[rows] // tile_tokens)
     row = np.repeat(rows, num_tiles)
@@ -61,9 +62,9 @@ def divide_work(
     with_keys = np.flatnonzero(lengths)  # the others (padding) have an item that gives zeros, and no part in the dividing
     units = -(-lengths[with_keys] // tile_keys)
     ranges = np.ones(len(row), np.int64)
-    ranges[with_keys] = -(-units // _shares(units, target_items, max(1, _SHORTEST_KEYS // tile_keys)))
+    ranges[with_keys] = -(-units // _shares(units, target_items, waves, max(1, _SHORTEST_KEYS // tile_keys)))
     if most_partials is not None and _num_partials(ranges + (sinks > 0)) > most_partials:
-        ranges[with_keys] = -(-units // _equal_share(units, target_items))
+        ranges[with_keys] = -(-units // _equal_share(units, target_items, waves))
     tiles, num_partials = np.empty((0, TILE_FIELDS), np.int32), 0
     counts = ranges + (sinks > 0)
     split = np.flatnonzero(counts > 1)
@@ -95,26 +96,26 @@ def _split(items: Int32Array, counts: Int64Array, sinks: Int64Array, step: Int64
 
 def max_items(num_tiles: int, target_items: int) -> int:
     """The most items that up to `num_tiles` tiles are divided into."""
-    return 2 * num_tiles + target_items * (1 if num_tiles < target_items else _WAVES)
+    return 2 * num_tiles + target_items * (1 if num_tiles < target_items else MANY_WAVES)
 
 
-def max_partials(spec: AttentionSpec, num_tiles: int, target_items: int) -> int:
+def max_partials(spec: AttentionSpec, num_tiles: int, target_items: int, waves: int = MANY_WAVES) -> int:
     """How many partial results there must be room for, so that up to `num_tiles` tiles can be divided into equal shares."""
-    return _WAVES * target_items + (2 * num_tiles if spec.sink_tokens else 0)
+    return max(2, waves) * target_items + (2 * num_tiles if spec.sink_tokens else 0)
 
 
 def _num_partials(counts: Int64Array) -> int:
     return int(counts[counts > 1].sum())
 
 
-def _shares(units: Int64Array, target_items: int, fewest: int) -> Int64Array:
+def _shares(units: Int64Array, target_items: int, waves: int, fewest: int) -> Int64Array:
     """Units of keys that an item of each tile takes at most.
 
     Tiles that all run at once are divided as finely as one wave of programs allows. With somewhat more tiles than that, a
     few would run alone at the end: they are divided into several waves. Many waves need no dividing, but for long ones.
     Where equal shares still leave much of the last wave empty, later items are smaller, down to `fewest`, and fill it.
     """
-    equal = np.full(len(units), _equal_share(units, target_items))
+    equal = np.full(len(units), _equal_share(units, target_items, waves))
     num_items = _num_items(units, equal)
     if num_items <= target_items or num_items >= _FULL * target_items * -(-num_items // target_items):
         return equal
@@ -126,8 +127,8 @@ def _shares(units: Int64Array, target_items: int, fewest: int) -> Int64Array:
     return shrinking if _num_items(units, shrinking) <= room else equal
 
 
-def _equal_share(units: Int64Array, target_items: int) -> int:
-    limit = target_items if len(units) <= target_items else _WAVES * target_items
+def _equal_share(units: Int64Array, target_items: int, waves: int) -> int:
+    limit = target_items if len(units) <= target_items else waves * target_items
     if len(units) >= limit:
         return max(1, -(-int(units.sum()) // target_items))
 

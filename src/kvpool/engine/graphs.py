@@ -7,10 +7,12 @@ slot and no keys, so they write nothing, read nothing and disturb nobody, and th
 
 from __future__ import annotations
 
+import gc
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -85,6 +87,7 @@ class CudaRecorder:
             # "thread_local": what other threads do on the device meanwhile (another engine that serves) is their own affair.
             with (
                 whole_device,
+                _no_garbage_collection(),
                 torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 output = step()
@@ -98,6 +101,18 @@ class CudaRecorder:
         with whole_device:  # torch refuses this while another engine captures
             torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self._device)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A graph of somebody else that is collected by chance in the middle of a capture, which CUDA forbids, would end it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Captured(NamedTuple):
