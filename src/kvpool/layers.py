@@ -105,7 +105,7 @@ def show(value: object) -> str:
         return f"{'-' if value < 0 else ''}(an integer of {value.bit_length()} bits)"
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # such an integer inside a container, or containers inside each other
+    except Exception:  # such an integer inside a container, containers inside each other, an object that cannot tell
         text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= 120 else f"{text[:117]}..."
 

@@ -14,6 +14,11 @@ from kvpool.engine.params import SamplingParams
 from kvpool.errors import InvalidArgumentError
 
 
+class Mute:
+    def __repr__(self) -> str:
+        raise RuntimeError("I say nothing")
+
+
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -21,6 +26,8 @@ from kvpool.errors import InvalidArgumentError
         ({"temperature": float("nan")}, "temperature"),
         ({"temperature": 10**400}, "temperature"),
         ({"stop": np.array(3)}, "stop"),
+        ({"top_k": [10**5000]}, "top_k"),
+        ({"max_new_tokens": Mute()}, "max_new_tokens must be an int, got a Mute that cannot be shown"),
         ({"stop_token_ids": np.array(3)}, "stop_token_ids"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import InvalidArgumentError
+from kvpool.layers import show
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -52,7 +53,7 @@ def as_flag(value: Any, name: str) -> bool:
     """`value` as a bool; nothing else passes for one, since arrays and others have no truth value."""
     if isinstance(value, (bool, np.bool_)):
         return bool(value)
-    raise InvalidArgumentError(f"{name} must be True or False, got {value!r}")
+    raise InvalidArgumentError(f"{name} must be True or False, got {show(value)}")
 
 
 def as_count(value: Any, name: str, minimum: int = 0, maximum: int = 2**40) -> int:
@@ -61,7 +62,7 @@ def as_count(value: Any, name: str, minimum: int = 0, maximum: int = 2**40) -> i
         if isinstance(value, np.integer):
             value = int(value)
         else:
-            raise InvalidArgumentError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+            raise InvalidArgumentError(f"{name} must be an int, got {show(value)} of type {type(value).__name__}")
     if not minimum <= value <= maximum:
-        raise InvalidArgumentError(f"{name} must lie in {minimum}..{maximum}, got {value}")
+        raise InvalidArgumentError(f"{name} must lie in {minimum}..{maximum}, got {show(value)}")
     return int(value)

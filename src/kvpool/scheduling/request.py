@@ -15,6 +15,7 @@ from kvpool.blocks.handle import KVCacheHandle
 from kvpool.blocks.hashing import ReuseScope
 from kvpool.blocks.retention import Retention
 from kvpool.errors import InvalidArgumentError
+from kvpool.layers import show
 
 MAX_PRIORITY = 2**31
 
@@ -74,25 +75,25 @@ class Request:
         as_count(self.priority, "priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
         as_count(self.cross_tokens, "cross_tokens")
         if not isinstance(self.scope, ReuseScope):
-            raise InvalidArgumentError(f"request {self.id!r}: scope must be a ReuseScope, got {self.scope!r}")
+            raise InvalidArgumentError(f"request {self.id!r}: scope must be a ReuseScope, got {show(self.scope)}")
         as_flag(self.steered, "steered")
         try:
             stops = list(self.stop_token_ids)
         except Exception:
-            message = f"request {self.id!r}: stop_token_ids must hold ids, got {self.stop_token_ids!r}"
+            message = f"request {self.id!r}: stop_token_ids must hold ids, got {show(self.stop_token_ids)}"
             raise InvalidArgumentError(message) from None
         object.__setattr__(self, "stop_ids", frozenset(as_token_array(stops, "stop_token_ids").tolist()))
         for name in ("deadline", "arrival"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, (int, float)) and isfinite(value)):
-                raise InvalidArgumentError(f"request {self.id!r}: {name} must be a time in seconds, got {value!r}")
+                raise InvalidArgumentError(f"request {self.id!r}: {name} must be a time in seconds, got {show(value)}")
         is_number = isinstance(self.ttl, (int, float)) and not isinstance(self.ttl, bool)
         if self.ttl is not None and not (is_number and self.ttl > 0):
-            raise InvalidArgumentError(f"request {self.id!r}: ttl must be a positive number of seconds, got {self.ttl!r}")
+            raise InvalidArgumentError(f"request {self.id!r}: ttl must be a positive number of seconds, got {show(self.ttl)}")
         for name, kind in (("retention", Retention), ("session", str)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
-                raise InvalidArgumentError(f"request {self.id!r}: {name} must be a {kind.__name__}, got {value!r}")
+                raise InvalidArgumentError(f"request {self.id!r}: {name} must be a {kind.__name__}, got {show(value)}")
 
     @property
     def num_places(self) -> int:
