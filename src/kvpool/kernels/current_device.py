@@ -13,4 +13,6 @@ whole_device = threading.RLock()
 
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Makes a GPU that of this thread while it is open: events, graphs and kernels go there, whatever their tensors say."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    if device.type != "cuda" or device.index == torch.cuda.current_device():  # asking is a tenth of changing it twice
+        return nullcontext()
+    return torch.cuda.device(device)
