@@ -59,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_sequences=st.integers(2, 6),
         spare_tokens=st.sampled_from([0, 1, 5, 100]),
         chunk=st.sampled_from([None, 1, 3]),
+        goal=st.sampled_from([None, None, 1e-6, 5.2e-3]),  # decoding alone takes longer; a few tokens fit beside it
         depth=st.integers(1, 3),
         drafts=st.sampled_from([(), (), (0, 2, 1)]),
         slow_link=st.booleans(),
@@ -81,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_tokens_per_step=chosen["max_sequences"] + chosen["spare_tokens"],
             max_sequences=chosen["max_sequences"],
             max_chunk_tokens=chosen["chunk"],
+            max_step_seconds=chosen["goal"],
             policy=chosen["policy"],
             capacity=chosen["capacity"],
             preemption=chosen["preemption"],
