@@ -196,7 +196,8 @@ def test_given_any_limit_then_every_step_up_to_the_largest_graph_has_one_that_is
 def test_given_a_runner_then_the_step_that_it_warms_up_with_is_of_the_largest_size_and_writes_nothing(family: str) -> None:
     with Engine(tiny_model(family), kv_blocks=16, scheduler=LIMITS) as engine:
         runner, sizes = engine._loop.runner, []
-        engine.model.register_forward_pre_hook(lambda _, __, given: sizes.append(given["input_ids"].shape[1]), with_kwargs=True)
+        note = lambda _, __, given: sizes.append(given["input_ids"].shape[1])  # noqa: E731
+        engine.model.register_forward_pre_hook(note, with_kwargs=True)
         stores = [store.data for store in engine.plane.stores.values() if hasattr(store, "data")]
         for data in stores:
             data.fill_(7)
