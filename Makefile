@@ -41,7 +41,7 @@ demo: $(VENV)/.stamp-demo ## three people talk to a real model on the CPU, with 
 	@$(PY) -m kvpool.engine.demo $(ARGS)
 
 tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; needs numpy only
-	@$(PY) -m kvpool.demo $(ARGS)
+	@$(PY) -m kvpool.tour $(ARGS)
 
 test: $(VENV)/.stamp-dev ## run the test suite, on several cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal $(ARGS)
@@ -54,9 +54,9 @@ compiled: $(VENV)/.stamp-dev ## what `pip install .` gives where there is a C co
 
 test-compiled: compiled ## the tests of the control plane against the compiled one
 	PYTHONPATH=build/compiled/site OMP_NUM_THREADS=1 $(PY) -m pytest -o pythonpath= -n auto --maxprocesses=4 --dist=worksteal \
-		tests/blocks tests/scheduling tests/test_manager*.py tests/test_regressions.py tests/test_rules.py tests/test_seed_bugs.py \
+		tests/pools tests/prefix tests/sequences tests/manager tests/recording tests/scheduling tests/test_regressions.py tests/test_rules.py tests/test_seed_bugs.py \
 		tests/stateful/test_wild_machine.py tests/stateful/test_scheduler_machine.py tests/test_compiled.py \
-		tests/replay/test_recorder.py tests/replay/test_recorder_exact.py tests/replay/test_simulate.py $(ARGS)
+		tests/replay/test_simulate.py $(ARGS)
 
 docs: $(VENV)/.stamp-docs ## the documentation site with its API reference, in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean $(ARGS)

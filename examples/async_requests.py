@@ -3,7 +3,7 @@
 import asyncio
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
-from kvpool.aio import AsyncKVCacheManager
+from kvpool.manager.aio import AsyncKVCacheManager
 
 config = KVCacheConfig([LayerSpec(kv_heads=8, head_dim=128)] * 32, gpu_blocks=64, watermark=0.0)
 cache = AsyncKVCacheManager(KVCacheManager(config))

@@ -1,7 +1,7 @@
 """An eviction policy of your own: one method, one name."""
 
 from kvpool import KeyedPolicy, KVCacheConfig, KVCacheManager, LayerSpec, register_policy
-from kvpool.blocks.eviction import Run
+from kvpool.eviction import Run
 
 
 @register_policy("two-class")

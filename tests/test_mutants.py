@@ -109,7 +109,7 @@ def test_given_a_module_then_its_own_tests_come_first_and_the_machines_last() ->
     tests = tool.tests_for(tool.ROOT, path)
     assert tests[0].endswith("test_pool.py")
     assert "stateful" in tests[-1]
-    assert "tests/test_manager.py" in tests
+    assert "tests/manager/test_manager.py" in tests
     assert len(tests) == len(set(tests))
     assert all((tool.ROOT / test).is_file() for test in tests)
 

@@ -25,7 +25,6 @@ from kvpool import (
     Tier,
     TokenRange,
 )
-from kvpool.blocks.pool import BlockPool
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -35,7 +34,8 @@ from kvpool.errors import (
     UnknownRequestError,
 )
 from kvpool.events import Removed, Stored
-from kvpool.mirror import CacheMirror
+from kvpool.events.mirror import CacheMirror
+from kvpool.pools.pool import BlockPool
 
 FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)

@@ -22,7 +22,6 @@ from kvpool import (
     Tier,
     TokenRange,
 )
-from kvpool.blocks.eviction import policy_names
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -33,7 +32,8 @@ from kvpool.errors import (
     UnknownRequestError,
 )
 from kvpool.events import Removed, Stored, Updated, to_dict
-from kvpool.mirror import CacheMirror
+from kvpool.events.mirror import CacheMirror
+from kvpool.eviction import policy_names
 
 FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What moves bytes or draws: not the control plane. Name one with --module to change it all the same.
 LEFT_OUT = (
     *("attention", "engine", "hf.py", "kernels", "storage", "server", "cluster", "integrations", "tiers"),
-    *("cli.py", "demo.py", "terminal.py", "compat", "replay", "__main__.py", "version.py"),
+    *("cli.py", "tour.py", "terminal.py", "compat", "replay", "__main__.py", "version.py"),
 )
 APART = ("scheduling", "replay", "compat")  # packages whose own tests are enough beside a machine
 GENERAL = ("manager", "rules", "regressions", "seed_bugs", "events", "guard", "stats")  # tests of everything below it

@@ -2,22 +2,22 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kvpool.blocks.admission import PrefixMatch
-from kvpool.blocks.batch import CSRTable, SequenceBatch
-from kvpool.blocks.compaction import ResizeResult
-from kvpool.blocks.copies import CopyKind, CopyOp
-from kvpool.blocks.eviction import EvictionPolicy, KeyedPolicy, register_policy
-from kvpool.blocks.handle import BlockTable, KVCacheHandle
-from kvpool.blocks.hashing import ReuseScope
-from kvpool.blocks.inspection import BlockState, KVCacheBlock
-from kvpool.blocks.pins import Pin
-from kvpool.blocks.retention import Retention, TokenRange
-from kvpool.blocks.state import Admission, AllocStatus
 from kvpool.config import DType, GroupKind, KVCacheConfig, LayerGroup, LayerSpec, Tier
+from kvpool.config.model_config import config_from_hf, layers_from_hf
 from kvpool.errors import KVPoolError
-from kvpool.guard import PressureChange
+from kvpool.eviction import EvictionPolicy, KeyedPolicy, register_policy
 from kvpool.manager import KVCacheManager
-from kvpool.model_config import config_from_hf, layers_from_hf
+from kvpool.manager.guard import PressureChange
+from kvpool.manager.inspection import BlockState, KVCacheBlock
+from kvpool.manager.pins import Pin
+from kvpool.pools.copies import CopyKind, CopyOp
+from kvpool.pools.pool import ResizeResult
+from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.scope import ReuseScope
+from kvpool.sequences.admission import PrefixMatch
+from kvpool.sequences.batch import CSRTable, SequenceBatch
+from kvpool.sequences.handle import BlockTable, KVCacheHandle
+from kvpool.sequences.state import Admission, AllocStatus
 from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, PoolStats
 from kvpool.version import __version__, compiled
 

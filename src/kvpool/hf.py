@@ -24,16 +24,16 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvpool.blocks.arrays import BoolArray
-from kvpool.blocks.handle import KVCacheHandle
-from kvpool.blocks.hashing import ReuseScope
 from kvpool.config import KVCacheConfig
-from kvpool.engine import rotary
-from kvpool.engine.inspection import inspect_model
+from kvpool.config.layers import show
+from kvpool.engine.model import rotary
+from kvpool.engine.model.probing import inspect_model
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.kernels.scatter import read_values
-from kvpool.layers import show
 from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import BoolArray
+from kvpool.scope import ReuseScope
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import CacheStats
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.moving import upload

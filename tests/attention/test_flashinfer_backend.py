@@ -14,8 +14,8 @@ from paged_cases import Case, large_cases, spec
 
 from kvpool.attention import AttentionBackend, create_backend
 from kvpool.attention.flashinfer_backend import FlashInferBackend
+from kvpool.config.layers import DType
 from kvpool.errors import UnsupportedAttentionError
-from kvpool.layers import DType
 
 BF16: dict[str, Any] = {"dtype": DType.BFLOAT16, "kv_dtype": DType.BFLOAT16}
 LLAMA = spec(32, 8, 128, **BF16)

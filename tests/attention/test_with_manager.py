@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.attention import AttentionSpec, PagedBatch, create_backend
-from kvpool.layers import DType
+from kvpool.config.layers import DType
 
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},

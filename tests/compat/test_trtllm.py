@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvpool import AllocStatus
-from kvpool.blocks.retention import Retention, TokenRange
 from kvpool.compat import KvCacheRetentionConfig, TokenRangeRetentionConfig, TrtLlmKVCacheManager
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, SequenceStateError
+from kvpool.prefix.retention import Retention, TokenRange
 
 torch = pytest.importorskip("torch")
 

@@ -16,10 +16,10 @@ import torch
 from gguf_files import write_tiny_llama
 from models import random_prompt, tiny_config, tiny_model
 
-from kvpool.engine import default_model
-from kvpool.engine.gguf_conversion import cache_directory, converted
-from kvpool.engine.inspection import inspect_model
-from kvpool.engine.loading import load_model
+from kvpool.engine.model import default_model
+from kvpool.engine.model.gguf_conversion import cache_directory, converted
+from kvpool.engine.model.loading import load_model
+from kvpool.engine.model.probing import inspect_model
 from kvpool.errors import ConfigError, InvalidArgumentError, ModelLoadError, UnsupportedModelError
 
 TINY = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}

@@ -20,11 +20,11 @@ from paged_cases import poisoned_layer, spec
 
 from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch
 from kvpool.attention.triton_backend import TritonBackend
+from kvpool.config.layers import DType
 from kvpool.kernels.copy_blocks import Runs
 from kvpool.kernels.copy_blocks_triton import copy_blocks_triton, copy_tokens_triton
 from kvpool.kernels.quantization import TORCH_DTYPES
 from kvpool.kernels.scatter_triton import write_slots_triton
-from kvpool.layers import DType
 
 HALF: dict[str, Any] = {"dtype": DType.BFLOAT16, "kv_dtype": DType.BFLOAT16}
 SPECS = {

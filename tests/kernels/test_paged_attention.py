@@ -15,11 +15,11 @@ from paged_cases import MIXED_KEYS, Case, feature_cases, large_cases, shape_case
 
 from kvpool.attention import PagedBatch, triton_backend
 from kvpool.attention.triton_backend import TritonBackend
+from kvpool.config.layers import DType
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels.paged_attention import TileShape
 from kvpool.kernels.paged_reference import attend_items_reference, merge_partials_reference
 from kvpool.kernels.paged_spec import AttentionSpec
-from kvpool.layers import DType
 
 CASES = feature_cases() + shape_cases()
 CPU = torch.device("cpu")

@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import ConfigError
 from kvpool.kernels.paged_spec import AttentionSpec
-from kvpool.layers import DType, LayerSpec
 
 PICTURES: list[tuple[dict[str, Any], str]] = [
     ({}, "x..... xx.... xxx... xxxx.. xxxxx. xxxxxx"),

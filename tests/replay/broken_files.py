@@ -23,18 +23,18 @@ from typing import Any
 import zstandard
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope
-from kvpool.blocks.retention import Retention, TokenRange
 from kvpool.config import Tier
 from kvpool.errors import KVPoolError
+from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.recording.playback import play_recording
 from kvpool.replay import ReplayConfig, TraceRecorder, read_trace, write_trace
-from kvpool.replay.bounds import INFINITE, OPTIMUM
-from kvpool.replay.costs import COSTS, read_costs
-from kvpool.replay.formats import FORMATS
-from kvpool.replay.plan import PlanRequest, make_plan
-from kvpool.replay.recording import play_recording
-from kvpool.replay.runs import run_all
-from kvpool.replay.statistics import summary, working_set
-from kvpool.replay.synth import fit, synthesise
+from kvpool.replay.planning.capacity_plan import PlanRequest, make_plan
+from kvpool.replay.simulation.bounds import INFINITE, OPTIMUM
+from kvpool.replay.simulation.runs import run_all
+from kvpool.replay.traces.formats import FORMATS
+from kvpool.replay.traces.statistics import summary, working_set
+from kvpool.replay.traces.synth import fit, synthesise
+from kvpool.scheduling.measured_costs import COSTS, read_costs
 
 HOSTILE: list[Any] = [
     None, True, False, 0, -1, 1, 2, 7, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, -(2**63), 2**64, 10**400, -(10**400), 0.5, -0.0,

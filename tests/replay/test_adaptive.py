@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
-from kvpool.blocks.eviction import AdaptivePolicy, make_policy
-from kvpool.blocks.eviction.experience import BIN_OF_AGE, NUM_KINDS, Experience
-from kvpool.blocks.eviction.hazard import MOST_NEWCOMERS
+from kvpool.eviction import AdaptivePolicy, make_policy
+from kvpool.eviction.experience import BIN_OF_AGE, NUM_KINDS, Experience
+from kvpool.eviction.hazard import MOST_NEWCOMERS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
-from kvpool.replay.bounds import run_model
+from kvpool.replay.simulation.bounds import run_model
 
 
 @dataclass(eq=False)

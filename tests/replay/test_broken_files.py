@@ -19,16 +19,16 @@ import pytest
 
 from kvpool import KVCacheManager
 from kvpool.cli import main
+from kvpool.config.model_config import layers_from_hf
 from kvpool.errors import ConfigError, InvalidArgumentError, NeverFitsError, OutOfBlocksError
-from kvpool.model_config import layers_from_hf
+from kvpool.recording import lines as lines_module
+from kvpool.recording import operations as operations_module
+from kvpool.recording import playback as recording_module
 from kvpool.replay import TraceBuilder, TraceError, read_trace, replay_recording
-from kvpool.replay import lines as lines_module
-from kvpool.replay import operations as operations_module
-from kvpool.replay import recording as recording_module
-from kvpool.replay import trace as trace_module
-from kvpool.replay.bounds import MODELS, run_model
-from kvpool.replay.costs import read_costs
-from kvpool.replay.weights import count_weights
+from kvpool.replay.planning.weights import count_weights
+from kvpool.replay.simulation.bounds import MODELS, run_model
+from kvpool.replay.traces import trace as trace_module
+from kvpool.scheduling.measured_costs import read_costs
 
 GOOD = b'{"timestamp": 0, "input_length": 1000, "output_length": 7, "hash_ids": [1, 2]}\n'
 MIB = 2**20
@@ -338,7 +338,7 @@ def test_given_few_bytes_that_repeat_a_long_prompt_then_the_sum_is_bounded(
     path = write_recording(
         tmp_path / "r", *(["a", 0, serial, PROMPT if serial == 1 else [1, 8, ""], {}] for serial in range(1, 9))
     )
-    monkeypatch.setattr(operations_module, "MAX_IDS", 40)
+    monkeypatch.setattr(operations_module, "MAX_TOKENS", 40)
     for read in (read_trace, replay_recording):
         with pytest.raises(TraceError, match=r"line 7 of r .*more than 40 tokens"):
             read(path)

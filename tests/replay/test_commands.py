@@ -12,8 +12,8 @@ pytest.importorskip("typer")
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.cli import main
+from kvpool.recording.playback import play_recording
 from kvpool.replay import TraceRecorder, read_trace
-from kvpool.replay.recording import play_recording
 
 LINES = [
     '{"timestamp": 5000, "input_length": 1024, "output_length": 5, "hash_ids": [1, 2]}',

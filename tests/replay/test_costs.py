@@ -12,9 +12,10 @@ from kvpool import DType, LayerSpec
 from kvpool.cli import main
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.replay import TraceBuilder, write_trace
-from kvpool.replay.costs import COSTS, Measurement, Step, costs_for, fit_costs, read_costs
-from kvpool.replay.plan import PlanRequest, make_plan
+from kvpool.replay.planning.capacity_plan import PlanRequest, make_plan
+from kvpool.replay.planning.expected_costs import costs_for
 from kvpool.scheduling import LinearCostModel
+from kvpool.scheduling.measured_costs import COSTS, MeasuredStep, Measurement, fit_costs, read_costs
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -26,12 +27,12 @@ TRUE = LinearCostModel(
 )  # fmt: skip
 
 
-def steps_of(costs: LinearCostModel) -> list[Step]:
+def steps_of(costs: LinearCostModel) -> list[MeasuredStep]:
     prompts = [
-        Step([(n, before)], 0, 0, costs.prefill_seconds(n, before)) for n in (16, 100, 900) for before in (0, 500)
+        MeasuredStep([(n, before)], 0, 0, costs.prefill_seconds(n, before)) for n in (16, 100, 900) for before in (0, 500)
     ]
     shapes = [(batch, batch * context) for batch in (1, 8, 32) for context in (10, 700)]
-    return prompts + [Step([], batch, context, costs.decode_seconds(batch, context)) for batch, context in shapes]
+    return prompts + [MeasuredStep([], batch, context, costs.decode_seconds(batch, context)) for batch, context in shapes]
 
 
 def measurement(**changes: Any) -> Measurement:
@@ -73,7 +74,7 @@ def test_given_steps_of_a_linear_machine_then_its_costs_are_found_again() -> Non
 
 
 def test_given_times_that_fall_with_the_context_then_no_cost_is_negative() -> None:
-    odd = [Step([], 4, context, 0.01 - context * 1e-6) for context in (10, 500, 1000)]
+    odd = [MeasuredStep([], 4, context, 0.01 - context * 1e-6) for context in (10, 500, 1000)]
     costs, errors = fit_costs([*steps_of(TRUE)[:6], *odd], 1e10)
     assert costs.decode_seconds_per_context_token == 0
     assert 0 < errors["decode"] < 0.1

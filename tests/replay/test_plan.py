@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.replay.gpus import GPUS, find_gpu
-from kvpool.replay.plan import PlanRequest, knee, make_plan
-from kvpool.replay.weights import count_weights
+from kvpool.replay.planning.capacity_plan import PlanRequest, knee, make_plan
+from kvpool.replay.planning.gpus import GPUS, find_gpu
+from kvpool.replay.planning.weights import count_weights
 
 
 def config(**values: Any) -> dict[str, Any]:

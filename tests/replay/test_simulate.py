@@ -12,8 +12,8 @@ from slow_simulator import slow_hits
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, TraceError, read_trace, replay
-from kvpool.replay.bounds import run_model
-from kvpool.replay.runs import run_all
+from kvpool.replay.simulation.bounds import run_model
+from kvpool.replay.simulation.runs import run_all
 
 TRACES = (
     "mooncake_conversation_trace.jsonl", "mooncake_arxiv_first1000.jsonl", "wekacc_dev.jsonl.gz",

@@ -11,7 +11,10 @@ import pytest
 import kvpool.scheduling
 
 FILES = sorted(Path(kvpool.scheduling.__file__).parent.glob("*.py"))
-BELOW = ("kvpool.blocks", "kvpool.config", "kvpool.errors", "kvpool.layers", "kvpool.manager", "kvpool.scheduling")
+BELOW = tuple(
+    f"kvpool.{room}"
+    for room in ("config", "errors", "jsonfile", "manager", "pools", "prefix", "scheduling", "scope", "sequences")
+)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

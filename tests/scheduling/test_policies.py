@@ -6,7 +6,7 @@ from toy_engine import ToyEngine
 
 from kvpool import ReuseScope
 from kvpool.errors import ConfigError
-from kvpool.scheduling import FairShare, KeyedPolicy, LongestPrefixMatch, Request, ScheduledSequence, SchedulerConfig
+from kvpool.scheduling import FairShare, LongestPrefixMatch, RankedPolicy, Request, ScheduledSequence, SchedulerConfig
 
 
 def order_of_admission(engine: ToyEngine) -> list[str]:
@@ -106,7 +106,7 @@ def test_given_preempted_and_new_requests_when_there_is_room_again_then_the_pree
 
 
 def test_given_an_order_of_ones_own_then_it_is_followed() -> None:
-    class LongestPrompt(KeyedPolicy):
+    class LongestPrompt(RankedPolicy):
         def key(self, sequence: ScheduledSequence) -> int:
             return -len(sequence.tokens)
 

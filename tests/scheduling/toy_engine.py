@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvpool import KVCacheManager, Tier
-from kvpool.blocks.groups import is_windowed, sink_blocks
+from kvpool.pools.groups import is_windowed, sink_blocks
 from kvpool.scheduling import BatchPlan, Finished, Request, Scheduler, StepResult
 
 VOCABULARY = 50

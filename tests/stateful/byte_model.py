@@ -15,7 +15,7 @@ import numpy as np
 from reference import LOCAL_TIERS
 
 from kvpool import CopyOp, GroupKind, KVCacheConfig, KVCacheHandle, KVCacheManager, ReuseScope, Tier
-from kvpool.blocks.hashing import chain_digests, root_digest
+from kvpool.prefix.digests import chain_digests, root_digest
 
 
 class Histories:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpool import GroupKind, KVCacheConfig, KVCacheManager, ReuseScope, Tier
-from kvpool.mirror import CacheMirror
+from kvpool.events.mirror import CacheMirror
 
 LOCAL_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
 CachedBlocks = dict[tuple[ReuseScope, tuple[int, ...]], dict[int, tuple[Tier, int, int]]]

@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from reference import LOCAL_TIERS, cached_blocks, needed_positions
 
 from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
-from kvpool.blocks.groups import is_cross
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError, SharedBlockError
+from kvpool.pools.groups import is_cross
 
 torch = pytest.importorskip("torch")
 

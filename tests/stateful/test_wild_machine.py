@@ -11,8 +11,8 @@ from wild_configs import draw_setting
 from wild_runs import reduced, report, run
 
 from kvpool import GroupKind, Tier
-from kvpool.blocks.copies import CopyKind
-from kvpool.blocks.eviction import policy_names
+from kvpool.eviction import policy_names
+from kvpool.pools.copies import CopyKind
 
 NUM_OPERATIONS = 80
 SEEDS = range(100)

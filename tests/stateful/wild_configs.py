@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 from kvpool import KVCacheConfig, LayerSpec, ReuseScope, Tier
-from kvpool.blocks.eviction import policy_names
+from kvpool.eviction import policy_names
 
 BLOCK_SIZES = (1, 1, 2, 2, 2, 3, 4, 4, 5, 7, 8, 16)
 HEAD_DIMS = (8, 8, 8, 16, 32)  # equal block bytes share a pool, others get their own

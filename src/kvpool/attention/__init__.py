@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvpool.attention.attention_batch import PagedBatch
 from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
-from kvpool.attention.batch import PagedBatch
 from kvpool.attention.registry import available_backends, create_backend, register_backend
 from kvpool.kernels.paged_spec import AttentionSpec
 

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvpool.attention.batch import PagedBatch
+from kvpool.attention.attention_batch import PagedBatch
+from kvpool.config.layers import check_int
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.paged_spec import AttentionSpec
 from kvpool.kernels.quantization import TORCH_DTYPES
-from kvpool.layers import check_int
 
 
 class AttentionPlan:

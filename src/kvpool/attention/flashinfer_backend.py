@@ -12,13 +12,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvpool.attention.attention_batch import Int64Array, PagedBatch
 from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
-from kvpool.attention.batch import Int64Array, PagedBatch
+from kvpool.config.layers import DType
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.paged_spec import AttentionSpec
 from kvpool.kernels.quantization import TORCH_DTYPES
-from kvpool.layers import DType
 
 _WORKSPACE_BYTES = 128 * 2**20
 _HEAD_DIMS = (64, 128, 256)

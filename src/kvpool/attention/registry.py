@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from kvpool.attention.attention_batch import PagedBatch
 from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
-from kvpool.attention.batch import PagedBatch
 from kvpool.errors import ConfigError, UnsupportedAttentionError
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.paged_spec import AttentionSpec

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from kvpool.attention.attention_batch import Int64Array, PagedBatch
 from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
-from kvpool.attention.batch import Int64Array, PagedBatch
 from kvpool.attention.gather import Scratch, TokenPlaces, gather_layer
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.paged_spec import AttentionSpec

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpool.attention.attention_batch import Int32Array, Int64Array, PagedBatch
 from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
-from kvpool.attention.batch import Int32Array, Int64Array, PagedBatch
 from kvpool.attention.work import MANY_WAVES, Work, divide_work, max_items, max_partials
+from kvpool.config.layers import DType
 from kvpool.errors import UnsupportedAttentionError
 from kvpool.kernels.current_device import current
 from kvpool.kernels.layer_cache import LayerCache
@@ -24,7 +25,6 @@ from kvpool.kernels.paged_attention import (
     use_interpreter,
 )
 from kvpool.kernels.paged_spec import AttentionSpec
-from kvpool.layers import DType
 
 _DECODE_ROWS = 16  # the smallest tile that tensor cores take
 _DECODE_BYTES = 2**14  # of keys that one round of decoding takes

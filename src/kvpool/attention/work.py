@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.attention.batch import Int32Array, Int64Array, PagedBatch
+from kvpool.attention.attention_batch import Int32Array, Int64Array, PagedBatch
 from kvpool.kernels.paged_attention import ITEM_FIELDS, TILE_FIELDS
 from kvpool.kernels.paged_spec import AttentionSpec
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.blocks.arrays import Int32Array, as_count, as_token_array
-from kvpool.blocks.groups import is_cross
-from kvpool.blocks.handle import KVCacheHandle
 from kvpool.errors import InvalidArgumentError, SequenceStateError, StorageError
 from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import Int32Array, as_count, as_token_array
+from kvpool.pools.groups import is_cross
+from kvpool.sequences.handle import KVCacheHandle
 
 if TYPE_CHECKING:
     from torch import Tensor

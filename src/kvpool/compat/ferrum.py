@@ -6,15 +6,16 @@ import time
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpool.blocks.arrays import as_count, as_token_array
-from kvpool.blocks.handle import KVCacheHandle
-from kvpool.blocks.hashing import ReuseScope, chain_digests, root_digest
 from kvpool.compat.base import CountingSpelling, SeedSpelling
 from kvpool.compat.ferrum_handle import CacheHandleStats
 from kvpool.compat.ferrum_prefixes import StoredPrefixes, check_evict_count
 from kvpool.config import Tier
 from kvpool.errors import SequenceStateError, UnknownRequestError
 from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import as_count, as_token_array
+from kvpool.prefix.digests import chain_digests, root_digest
+from kvpool.scope import ReuseScope
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import MemoryPressure
 
 if TYPE_CHECKING:

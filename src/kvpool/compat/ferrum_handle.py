@@ -6,19 +6,18 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvpool.blocks.handle import BlockTable, KVCacheHandle
-from kvpool.blocks.retention import Retention, TokenRange
 from kvpool.compat.settings import checked_settings
 from kvpool.config import DType, KVCacheConfig, LayerSpec
+from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
-from kvpool.layers import ceil_div
+from kvpool.manager import KVCacheManager
+from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.sequences.handle import BlockTable, KVCacheHandle
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from kvpool.compat.ferrum_manager import PagedKvCacheManager
 
 
 class Priority(IntEnum):
@@ -94,10 +93,21 @@ class CacheHandleStats(NamedTuple):
     last_access: float  # of this handle, by `time.monotonic`
 
 
+class HandleOwner(Protocol):
+    """What a handle asks of the manager that made it."""
+
+    manager: KVCacheManager
+    device: str
+
+    def read(self, handle: KVCacheHandle, layer: int) -> tuple[Tensor, Tensor | None]: ...
+    def clone(self, source: PagedKvCacheHandle) -> PagedKvCacheHandle: ...
+    def handle_stats(self, handle: KVCacheHandle) -> CacheHandleStats: ...
+
+
 class PagedKvCacheHandle:
     """A live request with ferrum's methods; `handle` is the same in kvpool's words."""
 
-    def __init__(self, manager: PagedKvCacheManager, handle: KVCacheHandle, request: AllocationRequest) -> None:
+    def __init__(self, manager: HandleOwner, handle: KVCacheHandle, request: AllocationRequest) -> None:
         self.manager = manager
         self.handle = handle
         self.request = request

@@ -8,14 +8,14 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.blocks.handle import KVCacheHandle
 from kvpool.compat.ferrum import FerrumCalls
 from kvpool.compat.ferrum_handle import AllocationRequest, PagedKvCacheHandle
 from kvpool.compat.settings import checked_settings
 from kvpool.config import DType, KVCacheConfig, LayerSpec
+from kvpool.config.layers import check_bool, check_int, check_number
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError
-from kvpool.layers import check_bool, check_int, check_number
 from kvpool.manager import KVCacheManager
+from kvpool.sequences.handle import KVCacheHandle
 
 
 @checked_settings

@@ -6,10 +6,10 @@ from collections import Counter, OrderedDict
 
 import numpy as np
 
-from kvpool.blocks.arrays import Int32Array
+from kvpool.config.layers import check_int
 from kvpool.errors import InvalidArgumentError
-from kvpool.layers import check_int
 from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import Int32Array
 
 
 class StoredPrefixes:

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from kvpool.blocks.handle import KVCacheHandle
-from kvpool.blocks.state import Admission
 from kvpool.compat.base import CountingSpelling, SeedSpelling
 from kvpool.compat.ferrum import FerrumKVCacheManager
 from kvpool.compat.pyagent_blocks import (
@@ -26,10 +24,12 @@ from kvpool.compat.pyagent_blocks import (
 from kvpool.compat.settings import CONFIG_SETTINGS, knows_settings
 from kvpool.config import KVCacheConfig as CacheConfig
 from kvpool.config import LayerSpec
+from kvpool.config.layers import DType as StoredType
 from kvpool.errors import ConfigError
-from kvpool.guard import PressureChange
-from kvpool.layers import DType as StoredType
 from kvpool.manager import KVCacheManager as Manager
+from kvpool.manager.guard import PressureChange
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.state import Admission
 
 __all__ = [
     "DType",

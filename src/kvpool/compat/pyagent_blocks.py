@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.blocks.pool import BlockPool
 from kvpool.compat.base import import_torch
 from kvpool.compat.settings import checked_settings
 from kvpool.config import KVCacheConfig as CacheConfig
 from kvpool.config import LayerSpec, Tier
+from kvpool.config.layers import DType as StoredType
+from kvpool.config.layers import check_bool, check_int
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.layers import DType as StoredType
-from kvpool.layers import check_bool, check_int
+from kvpool.pools.pool import BlockPool
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from kvpool.blocks.arrays import as_token_array
-from kvpool.blocks.pins import Pin
-from kvpool.blocks.retention import Retention, TokenRange
 from kvpool.compat.base import SeedSpelling
 from kvpool.compat.settings import CONFIG_SETTINGS, checked_settings, knows_settings
 from kvpool.compat.trtllm_events import EventTranslator, reuse_scope
 from kvpool.config import DType, KVCacheConfig, LayerSpec, Tier
+from kvpool.config.layers import check_int
 from kvpool.errors import ConfigError
-from kvpool.layers import check_int
 from kvpool.manager import KVCacheManager
+from kvpool.manager.pins import Pin
+from kvpool.pools.arrays import as_token_array
+from kvpool.prefix.retention import Retention, TokenRange
 
 if TYPE_CHECKING:
     from kvpool.storage import LayerCache

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from kvpool.blocks.hashing import ReuseScope
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.errors import InvalidArgumentError
 from kvpool.events import Created, Event, Removed, Stored, Updated
+from kvpool.scope import ReuseScope
 
-HASH_ALGORITHM = "kvpool_sha256"  # see kvpool.blocks.hashing; none of TensorRT-LLM's, so none of its names
+HASH_ALGORITHM = "kvpool_sha256"  # see kvpool.prefix.digests; none of TensorRT-LLM's, so none of its names
 _EXTRA = "extra id "
 _MAX_PAST = 65536
 

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.blocks.copies import CopyKind, CopyOp
-from kvpool.blocks.groups import is_cross
-from kvpool.blocks.handle import KVCacheHandle
-from kvpool.blocks.hashing import ReuseScope
-from kvpool.blocks.state import AllocStatus
 from kvpool.compat.base import SeedSpelling
 from kvpool.compat.settings import knows_settings
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.errors import ConfigError, DuplicateRequestError, InvalidArgumentError, UnknownRequestError
 from kvpool.manager import KVCacheManager
+from kvpool.pools.copies import CopyKind, CopyOp
+from kvpool.pools.groups import is_cross
+from kvpool.scope import ReuseScope
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.state import AllocStatus
 
 Pairs = list[tuple[int, int]]
 

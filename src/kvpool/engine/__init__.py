@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvpool.engine.engine import Engine, EngineStats
     from kvpool.engine.generation import Chunk, Completion, Generation, Sample, TokenLogprob
-    from kvpool.engine.params import SamplingParams
+    from kvpool.engine.sampling.params import SamplingParams
 
 # Where each public name lives: torch and transformers are imported when one of them is used, not before.
 _HOMES = {

@@ -13,14 +13,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvpool.blocks.arrays import Int32Array
-from kvpool.blocks.handle import KVCacheHandle
-from kvpool.blocks.hashing import ReuseScope
-from kvpool.demo import Board, Screen
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Chunk, Completion
-from kvpool.engine.params import SamplingParams
+from kvpool.engine.sampling.params import SamplingParams
 from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import Int32Array
+from kvpool.scope import ReuseScope
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.tour import Board, Screen
 
 SYSTEM = (
     "You are the friendly guide of a small science museum. You answer visitors of every age in one or two short, plain "

@@ -22,18 +22,14 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpool.attention import create_backend
-from kvpool.blocks.arrays import Int32Array
-from kvpool.blocks.hashing import ReuseScope
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.graphs import CaptureReport
-from kvpool.engine.inspection import ModelShape, inspect_model, run_probe
-from kvpool.engine.loading import load_model
 from kvpool.engine.loop import EngineLoop
-from kvpool.engine.model_defaults import described, eos_token_ids, sampling_defaults
+from kvpool.engine.model.loading import load_model
+from kvpool.engine.model.probing import ModelShape, inspect_model, run_probe
+from kvpool.engine.model.projections import join_projections
 from kvpool.engine.norms import fuse_norms, separate_norms
-from kvpool.engine.params import SamplingParams
-from kvpool.engine.projections import join_projections
 from kvpool.engine.prompts import chat_tokens, prompt_tokens
 from kvpool.engine.requests import (
     Asked,
@@ -45,14 +41,18 @@ from kvpool.engine.requests import (
     results_of,
 )
 from kvpool.engine.runner import ModelRunner
+from kvpool.engine.sampling.model_defaults import described, eos_token_ids, sampling_defaults
+from kvpool.engine.sampling.params import SamplingParams
 from kvpool.engine.settings import cache_fields, check_settings, scheduler_config
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.thread import EngineThread
 from kvpool.errors import KVPoolError, SequenceStateError
 from kvpool.kernels.current_device import current, whole_device
 from kvpool.manager import KVCacheManager
-from kvpool.replay import TraceRecorder
+from kvpool.pools.arrays import Int32Array
+from kvpool.recording import TraceRecorder
 from kvpool.scheduling import LinearCostModel, Request, Scheduler, SchedulerConfig, SchedulerStats
+from kvpool.scope import ReuseScope
 from kvpool.stats import CacheStats
 from kvpool.storage import DataPlane
 

@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.blocks.arrays import Int32Array
-from kvpool.engine.params import SamplingParams
-from kvpool.engine.text import Decoder, TextStream
+from kvpool.config.layers import show
+from kvpool.engine.sampling.params import SamplingParams
+from kvpool.engine.sampling.text import Decoder, TextStream
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
-from kvpool.layers import show
+from kvpool.pools.arrays import Int32Array
 
 log = logging.getLogger("kvpool")
 

@@ -13,28 +13,50 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvpool.attention import PagedBatch, PlanBuffers
+from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
 from kvpool.config import KVCacheConfig, LayerGroup, Tier
-from kvpool.engine.hook import AttentionCall
-from kvpool.engine.inspection import forward
+from kvpool.config.layers import ceil_div
+from kvpool.engine.model.hook import AttentionCall
+from kvpool.engine.model.probing import forward
 from kvpool.errors import KVPoolError
 from kvpool.kernels.current_device import whole_device
-from kvpool.layers import ceil_div
-from kvpool.scheduling.plan import BatchPlan
-
-if TYPE_CHECKING:
-    from kvpool.engine.runner import AttentionKind, ModelRunner
+from kvpool.kernels.paged_spec import AttentionSpec
+from kvpool.scheduling.batch_plan import BatchPlan
+from kvpool.storage import DataPlane
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 # Products are computed in tiles of 64 or 128 rows, so that rows up to the next multiple cost little. At the largest size the
 # GPU takes longer than launching does.
 MIXED_SIZES = (*range(64, 512, 64), *range(512, 2048 + 1, 128))
 SHARERS = 4  # of each block on average, that lists have room for
+
+
+class AttentionKind(NamedTuple):
+    """Layers that share a block table and compute alike: one plan per step serves them all."""
+
+    group: LayerGroup
+    spec: AttentionSpec
+
+
+class Steps(Protocol):
+    """What graphs use of the runner whose steps they are."""
+
+    model: Any
+    plane: DataPlane
+    backend: AttentionBackend
+    device: torch.device
+    kinds: list[AttentionKind]
+    largest_buffers: dict[int, PlanBuffers]
+
+    def paged_batch(self, plan: BatchPlan, kind: AttentionKind) -> PagedBatch: ...
+    def attention(self, call: AttentionCall, plans: Sequence[AttentionPlan]) -> Tensor: ...
+    def upload(self, array: npt.NDArray[Any]) -> Tensor: ...
 
 
 class CaptureError(KVPoolError):
@@ -137,7 +159,7 @@ class StepGraphs(ABC):
     A step fills the inputs of the smallest graph that holds it, plans attention into its buffers and replays it.
     """
 
-    def __init__(self, runner: ModelRunner, recorder: Recorder, sizes: Sequence[int]) -> None:
+    def __init__(self, runner: Steps, recorder: Recorder, sizes: Sequence[int]) -> None:
         self._runner = runner
         self._recorder = recorder
         self._sizes = list(sizes)
@@ -251,7 +273,7 @@ class DecodeGraphs(StepGraphs):
 class MixedGraphs(StepGraphs):
     """Steps of any kind: some decode, others compute prompts. All graphs leave their logits in the same place."""
 
-    def __init__(self, runner: ModelRunner, recorder: Recorder, sizes: Sequence[int], max_sequences: int) -> None:
+    def __init__(self, runner: Steps, recorder: Recorder, sizes: Sequence[int], max_sequences: int) -> None:
         super().__init__(runner, recorder, sizes)
         self._max_sequences = max_sequences
         self._logits: Tensor | None = None

@@ -18,15 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpool.blocks.arrays import Int32Array, Int64Array
-from kvpool.engine.beams import BeamSearch, Ranking
 from kvpool.engine.generation import Generation, TokenLogprob
 from kvpool.engine.runner import ModelRunner
-from kvpool.engine.sampling import Sampled
-from kvpool.engine.speculation import propose
-from kvpool.engine.step_sampling import StepSampler, logprob_of
+from kvpool.engine.sampling.beams import BeamSearch, Ranking
+from kvpool.engine.sampling.choosing import Sampled
+from kvpool.engine.sampling.speculation import propose
+from kvpool.engine.sampling.step_sampling import StepSampler, logprob_of
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
 from kvpool.kernels.current_device import whole_device
+from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
 

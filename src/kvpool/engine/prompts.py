@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpool.blocks.arrays import Int32Array, as_token_array
+from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
-from kvpool.layers import show
+from kvpool.pools.arrays import Int32Array, as_token_array
 
 
 def prompt_tokens(prompt: Any, tokenizer: Any, vocab_size: int) -> Int32Array:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from kvpool.blocks.arrays import Int32Array
-from kvpool.blocks.hashing import ReuseScope
+from kvpool.config.layers import show
 from kvpool.engine.generation import Chunk, Completion, Generation
-from kvpool.engine.params import SamplingParams
+from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, KVPoolError
-from kvpool.layers import show
+from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling import Request
+from kvpool.scope import ReuseScope
 
 log = logging.getLogger("kvpool")
 

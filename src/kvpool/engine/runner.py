@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
-from kvpool.config import LayerGroup
 from kvpool.engine.graphs import (
+    AttentionKind,
     CaptureError,
     CaptureReport,
     CudaRecorder,
@@ -24,22 +24,14 @@ from kvpool.engine.graphs import (
     decode_sizes,
     mixed_sizes,
 )
-from kvpool.engine.hook import AttentionCall
-from kvpool.engine.inspection import ModelShape, forward
+from kvpool.engine.model.hook import AttentionCall
+from kvpool.engine.model.probing import ModelShape, forward
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError, UnsupportedModelError
-from kvpool.kernels.paged_spec import AttentionSpec
-from kvpool.scheduling.plan import BatchPlan
+from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.moving import upload
 
 log = logging.getLogger("kvpool")
-
-
-class AttentionKind(NamedTuple):
-    """Layers that share a block table and compute alike: one plan per step serves them all."""
-
-    group: LayerGroup
-    spec: AttentionSpec
 
 
 class ModelRunner:

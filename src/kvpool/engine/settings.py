@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from kvpool.config.layers import check_int, check_number, show
 from kvpool.errors import ConfigError
-from kvpool.layers import check_int, check_number, show
 from kvpool.scheduling import SchedulerConfig
 
 _MOST_BYTES = 2**62

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvpool.kernels.block_bytes import Runs, widest_view
 from kvpool.kernels.current_device import current
 
 _SMALL_BLOCK = 1 << 14  # bytes below which indexing a batch beats a copy per block
-
-
-class Runs(NamedTuple):
-    """Stretches of a block that hold one token after the other: `num_stretches` of them, `stride` bytes apart."""
-
-    offset: int
-    stride: int
-    num_stretches: int
-    token_bytes: int
 
 
 def copy_blocks(source: Tensor, target: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -76,11 +67,3 @@ def _stretch(data: Tensor, run: Runs, size: int) -> Tensor:
     """The first `size` bytes of every stretch, [block, stretch, byte]."""
     offset = data.storage_offset() + run.offset
     return data.as_strided((data.shape[0], run.num_stretches, size), (data.shape[1], run.stride, 1), offset)
-
-
-def widest_view(data: Tensor) -> Tensor:
-    """Rows of bytes as rows of the widest integers that divide them: copies of those are several times faster."""
-    for dtype in (torch.int64, torch.int32, torch.int16):
-        if data.shape[1] % dtype.itemsize == 0:
-            return data.view(dtype)
-    return data

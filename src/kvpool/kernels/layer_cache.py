@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kvpool.layers import DType
+from kvpool.config.layers import DType
 
 
 class LayerCache(NamedTuple):

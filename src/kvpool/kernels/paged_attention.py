@@ -13,11 +13,11 @@ import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
+from kvpool.config.layers import DType
 from kvpool.errors import InvalidArgumentError
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.paged_attention_triton import attend_kernel, merge_kernel
 from kvpool.kernels.paged_spec import AttentionSpec
-from kvpool.layers import DType
 
 LOG2_E = 1.4426950408889634
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeAlias
 
-from kvpool.errors import ConfigError
-from kvpool.layers import (
+from kvpool.config.layers import (
     MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_TOKENS,
@@ -16,6 +15,7 @@ from kvpool.layers import (
     check_int,
     check_number,
 )
+from kvpool.errors import ConfigError
 
 Positions: TypeAlias = Any  # a numpy array or a torch tensor of token positions
 

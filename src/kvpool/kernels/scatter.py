@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpool.kernels.copy_blocks import widest_view
+from kvpool.kernels.block_bytes import widest_view
 from kvpool.kernels.current_device import current
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.quantization import Quantized, dequantize, quantize

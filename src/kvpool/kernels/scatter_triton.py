@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvpool.config.layers import DType
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.quantization import TORCH_DTYPES
-from kvpool.layers import DType
 
 _TILE = 4096  # elements of a program of the converting kernel
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it away rounds to the nearest integer, halves to even

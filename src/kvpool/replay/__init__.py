@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvpool.errors import TraceError
-from kvpool.replay.formats import read_trace, write_trace
-from kvpool.replay.recorder import TraceRecorder
-from kvpool.replay.recording import replay_recording
-from kvpool.replay.simulate import ReplayConfig, ReplayResult, replay
-from kvpool.replay.trace import Trace, TraceBuilder, TraceRequest
+from kvpool.recording.playback import replay_recording
+from kvpool.recording.recorder import TraceRecorder
+from kvpool.replay.simulation.simulate import ReplayConfig, ReplayResult, replay
+from kvpool.replay.traces.formats import read_trace, write_trace
+from kvpool.replay.traces.trace import Trace, TraceBuilder, TraceRequest
 
 __all__ = [
     "ReplayConfig",

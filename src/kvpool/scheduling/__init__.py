@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from kvpool.scheduling.config import CapacityMode, PreemptionMode, SchedulerConfig
+from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.costs import CostModel, LinearCostModel
-from kvpool.scheduling.plan import BatchPlan
 from kvpool.scheduling.policies import (
     POLICIES,
     FairShare,
     FirstComeFirstServed,
-    KeyedPolicy,
     LongestPrefixMatch,
     Priority,
+    RankedPolicy,
     SchedulingPolicy,
     ShortestRemaining,
 )
 from kvpool.scheduling.request import Finished, FinishReason, Output, Request, ScheduledSequence, SequenceState
 from kvpool.scheduling.results import Fork
 from kvpool.scheduling.scheduler import Scheduler, StepResult
-from kvpool.scheduling.stats import SchedulerStats
+from kvpool.scheduling.scheduler_config import CapacityMode, PreemptionMode, SchedulerConfig
+from kvpool.scheduling.scheduler_stats import SchedulerStats
 
 __all__ = [
     "BatchPlan",
@@ -29,7 +29,7 @@ __all__ = [
     "Finished",
     "FirstComeFirstServed",
     "Fork",
-    "KeyedPolicy",
+    "RankedPolicy",
     "LinearCostModel",
     "LongestPrefixMatch",
     "Output",

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.blocks.arrays import BoolArray, Int32Array
-from kvpool.scheduling.plan import BatchPlan
+from kvpool.pools.arrays import BoolArray, Int32Array
+from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.request import joined
-from kvpool.scheduling.round import Chunk, DecodeRows, Round
+from kvpool.scheduling.round import DecodeRows, PromptChunk, Round
 from kvpool.scheduling.running import Lanes, Running
 
 
@@ -126,7 +126,7 @@ def _depart_uniform(plan: BatchPlan, running: Running) -> None:
     _step_aside(plan, running, running.lanes.has_its_last_in_flight(plan.lanes))
 
 
-def _depart_mixed(plan: BatchPlan, running: Running, chunks: list[Chunk]) -> None:
+def _depart_mixed(plan: BatchPlan, running: Running, chunks: list[PromptChunk]) -> None:
     """What is sampled is in flight; who cannot go on without the result steps aside; prompts that end here decode next."""
     lanes = running.lanes
     samples = plan.num_samples > 0

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.blocks.arrays import Int64Array
-from kvpool.blocks.groups import is_cross, is_windowed
 from kvpool.config import LayerGroup, Tier
-from kvpool.layers import ceil_div
+from kvpool.config.layers import ceil_div
 from kvpool.manager import KVCacheManager
-from kvpool.scheduling.config import CapacityMode, SchedulerConfig
+from kvpool.pools.arrays import Int64Array
+from kvpool.pools.groups import is_cross, is_windowed
 from kvpool.scheduling.request import Request, ScheduledSequence
 from kvpool.scheduling.running import Lanes
+from kvpool.scheduling.scheduler_config import CapacityMode, SchedulerConfig
 
 SPARE_WINDOW_BLOCKS = 2  # a window moves on when a step is committed: until then its last blocks are held
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.blocks.arrays import Int32Array, Int64Array
-from kvpool.blocks.batch import SequenceBatch
 from kvpool.errors import OutOfBlocksError
-from kvpool.scheduling.admission import Admissions
+from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.scheduling.admitting import Admissions
 from kvpool.scheduling.assembly import assemble
+from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.capacity import Capacity
-from kvpool.scheduling.plan import BatchPlan
 from kvpool.scheduling.request import ScheduledSequence
 from kvpool.scheduling.roster import Roster
-from kvpool.scheduling.round import Chunk, DecodeRows, Round
+from kvpool.scheduling.round import DecodeRows, PromptChunk, Round
 from kvpool.scheduling.running import make_rows
+from kvpool.sequences.batch import SequenceBatch
 
 
 class Planner:
@@ -162,7 +162,7 @@ class Planner:
                 continue
             stop = start + slots.shape[1]
             self.running.lanes.places[sequence.lane] = stop
-            round.plan_chunk(sequence, Chunk(start, stop, slots))
+            round.plan_chunk(sequence, PromptChunk(start, stop, slots))
 
     def _extend_chunk(self, sequence: ScheduledSequence, num_tokens: int, round: Round) -> Int32Array | None:
         """Places for a chunk: those below give way, then the chunk gets smaller; None: not even one token has a place."""

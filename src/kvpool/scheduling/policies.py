@@ -45,7 +45,7 @@ class OrderedQueue:
 
 
 class SchedulingPolicy(ABC):
-    """The waiting queue and its order. Subclass it, or `KeyedPolicy`, for an order of your own."""
+    """The waiting queue and its order. Subclass it, or `RankedPolicy`, for an order of your own."""
 
     def urgency(self, sequence: ScheduledSequence) -> int:
         """Smaller goes first, even before sequences that were preempted, and may preempt larger. Fixed for a sequence."""
@@ -73,7 +73,7 @@ class SchedulingPolicy(ABC):
         """A sequence was granted this many tokens of work; negative: it used so many less than were granted."""
 
 
-class KeyedPolicy(SchedulingPolicy):
+class RankedPolicy(SchedulingPolicy):
     """An order by a key that does not change while a sequence waits: override `key`, smaller is served first."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class KeyedPolicy(SchedulingPolicy):
         return iter(self._queue)
 
 
-class FirstComeFirstServed(KeyedPolicy):
+class FirstComeFirstServed(RankedPolicy):
     """In order of arrival."""
 
     def key(self, sequence: ScheduledSequence) -> float:
@@ -113,7 +113,7 @@ class Priority(FirstComeFirstServed):
         return -sequence.request.priority
 
 
-class ShortestRemaining(KeyedPolicy):
+class ShortestRemaining(RankedPolicy):
     """What needs the fewest tokens to completion first: the best mean latency; long requests may wait long."""
 
     def key(self, sequence: ScheduledSequence) -> tuple[int, float]:

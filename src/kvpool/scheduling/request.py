@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.blocks.arrays import Int32Array, as_count, as_flag, as_token_array
-from kvpool.blocks.handle import KVCacheHandle
-from kvpool.blocks.hashing import ReuseScope
-from kvpool.blocks.retention import Retention
+from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
-from kvpool.layers import show
+from kvpool.pools.arrays import Int32Array, as_count, as_flag, as_token_array
+from kvpool.prefix.retention import Retention
+from kvpool.scope import ReuseScope
+from kvpool.sequences.handle import KVCacheHandle
 
 MAX_PRIORITY = 2**31
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.blocks.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.errors import InvalidArgumentError
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
+from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.capacity import Capacity
-from kvpool.scheduling.plan import BatchPlan
 from kvpool.scheduling.request import FinishReason, RequestGroup, ScheduledSequence, joined
 from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.running import make_rows

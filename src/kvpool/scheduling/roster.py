@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvpool.blocks.handle import KVCacheHandle
 from kvpool.config import Tier
 from kvpool.manager import KVCacheManager
-from kvpool.scheduling.config import PreemptionMode, SchedulerConfig
 from kvpool.scheduling.costs import CostModel
 from kvpool.scheduling.policies import OrderedQueue, make_policy
 from kvpool.scheduling.request import FinishReason, ScheduledSequence, SequenceState
 from kvpool.scheduling.running import Running
-from kvpool.scheduling.stats import SchedulerStats
+from kvpool.scheduling.scheduler_config import PreemptionMode, SchedulerConfig
+from kvpool.scheduling.scheduler_stats import SchedulerStats
+from kvpool.sequences.handle import KVCacheHandle
 
 
 class Roster:

@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.blocks.arrays import Int32Array, Int64Array
-from kvpool.blocks.batch import SequenceBatch
 from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling.request import ScheduledSequence
 from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.running import make_rows
+from kvpool.sequences.batch import SequenceBatch
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """Tokens `start..stop` of a sequence whose prompt is not computed yet, and where their keys and values go."""
 
     start: int
@@ -49,7 +49,7 @@ class Round:
         self.budget = roster.config.max_tokens_per_step
         self.seconds: float | None = None  # left for prompts; None: as long as they take
         self.decode: DecodeRows | None = None
-        self.chunks: dict[ScheduledSequence, Chunk] = {}
+        self.chunks: dict[ScheduledSequence, PromptChunk] = {}
         self.admitted: list[ScheduledSequence] = []
         self.resumed: list[ScheduledSequence] = []
         self.preempted: list[ScheduledSequence] = []
@@ -72,12 +72,12 @@ class Round:
             context = int(roster.running.lanes.places[rows.lanes].sum())
             self.seconds = goal - roster.costs.decode_seconds(len(rows.lanes), context)
 
-    def plan_chunk(self, sequence: ScheduledSequence, chunk: Chunk) -> None:
+    def plan_chunk(self, sequence: ScheduledSequence, chunk: PromptChunk) -> None:
         self.chunks[sequence] = chunk
         self.budget -= chunk.stop - chunk.start
         self._spend(chunk)
 
-    def _spend(self, chunk: Chunk, sign: int = 1) -> None:
+    def _spend(self, chunk: PromptChunk, sign: int = 1) -> None:
         if self.seconds is not None:
             self.seconds -= sign * self.roster.costs.prefill_seconds(chunk.stop - chunk.start, chunk.start)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.blocks.arrays import BoolArray, Int32Array, Int64Array
-from kvpool.blocks.batch import SequenceBatch
-from kvpool.blocks.handle import KVCacheHandle
 from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.scheduling.request import ScheduledSequence, SequenceState, joined
+from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.handle import KVCacheHandle
 
 
 class Lanes:

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.blocks.arrays import Int32Array, Int64Array, as_array, as_count, as_token_array
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -32,10 +31,10 @@ from kvpool.errors import (
     UnknownRequestError,
 )
 from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import Int32Array, Int64Array, as_array, as_count, as_token_array
+from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.capacity import Capacity
-from kvpool.scheduling.config import SchedulerConfig
 from kvpool.scheduling.costs import CostModel, LearningCostModel, LinearCostModel
-from kvpool.scheduling.plan import BatchPlan
 from kvpool.scheduling.planning import Planner
 from kvpool.scheduling.request import (
     Finished,
@@ -48,7 +47,8 @@ from kvpool.scheduling.request import (
 )
 from kvpool.scheduling.results import Fork, Results
 from kvpool.scheduling.roster import Roster
-from kvpool.scheduling.stats import SchedulerStats
+from kvpool.scheduling.scheduler_config import SchedulerConfig
+from kvpool.scheduling.scheduler_stats import SchedulerStats
 
 
 class StepResult(NamedTuple):

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpool.blocks.arrays import BoolArray, Int32Array
 from kvpool.config import Tier
-from kvpool.kernels.copy_blocks import widest_view
-from kvpool.storage.steps import Step, Store
+from kvpool.kernels.block_bytes import widest_view
+from kvpool.pools.arrays import BoolArray, Int32Array
+from kvpool.storage.steps import Store, TransferStep
 from kvpool.storage.store import BlockStore
 
 _CHUNK_BYTES = 1 << 26  # of temporary memory
@@ -41,7 +41,7 @@ class TravellingChecksums:
         self._sums: dict[tuple[int, Tier], Tensor] = {}
         self._known: dict[tuple[int, Tier], BoolArray] = {}
 
-    def before(self, step: Step) -> None:
+    def before(self, step: TransferStep) -> None:
         """Notes the sums that the blocks of a step go with. Runs where their bytes are final."""
         if step.target.tier == Tier.GPU:
             return
@@ -56,7 +56,7 @@ class TravellingChecksums:
             sums[self._ids(step.dst)] = values
             known[step.dst] = are_known
 
-    def after(self, step: Step) -> Tensor | None:
+    def after(self, step: TransferStep) -> Tensor | None:
         """Which blocks of a step came back to the GPU tier with other bytes than they left with; None: no such step."""
         if step.target.tier != Tier.GPU or step.source.tier == Tier.GPU or step.num_tokens is not None:
             return None

@@ -20,15 +20,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpool.blocks.arrays import BoolArray, Int32Array, as_array, as_count
-from kvpool.blocks.batch import SequenceBatch
-from kvpool.blocks.compaction import ResizeResult
-from kvpool.blocks.copies import CopyOp
-from kvpool.blocks.groups import is_cross
-from kvpool.blocks.handle import KVCacheHandle
 from kvpool.config import KVCacheConfig, LayerGroup, Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError, SharedBlockError, TransferError
 from kvpool.kernels.scatter import read_slots, read_values, write_slots
+from kvpool.pools.arrays import BoolArray, Int32Array, as_array, as_count
+from kvpool.pools.copies import CopyOp
+from kvpool.pools.groups import is_cross
+from kvpool.pools.pool import ResizeResult
+from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.layout import GroupLayout, LayerCache
 from kvpool.storage.moving import upload

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.blocks.arrays import Int32Array
 from kvpool.config import PoolSpec, Tier
+from kvpool.config.layers import MAX_BLOCKS, check_int
 from kvpool.errors import InvalidArgumentError, StorageMemoryError, TransferError
-from kvpool.layers import MAX_BLOCKS, check_int
+from kvpool.pools.arrays import Int32Array
 
 ByteRows = npt.NDArray[np.uint8]
 _THREADS = 4

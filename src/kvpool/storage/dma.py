@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvpool.blocks.arrays import Int32Array
 from kvpool.errors import TransferError
-from kvpool.kernels.copy_blocks import widest_view
+from kvpool.kernels.block_bytes import widest_view
+from kvpool.pools.arrays import Int32Array
 
 _Sizes = npt.NDArray[np.uint64]
 _IN_STREAM_ORDER = 1

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvpool.config.layers import LayerGroup
 from kvpool.errors import ConfigError
-from kvpool.kernels.copy_blocks import Runs
+from kvpool.kernels.block_bytes import Runs
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.quantization import TORCH_DTYPES
-from kvpool.layers import LayerGroup
 
 __all__ = ["GroupLayout", "LayerCache", "Part"]
 

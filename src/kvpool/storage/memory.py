@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpool.config.layers import check_int, check_number
 from kvpool.errors import InvalidArgumentError, StorageMemoryError
 from kvpool.kernels.current_device import whole_device
-from kvpool.layers import check_int, check_number
 
 _PAGE = mmap.PAGESIZE
 _TOUCH_THREADS = 8

@@ -9,18 +9,18 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvpool.blocks.arrays import Int32Array
 from kvpool.kernels.copy_blocks import copy_blocks, copy_tokens
+from kvpool.pools.arrays import Int32Array
 from kvpool.storage.disk import ByteRows, DiskStore
 from kvpool.storage.dma import copy_over_link
 from kvpool.storage.layout import GroupLayout
-from kvpool.storage.steps import Step
+from kvpool.storage.steps import TransferStep
 from kvpool.storage.store import BlockStore
 
 _STAGING_BYTES = 1 << 26  # that a transfer between a GPU and a disk takes at a time
 
 
-def move(step: Step) -> None:
+def move(step: TransferStep) -> None:
     """Carries out a step on the current stream. Where a disk is involved, it is over on return."""
     source, target = step.source, step.target
     if isinstance(target, DiskStore):
@@ -72,7 +72,7 @@ def _to_disk(source: BlockStore | DiskStore, target: DiskStore, src: Int32Array,
         target.write(dst[chunk], _rows(staging))
 
 
-def _from_disk(source: DiskStore, target: BlockStore, step: Step) -> None:
+def _from_disk(source: DiskStore, target: BlockStore, step: TransferStep) -> None:
     if target.device.type == "cpu" and step.num_tokens is None:
         source.read(step.src, _rows(target.data, step.dst))
         return

@@ -8,10 +8,10 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvpool.blocks.arrays import BoolArray, Int32Array
-from kvpool.blocks.copies import CopyOp
 from kvpool.config import LayerGroup, Tier
 from kvpool.errors import InvalidArgumentError
+from kvpool.pools.arrays import BoolArray, Int32Array
+from kvpool.pools.copies import CopyOp
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.store import BlockStore
 
@@ -28,7 +28,7 @@ class _Copies(NamedTuple):
     dst: Int32Array
 
 
-class Step:
+class TransferStep:
     """Independent copies between two stores: operations that follow each other and do not depend on each other."""
 
     def __init__(self, copies: _Copies, op: CopyOp, is_partial: bool) -> None:
@@ -71,7 +71,7 @@ class Step:
         self.ops.append(op)
         return True
 
-    def conflicts(self, later: Step) -> bool:
+    def conflicts(self, later: TransferStep) -> bool:
         """Whether `later` must wait for this: it reads what this writes, or writes what this reads or writes."""
         return (
             self.writes(later.source, later.src)
@@ -88,16 +88,16 @@ class Step:
         return self.source is store and (blocks is None or bool(self._read[blocks].any()))
 
 
-def plan_steps(ops: Sequence[CopyOp], stores: Stores, groups: Sequence[LayerGroup]) -> list[Step]:
+def plan_steps(ops: Sequence[CopyOp], stores: Stores, groups: Sequence[LayerGroup]) -> list[TransferStep]:
     """The operations as steps, in order. Every one is checked before any is carried out."""
-    steps: list[Step] = []
+    steps: list[TransferStep] = []
     for op in ops:
         if not len(op.src) and not len(op.dst):
             continue
         copies = _checked(op, stores, groups)
         is_partial = op.num_tokens is not None and op.num_tokens < groups[op.group].block_size
         if not steps or not steps[-1].join(copies, op, is_partial):
-            steps.append(Step(copies, op, is_partial))
+            steps.append(TransferStep(copies, op, is_partial))
     return steps
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvpool.config import PoolSpec, Tier
+from kvpool.config.layers import MAX_BLOCKS, check_int
 from kvpool.errors import InvalidArgumentError
-from kvpool.layers import MAX_BLOCKS, check_int
 from kvpool.storage.layout import GroupLayout, LayerCache
 from kvpool.storage.memory import HostMemory, allocate_device
 

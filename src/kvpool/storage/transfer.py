@@ -23,19 +23,19 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from kvpool.blocks.arrays import Int32Array
-from kvpool.blocks.copies import CopyOp
 from kvpool.config import LayerGroup, Tier
 from kvpool.errors import ChecksumError, TransferError
+from kvpool.pools.arrays import Int32Array
+from kvpool.pools.copies import CopyOp
 from kvpool.storage.checksums import TravellingChecksums
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.moving import move
-from kvpool.storage.steps import Step, Store, Stores, plan_steps
+from kvpool.storage.steps import Store, Stores, TransferStep, plan_steps
 
 _log = logging.getLogger(__name__)
 
 
-_Check: TypeAlias = tuple[Step, Tensor]
+_Check: TypeAlias = tuple[TransferStep, Tensor]
 """A step and, per block, whether its checksum differs."""
 
 
@@ -119,7 +119,7 @@ class Transfer:
 
 
 class _InFlight(NamedTuple):
-    step: Step
+    step: TransferStep
     completion: Completion
 
     def failed(self) -> bool:
@@ -192,7 +192,7 @@ class TransferEngine:
 
     # --- one step ----------------------------------------------------------------------------------------------------
 
-    def _run(self, steps: list[Step], overlap: bool) -> Transfer:
+    def _run(self, steps: list[TransferStep], overlap: bool) -> Transfer:
         self._forget_done()
         started: list[Completion] = []
         self._to_verify = []
@@ -214,7 +214,7 @@ class TransferEngine:
     def _forget_done(self) -> None:
         self._in_flight = [item for item in self._in_flight if not item.completion.done() or item.failed()]
 
-    def _start(self, step: Step) -> _InFlight | None:
+    def _start(self, step: TransferStep) -> _InFlight | None:
         """Begins a step behind everything it depends on; None if it is over already."""
         before = [item.completion for item in self._in_flight if item.step.conflicts(step)]
         if isinstance(step.source, DiskStore) or isinstance(step.target, DiskStore):
@@ -236,7 +236,7 @@ class TransferEngine:
             self._move_and_note(step)
             return _InFlight(step, _Recorded(stream))
 
-    def _start_on_disk(self, step: Step, before: list[Completion]) -> _InFlight:
+    def _start_on_disk(self, step: TransferStep, before: list[Completion]) -> _InFlight:
         for completion in before:
             if isinstance(completion, _Promised) and completion.done():
                 completion.wait()  # raises what went wrong there
@@ -256,10 +256,10 @@ class TransferEngine:
 
         return _InFlight(step, _Promised(self._disk_worker.submit(run)))
 
-    def _move_and_note(self, step: Step) -> None:
+    def _move_and_note(self, step: TransferStep) -> None:
         self._to_verify.extend(self._move(step))
 
-    def _move(self, step: Step) -> list[_Check]:
+    def _move(self, step: TransferStep) -> list[_Check]:
         """Moves the bytes; returns what is to be verified once they are there."""
         if self._checksums is None:
             move(step)

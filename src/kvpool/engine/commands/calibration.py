@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvpool.blocks.hashing import ReuseScope
 from kvpool.engine.engine import Engine
-from kvpool.engine.params import SamplingParams
+from kvpool.engine.sampling.params import SamplingParams
 from kvpool.engine.sizing import copy_seconds
-from kvpool.replay.costs import Measurement, Step, fit_costs
 from kvpool.scheduling import LinearCostModel
+from kvpool.scheduling.measured_costs import MeasuredStep, Measurement, fit_costs
+from kvpool.scope import ReuseScope
 
 PROMPTS = (32, 128, 512, 1024)
 BATCHES = (1, 4, 16)
@@ -29,12 +29,12 @@ class StepLog(LinearCostModel):
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[Step] = []
+        self.steps: list[MeasuredStep] = []
 
     def observe_step(
         self, prefills: Sequence[tuple[int, int]], num_sequences: int, context: int, seconds: float
     ) -> None:
-        self.steps.append(Step(list(prefills), num_sequences, context, seconds))
+        self.steps.append(MeasuredStep(list(prefills), num_sequences, context, seconds))
 
 
 def measure_costs(engine: Engine, name: str) -> Measurement:
@@ -85,9 +85,9 @@ def _run(engine: Engine, random: np.random.Generator, batch: int, length: int, n
         engine.generate(prompts, params, scope=ReuseScope(tenant="kvpool bench"))
 
 
-def _medians(steps: Sequence[Step]) -> list[Step]:
+def _medians(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
     """One step for each shape (contexts in steps of 16 tokens a sequence), with the median time of those like it."""
-    alike: dict[object, list[Step]] = {}
+    alike: dict[object, list[MeasuredStep]] = {}
     for step in steps:
         shape = (tuple(step.prefills), step.num_sequences, step.context // (16 * max(1, step.num_sequences)))
         alike.setdefault(shape, []).append(step)

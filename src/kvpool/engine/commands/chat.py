@@ -9,7 +9,7 @@ import typer
 from kvpool.engine.commands import options as opt
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Completion
-from kvpool.engine.params import SamplingParams
+from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, NeverFitsError
 
 LIVELY = SamplingParams(temperature=0.7, top_p=0.9)  # where neither the user nor the model says how to sample

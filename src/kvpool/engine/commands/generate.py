@@ -11,7 +11,7 @@ import typer
 from kvpool.engine.commands import options as opt
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Completion
-from kvpool.engine.params import SamplingParams
+from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import InvalidArgumentError
 from kvpool.terminal import check_files, write_json
 

@@ -13,8 +13,8 @@ import typer
 
 from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Completion
-from kvpool.engine.model_defaults import described
-from kvpool.engine.params import SamplingParams
+from kvpool.engine.sampling.model_defaults import described
+from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, StorageMemoryError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.terminal import check_files, parse_bytes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvpool.errors import InvalidArgumentError, TraceError
-from kvpool.replay.formats import read_trace
-from kvpool.replay.trace import Trace
+from kvpool.replay.traces.formats import read_trace
+from kvpool.replay.traces.trace import Trace
 from kvpool.terminal import parse_count
 
 DEFAULT_STEPS = (1, 2, 3, 5)  # of each power of ten in a range

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.bounds import INFINITE, MODELS, OPTIMUM
+from kvpool.recording.playback import play_recording
 from kvpool.replay.commands.options import load_trace, parse_capacities, parse_tiers
-from kvpool.replay.formats import DEFAULT_MAX_ERRORS
-from kvpool.replay.recording import play_recording
-from kvpool.replay.runs import map_over, run_all
-from kvpool.replay.simulate import ReplayConfig, ReplayResult
-from kvpool.replay.trace import Trace
+from kvpool.replay.simulation.bounds import INFINITE, MODELS, OPTIMUM
+from kvpool.replay.simulation.runs import map_over, run_all
+from kvpool.replay.simulation.simulate import ReplayConfig, ReplayResult
+from kvpool.replay.traces.formats import DEFAULT_MAX_ERRORS
+from kvpool.replay.traces.trace import Trace
 from kvpool.terminal import check_files, check_folders, console, progress_bar, write_csv, write_json
 
 if TYPE_CHECKING:
@@ -141,12 +141,12 @@ def replay(
     if json is not None:
         write_json(json, rows)
     if report is not None:
-        from kvpool.replay.report import write_report
+        from kvpool.replay.reporting.report import write_report
 
         write_report(report, loaded, results, configs, rows)
         out.print(f"report: {report}")
     if plots is not None:
-        from kvpool.replay.pictures import absent_pictures, save_pictures
+        from kvpool.replay.reporting.pictures import absent_pictures, save_pictures
 
         for path in save_pictures(plots, loaded, results, configs):
             out.print(f"picture: {path}")
@@ -163,7 +163,7 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(policy: str, capacity: str, tiers: str) -> _Sizes:
-    from kvpool.blocks.eviction import make_policy, policy_names
+    from kvpool.eviction import make_policy, policy_names
 
     names = list(policy_names()) if policy == "all" else [name.strip().lower() for name in policy.split(",")]
     for name in names:
@@ -200,9 +200,10 @@ class _Machine(NamedTuple):
 
 
 def _machine(model: Path | None, kv_dtype: str | None, gpu: str | None, measured: Path | None) -> _Machine | None:
-    from kvpool.model_config import layers_from_hf
-    from kvpool.replay.costs import costs_for, read_costs
-    from kvpool.replay.weights import count_weights
+    from kvpool.config.model_config import layers_from_hf
+    from kvpool.replay.planning.expected_costs import costs_for
+    from kvpool.replay.planning.weights import count_weights
+    from kvpool.scheduling.measured_costs import read_costs
 
     if gpu is not None and measured is not None:
         raise InvalidArgumentError("give --gpu NAME or --costs FILE, not both: each says what a step costs")
@@ -210,7 +211,7 @@ def _machine(model: Path | None, kv_dtype: str | None, gpu: str | None, measured
         found = read_costs(measured)
         if model is None:
             return _Machine(found.layers, found.costs)
-        found.check_model(count_weights(model))
+        found.check_model(count_weights(model).total)
         return _Machine(layers_from_hf(model, dtype=kv_dtype), found.costs)
     if gpu is not None:
         if model is None:
@@ -225,7 +226,7 @@ def _add_serving(
     slo: tuple[float, float], workers: int | None, quiet: bool,
 ) -> None:  # fmt: skip
     """Runs the real scheduler in simulated time for every row of finite size that is no bound, and adds its columns."""
-    from kvpool.replay.serving import ServingConfig, simulate_serving
+    from kvpool.replay.simulation.serving import ServingConfig, simulate_serving
 
     assert machine.costs is not None
     servings = {

@@ -1,0 +1,173 @@
+"""PagedBatch: which blocks, which queries and how many keys one step has for one layer group. Host arrays only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.config.layers import LayerGroup
+from kvpool.errors import InvalidArgumentError
+from kvpool.kernels.paged_spec import AttentionSpec
+from kvpool.pools.groups import sink_blocks
+from kvpool.sequences.batch import CSRTable
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+class KeyRanges(NamedTuple):
+    """The listed tokens that some queries read: `[0, sinks)` and `[start, end)`; a list numbers the tokens it holds."""
+
+    sinks: Int64Array
+    start: Int64Array
+    end: Int64Array
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """A variable-length batch over paged memory: sequence i has `query_lens[i]` queries over `kv_lens[i]` tokens.
+
+    Queries of all sequences stand one after another in one tensor: rows of one token (decode), chunks of a prompt
+    (prefill) and drafts, in any mix and order. With causal attention the queries are the *last* tokens of their sequence:
+    `kv_lens` counts them, so their K and V must be written before attention runs. It says explicitly how many
+    tokens may be read: the block lists cover reserved tokens, some of which nobody has written yet.
+
+    The block lists are the manager's: `manager.batch(handles).csr(group)`. Where blocks left a window, a list holds the
+    `sink_blocks` first ones, then those from position `first_position` on; `gaps` is the number of positions between.
+    """
+
+    indptr: Int32Array
+    indices: Int32Array
+    query_lens: Int64Array
+    kv_lens: Int64Array
+    gaps: Int64Array
+    block_size: int
+
+    @classmethod
+    def of(cls, csr: CSRTable, group: LayerGroup, query_lens: npt.ArrayLike, kv_lens: npt.ArrayLike) -> PagedBatch:
+        """The batch of a manager's CSR export for `group`, taken as it is: `kv.batch(handles).csr(group.index)`."""
+        sinks = sink_blocks(group, group.block_size) * group.block_size
+        gaps = np.maximum(csr.first_position.astype(np.int64) - sinks, 0)
+        return cls.build(csr.indptr, csr.indices, query_lens, kv_lens, block_size=group.block_size, gaps=gaps)
+
+    @classmethod
+    def build(
+        cls,
+        indptr: npt.ArrayLike,
+        indices: npt.ArrayLike,
+        query_lens: npt.ArrayLike,
+        kv_lens: npt.ArrayLike,
+        *,
+        block_size: int,
+        gaps: npt.ArrayLike | None = None,
+    ) -> PagedBatch:
+        """A batch from plain arrays, checked; InvalidArgumentError names the first sequence that does not fit."""
+        queries = _integers("query_lens", query_lens, np.int64)
+        count = len(queries)
+        missing = np.zeros(count, np.int64) if gaps is None else _integers("gaps", gaps, np.int64)
+        batch = cls(
+            _integers("indptr", indptr, np.int32),
+            _integers("indices", indices, np.int32),
+            queries,
+            _integers("kv_lens", kv_lens, np.int64),
+            missing,
+            block_size,
+        )
+        batch._check()
+        return batch
+
+    def _check(self) -> None:
+        count = len(self)
+        shapes = (("kv_lens", self.kv_lens, count), ("gaps", self.gaps, count), ("indptr", self.indptr, count + 1))
+        for name, array, length in shapes:
+            if len(array) != length:
+                raise InvalidArgumentError(
+                    f"{name} has {len(array)} entries, but query_lens has {count}: needed is {length}"
+                )
+        if self.block_size < 1:
+            raise InvalidArgumentError(f"block_size={self.block_size} must be at least 1")
+        if not count:
+            return
+        held = np.diff(self.indptr).astype(np.int64)
+        if self.indptr[0] != 0 or int(held.min()) < 0 or self.indptr[-1] > len(self.indices):
+            raise InvalidArgumentError(
+                f"indptr must rise from 0 to at most len(indices)={len(self.indices)}, got {self.indptr[:8]}..."
+            )
+        wrong = (self.query_lens < 0) | (self.kv_lens < 0) | (self.kv_lens - self.gaps > held * self.block_size)
+        wrong |= (self.gaps < 0) | ((self.gaps > self.kv_lens) & (self.kv_lens > 0))
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise InvalidArgumentError(
+                f"sequence {row}: {self.query_lens[row]} queries over {self.kv_lens[row]} tokens, {self.gaps[row]} of them "
+                f"not held, do not fit its {held[row]} blocks of {self.block_size}; extend it before planning"
+            )
+
+    def __len__(self) -> int:
+        return len(self.query_lens)
+
+    def padded(self, num_query_tokens: int) -> PagedBatch:
+        """With as many queries, the ones behind the batch as a sequence without keys: attention gives zeros for them."""
+        missing = num_query_tokens - self.num_query_tokens
+        if not missing:
+            return self
+        return replace(
+            self,
+            indptr=np.append(self.indptr, self.indptr[-1:]),
+            query_lens=np.append(self.query_lens, missing),
+            kv_lens=np.append(self.kv_lens, 0),
+            gaps=np.append(self.gaps, 0),
+        )
+
+    @property
+    def num_query_tokens(self) -> int:
+        """Rows of the query tensor."""
+        return int(self.query_lens.sum())
+
+    @property
+    def num_listed(self) -> Int64Array:
+        """Tokens of each sequence that its block list holds and that may be read."""
+        listed: Int64Array = np.maximum(self.kv_lens - self.gaps, 0)
+        return listed
+
+    def check_for(self, spec: AttentionSpec) -> None:
+        """InvalidArgumentError where the queries of a sequence need tokens that are not there or not held any more."""
+        if not spec.causal:
+            return
+        alive = (self.query_lens > 0) & (self.kv_lens > 0)
+        first_query = self.kv_lens - self.query_lens
+        wrong = alive & (first_query < 0)
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise InvalidArgumentError(
+                f"sequence {row} has {self.query_lens[row]} queries but kv_lens={self.kv_lens[row]}: kv_lens counts this "
+                "step's tokens too, and 0 marks a padding row"
+            )
+        # What the first query needs, unless the list skips nothing: the first held position after the gap.
+        sinks = -(-spec.sink_tokens // self.block_size) * self.block_size
+        wrong = alive & (self.gaps > 0) & (spec.first_visible(first_query) < self.gaps + sinks)
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise InvalidArgumentError(
+                f"sequence {row}: the query at position {first_query[row]} sees tokens before {self.gaps[row] + sinks}, "
+                "which left its window; plan a step before the next one is committed"
+            )
+
+    def key_ranges(self, spec: AttentionSpec, rows: Any, first: Int64Array, last: Int64Array) -> KeyRanges:
+        """What queries `first` to `last` (positions, inclusive) of sequences `rows` read, as ranges of listed tokens."""
+        listed, gaps = self.num_listed[rows], self.gaps[rows]
+        if not spec.causal:
+            zero = np.zeros_like(listed)
+            return KeyRanges(zero, zero, listed)
+        end = np.clip(last + 1 - gaps, 0, listed)
+        start = np.clip(spec.first_visible(first) - gaps, 0, end)
+        return KeyRanges(np.minimum(spec.sink_tokens, start), start, end)
+
+
+def _integers(name: str, values: npt.ArrayLike, dtype: Any) -> Any:
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidArgumentError(f"{name} must be a list of integers, got {array.dtype} of shape {array.shape}")
+    return array.astype(dtype, copy=False)

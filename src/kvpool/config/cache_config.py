@@ -1,0 +1,430 @@
+"""KVCacheConfig: the model's layers, the memory for them, and what fits. Everything is checked on construction."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
+from fractions import Fraction
+
+from kvpool.config.budgets import PREFIX_TOKENS, divide_by_shares, divide_for_prefixes, prefix_needs
+from kvpool.config.layers import (
+    MAX_BLOCK_SIZE,
+    MAX_BLOCKS,
+    MAX_BYTES,
+    MAX_TOKENS,
+    GroupKind,
+    LayerGroup,
+    LayerSpec,
+    PoolSpec,
+    Tier,
+    build_groups,
+    build_pools,
+    check_bool,
+    check_int,
+    check_number,
+    divide_budget,
+    show,
+)
+from kvpool.errors import ConfigError, InvalidArgumentError, NeverFitsError
+
+LOCAL_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
+DEFAULT_PLAN_TOKENS = 4096
+_UNLIMITED = 2**62  # above every reachable length: MAX_BLOCKS blocks of MAX_BLOCK_SIZE tokens are 2**51
+
+
+@dataclass(frozen=True)
+class KVCacheConfig:
+    """Layers, block size and memory of one KV cache, plus the switches of its manager.
+
+    Memory, per tier: a number of blocks (one int for every pool, or one per pool) or a number of bytes. For the GPU,
+    `gpu_fraction` of `free_gpu_bytes` is the third way; several ranks must all pass the smallest of their free bytes,
+    or they disagree. Bytes are divided between pools by what cached prefixes need of each (docs/decisions/0007), for
+    sequences of `plan_tokens` if that is given, or by `pool_shares`.
+
+    >>> config = KVCacheConfig([LayerSpec(kv_heads=8, head_dim=128)] * 32, gpu_bytes=2**30)
+    >>> config.bytes_per_token, config.num_blocks(Tier.GPU), config.longest_sequence()
+    (131072, 512, 8112)
+    """
+
+    layers: Sequence[LayerSpec]
+    block_size: int = 16
+    _: KW_ONLY
+    gpu_blocks: int | Sequence[int] | None = None
+    gpu_bytes: int | None = None
+    gpu_fraction: float | None = None
+    free_gpu_bytes: int | None = None
+    max_gpu_tokens: int | None = None  # of those bytes no more than so many tokens need in every layer
+    host_blocks: int | Sequence[int] | None = None
+    host_bytes: int | None = None
+    disk_blocks: int | Sequence[int] | None = None
+    disk_bytes: int | None = None
+    plan_tokens: int | None = None  # divide bytes for running sequences of this length; None = for cached prefixes
+    pool_shares: Sequence[float] | None = None  # or by these fractions of the bytes, one per pool
+    plan_cross_tokens: int | None = None  # its encoder tokens; None = plan_tokens
+    max_seq_len: int | None = None  # longest sequence accepted; None = unlimited
+    enable_prefix_caching: bool = True
+    partial_match: bool = True  # reuse the matching part of a block by copying it
+    offload_on_evict: bool = True  # evicted GPU cache goes to HOST, HOST to DISK, where these tiers exist
+    offload_min_priority: int = 0  # evicted runs of a lower retention priority are dropped, not offloaded
+    watermark: float = 0.01  # fraction of each GPU pool kept free at admission
+    eviction_policy: str = "adaptive"  # learns what is reused; its comparison with "lru": docs/decisions/0005
+    default_ttl: float | None = None  # seconds
+    max_pinned_tokens: int | None = None  # None = half of the smallest GPU pool's tokens
+    pressure_levels: Sequence[float] = (0.6, 0.8, 0.95)  # used fractions: MEDIUM, HIGH, CRITICAL
+    event_buffer_size: int = 65536  # 0 = events off
+
+    groups: tuple[LayerGroup, ...] = field(init=False, repr=False, compare=False)
+    pools: tuple[PoolSpec, ...] = field(init=False, repr=False, compare=False)
+    group_of_layer: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    bytes_per_token: int = field(init=False, repr=False, compare=False)  # over all groups
+    block_bytes: int = field(init=False, repr=False, compare=False)  # one block of every group
+
+    def __post_init__(self) -> None:
+        self._check_model()
+        self._check_limits()
+        self._check_features()
+        groups = build_groups(self.layers, self.block_size)
+        self._put("groups", groups)
+        group_of = {layer: group.index for group in groups for layer in group.layers}
+        self._put("group_of_layer", tuple(group_of[layer] for layer in range(len(self.layers))))
+        self._put("bytes_per_token", sum(group.bytes_per_token for group in groups))
+        self._put("block_bytes", sum(group.block_bytes for group in groups))
+        if self.plan_cross_tokens is not None and not self._has_cross:
+            raise ConfigError(f"plan_cross_tokens={self.plan_cross_tokens} but no layer has cross_attention=True")
+        pools = build_pools(groups)
+        counts = {tier: self._tier_counts(tier, pools) for tier in LOCAL_TIERS}
+        self._put("pools", tuple(replace(p, num_blocks={t: counts[t][p.index] for t in LOCAL_TIERS}) for p in pools))
+
+    # ---- sizes -------------------------------------------------------------------------------------------------------
+
+    def num_blocks(self, tier: Tier) -> int:
+        """Blocks of all pools on `tier`."""
+        return sum(self._counts(tier))
+
+    def pool_bytes(self, tier: Tier) -> int:
+        """Bytes that all pools allocate on `tier`."""
+        return sum(count * pool.block_bytes for count, pool in zip(self._counts(tier), self.pools, strict=True))
+
+    def watermark_blocks(self, pool: int, num_blocks: int | None = None) -> int:
+        """GPU blocks of a pool that admission leaves free; `num_blocks` when the pool was resized.
+
+        At least 1 if `watermark` > 0, but never so many that less than one block for each group of the pool is left.
+        """
+        check_int("pool", pool, 0, len(self.pools) - 1, InvalidArgumentError)
+        if self.watermark == 0:
+            return 0
+        if num_blocks is None:
+            num_blocks = self.pools[pool].num_blocks[Tier.GPU]
+        wanted = max(1, int(_exact(self.watermark) * num_blocks))
+        return max(0, min(wanted, num_blocks - len(self.pools[pool].groups)))
+
+    @property
+    def planned_tokens(self) -> int:
+        """`plan_tokens`, or its default."""
+        if self.plan_tokens is not None:
+            return self.plan_tokens
+        return DEFAULT_PLAN_TOKENS if self.max_seq_len is None else self.max_seq_len
+
+    @property
+    def planned_cross_tokens(self) -> int:
+        """`plan_cross_tokens`, or its default; 0 without cross-attention layers."""
+        if not self._has_cross:
+            return 0
+        return self.planned_tokens if self.plan_cross_tokens is None else self.plan_cross_tokens
+
+    @property
+    def pinned_tokens_limit(self) -> int:
+        """`max_pinned_tokens`, or its default: half of what the smallest GPU pool can hold."""
+        if self.max_pinned_tokens is not None:
+            return self.max_pinned_tokens
+        return min(p.num_blocks[Tier.GPU] * self.block_size // len(p.groups) for p in self.pools) // 2
+
+    # ---- what fits ---------------------------------------------------------------------------------------------------
+
+    def blocks_for(self, num_tokens: int, *, cross_tokens: int = 0) -> tuple[int, ...]:
+        """Blocks per group that one sequence of `num_tokens` needs at its peak (see `LayerGroup.max_live_blocks`).
+
+        CROSS groups hold `cross_tokens`, the encoder's. A prompt written in one piece needs all its blocks meanwhile.
+        """
+        check_int("num_tokens", num_tokens, 0, _UNLIMITED, InvalidArgumentError)
+        check_int("cross_tokens", cross_tokens, 0, MAX_TOKENS, InvalidArgumentError)
+        if cross_tokens and not self._has_cross:
+            raise InvalidArgumentError(f"cross_tokens={cross_tokens} but no layer has cross_attention=True")
+        return tuple(g.max_live_blocks(cross_tokens if g.kind is GroupKind.CROSS else num_tokens) for g in self.groups)
+
+    def pool_blocks_for(self, num_tokens: int, *, cross_tokens: int = 0) -> tuple[int, ...]:
+        """Blocks per pool that one sequence needs: `blocks_for`, added up over the groups of each pool."""
+        needs = [0] * (1 + max(group.pool for group in self.groups))
+        group_needs = self.blocks_for(num_tokens, cross_tokens=cross_tokens)
+        for group, need in zip(self.groups, group_needs, strict=True):
+            needs[group.pool] += need
+        return tuple(needs)
+
+    def sequence_bytes(self, num_tokens: int, *, cross_tokens: int = 0) -> int:
+        """Bytes of the blocks that one sequence needs."""
+        needs = self.pool_blocks_for(num_tokens, cross_tokens=cross_tokens)
+        return sum(need * pool.block_bytes for need, pool in zip(needs, self.pools, strict=True))
+
+    def blocks_in(self, num_bytes: int) -> tuple[int, ...]:
+        """How many blocks of each pool fit into `num_bytes`, divided as a byte budget of the GPU is."""
+        num_bytes = check_int("num_bytes", num_bytes, 0, MAX_BYTES, InvalidArgumentError)
+        return self._divide("num_bytes", num_bytes, self.pools, on_gpu=True)
+
+    def longest_sequence(self, *, cross_tokens: int = 0, keep_watermark: bool = True) -> int | None:
+        """Tokens of the longest sequence that an empty GPU tier admits; None: no limit (all layers have windows).
+
+        With `keep_watermark=False`, the length that an admitted sequence can grow to. 0: not even one token fits.
+        """
+        usable = self._usable_blocks(keep_watermark)
+        longest = _UNLIMITED if self.max_seq_len is None else self.max_seq_len
+
+        def overflows(num_tokens: int) -> bool:
+            needs = self.pool_blocks_for(num_tokens, cross_tokens=cross_tokens)
+            return any(need > limit for need, limit in zip(needs, usable, strict=True))
+
+        if overflows(longest):
+            return max(0, bisect_right(range(longest), False, key=overflows) - 1)
+        return self.max_seq_len
+
+    def max_sequences(self, num_tokens: int, *, cross_tokens: int = 0) -> int:
+        """How many sequences of `num_tokens` that share nothing fit at once; 0 if none does."""
+        check_int("num_tokens", num_tokens, 1, MAX_TOKENS, InvalidArgumentError)
+        if self.max_seq_len is not None and num_tokens > self.max_seq_len:
+            return 0
+        needs = self.pool_blocks_for(num_tokens, cross_tokens=cross_tokens)
+        return min(usable // need for usable, need in zip(self._usable_blocks(True), needs, strict=True) if need)
+
+    def require_fit(self, num_tokens: int, *, cross_tokens: int = 0) -> None:
+        """NeverFitsError, saying what would fit, if even an empty GPU tier cannot admit a sequence of `num_tokens`."""
+        needs = self.pool_blocks_for(num_tokens, cross_tokens=cross_tokens)
+        usable = self._usable_blocks(True)
+        short = next((p for p in self.pools if needs[p.index] > usable[p.index]), None)
+        too_long = self.max_seq_len is not None and num_tokens > self.max_seq_len
+        if short is None and not too_long:
+            return
+        reasons = [f"max_seq_len={self.max_seq_len} is less"] if too_long else []
+        if short is not None:
+            reasons.append(
+                f"it needs {needs[short.index]} blocks of pool {short.index}, which has {short.num_blocks[Tier.GPU]} "
+                f"and keeps {self.watermark_blocks(short.index)} free; {self._remedy(needs)} would hold it"
+            )
+        longest = self.longest_sequence(cross_tokens=cross_tokens)
+        reasons.append(f"the longest that fits has {longest} tokens")
+        raise NeverFitsError(f"a sequence of {num_tokens} tokens never fits: {'; '.join(reasons)}")
+
+    def explain(self) -> str:
+        """The whole arithmetic, for people."""
+        lines = [
+            f"{len(self.layers)} layers, {self.bytes_per_token} bytes per token, "
+            f"blocks of {self.block_size} tokens and {self.block_bytes} bytes"
+        ]
+        for group in self.groups:
+            window = "" if group.window is None else f" of {group.window} tokens"
+            sinks = f" + {group.sink_tokens} sink tokens" if group.sink_tokens else ""
+            lines.append(
+                f"group {group.index}: {group.kind.value}{window}{sinks}, {len(group.layers)} layers of "
+                f"{_shape_text(group.spec)}, {group.bytes_per_token} bytes per token, pool {group.pool}"
+            )
+        for pool in self.pools:
+            counts = ", ".join(f"{tier.name} {pool.num_blocks[tier]}" for tier in LOCAL_TIERS if pool.num_blocks[tier])
+            lines.append(
+                f"pool {pool.index}: {pool.block_bytes} bytes per block, blocks: {counts}, "
+                f"{self.watermark_blocks(pool.index)} kept free at admission"
+            )
+        tiers = ", ".join(f"{tier.name} {self.pool_bytes(tier)}" for tier in LOCAL_TIERS if self.pool_bytes(tier))
+        longest = self.longest_sequence(cross_tokens=self.planned_cross_tokens)
+        lines.append(f"bytes: {tiers}")
+        lines.append(f"longest sequence: {'unlimited' if longest is None else f'{longest} tokens'}")
+        fitting = self.max_sequences(self.planned_tokens, cross_tokens=self.planned_cross_tokens)
+        lines.append(f"sequences of {self.planned_tokens} tokens at once: {fitting}")
+        return "\n".join(lines)
+
+    # ---- checks and derivation ---------------------------------------------------------------------------------------
+
+    def _put(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @property
+    def _has_cross(self) -> bool:
+        return any(group.kind is GroupKind.CROSS for group in self.groups)
+
+    def _check_model(self) -> None:
+        given: object = self.layers
+        if not isinstance(given, (tuple, list)):
+            raise ConfigError(f"layers={show(given)} must be a list of LayerSpec; for n equal layers: [spec] * n")
+        for index, layer in enumerate(given):
+            if not isinstance(layer, LayerSpec):
+                raise ConfigError(f"layers[{index}]={show(layer)} must be a LayerSpec")
+        if all(layer.cross_attention for layer in given):
+            raise ConfigError(f"layers={show(given)} must hold at least one LayerSpec without cross_attention")
+        self._put("layers", tuple(given))
+        self._put("block_size", check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE))
+
+    def _check_limits(self) -> None:
+        for name, high in (
+            ("plan_tokens", MAX_TOKENS),
+            ("plan_cross_tokens", MAX_TOKENS),
+            ("max_seq_len", MAX_TOKENS),
+            ("gpu_bytes", MAX_BYTES),
+            ("free_gpu_bytes", MAX_BYTES),
+            ("max_gpu_tokens", MAX_TOKENS),
+        ):
+            if getattr(self, name) is not None:
+                self._put(name, check_int(name, getattr(self, name), 1, high))
+        for name, high in (("host_bytes", MAX_BYTES), ("disk_bytes", MAX_BYTES), ("max_pinned_tokens", MAX_TOKENS)):
+            if getattr(self, name) is not None:
+                self._put(name, check_int(name, getattr(self, name), 0, high))
+        if self.plan_tokens is not None and self.max_seq_len is not None and self.plan_tokens > self.max_seq_len:
+            raise ConfigError(f"plan_tokens={self.plan_tokens} exceeds max_seq_len={self.max_seq_len}; lower it")
+        budgets = (self.gpu_bytes, self.gpu_fraction, self.host_bytes, self.disk_bytes)
+        if self.pool_shares is not None and (self.plan_tokens is not None or not any(budgets)):
+            raise ConfigError("pool_shares divides byte budgets: give one of these, and no plan_tokens")
+        given = [n for n in ("gpu_blocks", "gpu_bytes", "gpu_fraction") if getattr(self, n) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) if given else "none"
+            raise ConfigError(f"give exactly one of gpu_blocks, gpu_bytes, gpu_fraction; found {found}")
+        if self.max_gpu_tokens is not None and self.gpu_blocks is not None:
+            raise ConfigError(f"max_gpu_tokens={self.max_gpu_tokens} caps gpu_bytes or gpu_fraction; gpu_blocks is exact")
+        for tier in ("host", "disk"):
+            if getattr(self, f"{tier}_blocks") is not None and getattr(self, f"{tier}_bytes") is not None:
+                raise ConfigError(f"{tier}_blocks and {tier}_bytes both size the {tier.upper()} tier; give one of them")
+        if (self.gpu_fraction is None) != (self.free_gpu_bytes is None):
+            raise ConfigError(
+                f"gpu_fraction={show(self.gpu_fraction)} and free_gpu_bytes={show(self.free_gpu_bytes)} go together: "
+                "the first is the part of the second that the cache may use"
+            )
+        if self.gpu_fraction is not None:
+            self._put("gpu_fraction", check_number("gpu_fraction", self.gpu_fraction, "in (0, 1]"))
+            if not 0 < self.gpu_fraction <= 1:
+                raise ConfigError(f"gpu_fraction={self.gpu_fraction} must be in (0, 1]")
+
+    def _check_features(self) -> None:
+        for name in ("enable_prefix_caching", "partial_match", "offload_on_evict"):
+            check_bool(name, getattr(self, name))
+        low = check_int("offload_min_priority", self.offload_min_priority, 0, 100)
+        if low and not self.offload_on_evict:
+            raise ConfigError(f"offload_min_priority={low} does nothing with offload_on_evict=False")
+        self._put("offload_min_priority", low)
+        self._put("watermark", check_number("watermark", self.watermark, "in [0, 1)"))
+        if not 0 <= self.watermark < 1:
+            raise ConfigError(f"watermark={self.watermark} must be in [0, 1)")
+        policy: object = self.eviction_policy
+        if not isinstance(policy, str) or not policy:
+            raise ConfigError(f"eviction_policy={show(policy)} must be the name of a policy, such as 'lru'")
+        if self.default_ttl is not None:
+            self._put("default_ttl", check_number("default_ttl", self.default_ttl, "seconds above 0, or None"))
+            if self.default_ttl <= 0:
+                raise ConfigError(f"default_ttl={self.default_ttl} must be seconds above 0, or None for no limit")
+            if not self.enable_prefix_caching:
+                raise ConfigError(f"default_ttl={self.default_ttl} does nothing with enable_prefix_caching=False")
+        expected = "three rising fractions in (0, 1]"
+        if not isinstance(self.pressure_levels, (tuple, list)) or len(self.pressure_levels) != 3:
+            raise ConfigError(f"pressure_levels={show(self.pressure_levels)} must be {expected}")
+        levels = tuple(check_number("pressure_levels", level, expected) for level in self.pressure_levels)
+        if not 0 < levels[0] < levels[1] < levels[2] <= 1:
+            raise ConfigError(f"pressure_levels={levels} must be {expected}")
+        self._put("pressure_levels", levels)
+        self._put("event_buffer_size", check_int("event_buffer_size", self.event_buffer_size, 0, MAX_BLOCKS))
+
+    def _tier_counts(self, tier: Tier, pools: Sequence[PoolSpec]) -> tuple[int, ...]:
+        prefix = tier.name.lower()
+        blocks, num_bytes = getattr(self, f"{prefix}_blocks"), getattr(self, f"{prefix}_bytes")
+        if tier is Tier.GPU and self.gpu_fraction is not None and self.free_gpu_bytes is not None:
+            budget = int(_exact(self.gpu_fraction) * self.free_gpu_bytes)
+            return self._divide("gpu_fraction * free_gpu_bytes", budget, pools, on_gpu=True)
+        if blocks is None:
+            if not num_bytes:
+                return (0,) * len(pools)
+            return self._divide(f"{prefix}_bytes", num_bytes, pools, on_gpu=tier is Tier.GPU)
+        return self._check_counts(f"{prefix}_blocks", blocks, pools, optional=tier is not Tier.GPU)
+
+    def _check_counts(self, name: str, blocks: object, pools: Sequence[PoolSpec], *, optional: bool) -> tuple[int, ...]:
+        if isinstance(blocks, (tuple, list)):
+            counts = tuple(check_int(f"{name}[{i}]", count, 0, MAX_BLOCKS) for i, count in enumerate(blocks))
+            self._put(name, counts)
+        else:
+            self._put(name, check_int(name, blocks, 0, MAX_BLOCKS))
+            counts = (getattr(self, name),) * len(pools)
+        if len(counts) != len(pools):
+            raise ConfigError(f"{name}={show(counts)} has {len(counts)} counts; these layers form {len(pools)} pools")
+        for count, pool in zip(counts, pools, strict=True):
+            if count < len(pool.groups) and not (optional and not any(counts)):
+                raise ConfigError(
+                    f"{name}={show(blocks)} leaves pool {pool.index} with {count} blocks; its groups need at least "
+                    f"{len(pool.groups)}, one each, of {pool.block_bytes} bytes"
+                )
+        if (num_bytes := sum(n * pool.block_bytes for n, pool in zip(counts, pools, strict=True))) > MAX_BYTES:
+            raise ConfigError(f"{name}={show(blocks)} would take {num_bytes} bytes; no machine has that many")
+        return counts
+
+    def _divide(self, name: str, num_bytes: int, pools: Sequence[PoolSpec], *, on_gpu: bool) -> tuple[int, ...]:
+        if num_bytes < self.block_bytes:
+            raise ConfigError(
+                f"{name}={num_bytes} bytes is too little: one block of {self.block_size} tokens needs "
+                f"{self.block_bytes} bytes over all groups"
+            )
+        counts = self._divide_bytes(num_bytes, pools, on_gpu)
+        if on_gpu and self.max_gpu_tokens is not None:
+            most = -(-self.max_gpu_tokens // self.block_size)
+            counts = tuple(min(n, most * len(pool.groups)) for n, pool in zip(counts, pools, strict=True))
+        if max(counts) > MAX_BLOCKS:
+            raise ConfigError(f"{name}={num_bytes} bytes gives {max(counts)} blocks; ids are int32: raise block_size")
+        return counts
+
+    def _divide_bytes(self, num_bytes: int, pools: Sequence[PoolSpec], on_gpu: bool) -> tuple[int, ...]:
+        sizes, minimums = [pool.block_bytes for pool in pools], [len(pool.groups) for pool in pools]
+        if self.pool_shares is not None:
+            return divide_by_shares(num_bytes, sizes, self._checked_shares(pools), minimums)
+        cross = self.planned_cross_tokens
+        if self.plan_tokens is not None or not self.enable_prefix_caching:
+            return divide_budget(
+                num_bytes, sizes, self.pool_blocks_for(self.planned_tokens, cross_tokens=cross), minimums
+            )
+        prefix = prefix_needs(self.groups, min(self.planned_tokens, PREFIX_TOKENS), cross, is_written=on_gpu)
+        longest = None
+        if on_gpu and self.max_seq_len is not None:
+            longest = self.pool_blocks_for(self.max_seq_len, cross_tokens=cross)
+        return divide_for_prefixes(num_bytes, sizes, prefix, longest, minimums)
+
+    def _checked_shares(self, pools: Sequence[PoolSpec]) -> tuple[float, ...]:
+        given: object = self.pool_shares
+        expected = f"{len(pools)} positive fractions, one per pool, that add up to 1"
+        if not isinstance(given, (tuple, list)) or len(given) != len(pools):
+            raise ConfigError(f"pool_shares={show(given)} must be {expected}")
+        shares = tuple(check_number("pool_shares", share, expected) for share in given)
+        if min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
+            raise ConfigError(f"pool_shares={shares} must be {expected}")
+        self._put("pool_shares", shares)
+        return shares
+
+    def _counts(self, tier: Tier) -> tuple[int, ...]:
+        if tier not in LOCAL_TIERS:
+            raise InvalidArgumentError(f"tier={show(tier)} has no size here; ask for Tier.GPU, Tier.HOST or Tier.DISK")
+        return tuple(pool.num_blocks[tier] for pool in self.pools)
+
+    def _usable_blocks(self, keep_watermark: bool) -> tuple[int, ...]:
+        counts = self._counts(Tier.GPU)
+        return tuple(n - self.watermark_blocks(p) for p, n in enumerate(counts)) if keep_watermark else counts
+
+    def _remedy(self, needs: Sequence[int]) -> str:
+        """The smallest block counts whose part below the watermark covers `needs`, as a suggestion."""
+        counts = []
+        for need, pool in zip(needs, self.pools, strict=True):
+            total = max(need, len(pool.groups))
+            if self.watermark and need > len(pool.groups):
+                total = max(need + 1, int((need - 1) / (1 - _exact(self.watermark))) + 1)
+            counts.append(max(total, pool.num_blocks[Tier.GPU]))
+        num_bytes = sum(count * pool.block_bytes for count, pool in zip(counts, self.pools, strict=True))
+        shown = counts[0] if len(counts) == 1 else tuple(counts)
+        return f"gpu_blocks={shown} ({num_bytes} bytes)"
+
+
+def _exact(fraction: float) -> Fraction:
+    """The decimal that was written: 0.29 of 100 is 29, though 0.29 * 100 in floats is less."""
+    return Fraction(str(fraction))
+
+
+def _shape_text(spec: LayerSpec) -> str:
+    values = "K only" if spec.k_only else "K and V" if spec.value_dim == spec.head_dim else f"V of {spec.value_dim}"
+    return f"{spec.kv_heads} heads x {spec.head_dim} {spec.dtype.value} ({values})"

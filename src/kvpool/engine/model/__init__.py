@@ -1,0 +1,1 @@
+"""What a model is: loaded, looked at, checked, and hooked to the paged cache."""

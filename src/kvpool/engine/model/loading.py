@@ -1,0 +1,291 @@
+"""Whatever names a model becomes a loaded one: a directory, a GGUF file, a configuration, a hub name, an object, nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from kvpool.config.layers import show
+from kvpool.engine.model.default_model import NAME as DEFAULT_NAME
+from kvpool.engine.model.default_model import default_model_directory
+from kvpool.engine.model.gguf_conversion import converted
+from kvpool.errors import (
+    ConfigError,
+    InvalidArgumentError,
+    KVPoolError,
+    ModelLoadError,
+    StorageMemoryError,
+    UnsupportedModelError,
+)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
+_HUB_SECONDS = 10.0  # that the hub has to answer before it counts as out of reach
+
+
+class ModelInfo(NamedTuple):
+    """Where a model came from."""
+
+    name: str
+    origin: str  # directory, gguf, config, hub or object
+    random_weights: bool = False
+    path: Path | None = None
+
+
+class LoadedModel(NamedTuple):
+    """A model in eval mode without gradients, its tokenizer if it came with one, and where it came from."""
+
+    model: Any
+    tokenizer: Any
+    info: ModelInfo
+
+
+def load_model(
+    source: Any = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Loads a causal language model of transformers.
+
+    `source` is one of: a directory with safetensors; a .gguf file (converted once, see `gguf_conversion`); a configuration
+    (mapping, .json file or transformers object), which gets random weights drawn with `seed`; a loaded model, used as
+    it is; a name on the Hugging Face hub; None or "default" for SmolLM2-135M-Instruct.
+
+    `device` is the GPU where there is one, by default. `dtype` is by default what the files hold; for GGUF files and random
+    weights bfloat16 on a GPU and float32 elsewhere.
+
+    >>> load_model({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64}).info.random_weights  # doctest: +SKIP
+    True
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelLoadError("loading a model needs transformers: pip install 'kvpool[hf]'") from error
+    where = _torch_device(device)
+    wanted = _torch_dtype(dtype)
+    usual = torch.bfloat16 if where.type == "cuda" else torch.float32
+    trust = {"trust_remote_code": trust_remote_code}
+
+    if isinstance(source, torch.nn.Module):
+        return _adopt(source, None if device is None else where, wanted)
+    if isinstance(source, (Mapping, transformers.PretrainedConfig)):
+        return _with_random_weights(_config(source), where, wanted or usual, seed, trust)
+    if source is None or source == "default":
+        return _from_directory(default_model_directory(), (DEFAULT_NAME, "gguf"), where, wanted or usual, trust)
+    if not isinstance(source, (str, Path)):
+        raise InvalidArgumentError(
+            f"model={show(source)} is a {type(source).__name__}; give a path, a name, a configuration or a loaded model"
+        )
+    path = Path(source).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return _from_directory(converted(path), (path.stem, "gguf"), where, wanted or usual, trust)
+    if path.suffix == ".json" and path.is_file():
+        return _with_random_weights(_config(_read_json(path)), where, wanted or usual, seed, trust)
+    if path.is_dir():
+        return _from_directory(path, (path.resolve().name, "directory"), where, wanted or "auto", trust)
+    return _from_hub(str(source), where, wanted or "auto", trust)
+
+
+def _torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype meant by a name such as "bfloat16", "bf16" or "torch.float16"."""
+    if dtype is None:
+        return None
+    short = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+    name = str(dtype).removeprefix("torch.")
+    found: torch.dtype | None = getattr(torch, short.get(name, name), None)
+    if found not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"dtype={show(dtype)} is no dtype for weights here; use float32, bfloat16 or float16")
+    return found
+
+
+def _torch_device(device: torch.device | str | None) -> torch.device:
+    """The device that is meant, which must be here; by default the GPU where there is one."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise InvalidArgumentError(f"device={show(device)} is no device of torch; use cpu, cuda or cuda:1") from None
+    if chosen.type not in ("cpu", "cuda"):
+        raise InvalidArgumentError(f"device={show(str(device))}: engines run on cpu, cuda or cuda:1")
+    num_gpus = torch.cuda.device_count()
+    if chosen.type == "cuda" and (chosen.index or 0) >= num_gpus:
+        raise InvalidArgumentError(f"device={show(str(device))}, but torch finds {num_gpus} GPUs; use cpu")
+    return chosen
+
+
+def _adopt(model: torch.nn.Module, device: torch.device | None, dtype: torch.dtype | None) -> LoadedModel:
+    import transformers
+
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise InvalidArgumentError(f"a {type(model).__name__} is no model of transformers (PreTrainedModel)")
+    if device is not None or dtype is not None:
+        model.to(device=device, dtype=dtype)
+    places = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(places) > 1:
+        raise InvalidArgumentError(f"the {type(model).__name__} is spread over {', '.join(places)}; it must be on one device")
+    return LoadedModel(_at_rest(model), None, ModelInfo(model.config.name_or_path or model.config.model_type, "object"))
+
+
+def _config(source: Any) -> Any:
+    from transformers import AutoConfig
+
+    if not isinstance(source, Mapping):
+        return source
+    settings = dict(source)
+    model_type = settings.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError(f"the configuration {show(settings)} has no model_type, for example 'llama'")
+    try:
+        return AutoConfig.for_model(model_type, **settings)
+    except Exception as error:  # of transformers' own checks: ValueError, TypeError, validation errors of its hub client
+        raise ConfigError(f"model_type={show(model_type)}: {_one_line(error)}") from error
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON file: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds {show(content)}; a configuration is an object with a model_type")
+    return content
+
+
+def _with_random_weights(
+    config: Any, device: torch.device, dtype: torch.dtype, seed: int, trust: Mapping[str, bool]
+) -> LoadedModel:
+    from transformers import AutoModelForCausalLM
+
+    _refuse_other_kinds(config)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.device(device):
+        torch.manual_seed(seed)
+        try:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **trust)
+        except Exception as error:  # sizes that contradict each other end anywhere in the model's own code
+            raise ConfigError(
+                f"no causal language model can be built from this {type(config).__name__}: {type(error).__name__}: "
+                f"{_one_line(error)}"
+            ) from error
+    return LoadedModel(_at_rest(model), None, ModelInfo(config.model_type, "config", random_weights=True))
+
+
+def _refuse_other_kinds(config: Any) -> None:
+    """UnsupportedModelError for a configuration that says by itself that it is no causal language model's."""
+    from transformers import AutoModelForCausalLM
+
+    name = f"{type(config).__name__} (model_type {show(getattr(config, 'model_type', None))})"
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{name} is of an encoder-decoder model (is_encoder_decoder): only decoder-only language models can be run"
+        )
+    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or ())
+    if not remote and type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModelError(f"{name} is of no causal language model: transformers has none of that type")
+
+
+def _one_line(error: BaseException) -> str:
+    """What an error says, in one bounded line: some list every class that there is."""
+    return " ".join(str(error).split())[:200]
+
+
+def _from_directory(
+    path: Path, named: tuple[str, str], device: torch.device, dtype: torch.dtype | str, trust: Mapping[str, bool]
+) -> LoadedModel:
+    if not (path / "config.json").is_file():
+        ggufs = sorted(file.name for file in path.glob("*.gguf"))
+        hint = f"; name one of its GGUF files: {', '.join(ggufs)}" if ggufs else ""
+        raise ModelLoadError(f"{path} holds no config.json, so it is no model that transformers saved{hint}")
+    if not any(path.glob("*.safetensors")):
+        raise ModelLoadError(
+            f"{path} holds no safetensors; for random weights name its config.json, otherwise save the model again with "
+            "model.save_pretrained(...)"
+        )
+    has_tokenizer = any((path / name).is_file() for name in _TOKENIZER_FILES)
+    with _loading(str(path)):
+        model, tokenizer = _pretrained(str(path), device, dtype, has_tokenizer, trust)
+    return LoadedModel(model, tokenizer, ModelInfo(*named, path=path))
+
+
+def _from_hub(name: str, device: torch.device, dtype: torch.dtype | str, trust: Mapping[str, bool]) -> LoadedModel:
+    looks_like_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or name.endswith((".gguf", ".json"))
+    if looks_like_path:
+        raise ModelLoadError(f"there is no file or directory {name}")
+    with _loading(name):
+        try:
+            try:  # what was fetched before needs no network
+                model, tokenizer = _pretrained(name, device, dtype, True, {**trust, "local_files_only": True})
+            except OSError:
+                _ask_hub(name)
+                model, tokenizer = _pretrained(name, device, dtype, True, trust)
+        except OSError as error:  # transformers' and the hub's own errors are of this kind
+            raise _not_given(name, error) from error
+    return LoadedModel(model, tokenizer, ModelInfo(name, "hub"))
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """What transformers raises over files becomes one error that names them."""
+    try:
+        yield
+    except KVPoolError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise StorageMemoryError(f"there is no memory for the weights of {name}: {_one_line(error)}") from error
+    except Exception as error:
+        raise ModelLoadError(f"{name} cannot be loaded: {type(error).__name__}: {_one_line(error)}") from error
+
+
+def _ask_hub(name: str) -> None:
+    """ModelLoadError unless the hub answers and knows the name: one question, where a fetch would retry for a minute."""
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().model_info(name, timeout=_HUB_SECONDS)
+    except Exception as error:  # of httpx where there is no network, of the hub client otherwise
+        raise _not_given(name, error) from error
+
+
+def _not_given(name: str, error: Exception) -> ModelLoadError:
+    return ModelLoadError(
+        f"{name!r} is no directory or file here, and the Hugging Face hub did not give it (no network, no such name, no "
+        f"access); name a directory or a .gguf file instead. The hub said: {_one_line(error)}"
+    )
+
+
+def _pretrained(
+    name: str, device: torch.device, dtype: torch.dtype | str, has_tokenizer: bool, options: Mapping[str, bool]
+) -> tuple[Any, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    _refuse_other_kinds(AutoConfig.from_pretrained(name, **options))
+    is_local = Path(name).is_dir() or options.get("local_files_only", False)
+    with _no_progress_bars() if is_local else nullcontext():  # a download takes long, and shows how far it is
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, use_safetensors=True, **options)
+    tokenizer = AutoTokenizer.from_pretrained(name, **options) if has_tokenizer else None
+    return _at_rest(model.to(device)), tokenizer
+
+
+def _at_rest(model: Any) -> Any:
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,252 @@
+"""What a model needs of the cache, read off the tensors of a probe forward; models that would run wrong are refused.
+
+Nothing is believed of a configuration that the tensors can say: models with plain multi-head attention ignore
+`num_key_value_heads`, MLA has keys longer than its values, some models change the head size from layer to layer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpool.config.layers import DType, LayerSpec, show
+from kvpool.engine.model import rotary
+from kvpool.engine.model.hook import Attend, AttentionCall, attending, use_kvpool_attention
+from kvpool.engine.model.self_check import ContiguousAttention, check_against_eager
+from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, StorageMemoryError, UnsupportedModelError
+from kvpool.kernels.paged_spec import AttentionSpec
+
+_KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_NEEDED_ARGUMENTS = ("position_ids", "logits_to_keep")
+_PROBE_TOKENS = 3
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One attention layer, as its tensors and arguments were in the probe."""
+
+    q_heads: int
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False  # whether each query head has a learned sink logit
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the cache, the scheduler and attention need to know about a model.
+
+    >>> shape = ModelShape("llama", (LayerShape(9, 3, 64, 64, scale=0.125),) * 30, DType.FLOAT32, 49152, 8192)
+    >>> shape.layer_specs()[0].bytes_per_token
+    1536
+    """
+
+    family: str  # the `model_type` of the configuration
+    layers: tuple[LayerShape, ...]
+    dtype: DType
+    vocab_size: int
+    max_positions: int | None  # None: the model names no limit
+
+    def layer_specs(self, kv_dtype: DType | str | None = None) -> list[LayerSpec]:
+        """The layers of the KV cache; `kv_dtype` is how K and V are stored, by default as the model computes."""
+        dtype = self.dtype if kv_dtype is None else DType.parse(kv_dtype, "kv_dtype")
+        return [
+            LayerSpec(
+                kv_heads=layer.kv_heads,
+                head_dim=layer.k_dim,
+                v_head_dim=None if layer.v_dim == layer.k_dim else layer.v_dim,
+                window=layer.window,
+                dtype=dtype,
+            )
+            for layer in self.layers
+        ]
+
+    def attention_spec(self, layer: int, kv_dtype: DType | str | None = None) -> AttentionSpec:
+        """What an attention backend computes for this layer."""
+        shape = self.layers[layer]
+        return AttentionSpec.of(
+            self.layer_specs(kv_dtype)[layer],
+            shape.q_heads,
+            scale=shape.scale,
+            soft_cap=shape.soft_cap,
+            sink_logits=shape.sinks,
+            dtype=self.dtype,
+        )
+
+
+@torch.no_grad()
+def forward(model: Any, input_ids: Tensor, positions: Tensor, keep: Tensor | None, attend: Attend) -> Tensor:
+    """Logits [row of `keep`, vocabulary] of one flattened step: the one way in which the engine calls a model.
+
+    `input_ids` and `positions` [token] may belong to any number of sequences, in any order: only attention mixes tokens,
+    and that is `attend`'s. `keep` lists the tokens whose logits are wanted; None: all. Nothing waits for the device.
+    """
+    with attending(attend):
+        output = model(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=0 if keep is None else keep,
+        )
+    logits: Tensor = output.logits[0]
+    return logits
+
+
+def inspect_model(model: Any) -> ModelShape:
+    """The shape of a loaded transformers model, which from then on runs through `forward`.
+
+    UnsupportedModelError names what is missing where a model keeps more than K and V of every token, hides its attention, or
+    fails a self-check: its logits in flattened steps must equal those of its own eager attention. A refused model is
+    as it was. Costs a few forwards of some dozen tokens.
+
+    >>> shape = inspect_model(AutoModelForCausalLM.from_pretrained("path"))  # doctest: +SKIP
+    >>> KVCacheConfig(shape.layer_specs(), block_size=16, gpu_blocks=1000)  # doctest: +SKIP
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        raise InvalidArgumentError(f"{show(model)} is no model of transformers (PreTrainedModel)")
+    if model.training:
+        raise InvalidArgumentError(f"{type(model).__name__} is in training mode: call model.eval() first")
+    _refuse_by_declaration(model)
+    own_attention = model.config._attn_implementation
+    try:
+        if not use_kvpool_attention(model):
+            raise UnsupportedModelError(
+                f"{_name(model)} does not compute attention through transformers' AttentionInterface, so no paged cache "
+                "can serve it; a newer release of transformers may have moved it there"
+            )
+        with _errors_of(model):
+            shape = _shape_of(model)
+            rotary.freeze(model)
+            check_against_eager(model, forward, shape.max_positions)
+    except BaseException:
+        model.set_attn_implementation(own_attention)
+        rotary.thaw(model)
+        raise
+    return shape
+
+
+@contextmanager
+def _errors_of(model: Any) -> Iterator[None]:
+    """What a model's own code raises becomes one error that says so; its cause is the model's."""
+    try:
+        yield
+    except KVPoolError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise StorageMemoryError(f"{model.device} has no memory to try {_name(model)} on a few tokens: {error}") from error
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0][:200]
+        raise UnsupportedModelError(
+            f"{_name(model)} cannot be run: its own forward raised {type(error).__name__} on a few tokens: {first_line}"
+        ) from error
+
+
+def _refuse_by_declaration(model: Any) -> None:
+    """Refuses what a model says about itself, before it runs."""
+    config = model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{_name(model)} has an encoder: only decoder-only models can be run")
+    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES):
+        raise UnsupportedModelError(
+            f"{_name(model)} has layers of type {', '.join(unknown)}; the cache keeps K and V of full and sliding attention"
+        )
+    if model._is_stateful:
+        raise UnsupportedModelError(
+            f"{_name(model)} keeps a recurrent state: a cache of K and V cannot restore or share it"
+        )
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(
+            f"{_name(model)} has no language-model head, so it gives no logits to choose tokens by; load it with "
+            "AutoModelForCausalLM"
+        )
+    accepted = inspect.signature(model.forward).parameters
+    if missing := [name for name in _NEEDED_ARGUMENTS if name not in accepted]:
+        raise UnsupportedModelError(
+            f"forward() of {_name(model)} takes no {' and no '.join(missing)}: sequences cannot share a step"
+        )
+
+
+def run_probe(model: Any) -> tuple[Tensor, list[AttentionCall]]:
+    """One forward of a few tokens: their logits, and what every layer asked for."""
+    calls: list[AttentionCall] = []
+    compute = ContiguousAttention().step({0: _PROBE_TOKENS})
+
+    def attend(call: AttentionCall) -> Tensor:
+        calls.append(call)
+        return compute(call)
+
+    input_ids = torch.arange(_PROBE_TOKENS, device=model.device)
+    return forward(model, input_ids, input_ids, None, attend), calls
+
+
+def _shape_of(model: Any) -> ModelShape:
+    """What the tensors of a probe say about a model."""
+    logits, calls = run_probe(model)
+    config = model.config.get_text_config()
+    _check_one_call_per_layer(model, config.num_hidden_layers, calls)
+    return ModelShape(
+        family=config.model_type,
+        layers=tuple(_layer_shape(model, call) for call in sorted(calls, key=lambda call: call.layer)),
+        dtype=_dtype(model, calls),
+        vocab_size=logits.shape[-1],
+        max_positions=rotary.max_positions(config),
+    )
+
+
+def _check_one_call_per_layer(model: Any, num_layers: int, calls: list[AttentionCall]) -> None:
+    counts = Counter(call.layer for call in calls)
+    if wrong := {layer: counts[layer] for layer in {*range(num_layers), *counts} if counts[layer] != (layer < num_layers)}:
+        layer, count = min(wrong.items())
+        raise UnsupportedModelError(
+            f"layer {layer} of {_name(model)} computed attention {count} times in one forward ({len(wrong)} of {num_layers} "
+            "layers are like that); the cache keeps one K and one V per layer and needs exactly one call in each"
+        )
+
+
+def _layer_shape(model: Any, call: AttentionCall) -> LayerShape:
+    q_heads, kv_heads = call.q.shape[1], call.k.shape[1]
+    if call.q.shape[2] != call.k.shape[2] or call.v.shape[1] != kv_heads or q_heads % kv_heads:
+        shapes = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in (("Q", call.q), ("K", call.k), ("V", call.v)))
+        raise UnsupportedModelError(f"layer {call.layer} of {_name(model)} attends with heads of {shapes}, which do not pair")
+    if call.sinks is not None and call.sinks.shape != (q_heads,):
+        raise UnsupportedModelError(
+            f"layer {call.layer} of {_name(model)} has sinks of shape {tuple(call.sinks.shape)}; needed is one per query head"
+        )
+    return LayerShape(
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        k_dim=call.k.shape[2],
+        v_dim=call.v.shape[2],
+        scale=float(call.scale),
+        window=call.window,
+        soft_cap=call.soft_cap,
+        sinks=call.sinks is not None,
+    )
+
+
+def _dtype(model: Any, calls: list[AttentionCall]) -> DType:
+    dtypes = {tensor.dtype for call in calls for tensor in (call.q, call.k, call.v)}
+    try:
+        (dtype,) = {DType.parse(dtype) for dtype in dtypes}
+    except (ConfigError, ValueError):
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise UnsupportedModelError(
+            f"{_name(model)} attends in {names}; load it in one of float32, bfloat16, float16"
+        ) from None
+    return dtype
+
+
+def _name(model: Any) -> str:
+    return f"{type(model).__name__} ({model.config.model_type})"

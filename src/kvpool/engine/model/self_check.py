@@ -1,0 +1,230 @@
+"""Proves on short random texts that a model run in flattened steps computes what it computes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kvpool.engine.model.hook import ATTENTION_NAME, Attend, AttentionCall
+from kvpool.errors import UnsupportedModelError
+
+# How far logits may be from eager attention's, as a share of their spread, and for which share of the tokens. In float32
+# they agree to about 1e-6. In 16 bits rounding alone makes some percent (0.06 in 32 layers of random weights), and sends
+# some tokens to other experts.
+_TOLERANCE, _CHECKED = 1e-3, 1.0
+_TOLERANCE_16_BITS, _CHECKED_16_BITS = 0.2, 0.75
+
+Forward: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor | None, Attend], Tensor]  # kvpool.engine.model.probing.forward
+
+_SHORT_WINDOW = 16
+_NO_LIMIT = 2**17  # the positions that are tried in a model that names no limit
+_SEED = 20
+
+
+class _Text(NamedTuple):
+    """Tokens of the self-check, and the position of the first one."""
+
+    token_ids: Tensor
+    start: int
+
+    @property
+    def length(self) -> int:
+        return len(self.token_ids)
+
+
+def check_against_eager(model: Any, forward: Forward, max_positions: int | None) -> None:
+    """UnsupportedModelError unless flattened steps with our attention give the logits of the model's own eager attention.
+
+    Random texts are computed in two chunks each, in changing order: whatever a model keeps between tokens besides K and V,
+    or mixes between neighbours, shows. One text is twice as long as any window. So that this stays short, windows are
+    narrowed while the check runs, in the mask that the model builds and in what it asks of us alike; a model that keeps
+    its windows where they cannot be found pays with a text as long as they need. Then one text begins at 0, one half way
+    and one at the end of the model's positions: what a model does to far tokens only shows there.
+    """
+    with _narrowed(model, max_positions) as windows:
+        reach = _longest_window_in_force(model, forward)
+        if max_positions is None or reach < max_positions:  # otherwise it hides nothing, ever
+            windows.append(reach)
+        longest = _SHORT_WINDOW + 2 * max(windows, default=0)
+        lengths = [min(length, max_positions or length) for length in (longest, _SHORT_WINDOW)]
+        sees_all = "it masks, keeps or mixes something that attention over cached K and V does not see"
+        _require_equal(model, forward, _random_texts(model, lengths, [0, 0]), sees_all)
+        last = (max_positions or _NO_LIMIT) - _SHORT_WINDOW
+        if last > 1:  # and only now: a model that counts its positions otherwise may leave its tables there
+            texts = _random_texts(model, [_SHORT_WINDOW] * 3, [0, last // 2, last])
+            by_position = f"at position {last // 2} or {last} it goes by something else than position_ids"
+            _require_equal(model, forward, texts, by_position)
+
+
+def _require_equal(model: Any, forward: Forward, texts: Sequence[_Text], reason: str) -> None:
+    """UnsupportedModelError with this reason unless flattened steps give the logits that the model gives by itself."""
+    got = _flattened_logits(model, forward, texts)
+    whole = got.dtype == torch.float32
+    tolerance = _TOLERANCE if whole else _TOLERANCE_16_BITS
+    differences = _relative_difference(got, _eager_logits(model, texts))
+    difference = differences.quantile(_CHECKED if whole else _CHECKED_16_BITS).item()
+    if not difference <= tolerance:  # also when it is not a number
+        raise UnsupportedModelError(
+            f"{type(model).__name__} ({model.config.model_type}) fails the self-check: its logits in flattened steps differ "
+            f"from those of its own eager attention by {difference:.2g} of their spread (allowed: {tolerance}); {reason}"
+        )
+
+
+@contextmanager
+def _narrowed(model: Any, max_positions: int | None) -> Iterator[list[int]]:
+    """Replaces all windows by short ones of the same order, wherever the model's modules and configurations keep them.
+
+    One as long as any text may get hides nothing and stays: some models mask by a window that they do not tell attention.
+    """
+    owners = {id(owner): owner for module in model.modules() for owner in (module, getattr(module, "config", None))}
+    found = [
+        (owner, name, value)
+        for owner in owners.values()
+        for name, value in getattr(owner, "__dict__", {}).items()
+        if name.endswith(("window", "window_size")) and type(value) is int and 0 < value < (max_positions or value + 1)
+    ]
+    windows = sorted({value for *_, value in found})
+    narrow = {window: min(window, _SHORT_WINDOW + 4 * i) for i, window in enumerate(windows)}
+    try:
+        for owner, name, value in found:
+            setattr(owner, name, narrow[value])
+        yield list(narrow.values())
+    finally:
+        for owner, name, value in found:
+            setattr(owner, name, value)
+
+
+def _longest_window_in_force(model: Any, forward: Forward) -> int:
+    windows = [0]
+    compute = ContiguousAttention().step({0: 1})
+
+    def attend(call: AttentionCall) -> Tensor:
+        windows.append(call.window or 0)
+        return compute(call)
+
+    first = torch.zeros(1, dtype=torch.int64, device=model.device)
+    forward(model, first, first, None, attend)
+    return max(windows)
+
+
+def _random_texts(model: Any, lengths: Sequence[int], starts: Sequence[int]) -> list[_Text]:
+    generator = torch.Generator().manual_seed(_SEED)
+    vocab_size = model.get_input_embeddings().weight.shape[0]
+    return [
+        _Text(torch.randint(vocab_size, (length,), generator=generator).to(model.device), start)
+        for length, start in zip(lengths, starts, strict=True)
+    ]
+
+
+def _flattened_logits(model: Any, forward: Forward, texts: Sequence[_Text]) -> Tensor:
+    """The logits of all texts, one after another, computed in two steps that cut each text at a third."""
+    attention = ContiguousAttention()
+    cuts = [text.length // 3 for text in texts]
+    heads = torch.cat([text.token_ids[:cut] for text, cut in zip(texts, cuts, strict=True)])
+    positions = positions_of([text.start for text in texts], cuts).to(heads.device)
+    head_logits = forward(model, heads, positions, None, attention.step(dict(enumerate(cuts))))
+
+    order = range(len(texts) - 1, -1, -1)
+    rests = {i: texts[i].length - cuts[i] for i in order}
+    tails = torch.cat([texts[i].token_ids[cuts[i] :] for i in order])
+    positions = positions_of([texts[i].start + cuts[i] for i in order], list(rests.values())).to(heads.device)
+    tail_logits = forward(model, tails, positions, None, attention.step(rests))
+    parts = zip(torch.split(head_logits, cuts), torch.split(tail_logits, list(rests.values()))[::-1], strict=True)
+    return torch.cat([part for pair in parts for part in pair])
+
+
+def _eager_logits(model: Any, texts: Sequence[_Text]) -> Tensor:
+    """The logits of all texts, one after another, each computed whole by the model itself."""
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            outputs = [model(input_ids=text.token_ids.unsqueeze(0), **_past_of(model, text)) for text in texts]
+            return torch.cat([output.logits[0] for output in outputs])
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+
+
+def _past_of(model: Any, text: _Text) -> dict[str, Any]:
+    """How `generate` would tell the model where a text begins: by a cache that has seen so many tokens before it.
+
+    The cache holds none of them, as that of a sliding layer does not hold what has left the window.
+    """
+    if not text.start:
+        return {"use_cache": False}
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    class StartsFar(DynamicLayer):  # type: ignore[misc]
+        """Keys and values of the text alone, which begins behind all those tokens."""
+
+        def get_seq_length(self) -> int:
+            return text.start + int(super().get_seq_length())
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return self.get_seq_length() - text.start + query_length, text.start
+
+    num_layers = model.config.get_text_config().num_hidden_layers
+    return {"use_cache": True, "past_key_values": Cache(layers=[StartsFar() for _ in range(num_layers)])}
+
+
+def _relative_difference(got: Tensor, expected: Tensor) -> Tensor:
+    """Per token, how far two rows of logits are apart, as a share of the spread of the expected ones."""
+    got, expected = got.float(), expected.float()
+    spread = expected - expected.mean(dim=-1, keepdim=True)
+    difference: Tensor = torch.linalg.vector_norm(got - expected, dim=-1) / torch.linalg.vector_norm(spread, dim=-1)
+    return difference
+
+
+class ContiguousAttention:
+    """Attention in plain torch over keys and values that are kept whole: slow, and easy to believe.
+
+        attention = ContiguousAttention()
+        forward(model, both_prompts, positions, None, attention.step({0: 7, 1: 5}))   # sequence 0: 7 tokens, 1: 5
+        forward(model, two_tokens, torch.tensor([7, 5]), None, attention.step({0: 1, 1: 1}))
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (layer, sequence) -> K, V [token, head, dim]
+
+    def step(self, num_tokens: dict[int, int]) -> Attend:
+        """Attends for one step that has so many new tokens of each sequence, one sequence after another."""
+
+        def attend(call: AttentionCall) -> Tensor:
+            q, k, v = (torch.split(x, list(num_tokens.values())) for x in (call.q, call.k, call.v))
+            return torch.cat([self._attend(call, *part) for part in zip(num_tokens, q, k, v, strict=True)])
+
+        return attend
+
+    def _attend(self, call: AttentionCall, sequence: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if (kept := self._kept.get((call.layer, sequence))) is not None:
+            k, v = torch.cat([kept[0], k]), torch.cat([kept[1], v])
+        self._kept[call.layer, sequence] = k, v
+        return _causal_attention(call, q, k, v)
+
+
+def _causal_attention(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of the last tokens of one sequence over all of it."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * call.scale
+    if call.soft_cap is not None:
+        scores = call.soft_cap * torch.tanh(scores / call.soft_cap)
+    key_position = torch.arange(len(k), device=q.device)
+    query_position = key_position[len(k) - len(q) :, None]
+    hidden = key_position > query_position
+    if call.window is not None:
+        hidden |= key_position <= query_position - call.window
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if call.sinks is not None:  # one more key, which has no value
+        sinks = call.sinks.float()[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(k)]
+    return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+
+
+def positions_of(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """The positions of runs of tokens, one after another: `positions_of([0, 5], [2, 1])` is [0, 1, 5]."""
+    return torch.cat([torch.arange(start, start + length) for start, length in zip(starts, lengths, strict=True)])

@@ -1,0 +1,1 @@
+"""From logits to text: parameters, tokens, beams, drafts, stop strings."""

@@ -1,0 +1,124 @@
+"""Beam search as transformers does it: the best continuations of all beams go on, as forks that share every block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from kvpool.engine.generation import Sample
+from kvpool.engine.sampling.params import SamplingParams
+from kvpool.pools.arrays import Int32Array
+from kvpool.scheduling.request import Request, ScheduledSequence
+from kvpool.storage.moving import upload
+
+
+class _Beam(NamedTuple):
+    score: float  # sum of log probabilities
+    tokens: tuple[int, ...]
+
+
+class _Hypothesis(NamedTuple):
+    """A finished beam."""
+
+    score: float  # with the length penalty
+    tokens: tuple[int, ...]
+    reason: str
+
+
+class Ranking(NamedTuple):
+    """The best continuations of a request's beams, best first: `tokens[i]` behind `sequences[rows[i]]`."""
+
+    sequences: tuple[ScheduledSequence, ...]
+    scores: Tensor
+    rows: Tensor
+    tokens: Tensor
+
+    def to_host(self) -> Ranking:
+        """A copy that is on its way to the host."""
+        return Ranking(self.sequences, *(part.to("cpu", non_blocking=True) for part in self[1:]))
+
+
+class BeamSearch:
+    """The search of one request. `rank` orders what may follow its beams, `advance` decides which of it goes on.
+
+    Of the best 2 × `num_beams` continuations (more if there are several stop tokens), those among the first `num_beams` that
+    stop become results, and the best that do not stop become the next beams. The search is over when the worst result is
+    better than the best beam could be if it ended now (with `early_stopping`: when there are enough), or at `max_new_tokens`.
+    """
+
+    def __init__(self, params: SamplingParams, request: Request) -> None:
+        self._params = params
+        self._stops = frozenset(request.stop_ids)
+        self._running: list[_Beam] = []
+        self._beams: dict[ScheduledSequence, _Beam] = {}  # the running ones, by who carries them
+        self._next: dict[ScheduledSequence, list[_Beam]] = {}
+        self._hypotheses: list[_Hypothesis] = []
+
+    def rank(self, sequences: Sequence[ScheduledSequence], logits: Tensor) -> Ranking:
+        """The best continuations of all beams, on the device: `logits[i]` follow the tokens of `sequences[i]`."""
+        known = [self._beam(sequence).score for sequence in sequences]
+        scores = logits.float().log_softmax(-1)
+        scores += upload(np.array(known, np.float32), scores.device).unsqueeze(1)
+        num_kept = min(max(2, 1 + len(self._stops)) * self._params.num_beams, scores.numel())
+        best = scores.flatten().topk(num_kept)
+        tokens = best.indices % scores.shape[1]
+        return Ranking(tuple(sequences), best.values, best.indices // scores.shape[1], tokens)
+
+    def advance(self, ranking: Ranking) -> None:
+        """One step: decides which of the ranked continuations, now on the host, go on."""
+        params, width, sequences = self._params, self._params.num_beams, ranking.sequences
+        beams = [self._beam(sequence) for sequence in sequences]
+        self._next = {sequence: [] for sequence in sequences}
+        length = len(beams[0].tokens) + 1
+        running: list[_Beam] = []
+        best = zip(ranking.scores.tolist(), ranking.rows.tolist(), ranking.tokens.tolist(), strict=True)
+        for rank, (score, row, token) in enumerate(best):
+            tokens = (*beams[row].tokens, token)
+            stops = token in self._stops
+            if stops or length == params.max_new_tokens:
+                if rank < width:
+                    self._keep(_Hypothesis(self._penalised(score, length), tokens, "stop" if stops else "length"))
+            elif len(running) < width:
+                running.append(_Beam(score, tokens))
+                self._next[sequences[row]].append(running[-1])
+        if not running or self._cannot_improve(self._penalised(max(running).score, length)):
+            running, self._next = [], {sequence: [] for sequence in sequences}
+        self._running = running
+
+    def _beam(self, sequence: ScheduledSequence) -> _Beam:
+        return self._beams.get(sequence, _Beam(0.0, ()))
+
+    def _keep(self, hypothesis: _Hypothesis) -> None:
+        self._hypotheses.append(hypothesis)
+        self._hypotheses.sort(key=lambda kept: -kept.score)
+        del self._hypotheses[self._params.num_beams :]
+
+    def _cannot_improve(self, best_running: float) -> bool:
+        full = len(self._hypotheses) == self._params.num_beams
+        return full and (self._params.early_stopping or best_running <= self._hypotheses[-1].score)
+
+    def continuations(self, sequence: ScheduledSequence) -> Int32Array:
+        """The tokens that a beam goes on with; none: it is not continued."""
+        return np.array([beam.tokens[-1] for beam in self._next[sequence]], np.int32)
+
+    def forked(self, sequence: ScheduledSequence, children: Sequence[ScheduledSequence]) -> None:
+        """Who carries the continuations of a beam from now on: the first one its own sequence, the others its forks."""
+        self._beams.pop(sequence, None)
+        self._beams.update(zip([sequence, *children], self._next.pop(sequence, []), strict=False))
+
+    def results(self, reason: str) -> list[Sample]:
+        """The best hypotheses, best first; behind them, if the search was cut short for `reason`, what its beams had."""
+        # Not those that sequences carry: where the request ended while a step was on its way, nobody forked any more.
+        beams = sorted(self._running, reverse=True) if self._running or self._hypotheses else [_Beam(0.0, ())]
+        unfinished = [_Hypothesis(self._penalised(beam.score, len(beam.tokens)), beam.tokens, reason) for beam in beams]
+        return [
+            Sample(index, list(kept.tokens), finish_reason=kept.reason, score=kept.score)
+            for index, kept in enumerate([*self._hypotheses, *unfinished][: self._params.n])
+        ]
+
+    def _penalised(self, score: float, length: int) -> float:
+        return score / math.pow(max(1, length), self._params.length_penalty)

@@ -1,0 +1,140 @@
+"""SamplingParams: how one request turns logits into tokens, and when it stops. Checked on construction; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvpool.config.layers import show
+from kvpool.errors import InvalidArgumentError
+from kvpool.pools.arrays import as_count
+
+# Fields that a model may set: None stands for what its generation_config.json says, or for nothing where it is silent.
+MODEL_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+MAX_LOGPROBS = 100
+MAX_STOPS = 64
+_KINDS: dict[str, type] = {
+    "logit_bias": Mapping,
+    "stop": Iterable,
+    "stop_token_ids": Iterable,
+    "ignore_eos": bool,
+    "early_stopping": bool,
+}
+_MAY_BE_NONE = frozenset({*MODEL_FIELDS, "seed", "logprobs"})
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """What a request wants. What is left at None is as the model's own `generation_config.json` says, otherwise off: greedy.
+
+    Filters apply in the order of transformers: penalties, temperature, `top_k`, `top_p`, `min_p`. `repetition_penalty`
+    counts prompt and output, `presence_penalty` and `frequency_penalty` the output only. The same `seed` gives the same
+    tokens for the same logits, whatever else is in the batch; None draws a fresh one. `stop` strings end the text before
+    themselves. `logprobs` asks for the log probability of each token and of that many best ones, before any filter.
+
+    >>> SamplingParams(temperature=0.8, top_p=0.95, seed=7, stop="\\n\\n").stop
+    ('\\n\\n',)
+    """
+
+    max_new_tokens: int = 128
+    temperature: float | None = None  # 0 is greedy
+    top_k: int | None = None  # 0 is off
+    top_p: float | None = None  # 1 is off
+    min_p: float | None = None  # 0 is off
+    repetition_penalty: float | None = None  # 1 is off
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    seed: int | None = None
+    stop: str | Iterable[str] = ()
+    stop_token_ids: Iterable[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    n: int = 1
+    num_beams: int = 1
+    length_penalty: float = 1.0  # of beam search: a finished beam scores sum(logprobs) / length ** length_penalty
+    early_stopping: bool = False  # of beam search: as many finished beams as there are end it, though others may be better
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        for name, kind in _KINDS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise InvalidArgumentError(f"{name} must be of type {kind.__name__}, got {show(getattr(self, name))}")
+        for name, low, high in (
+            *(("max_new_tokens", 1, 2**31), ("top_k", 0, 2**31), ("n", 1, 2**16), ("num_beams", 1, 2**10)),
+            *(("seed", 0, 2**63 - 1), ("logprobs", 0, MAX_LOGPROBS)),
+        ):
+            if not (getattr(self, name) is None and name in _MAY_BE_NONE):
+                put(self, name, as_count(getattr(self, name), name, minimum=low, maximum=high))
+        for name, low_bound, high_bound in (
+            *(("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("repetition_penalty", 0.0, 100.0)),
+            *(("presence_penalty", -100.0, 100.0), ("frequency_penalty", -100.0, 100.0), ("length_penalty", -100.0, 100.0)),
+        ):
+            if not (getattr(self, name) is None and name in _MAY_BE_NONE):
+                put(self, name, _number(name, getattr(self, name), low_bound, high_bound))
+        if self.top_p == 0.0 or self.repetition_penalty == 0.0:
+            raise InvalidArgumentError("top_p and repetition_penalty must be above 0; leave them at 1 to turn them off")
+        stops = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
+        if len(stops) > MAX_STOPS or any(not isinstance(text, str) or not text for text in stops):
+            raise InvalidArgumentError(f"stop must be up to {MAX_STOPS} non-empty strings, got {show(self.stop)}")
+        put(self, "stop", stops)
+        tokens = _items("stop_token_ids", self.stop_token_ids)
+        ids = frozenset(as_count(token, "stop_token_ids", maximum=2**31 - 1) for token in tokens)
+        put(self, "stop_token_ids", ids)
+        bias = {
+            as_count(token, "a token of logit_bias", maximum=2**31 - 1): _number("logit_bias", value, -1e4, 1e4)
+            for token, value in dict(self.logit_bias).items()
+        }
+        put(self, "logit_bias", bias)  # a copy of our own; a read-only view of it could not be pickled
+        if self.num_beams > 1:
+            self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.temperature or self.has_penalties or self.logprobs is not None or self.logit_bias:
+            raise InvalidArgumentError(
+                f"num_beams={self.num_beams} searches by plain log probabilities: leave temperature, penalties, "
+                f"logit_bias and logprobs at their defaults"
+            )
+        if self.n > self.num_beams:
+            raise InvalidArgumentError(f"n={self.n} results need at least as many beams, num_beams={self.num_beams}")
+
+    def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
+        """These parameters, with what they leave at None as `defaults` have it. A beam search takes none: it could not.
+
+        >>> SamplingParams(top_p=0.5).with_defaults(SamplingParams(temperature=0.6, top_p=0.9)).top_p
+        0.5
+        """
+        if self.num_beams > 1:
+            return self
+        open_fields = {name: getattr(defaults, name) for name in MODEL_FIELDS if getattr(self, name) is None}
+        taken = {name: value for name, value in open_fields.items() if value is not None}
+        return replace(self, **taken) if taken else self
+
+    @property
+    def is_greedy(self) -> bool:
+        return not self.temperature
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice of a token depends on which tokens came before."""
+        return self.repetition_penalty not in (None, 1.0) or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether some tokens are cut from the distribution."""
+        return bool(self.top_k) or self.top_p not in (None, 1.0) or bool(self.min_p)
+
+
+def _items(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+    try:
+        return tuple(values)
+    except Exception:  # an array without a dimension says that it can be iterated over
+        raise InvalidArgumentError(f"{name} must hold several values, got {show(values)}") from None
+
+
+def _number(name: str, value: object, low: float, high: float) -> float:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high:  # type: ignore[operator]  # nor what is not a number
+        raise InvalidArgumentError(f"{name} must be a number in {low:g}..{high:g}, got {show(value)}")
+    return float(value)  # type: ignore[arg-type]

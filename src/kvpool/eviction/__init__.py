@@ -1,0 +1,102 @@
+"""Eviction policies by name. `make_policy("lru")` builds one; `register_policy("mine")` adds yours to the names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.eviction.adaptive import ARCPolicy, TwoQueuePolicy
+from kvpool.eviction.base import EvictionPolicy, KeyedPolicy
+from kvpool.eviction.clock import ClockPolicy, SievePolicy
+from kvpool.eviction.cost import CostAwarePolicy
+from kvpool.eviction.hazard import AdaptivePolicy
+from kvpool.eviction.keyed import FIFOPolicy, LFUPolicy, LRUPolicy, PriorityPolicy
+from kvpool.eviction.run import Run
+from kvpool.eviction.s3fifo import S3FIFOPolicy
+
+__all__ = [
+    "ARCPolicy",
+    "AdaptivePolicy",
+    "ClockPolicy",
+    "CostAwarePolicy",
+    "EvictionPolicy",
+    "FIFOPolicy",
+    "KeyedPolicy",
+    "LFUPolicy",
+    "LRUPolicy",
+    "PriorityPolicy",
+    "Run",
+    "S3FIFOPolicy",
+    "SievePolicy",
+    "TwoQueuePolicy",
+    "make_policy",
+    "policy_names",
+    "register_policy",
+]
+
+PolicyLike = str | type[EvictionPolicy] | EvictionPolicy
+PolicyClass = TypeVar("PolicyClass", bound=type[EvictionPolicy])
+
+_POLICIES: dict[str, type[EvictionPolicy]] = {}
+
+
+def register_policy(name: str) -> Callable[[PolicyClass], PolicyClass]:
+    """Class decorator: make a policy known under `name` (case-insensitive), for `KVCacheConfig(eviction_policy=name)`.
+
+    Registering a class again under its name replaces it (a notebook cell run twice); taking another's name is an error.
+    """
+    key = _normalised(name)
+    if not key:
+        raise InvalidArgumentError(f'{name!r} is not a policy name; write @register_policy("name") above the class')
+
+    def register(policy: PolicyClass) -> PolicyClass:
+        if not issubclass(policy, EvictionPolicy):
+            raise InvalidArgumentError(f"{policy!r} is not a subclass of EvictionPolicy; derive it from KeyedPolicy")
+        holder = _POLICIES.get(key)
+        if holder is not None and (holder.__module__, holder.__qualname__) != (policy.__module__, policy.__qualname__):
+            raise InvalidArgumentError(f"the policy name {key!r} is taken by {holder.__qualname__}; choose another")
+        policy.name = key
+        _POLICIES[key] = policy
+        return policy
+
+    return register
+
+
+def policy_names() -> tuple[str, ...]:
+    """The registered names, sorted."""
+    return tuple(sorted(_POLICIES))
+
+
+def make_policy(policy: PolicyLike) -> EvictionPolicy:
+    """A policy from its name, its class, or an instance that serves no cache yet (to set its parameters).
+
+    >>> make_policy("LRU").name
+    'lru'
+    >>> make_policy(S3FIFOPolicy(small_fraction=0.2)).name
+    's3fifo'
+    """
+    if isinstance(policy, EvictionPolicy):
+        if len(policy) > 0:
+            raise InvalidArgumentError(
+                f"this {type(policy).__name__} orders {len(policy)} runs already; make another, each serves one cache"
+            )
+        return policy
+    if isinstance(policy, type) and issubclass(policy, EvictionPolicy):
+        return policy()
+    found = _POLICIES.get(_normalised(policy))
+    if found is None:
+        known = ", ".join(policy_names())
+        raise InvalidArgumentError(f"unknown eviction policy {policy!r}; known: {known}; add yours by register_policy")
+    return found()
+
+
+def _normalised(name: object) -> str:
+    return name.strip().lower() if isinstance(name, str) else ""
+
+
+for _policy in (
+    LRUPolicy, LFUPolicy, FIFOPolicy, ClockPolicy, SievePolicy, S3FIFOPolicy, TwoQueuePolicy, ARCPolicy, PriorityPolicy,
+    CostAwarePolicy, AdaptivePolicy,
+):  # fmt: skip
+    register_policy(_policy.name)(_policy)

@@ -1,0 +1,97 @@
+"""What the prefix cache asks of an eviction policy, and the base class that makes a policy out of one method.
+
+The cache is a tree of token runs. Only leaves that no request references and nobody pinned are *candidates*; the tree
+says when a run becomes one (`add`) and stops being one (`remove`), and asks for the next `victim`. A policy orders
+candidates and decides nothing else, so it can never evict a run that is in use or a parent before its children.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from kvpool.eviction.queues import RUN, Key, RunQueue
+from kvpool.eviction.run import Run
+
+
+class EvictionPolicy(ABC):
+    """Orders the candidates. One instance serves one cache, and a run is a candidate of one policy at a time.
+
+    `add` and `remove` are idempotent. A run comes and goes many times in its life (reused and released, pinned and
+    unpinned, trimmed: the tree then calls `remove` and `add`), so an order that must survive this is derived from the
+    run's own attributes or kept in `run.entry`, never from the moment of `add`.
+    """
+
+    name: ClassVar[str] = ""
+    by_priority: ClassVar[bool] = False  # a run of a lower retention priority always goes before one of a higher
+
+    @abstractmethod
+    def add(self, run: Run) -> None:
+        """`run` may be evicted from now on: it is a leaf, unreferenced and unpinned."""
+
+    @abstractmethod
+    def remove(self, run: Run) -> None:
+        """`run` may not be evicted any more: it was reused, pinned, extended by a child, invalidated or evicted."""
+
+    @abstractmethod
+    def victim(self) -> Run:
+        """The candidate whose tail goes next; it stays a candidate. Raises `LookupError` when there is none."""
+
+    def evicted(self, run: Run) -> None:  # noqa: B027 - most policies remember nothing of what has left
+        """`run` has left the cache by eviction (not by invalidation); `remove(run)` follows."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every candidate and everything learned about runs that left."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of candidates."""
+
+    @abstractmethod
+    def __contains__(self, run: object) -> bool:
+        """Whether `run` is a candidate."""
+
+
+class KeyedPolicy(EvictionPolicy):
+    """Evicts the candidate with the smallest `key`; of equal keys the deepest run, then the oldest.
+
+    Everything a policy of one's own needs::
+
+        @register_policy("biggest-first")
+        class BiggestFirst(KeyedPolicy):
+            def key(self, run: Run) -> int:
+                return -run.num_blocks
+    """
+
+    def __init__(self) -> None:
+        self._queue = RunQueue()
+
+    @abstractmethod
+    def key(self, run: Run) -> Key:
+        """The rank of `run`, computed when it becomes a candidate. All keys of one policy must be comparable."""
+
+    def add(self, run: Run) -> None:
+        key = self.key(run)  # first: when a user's key() raises, nothing has changed
+        if run.entry is not None:
+            self._queue.discard(run.entry)
+        run.entry = self._queue.push(key, run)
+
+    def remove(self, run: Run) -> None:
+        if run.entry is not None:
+            self._queue.discard(run.entry)
+            run.entry = None
+
+    def victim(self) -> Run:
+        return self._queue.head()
+
+    def clear(self) -> None:
+        for run in self._queue.clear():
+            run.entry = None
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def __contains__(self, run: object) -> bool:
+        item = getattr(run, "entry", None)
+        return item is not None and item[RUN] is run

@@ -1,0 +1,320 @@
+"""The adaptive policy: learns when runs like this one are reused, and evicts what earns the least for its place.
+
+Reuse of a prompt depends on its age in a way that differs by kind: the next turn of a chat comes after a while or never, a
+system prompt comes again and again. For each kind of run the policy counts reuses and exposure by age, also of runs that
+have left (ghosts), and derives from them the best rate of hits per block and time that keeping a run can still achieve
+(its Gittins index, see `experience`). The candidate with the smallest index is the victim, unless the oldest one is hardly
+worth more. Age is counted in blocks inserted since the last use, in units of the cache: under load it runs faster, and no
+clock is needed. How it was found, and what it gains and loses, is in docs/decisions/0005-eviction-policy.md.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict
+from heapq import heapify, heappop, heappush
+from typing import Any, ClassVar
+
+from kvpool.eviction.base import EvictionPolicy
+from kvpool.eviction.experience import BIN_OF_AGE, DEPTH_PART, MAX_AGE, NUM_KINDS, SIZE_PART, Experience
+from kvpool.eviction.queues import BLOCKS, KEY, RUN, START, Item, RunQueue
+from kvpool.eviction.run import Run
+
+EPOCHS_PER_CACHE = 32  # the cache turns over once in so many epochs
+GHOSTS_PER_CACHE = 4  # blocks remembered of runs that have left, in caches
+_MIN_CAPACITY = 64
+MARGIN = 0.5  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
+LEARN_RUNS = 32  # inserted before values are worked out anew: they share the cost
+LEARN_LATE = 8  # times as many if none was reused: there is little to learn
+_MOST_EPOCHS = 64  # that pass before what happened in them is digested, even if no victim is asked for
+MOST_NEWCOMERS = 2048  # runs that are put in order together, at a few microseconds each
+
+
+class _Cell(RunQueue):
+    """The candidates of one priority and cohort."""
+
+    __slots__ = ("epoch", "kind", "value")
+
+    def __init__(self, cohort: int) -> None:
+        super().__init__()
+        self.epoch, self.kind = divmod(cohort, NUM_KINDS)
+        self.value = 0.0  # of its kind at its age
+
+
+class _Record:
+    """What the policy knows about one run. It lies in `run.entry` for as long as the run is in the cache."""
+
+    __slots__ = ("cell", "cohort", "hits", "item", "owner", "trimmed")
+
+    def __init__(self, owner: AdaptivePolicy, cohort: int, cell: _Cell, item: Item, hits: int, trimmed: int) -> None:
+        self.owner = owner
+        self.cohort = cohort
+        self.cell = cell
+        self.item = item  # as it was last pushed; without a run while it is no candidate
+        self.hits = hits  # those seen
+        self.trimmed = trimmed  # blocks that it has lost since its last use
+
+
+_Ghost = tuple[int, int, int]  # cohort, blocks, fingerprint of the run before it: plain, for the collector's sake
+
+
+class AdaptivePolicy(EvictionPolicy):
+    """Evicts the candidate whose kind and age promise the fewest hits per block and time; retention priorities come first.
+
+    Kinds are told apart by how deep a run starts, how long it is and whether it was reused: powers of four, so that they
+    mean the same for any block size. With nothing learned the order is that of LRU. Runs that are inserted while nobody
+    asks for a victim only wait in a list, so a cache that fills costs nothing more than with LRU.
+    """
+
+    name: ClassVar[str] = "adaptive"
+    by_priority: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._newcomers: list[Run] = []  # inserted runs, not yet met; their entry is the policy itself
+        self._cells: dict[tuple[int, int], _Cell] = {}  # by priority and cohort
+        self.clear()
+
+    def clear(self) -> None:
+        for run in [*self._newcomers, *(run for cell in self._cells.values() for run in cell.clear())]:
+            run.entry = None
+        self._newcomers = []
+        self._cells = {}
+        self._by_value: list[tuple[int, float, int]] = []  # heap of cells: priority, value, cohort
+        self._by_age: list[tuple[int, int]] = []  # heap of the same cells: priority, cohort
+        self._least = self._oldest = self._chosen = _NO_CELL  # the first of both heaps, and the victim's
+        self._is_ordered = True
+        self._len = self._num_blocks = 0  # of the cells
+        self._capacity = _MIN_CAPACITY
+        self._epoch = 0
+        self._epoch_ticks = [0]  # the first tick of each epoch, the current one last
+        self._newest = 0
+        self._inserted = 0  # blocks since the epoch began
+        self._num_met = 0  # runs inserted since values were worked out
+        self._learned = Experience()
+        self._values = self._learned.values(self._capacity)
+        self._changes: defaultdict[int, int] = defaultdict(int)  # in this epoch, of the blocks followed in each cohort
+        self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()  # by fingerprint
+        self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
+        self._ghost_blocks = 0
+
+    # --- candidates --------------------------------------------------------------------------------------------------
+
+    def add(self, run: Run) -> None:
+        if run.entry is None and not run.hits:
+            run.entry = self
+            self._newcomers.append(run)
+            if len(self._newcomers) >= MOST_NEWCOMERS:
+                self._settle()
+            return
+        if self._newcomers:
+            self._settle()
+        record: _Record | None = run.entry
+        if record is None or record.owner is not self:
+            self._meet(run, run.hits)
+            return
+        if record.item[RUN] is not None:
+            self._take_out(record)
+        if record.item[KEY] != run.last_access:
+            self._put_in(run, run.hits, self._cohort(run, run.hits), 0)
+        else:
+            self._put_in(run, run.hits, record.cohort, record.trimmed + self._lost(run, record))
+
+    def remove(self, run: Run) -> None:
+        if self._newcomers:
+            self._settle()
+        record: _Record | None = run.entry
+        if record is None or record.owner is not self or record.item[RUN] is None:
+            return
+        self._take_out(record)
+        if run.hits > record.hits:
+            self._learned.count(record.cohort, self._epoch, record.item[BLOCKS] + record.trimmed)
+            if record.trimmed:
+                self._count_ghosts(self._followers.get(run.fingerprint), record.trimmed)
+
+    def evicted(self, run: Run) -> None:
+        if self._newcomers:
+            self._settle()
+        record: _Record | None = run.entry
+        if record is None or record.owner is not self or record.item[RUN] is None:
+            return
+        blocks = record.item[BLOCKS]
+        record.cell.discard(record.item)
+        run.entry = None
+        self._len -= 1
+        self._num_blocks -= blocks
+        self._bury(run, record.cohort, blocks + record.trimmed)
+
+    def victim(self) -> Run:
+        if self._newcomers:
+            self._settle()
+        if not self._is_ordered:
+            self._order()
+        if not self._least.num_runs or not self._oldest.num_runs:
+            self._choose()
+        return self._chosen.head()
+
+    @property
+    def num_ghost_blocks(self) -> int:
+        """Number of blocks of the evicted runs remembered."""
+        return self._ghost_blocks
+
+    def __len__(self) -> int:
+        return self._len + len(self._newcomers)
+
+    def __contains__(self, run: object) -> bool:
+        record: Any = getattr(run, "entry", None)
+        if isinstance(record, _Record):
+            return record.owner is self and record.item[RUN] is not None
+        return record is self
+
+    def _settle(self) -> None:
+        """Newcomers are met. One of them may have been hit just now, but it had not been when it came."""
+        newcomers, self._newcomers = self._newcomers, []
+        for run in newcomers:
+            self._meet(run, 0)
+
+    def _cohort(self, run: Run, hits: int) -> int:
+        tick, epoch = run.last_access, self._epoch
+        if tick < self._epoch_ticks[-1]:  # the oldest epoch that is told apart, at least
+            epoch -= len(self._epoch_ticks) - max(1, bisect_right(self._epoch_ticks, tick))
+        kind = DEPTH_PART[run.start.bit_length()] + SIZE_PART[run.num_blocks.bit_length()] + (hits > 0)
+        return epoch * NUM_KINDS + kind
+
+    def _put_in(self, run: Run, hits: int, cohort: int, trimmed: int) -> None:
+        cell = self._cells.get((run.priority, cohort))
+        if cell is None or not cell.num_runs:
+            cell = self._open(run.priority, cohort)
+        item = cell.push(run.last_access, run)
+        run.entry = _Record(self, cohort, cell, item, hits, trimmed)
+        blocks = item[BLOCKS]
+        self._changes[cohort] += blocks + trimmed
+        self._len += 1
+        self._num_blocks = num_blocks = self._num_blocks + blocks
+        if num_blocks > self._capacity:
+            self._capacity = num_blocks
+
+    def _take_out(self, record: _Record) -> None:
+        blocks = record.item[BLOCKS]
+        record.cell.discard(record.item)
+        self._changes[record.cohort] -= blocks + record.trimmed
+        self._len -= 1
+        self._num_blocks -= blocks
+
+    # --- order -------------------------------------------------------------------------------------------------------
+
+    def _open(self, priority: int, cohort: int) -> _Cell:
+        """A cell without candidates that is about to get one: it takes its place in the order."""
+        cell = self._cells.get((priority, cohort))
+        if cell is None:
+            cell = self._cells[priority, cohort] = _Cell(cohort)
+            cell.value = self._values[cell.kind][BIN_OF_AGE[min(self._epoch - cell.epoch, MAX_AGE - 1)]]
+        heappush(self._by_value, (priority, cell.value, cohort))
+        heappush(self._by_age, (priority, cohort))
+        self._least = _NO_CELL  # the new one may come first
+        return cell
+
+    def _choose(self) -> None:
+        """Finds the cells that come first by value and by age, and which of them gives the victim."""
+        cells, by_value, by_age = self._cells, self._by_value, self._by_age
+        while by_value and not cells[by_value[0][0], by_value[0][2]].num_runs:
+            heappop(by_value)
+        if not by_value:
+            raise LookupError("no run can be evicted: every cached run is referenced, pinned or has children")
+        while not cells[by_age[0]].num_runs:
+            heappop(by_age)
+        self._least = least = cells[by_value[0][0], by_value[0][2]]
+        self._oldest = oldest = cells[by_age[0]]
+        self._chosen = oldest if least.value > MARGIN * oldest.value else least
+
+    def _order(self) -> None:
+        """Puts cells in the order of their values at this epoch."""
+        if self._num_met >= (LEARN_RUNS if self._learned.has_news else LEARN_LATE * LEARN_RUNS):
+            self._learn()
+        values, epoch = self._values, self._epoch
+        self._by_value = by_value = []
+        for (priority, cohort), cell in self._cells.items():
+            if cell.num_runs:
+                age = epoch - cell.epoch
+                cell.value = value = values[cell.kind][BIN_OF_AGE[age] if age < MAX_AGE else -1]
+                by_value.append((priority, value, cohort))
+        heapify(by_value)
+        self._least = _NO_CELL
+        self._is_ordered = True
+
+    def _learn(self) -> None:
+        """Works out values from what happened up to this epoch; cells without candidates are forgotten on the way."""
+        self._num_met = 0
+        self._learned.digest(self._epoch)
+        self._values = self._learned.values(self._capacity)
+        self._cells = {key: cell for key, cell in self._cells.items() if cell.num_runs}
+        self._by_age = list(self._cells)
+        heapify(self._by_age)
+
+    # --- what is learned from ----------------------------------------------------------------------------------------
+
+    def _meet(self, run: Run, hits: int) -> None:
+        """A run that is new here: it was computed, perhaps not for the first time."""
+        if run.fingerprint in self._ghosts:
+            self._count_ghosts(run.fingerprint, run.num_blocks)
+        if run.last_access > self._newest:
+            self._newest = run.last_access
+        if not hits:
+            self._num_met += 1
+            self._inserted += run.num_blocks
+            if self._inserted * EPOCHS_PER_CACHE >= self._capacity:
+                self._next_epoch()
+        self._put_in(run, hits, self._cohort(run, hits), 0)
+
+    def _next_epoch(self) -> None:
+        """Time goes on. What follows from it is worked out for the next victim, or when much has come together."""
+        self._learned.follow(self._epoch, self._changes)
+        self._changes.clear()
+        self._inserted = 0
+        self._epoch += 1
+        self._epoch_ticks.append(self._newest)
+        del self._epoch_ticks[:-MAX_AGE]
+        self._is_ordered = False
+        if self._epoch - self._learned.epoch >= _MOST_EPOCHS:
+            self._learn()
+            self._order()
+
+    def _lost(self, run: Run, record: _Record) -> int:
+        """Blocks by which a run was trimmed that comes back unused; none if its head was reused and is another run now."""
+        split_off: int = run.start + record.item[START]
+        trimmed: int = record.item[BLOCKS] - run.num_blocks
+        if split_off > 0:
+            self._learned.count(record.cohort, self._epoch, split_off)
+            return 0
+        return max(0, trimmed)
+
+    def _bury(self, run: Run, cohort: int, blocks: int) -> None:
+        """A run has left, and is followed further."""
+        fingerprint = run.fingerprint
+        if fingerprint in self._ghosts:
+            self._forget(fingerprint)
+        above = getattr(run, "parent", None)
+        parent = 0 if above is None else above.fingerprint
+        self._ghosts[fingerprint] = cohort, blocks, parent
+        self._followers[parent] = fingerprint
+        self._ghost_blocks += blocks
+        while self._ghost_blocks > GHOSTS_PER_CACHE * self._capacity:
+            self._forget(next(iter(self._ghosts)))
+
+    def _forget(self, fingerprint: int) -> _Ghost:
+        ghost = cohort, blocks, parent = self._ghosts.pop(fingerprint)
+        if self._followers.get(parent) == fingerprint:
+            del self._followers[parent]
+        self._ghost_blocks -= blocks
+        self._changes[cohort] -= blocks
+        return ghost
+
+    def _count_ghosts(self, fingerprint: int | None, num_blocks: int) -> None:
+        """Content that had left was computed again: its ghost, and those that followed it, as far as it reaches."""
+        while num_blocks > 0 and fingerprint is not None and fingerprint in self._ghosts:
+            cohort, blocks, _ = self._forget(fingerprint)
+            self._learned.count(cohort, self._epoch, min(blocks, num_blocks))
+            num_blocks -= blocks
+            fingerprint = self._followers.get(fingerprint)
+
+
+_NO_CELL = _Cell(0)

@@ -1,0 +1,45 @@
+"""Policies that are one sort key: least recently used, least frequently used, first in first out, priority."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvpool.eviction.base import KeyedPolicy
+from kvpool.eviction.run import Run
+
+
+class LRUPolicy(KeyedPolicy):
+    """The run that was not used for the longest time goes first: what everybody ships."""
+
+    name: ClassVar[str] = "lru"
+
+    def key(self, run: Run) -> int:
+        return run.last_access
+
+
+class LFUPolicy(KeyedPolicy):
+    """The run that the fewest requests reused goes first; of equals the least recently used."""
+
+    name: ClassVar[str] = "lfu"
+
+    def key(self, run: Run) -> tuple[int, int]:
+        return run.hits, run.last_access
+
+
+class FIFOPolicy(KeyedPolicy):
+    """The run that was inserted first goes first, however often it was used since."""
+
+    name: ClassVar[str] = "fifo"
+
+    def key(self, run: Run) -> int:
+        return run.created
+
+
+class PriorityPolicy(KeyedPolicy):
+    """The run with the lowest retention priority goes first; of equals the least recently used."""
+
+    name: ClassVar[str] = "priority"
+    by_priority: ClassVar[bool] = True
+
+    def key(self, run: Run) -> tuple[int, int]:
+        return run.priority, run.last_access

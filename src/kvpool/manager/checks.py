@@ -1,0 +1,308 @@
+"""`check()`: recomputes everything from scratch, slowly, and names whatever does not agree."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from kvpool.config import Tier
+from kvpool.errors import InvariantError
+from kvpool.manager.pins import Pins
+from kvpool.pools.groups import sink_blocks
+from kvpool.pools.pool import BlockPool
+from kvpool.prefix.node import Node
+from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.state import CacheState
+
+
+class Checker:
+    """One pass over the whole state. Owners of every block are collected here and compared with the pools' books."""
+
+    def __init__(self, state: CacheState, in_flight: InFlight, pins: Pins) -> None:
+        self.state = state
+        self.cache = state.cache
+        self.rows = state.rows
+        self.in_flight = in_flight
+        self.pins = pins
+        self.nodes = list(self.cache.nodes())
+        for node in self.nodes:
+            self.cache.sync(node)
+        # per (pool, tier): who holds a block privately, which blocks nodes own, how many of those nobody reads
+        self.private: Counter[tuple[int, int, int]] = Counter()
+        self.uncounted: set[tuple[int, int]] = set()  # private GPU blocks of full groups: a single owner is not counted
+        self.published: dict[tuple[int, int, int], Node] = {}
+        self.idle: Counter[tuple[int, int]] = Counter()
+        self.pinned: Counter[tuple[int, int]] = Counter()
+        self.window_readers: Counter[tuple[int, int, int]] = Counter()
+
+    def run(self) -> None:
+        self.check_rows()
+        self.check_nodes()
+        self.check_readers()
+        self.check_windows()
+        for tiers in self.state.pools:
+            for pool in tiers:
+                self.check_pool(pool)
+        self.check_policies()
+        self.check_bookkeeping()
+
+    def fail(self, message: str) -> None:
+        raise InvariantError(message)
+
+    def expect(self, condition: bool, message: str) -> None:
+        if not condition:
+            self.fail(message)
+
+    # --- sequences ---------------------------------------------------------------------------------------------------
+
+    def check_rows(self) -> None:
+        rows = self.rows
+        live = rows.live_rows()
+        self.expect(len(live) == len(self.state.requests), f"{len(live)} rows for {len(self.state.requests)} requests")
+        for row in live:
+            handle = rows.handles[row]
+            assert handle is not None
+            name = f"request {handle.request_id!r}"
+            self.expect(handle.row == row, f"{name}: its handle says row {handle.row}, it lies in {row}")
+            self.expect(self.state.requests.get(handle.request_id) is handle, f"{name}: not in the request index")
+            reserved, written, committed = (int(a[row]) for a in (rows.reserved, rows.written, rows.committed))
+            self.expect(
+                reserved >= written >= committed >= 0,
+                f"{name}: reserved {reserved}, written {written}, committed {committed}",
+            )
+            self.expect(
+                int(rows.num_blocks[row]) * self.state.block_size >= reserved, f"{name}: too few blocks for {reserved}"
+            )
+            if handle.swapped is not None:
+                self.check_swapped(row, name)
+            else:
+                self.check_tables(row, name)
+
+    def check_swapped(self, row: int, name: str) -> None:
+        handle = self.rows.handles[row]
+        assert handle is not None and handle.swapped is not None
+        for group, table in enumerate(self.rows.tables):
+            self.expect(bool((table[row] < 0).all()), f"{name}: is swapped out but has GPU blocks in group {group}")
+        for group, ids in enumerate(handle.swapped.ids):
+            for block in ids[ids >= 0].tolist():
+                self.private[self.state.groups[group].pool, Tier.HOST, block] += 1
+
+    def check_tables(self, row: int, name: str) -> None:
+        rows = self.rows
+        tip = rows.tips[row]
+        assert tip is not None
+        self.expect(bool(rows.is_open[row]) == (tip.open_row == row), f"{name}: open flag and open node disagree")
+        used, cross = int(rows.num_blocks[row]), int(rows.num_cross_blocks[row])
+        self.expect(tip.end <= used, f"{name}: {tip.end} published blocks, {used} in its table")
+        path = self.cache.path_to(tip)
+        for group, spec in enumerate(self.state.groups):
+            table = rows.tables[group]
+            end = used if group < self.state.growing else cross
+            self.expect(bool((table[row, end:] < 0).all()), f"{name}: block ids behind its end in group {group}")
+            ids = table[row, :end]
+            if group in self.cache.windowed:
+                self.check_windowed_table(row, group, path, name)
+                continue
+            self.expect(bool((ids >= 0).all()), f"{name}: a hole in group {group}: {ids.tolist()}")
+            first = tip.end if group < self.state.growing else 0
+            if first:
+                cached = self.cache.path_ids(path, first, group)
+                self.expect(
+                    bool((ids[:first] == cached).all()), f"{name}: table differs from the tree in group {group}"
+                )
+            for block in ids[first:].tolist():
+                self.private[spec.pool, Tier.GPU, block] += 1
+                if group in self.cache.full:
+                    self.uncounted.add((spec.pool, block))
+        final = min(int(rows.committed[row]), tip.end * self.state.block_size, int(rows.known[row]))
+        if path:
+            held = np.concatenate([node.tokens for node in path])[:final]
+            self.expect(bool((held == rows.token_ids(row)[:final]).all()), f"{name}: its tokens differ from its path")
+
+    def check_windowed_table(self, row: int, group: int, path: list[Node], name: str) -> None:
+        rows = self.rows
+        spec = self.state.groups[group]
+        start, used = int(rows.window_start[group, row]), int(rows.num_blocks[row])
+        sinks = sink_blocks(spec, self.state.block_size)
+        published = path[-1].end if path else 0
+        cached = self.cache.path_ids(path, published, group)
+        for column in (*range(min(sinks, used)), *range(max(start, sinks), used)):
+            block = int(rows.tables[group][row, column])
+            self.expect(block >= 0, f"{name}: block {column} of windowed group {group} is missing inside its window")
+            if column < published:
+                same = block == int(cached[column])
+                self.expect(same, f"{name}: block {column} of group {group} differs from the tree")
+                self.window_readers[spec.pool, Tier.GPU, block] += 1
+            else:
+                self.private[spec.pool, Tier.GPU, block] += 1
+
+    # --- tree --------------------------------------------------------------------------------------------------------
+
+    def check_nodes(self) -> None:
+        size = self.state.block_size
+        for node in self.nodes:
+            name = f"node at block {node.start}"
+            self.expect(node.num_blocks > 0, f"{name}: is empty")
+            self.expect(len(node.tokens) == node.num_blocks * size, f"{name}: {len(node.tokens)} tokens")
+            self.expect(node.start == node.parent.end, f"{name}: its parent ends at {node.parent.end}")
+            self.expect(
+                node.tier >= node.parent.tier, f"{name}: lies on {node.tier.name} below {node.parent.tier.name}"
+            )
+            if not node.detached:
+                self.expect(node.key == node.tokens[:size].tobytes(), f"{name}: key is not its first block")
+                siblings = node.parent.children
+                self.expect(
+                    siblings is not None and siblings.get(node.key) is node, f"{name}: not among its parent's children"
+                )
+            same = sum(child.tier == node.tier for child in (node.children or {}).values())
+            self.expect(
+                same == node.same_tier_children, f"{name}: counts {node.same_tier_children} children of its tier"
+            )
+            self.collect_blocks(node, name)
+
+    def collect_blocks(self, node: Node, name: str) -> None:
+        for group in range(self.state.growing):
+            pool = self.state.groups[group].pool
+            ids = node.ids[group]
+            self.expect(
+                len(ids) == node.num_blocks, f"{name}: {len(ids)} ids in group {group} for {node.num_blocks} blocks"
+            )
+            if group not in self.cache.windowed:
+                self.expect(bool((ids >= 0).all()), f"{name}: a hole in group {group}")
+            for block in ids[ids >= 0].tolist():
+                key = (pool, int(node.tier), block)
+                self.expect(key not in self.published, f"block {block} of pool {pool} belongs to two nodes")
+                self.published[key] = node
+                if group not in self.cache.windowed and not node.active:
+                    self.idle[pool, node.tier] += 1
+                    self.pinned[pool, node.tier] += int(node.pins > 0)
+
+    def check_readers(self) -> None:
+        """Recounts `active` and `pins` of every node."""
+        active: Counter[Node] = Counter()
+        pins: Counter[Node] = Counter()
+        for row in self.rows.live_rows():
+            tip = self.rows.tips[row]
+            assert tip is not None
+            active[tip] += 1
+        for pin in self.pins.active.values():
+            if not pin.node.detached:
+                pins[pin.node] += 1
+        for node in sorted(self.nodes, key=lambda n: -n.start):
+            self.expect(
+                node.active == active[node], f"node at block {node.start}: active {node.active}, counted {active[node]}"
+            )
+            self.expect(node.pins == pins[node], f"node at block {node.start}: pins {node.pins}, counted {pins[node]}")
+            if node.detached:
+                self.expect(node.active > 0, f"node at block {node.start} is detached and unread but not freed")
+            active[node.parent] += int(node.active > 0)
+            if node.parent is not node.root:
+                pins[node.parent] += int(node.pins > 0)
+        for root in self.cache.roots.values():
+            self.expect(root.active == active[root], f"root {root.scope}: active {root.active}, counted {active[root]}")
+            self.expect(bool(root.children or root.active), f"root {root.scope} is empty and unused but still there")
+
+    def check_windows(self) -> None:
+        for group in self.cache.windowed:
+            pool = self.cache.pool(group, Tier.GPU)
+            for (index, tier, block), node in self.published.items():
+                if index == pool.index and tier == Tier.GPU and self._group_of(node, block, index) == group:
+                    readers = self.window_readers[index, tier, block]
+                    refs = int(pool.refs[block])
+                    self.expect(
+                        refs == readers, f"block {block} of group {group} has {refs} references, {readers} readers"
+                    )
+                    if not refs:
+                        self.idle[index, tier] += 1
+                        self.pinned[index, tier] += int(block in self.cache.pinned_windowed[index])
+            for tier in (Tier.HOST, Tier.DISK):
+                for (index, at, block), node in self.published.items():
+                    idle = index == pool.index and at == tier and not node.active
+                    if idle and self._group_of(node, block, index) == group:
+                        self.idle[index, at] += 1
+                        self.pinned[index, at] += int(node.pins > 0)
+
+    def _group_of(self, node: Node, block: int, pool: int) -> int:
+        return next(
+            g for g in range(self.state.growing) if self.state.groups[g].pool == pool and (node.ids[g] == block).any()
+        )
+
+    # --- pools -------------------------------------------------------------------------------------------------------
+
+    def check_pool(self, pool: BlockPool) -> None:
+        name = f"pool {pool.index} on {pool.tier.name}"
+        free = pool.free_ids().tolist()
+        self.expect(len(set(free)) == len(free), f"{name}: an id is free twice")
+        self.expect(
+            pool.num_free + pool.num_referenced + pool.num_cached == pool.num_blocks and pool.num_referenced >= 0,
+            f"{name}: free {pool.num_free} + cached {pool.num_cached} exceeds {pool.num_blocks}",
+        )
+        owned = {b for (p, t, b) in self.private if p == pool.index and t == pool.tier}
+        shared = {b for (p, t, b) in self.published if p == pool.index and t == pool.tier}
+        self.expect(not owned & shared, f"{name}: blocks {sorted(owned & shared)} are private and published")
+        self.expect(
+            not set(free) & (owned | shared),
+            f"{name}: blocks {sorted(set(free) & (owned | shared))} are free and in use",
+        )
+        lost = set(range(pool.num_blocks)) - set(free) - owned - shared
+        self.expect(not lost, f"{name}: blocks {sorted(lost)[:8]} belong to nobody (leaked)")
+        for block in free:
+            self.expect(pool.refs[block] == 0, f"{name}: free block {block} has {pool.refs[block]} references")
+        for block in owned:
+            held = self.private[pool.index, int(pool.tier), block]
+            if (pool.index, block) in self.uncounted and pool.tier == Tier.GPU and held == 1:
+                held = 0
+            self.expect(
+                pool.refs[block] == held, f"{name}: block {block} has {pool.refs[block]} references, {held} holders"
+            )
+        self.check_published(pool, shared, name)
+        idle, pinned = self.idle[pool.index, int(pool.tier)], self.pinned[pool.index, int(pool.tier)]
+        self.expect(pool.num_cached == idle, f"{name}: {pool.num_cached} cached blocks booked, {idle} counted")
+        self.expect(pool.num_pinned == pinned, f"{name}: {pool.num_pinned} pinned blocks booked, {pinned} counted")
+
+    def check_published(self, pool: BlockPool, shared: set[int], name: str) -> None:
+        """Published blocks of full groups count no references: their readers are counted on nodes."""
+        for block in shared:
+            node = self.published[pool.index, int(pool.tier), block]
+            if self._group_of(node, block, pool.index) in self.cache.full:
+                self.expect(pool.refs[block] == 0, f"{name}: published block {block} has {pool.refs[block]} references")
+
+    # --- the rest ----------------------------------------------------------------------------------------------------
+
+    def check_policies(self) -> None:
+        candidates: Counter[int] = Counter()
+        for node in self.nodes:
+            if self.cache.is_candidate(node):
+                candidates[id(node.root.policies[node.tier])] += 1
+        policies = list(self.cache.policies)
+        for quota in self.cache.quotas.values():
+            policies.extend(quota.policies)
+        for policy in policies:
+            wanted = candidates[id(policy)]
+            self.expect(len(policy) == wanted, f"policy {policy.name!r} has {len(policy)} candidates, {wanted} exist")
+
+    def check_bookkeeping(self) -> None:
+        runs = sum(not node.detached for node in self.nodes)
+        self.expect(runs == self.cache.num_runs, f"{runs} runs are in the tree, {self.cache.num_runs} are counted")
+        shared = int(self.rows.shared[self.rows.live_rows()].sum())
+        self.expect(shared == self.rows.num_shared, f"{self.rows.num_shared} shared rows booked, {shared} flagged")
+        pinned = sum(node.num_blocks for node in self.nodes if node.pins)
+        self.expect(
+            pinned == self.cache.pinned_blocks, f"{self.cache.pinned_blocks} pinned positions booked, {pinned} counted"
+        )
+        for (tip, _), row in self.in_flight.rows_by_block.items():
+            handle = self.rows.handles[row]
+            self.expect(
+                handle is not None and self.rows.tips[row] is tip, f"row {row} is tracked in flight at a node it left"
+            )
+        for quota in self.cache.quotas.values():
+            self.check_quota_counts(quota.tenant, quota.cached)
+
+    def check_quota_counts(self, tenant: str, booked: list[int]) -> None:
+        counted = [0] * len(booked)
+        for (pool, tier, block), node in self.published.items():
+            if tier == Tier.GPU and node.root.scope.tenant == tenant:
+                windowed = self._group_of(node, block, pool) in self.cache.windowed
+                counted[pool] += int(not self.state.gpu_pools[pool].refs[block]) if windowed else int(not node.active)
+        self.expect(counted == booked, f"tenant {tenant!r}: {booked} cached blocks booked, {counted} counted")

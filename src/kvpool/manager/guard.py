@@ -1,0 +1,124 @@
+"""The manager's lock, and what happens when it is given back: pressure is measured, callbacks run outside.
+
+Locking rule: one re-entrant lock per manager. Every public method holds it from its first look at the state to its last
+change, so each call is atomic and callers need no lock of their own. Callbacks run after the lock was released, in the
+thread whose call caused them; they may call the manager, and their exceptions are logged and contained.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from kvpool.sequences.state import CacheState
+from kvpool.stats import MemoryPressure
+
+log = logging.getLogger("kvpool")
+
+
+class PressureChange(NamedTuple):
+    """Handed to callbacks when the pressure level changes, in either direction."""
+
+    level: MemoryPressure
+    previous: MemoryPressure
+    usage: float  # fraction of the fullest GPU pool that live sequences hold
+    pool: int
+    reason: str
+
+
+class Guard:
+    """`with guard:` around every public operation."""
+
+    def __init__(self, state: CacheState, levels: Sequence[float]) -> None:
+        self.lock = state.rows.lock
+        self.state = state
+        self.cache = state.cache
+        self.first_pool = state.gpu_pools[0]
+        self.levels = tuple(levels)
+        self.calm = (0, 0)  # while the only pool's referenced blocks stay in this range, the level cannot change
+        self.level = MemoryPressure.LOW
+        self.pressure_callbacks: list[Callable[[PressureChange], None]] = []
+        self.capacity_callbacks: list[Callable[[], None]] = []
+        self.num_expired = 0  # positions whose time was over when the present operation began
+        self._depth = 0
+        self._changes: deque[PressureChange] = deque()
+        self._delivery = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self._depth += 1
+        try:
+            cache = self.cache
+            cache.tick += 1
+            cache.now = cache.clock()
+            self.num_expired = cache.expire() if cache.calendar.next <= cache.now else 0
+        except BaseException:
+            self._depth -= 1
+            self.lock.release()
+            raise
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._depth > 1:
+            self._depth -= 1
+            self.lock.release()
+            return
+        try:
+            pool = self.first_pool
+            used = pool.num_blocks - pool.num_free - pool.num_cached
+            if used > pool.peak_referenced:
+                pool.peak_referenced = used
+            if not self.calm[0] <= used < self.calm[1]:
+                self._measure()
+        finally:
+            self._depth = 0
+            self.lock.release()
+        if self._changes:
+            self._deliver()
+        for callback in self.capacity_callbacks:
+            contain(callback)
+
+    def _deliver(self) -> None:
+        """Runs pressure callbacks in the order of the changes: one thread at a time, and no change inside another's."""
+        while self._changes and self._delivery.acquire(blocking=False):
+            try:
+                while self._changes:
+                    change = self._changes.popleft()
+                    for callback in list(self.pressure_callbacks):
+                        contain(lambda call=callback, now=change: call(now))  # type: ignore[misc]
+            finally:
+                self._delivery.release()
+
+    def _measure(self) -> None:
+        """Notes a change of the pressure level for delivery, and peaks on the way."""
+        fullest, at = 0.0, 0
+        for pool in self.state.gpu_pools:
+            pool.note_peak()
+            used = pool.num_referenced / pool.num_blocks if pool.num_blocks else 0.0
+            if used > fullest:
+                fullest, at = used, pool.index
+        level = MemoryPressure(sum(fullest >= limit for limit in self.levels))
+        if len(self.state.gpu_pools) == 1:
+            edges = [0, *(math.ceil(limit * pool.num_blocks) for limit in self.levels), pool.num_blocks + 1]
+            self.calm = (edges[level], edges[level + 1])
+        if level == self.level:
+            return
+        previous, self.level = self.level, level
+        pool = self.state.gpu_pools[at]
+        direction = "rose" if level > previous else "fell"
+        reason = (
+            f"pool {at}: {pool.num_referenced} of {pool.num_blocks} blocks in use, {pool.num_cached} cached, "
+            f"{pool.num_free} free; pressure {direction} from {previous.name} to {level.name}"
+        )
+        self._changes.append(PressureChange(level, previous, fullest, at, reason))
+
+
+def contain(callback: Callable[[], None]) -> None:
+    """Calls back; what it raises is logged and goes no further."""
+    try:
+        callback()
+    except Exception:
+        log.exception("a callback raised; the manager is not affected")

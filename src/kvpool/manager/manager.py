@@ -1,0 +1,475 @@
+"""The facade: one manager for the KV cache of one model. Read this first.
+
+A request's life, as an engine drives it:
+
+    if manager.can_allocate(prompt):                 # OK / LATER / NEVER
+        handle = manager.allocate("r1", prompt)      # reuses the longest cached prefix: handle.num_cached_tokens
+    ...                                              # run manager.take_copies(), then the forward pass
+    manager.commit(handle, num_tokens)               # keys and values of these prompt tokens are written: matchable now
+    batch = manager.batch([handle, ...])
+    slots = manager.extend_batch(batch)              # a place for one more token each, for the whole batch at once
+    ...                                              # forward pass; sample
+    manager.commit_batch(batch, sampled_tokens)
+    manager.free(handle)                             # what it computed stays cached
+
+Every operation either happens completely or raises and changes nothing. Methods may be called from several threads (the
+rule is in `manager/guard.py`). What concerns the cache as a whole (pins, quotas, tiers, resizing, statistics, events) is in
+`Maintenance`, from which the manager inherits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Hashable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvpool.config import KVCacheConfig
+from kvpool.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    InvalidArgumentError,
+    SequenceStateError,
+    UnknownRequestError,
+)
+from kvpool.events import EventLog
+from kvpool.eviction import EvictionPolicy, make_policy
+from kvpool.manager.compaction import Compaction
+from kvpool.manager.guard import Guard
+from kvpool.manager.invalidation import Invalidation
+from kvpool.manager.maintenance import DEFAULT_SCOPE, Maintenance, check_scope, check_seconds
+from kvpool.manager.observer import Observer
+from kvpool.manager.pins import Pins
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, as_count, as_flag, as_token_array
+from kvpool.pools.copies import CopyOp
+from kvpool.prefix.retention import Retention
+from kvpool.prefix.tenants import TenantQuotas
+from kvpool.scope import ReuseScope
+from kvpool.sequences.admission import AdmissionPlanner, PrefixMatch
+from kvpool.sequences.batch import SequenceBatch, as_handles
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.lifecycle import Lifecycle
+from kvpool.sequences.onboarding import Onboarding
+from kvpool.sequences.rewinding import Rewinding
+from kvpool.sequences.state import Admission, CacheState
+from kvpool.sequences.stepping import Stepping
+from kvpool.sequences.swapping import Swapping
+from kvpool.sequences.writing import writable_blocks
+
+BatchLike = SequenceBatch | Sequence[KVCacheHandle]
+
+
+class KVCacheManager(Maintenance):
+    """Paged KV cache for one model: blocks, tables, prefix reuse, forks, swapping.
+
+    `policy` overrides `config.eviction_policy`: a registered name, a class, or a function that makes
+    one. `clock` returns seconds (tests pass their own).
+
+    >>> from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
+    >>> manager = KVCacheManager(KVCacheConfig([LayerSpec(kv_heads=8, head_dim=128)] * 2, block_size=4, gpu_blocks=8))
+    >>> first = manager.allocate("a", [1, 2, 3, 4, 5])
+    >>> manager.commit(first, 5)
+    >>> manager.allocate("b", [1, 2, 3, 4, 9]).num_cached_tokens
+    4
+    """
+
+    def __init__(
+        self,
+        config: KVCacheConfig,
+        *,
+        policy: str | Callable[[], EvictionPolicy] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not isinstance(config, KVCacheConfig):
+            raise ConfigError(f"KVCacheManager takes a KVCacheConfig, got {type(config).__name__}")
+        chosen = config.eviction_policy if policy is None else policy
+        if isinstance(chosen, EvictionPolicy):
+            raise ConfigError(
+                "policy takes a name, a class or a factory: each tier and tenant needs an instance of its own"
+            )
+        new_policy = chosen if callable(chosen) else partial(make_policy, chosen)
+        if not isinstance(new_policy(), EvictionPolicy):  # an unknown name is refused here, before anything is built
+            raise ConfigError(f"policy {chosen!r} does not make an EvictionPolicy")
+        self.config = config
+        self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
+        self._state = CacheState(config, new_policy, clock, self.events)
+        self._guard = Guard(self._state, config.pressure_levels)
+        self._in_flight = InFlight(self._state)
+        self._admissions = AdmissionPlanner(self._state, self._in_flight)
+        self._sequences = Lifecycle(self._state, self._admissions, self._in_flight)
+        self._stepping = Stepping(self._state, self._in_flight)
+        self._rewinding = Rewinding(self._state, self._in_flight)
+        self._swapping = Swapping(self._state, self._sequences)
+        self._compaction = Compaction(self._state)
+        self._pins = Pins(self._state)
+        self._quotas = TenantQuotas(self._state.cache)
+        self._onboarding = Onboarding(self._state, self._admissions)
+        self._observers: tuple[Observer, ...] = ()
+        self._invalidation = Invalidation(self._state, self._in_flight, self._pins)
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    def match_prefix(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE) -> PrefixMatch:
+        """What would a request for `tokens` reuse? Changes nothing, not even the order of eviction."""
+        ids = as_token_array(tokens)
+        with self._guard:
+            return self._admissions.query(ids, check_scope(scope))
+
+    def can_allocate(
+        self,
+        tokens: Any = None,
+        *,
+        num_tokens: int | None = None,
+        scope: ReuseScope = DEFAULT_SCOPE,
+        reserve: int | None = None,
+        lookahead: int = 0,
+        cross_tokens: int = 0,
+        wait_for_prefix: bool = False,
+    ) -> Admission:
+        """Whether `allocate` with the same arguments would fit: OK, LATER or NEVER, with a watermark kept free.
+
+        Blocks shared with live requests reduce the need, unreferenced cached blocks are supply, and every layer group must
+        fit. With `wait_for_prefix` the answer is LATER while another request computes the next block of this prompt.
+        """
+        ids, places = self._request(tokens, num_tokens, reserve)
+        lookahead, cross_tokens = as_count(lookahead, "lookahead"), self._cross_tokens(cross_tokens)
+        if wait_for_prefix is not False:
+            wait_for_prefix = as_flag(wait_for_prefix, "wait_for_prefix")
+        with self._guard:
+            check_scope(scope)
+            return self._admissions.can_allocate(ids, places, lookahead, cross_tokens, scope, wait_for_prefix)
+
+    def allocate(
+        self,
+        request_id: Hashable,
+        tokens: Any = None,
+        *,
+        num_tokens: int | None = None,
+        scope: ReuseScope = DEFAULT_SCOPE,
+        reserve: int | None = None,
+        lookahead: int = 0,
+        cross_tokens: int = 0,
+        retention: Retention | None = None,
+        ttl: float | None = None,
+        session: str | None = None,
+    ) -> KVCacheHandle:
+        """Admits a request and gives it blocks for its prompt, reusing the longest cached prefix.
+
+        Give the prompt's `tokens`, or only `num_tokens` when reuse is not wanted. `reserve` limits the places taken now
+        (chunked prefill: `extend` before each further chunk); `lookahead` adds places for draft tokens; `cross_tokens` are
+        the encoder's, whose input `scope.encoder` must name if blocks are to be shared. `retention` and `ttl` say how long
+        what it computes should stay cached; `session` names it for `invalidate`. Raises `OutOfBlocksError`
+        (`NeverFitsError` if the pool is too small) and changes nothing.
+        """
+        ids, places = self._request(tokens, num_tokens, reserve)
+        if type(lookahead) is not int or type(cross_tokens) is not int or lookahead or cross_tokens:
+            lookahead, cross_tokens = as_count(lookahead, "lookahead"), self._cross_tokens(cross_tokens)
+        if ttl is not None or retention is not None or session is not None:
+            _check_keeping(ttl, retention, session)
+        limit = self.config.max_seq_len
+        if limit is not None:
+            longest = max(places + lookahead, 0 if ids is None else len(ids))
+            if longest > limit:
+                raise InvalidArgumentError(f"a sequence of {longest} tokens is over max_seq_len={limit}")
+        with self._guard:
+            if self._is_live(request_id):
+                raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
+            if scope is not DEFAULT_SCOPE:
+                check_scope(scope)
+            handle = KVCacheHandle(self._state.rows, request_id, scope)
+            handle.retention = retention
+            handle.ttl = ttl if ttl is not None else self.config.default_ttl
+            handle.session = session
+            handle.encoder_tokens = cross_tokens
+            handle.publishes = self.config.enable_prefix_caching and (not cross_tokens or scope.encoder != "")
+            self._sequences.allocate(handle, ids, places, lookahead, cross_tokens)
+            if self._observers:
+                options = dict(
+                    num_tokens=num_tokens, scope=scope, reserve=reserve, lookahead=lookahead, cross_tokens=cross_tokens,
+                    retention=retention, ttl=ttl, session=session,
+                )  # fmt: skip
+                self._tell("allocate", handle, request_id, ids, options)
+            return handle
+
+    def _request(self, tokens: Any, num_tokens: int | None, reserve: int | None) -> tuple[Int32Array | None, int]:
+        """Checks the description of a prompt: its ids (or None) and how many places to reserve."""
+        if (tokens is None) == (num_tokens is None):
+            raise InvalidArgumentError("give either the prompt's tokens or num_tokens")
+        if tokens is None:
+            total, ids = as_count(num_tokens, "num_tokens", minimum=1), None
+        else:
+            ids = as_token_array(tokens)
+            total = len(ids)
+            if not total:
+                raise InvalidArgumentError("a request needs at least one token")
+        if reserve is None:
+            return ids, total
+        return ids, as_count(reserve, "reserve", minimum=1, maximum=total)
+
+    def _cross_tokens(self, cross_tokens: int) -> int:
+        if as_count(cross_tokens, "cross_tokens") and self._state.growing == len(self._state.groups):
+            raise InvalidArgumentError(f"cross_tokens={cross_tokens}, but no layer of this model is cross_attention")
+        return int(cross_tokens)
+
+    def _is_live(self, request_id: Hashable) -> bool:
+        return _is_among(request_id, self._state.requests)
+
+    def get(self, request_id: Hashable) -> KVCacheHandle:
+        """The handle of a live request."""
+        with self._guard.lock:
+            if not self._is_live(request_id):
+                raise UnknownRequestError(f"no live request has the id {request_id!r}")
+            return self._state.requests[request_id]
+
+    @property
+    def handles(self) -> list[KVCacheHandle]:
+        """All live requests, in order of admission."""
+        with self._guard.lock:
+            return list(self._state.requests.values())
+
+    def blocks_needed(self, handle: KVCacheHandle, num_tokens: int = 1, lookahead: int = 0) -> tuple[int, ...]:
+        """Blocks per pool that `extend(handle, num_tokens, lookahead)` would take, copies of shared blocks included.
+
+        To completion: `blocks_needed(handle, remaining_tokens)`. Blocks that windows give up on the way are not counted.
+        """
+        total = as_count(num_tokens, "num_tokens") + as_count(lookahead, "lookahead")
+        with self._guard:
+            return self._stepping.blocks_needed(self._state.row_of(handle), total)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def batch(self, handles: Sequence[KVCacheHandle]) -> SequenceBatch:
+        """A batch to use for many steps: rows are looked up once. Also exports tables for kernels."""
+        if isinstance(handles, SequenceBatch):
+            return handles
+        with self._guard.lock:
+            return SequenceBatch(self._state, handles)
+
+    def extend(self, handle: KVCacheHandle, num_tokens: int = 1, lookahead: int = 0) -> Int32Array:
+        """Reserves places for `num_tokens` more tokens; returns their slots, [layer group, token]."""
+        return self.extend_batch([handle], num_tokens, lookahead)
+
+    def extend_batch(
+        self,
+        batch: BatchLike,
+        num_tokens: int | Sequence[int] | Int64Array = 1,
+        lookahead: int = 0,
+        out: Int32Array | None = None,
+    ) -> Int32Array:
+        """Reserves places for more tokens of every sequence; returns their slots, [layer group, token].
+
+        A slot is `block id * block size + offset`. `lookahead` makes room for draft tokens behind them, which a later
+        `extend` claims. A block with another reader that is about to be written is copied first (see `take_copies`).
+        """
+        counts = _counts(num_tokens)
+        if type(lookahead) is not int or lookahead:
+            lookahead = as_count(lookahead, "lookahead")
+        with self._guard:
+            chosen = self._batch(batch)
+            _check_counts(counts, len(chosen))
+            slots = self._stepping.extend(chosen, counts, lookahead, out)
+            if self._observers:
+                self._tell("extend_batch", slots, chosen, counts, lookahead)
+            return slots
+
+    def slot_mapping(self, batch: BatchLike, start: Any, stop: Any, out: Int32Array | None = None) -> Int32Array:
+        """Slots of the positions `start..stop` (numbers or one per sequence), flat, [layer group, token].
+
+        Asking for unwritten positions announces a write: shared blocks are copied first. -1 stands for places that need no
+        write: outside a window, or the last token of a fully cached prompt, whose data is there already.
+        """
+        with self._guard:
+            chosen = self._batch(batch)
+            slots = self._stepping.slot_mapping(chosen, start, stop, out)
+            if self._observers:
+                self._tell("slot_mapping", slots, chosen, start, stop)
+            return slots
+
+    def writable_blocks(self, group: int = 0) -> BoolArray:
+        """For every GPU block of a layer group's pool, whether some sequence may write it: it alone holds it, unpublished."""
+        with self._guard.lock:
+            return writable_blocks(self._state, group)
+
+    def mark_written(self, batch: BatchLike | KVCacheHandle, num_tokens: int | Sequence[int] = 1) -> None:
+        """The next tokens' keys and values are in their blocks, but not final (drafts): `commit` or `rewind` follows."""
+        counts = _counts(num_tokens)
+        with self._guard:
+            chosen = self._batch([batch] if isinstance(batch, KVCacheHandle) else batch)
+            _check_counts(counts, len(chosen))
+            self._stepping.mark_written(chosen, counts)
+            if self._observers:
+                self._tell("mark_written", None, chosen, counts)
+
+    def commit(self, handle: KVCacheHandle, tokens: Any = None) -> None:
+        """The next tokens are written and final; blocks that are full become matchable.
+
+        `tokens` are their ids, or a count: then they are the next tokens of the known prompt (None: the reserved rest of
+        it). A count that goes past the known ids is allowed, but what follows cannot be cached.
+        """
+        if tokens is None:
+            with self._guard:
+                self._stepping.commit_prompt(self._state.row_of(handle))
+                if self._observers:
+                    self._tell("commit", None, handle)
+        elif isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool):
+            self.commit_batch([handle], None, [as_count(tokens, "tokens")])
+        else:
+            ids = as_token_array(tokens)
+            self.commit_batch([handle], ids, [len(ids)])
+
+    def commit_batch(self, batch: BatchLike, tokens: Any, counts: Sequence[int] | None = None) -> None:
+        """`commit` for a batch: one token each, or `counts[i]` tokens of sequence i one after the other in `tokens`."""
+        ids = None if tokens is None else as_token_array(tokens)
+        numbers = None if counts is None else _counts(counts)
+        with self._guard:
+            chosen = self._batch(batch)
+            if numbers is None:
+                if ids is None:
+                    raise InvalidArgumentError("commit_batch needs tokens, or counts for known prompts")
+                self._stepping.commit_step(chosen, ids)
+            else:
+                _check_counts(numbers, len(chosen))
+                if not isinstance(numbers, np.ndarray):
+                    raise InvalidArgumentError(f"counts must hold one count for every sequence, got {counts!r}")
+                self._stepping.commit_rows(chosen, ids, numbers)
+            if self._observers:
+                self._tell("commit_batch", None, chosen, ids, numbers)
+
+    def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
+        """Forgets the last `num_tokens` reserved tokens (rejected drafts) and gives back the blocks behind them.
+
+        Committed tokens may be rewound too: what was published stays cached, and a block cut in two is copied.
+        """
+        with self._guard:
+            row = self._state.row_of(handle)
+            limit = int(self._state.rows.reserved[row])
+            count = as_count(num_tokens, "num_tokens", maximum=limit)
+            self._rewinding.rewind(handle, count)
+            if self._observers:
+                self._tell("rewind", None, handle, count)
+
+    def fork(self, handle: KVCacheHandle, *request_ids: Hashable) -> list[KVCacheHandle]:
+        """New sequences that share every block with `handle` (parallel samples, beams, tree search)."""
+        if not request_ids:
+            raise InvalidArgumentError("fork needs at least one new request id")
+        with self._guard:
+            for number, request_id in enumerate(request_ids):
+                if self._is_live(request_id) or _is_among(request_id, request_ids[:number]):
+                    raise DuplicateRequestError(f"request {request_id!r} is already live; use another id")
+            children = self._sequences.fork(handle, request_ids)
+            if self._observers:
+                self._tell("fork", children, handle, *request_ids)
+            return children
+
+    def free(self, handle: KVCacheHandle, keep: bool = True) -> None:
+        """Ends a request. What it published stays cached; with `keep=False` what only it used is dropped."""
+        if keep is not True:
+            keep = as_flag(keep, "keep")
+        with self._guard:
+            self._sequences.free(handle, keep)
+            if self._observers:
+                self._tell("free", None, handle, keep)
+
+    def free_batch(self, batch: BatchLike, keep: bool = True) -> None:
+        """`free` for many requests at once."""
+        keep = as_flag(keep, "keep")
+        with self._guard:
+            handles = batch.handles if isinstance(batch, SequenceBatch) else as_handles(batch)
+            self._sequences.free_batch(handles, keep)
+            if self._observers:
+                self._tell("free_batch", None, handles, keep)
+
+    def _batch(self, batch: BatchLike) -> SequenceBatch:
+        if isinstance(batch, SequenceBatch):
+            if batch._state is not self._state:
+                raise UnknownRequestError("this batch was made by another manager")
+            return batch
+        return SequenceBatch(self._state, batch)
+
+    def store_last_logits(self, handle: KVCacheHandle, logits: Any, num_tokens: int | None = None) -> bool:
+        """Keeps the logits behind a prompt, so that the same prompt, fully cached, needs no forward pass at all.
+
+        Call it when the whole prompt (or its first `num_tokens`, or with what was generated) is committed. A later
+        `allocate` of the same tokens returns them as `handle.last_logits` if every token is still cached. Returns whether
+        that is so now: tokens behind the last full block count only once decoding has filled their block.
+        """
+        with self._guard:
+            row = self._state.row_of(handle)
+            length = handle.num_prompt_tokens if num_tokens is None else as_count(num_tokens, "num_tokens", minimum=1)
+            if not length or int(self._state.rows.committed[row]) < length:
+                raise SequenceStateError(f"request {handle.request_id!r}: commit the whole prompt before its logits")
+            stored = handle.publishes and self._admissions.store_logits(row, length, logits)
+            if self._observers:
+                self._tell("store_last_logits", stored, handle, logits, num_tokens)
+            return stored
+
+    # --- swapping and copies -----------------------------------------------------------------------------------------
+
+    def can_swap_out(self, *handles: KVCacheHandle) -> Admission:
+        """Whether the host can take these requests."""
+        with self._guard:
+            return self._swapping.can_swap_out(handles)
+
+    def swap_out(self, *handles: KVCacheHandle) -> int:
+        """Moves requests to the host pool; returns the blocks to copy. Swap forks together: they stay shared."""
+        with self._guard:
+            moved = self._swapping.swap_out(handles)
+            if self._observers:
+                self._tell("swap_out", moved, *handles)
+            return moved
+
+    def can_swap_in(self, *handles: KVCacheHandle) -> Admission:
+        """Whether the GPU can take these requests back."""
+        with self._guard:
+            return self._swapping.can_swap_in(handles)
+
+    def swap_in(self, *handles: KVCacheHandle) -> int:
+        """Brings requests back to the GPU; returns the blocks to copy (what is still cached there is not copied)."""
+        with self._guard:
+            moved = self._swapping.swap_in(handles)
+            if self._observers:
+                self._tell("swap_in", moved, *handles)
+            return moved
+
+    def take_copies(self) -> list[CopyOp]:
+        """Hands over the planned copies, in the order in which they must run before the next forward pass."""
+        with self._guard.lock:
+            copies = self._state.copies[:]
+            self._state.copies.clear()
+            return copies
+
+
+def _is_among(request_id: Hashable, request_ids: Container[Hashable]) -> bool:
+    try:
+        return request_id in request_ids
+    except Exception as error:
+        message = f"a request id must be hashable and comparable, got {request_id!r}: {error}"
+        raise InvalidArgumentError(message) from None
+
+
+def _check_keeping(ttl: float | None, retention: Retention | None, session: str | None) -> None:
+    check_seconds(ttl, "ttl")
+    if retention is not None and not isinstance(retention, Retention):
+        raise InvalidArgumentError(f"retention must be a Retention, got {retention!r}")
+    if session is not None and not isinstance(session, str):
+        raise InvalidArgumentError(f"session must be a string, got {session!r}")
+
+
+def _counts(num_tokens: Any) -> int | Int64Array:
+    """Token counts: one for all sequences, or an int64 array with one per sequence."""
+    if isinstance(num_tokens, (int, np.integer)):
+        return as_count(num_tokens, "num_tokens")
+    array = as_array(num_tokens, "num_tokens")
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidArgumentError(f"num_tokens must be an int or one int per sequence, got {num_tokens!r}")
+    if array.size and (int(array.min()) < 0 or int(array.max()) > 2**40):
+        raise InvalidArgumentError(f"num_tokens must not be negative or huge, got {array.tolist()[:8]}")
+    return array.astype(np.int64)
+
+
+def _check_counts(counts: int | Int64Array, batch_size: int) -> None:
+    if isinstance(counts, np.ndarray) and len(counts) != batch_size:
+        raise InvalidArgumentError(f"got {len(counts)} counts for a batch of {batch_size} sequences")

@@ -1,0 +1,134 @@
+"""Pinned prefixes: cached runs that eviction passes over, within a budget of tokens and for a limited time if asked."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from kvpool.config import Tier
+from kvpool.errors import InvalidArgumentError, PinBudgetError
+from kvpool.pools.arrays import Int32Array
+from kvpool.pools.groups import sink_blocks, window_start
+from kvpool.prefix.calendar import NEVER
+from kvpool.prefix.node import Node
+from kvpool.scope import ReuseScope
+from kvpool.sequences.state import CacheState
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """A pinned prefix; give it to `unpin`. It is void once its prefix was invalidated."""
+
+    pin_id: int
+    num_tokens: int
+    expires_at: float
+    node: Node
+    windowed: list[tuple[int, int]]  # (group, depth) of windowed blocks that are kept as well; below the GPU their run is
+
+
+class Pins:
+    """Makes and ends pins, and counts what they hold."""
+
+    def __init__(self, state: CacheState) -> None:
+        self.state = state
+        self.cache = state.cache
+        self.active: dict[int, Pin] = {}
+        self._ids = itertools.count(1)
+        state.cache.on_pinned_promoted = self._keep_windows
+
+    def pinned_tokens(self) -> int:
+        """Tokens that pins keep, shared ones counted once."""
+        return self.cache.pinned_blocks * self.state.block_size
+
+    def pin(self, tokens: Int32Array, scope: ReuseScope, ttl: float | None) -> Pin:
+        """Pins the full cached blocks that `tokens` starts with."""
+        cache, size = self.cache, self.state.block_size
+        match = cache.match(scope, tokens, partial=False)
+        if not match.num_blocks:
+            raise InvalidArgumentError(f"no full block of these {len(tokens)} tokens is cached; commit them first")
+        fresh = sum(min(n.end, match.num_blocks) - n.start for n in match.path if not n.pins) * size
+        limit = self.state.config.pinned_tokens_limit
+        if self.pinned_tokens() + fresh > limit:
+            raise PinBudgetError(
+                f"pinning {fresh} more tokens would exceed max_pinned_tokens={limit} "
+                f"({self.pinned_tokens()} are pinned); unpin something or raise the limit"
+            )
+        node = match.path[-1]
+        if node.end > match.num_blocks:
+            node = cache.split(node, match.num_blocks - node.start)
+        elif node.open_row >= 0:
+            self.state.publisher.close(node.open_row)
+        cache.pin_path(node)
+        pin = Pin(next(self._ids), match.num_blocks * size, NEVER if ttl is None else cache.now + ttl, node, [])
+        for group in cache.windowed:
+            self._pin_window(pin, group, match.num_blocks)
+        self.active[pin.pin_id] = pin
+        if ttl is not None:
+            cache.calendar.schedule(pin.pin_id, pin.expires_at, lambda: self._time_is_up(pin))
+        return pin
+
+    def _block(self, node: Node, group: int, depth: int) -> tuple[Node, int]:
+        while node.start > depth:
+            node = node.parent
+        self.cache.sync(node)
+        return node, int(node.ids[group][depth - node.start])
+
+    def _pin_window(self, pin: Pin, group: int, num_blocks: int) -> None:
+        """Keeps the windowed blocks that a request continuing right behind the prefix would read."""
+        size = self.state.block_size
+        spec = self.state.groups[group]
+        start = window_start(spec, num_blocks * size, size)
+        sinks = min(sink_blocks(spec, size), num_blocks)
+        for depth in (*range(sinks), *range(max(start, sinks), num_blocks)):
+            node, block = self._block(pin.node, group, depth)
+            if block >= 0:
+                pin.windowed.append((group, depth))
+                if node.tier == Tier.GPU:
+                    self._keep(node, group, block)
+
+    def _keep(self, node: Node, group: int, block: int) -> None:
+        """One pin more on a windowed block of the GPU."""
+        pool = self.cache.pool(group, Tier.GPU)
+        pinned = self.cache.pinned_windowed[pool.index]
+        pinned[block] = pinned.get(block, 0) + 1
+        if pinned[block] == 1 and not pool.refs[block]:
+            self.cache.add_pinned(node.root, pool, 1)
+
+    def _keep_windows(self, node: Node) -> None:
+        """A pinned run came to the GPU, where its windowed blocks are kept one by one."""
+        for pin in self.active.values():
+            kept = []
+            for group, depth in pin.windowed:
+                at, block = self._block(pin.node, group, depth)
+                if at is not node or block >= 0:
+                    kept.append((group, depth))
+                if at is node and block >= 0:
+                    self._keep(node, group, block)
+            pin.windowed = kept
+
+    def unpin(self, pin: Pin) -> None:
+        """Ends a pin; its blocks stay cached and may be evicted again."""
+        if self.active.pop(pin.pin_id, None) is not pin:
+            raise InvalidArgumentError(
+                f"pin {pin.pin_id} is not active here; it was unpinned, expired or made elsewhere"
+            )
+        self._let_go(pin)
+        self.cache.enforce_quota(pin.node.root)
+
+    def _let_go(self, pin: Pin) -> None:
+        for group, depth in pin.windowed:
+            node, block = self._block(pin.node, group, depth)
+            if node.tier == Tier.GPU:
+                self.cache.unpin_windowed(pin.node.root, group, block)
+        self.cache.unpin_path(pin.node)
+
+    def _time_is_up(self, pin: Pin) -> int:
+        if pin.pin_id in self.active:
+            self.unpin(pin)
+        return 0
+
+    def void(self, doomed: set[Node]) -> None:
+        """Ends the pins on nodes that are about to be invalidated."""
+        for pin in [pin for pin in self.active.values() if pin.node in doomed]:
+            del self.active[pin.pin_id]
+            self._let_go(pin)

@@ -1,0 +1,1 @@
+"""Ids, counts and planned copies; live sequences as rows of arrays; what each kind of layer group needs."""

@@ -1,0 +1,68 @@
+"""Array types used all over the control plane, and the one place where token ids from outside are checked."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.config.layers import show
+from kvpool.errors import InvalidArgumentError
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+MAX_TOKEN_ID = 2**31 - 1
+_INT32 = np.dtype(np.int32)
+_smallest = np.minimum.reduce  # array.min() without its wrapper, which costs more than the work on short prompts
+
+
+def as_array(values: Any, name: str) -> npt.NDArray[Any]:
+    """`np.asarray`, with an error of ours for what numpy cannot make an array of."""
+    try:
+        return np.asarray(values)
+    except Exception as error:  # numpy's own, or whatever the object raises when it is asked for its values
+        raise InvalidArgumentError(f"{name} is not a rectangular array: {error}") from None
+
+
+def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:
+    """A one-dimensional int32 array of token ids, checked; int32 arrays pass through without a copy.
+
+    >>> as_token_array([1, 2, 3]).dtype
+    dtype('int32')
+    """
+    array = tokens if isinstance(tokens, np.ndarray) else as_array(tokens, name)
+    if array.dtype is _INT32 and array.ndim == 1 and array.flags.c_contiguous and array.size and _smallest(array) >= 0:
+        return array
+    if array.ndim != 1:
+        raise InvalidArgumentError(f"{name} must be one-dimensional, got shape {array.shape}")
+    if array.size == 0:
+        return np.empty(0, np.int32)
+    if array.dtype.kind not in "iu":
+        raise InvalidArgumentError(f"{name} must hold integers, got dtype {array.dtype}; convert with .astype('int32')")
+    if (array.dtype.itemsize > 4 or array.dtype.kind == "u") and int(array.max()) > MAX_TOKEN_ID:
+        raise InvalidArgumentError(f"{name} holds {int(array.max())}; token ids must be below 2**31")
+    if array.dtype.kind == "i" and _smallest(array) < 0:
+        raise InvalidArgumentError(f"{name} holds {int(array.min())}; token ids cannot be negative")
+    return np.ascontiguousarray(array, dtype=np.int32)
+
+
+def as_flag(value: Any, name: str) -> bool:
+    """`value` as a bool; nothing else passes for one, since arrays and others have no truth value."""
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise InvalidArgumentError(f"{name} must be True or False, got {show(value)}")
+
+
+def as_count(value: Any, name: str, minimum: int = 0, maximum: int = 2**40) -> int:
+    """`value` as an int within bounds; bools, floats and out-of-range numbers are refused by name."""
+    if type(value) is not int:
+        if isinstance(value, np.integer):
+            value = int(value)
+        else:
+            raise InvalidArgumentError(f"{name} must be an int, got {show(value)} of type {type(value).__name__}")
+    if not minimum <= value <= maximum:
+        raise InvalidArgumentError(f"{name} must lie in {minimum}..{maximum}, got {show(value)}")
+    return int(value)

@@ -1,0 +1,159 @@
+"""Block ids of one pool on one tier: who is free, and how many sequences hold a block of their own.
+
+Ownership, in one place:
+
+* free        the id is on the free stack; `refs` is 0.
+* private     one or more sequences (forks) hold it through their tables.
+* published   the prefix cache owns it.
+
+What `refs` counts depends on the layer group of the block. Blocks of full-attention groups are written by one sequence
+and read along tree paths, so counting starts only when forks share one: 0 means a single owner, n >= 2 means n sequences
+(`take`, `share`, `unshare`). Admitting, publishing and freeing a sequence then never touch the array. Blocks of windowed
+and cross-attention groups, and host blocks of swapped sequences, count every holder (`take_counted`, `acquire`,
+`release`); published ones of windowed groups go on counting the sequences whose window covers them.
+
+`num_cached` counts published blocks without any reader, `num_pinned` those of them that are pinned, so
+`num_free + num_referenced + num_cached == num_blocks` at every moment.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from kvpool.config import Tier
+from kvpool.errors import InvalidArgumentError, OutOfBlocksError
+from kvpool.pools.arrays import Int32Array
+
+GPU: Final = Tier.GPU  # read on hot paths, where a global is several times cheaper than a member of an enum
+
+
+class ResizeResult(NamedTuple):
+    """What a resize had to do."""
+
+    num_blocks: int
+    num_evicted: int
+    num_moved: int
+
+
+class BlockPool:
+    """The ids, reference counts and free list of one tier.
+
+    >>> pool = BlockPool(0, Tier.GPU, 4)
+    >>> ids = pool.take(3)
+    >>> ids.tolist(), pool.num_free
+    ([0, 1, 2], 1)
+    >>> pool.give(ids)
+    >>> pool.num_free
+    4
+    """
+
+    __slots__ = (
+        "_free",
+        "index",
+        "num_blocks",
+        "num_cached",
+        "num_free",
+        "num_pinned",
+        "peak_referenced",
+        "refs",
+        "tier",
+    )
+
+    def __init__(self, index: int, tier: Tier, num_blocks: int) -> None:
+        self.index = index
+        self.tier = tier
+        self.num_blocks = num_blocks
+        self.num_free = num_blocks
+        self.num_cached = 0
+        self.num_pinned = 0
+        self.peak_referenced = 0
+        self.refs: Int32Array = np.zeros(num_blocks, np.int32)
+        # A stack whose top is at the end; kept so that a fresh pool hands out 0, 1, 2, ...
+        self._free: Int32Array = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
+
+    @property
+    def num_referenced(self) -> int:
+        """Blocks that some live sequence holds."""
+        return self.num_blocks - self.num_free - self.num_cached
+
+    def take(self, num_blocks: int) -> Int32Array:
+        """Hands out `num_blocks` free ids to a single owner. The caller made sure that they exist."""
+        top = self.num_free
+        if num_blocks > top:
+            raise OutOfBlocksError(
+                f"pool {self.index} on {self.tier.name} has {top} free blocks, {num_blocks} were asked for"
+            )
+        ids = self._free[top - num_blocks : top][::-1].copy()
+        self.num_free = top - num_blocks
+        return ids
+
+    def take_counted(self, num_blocks: int) -> Int32Array:
+        """`take` for blocks whose holders are all counted: each starts with one."""
+        ids = self.take(num_blocks)
+        self.refs[ids] = 1
+        return ids
+
+    def give(self, ids: Int32Array) -> None:
+        """Puts unreferenced ids back on the free stack; the first of them is handed out first."""
+        top = self.num_free
+        self.num_free = top + len(ids)
+        self._free[top : self.num_free] = ids[::-1]
+
+    def share(self, ids: Int32Array) -> None:
+        """One more sequence holds these private blocks, which were handed out by `take`."""
+        holders = self.refs[ids]
+        self.refs[ids] = np.maximum(holders, 1) + 1
+
+    def unshare(self, ids: Int32Array) -> None:
+        """One sequence lets go of private blocks from `take`; those that nobody else holds become free."""
+        holders = self.refs[ids]
+        self.refs[ids] = np.where(holders > 2, holders - 1, 0)
+        self.give(ids[holders == 0])
+
+    def acquire(self, ids: Int32Array) -> None:
+        """One more sequence holds these counted blocks (each id at most once in `ids`)."""
+        self.refs[ids] += 1
+
+    def release(self, ids: Int32Array) -> None:
+        """One sequence lets go of these counted blocks; those without a holder become free."""
+        left = self.refs[ids] - 1
+        if len(ids) and int(left.min()) < 0:
+            wrong = ids[left < 0].tolist()
+            raise InvalidArgumentError(
+                f"blocks {wrong} of pool {self.index} on {self.tier.name} have no reference to release"
+            )
+        self.refs[ids] = left
+        self.give(ids[left == 0])
+
+    def note_peak(self) -> None:
+        """Remembers the largest number of referenced blocks ever seen."""
+        used = self.num_blocks - self.num_free - self.num_cached
+        if used > self.peak_referenced:
+            self.peak_referenced = used
+
+    def free_ids(self) -> Int32Array:
+        """A copy of the free ids, next one last."""
+        return self._free[: self.num_free].copy()
+
+    def set_free_ids(self, ids: Int32Array) -> None:
+        """Replaces the free stack (used when blocks were moved or the pool was resized)."""
+        self._free = np.empty(self.num_blocks, np.int32)
+        self._free[: len(ids)] = ids
+        self.num_free = len(ids)
+
+    def resize(self, num_blocks: int) -> None:
+        """Grows or cuts the id space; when cutting, no id at or above `num_blocks` may be in use."""
+        free = self.free_ids()
+        old = self.num_blocks
+        refs = np.zeros(num_blocks, np.int32)
+        keep = min(old, num_blocks)
+        refs[:keep] = self.refs[:keep]
+        if num_blocks < old:
+            free = free[free < num_blocks]
+        else:
+            free = np.concatenate([np.arange(num_blocks - 1, old - 1, -1, dtype=np.int32), free])
+        stack = np.empty(num_blocks, np.int32)  # all memory is there before anything changes
+        stack[: len(free)] = free
+        self.refs, self._free, self.num_blocks, self.num_free = refs, stack, num_blocks, len(free)

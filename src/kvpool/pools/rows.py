@@ -1,0 +1,287 @@
+"""Live sequences as rows of arrays: lengths, block tables and token ids.
+
+One row per live sequence, one block table per layer group, all preallocated and growable. Batch operations index these
+arrays with a whole batch at once, and kernels are handed the table itself. A row keeps the token ids it knows in
+`history` (one growing array per row); ids that arrive one per step go to `recent`, a narrow matrix that a whole batch
+writes in one operation, and move to `history` when the matrix row is full or somebody reads them.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from kvpool.config import LayerGroup
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count
+from kvpool.pools.groups import is_cross, is_windowed, visible
+
+RECENT_TOKENS = 128
+
+
+class PathNode(Protocol):
+    """What a row reads of the nodes on its path: the tokens that it does not keep itself."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def tokens(self) -> Int32Array: ...
+    @property
+    def parent(self) -> PathNode: ...
+    @property
+    def root(self) -> PathNode: ...
+
+
+TipT = TypeVar("TipT", bound=PathNode)  # the deepest node that a sequence holds
+HandleT = TypeVar("HandleT")  # a live sequence as its user sees it; rows only remember whose they are
+
+
+class SequenceRows(Generic[TipT, HandleT]):
+    """The struct of arrays behind all live sequences. Lengths are in tokens, `num_blocks` in blocks."""
+
+    def __init__(
+        self, groups: tuple[LayerGroup, ...], block_size: int, num_rows: int = 64, num_columns: int = 128
+    ) -> None:
+        num_groups = len(groups)
+        self.lock = threading.RLock()  # the manager's one lock: whoever reads or changes rows holds it
+        self.block_size = block_size
+        self.groups = groups
+        self.has_cross = any(is_cross(group) for group in groups)
+        self.windowed = [is_windowed(group) for group in groups]
+        self.epoch = 0  # grows whenever a row ends or changes its tier: batches made before are checked again
+        self.num_shared = 0  # rows flagged in `shared`
+        self.moves = 0  # grows whenever blocks or lengths of a live row change other than by one decoding step
+        self.reserved: Int64Array = np.zeros(num_rows, np.int64)
+        self.written: Int64Array = np.zeros(num_rows, np.int64)
+        self.committed: Int64Array = np.zeros(num_rows, np.int64)
+        self.num_blocks: Int64Array = np.zeros(num_rows, np.int64)
+        self.known: Int64Array = np.zeros(num_rows, np.int64)  # ids known: history followed by recent
+        self.num_history: Int64Array = np.zeros(num_rows, np.int64)
+        self.num_cross_blocks: Int64Array = np.zeros(num_rows, np.int64)
+        self.present: Int64Array = np.zeros(num_rows, np.int64)  # places below this have their data, written or not
+        self.window_start: Int64Array = np.zeros((num_groups, num_rows), np.int64)  # first held block after the sinks
+        self.recent: Int32Array = np.zeros((num_rows, RECENT_TOKENS), np.int32)
+        self.is_open: BoolArray = np.zeros(num_rows, np.bool_)  # its tip is an open node of its own
+        self.shared: BoolArray = np.zeros(num_rows, np.bool_)  # blocks that it will write may have a second reader
+        self.tables: list[Int32Array] = [np.full((num_rows, num_columns), -1, np.int32) for _ in range(num_groups)]
+        self.tips: list[TipT | None] = [None] * num_rows
+        self.history: list[Int32Array] = [np.empty(0, np.int32)] * num_rows
+        self.following: dict[int, int] = {}  # forks that share blocks another one published, up to this many tokens
+        self.history_start = [
+            0
+        ] * num_rows  # position of a history's first id; those before are read from the row's path
+        self.handles: list[HandleT | None] = [None] * num_rows
+        self.serial = 0  # grows with every sequence
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.handles)
+
+    def group(self, index: Any) -> LayerGroup:
+        """The layer group that a caller means."""
+        return self.groups[as_count(index, "group", maximum=len(self.groups) - 1)]
+
+    def live_rows(self) -> list[int]:
+        return [row for row, handle in enumerate(self.handles) if handle is not None]
+
+    def new_row(self, handle: HandleT, num_blocks: int) -> int:
+        """A cleared row with room for `num_blocks` in its tables."""
+        if not self._free_rows:
+            self._grow_rows()
+        if num_blocks > self.tables[0].shape[1]:
+            self.ensure_columns(num_blocks)
+        row = self._free_rows.pop()
+        self.handles[row] = handle
+        if self.has_cross:
+            self.num_cross_blocks[row] = 0
+        return row
+
+    def drop_row(self, row: int) -> None:
+        """Clears a row and makes it available again. Its blocks were released before."""
+        used = self.num_blocks.item(row)
+        if self.has_cross:
+            used = max(used, self.num_cross_blocks.item(row))
+        for table in self.tables:
+            table[row, :used] = -1
+        if self.num_shared:
+            self.set_shared(row, False)
+        self._forget(row)
+
+    def drop_rows(self, rows: Int64Array) -> None:
+        """`drop_row` for many rows in a few array operations."""
+        used = max(int(self.num_blocks[rows].max()), int(self.num_cross_blocks[rows].max()))
+        for table in self.tables:
+            table[rows, :used] = -1
+        if self.num_shared:
+            self.num_shared -= int(self.shared[rows].sum())
+            self.shared[rows] = False
+        for row in rows.tolist():
+            self._forget(row)
+
+    def _forget(self, row: int) -> None:
+        """Whoever gets the row next sets all of its lengths."""
+        self.handles[row] = None
+        self.tips[row] = None
+        self.history[row] = _NO_TOKENS
+        self.history_start[row] = 0
+        self._free_rows.append(row)
+        self.epoch += 1
+
+    def set_shared(self, row: int, shared: bool) -> None:
+        """Flags a row whose next write may meet a block with a second reader."""
+        self.num_shared += int(shared) - int(self.shared[row])
+        self.shared[row] = shared
+
+    def _grow_rows(self) -> None:
+        old = self.num_rows
+        self._free_rows.extend(range(2 * old - 1, old - 1, -1))
+        for name in (
+            "reserved",
+            "written",
+            "committed",
+            "num_blocks",
+            "num_cross_blocks",
+            "present",
+            "known",
+            "num_history",
+            "is_open",
+            "shared",
+            "recent",
+        ):
+            array = getattr(self, name)
+            setattr(self, name, np.concatenate([array, np.zeros_like(array)]))
+        self.window_start = np.concatenate([self.window_start, np.zeros_like(self.window_start)], axis=1)
+        self.tables = [np.concatenate([table, np.full_like(table, -1)]) for table in self.tables]
+        self.tips.extend([None] * old)
+        self.history.extend([_NO_TOKENS] * old)
+        self.history_start.extend([0] * old)
+        self.handles.extend([None] * old)
+        self.epoch += 1
+
+    def ensure_columns(self, num_blocks: int) -> None:
+        """Widens the tables so that a sequence of `num_blocks` fits."""
+        columns = self.tables[0].shape[1]
+        if num_blocks <= columns:
+            return
+        wider = max(num_blocks, 2 * columns)
+        for group, table in enumerate(self.tables):
+            grown = np.full((table.shape[0], wider), -1, np.int32)
+            grown[:, :columns] = table
+            self.tables[group] = grown
+        self.epoch += 1
+
+    def all_blocks(self, group: int, row: int) -> Int32Array:
+        """A row's part of a group's table, as a view that may be written."""
+        counts = self.num_cross_blocks if self.has_cross and is_cross(self.groups[group]) else self.num_blocks
+        return self.tables[group][row, : counts.item(row)]
+
+    def visible_blocks(self, group: int, row: int) -> Int32Array:
+        """A row's block ids in one group, -1 where a block left its window."""
+        if not self.windowed[group] and not self.has_cross:
+            return self.tables[group][row, : self.num_blocks.item(row)]
+        ids = self.all_blocks(group, row)
+        if not self.windowed[group]:
+            return ids
+        return visible(self.groups[group], ids, int(self.window_start[group, row]), self.block_size)
+
+    # --- token ids ---------------------------------------------------------------------------------------------------
+
+    def ids_between(self, row: int, start: int, stop: int) -> Int32Array:
+        """Ids `start..stop` of a row, as a view that stays valid while the row only grows."""
+        base = self.history_start[row]
+        if start < base:
+            return self.token_ids(row)[start:stop]
+        if stop > self.num_history.item(row):
+            self.store_recent(row)
+        return self.history[row][start - base : stop - base]
+
+    def token_ids(self, row: int) -> Int32Array:
+        """All ids known of a row; a copy if the first of them are read from the tree."""
+        self.store_recent(row)
+        base = self.history_start[row]
+        ids = self.history[row][: self.known.item(row) - base]
+        return np.concatenate([self.path_ids(row, base), ids]) if base else ids
+
+    def path_ids(self, row: int, stop: int) -> Int32Array:
+        """The first `stop` ids of a row as the nodes of its path hold them."""
+        parts: list[Int32Array] = []
+        node: PathNode | None = self.tips[row]
+        assert node is not None
+        while node is not node.root:
+            first = node.start * self.block_size
+            if first < stop:
+                parts.append(node.tokens[: stop - first])
+            node = node.parent
+        return np.concatenate(parts[::-1]) if parts else _NO_TOKENS
+
+    def keep_token_ids(self, row: int) -> None:
+        """Copies what is read from the tree: the row is about to leave its path."""
+        if self.history_start[row]:
+            self.history[row] = self.token_ids(row)
+            self.history_start[row] = 0
+
+    def store_recent(self, row: int) -> None:
+        """Moves ids from the matrix of recent ones to the row's history."""
+        known, have = self.known.item(row), self.num_history.item(row)
+        if known > have:
+            self._extend_history(row, have, known, self.recent[row, : known - have])
+
+    def _extend_history(self, row: int, have: int, known: int, tokens: Int32Array) -> None:
+        history, base = self.history[row], self.history_start[row]
+        if len(history) < known - base:
+            grown = np.empty(known - base + max((known - base) // 4, RECENT_TOKENS), np.int32)
+            grown[: have - base] = history[: have - base]
+            self.history[row] = history = grown
+        history[have - base : known - base] = tokens
+        self.num_history[row] = known
+
+    def final_token_ids(self, row: int, start: int, stop: int) -> Int32Array:
+        """Ids `start..stop` for a node that outlives the row: no larger than it must be."""
+        history, base, have = self.history[row], self.history_start[row], self.num_history.item(row)
+        if stop <= have:
+            ids = history[start - base : stop - base]
+            return ids.copy() if len(history) > 1.25 * len(ids) + 256 else ids
+        if stop - base <= len(history):
+            history[have - base : stop - base] = self.recent[row, : stop - have]
+            return history[start - base : stop - base]
+        if start >= have:
+            return self.recent[row, start - have : stop - have].copy()
+        ids = np.empty(stop - start, np.int32)
+        ids[: have - start] = history[start - base : have - base]
+        ids[have - start :] = self.recent[row, : stop - have]
+        return ids
+
+    def set_token_ids(self, row: int, tokens: Int32Array, num_cached: int) -> None:
+        """Starts a row with the ids of its prompt: a copy, but for the first `num_cached`, which its path holds."""
+        self.history[row] = tokens[num_cached:].copy()
+        self.history_start[row] = num_cached
+        self.known[row] = self.num_history[row] = len(tokens)
+
+    def share_token_ids(self, source: int, target: int) -> None:
+        """The target starts with the ids of the source; whoever appends first makes its own copy."""
+        self.store_recent(source)
+        known, base = self.known.item(source), self.history_start[source]
+        self.history[target] = self.history[source][: known - base]
+        self.history_start[target] = base
+        self.known[target] = self.num_history[target] = known
+
+    def append_token_ids(self, row: int, tokens: Int32Array) -> None:
+        """Adds ids behind those known already."""
+        self.store_recent(row)
+        have = self.known.item(row)
+        self.known[row] = have + len(tokens)
+        self._extend_history(row, have, have + len(tokens), tokens)
+
+    def forget_token_ids(self, row: int, known: int) -> None:
+        """Keeps only the first `known` ids (after a rewind)."""
+        ids = self.token_ids(row)
+        if known < len(ids):
+            # Others (closed nodes, forks) may look at the same memory: what follows must not be overwritten in place.
+            self.history[row] = ids[:known].copy()
+            self.history_start[row] = 0
+            self.known[row] = self.num_history[row] = known
+
+
+_NO_TOKENS: Int32Array = np.empty(0, np.int32)

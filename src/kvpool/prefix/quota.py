@@ -1,0 +1,39 @@
+"""Per-tenant limits on idle cache: a share that others cannot evict, and a share that it cannot exceed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvpool.eviction import EvictionPolicy
+
+
+class Quota:
+    """Limits of one tenant, in GPU blocks per pool, and its own eviction order.
+
+    `cached` counts the tenant's unreferenced cached blocks. While it is at or below `guaranteed`, other tenants' requests
+    do not evict them; when it would pass `maximum`, the tenant's own blocks go first. Blocks of running requests are not
+    limited here: that is the scheduler's decision. A guarantee holds in each pool against requests that need room in that
+    pool; a run that leaves for the sake of one pool takes its blocks of the others along.
+    """
+
+    __slots__ = ("cached", "guaranteed", "maximum", "pinned", "policies", "tenant")
+
+    def __init__(
+        self, tenant: str, guaranteed: list[int], maximum: list[int | None], policies: list[EvictionPolicy]
+    ) -> None:
+        self.tenant = tenant
+        self.guaranteed = guaranteed
+        self.maximum = maximum
+        self.policies = policies
+        self.cached = [0] * len(guaranteed)
+        self.pinned = [0] * len(guaranteed)  # of the cached ones
+
+    def protected(self, pool: int) -> int:
+        """How many of the tenant's unpinned cached blocks other tenants cannot evict."""
+        return max(0, min(self.cached[pool], self.guaranteed[pool]) - self.pinned[pool])
+
+    def excess(self, pool: int) -> int:
+        """How many blocks the tenant's idle cache is over its maximum."""
+        limit = self.maximum[pool]
+        return 0 if limit is None else max(0, self.cached[pool] - limit)

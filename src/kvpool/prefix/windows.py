@@ -1,0 +1,229 @@
+"""Blocks of windowed groups in the tree: who reads them, and in which order the unread ones go.
+
+A sequence reads such a block while its window covers it, so readers are counted per block, not along paths. A block that
+nobody reads any more stays cached until its pool needs it: it stands in `leftovers`, oldest first.
+
+A prefix is found again at its end or where others branched off, and there the last window must be whole. So of the unread
+blocks those in the last window of such an end (and the sinks) are kept with their run: without them its full-attention
+blocks are worth nothing. They leave and move with the run; they go alone (`lasting`) only when no run can give way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpool.pools.arrays import BoolArray, Int32Array
+from kvpool.pools.groups import longest_valid, sink_blocks, window_start
+from kvpool.pools.pool import GPU, BlockPool
+from kvpool.prefix.announcing import AnnouncedTree
+from kvpool.prefix.node import Node, Root
+from kvpool.stats import EvictionReason
+
+
+class Leftover(NamedTuple):
+    """Blocks `first..last` (depths) of one windowed group on the path to `node`, unread since `tick`."""
+
+    tick: int
+    node: Node
+    first: int
+    last: int
+
+
+class WindowedTree(AnnouncedTree):
+    """The tree plus the readers of windowed blocks."""
+
+    leftovers: list[deque[Leftover]]  # per group
+    lasting: list[deque[Leftover]]  # per group: those that held blocks which the end of a run needs, when they were looked at
+    pinned_windowed: list[dict[int, int]]  # per pool: how many pins keep a block
+
+    def leave_window(self, node: Node, group: int, first: int, last: int, ids: Int32Array) -> None:
+        """A sequence on the path to `node` stops reading published blocks `first..last` of a windowed group."""
+        pool = self.pool(group, GPU)
+        held = ids[ids >= 0]
+        left = pool.refs[held] - 1
+        pool.refs[held] = left
+        idle = int((left == 0).sum())
+        if idle:
+            self.add_cached(node.root, pool, idle)
+            if self.pinned_windowed[pool.index]:
+                pinned = self.pinned_windowed[pool.index]
+                self.add_pinned(node.root, pool, sum(int(i) in pinned for i in held[left == 0].tolist()))
+            self.leave_over(group, Leftover(self.tick, node, first, last))
+
+    def enter_window(self, root: Root, group: int, ids: Int32Array) -> None:
+        """A sequence starts reading published blocks of a windowed group."""
+        pool = self.pool(group, GPU)
+        held = ids[ids >= 0]
+        before = pool.refs[held]
+        pool.refs[held] = before + 1
+        idle = held[before == 0]
+        if len(idle):
+            self.add_cached(root, pool, -len(idle))
+            if self.pinned_windowed[pool.index]:
+                pinned = self.pinned_windowed[pool.index]
+                self.add_pinned(root, pool, -sum(int(i) in pinned for i in idle.tolist()))
+
+    def leave_over(self, group: int, leftover: Leftover) -> None:
+        """Notes unread blocks of a windowed group as the youngest candidates for eviction."""
+        self._enqueue(self.leftovers, group, leftover)
+
+    def _enqueue(self, queues: list[deque[Leftover]], group: int, leftover: Leftover) -> None:
+        queue = queues[group]
+        queue.append(leftover)
+        if len(queue) > 2 * self.pool(group, GPU).num_blocks + 64:
+            queues[group] = self._without_stale(group, queue)
+
+    def _without_stale(self, group: int, queue: deque[Leftover]) -> deque[Leftover]:
+        """Keeps the youngest leftover of each unread block and drops the rest."""
+        seen: set[int] = set()
+        kept: list[Leftover] = []
+        for leftover in reversed(queue):
+            blocks = {block for _, _, block in self._unread(group, leftover)}
+            if not blocks <= seen:
+                kept.append(leftover)
+                seen |= blocks
+        return deque(reversed(kept))
+
+    # --- ends of runs ------------------------------------------------------------------------------------------------
+
+    def needed_from(self, node: Node, group: int) -> int:
+        """The depth from which on a group's blocks in this run are read by whoever finds the next end of a run.
+
+        That is the end of this run if prompts part there or nothing follows; else the one where its only successor ends.
+        """
+        spec, size = self.groups[group], self.block_size
+        last = node
+        while last.children is not None and len(last.children) == 1:
+            (last,) = last.children.values()
+            if window_start(spec, last.start * size, size) >= node.end:
+                return node.end
+        self.sync(last)
+        return window_start(spec, last.end * size, size)
+
+    def needed(self, node: Node, group: int, first: int = 0) -> BoolArray:
+        """Which blocks of a run, from its block `first` on, a group has and the end of a run needs."""
+        depths = np.arange(node.start + first, node.end)
+        sinks = sink_blocks(self.groups[group], self.block_size)
+        wanted: BoolArray = (depths >= self.needed_from(node, group)) | (depths < sinks)
+        return wanted & (node.ids[group][first:] >= 0)
+
+    def is_usable(self, node: Node, first: int) -> bool:
+        """Whether a prompt can still end in this run behind its block `first`, or has a run of a lower tier below it."""
+        if node.children is not None:
+            return True
+        path, size = self.path_to(node), self.block_size
+        length = node.end * size
+        for group in self.windowed:
+            present = self.path_ids(path, node.end, group) >= 0
+            length = min(length, longest_valid(self.groups[group], present, length, size))
+        return length > (node.start + first) * size
+
+    # --- leaving -----------------------------------------------------------------------------------------------------
+
+    def unpin_windowed(self, root: Root, group: int, block: int) -> None:
+        """One pin less on a block of a windowed group."""
+        pool = self.pool(group, GPU)
+        pinned = self.pinned_windowed[pool.index]
+        pinned[block] -= 1
+        if not pinned[block]:
+            del pinned[block]
+            if not pool.refs[block]:
+                self.add_pinned(root, pool, -1)
+
+    def _unread(self, group: int, leftover: Leftover) -> Iterator[tuple[Node, int, int]]:
+        """(node, depth, block) of what a leftover still has on the GPU and nobody reads, deepest first."""
+        refs = self.pool(group, GPU).refs
+        _, node, first, depth = leftover
+        while depth >= first:
+            while node is not node.root and (node.start > depth or (node.detached and not node.num_blocks)):
+                node = node.parent
+            if node is node.root:
+                return
+            self.sync(node)
+            if node.tier != GPU:  # it moved down with its blocks; what stands above it may still be here
+                depth = node.start
+            elif depth >= node.end:
+                depth = node.end
+            else:
+                block = int(node.ids[group][depth - node.start])
+                if block >= 0 and not refs[block]:
+                    yield node, depth, block
+            depth -= 1
+
+    def evict_leftovers(
+        self, pool: BlockPool, num_blocks: int, until: float, tenant: str | None, reason: EvictionReason
+    ) -> int:
+        """Frees at most `num_blocks` unread blocks, left until the tick `until`, that no end of a run needs."""
+        freed = 0
+        waiting = [g for g in self.windowed if self.groups[g].pool == pool.index and self.leftovers[g]]
+        for group in sorted(waiting, key=lambda g: self.leftovers[g][0].tick):
+            if freed < num_blocks:
+                freed += self._evict_queue(self.leftovers[group], group, num_blocks - freed, until, tenant, reason)
+        return freed
+
+    def evict_lasting(self, pool: BlockPool, num_blocks: int, tenant: str | None, reason: EvictionReason) -> int:
+        """Frees at most `num_blocks` unread blocks that ends of runs do need: they are all that is left."""
+        freed = 0
+        for group in self.windowed:
+            if self.groups[group].pool == pool.index and freed < num_blocks:
+                queue = self.lasting[group]
+                freed += self._evict_queue(queue, group, num_blocks - freed, math.inf, tenant, reason, whole=True)
+        return freed
+
+    def _evict_queue(
+        self,
+        queue: deque[Leftover],
+        group: int,
+        num_blocks: int,
+        until: float,
+        tenant: str | None,
+        reason: EvictionReason,
+        whole: bool = False,
+    ) -> int:
+        """Frees unread blocks, oldest first; those that the end of a run needs move to `lasting` unless `whole`."""
+        index = self.groups[group].pool
+        sinks = sink_blocks(self.groups[group], self.block_size)
+        pinned = self.pinned_windowed[index]
+        kept: list[Leftover] = []
+        freed = 0
+        while queue and freed < num_blocks and queue[0].tick <= until:
+            leftover = queue.popleft()
+            quota = leftover.node.root.quota
+            run: Node | None = None
+            first_needed, lasts = 0, False
+            for node, depth, block in self._unread(group, leftover):
+                if node is not run and not whole:
+                    run, first_needed = node, self.needed_from(node, group)
+                guarded = (
+                    quota is not None and quota.tenant != tenant and quota.cached[index] <= quota.guaranteed[index]
+                )
+                if freed == num_blocks or guarded or block in pinned:
+                    kept.append(leftover)
+                    if freed == num_blocks:
+                        break
+                elif not whole and (depth >= first_needed or depth < sinks):
+                    lasts = True
+                else:
+                    self.remove_windowed(node, group, depth, block, reason)
+                    freed += 1
+            if lasts:
+                self._enqueue(self.lasting, group, leftover)
+        queue.extendleft(reversed(list(dict.fromkeys(kept))))
+        return freed
+
+    def remove_windowed(self, node: Node, group: int, depth: int, block: int, reason: EvictionReason) -> None:
+        """One block of a windowed group leaves the index; the rest of its run stays."""
+        if self.events.listening and node.digests:
+            digest = node.digests[depth - node.start : depth - node.start + 1]
+            self.events.removed(digest, tier=node.tier, group=group, reason=reason.value)
+        self.counters.evictions[reason.value] += 1
+        # For an open node the ids are a view of its row's table, so this clears the table entry as well.
+        if node.open_row < 0:
+            node.ids[group] = node.ids[group].copy()
+        node.ids[group][depth - node.start] = -1
+        self.free_windowed(node, group, np.array([block], np.int32))

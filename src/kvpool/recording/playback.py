@@ -1,0 +1,258 @@
+"""A recording that a `TraceRecorder` made, read as a trace or done again on a fresh manager. Its lines: `operations.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from kvpool.config import KVCacheConfig, LayerSpec, Tier
+from kvpool.config.layers import show
+from kvpool.errors import KVPoolError, OutOfBlocksError, TraceError
+from kvpool.manager import KVCacheManager
+from kvpool.manager.pins import Pin
+from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.recording.lines import Lines
+from kvpool.recording.operations import MAGIC_KEY, VERBS, VERSION, Operations, unpack
+from kvpool.scope import ReuseScope
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.stats import CacheStats
+
+MAX_BLOCKS = 2**26  # of the pools of a manager that is made for a recording
+MAX_TABLE_BLOCKS = 2**28  # of its block tables: 1 GiB
+MAX_SLOTS = 2**26  # that one operation may ask for
+MAX_SEQUENCES = 2**20  # that are live at once
+_SWITCHES = (
+    "block_size", "enable_prefix_caching", "partial_match", "offload_on_evict", "offload_min_priority", "watermark",
+    "default_ttl", "max_pinned_tokens", "max_seq_len",
+)  # fmt: skip
+_BUDGETS = {"gpu_blocks": Tier.GPU, "host_blocks": Tier.HOST, "disk_blocks": Tier.DISK}
+
+
+def header_of(manager: KVCacheManager) -> dict[str, Any]:
+    """What is needed to build the same manager again, as plain data."""
+    config, stats = manager.config, manager.stats()
+    pools = {name: [p.total for p in stats.pools if p.tier == tier] for name, tier in _BUDGETS.items()}
+    return {
+        MAGIC_KEY: VERSION,
+        "policy": manager.policy_name,
+        "cached_runs": stats.num_cached_runs,  # before the first line: a replay does not have them
+        "layers": [asdict(layer) for layer in config.layers],
+        **{name: getattr(config, name) for name in _SWITCHES},
+        **{name: blocks for name, blocks in pools.items() if blocks},
+    }
+
+
+def manager_from(header: Mapping[str, Any], policy: str | None, clock: Callable[[], float]) -> KVCacheManager:
+    """A fresh manager like the recorded one; `policy` replaces its policy."""
+    layers = header.get("layers")
+    known = {field.name for field in fields(LayerSpec)}
+    if not isinstance(layers, list) or not all(isinstance(plain, dict) and known >= set(plain) for plain in layers):
+        raise TraceError(f"layers={show(layers)} must be a list of objects with fields of {', '.join(sorted(known))}")
+    if missing := next((key for plain in layers for key in ("kv_heads", "head_dim") if key not in plain), None):
+        raise TraceError(f"a layer lacks {missing}")
+    settings = {name: header[name] for name in (*_SWITCHES, *_BUDGETS) if header.get(name) is not None}
+    config = KVCacheConfig([LayerSpec(**plain) for plain in layers], **settings, event_buffer_size=0)
+    if (num_blocks := sum(map(config.num_blocks, _BUDGETS.values()))) > MAX_BLOCKS:
+        raise TraceError(f"its manager has {num_blocks:,} blocks; more than {MAX_BLOCKS:,} cannot be replayed")
+    name = policy or header.get("policy")
+    if not isinstance(name, str):
+        raise TraceError(f"policy={show(name)} must be the name of a policy")
+    return KVCacheManager(config, policy=name, clock=clock)
+
+
+def scope_of(numbers: list[int] | None) -> ReuseScope:
+    """A scope like the recorded one: equal numbers give equal scopes and tenants."""
+    if numbers is None:
+        return ReuseScope()
+    tenant, scope, *encoder = numbers
+    name = f"scope {scope}"
+    return ReuseScope(tenant=f"tenant {tenant}" if tenant else "", adapter=name, encoder=name if encoder else "")
+
+
+def replay_recording(path: str | Path, policy: str | None = None) -> CacheStats:
+    """Does again, on a fresh manager, everything that was recorded; its counters are those of the recorded one.
+
+    With another `policy` the same operations run against another order of eviction. An operation that does not fit any
+    more then raises, as it would have in the engine.
+    """
+    return play_recording(path, policy)[0]
+
+
+def play_recording(path: str | Path, policy: str | None = None) -> tuple[CacheStats, list[str]]:
+    """`replay_recording`, and sentences about what the file does not hold."""
+    with Lines(Path(path)) as lines:
+        operations = Operations(lines)
+        stats = _Player(operations, policy).run()
+    return stats, operations.notes()
+
+
+class _Player:
+    def __init__(self, operations: Operations, policy: str | None) -> None:
+        self.operations = operations
+        self.now = 0.0
+        try:
+            self.manager = manager_from(operations.header, policy, lambda: self.now)
+        except KVPoolError as error:
+            raise TraceError(f"{operations.place} describes no manager: {error}") from None
+        self.rows = self.manager._state.rows
+        self.handles: dict[int, KVCacheHandle] = {}
+        self.longest = 0  # no sequence has more tokens
+        self.pins: dict[int, Pin] = {}
+        self.source: int | None = None  # the run from which the recorded manager took a partial block
+        self.manager.observe(self)
+
+    def run(self) -> CacheStats:
+        for kind, when, *arguments in self.operations:
+            self.now = when
+            try:
+                getattr(self, f"_{VERBS[kind]}")(*arguments)
+            except OutOfBlocksError as error:
+                raise type(error)(f"{self.operations.place} does not fit any more: {error}") from error
+            except KVPoolError as error:
+                raise TraceError(f"{self.operations.place} cannot be done again: {error}") from error
+            self.manager.take_copies()
+        return self.manager.stats()
+
+    def done(self, verb: str, now: float, result: Any, arguments: tuple[Any, ...]) -> None:
+        """Nothing to note: these operations come from a recording."""
+
+    def choose_source(self, run: int) -> int:
+        """Of blocks that share equally many tokens with a prompt the tree takes a neighbour in the order of the tokens.
+
+        A recording hides that order and names the choice instead.
+        """
+        return run if self.source is None else self.source
+
+    def _all(self, serials: list[int] | None) -> list[KVCacheHandle]:
+        try:
+            return [self.handles[serial] for serial in self.operations.batch(serials)]
+        except KeyError as error:
+            raise TraceError(f"sequence {error} is not live") from None
+
+    def _one(self, serial: int) -> KVCacheHandle:
+        return self._all([serial])[0]
+
+    def _check_tables(self, num_tokens: int, more_sequences: int = 0) -> None:
+        """A line of some bytes may ask for a sequence of any length: refuses tables that would fill the memory."""
+        num_rows, columns = self.rows.tables[0].shape
+        if len(self.handles) + more_sequences > MAX_SEQUENCES:
+            raise TraceError(f"more than {MAX_SEQUENCES:,} sequences would be live")
+        num_blocks = max(columns, num_tokens // self.manager.config.block_size)
+        num_rows = max(num_rows, len(self.handles) + more_sequences)
+        if len(self.rows.tables) * num_rows * num_blocks > MAX_TABLE_BLOCKS:
+            raise TraceError(
+                f"block tables for {num_rows:,} sequences of {num_tokens:,} tokens would take too much memory"
+            )
+
+    def _allocate(self, serial: int, prefix: list[Any] | None, more: dict[str, Any]) -> None:
+        tokens = self.operations.prompt(serial, prefix)
+        num_tokens = more.get("num_tokens", 0) if tokens is None else len(tokens)
+        num_tokens += more.get("lookahead", 0) + more.get("cross_tokens", 0)
+        self._check_tables(num_tokens, 1)
+        self.longest = max(self.longest, num_tokens)
+        self.source = more.pop("source", None)
+        scope = scope_of(more.pop("scope", None))
+        if "session" in more:
+            more["session"] = f"session {more['session']}"
+        if "retention" in more:
+            more["retention"] = _retention(more["retention"])
+        self.handles[serial] = self.manager.allocate(serial, tokens, scope=scope, **more)
+        self.source = None
+
+    def _extend(self, serials: list[int] | None, counts: Any, lookahead: int) -> None:
+        most = max(counts, default=0) if isinstance(counts, list) else counts
+        self.longest += most + lookahead
+        if self.longest > self.rows.tables[0].shape[1] * self.manager.config.block_size:  # the tables may have to grow
+            self.longest = int(self.rows.reserved.max()) + most + lookahead
+            self._check_tables(self.longest)
+        self.manager.extend_batch(self._all(serials), counts, lookahead)
+
+    def _commit(self, serials: list[int] | None, counts: list[int] | None, packed: str | None) -> None:
+        self.manager.commit_batch(self._all(serials), None if packed is None else unpack(packed), counts)
+
+    def _commit_prompt(self, serial: int) -> None:
+        self.manager.commit(self._one(serial))
+
+    def _mark_written(self, serials: list[int] | None, counts: Any) -> None:
+        self.manager.mark_written(self._all(serials), counts)
+
+    def _slot_mapping(self, serials: list[int] | None, start: Any, stop: Any) -> None:
+        first, last = ([bound] if isinstance(bound, int) else bound for bound in (start, stop))
+        if max(last, default=0) - min(first, default=0) > MAX_SLOTS // max(1, len(self.operations.batch(serials))):
+            raise TraceError(f"it asks for the slots of more than {MAX_SLOTS:,} tokens")
+        self.manager.slot_mapping(self._all(serials), start, stop)
+
+    def _rewind(self, serial: int, num_tokens: int) -> None:
+        self.manager.rewind(self._one(serial), num_tokens)
+
+    def _fork(self, serial: int, children: list[int]) -> None:
+        self._check_tables(0, len(children))
+        for child, handle in zip(children, self.manager.fork(self._one(serial), *children), strict=True):
+            self.handles[child] = handle
+
+    def _free(self, serials: list[int] | None, keep: bool) -> None:
+        handles = self._all(serials)
+        self.manager.free_batch(handles, keep)
+        for serial in self.operations.batch(serials):
+            del self.handles[serial]
+
+    def _store_last_logits(self, serial: int, num_tokens: int | None) -> None:
+        self.manager.store_last_logits(self._one(serial), True, num_tokens)
+
+    def _swap_out(self, serials: list[int] | None) -> None:
+        self.manager.swap_out(*self._all(serials))
+
+    def _swap_in(self, serials: list[int] | None) -> None:
+        self.manager.swap_in(*self._all(serials))
+
+    def _pin(self, number: int, pinned: Any, scope: list[int] | None, ttl: float | None) -> None:
+        if isinstance(pinned, int):
+            self.pins[number] = self.manager.pin(self._one(pinned), ttl=ttl)
+        else:
+            self.pins[number] = self.manager.pin(self.operations.tokens(pinned), scope_of(scope), ttl)
+
+    def _unpin(self, number: int) -> None:
+        if (pin := self.pins.pop(number, None)) is None:
+            raise TraceError(f"there is no pin {number}")
+        self.manager.unpin(pin)
+
+    def _set_quota(self, tenant: int, guaranteed: Any, maximum: Any) -> None:
+        self.manager.set_quota(scope_of([tenant, 0]).tenant, guaranteed=guaranteed, maximum=maximum)
+
+    def _evict(self, num_blocks: int, pool: int, tier: int) -> None:
+        self.manager.evict(num_blocks, pool=pool, tier=Tier(tier))
+
+    def _offload(self, num_blocks: int, pool: int, tier: int) -> None:
+        self.manager.offload(num_blocks, pool=pool, tier=Tier(tier))
+
+    def _onboard(self, prefix: list[Any], scope: list[int] | None) -> None:
+        self.manager.onboard(self.operations.tokens(prefix), scope_of(scope))
+
+    def _invalidate(self, prefix: list[Any] | None, scope: list[int] | None, session: int | None) -> None:
+        if session is not None:
+            self.manager.invalidate(session=f"session {session}")
+        else:
+            self.manager.invalidate(None if prefix is None else self.operations.tokens(prefix), scope=scope_of(scope))
+
+    def _resize(self, num_blocks: int, pool: int, tier: int) -> None:
+        if num_blocks > MAX_BLOCKS:
+            raise TraceError(
+                f"a pool of {num_blocks:,} blocks is asked for; more than {MAX_BLOCKS:,} cannot be replayed"
+            )
+        self.manager.resize(num_blocks, pool=pool, tier=Tier(tier))
+
+    def _defragment(self, tier: int) -> None:
+        self.manager.defragment(Tier(tier))
+
+    def _reset_prefix_cache(self) -> None:
+        self.manager.reset_prefix_cache()
+
+
+def _retention(plain: dict[str, Any]) -> Retention:
+    ranges = plain.get("ranges", [])
+    for part in ranges:
+        if missing := next((name for name in ("start", "end", "priority") if name not in part), None):
+            raise TraceError(f"a token range lacks {missing}")
+    return Retention(**{**plain, "ranges": tuple(TokenRange(**part) for part in ranges)})

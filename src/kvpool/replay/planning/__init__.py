@@ -1,0 +1,1 @@
+"""What fits and what it costs, from a model's configuration and a machine."""

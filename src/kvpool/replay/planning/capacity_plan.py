@@ -1,0 +1,258 @@
+"""Capacity planning: what fits on a GPU, what lower tiers add, and from where on loading beats computing again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvpool.config import KVCacheConfig
+from kvpool.config.model_config import layers_from_hf
+from kvpool.errors import InvalidArgumentError
+from kvpool.replay.planning.expected_costs import costs_for
+from kvpool.replay.planning.gpus import COMPUTE_EFFICIENCY, DISK_BYTES_PER_SECOND, LINK_EFFICIENCY, find_gpu
+from kvpool.replay.planning.weights import Weights, count_weights
+from kvpool.scheduling import LinearCostModel
+from kvpool.scheduling.measured_costs import Measurement
+
+GPU_FRACTION = 0.9
+LINK_LATENCY = 5e-5  # seconds before the first byte of a copy
+DISK_LATENCY = 2e-4
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What is asked: a model, GPUs (or a machine that was measured), and how it will be used."""
+
+    model: str | Path | Mapping[str, Any]
+    gpu: str | None = None
+    kv_dtype: str | None = None
+    context: int = 8192
+    concurrency: int = 1
+    num_gpus: int = 1
+    block_size: int = 16
+    weight_bytes: float | None = None  # per parameter; None: as the config says
+    gpu_fraction: float = GPU_FRACTION
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    measured: Measurement | None = None
+
+    def __post_init__(self) -> None:
+        if (self.gpu is None) == (self.measured is None):
+            raise InvalidArgumentError(
+                "a plan needs either the name of a GPU or the costs that were measured on a machine"
+            )
+        if self.measured is not None and self.num_gpus > 1:
+            raise InvalidArgumentError(
+                f"num_gpus is {self.num_gpus}, but costs were measured on one; give a GPU's name"
+            )
+        for name in ("context", "concurrency", "num_gpus", "block_size"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise InvalidArgumentError(f"{name} is {getattr(self, name)!r}; it must be an integer of at least 1")
+        if not 0 < self.gpu_fraction <= 1:
+            raise InvalidArgumentError(f"gpu_fraction is {self.gpu_fraction}; it must lie above 0 and not above 1")
+
+
+@dataclass
+class Plan:
+    """The answer: numbers by name, and for each of them the sentence that explains it."""
+
+    numbers: dict[str, float] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    verdict: str = ""
+
+    def put(self, name: str, value: float, why: str) -> float:
+        self.numbers[name] = value
+        self.why[name] = why
+        return value
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for `json.dumps`."""
+        return {"numbers": self.numbers, "why": self.why, "verdict": self.verdict}
+
+
+def make_plan(request: PlanRequest) -> Plan:
+    """Works out a plan.
+
+    >>> config = {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    ...           "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    >>> plan = make_plan(PlanRequest(config, "h200", kv_dtype="fp8", context=32768, concurrency=200))
+    >>> int(plan.numbers["kv_bytes_per_token"]), int(plan.numbers["sequences_that_fit"])
+    (65536, 51)
+    """
+    weights = count_weights(request.model)
+    layers = layers_from_hf(request.model, dtype=request.kv_dtype)
+    plan = Plan()
+    per_parameter = request.weight_bytes or weights.bytes_per_parameter
+    hardware = _hardware(request, weights, per_parameter)
+    plan.put("parameters", weights.total, weights.why)
+    weight_bytes = plan.put(
+        "weights_bytes",
+        weights.total * per_parameter,
+        f"{weights.total / 1e9:.2f} B parameters x {per_parameter:g} bytes",
+    )
+    budget = plan.put(
+        "kv_budget_bytes", int(hardware.memory_bytes * request.gpu_fraction - weight_bytes),
+        f"{request.gpu_fraction:.0%} of {hardware.memory} less the weights; the rest is for activations and the runtime",
+    )  # fmt: skip
+    if budget <= 0:
+        plan.verdict = (
+            f"The weights alone do not fit: {_gb(weight_bytes)} on {hardware.name}. Use more GPUs or smaller weights."
+        )
+        return plan
+    _add_cache(
+        plan, request, KVCacheConfig(layers, request.block_size, gpu_bytes=int(budget), plan_tokens=request.context)
+    )
+    _add_costs(plan, request.context, hardware)
+    return plan
+
+
+class _Hardware(NamedTuple):
+    """Memory, costs, and the words that explain them."""
+
+    name: str
+    memory_bytes: int
+    memory: str
+    costs: LinearCostModel
+    why_token: str
+    why_pair: str
+    link: str
+
+
+def _hardware(request: PlanRequest, weights: Weights, per_parameter: float) -> _Hardware:
+    if request.measured is not None:
+        found = request.measured
+        found.check_model(weights.total)
+        return _Hardware(
+            found.machine, found.memory_bytes, f"the {found.memory_bytes / 1e9:.0f} GB of {found.machine}", found.costs,
+            f"measured on {found.machine} with {found.model} (median error {found.errors.get('prefill', 0):.0%})",
+            "attention, for each token before it; measured in the same way", "measured",
+        )  # fmt: skip
+    gpu = find_gpu(request.gpu or "")
+    name = f"{request.num_gpus} x {gpu.name}"
+    costs, _ = costs_for(
+        request.model, gpu.name, request.kv_dtype, num_gpus=request.num_gpus, weight_bytes=request.weight_bytes
+    )
+    peak = gpu.flops(per_parameter) / COMPUTE_EFFICIENCY / 1e12
+    return _Hardware(
+        name, gpu.memory_bytes * request.num_gpus, f"{request.num_gpus} x {gpu.memory_bytes / 1e9:.0f} GB", costs,
+        f"2 x {weights.active / 1e9:.2f} B active parameters at {COMPUTE_EFFICIENCY:.0%} of {peak:.0f} TFLOP/s "
+        f"(data sheet) on {name}",
+        "attention: 4 x hidden size x layers FLOPs for each token before it",
+        f"{LINK_EFFICIENCY:.0%} of the data sheet",
+    )  # fmt: skip
+
+
+def _add_cache(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
+    groups = "; ".join(
+        f"{len(group.layers)} layers x {group.bytes_per_token // len(group.layers)} bytes"
+        + (f" (window {group.window})" if getattr(group, "window", None) else "")
+        for group in config.groups
+    )
+    plan.put("kv_bytes_per_token", config.bytes_per_token, groups)
+    blocks = sum(config.blocks_in(int(plan.numbers["kv_budget_bytes"])))
+    plan.put(
+        "gpu_blocks", blocks, f"blocks of {request.block_size} tokens in {len(config.pools)} pool(s) of the budget"
+    )
+    each = plan.put(
+        "sequence_bytes", config.sequence_bytes(request.context),
+        f"{request.context:,} tokens in whole blocks; windowed layers keep their window only",
+    )  # fmt: skip
+    fit = plan.put(
+        "sequences_that_fit", plan.numbers["kv_budget_bytes"] // each, "the budget over the bytes of one sequence"
+    )
+    plan.put(
+        "tokens_that_fit", plan.numbers["kv_budget_bytes"] // config.bytes_per_token, "if every layer keeps all tokens"
+    )
+    for tier, size in (("host", request.host_bytes), ("disk", request.disk_bytes)):
+        if size:
+            plan.put(
+                f"{tier}_sequences", size // each,
+                f"{_gb(size)} of {tier} memory keep so many further sequences of {request.context:,} tokens cached",
+            )  # fmt: skip
+    short = request.concurrency - int(fit)
+    if short <= 0:
+        plan.verdict = (
+            f"{request.concurrency} sequences of {request.context:,} tokens fit: there is room for {int(fit)}."
+        )
+    else:
+        needed = -(-request.concurrency * int(each) // int(plan.numbers["kv_budget_bytes"]))
+        plan.verdict = (
+            f"{int(fit)} of {request.concurrency} sequences of {request.context:,} tokens fit. "
+            f"The others need {_gb(short * each)} more: {needed}x the cache, shorter contexts, a smaller dtype, or a queue."
+        )
+
+
+def _add_costs(plan: Plan, context: int, hardware: _Hardware) -> None:
+    costs = hardware.costs
+    token = plan.put("recompute_seconds_per_token", costs.prefill_seconds_per_token, hardware.why_token)
+    pair = plan.put("recompute_seconds_per_token_pair", costs.seconds_per_token_pair, hardware.why_pair)
+    computing = plan.put(
+        "recompute_seconds", costs.prefill_seconds(context, 0), f"a prompt of {context:,} tokens, computed"
+    )
+    speeds = {
+        "host": (costs.transfer_bytes_per_second, LINK_LATENCY, hardware.link),
+        "disk": (DISK_BYTES_PER_SECOND, DISK_LATENCY, "one good NVMe drive"),
+    }
+    each = plan.numbers["sequence_bytes"]
+    for tier, (speed, latency, source) in speeds.items():
+        loading = plan.put(
+            f"{tier}_load_seconds", latency + each / speed,
+            f"the same prompt, loaded at {speed / 1e9:.1f} GB/s ({source})",
+        )  # fmt: skip
+        plan.put(
+            f"{tier}_break_even_tokens",
+            _break_even(token, pair, latency, plan.numbers["kv_bytes_per_token"] / speed),
+            f"prefixes from this length on are faster to load from {tier} than to compute (at {context:,} tokens: "
+            f"{computing / loading:.1f}x); -1: never",
+        )  # fmt: skip
+
+
+def _break_even(token: float, pair: float, latency: float, load: float) -> float:
+    """The shortest prefix for which latency + n * load <= n * token + n^2 / 2 * pair; -1 when there is none."""
+    gain = token - load
+    root = gain**2 + 2 * pair * latency
+    if pair == 0:
+        return float(-(-latency // gain)) if gain > 0 else -1.0
+    return max(1.0, float(-(-(-gain + root**0.5) // pair)))
+
+
+def knee(capacities: list[int], ratios: list[float]) -> int:
+    """The capacity behind which more of it buys little: farthest above the line from the first to the last point.
+
+    Capacities count by their logarithm. With a flat curve the smallest is the answer.
+    """
+    from math import log
+
+    if not capacities or len(capacities) != len(ratios):
+        raise InvalidArgumentError("a knee needs as many hit ratios as capacities, and at least one")
+    width, height = log(capacities[-1] / capacities[0]), ratios[-1] - ratios[0]
+    if width <= 0 or height <= 0:
+        return capacities[0]
+    above = [
+        (ratio - ratios[0]) / height - log(size / capacities[0]) / width
+        for size, ratio in zip(capacities, ratios, strict=True)
+    ]
+    return capacities[max(range(len(above)), key=above.__getitem__)]
+
+
+def knees(capacities: list[int], ratios: list[float], gpu_blocks: int) -> dict[str, int]:
+    """The knee of the part of a hit curve that fits on the GPU, and of the part behind it, which lower tiers would hold.
+
+    >>> knees([1, 2, 4, 8, 16, 32], [0.1, 0.3, 0.31, 0.32, 0.6, 0.61], gpu_blocks=8)
+    {'on the GPU': 2, 'with lower tiers': 16}
+    """
+    points = list(zip(capacities, ratios, strict=True))
+    on_gpu = [point for point in points if point[0] <= gpu_blocks]
+    behind = [point for point in points if point[0] >= (on_gpu[-1][0] if on_gpu else 0)]
+    found: dict[str, int] = {}
+    for where, part in (("on the GPU", on_gpu), ("with lower tiers", behind)):
+        if len(part) > 1 or (part and not found):
+            found[where] = knee([size for size, _ in part], [ratio for _, ratio in part])
+    return found
+
+
+def _gb(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB"

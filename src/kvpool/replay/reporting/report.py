@@ -1,0 +1,140 @@
+"""One HTML page about a replay: tables and pictures in the file itself, readable offline and on a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.replay.reporting.pictures import absent_pictures, all_pictures, to_svg
+from kvpool.replay.simulation.simulate import ReplayConfig, ReplayResult
+from kvpool.replay.traces.statistics import summary
+from kvpool.replay.traces.trace import Trace
+
+_STYLE = """
+:root { color-scheme: light dark }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 60rem; padding: 1rem }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+.scroll { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
+th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }
+th:first-child, td:first-child { text-align: left } tr.bound { opacity: .65 } .best { font-weight: 700 }
+figure { margin: 1rem 0; background: #fff; border-radius: .5rem; padding: .5rem }
+svg { width: 100%; height: auto; max-width: 44rem; display: block; margin: auto }
+.facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .5rem }
+.facts div { border: 1px solid #8884; border-radius: .5rem; padding: .5rem } .facts b { display: block; font-size: 1.2rem }
+"""
+
+
+def write_report(
+    path: str | Path,
+    trace: Trace,
+    results: Sequence[ReplayResult],
+    configs: Sequence[ReplayConfig] = (),
+    rows: Sequence[dict[str, Any]] | None = None,
+) -> None:
+    """Writes the page. Everything is inside: no scripts, no fonts, no links to elsewhere.
+
+    `configs` are those of the results, for what the cache holds; `rows` has more columns than the results (serving).
+    """
+    try:
+        Path(path).write_text(render(trace, results, configs, rows), encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgumentError(f"cannot write {path}: {error.strerror or error}") from None
+
+
+def render(
+    trace: Trace,
+    results: Sequence[ReplayResult],
+    configs: Sequence[ReplayConfig] = (),
+    rows: Sequence[dict[str, Any]] | None = None,
+) -> str:
+    """The page as text."""
+    title = f"Replay of {trace.name}"
+    parts = [
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
+        f"<p>{escape(_sentence(trace, results))}</p>",
+        _facts(summary(trace)),
+        "".join(f"<p>Note: {escape(text)}</p>" for text in trace.problems.sentences()),
+        "<h2>Hit ratio</h2>",
+        _matrix(results),
+        "".join(
+            f"<p>{escape(text)}</p>" for text in dict.fromkeys(f"{r.policy}: {r.bound}" for r in results if r.bound)
+        ),
+    ]
+    for picture in all_pictures(trace, results, configs):
+        title = escape(picture.title)
+        parts.append(
+            f'<h2>{title}</h2><p>{escape(picture.caption)}</p><figure role="img" aria-label="{title}">'
+            f"{to_svg(picture.draw())}</figure>"
+        )
+    parts.extend(f"<p>{escape(text)}</p>" for text in absent_pictures(trace))
+    table = _rows([result.row() for result in results] if rows is None else rows)
+    parts.append(f"<h2>All runs</h2>{table}</body></html>")
+    return "\n".join(parts)
+
+
+def _sentence(trace: Trace, results: Sequence[ReplayResult]) -> str:
+    policies = [result for result in results if not result.bound and result.capacity is not None]
+    if not policies:
+        return f"{len(trace):,} requests."
+    best = max(policies, key=lambda result: (result.hit_ratio, -(result.capacity or 0)))
+    saved = best.hit_tokens / max(best.requested_tokens, 1)
+    return (
+        f"{len(trace):,} requests asked for {best.requested_blocks:,} blocks of {best.block_size} tokens. "
+        f"The best run, {best.policy} with {best.capacity:,} blocks, found {best.hit_ratio:.1%} of them in the cache "
+        f"and saved {saved:.1%} of the prompt tokens."
+    )
+
+
+def _facts(figures: dict[str, Any]) -> str:
+    cells = []
+    for name, value in figures.items():
+        if value == 0 and name in ("sessions", "tenants"):
+            continue  # the trace does not name them
+        shown = f"{value:,}" if type(value) is int else str(value)
+        if isinstance(value, float):
+            shown = f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
+        cells.append(f"<div><b>{escape(shown)}</b>{escape(name.replace('_', ' '))}</div>")
+    return f'<div class="facts">{"".join(cells)}</div>'
+
+
+def _matrix(results: Sequence[ReplayResult]) -> str:
+    """Policies down, capacities across; the best policy of each capacity is bold."""
+    capacities = list(dict.fromkeys(result.capacity for result in results))
+    policies = list(dict.fromkeys(result.policy for result in results))
+    table = {(result.policy, result.capacity): result for result in results}
+    best = {
+        size: max((r.hit_ratio for r in results if r.capacity == size and not r.bound), default=None)
+        for size in capacities
+    }
+    head = "".join(f"<th>{'∞' if size is None else f'{size:,}'}</th>" for size in capacities)
+    lines = []
+    for policy in policies:
+        cells, bound = [], False
+        for size in capacities:
+            result = table.get((policy, size))
+            bound = bound or (result is not None and bool(result.bound))
+            mark = result is not None and not result.bound and result.hit_ratio == best[size]
+            cells.append(
+                f"<td{' class=best' if mark else ''}>{'' if result is None else f'{result.hit_ratio:.4f}'}</td>"
+            )
+        lines.append(f"<tr{' class=bound' if bound else ''}><td>{escape(policy)}</td>{''.join(cells)}</tr>")
+    return f'<div class="scroll"><table><tr><th>policy</th>{head}</tr>{"".join(lines)}</table></div>'
+
+
+def _rows(rows: Sequence[dict[str, Any]]) -> str:
+    columns = [name for name in dict.fromkeys(c for row in rows for c in row) if name not in ("trace", "bound")]
+    columns = [name for name in columns if any(row.get(name) for row in rows)]
+    head = "".join(f"<th>{escape(name.replace('_', ' '))}</th>" for name in columns)
+    lines = ["".join(f"<td>{escape(_cell(row.get(name)))}</td>" for name in columns) for row in rows]
+    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)

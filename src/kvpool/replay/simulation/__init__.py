@@ -1,0 +1,1 @@
+"""Traces through the real manager and scheduler, beside the bounds that no policy can beat."""

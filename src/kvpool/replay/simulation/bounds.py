@@ -1,0 +1,133 @@
+"""What no policy can beat: an infinite cache, and the optimum of the sequential model for a given size.
+
+The optimum is Belady's: of the blocks that the current request does not hold, the one whose next use is farthest away
+leaves first, and of equals the deepest. A request that touches a block touches everything before it, so a parent's next
+use is never later than a child's, and the optimum keeps the cache closed under prefixes by itself: it is exact for the
+model that `simulate` runs, not a relaxation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from heapq import heappop, heappush
+
+import numpy as np
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.replay.simulation.simulate import ReplayResult, totals
+from kvpool.replay.traces.trace import Trace
+
+INFINITE, OPTIMUM, FLAT_FIFO = "infinite", "optimum", "fifo-flat"
+MODELS = (INFINITE, OPTIMUM, FLAT_FIFO)  # names that stand beside policies but are computed without a manager
+
+
+def run_model(trace: Trace, name: str, capacity: int | None) -> ReplayResult:
+    """The row of one bound (or of the flat FIFO), block by block of the trace."""
+    if name not in MODELS:
+        raise InvalidArgumentError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
+    trace = _dense(trace)
+    if name == INFINITE or capacity is None:
+        hits, kind = _infinite_hits(trace), "offline bound: nothing is ever evicted"
+    elif name == OPTIMUM:
+        hits, kind = (
+            _optimal_hits(trace, capacity),
+            "offline bound: Belady's optimum, exact under the prefix constraint",
+        )
+    else:
+        hits, kind = _flat_fifo_hits(trace, capacity), "model: first in first out per block, parents may leave first"
+    result = ReplayResult(**totals(trace, hits, trace.unit), policy=name, capacity=capacity, bound=kind)
+    result.hit_blocks_by_tier = {"GPU": result.hit_blocks}
+    return result
+
+
+def _dense(trace: Trace) -> Trace:
+    """The same trace with ids from 0 on: what follows has an entry for every number below the largest id."""
+    return replace(trace, ids=np.unique(trace.ids, return_inverse=True)[1].astype(np.int32))
+
+
+def _infinite_hits(trace: Trace) -> Int32Array:
+    """A block hits when it was seen before; in a request these are the leading ones."""
+    seen = np.zeros(int(trace.ids.max(initial=-1)) + 1, np.bool_)
+    hits = np.zeros(len(trace), np.int32)
+    for index in range(len(trace)):
+        ids = trace.ids_of(index)
+        known = seen[ids]
+        hits[index] = len(ids) if known.all() else int(known.argmin())
+        seen[ids] = True
+    return hits
+
+
+def next_uses(trace: Trace) -> Int64Array:
+    """For every id of the trace, the request that uses it next; `len(trace)` when none does."""
+    owner = np.repeat(np.arange(len(trace)), np.diff(trace.offsets))
+    order = np.argsort(trace.ids, kind="stable")
+    following = np.full(len(order), len(trace), np.int64)
+    same = trace.ids[order[:-1]] == trace.ids[order[1:]]
+    following[order[:-1][same]] = owner[order[1:][same]]
+    return following
+
+
+def _optimal_hits(trace: Trace, capacity: int) -> Int32Array:
+    """Evicts the farthest next use. Entries of the heap that a later use has overtaken are dropped when met."""
+    following = next_uses(trace).tolist()
+    size = int(trace.ids.max(initial=-1)) + 1
+    next_use = [-1] * size  # of a resident block; -1: not resident
+    hits = np.zeros(len(trace), np.int32)
+    heap: list[tuple[int, int, int]] = []
+    resident = 0
+    offsets = trace.offsets.tolist()
+    for index in range(len(trace)):
+        start = offsets[index]
+        ids = trace.ids_of(index).tolist()
+        count = next((at for at, block in enumerate(ids) if next_use[block] < 0), len(ids))
+        hits[index] = count
+        missing = {block for block in ids[count:] if next_use[block] < 0}
+        excess = resident + len(missing) - capacity
+        while (
+            excess > 0 and heap
+        ):  # a block of this request has next use `index`, the nearest of all: it is not reached
+            distance, _, block = heap[0]
+            if next_use[block] != -distance or -distance == index:
+                if -distance == index:
+                    break
+                heappop(heap)
+                continue
+            heappop(heap)
+            next_use[block] = -1
+            resident -= 1
+            excess -= 1
+        resident += len(missing)
+        for position, block in enumerate(ids):
+            use = following[start + position]
+            next_use[block] = use
+            heappush(heap, (-use, -position, block))
+    return hits
+
+
+def _flat_fifo_hits(trace: Trace, capacity: int) -> Int32Array:
+    """First in, first out without the tree: a parent may leave before its children, which then only take up room."""
+    inserted = [-1] * (int(trace.ids.max(initial=-1)) + 1)  # request that inserted a resident block
+    queue: list[tuple[int, int, int]] = []  # (request, -depth, block)
+    hits = np.zeros(len(trace), np.int32)
+    resident = 0
+    for index in range(len(trace)):
+        ids = trace.ids_of(index).tolist()
+        hits[index] = next((at for at, block in enumerate(ids) if inserted[block] < 0), len(ids))
+        pinned = set(ids)
+        missing = {block: position for position, block in enumerate(ids) if inserted[block] < 0}
+        spared = []
+        while resident + len(missing) > capacity and queue:
+            entry = heappop(queue)
+            if entry[2] in pinned:
+                spared.append(entry)
+                continue
+            inserted[entry[2]] = -1
+            resident -= 1
+        for entry in spared:
+            heappush(queue, entry)
+        for block, position in missing.items():
+            inserted[block] = index
+            heappush(queue, (index, -position, block))
+        resident += len(missing)
+    return hits

@@ -1,0 +1,102 @@
+"""Many configurations of one trace: policies times capacities, side by side, on several processes."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from typing import TypeVar
+
+from kvpool.replay.simulation.bounds import MODELS, run_model
+from kvpool.replay.simulation.simulate import READS_PRIORITIES, ReplayConfig, ReplayResult, replay, totals
+from kvpool.replay.traces.synth import to_blocks
+from kvpool.replay.traces.trace import Trace
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_trace: Trace | None = None  # of a worker process, set once when it starts
+
+
+def run_one(trace: Trace, config: ReplayConfig) -> ReplayResult:
+    """One row: a policy through the manager, or a bound (`infinite`, `optimum`) or model (`fifo-flat`) without it."""
+    if config.policy not in MODELS:
+        return replay(trace, config)
+    if trace.unit > 1:
+        return run_model(trace, config.policy, config.capacity)
+    # Of a trace of tokens only whole blocks are ever published; the others are asked for all the same.
+    size = config.block_size or trace.block_size
+    found = run_model(to_blocks(trace, size).full_blocks_only(), config.policy, config.capacity)
+    assert found.hits is not None
+    return replace(found, **totals(trace, found.hits, size))
+
+
+def run_all(
+    trace: Trace,
+    configs: Sequence[ReplayConfig],
+    *,
+    workers: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[ReplayResult]:
+    """Every configuration, in the order given, whatever the number of `workers` (default: one per processor).
+
+    Where nothing is ever evicted all policies are the same, so that one of them is run for all.
+    """
+    distinct = sorted(dict.fromkeys(map(_representative, configs)), key=_haste)
+    results = dict(zip(distinct, map_over(trace, run_one, distinct, workers=workers, progress=progress), strict=True))
+    if progress is not None:
+        progress(len(configs) - len(distinct))
+    return [replace(results[_representative(config)], policy=config.policy) for config in configs]
+
+
+def _representative(config: ReplayConfig) -> ReplayConfig:
+    unlimited = config.capacity is None and config.policy not in MODELS
+    return replace(config, policy="lru") if unlimited else config
+
+
+def _haste(config: ReplayConfig) -> tuple[bool, float]:
+    """Small for what takes long and goes first, so that no process is left alone with it: learning, many evictions."""
+    return config.policy not in READS_PRIORITIES, config.capacity or math.inf
+
+
+def map_over(
+    trace: Trace,
+    run: Callable[[Trace, Item], Result],
+    items: Sequence[Item],
+    *,
+    workers: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Result]:
+    """`run(trace, item)` for every item, in the order given, on several processes; `run` is a function of a module."""
+    count = min(workers or os.cpu_count() or 1, len(items))
+    if count <= 1:
+        results = []
+        for item in items:
+            results.append(run(trace, item))
+            if progress is not None:
+                progress(1)
+        return results
+    # A forked worker has the trace at once, but forking is only safe while no other thread runs.
+    can_fork = "fork" in multiprocessing.get_all_start_methods() and threading.active_count() == 1
+    context = multiprocessing.get_context("fork" if can_fork else "spawn")
+    with ProcessPoolExecutor(count, context, _start_worker, (trace,)) as pool:
+        futures = [pool.submit(_run_in_worker, run, item) for item in items]
+        for future in as_completed(futures):
+            future.result()  # a failure ends the sweep now, not after the rest
+            if progress is not None:
+                progress(1)
+        return [future.result() for future in futures]
+
+
+def _start_worker(trace: Trace) -> None:
+    global _trace
+    _trace = trace
+
+
+def _run_in_worker(run: Callable[[Trace, Item], Result], item: Item) -> Result:
+    assert _trace is not None
+    return run(_trace, item)

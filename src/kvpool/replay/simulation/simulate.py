@@ -1,0 +1,242 @@
+"""One workload through the real control plane, one request after the other: what does a cache of this size reuse?
+
+The sequential model: a request's blocks are matched, held, computed and published, and released before the next request
+comes. The manager does all of it. An id of the trace is a token of the pool, so nothing is re-implemented here.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from kvpool.config import KVCacheConfig, LayerSpec, Tier
+from kvpool.errors import InvalidArgumentError, TraceError
+from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.replay.traces.trace import Trace
+
+TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
+PROGRESS_STEP = 256  # requests between two reports
+READS_PRIORITIES = frozenset({"adaptive", "priority"})  # policies that are told about partial last blocks
+
+Progress = Callable[[int], None]
+Observer = Callable[[int, KVCacheManager], None]  # after each request: its index, the manager
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """What to replay with. `capacity`, `host` and `disk` count blocks; `None` is as large as the workload.
+
+    `block_size` counts tokens. For a trace of block ids it must be a multiple of the trace's own block size (the default).
+    """
+
+    policy: str = "lru"
+    capacity: int | None = None
+    host: int = 0
+    disk: int = 0
+    block_size: int | None = None
+    token_bytes: int | None = None  # of K and V; None: bytes are not reported
+
+    def __post_init__(self) -> None:
+        for name in ("capacity", "host", "disk", "block_size", "token_bytes"):
+            value = getattr(self, name)
+            least = 0 if name in ("host", "disk") else 1
+            if value is not None and (type(value) is not int or value < least):
+                raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")
+
+
+@dataclass
+class ReplayResult:
+    """Totals of one run and, in `hits`, the blocks that each request reused."""
+
+    trace: str
+    policy: str
+    capacity: int | None
+    block_size: int
+    requests: int
+    requested_blocks: int
+    hit_blocks: int
+    hit_ratio: float
+    requested_tokens: int
+    hit_tokens: int  # that need not be computed: whole blocks, less the last token of a fully cached prompt
+    token_hit_ratio: float
+    hit_blocks_by_tier: dict[str, int] = field(default_factory=dict)
+    evicted_blocks: int = 0  # that left the index, or the tier
+    offloaded_blocks: int = 0
+    onboarded_blocks: int = 0
+    offloaded_bytes: int | None = None
+    onboarded_bytes: int | None = None
+    oversized: int = 0  # requests larger than the cache, for which it was enlarged
+    bound: str = ""  # for offline bounds: what kind
+    hits: Int32Array | None = None
+
+    def row(self) -> dict[str, Any]:
+        """Plain data for JSON and CSV, without the hits per request."""
+        data = asdict(self)
+        del data["hits"]
+        for tier, blocks in data.pop("hit_blocks_by_tier").items():
+            data[f"hit_blocks_{tier.lower()}"] = blocks
+        return data
+
+
+def replay(
+    trace: Trace, config: ReplayConfig, *, progress: Progress | None = None, observe: Observer | None = None
+) -> ReplayResult:
+    """Runs a trace through a manager with this policy and these sizes.
+
+    >>> from kvpool.replay.traces.trace import TraceBuilder
+    >>> trace = TraceBuilder("tiny", unit=16).add(0, [1, 2], 32, 0).add(1, [1, 3], 32, 0).build()
+    >>> replay(trace, ReplayConfig("lru", capacity=2)).hit_blocks
+    1
+    """
+    if not trace.reuse_known:
+        raise TraceError(
+            f"{trace.name} has lengths only: what its prompts share is not known, so nothing can be replayed"
+        )
+    with _rare_collections():
+        return _Replay(trace, config).run(progress, observe)
+
+
+@lru_cache(maxsize=4096)
+def _last_id_first(num_ids: int) -> Retention:
+    """A priority of 0 for the last of so many ids."""
+    return Retention([TokenRange(num_ids - 1, num_ids, priority=0)])
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """The tree has no cycles to collect, but hundreds of thousands of objects to look through: do so rarely."""
+    before = gc.get_threshold()
+    gc.set_threshold(100_000, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+class _Replay:
+    def __init__(self, trace: Trace, config: ReplayConfig) -> None:
+        self.trace, self.config = trace, config
+        self.block_size = config.block_size or trace.block_size
+        if self.block_size % trace.unit:
+            raise InvalidArgumentError(
+                f"block_size={self.block_size} is no multiple of the trace's blocks of {trace.unit} tokens; "
+                "what lies inside them is not known"
+            )
+        self.ids_per_block = self.block_size // trace.unit
+        self.capacity = config.capacity or self._everything()
+        self.now = 0.0
+        self.manager = self._manager()
+        self.num_blocks = self.capacity
+        self.oversized = 0
+        self.ends_partially = self._partial_ends()
+
+    def _partial_ends(self) -> list[bool] | None:
+        """Which prompts end inside a block; an engine knows that such a block is hardly ever reused, and says so."""
+        if self.config.policy not in READS_PRIORITIES or self.ids_per_block > 1 or self.trace.unit == 1:
+            return None
+        ends: list[bool] = (np.diff(self.trace.offsets) * self.trace.unit > self.trace.input_lengths).tolist()
+        return ends
+
+    def _everything(self) -> int:
+        lengths = -(-np.diff(self.trace.offsets) // self.ids_per_block)
+        if self.ids_per_block == 1 and self.trace.is_tree:
+            return max(self.trace.num_unique, int(lengths.max(initial=1)), 1)
+        return max(int(lengths.sum()), 1)
+
+    def _manager(self) -> KVCacheManager:
+        layers = [LayerSpec(kv_heads=1, head_dim=1)]
+        config = KVCacheConfig(
+            layers, self.ids_per_block, gpu_blocks=self.capacity, host_blocks=self.config.host or None,
+            disk_blocks=self.config.disk or None, watermark=0.0, partial_match=False, event_buffer_size=0,
+        )  # fmt: skip
+        return KVCacheManager(config, policy=self.config.policy, clock=lambda: self.now)
+
+    def run(self, progress: Progress | None, observe: Observer | None) -> ReplayResult:
+        trace, manager = self.trace, self.manager
+        offsets = trace.offsets.tolist()
+        seconds = (np.maximum.accumulate(trace.timestamps) / 1000).tolist()
+        hits = np.zeros(len(trace), np.int32)
+        has_tiers = bool(self.config.host or self.config.disk)
+        for index in range(len(trace)):
+            start, end = offsets[index], offsets[index + 1]
+            self.now = seconds[index]
+            if start < end:
+                hits[index] = self._serve(index, trace.ids[start:end], end - start)
+                if has_tiers:
+                    manager.take_copies()
+            if observe is not None:
+                observe(index, manager)
+            if progress is not None and index % PROGRESS_STEP == PROGRESS_STEP - 1:
+                progress(PROGRESS_STEP)
+        if progress is not None:
+            progress(len(trace) % PROGRESS_STEP)
+        return self._result(hits)
+
+    def _serve(self, index: int, ids: Int32Array, num_ids: int) -> int:
+        """One request; returns the whole blocks that were cached."""
+        manager = self.manager
+        room = self.capacity
+        if num_ids > room * self.ids_per_block:
+            room = -(-num_ids // self.ids_per_block)
+            self.oversized += 1
+            if room > self.num_blocks:
+                self._resize(room)
+        retention = None
+        if self.ends_partially is not None and self.ends_partially[index]:
+            retention = _last_id_first(num_ids)
+        handle = manager.allocate(index, ids, retention=retention)
+        manager.commit(handle)
+        if self.num_blocks > room:
+            self._resize(room)  # while the request is live: it is the others that make room
+        manager.free(handle)
+        return handle.num_cached_blocks
+
+    def _resize(self, num_blocks: int) -> None:
+        self.manager.resize(num_blocks)
+        self.manager.take_copies()
+        self.num_blocks = num_blocks
+
+    def _result(self, hits: Int32Array) -> ReplayResult:
+        stats = self.manager.stats()
+        block_bytes = None if self.config.token_bytes is None else self.config.token_bytes * self.block_size
+        return ReplayResult(
+            **totals(self.trace, hits, self.block_size),
+            policy=self.config.policy,
+            capacity=self.config.capacity,
+            hit_blocks_by_tier={tier.name: stats.hit_blocks[tier.name] for tier in TIERS},
+            evicted_blocks=sum(stats.evictions.values()),
+            offloaded_blocks=stats.offloaded_blocks,
+            onboarded_blocks=stats.onboarded_blocks,
+            offloaded_bytes=None if block_bytes is None else stats.offloaded_blocks * block_bytes,
+            onboarded_bytes=None if block_bytes is None else stats.onboarded_blocks * block_bytes,
+            oversized=self.oversized,
+        )
+
+
+def totals(trace: Trace, hits: Int32Array, block_size: int) -> Mapping[str, Any]:
+    """The fields of a `ReplayResult` that follow from the hits of each request."""
+    ids_per_block = block_size // trace.unit
+    lengths: Int64Array = -(-np.diff(trace.offsets) // ids_per_block)
+    requested, hit = int(lengths.sum()), int(hits.sum())
+    prompt_tokens = int(trace.input_lengths.sum())
+    saved = np.minimum(hits.astype(np.int64) * block_size, np.maximum(trace.input_lengths - 1, 0))
+    return {
+        "trace": trace.name,
+        "block_size": block_size,
+        "requests": len(trace),
+        "requested_blocks": requested,
+        "hit_blocks": hit,
+        "hit_ratio": hit / requested if requested else 0.0,
+        "requested_tokens": prompt_tokens,
+        "hit_tokens": int(saved.sum()),
+        "token_hit_ratio": int(saved.sum()) / prompt_tokens if prompt_tokens else 0.0,
+        "hits": hits,
+    }

@@ -1,0 +1,1 @@
+"""Workloads as data: read from files and recordings, written, described, synthesised."""

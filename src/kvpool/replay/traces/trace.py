@@ -1,0 +1,228 @@
+"""A recorded workload in memory: who asked for which prefix, when, as flat arrays of 4 bytes per block or token."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import TraceError
+from kvpool.pools.arrays import MAX_TOKEN_ID, Int32Array, Int64Array
+
+FloatArray = npt.NDArray[np.float64]
+
+TOKENS_PER_BLOCK = 16  # where a trace has no blocks
+END_MARK = MAX_TOKEN_ID  # no id of a trace reaches it
+MAX_IDS = 2**30  # 4 GiB: what a trace may take in memory, whatever its file holds
+MAX_REQUESTS = 2**25
+MAX_LENGTH = 2**31 - 1  # tokens of a prompt or an answer
+
+
+class TraceRequest(NamedTuple):
+    """One request of a trace."""
+
+    timestamp: float  # milliseconds since the trace began
+    ids: Int32Array  # of its blocks or tokens, in order; empty when reuse is not known
+    input_length: int  # tokens
+    output_length: int  # tokens
+    session: str | None = None
+    tenant: str | None = None
+
+
+@dataclass
+class Problems:
+    """What was odd about a file: broken lines (skipped), and counts of what is unusual but works."""
+
+    broken: list[tuple[int, str]] = field(default_factory=list)  # (line number, what is wrong with it)
+    unsorted: int = 0  # requests that are older than the one before them
+    zero_length: int = 0  # requests without a prompt
+    repeating: int = 0  # requests that name one id twice
+    renumbered: bool = False  # ids were not small integers and got new numbers
+
+    def sentences(self) -> list[str]:
+        """One line of text for each oddity; empty when there was none."""
+        found = [f"line {number} is skipped: {reason}" for number, reason in self.broken]
+        if self.unsorted:
+            found.append(f"{self.unsorted} requests are older than the one before; replay keeps the order of the file")
+        if self.zero_length:
+            found.append(
+                f"{self.zero_length} requests have an empty prompt; they count as requests and ask for nothing"
+            )
+        if self.repeating:
+            found.append(
+                f"{self.repeating} requests name the same id twice; a block is found by all that precedes it, so the "
+                "second one is another block"
+            )
+        if self.renumbered:
+            found.append("ids that are not integers below 2**31 - 1 were renumbered in order of appearance")
+        return found
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Requests in the order of the file.
+
+    `unit` tokens stand behind each id: 1 for traces of tokens, the block size for traces of block ids. Traces without
+    reuse information (`reuse_known` is False) have lengths and no ids.
+
+    >>> trace = TraceBuilder("tiny", unit=16).add(0.0, [1, 2], 32, 5).add(9.0, [1, 3], 20, 5).build()
+    >>> len(trace), trace.num_ids, trace.num_unique, trace.ids_of(1).tolist()
+    (2, 4, 3, [1, 3])
+    """
+
+    name: str
+    format: str
+    unit: int
+    ids: Int32Array
+    offsets: Int64Array
+    timestamps: FloatArray
+    input_lengths: Int64Array
+    output_lengths: Int64Array
+    sessions: tuple[str | None, ...] | None = None
+    reuse_known: bool = True
+    problems: Problems = field(default_factory=Problems)
+    tenants: tuple[str | None, ...] | None = None  # None: the trace does not say who asked
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int) -> TraceRequest:
+        return TraceRequest(
+            float(self.timestamps[index]), self.ids_of(index), int(self.input_lengths[index]),
+            int(self.output_lengths[index]), None if self.sessions is None else self.sessions[index],
+            None if self.tenants is None else self.tenants[index],
+        )  # fmt: skip
+
+    def ids_of(self, index: int) -> Int32Array:
+        """The ids of one request, a view."""
+        return self.ids[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block: the trace's own, or the usual number where its ids are tokens."""
+        return self.unit if self.unit > 1 else TOKENS_PER_BLOCK
+
+    @property
+    def num_ids(self) -> int:
+        """Ids over all requests."""
+        return len(self.ids)
+
+    @property
+    def num_unique(self) -> int:
+        """Different ids: what an infinite cache would hold at the end."""
+        return len(np.unique(self.ids))
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether every id always follows the same one, so that an id stands for all that precedes it."""
+        before = np.concatenate(([-1], self.ids[:-1])).astype(np.int64)
+        before[self.offsets[:-1][np.diff(self.offsets) > 0]] = -1
+        return len(np.unique((before << 32) + self.ids)) == self.num_unique
+
+    @property
+    def duration(self) -> float:
+        """Seconds between the first and the last arrival."""
+        return float(np.ptp(self.timestamps)) / 1000 if len(self) else 0.0
+
+    def head(self, num_requests: int) -> Trace:
+        """The first requests, as a trace of its own."""
+        count = min(num_requests, len(self))
+        return Trace(
+            self.name, self.format, self.unit, self.ids[: self.offsets[count]], self.offsets[: count + 1],
+            self.timestamps[:count], self.input_lengths[:count], self.output_lengths[:count],
+            None if self.sessions is None else self.sessions[:count], self.reuse_known, self.problems,
+            None if self.tenants is None else self.tenants[:count],
+        )  # fmt: skip
+
+    def full_blocks_only(self) -> Trace:
+        """Without the partial last block of each prompt: a real engine does not publish it."""
+        lengths = np.minimum(np.diff(self.offsets), self.input_lengths // self.unit)
+        keep = np.zeros(len(self.ids), np.bool_)
+        positions = np.arange(len(self.ids)) - np.repeat(self.offsets[:-1], np.diff(self.offsets))
+        keep[:] = positions < np.repeat(lengths, np.diff(self.offsets))
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        return Trace(
+            self.name, self.format, self.unit, self.ids[keep], offsets, self.timestamps, self.input_lengths,
+            self.output_lengths, self.sessions, self.reuse_known, self.problems, self.tenants,
+        )  # fmt: skip
+
+
+class TraceBuilder:
+    """Collects requests into a `Trace`; ids that do not fit into 31 bits, or are no integers, are renumbered."""
+
+    def __init__(self, name: str, *, unit: int = 1, format: str = "memory", reuse_known: bool = True) -> None:
+        self.name, self.unit, self.format, self.reuse_known = name, unit, format, reuse_known
+        self.problems = Problems()
+        self._ids = array("i")
+        self._ends = array("q")
+        self._timestamps = array("d")
+        self._inputs = array("q")
+        self._outputs = array("q")
+        self._sessions: list[str | None] = []
+        self._tenants: list[str | None] = []
+        self._numbers: dict[object, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def add(
+        self, timestamp: float, ids: Sequence[object], input_length: int, output_length: int,
+        session: str | None = None, tenant: str | None = None,
+    ) -> TraceBuilder:  # fmt: skip
+        """One more request. The caller has checked that lengths are not negative."""
+        if len(self._ends) >= MAX_REQUESTS or len(self._ids) + len(ids) > MAX_IDS:
+            raise TraceError(
+                f"{self.name} has more than {MAX_REQUESTS:,} requests or {MAX_IDS:,} ids, too many for a trace in memory; "
+                "read fewer of them with limit (--limit)"
+            )
+        if self._timestamps and timestamp < self._timestamps[-1]:
+            self.problems.unsorted += 1
+        if not input_length:
+            self.problems.zero_length += 1
+        if self.unit > 1 and len(set(ids)) != len(ids):
+            self.problems.repeating += 1
+        self._append_ids(ids)
+        self._ends.append(len(self._ids))
+        self._timestamps.append(timestamp)
+        self._inputs.append(input_length)
+        self._outputs.append(output_length)
+        self._sessions.append(session)
+        self._tenants.append(tenant)
+        return self
+
+    def _append_ids(self, ids: Sequence[Any]) -> None:
+        start = len(self._ids)
+        if self._numbers is None:
+            try:
+                self._ids.extend(ids)  # what is no small integer raises
+                if not len(ids) or (min(ids) >= 0 and max(ids) < END_MARK):
+                    return
+            except (OverflowError, TypeError):
+                pass
+            del self._ids[start:]
+            numbers: dict[object, int] = {}
+            self._ids = array("i", [numbers.setdefault(number, len(numbers)) for number in self._ids])
+            self._numbers = numbers
+            self.problems.renumbered = True
+        numbers = self._numbers
+        self._ids.extend([numbers.setdefault(value, len(numbers)) for value in ids])
+
+    def build(self) -> Trace:
+        """The trace so far."""
+        sessions, tenants = (
+            tuple(names) if any(name is not None for name in names) else None
+            for names in (self._sessions, self._tenants)
+        )
+        return Trace(
+            self.name, self.format, self.unit, np.array(self._ids, np.int32),
+            np.concatenate(([0], np.array(self._ends, np.int64))), np.array(self._timestamps, np.float64),
+            np.array(self._inputs, np.int64), np.array(self._outputs, np.int64), sessions, self.reuse_known,
+            self.problems, tenants,
+        )  # fmt: skip

@@ -1,0 +1,254 @@
+"""Who comes in: waiting requests are admitted, preempted ones resumed, offloaded prefixes brought up ahead."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from kvpool.config import Tier
+from kvpool.errors import OutOfBlocksError
+from kvpool.pools.arrays import Int32Array
+from kvpool.scheduling.capacity import Capacity
+from kvpool.scheduling.request import ScheduledSequence, SequenceState
+from kvpool.scheduling.roster import Roster
+from kvpool.scheduling.round import PromptChunk, Round
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.state import Admission
+
+SPARE_CANDIDATES = 16  # looked at beyond the free lanes: some only wait for a prefix and let others pass
+RETRY_STEPS = 8  # while nobody came or left, a full pool is asked again only so often: windows may have moved on
+
+
+class Verdict(Enum):
+    """What became of a candidate."""
+
+    ENTERED = auto()
+    PASSED_OVER = auto()  # it waits for something of its own; those behind it may go first
+    OUT_OF_TOKENS = auto()  # this step is full
+    BLOCKED = auto()  # no memory or lane: nobody behind it goes first
+
+
+class Admissions:
+    """Brings sequences onto the GPU, in the order of the policy."""
+
+    def __init__(self, roster: Roster, capacity: Capacity) -> None:
+        self.roster = roster
+        self.capacity = capacity
+        self.manager = roster.manager
+        self.config = roster.config
+        self.num_arrivals = 0  # raised by the scheduler whenever a request is added
+        self._blocked_at = (-1, -1)  # departures and arrivals when somebody was last found to be blocked
+        self._retry_in = 0
+
+    def run(self, round: Round) -> None:
+        """Admits and resumes for one step."""
+        roster, running = self.roster, self.roster.running
+        if round.preempted or not (len(roster.resuming) or len(roster.policy)):
+            return  # where some just gave way there is no room for others
+        self._retry_in -= 1
+        if running.members and self._retry_in > 0 and self._blocked_at == (running.departures, self.num_arrivals):
+            return
+        self._blocked_at = (-1, -1)
+        candidates = self._candidates()
+        for position, sequence in enumerate(candidates):
+            verdict = self._try(sequence, round)
+            if verdict is Verdict.BLOCKED:
+                self._blocked_at, self._retry_in = (running.departures, self.num_arrivals), RETRY_STEPS
+            if verdict in (Verdict.BLOCKED, Verdict.OUT_OF_TOKENS):
+                self._prefetch(candidates[position : position + self.config.prefetch_requests])
+                return
+
+    def _candidates(self) -> list[ScheduledSequence]:
+        """Those to try, in order: more urgent ones first, preempted ones before new ones."""
+        limit = self.roster.running.lanes.num_free + SPARE_CANDIDATES
+        waiting = self.roster.policy.candidates(limit, self._cached_tokens)
+        return sorted([*self.roster.resuming, *waiting], key=lambda sequence: sequence.urgency)
+
+    def _cached_tokens(self, sequence: ScheduledSequence) -> int:
+        return self.manager.match_prefix(sequence.tokens, sequence.request.scope).num_tokens
+
+    def _try(self, sequence: ScheduledSequence, round: Round) -> Verdict:
+        if sequence.in_flight:  # preempted while a plan that samples for it is under way
+            return Verdict.PASSED_OVER
+        running = self.roster.running
+        lanes_needed = 1 if sequence.group.branched else sequence.request.n
+        while running.num_free_lanes < lanes_needed:
+            if not self._preempt_for(sequence, round):
+                return Verdict.BLOCKED
+        if sequence.state is SequenceState.SWAPPED:
+            return self._resume_swapped(sequence, round)
+        return self._allocate(sequence, round)
+
+    def _is_alone(self, sequence: ScheduledSequence) -> bool:
+        """Whether nobody else is on the GPU (other beams of the same request do not count): then it must go on."""
+        if not sequence.request.steered:
+            return not self.roster.running.members
+        return all(other.group is sequence.group for other in self.roster.running.members)
+
+    def _preempt_for(self, sequence: ScheduledSequence, round: Round) -> bool:
+        """Makes a less urgent sequence give way; whether there was one."""
+        if self.capacity.guaranteed:
+            return False
+        victim = self.roster.victim(sequence, only_less_urgent=True)
+        if victim is None:
+            return False
+        round.preempt(victim)
+        return True
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def _has_room(self, admission: Admission, future: list[int]) -> bool:
+        """Whether it fits beside everything that running sequences were promised."""
+        promised = self.capacity.outstanding(self.roster.running.lanes)
+        numbers = zip(admission.blocks_available, admission.blocks_needed, future, promised, strict=True)
+        return bool(admission) and all(have >= need + later + taken for have, need, later, taken in numbers)
+
+    def _could_make_room(self, sequence: ScheduledSequence, admission: Admission, future: list[int]) -> bool:
+        """Whether all less urgent sequences together hold what is missing."""
+        blocks = sum(s.live_handle().num_blocks for s in self.roster.running.members if s.urgency > sequence.urgency)
+        missing = (
+            need + later - have
+            for have, need, later in zip(admission.blocks_available, admission.blocks_needed, future, strict=True)
+        )
+        return blocks > 0 and all(
+            blocks * self.capacity.blocks_per_column(pool) >= number for pool, number in enumerate(missing)
+        )
+
+    # --- waiting -----------------------------------------------------------------------------------------------------
+
+    def _allocate(self, sequence: ScheduledSequence, round: Round) -> Verdict:
+        """Admits a waiting sequence with the first chunk of its tokens."""
+        request, tokens = sequence.request, sequence.tokens
+        match = self.manager.match_prefix(tokens, request.scope)
+        if self.capacity.has_shrunk() and (reason := self.capacity.why_never(request)) is not None:
+            round.refused.append((sequence, reason))
+            return Verdict.PASSED_OVER
+        alone = self._is_alone(sequence)
+        if match.in_flight and self.config.wait_for_prefix and not alone:
+            if not sequence.waits_for_prefix:
+                sequence.waits_for_prefix = True
+                self.roster.stats.prefix_waits += 1
+            return Verdict.PASSED_OVER
+        if round.is_full:
+            return Verdict.OUT_OF_TOKENS
+        if (match.has_last_logits or (request.steered and sequence.group.branched)) and len(tokens) > 1:
+            tokens = tokens[:-1]  # all is cached, or other beams must be there too: it decodes its last token
+        start = min(match.num_tokens, len(tokens) - 1)
+        stop = round.chunk_stop(start, len(tokens))
+        if not alone:
+            future = self.capacity.future(sequence, stop)
+            while not self._has_room(admission := self._ask(sequence, stop), future):
+                if not self._could_make_room(sequence, admission, future) or not self._preempt_for(sequence, round):
+                    return Verdict.BLOCKED
+        handle = self._allocate_at_most(sequence, tokens, start, stop, alone)
+        if handle is None:
+            return Verdict.BLOCKED
+        self._enter(sequence, handle)
+        (round.resumed if sequence.num_preemptions else round.admitted).append(sequence)
+        self.roster.stats.cached_tokens += handle.num_cached_tokens
+        self._start_prompt(sequence, handle, round)
+        return Verdict.ENTERED
+
+    def _ask(self, sequence: ScheduledSequence, stop: int) -> Admission:
+        request = sequence.request
+        return self.manager.can_allocate(
+            sequence.tokens, scope=request.scope, reserve=stop, cross_tokens=request.cross_tokens
+        )
+
+    def _allocate_at_most(
+        self, sequence: ScheduledSequence, tokens: Int32Array, start: int, stop: int, alone: bool
+    ) -> KVCacheHandle | None:
+        """Blocks for tokens up to `stop`; a sequence that has the GPU for itself takes less if it must, but begins."""
+        request = sequence.request
+        while True:
+            try:
+                return self.manager.allocate(
+                    sequence.id,
+                    tokens,
+                    scope=request.scope,
+                    reserve=stop,
+                    cross_tokens=request.cross_tokens,
+                    retention=request.retention,
+                    ttl=request.ttl,
+                    session=request.session,
+                )
+            except OutOfBlocksError:
+                if not alone or stop <= start + 1:
+                    return None
+                stop = start + (stop - start) // 2
+
+    def _enter(self, sequence: ScheduledSequence, handle: KVCacheHandle) -> None:
+        """Onto the GPU, with what that promises."""
+        sequence.waits_for_prefix = False
+        self.roster.enter(sequence, handle)
+        self.capacity.promise(self.roster.running.lanes, sequence)
+
+    def _start_prompt(self, sequence: ScheduledSequence, handle: KVCacheHandle, round: Round) -> None:
+        """Plans the first chunk of what the cache does not have."""
+        running = self.roster.running
+        start, stop = handle.num_written, handle.num_reserved
+        if start == len(sequence.tokens):  # a prompt of one token with stored logits
+            self.manager.rewind(handle, 1)
+            start = stop = start - 1
+        excess = stop - start - round.budget
+        if excess > 0:  # under pressure less was reused than had been found
+            self.manager.rewind(handle, excess)
+            stop -= excess
+        running.lanes.places[sequence.lane] = stop
+        if start == len(sequence.tokens) - 1 and stop == start:
+            running.decoding.add(sequence)
+            return
+        running.prefilling[sequence] = None
+        round.plan_chunk(sequence, PromptChunk(start, stop, self.manager.slot_mapping([handle], start, stop)))
+
+    # --- swapped -----------------------------------------------------------------------------------------------------
+
+    def _resume_swapped(self, sequence: ScheduledSequence, round: Round) -> Verdict:
+        """Brings a sequence back from the host. It takes no tokens of the step: it goes on in the next one."""
+        running, handle = self.roster.running, sequence.live_handle()
+        if running.members:
+            future = self.capacity.future(sequence, handle.num_reserved)
+            while not self._has_room(admission := self.manager.can_swap_in(handle), future):
+                if not self._could_make_room(sequence, admission, future) or not self._preempt_for(sequence, round):
+                    return Verdict.BLOCKED
+        try:
+            self.manager.swap_in(handle)
+        except OutOfBlocksError:
+            return Verdict.BLOCKED
+        committed, written = handle.num_committed, handle.num_written
+        if written > committed:  # computed by plans that were in flight when it left
+            self.manager.commit(handle, sequence.tokens[committed:written])
+        self._enter(sequence, handle)
+        self.roster.stats.swapped_in += 1
+        round.resumed.append(sequence)
+        if handle.num_reserved < len(sequence.tokens) - 1:
+            running.prefilling[sequence] = None
+        else:
+            running.decoding.add(sequence)
+        return Verdict.ENTERED
+
+    # --- next in line ------------------------------------------------------------------------------------------------
+
+    def _prefetch(self, candidates: list[ScheduledSequence]) -> None:
+        """Brings offloaded prefixes of the requests next in line up to the GPU, into room that nobody was promised."""
+        size = self.manager.config.block_size
+        for sequence in candidates if self.manager.has_tier(Tier.HOST, Tier.DISK) else ():
+            if sequence.state is not SequenceState.WAITING or sequence.in_flight:
+                continue
+            scope = sequence.request.scope
+            match = self.manager.match_prefix(sequence.tokens, scope)
+            blocks = sum(count for tier, count in match.tokens_by_tier.items() if tier != Tier.GPU) // size
+            if not blocks or not self._has_unpromised(blocks):
+                continue
+            try:
+                self.roster.stats.prefetched_blocks += self.manager.onboard(sequence.tokens, scope)
+            except OutOfBlocksError:  # other tenants' guarantees are in the way
+                continue
+
+    def _has_unpromised(self, columns: int) -> bool:
+        """Whether so many columns of the block table are free or evictable, above the watermark and all promises."""
+        capacity = self.capacity
+        promised = capacity.outstanding(self.roster.running.lanes)
+        return all(
+            have - taken >= columns * capacity.blocks_per_column(pool) + capacity.watermark(pool)
+            for pool, (have, taken) in enumerate(zip(capacity.free_blocks(), promised, strict=True))
+        )

@@ -1,0 +1,51 @@
+"""What must be equal, besides the tokens, before one request may reuse the blocks of another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseScope:
+    """What must be equal, besides the tokens, before one request may reuse the blocks of another.
+
+    `tenant` isolates tenants from each other, `adapter` names a LoRA, `weights` a version of the model. `multimodal`
+    lists the inputs behind placeholder tokens as (content hash, token offset); their order counts. `encoder` names the
+    input of an encoder by its content: a decoder's keys and values depend on it, so requests with `cross_tokens` and no
+    such name share nothing.
+
+    >>> ReuseScope(adapter="sql-lora") == ReuseScope(adapter="sql-lora")
+    True
+    >>> ReuseScope(tenant="ab") == ReuseScope(tenant="a", adapter="b")
+    False
+    """
+
+    tenant: str = ""
+    adapter: str = ""
+    weights: str = ""
+    multimodal: tuple[tuple[str, int], ...] = ()
+    encoder: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("tenant", "adapter", "weights", "encoder"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise InvalidArgumentError(f'ReuseScope.{name} must be a string ("" = none), got {value!r}')
+        if not isinstance(self.multimodal, tuple):
+            raise InvalidArgumentError(
+                f"ReuseScope.multimodal must be a tuple of (content hash, token offset) pairs, got {self.multimodal!r}"
+            )
+        for item in self.multimodal:
+            _check_multimodal_item(item)
+
+
+def _check_multimodal_item(item: object) -> None:
+    if not isinstance(item, tuple) or len(item) != 2:
+        raise InvalidArgumentError(f"a multimodal item must be a tuple (content hash, token offset), got {item!r}")
+    content_hash, offset = item
+    if not isinstance(content_hash, str):
+        raise InvalidArgumentError(f"a multimodal content hash must be a string, got {content_hash!r}")
+    if not isinstance(offset, int) or isinstance(offset, bool) or offset < 0:
+        raise InvalidArgumentError(f"a multimodal token offset must be an int >= 0, got {offset!r}")

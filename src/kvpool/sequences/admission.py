@@ -1,0 +1,341 @@
+"""Would a request fit, and what would it reuse? Nothing here changes anything."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool.config import Tier
+from kvpool.pools.arrays import Int32Array
+from kvpool.pools.groups import longest_valid, sink_blocks, window_start
+from kvpool.pools.pool import GPU
+from kvpool.prefix.node import Node
+from kvpool.prefix.tree import Match
+from kvpool.scope import ReuseScope
+from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.state import Admission, AllocStatus, CacheState
+
+NO_MATCH = Match(None, [], 0)
+MAX_LOGITS = 64  # prompts that end in one run and have their logits stored; the oldest gives way
+
+
+class PrefixMatch(NamedTuple):
+    """What a prompt would reuse if it were admitted now."""
+
+    num_tokens: int  # tokens that need not be computed
+    num_blocks: int  # of them, whole blocks
+    num_partial_tokens: int  # of them, tokens of one more block
+    tokens_by_tier: dict[Tier, int]  # whole blocks by the tier they lie on, in tokens
+    has_last_logits: bool  # the prompt hits in full and its logits were stored: no forward pass is needed
+    in_flight: bool  # another request is computing the next block of this prompt right now
+    last_logits: Any = None  # what was stored for exactly this prompt, see `store_last_logits`
+
+
+class AdmissionPlan(NamedTuple):
+    """An admission, thought through: what is matched and what each GPU pool must supply."""
+
+    match: Match
+    num_hit_tokens: int
+    num_blocks: int
+    num_cross_blocks: int
+    needs: list[int]
+    supply: list[int]
+    fits: bool
+    evicts: bool  # something must be evicted first
+    last_logits: Any = None
+
+
+class AdmissionPlanner:
+    """Plans admissions against the current state."""
+
+    def __init__(self, state: CacheState, in_flight: InFlight) -> None:
+        self.state = state
+        self.in_flight = in_flight
+        self.has_logits = False  # whether logits were ever stored: without, nobody looks for them
+
+    # --- reuse -------------------------------------------------------------------------------------------------------
+
+    def best_match(self, tokens: Int32Array, scope: ReuseScope) -> tuple[Match, Any]:
+        """The reusable part of a prompt, and its stored logits if all of it is.
+
+        Without logits the last token must be computed, so at most len - 1 tokens are reused. If the prompt ends with a
+        block, that block is held as it is and nothing is written for the last token: its data is there. Every layer group
+        must still have what the next query reads.
+        """
+        state = self.state
+        if not state.config.enable_prefix_caching or not len(tokens):
+            return NO_MATCH, None
+        match = state.cache.match(scope, tokens, partial=True)
+        if not match.path and match.partial is None:
+            return match, None
+        size = state.block_size
+        length = match.num_tokens(size)
+        logits = None
+        if length == len(tokens):
+            if self.has_logits:
+                logits = self._stored_logits(match, tokens)
+            if logits is None:
+                length -= 1
+                if not match.num_partial and self._has_last_block(match):
+                    match = Match(match.root, match.path, match.num_blocks, num_recomputed=1)
+        if state.cache.windowed:
+            length, logits = self._valid_in_windows(match, length, logits)
+        held_as_it_is = match.num_recomputed and length == match.num_tokens(size)
+        if length % size and not state.config.partial_match and not held_as_it_is:
+            length, logits = length // size * size, None
+            if state.cache.windowed:  # a shorter prefix may read blocks that the longer one did not
+                length, _ = self._valid_in_windows(match, length, None)
+        if length != match.num_tokens(size):
+            match = self._cut(match, length)
+        return match, logits
+
+    def _has_last_block(self, match: Match) -> bool:
+        """Whether every window still has the last matched block: what is not written again must be there."""
+        cache = self.state.cache
+        return all(cache.path_ids(match.path, match.num_blocks, group)[-1] >= 0 for group in cache.windowed)
+
+    def _stored_logits(self, match: Match, tokens: Int32Array) -> Any:
+        size = self.state.block_size
+        blocks = len(tokens) // size
+        node: Node | None = next((n for n in reversed(match.path) if n.start < blocks <= n.end), match.root)
+        if node is None or node.logits is None:
+            return None
+        return node.logits.get((len(tokens), tokens[blocks * size :].tobytes()))
+
+    def store_logits(self, row: int, num_tokens: int, logits: Any) -> bool:
+        """Attaches logits to the node that holds the last full block of a row's prompt."""
+        rows, size = self.state.rows, self.state.block_size
+        blocks = num_tokens // size
+        node = rows.tips[row]
+        assert node is not None
+        self.state.cache.sync(node)
+        while node is not node.root and node.start >= blocks:
+            node = node.parent
+        if node.end < blocks:
+            return False
+        self.has_logits = True
+        if node.logits is None:
+            node.logits = {}
+        elif len(node.logits) >= MAX_LOGITS:
+            del node.logits[next(iter(node.logits))]
+        ids = rows.token_ids(row)[:num_tokens]
+        node.logits[num_tokens, ids[blocks * size :].tobytes()] = logits
+        match = self.state.cache.match(node.root.scope, ids, partial=self.state.config.partial_match)
+        return match.num_tokens(size) == num_tokens
+
+    def _valid_in_windows(self, match: Match, length: int, logits: Any) -> tuple[int, Any]:
+        cache, size = self.state.cache, self.state.block_size
+        shortened = True
+        while shortened and length:
+            shortened = False
+            for group in cache.windowed:
+                ids = cache.path_ids(match.path, match.num_blocks, group)
+                if match.partial is not None:
+                    ids = np.append(ids, match.partial.ids[group][match.num_blocks - match.partial.start])
+                valid = longest_valid(cache.groups[group], ids >= 0, length, size)
+                if valid < length:
+                    length, logits, shortened = valid, None, True
+        return length, logits
+
+    def _cut(self, match: Match, num_tokens: int) -> Match:
+        """A match shortened to `num_tokens`; what is cut from the last full block is reused as a partial block."""
+        size = self.state.block_size
+        blocks, extra = divmod(num_tokens, size)
+        path = match.path
+        source = match.partial
+        cut = len(path)
+        while cut and path[cut - 1].start >= blocks:  # what is cut off may still serve as the source of a partial block
+            cut -= 1
+            source = path[cut]
+        if cut and path[cut - 1].end > blocks:
+            source = path[cut - 1]
+        return Match(match.root, path[:cut], blocks, source if extra else None, extra)
+
+    def _without_partial(self, match: Match) -> Match:
+        """The whole blocks of a match, as many as the windows allow: a shorter prefix may read blocks that are gone."""
+        size = self.state.block_size
+        whole = self._cut(match, match.num_blocks * size)
+        if not self.state.cache.windowed:
+            return whole
+        return self._cut(whole, self._valid_in_windows(whole, whole.num_tokens(size), None)[0])
+
+    def query(self, tokens: Int32Array, scope: ReuseScope) -> PrefixMatch:
+        match, logits = self.best_match(tokens, scope)
+        size = self.state.block_size
+        by_tier: dict[Tier, int] = {}
+        for node in match.path:
+            used = min(node.end, match.num_blocks) - node.start
+            by_tier[node.tier] = by_tier.get(node.tier, 0) + used * size
+        if match.num_recomputed:
+            by_tier[match.path[-1].tier] -= 1
+        num_tokens = match.num_tokens(size)
+        return PrefixMatch(
+            num_tokens,
+            num_tokens // size,
+            num_tokens % size,
+            by_tier,
+            logits is not None,
+            self.in_flight.row_computing(match, tokens) is not None,
+            logits,
+        )
+
+    # --- blocks ------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, tokens: Int32Array | None, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope
+    ) -> AdmissionPlan:
+        """Matches a request and counts what it takes; `num_tokens` places are reserved, plus `lookahead`."""
+        match, logits = NO_MATCH, None
+        if tokens is not None and (not cross_tokens or scope.encoder):  # an encoder's unnamed input is like no other
+            match, logits = self.best_match(tokens, scope)
+        if not cross_tokens and self.state.is_simple and (not match.path or match.path[-1].tier == GPU):
+            size = self.state.block_size
+            hit_tokens = match.num_blocks * size + match.num_partial - match.num_recomputed
+            num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
+            pool = self.state.gpu_pools[0]
+            need = num_blocks - match.num_blocks
+            if need <= pool.num_free:  # the usual case: nothing has to be evicted, so nothing else has to be counted
+                return AdmissionPlan(match, hit_tokens, num_blocks, 0, [need], [pool.num_free], True, False, logits)
+            needs, supply = [need], [pool.num_free + self.state.cache.evictable(pool, scope.tenant)]
+            if match.path or match.partial is not None:
+                self.count_match(match, needs, supply)
+            if need <= supply[0]:
+                return AdmissionPlan(match, hit_tokens, num_blocks, 0, needs, supply, True, True, logits)
+        plan = self._count(match, num_tokens, lookahead, cross_tokens, scope, logits)
+        if not plan.fits and match.partial is not None:
+            # The source of a partial block must stay until it is copied: in a full pool, do without it.
+            plan = self._count(self._without_partial(match), num_tokens, lookahead, cross_tokens, scope, None)
+        return plan
+
+    def _count(
+        self, match: Match, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope, logits: Any
+    ) -> AdmissionPlan:
+        state = self.state
+        size = state.block_size
+        hit_tokens = match.num_tokens(size)
+        num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
+        cross_blocks = -(-cross_tokens // size)
+        needs = [(num_blocks - match.num_blocks) * per for per in state.per_position]
+        for group in state.groups[state.growing :]:
+            needs[group.pool] += cross_blocks
+        supply = state.supply(scope.tenant)
+        if match.root is not None:
+            self.count_match(match, needs, supply)
+        fits = all(need <= have for need, have in zip(needs, supply, strict=True))
+        evicts = any(need > pool.num_free for need, pool in zip(needs, state.gpu_pools, strict=True))
+        return AdmissionPlan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, fits, evicts, logits)
+
+    def count_match(self, match: Match, needs: list[int], supply: list[int]) -> None:
+        """Matched idle blocks stop being supply; matched blocks on lower tiers need a place on the GPU."""
+        cache = self.state.cache
+        for node in match.path:
+            used = min(node.end, match.num_blocks) - node.start
+            if node.tier != GPU:
+                for group in range(cache.num_cached_groups):
+                    needs[cache.groups[group].pool] += int((node.ids[group][:used] >= 0).sum())
+            elif not node.active and not node.pins:
+                for pool, per_position in cache.full_per_pool:
+                    supply[pool] -= used * per_position
+        source = match.partial
+        if source is not None and source.tier == GPU and not source.active and not source.pins:
+            for pool, per_position in cache.full_per_pool:
+                rest = source.num_blocks if source not in match.path else source.end - match.num_blocks
+                supply[pool] -= rest * per_position
+        for group in cache.windowed:
+            supply[cache.groups[group].pool] -= self._idle_in_window(match, group)
+
+    def _idle_in_window(self, match: Match, group: int) -> int:
+        """Blocks of a windowed group on the GPU that the match would read and nobody reads now."""
+        cache, size = self.state.cache, self.state.block_size
+        spec = cache.groups[group]
+        pool = cache.pool(group, GPU)
+        start = window_start(spec, match.num_tokens(size), size)
+        sinks = sink_blocks(spec, size)
+        idle = 0
+        parts = [(n, n.start, min(n.end, match.num_blocks)) for n in match.path]
+        if match.partial is not None:
+            parts.append((match.partial, match.num_blocks, match.num_blocks + 1))
+        for node, first, end in parts:
+            if node.tier == GPU:
+                depths = np.arange(first, end)
+                ids = node.ids[group][depths - node.start]
+                read = ids[(ids >= 0) & ((depths >= start) | (depths < sinks))]
+                pinned = cache.pinned_windowed[pool.index]
+                unread = read[pool.refs[read] == 0]
+                idle += len(unread) if not pinned else sum(int(i) not in pinned for i in unread.tolist())
+        return idle
+
+    def can_allocate(
+        self,
+        tokens: Int32Array | None,
+        num_tokens: int,
+        lookahead: int,
+        cross_tokens: int,
+        scope: ReuseScope,
+        wait_for_prefix: bool,
+    ) -> Admission:
+        """OK, LATER or NEVER, with the watermark kept free."""
+        state = self.state
+        plan = self.plan(tokens, num_tokens, lookahead, cross_tokens, scope)
+        plan = self._count(plan.match, num_tokens, lookahead, cross_tokens, scope, plan.last_logits)
+        if plan.match.partial is not None and self._below_watermark(plan) is not None:
+            # As in `plan`: its idle source, which must stay, would keep the request out for as long as it is cached.
+            whole = self._count(self._without_partial(plan.match), num_tokens, lookahead, cross_tokens, scope, None)
+            if self._below_watermark(whole) is None:
+                plan = whole
+        needs, supply = tuple(plan.needs), tuple(plan.supply)
+        limit = state.config.max_seq_len
+        longest = max(num_tokens + lookahead, 0 if tokens is None else len(tokens))
+        if limit is not None and longest > limit:
+            reason = f"asks for {longest} tokens, over max_seq_len={limit}"
+            return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
+        for index, pool in enumerate(state.gpu_pools):
+            total = self._blocks_at_once(plan, index)
+            mark = state.watermark(index)
+            if total > pool.num_blocks - mark:
+                most = max(0, pool.num_blocks - mark) // max(1, state.per_position[index]) * state.block_size
+                reason = (
+                    f"needs {total} blocks of pool {index}, which has {pool.num_blocks} ({mark} kept as watermark): "
+                    f"at most {most} tokens fit"
+                )
+                return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
+        if wait_for_prefix and tokens is not None:
+            producer = self.in_flight.row_computing(plan.match, tokens)
+            if producer is not None:
+                handle = state.rows.handles[producer]
+                assert handle is not None
+                reason = f"prefix in flight: request {handle.request_id!r} is computing the next block of this prompt"
+                return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
+        short = self._below_watermark(plan)
+        if short is not None:
+            reason = (
+                f"needs {needs[short]} blocks of pool {short}; {supply[short]} are free or evictable, "
+                f"{state.watermark(short)} kept as watermark"
+            )
+            return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
+        return Admission(AllocStatus.OK, "fits", needs, supply, plan.num_hit_tokens)
+
+    def _blocks_at_once(self, plan: AdmissionPlan, pool: int) -> int:
+        """Blocks of a pool that a request would hold right after its admission, reused ones included."""
+        state, size = self.state, self.state.block_size
+        total = 0
+        for group in state.groups:
+            if group.pool != pool:
+                continue
+            if group.index >= state.growing:
+                total += plan.num_cross_blocks
+            elif group.index in state.cache.windowed:
+                start = window_start(group, plan.num_hit_tokens, size)
+                dropped = max(0, min(start, plan.match.num_blocks) - sink_blocks(group, size))
+                total += plan.num_blocks - dropped
+            else:
+                total += plan.num_blocks
+        return total
+
+    def _below_watermark(self, plan: AdmissionPlan) -> int | None:
+        """The first pool that could serve the plan only with blocks of its watermark, or not at all."""
+        for index, (need, have) in enumerate(zip(plan.needs, plan.supply, strict=True)):
+            if need and need > have - self.state.watermark(index):
+                return index
+        return None

@@ -1,0 +1,205 @@
+"""A batch of live sequences, and what kernels are handed for it: padded tables, CSR lists, slot mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.pools.groups import is_cross, is_windowed, sink_blocks
+from kvpool.sequences.handle import KVCacheHandle
+
+if TYPE_CHECKING:
+    from kvpool.sequences.state import CacheState
+
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+_Method: TypeAlias = Callable[Concatenate["SequenceBatch", _Parameters], _Result]
+
+
+def _consistent(method: _Method[_Parameters, _Result]) -> _Method[_Parameters, _Result]:
+    """Holds the manager's lock while a batch is read, and checks first that its sequences still live."""
+
+    def run(self: SequenceBatch, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        with self._state.rows.lock:
+            self.refresh()
+            return method(self, *args, **kwargs)
+
+    update_wrapper(run, method)
+    return run
+
+
+class CSRTable(NamedTuple):
+    """The blocks of a batch in FlashInfer's form: sequence i has `indices[indptr[i]:indptr[i + 1]]`.
+
+    `last_page_len` is the number of tokens in each sequence's last block. For windowed groups only held blocks are
+    listed; `first_position` is then the position of the first token after the sinks.
+    """
+
+    indptr: Int32Array
+    indices: Int32Array
+    last_page_len: Int32Array
+    first_position: Int32Array
+
+
+def as_handles(handles: Sequence[KVCacheHandle]) -> tuple[KVCacheHandle, ...]:
+    """The members of a batch; whether they are live handles is checked where they are used."""
+    try:
+        return tuple(handles)
+    except Exception:
+        message = f"a batch is a sequence of handles, got {handles!r}; put a single one in a list"
+        raise InvalidArgumentError(message) from None
+
+
+class SequenceBatch:
+    """Handles whose rows are looked up once and used for many steps. Make it with `manager.batch(handles)`.
+
+    A batch stays usable while all of its sequences live; after one of them is freed or swapped out, every use raises
+    until a new batch is made.
+    """
+
+    __slots__ = ("_epoch", "_state", "handles", "last_slots", "moves", "rows", "selection")
+
+    def __init__(self, state: CacheState, handles: Sequence[KVCacheHandle]) -> None:
+        self._state = state
+        self.handles = as_handles(handles)
+        self.rows: Int64Array = np.array([state.row_of(handle) for handle in self.handles], np.int64)
+        if len(set(self.rows.tolist())) != len(self.rows):
+            raise InvalidArgumentError("a batch must not hold the same sequence twice; fork it instead")
+        # Consecutive rows are addressed by a slice: array operations then work on views instead of copies.
+        self.selection: Any = self.rows
+        if len(self.rows) and (np.diff(self.rows) == 1).all():
+            self.selection = slice(int(self.rows[0]), int(self.rows[-1]) + 1)
+        self._epoch = state.rows.epoch
+        # The slots of the step before, and `SequenceRows.moves` at that time: while it stands, the next slots follow them.
+        self.last_slots: Int32Array | None = None
+        self.moves = -1
+
+    @property
+    def num_committed(self) -> Int64Array:
+        """The committed tokens of each sequence."""
+        return self._state.rows.committed[self.rows]
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def __iter__(self) -> Iterator[KVCacheHandle]:
+        return iter(self.handles)
+
+    def refresh(self) -> None:
+        """Checks that all sequences still live on the GPU (only after something ended or moved)."""
+        epoch = self._state.rows.epoch
+        if epoch != self._epoch:
+            for handle in self.handles:
+                self._state.row_of(handle)
+            self._epoch = epoch
+
+    @_consistent
+    def lengths(self) -> Int64Array:
+        """Reserved tokens of each sequence (a copy)."""
+        lengths: Int64Array = self._state.rows.reserved[self.selection].copy()
+        return lengths
+
+    @_consistent
+    def padded_table(self, group: int = 0, out: Int32Array | None = None) -> Int32Array:
+        """Block ids, one row per sequence, -1 behind the last block and where a block left its window.
+
+        Without `out`, a full-attention group with consecutive rows gives a read-only view of the manager's own table:
+        valid until the next operation. `out` receives a copy and must have enough columns.
+        """
+        rows = self._state.rows
+        spec = rows.group(group)
+        counts = rows.num_cross_blocks if is_cross(spec) else rows.num_blocks
+        columns = int(counts[self.selection].max()) if len(self.rows) else 0
+        table = rows.tables[group]
+        if out is not None:
+            _check_out(out, (len(self.rows), columns), "a padded table", exact=False)
+            out[:, columns:] = -1
+            target = out[:, :columns]
+            target[...] = table[self.selection, :columns]
+        else:
+            target = table[self.selection, :columns]
+        if is_windowed(spec):
+            target = target if out is not None else target.copy()
+            starts = rows.window_start[group][self.selection][:, None]
+            column = np.arange(columns)
+            target[(column < starts) & (column >= sink_blocks(spec, rows.block_size))] = -1
+        elif out is None:
+            target = target.view()
+            target.flags.writeable = False
+        return out if out is not None else target
+
+    @_consistent
+    def csr(
+        self,
+        group: int = 0,
+        *,
+        indptr: Int32Array | None = None,
+        indices: Int32Array | None = None,
+        last_page_len: Int32Array | None = None,
+    ) -> CSRTable:
+        """The batch's blocks in CSR form, into the given arrays where there are any (`indices` may be longer)."""
+        rows = self._state.rows
+        size = rows.block_size
+        spec = rows.group(group)
+        count = len(self.rows)
+        cross = is_cross(spec)
+        if cross:
+            lengths = np.array([handle.encoder_tokens for handle in self.handles], np.int64)
+        else:
+            lengths = rows.reserved[self.selection]
+        ends = (lengths + (size - 1)) // size
+        starts = np.zeros(count, np.int64)
+        table = rows.tables[group]
+        columns = int(ends.max()) if count else 0
+        column = np.arange(columns)
+        held = column < ends[:, None]
+        first = np.zeros(count, np.int32)
+        sizes = ends
+        if is_windowed(spec):
+            starts = rows.window_start[group][self.selection]
+            sinks = sink_blocks(spec, size)
+            held &= (column >= starts[:, None]) | (column < sinks)
+            sizes = held.sum(axis=1)
+            first = (np.maximum(starts, sinks) * size).astype(np.int32)
+        indptr = _array(indptr, count + 1, "indptr")
+        indptr[0] = 0
+        np.cumsum(sizes, out=indptr[1:])
+        total = int(indptr[-1])
+        picked = table[self.selection, :columns][held]
+        if indices is None:
+            indices = picked
+        else:
+            _check_out(indices, (total,), "indices", exact=False)
+            indices[:total] = picked
+        last_page_len = _array(last_page_len, count, "last_page_len")
+        np.subtract(lengths, (ends - 1) * size, out=last_page_len, casting="unsafe")
+        last_page_len[lengths == 0] = 0
+        return CSRTable(indptr, indices, last_page_len, first)
+
+
+def _array(out: Int32Array | None, length: int, name: str) -> Int32Array:
+    if out is None:
+        return np.empty(length, np.int32)
+    _check_out(out, (length,), name, exact=True)
+    return out
+
+
+def _check_out(out: npt.NDArray[Any], shape: tuple[int, ...], name: str, exact: bool) -> None:
+    if not isinstance(out, np.ndarray) or out.dtype != np.int32:
+        raise InvalidArgumentError(
+            f"the array for {name} must be int32, got {getattr(out, 'dtype', type(out).__name__)}"
+        )
+    fits = (
+        out.shape == shape
+        if exact
+        else len(out.shape) == len(shape) and out.shape[:-1] == shape[:-1] and out.shape[-1] >= shape[-1]
+    )
+    if not fits:
+        raise InvalidArgumentError(f"the array for {name} has shape {out.shape}, needed is {shape}")

@@ -1,0 +1,179 @@
+"""A live sequence as its user sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, overload
+
+from kvpool.errors import UnknownRequestError
+from kvpool.pools.arrays import Int32Array
+from kvpool.pools.rows import SequenceRows
+from kvpool.prefix.node import Node
+from kvpool.prefix.retention import Retention
+from kvpool.scope import ReuseScope
+from kvpool.stats import HandleStats
+
+Rows: TypeAlias = SequenceRows[Node, "KVCacheHandle"]
+
+
+class BlockTable(Sequence["int | None"]):
+    """Logical block to block id for one sequence and layer group; None where a block left its window.
+
+    >>> table = BlockTable([4, 7, -1])
+    >>> list(table), len(table)
+    ([4, 7, None], 3)
+    """
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = [None if block_id < 0 else block_id for block_id in ids]
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int | None]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
+        return self._ids[index]
+
+    def __iter__(self) -> Iterator[int | None]:
+        return iter(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"BlockTable({self._ids})"
+
+
+@dataclass(slots=True)
+class SwappedBlocks:
+    """Where a swapped-out sequence keeps its data: host block ids per group and column, -1 where there is none."""
+
+    ids: list[Int32Array]
+
+
+class KVCacheHandle:
+    """One live sequence: made by `allocate` or `fork`, used with the manager's verbs, ended by `free`.
+
+    Lengths, in tokens: `num_reserved` have a place, `num_written` of them have their keys and values written, and
+    `num_committed` of these are final: their full blocks can be found by other requests.
+    """
+
+    __slots__ = (
+        "_rows",
+        "_stats",
+        "copied_sessions",
+        "encoder_tokens",
+        "family",
+        "inflight",
+        "last_logits",
+        "num_cached_blocks",
+        "num_cached_tokens",
+        "num_prompt_tokens",
+        "publishes",
+        "request_id",
+        "retention",
+        "row",
+        "scope",
+        "serial",
+        "session",
+        "swapped",
+        "ttl",
+    )
+
+    def __init__(self, rows: Rows, request_id: Hashable, scope: ReuseScope) -> None:
+        self._rows = rows
+        self.request_id = request_id
+        self.scope = scope
+        self.row = -1
+        self.retention: Retention | None = None
+        self.ttl: float | None = None
+        self.session: str | None = None
+        self.copied_sessions: tuple[str, ...] = ()  # whose published blocks it copied the beginning of
+        self.publishes = True
+        self.encoder_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0  # that need not be computed
+        self.num_cached_blocks = 0  # whole blocks that were found, also one whose last token is computed again
+        rows.serial += 1
+        self.serial = rows.serial  # a number that no other sequence has had
+        self.last_logits: Any = None
+        self.family: set[int] | None = None  # rows that may share private blocks with this one
+        self.inflight: Any = None
+        self.swapped: SwappedBlocks | None = None
+        self._stats: HandleStats | None = None
+
+    @property
+    def stats(self) -> HandleStats:
+        """What this request cost and what it got from the cache."""
+        if self._stats is None:
+            self._stats = HandleStats(self.num_prompt_tokens, self.num_cached_tokens)
+        return self._stats
+
+    @property
+    def is_live(self) -> bool:
+        return self.row >= 0
+
+    @property
+    def is_swapped(self) -> bool:
+        """Its blocks are on the host; `swap_in` brings them back."""
+        return self.swapped is not None
+
+    def _live_row(self) -> int:
+        if self.row < 0:
+            raise UnknownRequestError(f"request {self.request_id!r} was freed; its handle cannot be used any more")
+        return self.row
+
+    @property
+    def num_reserved(self) -> int:
+        return int(self._rows.reserved[self._live_row()])
+
+    @property
+    def num_written(self) -> int:
+        return int(self._rows.written[self._live_row()])
+
+    @property
+    def num_committed(self) -> int:
+        return int(self._rows.committed[self._live_row()])
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks per layer group that the sequence spans, dropped ones included."""
+        return int(self._rows.num_blocks[self._live_row()])
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """The token ids known so far (a copy)."""
+        with self._rows.lock:
+            return self._rows.token_ids(self._live_row()).copy()
+
+    def block_ids(self, group: int = 0) -> Int32Array:
+        """The sequence's row of the block table: a read-only view, −1 where a block left its window.
+
+        Views are for immediate use: the next operation on the manager may change them.
+        """
+        rows = self._rows
+        if type(group) is not int or group:  # 0 always exists
+            group = rows.group(group).index
+        row = self.row if self.row >= 0 else self._live_row()
+        view = rows.visible_blocks(group, row)
+        view.flags.writeable = False
+        return view
+
+    def block_table(self, group: int = 0) -> BlockTable:
+        """The block table as plain Python values."""
+        return BlockTable(self.block_ids(group).tolist())
+
+    def __repr__(self) -> str:
+        if self.row < 0:
+            return f"<KVCacheHandle {self.request_id!r} freed>"
+        state = " swapped" if self.swapped is not None else ""
+        return (
+            f"<KVCacheHandle {self.request_id!r} reserved={self.num_reserved} written={self.num_written} "
+            f"committed={self.num_committed} blocks={self.num_blocks}{state}>"
+        )

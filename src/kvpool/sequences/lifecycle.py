@@ -1,0 +1,439 @@
+"""The life of a sequence: admitted, forked, freed. (Its steps are in `stepping`, the way back in `rewinding`.)"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from kvpool.config import Tier
+from kvpool.errors import SequenceStateError
+from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.pools.copies import CopyKind, CopyOp
+from kvpool.pools.groups import sink_blocks, window_start
+from kvpool.pools.pool import GPU
+from kvpool.prefix.calendar import NEVER
+from kvpool.prefix.node import Node
+from kvpool.prefix.retention import Retention
+from kvpool.prefix.tree import Match
+from kvpool.scope import ReuseScope
+from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.state import CacheState
+from kvpool.stats import EvictionReason
+
+INHERITED = (  # what a fork has in common with its parent
+    "retention",
+    "ttl",
+    "session",
+    "copied_sessions",
+    "publishes",
+    "encoder_tokens",
+    "num_prompt_tokens",
+    "family",
+)
+
+
+class Lifecycle:
+    """Operations that make, change and end sequences. Each checks everything first and then cannot fail."""
+
+    def __init__(self, state: CacheState, admissions: AdmissionPlanner, in_flight: InFlight) -> None:
+        self.state = state
+        self.rows = state.rows
+        self.cache = state.cache
+        self.admissions = admissions
+        self.in_flight = in_flight
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    def allocate(
+        self,
+        handle: KVCacheHandle,
+        tokens: Int32Array | None,
+        num_tokens: int,
+        lookahead: int,
+        cross_tokens: int,
+    ) -> None:
+        """Gives a new handle its row and blocks, reusing the longest cached prefix."""
+        state, rows, cache = self.state, self.rows, self.cache
+        plan = self.admissions.plan(tokens, num_tokens, lookahead, cross_tokens, handle.scope)
+        if not plan.fits:
+            state.counters.allocation_failures += 1
+            state.refuse_shortage(plan.needs, plan.supply, f"request {handle.request_id!r}")
+        match, hit_tokens = plan.match, plan.num_hit_tokens
+        tip = self.enter(match, handle.scope)
+        held_source = None
+        held_windows: list[tuple[int, Int32Array]] = []
+        if plan.evicts:
+            held_windows = self._windows_of(tip, hit_tokens) if cache.windowed else []
+            for group, ids in held_windows:
+                cache.enter_window(tip.root, group, ids)
+            held_source = match.partial
+            if held_source is not None:
+                cache.hold(held_source)
+                self._hold_windowed_source(match, +1)
+            for pool, need in zip(state.gpu_pools, plan.needs, strict=True):
+                cache.make_room(pool, need, handle.scope.tenant)
+        promoted = self._promote_path(tip) if match.path and match.path[-1].tier != GPU else {}
+        row = handle.row = rows.new_row(handle, max(plan.num_blocks, plan.num_cross_blocks))
+        rows.tips[row] = tip
+        self._fill_tables(row, tip, plan)
+        for group, ids in held_windows:  # now the row itself reads them
+            cache.leave_window(tip, group, 0, 0, ids)
+        if match.partial is not None:
+            self._copy_partial(row, match)
+            if match.partial.session is not None:
+                handle.copied_sessions = (match.partial.session,)
+        if held_source is not None:
+            self._hold_windowed_source(match, -1)
+            cache.release(held_source, used=False)  # it was copied from, as it is where nothing had to be evicted
+        rows.reserved[row] = max(num_tokens, hit_tokens + match.num_recomputed)
+        rows.written[row] = rows.committed[row] = hit_tokens
+        rows.present[row] = hit_tokens + match.num_recomputed
+        if tokens is None:
+            rows.known[row] = rows.num_history[row] = 0
+        else:
+            rows.set_token_ids(row, tokens, match.num_blocks * state.block_size)
+            self._count_request(handle, len(tokens), promoted, plan)
+            if handle.publishes:
+                if match.next_key is not None:
+                    self.in_flight.track_block(handle, tip, match.next_key)
+                else:
+                    self.in_flight.track(row)
+        state.counters.requests += 1
+        state.requests[handle.request_id] = handle
+
+    def _windows_of(self, tip: Node, num_tokens: int) -> list[tuple[int, Int32Array]]:
+        """(group, ids) of the blocks on the GPU that a request which reuses `num_tokens` up to `tip` reads in its windows."""
+        size = self.state.block_size
+        found: list[tuple[int, Int32Array]] = []
+        for group in self.cache.windowed:
+            spec = self.state.groups[group]
+            start, sinks = window_start(spec, num_tokens, size), sink_blocks(spec, size)
+            for node in self.cache.path_to(tip):
+                if node.tier == GPU:
+                    depths = np.arange(node.start, node.end)
+                    found.append((group, node.ids[group][(depths >= start) | (depths < sinks)]))
+        return found
+
+    def enter(self, match: Match, scope: ReuseScope) -> Node:
+        """Splits the tree where the match ends and holds the matched path."""
+        cache = self.cache
+        if not match.path:
+            root = match.root if match.root is not None else cache.root_for(scope)
+            root.active += 1
+            return root
+        last = match.path[-1]
+        if last.end > match.num_blocks:
+            last = match.path[-1] = cache.split(last, match.num_blocks - last.start)
+        elif last.open_row >= 0:
+            self.state.publisher.close(last.open_row)
+        for node in match.path:
+            node.hits += 1
+            if not node.active:
+                cache.counters.reuse_gap.add(cache.now - node.last_access_at, node.num_blocks)
+        cache.hold(last)
+        return last
+
+    def _hold_windowed_source(self, match: Match, change: int) -> None:
+        """Protects (or lets go of) the windowed blocks of the block that is about to be copied."""
+        source = match.partial
+        assert source is not None
+        if source.tier != GPU:
+            return
+        for group in self.cache.windowed:
+            index = match.num_blocks - source.start
+            ids = source.ids[group][index : index + 1]
+            if change > 0:
+                self.cache.enter_window(source.root, group, ids)
+            else:
+                self.cache.leave_window(source, group, match.num_blocks, match.num_blocks, ids)
+
+    def _promote_path(self, tip: Node) -> dict[Tier, int]:
+        """Brings matched nodes of lower tiers to the GPU, top down; returns how many blocks came from each tier."""
+        promoted: dict[Tier, int] = {}
+        for node in self.cache.path_to(tip):
+            if node.tier != GPU:
+                promoted[node.tier] = promoted.get(node.tier, 0) + node.num_blocks
+                self.cache.promote(node)
+        return promoted
+
+    def _fill_tables(self, row: int, tip: Node, plan: AdmissionPlan) -> None:
+        state, rows, cache = self.state, self.rows, self.cache
+        hit_blocks, num_blocks = plan.match.num_blocks, plan.num_blocks
+        rows.num_blocks[row] = num_blocks
+        new = num_blocks - hit_blocks
+        path = plan.match.path
+        if state.is_simple:
+            table = rows.tables[0]
+            if hit_blocks:
+                table[row, :hit_blocks] = cache.path_ids(path, hit_blocks, 0)
+            if new:
+                table[row, hit_blocks:num_blocks] = state.gpu_pools[0].take(new)
+            state.counters.blocks_allocated += new
+            return
+        for group in range(state.growing):
+            table = rows.tables[group]
+            if hit_blocks:
+                table[row, :hit_blocks] = cache.path_ids(path, hit_blocks, group)
+            if new:
+                table[row, hit_blocks:num_blocks] = state.take(group, new)
+        state.counters.blocks_allocated += new * state.growing
+        for group in cache.windowed:
+            self._enter_windows(row, tip, group, hit_blocks, plan.num_hit_tokens)
+        if plan.num_cross_blocks:
+            rows.num_cross_blocks[row] = plan.num_cross_blocks
+            for spec in state.groups[state.growing :]:
+                ids = state.take(spec.index, plan.num_cross_blocks)
+                rows.tables[spec.index][row, : plan.num_cross_blocks] = ids
+
+    def _enter_windows(self, row: int, tip: Node, group: int, hit_blocks: int, hit_tokens: int) -> None:
+        """Reads the published blocks that the window covers; those before it are shown as dropped."""
+        spec, size = self.state.groups[group], self.state.block_size
+        table = self.rows.tables[group]
+        start = window_start(spec, hit_tokens, size)
+        sinks = sink_blocks(spec, size)
+        self.rows.window_start[group, row] = start
+        self.cache.enter_window(tip.root, group, table[row, : min(sinks, hit_blocks)])
+        self.cache.enter_window(tip.root, group, table[row, start:hit_blocks])
+
+    def _copy_partial(self, row: int, match: Match) -> None:
+        source = match.partial
+        assert source is not None
+        if source.open_row >= 0:
+            self.cache.sync(source)
+        at = match.num_blocks
+        for group in range(self.state.growing):
+            src = source.ids[group][at - source.start : at - source.start + 1].copy()
+            dst = self.rows.tables[group][row, at : at + 1].copy()
+            if src[0] >= 0:
+                op = CopyOp(CopyKind.PARTIAL_REUSE, group, source.tier, GPU, src, dst, match.num_partial)
+                self.state.copies.append(op)
+
+    def _count_request(self, handle: KVCacheHandle, num_tokens: int, promoted: dict[Tier, int], plan: AdmissionPlan) -> None:
+        counters, size, match = self.state.counters, self.state.block_size, plan.match
+        counters.prompt_tokens += num_tokens
+        counters.prompt_blocks += num_tokens // size
+        handle.num_prompt_tokens = num_tokens
+        if not match.num_blocks and not plan.num_hit_tokens:
+            return
+        handle.num_cached_tokens, handle.num_cached_blocks = plan.num_hit_tokens, match.num_blocks
+        resident = match.num_blocks - sum(promoted.values()) if promoted else match.num_blocks
+        counters.hit_tokens[GPU] += resident * size
+        counters.hit_blocks[GPU] += resident
+        for tier, num_blocks in promoted.items():
+            counters.hit_tokens[tier] += num_blocks * size
+            counters.hit_blocks[tier] += num_blocks
+            handle.stats.cached_tokens_from_lower_tiers += num_blocks * size
+        counters.hit_tokens[max(promoted, default=GPU)] -= match.num_recomputed
+        if match.partial is not None:
+            counters.hit_tokens[match.partial.tier] += match.num_partial
+            counters.partial_hit_tokens += match.num_partial
+            handle.stats.partial_tokens = match.num_partial
+            if match.partial.tier != GPU:
+                handle.stats.cached_tokens_from_lower_tiers += match.num_partial
+        if plan.last_logits is not None:
+            handle.last_logits = plan.last_logits
+            counters.full_hits_with_logits += 1
+
+    # --- fork --------------------------------------------------------------------------------------------------------
+
+    def fork(self, parent: KVCacheHandle, request_ids: Sequence[Hashable]) -> list[KVCacheHandle]:
+        """Children that share every block of the parent; whoever writes into a shared block gets a copy first."""
+        source = self.state.row_of(parent)
+        if self.rows.is_open[source]:
+            self.state.publisher.close(source)
+        if parent.family is None:
+            parent.family = {source}
+        children = []
+        for request_id in request_ids:
+            child = KVCacheHandle(self.rows, request_id, parent.scope)
+            for name in INHERITED:
+                setattr(child, name, getattr(parent, name))
+            child.num_cached_tokens = parent.num_written
+            child.num_cached_blocks = parent.num_written // self.state.block_size
+            self._share_row(source, child)
+            self.state.requests[request_id] = child
+            children.append(child)
+        self.state.counters.forks += len(children)
+        return children
+
+    def _share_row(self, source: int, child: KVCacheHandle) -> None:
+        rows, cache = self.rows, self.cache
+        num_blocks, cross = int(rows.num_blocks[source]), int(rows.num_cross_blocks[source])
+        row = child.row = rows.new_row(child, max(num_blocks, cross))
+        for name in ("reserved", "written", "committed", "num_blocks", "num_cross_blocks", "present"):
+            array = getattr(rows, name)
+            array[row] = array[source]
+        rows.window_start[:, row] = rows.window_start[:, source]
+        rows.share_token_ids(source, row)
+        tip = rows.tips[row] = rows.tips[source]
+        assert tip is not None and child.family is not None
+        cache.hold(tip)
+        for group, spec in enumerate(self.state.groups):
+            table = rows.tables[group]
+            used = num_blocks if group < self.state.growing else cross
+            table[row, :used] = table[source, :used]
+            private = table[row, tip.end : used] if group < self.state.growing else table[row, :used]
+            pool = self.state.gpu_pools[spec.pool]
+            if group in cache.full:
+                pool.share(private)
+            else:
+                pool.acquire(private[private >= 0])
+            if group in cache.windowed:
+                sinks = sink_blocks(spec, self.state.block_size)
+                cache.enter_window(tip.root, group, table[row, : min(sinks, tip.end)])
+                cache.enter_window(tip.root, group, table[row, int(rows.window_start[group, row]) : tip.end])
+        child.family.add(row)
+        rows.set_shared(source, True)
+        rows.set_shared(row, True)
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def free(self, handle: KVCacheHandle, keep: bool) -> None:
+        """Ends a sequence; what it published stays cached unless `keep` is False."""
+        row = self.state.any_row_of(handle)
+        tip = self.rows.tips[row]
+        assert tip is not None
+        if handle.swapped is not None:
+            if not keep and handle.publishes:
+                final = self.rows.token_ids(row)[: self.rows.committed.item(row)]
+                tip = next(reversed(self.cache.match(handle.scope, final, partial=False).path), tip)
+            self.free_swapped(handle)
+        else:
+            self.release_gpu(handle, row)
+        if not keep:
+            self._drop_own(tip, handle.serial)
+        self._end(handle, row, tip)
+        self.rows.drop_row(row)
+
+    def _end(self, handle: KVCacheHandle, row: int, tip: Node) -> None:
+        if handle.inflight is not None:
+            self.in_flight.hand_over(handle)
+        if handle.family is not None:
+            handle.family.discard(row)
+            self.rows.following.pop(row, None)
+            self.state.publisher.publish_postponed(handle.family)
+        del self.state.requests[handle.request_id]
+        handle.row = -1
+        if tip.root.quota is not None:
+            self.cache.enforce_quota(tip.root)
+
+    def free_swapped(self, handle: KVCacheHandle) -> None:
+        """Gives back the host blocks of a swapped-out sequence."""
+        assert handle.swapped is not None
+        for group, ids in enumerate(handle.swapped.ids):
+            self.cache.pool(group, Tier.HOST).release(ids[ids >= 0])
+        handle.swapped = None
+        tip = self.rows.tips[handle.row]
+        assert tip is not None
+        self.cache.release(tip)
+
+    def release_gpu(self, handle: KVCacheHandle, row: int) -> None:
+        """Lets go of every GPU block of a row: published ones stay in the tree, private ones become free."""
+        rows, cache = self.rows, self.cache
+        tip = rows.tips[row]
+        assert tip is not None
+        if tip.open_row == row:
+            self.state.publisher.close(row)
+        used, published = rows.num_blocks.item(row), tip.start + tip.num_blocks
+        if used > published or not self.state.is_simple:
+            self._release_groups(handle, row, tip, used, published)
+        if handle.retention is not None and tip is not tip.root:
+            self._apply_retention(handle.retention, tip, handle.num_prompt_tokens)
+        cache.release(tip)
+
+    def _release_groups(self, handle: KVCacheHandle, row: int, tip: Node, used: int, published: int) -> None:
+        """Gives back private blocks of a row, between the published ones and `used`, and leaves its windows."""
+        rows, cache = self.rows, self.cache
+        for group in range(len(self.state.groups)):
+            table = rows.tables[group]
+            private = table[row, published:used]
+            if group >= self.state.growing:
+                private = table[row, : rows.num_cross_blocks.item(row)]
+            if len(private):
+                self.state.give_back(group, private, handle)
+        for group in cache.windowed:
+            table = rows.tables[group]
+            start = int(rows.window_start[group, row])
+            sinks = min(sink_blocks(self.state.groups[group], self.state.block_size), published)
+            if sinks:
+                cache.leave_window(tip, group, 0, sinks - 1, table[row, :sinks])
+            if start < published:
+                cache.leave_window(tip, group, start, published - 1, table[row, start:published])
+
+    def _apply_retention(self, retention: Retention, tip: Node, num_prompt_tokens: int) -> None:
+        """Cuts the path where priorities change and sets them."""
+        cache, size = self.cache, self.state.block_size
+        for cut in retention.cuts(num_prompt_tokens, size):
+            node = tip
+            while node.start >= cut:
+                node = node.parent
+            if node.end > cut:
+                cache.split(node, cut - node.start)
+        node = tip
+        while node is not node.root:
+            priority, duration = retention.priority_at(node.start * size, num_prompt_tokens)
+            if priority is not None:
+                cache.set_priority(node, priority, NEVER if duration is None else cache.now + duration)
+            node = node.parent
+
+    def _drop_own(self, tip: Node, serial: int) -> None:
+        """Drops what a request published and nobody else uses."""
+        node = tip
+        while self.cache.is_candidate(node) and node.published_by == serial:
+            parent = node.parent
+            self.cache.drop_tail(node, node.num_blocks, EvictionReason.EXPLICIT)
+            node = parent
+
+    def free_batch(self, handles: Sequence[KVCacheHandle], keep: bool) -> None:
+        """Ends many sequences; checked as a whole first."""
+        seen = set()
+        for handle in handles:
+            row = self.state.any_row_of(handle)
+            if row in seen:
+                raise SequenceStateError(f"request {handle.request_id!r} stands twice in the batch to free")
+            seen.add(row)
+        simple = keep and self.state.is_simple
+        plain = [h for h in handles if simple and h.swapped is None and h.retention is None and h.family is None]
+        if len(plain) > 1:
+            self._free_plain([h.row for h in plain], plain)
+        for handle in handles:
+            if handle.row >= 0:
+                self.free(handle, keep)
+
+    def _free_plain(self, row_list: list[int], handles: list[KVCacheHandle]) -> None:
+        """`free` for sequences of one full-attention group without forks, private blocks given back in one go."""
+        rows, size = self.rows, self.state.block_size
+        index = np.array(row_list)
+        used = rows.num_blocks[index]
+        done = (rows.committed[index] // size).tolist()
+        table = rows.tables[0][index, : int(used.max())]  # a copy, of which nodes may keep slices
+        alike = int(used.max()) * len(index) <= 4 * int(used.sum())
+        published = []
+        for i, row in enumerate(row_list):
+            tip = rows.tips[row]
+            assert tip is not None
+            if tip.open_row == row:
+                end, start = done[i], tip.start
+                tip.open_row = -1
+                tip.num_blocks = end - start
+                tip.tokens = rows.final_token_ids(row, start * size, end * size)
+                tip.ids = [table[i, start:end] if alike else table[i, start:end].copy()]
+            published.append(tip.start + tip.num_blocks)
+        rows.is_open[index] = False
+        self._give_tails(table, used, np.array(published))
+        release, end_of = self.cache.release, self._end
+        for row, handle in zip(row_list, handles, strict=True):
+            tip = rows.tips[row]
+            assert tip is not None
+            release(tip)
+            end_of(handle, row, tip)
+        rows.drop_rows(index)
+
+    def _give_tails(self, table: Int32Array, used: Int64Array, published: Int64Array) -> None:
+        """Frees what each row of `table` has between its published blocks and its end."""
+        column = np.arange(table.shape[1])
+        tails = (column >= published[:, None]) & (column < used[:, None])
+        self.state.gpu_pools[0].give(table[tails])

@@ -1,0 +1,228 @@
+"""Committed blocks enter the prefix tree: as the growing tail of their sequence, or merged with equal ones already there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvpool.pools.pool import GPU
+from kvpool.prefix.cache import PrefixCache
+from kvpool.prefix.node import Node
+from kvpool.sequences.handle import KVCacheHandle, Rows
+
+_NOBODY: list[int] = []
+
+
+class Publisher:
+    """Moves ownership of full, committed blocks from sequences to the tree.
+
+    A sequence that publishes something new opens a node and keeps appending to it without further work. A sequence that
+    computed what the tree already holds adopts the tree's blocks and frees its own. Forks that share private blocks
+    follow whoever publishes them first, so a block never has two owners.
+    """
+
+    def __init__(self, cache: PrefixCache, rows: Rows) -> None:
+        self.cache = cache
+        self.rows = rows
+        self.block_size = cache.block_size
+        self.on_follow: Callable[[int], None] = lambda row: None  # told when a row moves on for its fork's sake
+
+    def publish(self, row: int) -> None:
+        """Brings the tree up to date with everything that a row has committed."""
+        rows, cache = self.rows, self.cache
+        handle, tip = rows.handles[row], rows.tips[row]
+        assert handle is not None and tip is not None
+        if not handle.publishes:
+            return
+        if tip.open_row != row:
+            self._attach(row, handle, tip)
+        if cache.events.listening:
+            tip = rows.tips[row]
+            assert tip is not None
+            if tip.open_row == row:
+                cache.announce(tip)
+
+    def _attach(self, row: int, handle: KVCacheHandle, tip: Node) -> None:
+        rows, cache, size = self.rows, self.cache, self.block_size
+        done = rows.committed.item(row) // size
+        first = tip.start + tip.num_blocks
+        while first < done:
+            limit, followers = (done, _NOBODY) if handle.family is None else self._followers(row, first, done)
+            if limit == first:
+                return
+            tokens = rows.ids_between(row, first * size, limit * size)
+            key = tokens[:size].tobytes()
+            child = tip.children.get(key) if tip.children is not None else None
+            if child is not None:
+                cache.sync(child)
+                equal = cache.common_tokens(child, tokens) // size
+                if equal < child.num_blocks:
+                    child = cache.split(child, equal)
+                elif child.open_row >= 0:
+                    self.close(child.open_row)
+                self._merge([row, *followers], tip, child, first)
+            elif followers:
+                child = self._closed_child([row, *followers], tip, key, first, limit)
+                child.active = 1 + len(followers)
+                tip.active -= len(followers)  # each held the tip itself; together they now count as one active child
+                for reader in (row, *followers):
+                    rows.tips[reader] = child
+            else:
+                self._open(row, handle, tip, key)
+                return
+            for follower in followers:
+                rows.following[follower] = child.end * size
+                self.on_follow(follower)
+            tip, first = child, child.end
+
+    def _followers(self, row: int, first: int, done: int) -> tuple[int, list[int]]:
+        """Rows that share this row's private blocks from `first` on, and how far (at most `done`) all of them may follow.
+
+        A fork follows as far as it has written the same tokens itself. Where one does not (it was rewound, or says that
+        other tokens are there), the block stays private to both until one of them has let go of it.
+        """
+        handle = self.rows.handles[row]
+        assert handle is not None and handle.family is not None
+        limit, followers = done, []
+        for other in handle.family:
+            # What rows with another tip say about these columns is published, or out of date where it left their windows.
+            alike = other != row and self.rows.tips[other] is self.rows.tips[row]
+            if alike and self._shared_length(row, other, first, done):
+                limit = min(limit, first + self._agreed_length(row, other, first, done))
+                followers.append(other)
+        return limit, followers
+
+    def _agreed_length(self, row: int, other: int, first: int, done: int) -> int:
+        """How many of the shared blocks from `first` on another row has written with the same tokens."""
+        rows, size = self.rows, self.block_size
+        length = min(self._shared_length(row, other, first, done), rows.written.item(other) // size - first)
+        start, stop = first * size, min((first + max(length, 0)) * size, rows.known.item(other))
+        if stop > start:
+            differs = rows.ids_between(row, start, stop) != rows.ids_between(other, start, stop)
+            if differs.any():
+                length = int(differs.argmax()) // size
+        return max(length, 0)
+
+    def _shared_length(self, row: int, other: int, first: int, done: int) -> int:
+        """How many blocks from `first` to `done` two rows hold together, if they hold any from `first` on.
+
+        One may have given up windowed ones. What they hold behind `done` counts too: a row that grows in the tree by itself
+        would take it along.
+        """
+        end = min(self.rows.num_blocks.item(row), self.rows.num_blocks.item(other))
+        columns = np.arange(first, end)
+        same, held = np.ones(len(columns), np.bool_), np.zeros(len(columns), np.bool_)
+        for group in range(self.cache.num_cached_groups):
+            mine, theirs = (self.rows.tables[group][r, first:end] for r in (row, other))
+            equal = (mine == theirs) & (mine >= 0)
+            held |= equal
+            if group in self.cache.windowed:
+                starts = self.rows.window_start[group]
+                equal |= ((mine < 0) | (theirs < 0)) & (columns < max(starts[row], starts[other]))
+            same &= equal
+        length = int(same.argmin()) if not same.all() else len(columns)
+        return min(length, done - first) if held[:length].any() else 0
+
+    def publish_postponed(self, family: set[int]) -> None:
+        """A fork let go of shared blocks: others of its family may publish them now."""
+        rows = self.rows
+        for row in list(family):
+            handle, tip = rows.handles[row], rows.tips[row]
+            assert handle is not None and tip is not None
+            closed = handle.swapped is None and tip.open_row != row
+            if closed and rows.committed.item(row) // self.block_size > tip.end:
+                self.publish(row)
+                self.on_follow(row)
+
+    def _open(self, row: int, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
+        node = self.cache.new_child(tip, key, handle.serial, handle.ttl, handle.session)
+        node.active = 1  # the row held the tip directly; now it does so through this node
+        node.open_row = row
+        self.rows.tips[row] = node
+        self.rows.is_open[row] = True
+        node.num_blocks = (
+            self.rows.committed.item(row) // self.block_size - node.start
+        )  # the rest when it is read: `sync`
+        tip.add_child(key, node)
+        self.cache.num_runs += 1
+
+    def _closed_child(self, readers: list[int], tip: Node, key: bytes, first: int, last: int) -> Node:
+        rows, cache, size = self.rows, self.cache, self.block_size
+        row = readers[0]
+        handle = rows.handles[row]
+        assert handle is not None
+        node = cache.new_child(tip, key, handle.serial, handle.ttl, handle.session)
+        node.num_blocks = last - first
+        node.tokens = rows.ids_between(row, first * size, last * size)
+        # The same ids in every row, but for windowed blocks that some of them have given up.
+        node.ids = [rows.tables[g][readers, first:last].max(axis=0) for g in range(cache.num_cached_groups)]
+        for group in cache.full:
+            cache.pool(group, GPU).refs[node.ids[group]] = 0  # from now on their readers are counted on the node
+        tip.add_child(key, node)
+        cache.num_runs += 1
+        if cache.events.listening:
+            cache.announce(node)
+        return node
+
+    def _merge(self, readers: list[int], tip: Node, child: Node, first: int) -> None:
+        """The readers computed again what `child` holds: they take its blocks and free their own."""
+        rows, cache = self.rows, self.cache
+        rows.moves += 1
+        if child.tier != GPU:
+            own = [rows.tables[g][readers, first : child.end].max(axis=0) for g in range(cache.num_cached_groups)]
+            cache.adopt_blocks(child, own)
+        for reader in readers:
+            handle = rows.handles[reader]
+            assert handle is not None
+            cache.hold(child)
+            for group in cache.full:
+                self._adopt_full(reader, child, group, first, handle.family is not None)
+            for group in cache.windowed:
+                self._adopt_windowed(reader, child, group, first)
+            cache.release(tip)
+            rows.tips[reader] = child
+            handle.stats.merged_blocks += child.num_blocks
+
+    def _adopt_full(self, row: int, child: Node, group: int, first: int, shared: bool) -> None:
+        table = self.rows.tables[group]
+        own, theirs = table[row, first : child.end], child.ids[group]
+        doubled = own[own != theirs]
+        if len(doubled):
+            self.cache.give_back_private(group, doubled, shared)
+            self.cache.counters.blocks_merged += len(doubled)
+            table[row, first : child.end] = theirs
+
+    def _adopt_windowed(self, row: int, child: Node, group: int, first: int) -> None:
+        """As `_adopt_full`, where the tree may have lost blocks that this row still has."""
+        cache = self.cache
+        table = self.rows.tables[group]
+        pool = cache.pool(group, GPU)
+        own, theirs = table[row, first : child.end], child.ids[group]
+        lost = (theirs < 0) & (own >= 0)
+        if lost.any():
+            child.ids[group] = theirs = np.where(lost, own, theirs)
+            if child.digests is not None and cache.events.listening:
+                cache.announce_blocks(child, group, np.flatnonzero(lost))
+        doubled = (own >= 0) & (own != theirs)
+        if doubled.any():
+            cache.enter_window(child.root, group, theirs[doubled])
+            pool.release(own[doubled])
+            cache.counters.blocks_merged += int(doubled.sum())
+            table[row, first : child.end] = np.where(doubled, theirs, own)
+
+    def close(self, row: int) -> None:
+        """Ends the growth of a row's open node: the node gets arrays of its own and may have other readers."""
+        rows, cache = self.rows, self.cache
+        node = rows.tips[row]
+        assert node is not None and node.open_row == row
+        size = self.block_size
+        start, end = node.start, rows.committed.item(row) // size
+        node.open_row = -1
+        node.num_blocks = end - start
+        node.tokens = rows.final_token_ids(row, start * size, end * size)
+        if cache.num_cached_groups == 1:
+            node.ids = [rows.tables[0][row, start:end].copy()]
+        else:
+            node.ids = [rows.tables[group][row, start:end].copy() for group in range(cache.num_cached_groups)]
+        rows.is_open[row] = False

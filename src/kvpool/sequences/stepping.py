@@ -1,0 +1,459 @@
+"""One step of a whole batch: places for new tokens, and tokens that became final.
+
+These are the hot paths. They touch every sequence with array operations only; Python loops run over sequences that cross
+a block boundary in a way that needs attention (a shared block to copy, a node to open, a window that moves).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvpool.errors import InvalidArgumentError, SequenceStateError
+from kvpool.pools.arrays import Int32Array, Int64Array, as_array
+from kvpool.pools.copies import CopyKind, CopyOp
+from kvpool.pools.groups import sink_blocks, window_start
+from kvpool.pools.pool import GPU
+from kvpool.pools.rows import RECENT_TOKENS
+from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.state import CacheState, common_tenant
+
+_any = np.logical_or.reduce  # array.any() without its wrapper
+
+
+class Stepping:
+    """extend, mark_written, commit and the slot mapping, for batches."""
+
+    def __init__(self, state: CacheState, in_flight: InFlight) -> None:
+        self.state = state
+        self.rows = state.rows
+        self.cache = state.cache
+        self.in_flight = in_flight
+
+    # --- extend ------------------------------------------------------------------------------------------------------
+
+    def extend(
+        self, batch: SequenceBatch, num_tokens: int | Int64Array, lookahead: int, out: Int32Array | None
+    ) -> Int32Array:
+        """Reserves places for more tokens of every sequence; returns their slots, [group, token]."""
+        batch.refresh()
+        state, rows, size = self.state, self.rows, self.state.block_size
+        if type(num_tokens) is int and num_tokens == 1 and not lookahead and state.is_simple and not rows.num_shared:
+            return self._extend_by_one(batch, out)
+        selection = batch.selection
+        old = rows.reserved[selection]
+        if isinstance(selection, slice):
+            old = old.copy()
+        new = old + num_tokens
+        rows.moves += 1
+        self._check_length(new, lookahead)
+        if out is not None:
+            self._check_out(out, num_tokens * len(batch) if isinstance(num_tokens, int) else int(num_tokens.sum()))
+        have = rows.num_blocks[selection]
+        missing = (new + (lookahead + size - 1)) // size - have
+        np.maximum(missing, 0, out=missing)
+        num_new = int(missing.sum())
+        copies = self._shared_blocks(batch) if rows.num_shared else []
+        if num_new or copies:
+            self._grow(batch, missing, num_new, copies)
+        rows.reserved[selection] = new
+        return self._slots(batch, old, new if isinstance(num_tokens, np.ndarray) or num_tokens != 1 else None, out)
+
+    def _extend_by_one(self, batch: SequenceBatch, out: Int32Array | None) -> Int32Array:
+        """`extend` for a decoding step of one full-attention group: the next slot follows the last one, or starts a block."""
+        rows, size, selection = self.rows, self.state.block_size, batch.selection
+        new = rows.reserved[selection] + 1
+        if self.state.config.max_seq_len is not None:
+            self._check_length(new, 0)
+        if out is not None:
+            self._check_out(out, len(batch))
+        crossing = (new > rows.num_blocks[selection] * size).nonzero()[0]
+        slots = None if batch.moves != rows.moves or batch.last_slots is None else batch.last_slots + 1
+        if len(crossing):
+            targets = batch.rows[crossing]
+            columns = rows.num_blocks[targets]
+            if int(columns.max()) >= rows.tables[0].shape[1]:
+                rows.ensure_columns(int(columns.max()) + 1)
+            ids = self._take(batch, len(crossing))
+            rows.tables[0][targets, columns] = ids
+            rows.num_blocks[targets] = columns + 1
+            if slots is not None:
+                slots[crossing] = ids * size
+        rows.reserved[selection] = new
+        if slots is None:
+            slots = self._slots(batch, new - 1, None, None)[0]
+            rows.moves += 1  # other batches may hold the same sequences
+            batch.moves = rows.moves
+            # A spare block that lookahead left behind is entered by its table, not by counting on.
+            has_spare_block = bool((rows.num_blocks[selection] > (new - 1) // size + 1).any())
+            batch.last_slots = None if has_spare_block else slots
+        else:
+            batch.last_slots = slots
+        if out is None:
+            return slots[None, :].copy()
+        out[0] = slots
+        return out
+
+    def _take(self, batch: SequenceBatch, num_blocks: int) -> Int32Array:
+        """Blocks of the only group, evicting if need be."""
+        state = self.state
+        pool = state.gpu_pools[0]
+        if num_blocks > pool.num_free:
+            self._require(batch, [num_blocks])
+        state.counters.blocks_allocated += num_blocks
+        return pool.take(num_blocks)
+
+    def _require(self, batch: SequenceBatch, needs: list[int]) -> None:
+        state = self.state
+        tenant = common_tenant(batch.handles) if state.cache.quotas else None
+        try:
+            state.require(needs, tenant, f"extending a batch of {len(batch)} sequences")
+        except Exception:
+            state.counters.extend_failures += 1
+            raise
+
+    def blocks_needed(self, row: int, num_tokens: int) -> tuple[int, ...]:
+        """Blocks per pool that one sequence would take for `num_tokens` more tokens."""
+        rows, size = self.rows, self.state.block_size
+        missing = max(0, -(-(int(rows.reserved[row]) + num_tokens) // size) - int(rows.num_blocks[row]))
+        needs = [missing * per for per in self.state.per_position]
+        if rows.shared[row]:
+            for group in range(self.state.growing):
+                pool = self.state.gpu_pools[self.state.groups[group].pool]
+                ids = rows.tables[group][row, self._first_private(row) : int(rows.num_blocks[row])]
+                needs[pool.index] += int((pool.refs[ids[ids >= 0]] > 1).sum())
+        return tuple(needs)
+
+    def _check_length(self, new: Int64Array, lookahead: int) -> None:
+        limit = self.state.config.max_seq_len
+        if limit is not None and len(new) and int(new.max()) + lookahead > limit:
+            raise InvalidArgumentError(
+                f"a sequence would have {int(new.max()) + lookahead} tokens, over max_seq_len={limit}; free it or raise that"
+            )
+
+    def _check_out(self, out: Int32Array, num_slots: int) -> None:
+        shape = (len(self.state.groups), num_slots)
+        if not isinstance(out, np.ndarray) or out.shape != shape or out.dtype != np.int32 or not out.flags.writeable:
+            given = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else repr(out)
+            raise InvalidArgumentError(f"out must be a writeable int32 array of shape {shape}, got {given}")
+
+    def _grow(
+        self, batch: SequenceBatch, missing: Int64Array, num_new: int, copies: list[tuple[int, int, int]]
+    ) -> None:
+        """Allocates the missing blocks and copies shared ones; all or nothing."""
+        state, rows = self.state, self.rows
+        needs = [num_new * per for per in state.per_position]
+        for _, group, _ in copies:
+            needs[state.groups[group].pool] += 1
+        self._require(batch, needs)
+        rows.moves += 1
+        self._unshare(copies)
+        if not num_new:
+            return
+        grown = np.flatnonzero(missing)
+        target_rows = batch.rows[grown]
+        counts = missing[grown]
+        columns = rows.num_blocks[target_rows]
+        longest = int((columns + counts).max())
+        if longest > rows.tables[0].shape[1]:
+            rows.ensure_columns(longest)
+        if num_new > len(grown):
+            ends = np.cumsum(counts)
+            offsets = np.arange(num_new) - np.repeat(ends - counts, counts)
+            columns = np.repeat(columns, counts) + offsets
+            target_rows = np.repeat(target_rows, counts)
+        for group in range(state.growing):
+            rows.tables[group][target_rows, columns] = state.take(group, num_new)
+        rows.num_blocks[batch.rows[grown]] += counts
+        state.counters.blocks_allocated += num_new * state.growing
+
+    def _first_private(self, row: int) -> int:
+        """The first block that a row may write: the last one of a fully cached prompt is published and not written again."""
+        tip = self.rows.tips[row]
+        assert tip is not None
+        return max(self.rows.written.item(row) // self.state.block_size, tip.end)
+
+    def _shared_blocks(self, batch: SequenceBatch) -> list[tuple[int, int, int]]:
+        """(row, group, column) of the blocks that flagged rows are about to write and that have another reader."""
+        rows = self.rows
+        found: list[tuple[int, int, int]] = []
+        flagged = batch.rows[rows.shared[batch.selection]].tolist()
+        claimed: dict[tuple[int, int], int] = {}
+        for row in flagged:
+            first, last = self._first_private(row), int(rows.num_blocks[row])
+            shared = False
+            for group in range(self.state.growing):
+                refs = self.state.gpu_pools[self.state.groups[group].pool].refs
+                pool = self.state.groups[group].pool
+                for column in range(first, last):
+                    block = int(rows.tables[group][row, column])
+                    if block < 0 or refs[block] <= 1:
+                        continue
+                    # Also for the row that keeps a block which others of the batch copy: they may yet fail.
+                    shared = True
+                    if refs[block] - claimed.get((pool, block), 0) > 1:
+                        claimed[pool, block] = claimed.get((pool, block), 0) + 1
+                        found.append((row, group, column))
+            if not shared:
+                rows.set_shared(row, False)
+        return found
+
+    def _unshare(self, copies: list[tuple[int, int, int]]) -> None:
+        """Gives each row its own copy of a shared block that it is about to write."""
+        state, rows, size = self.state, self.rows, self.state.block_size
+        families: dict[int, set[int]] = {}
+        for row, group, column in copies:
+            src = rows.tables[group][row, column : column + 1].copy()
+            dst = state.take(group, 1)
+            handle = rows.handles[row]
+            assert handle is not None
+            used = min(int(rows.written[row]) - column * size, size)
+            if used > 0:
+                state.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group, GPU, GPU, src, dst, used))
+                state.counters.copies_on_write += 1
+                handle.stats.copies_on_write += 1
+            state.give_back(group, src, handle)
+            rows.tables[group][row, column] = dst[0]
+            rows.set_shared(row, False)
+            if handle.family is not None:
+                families[id(handle.family)] = handle.family
+        for family in families.values():  # only now: the rows have let go of all blocks that they copied
+            state.publisher.publish_postponed(family)
+
+    def prepare_write(self, batch: SequenceBatch) -> None:
+        """Copies shared blocks that the batch's unwritten places lie in."""
+        batch.refresh()
+        if self.rows.num_shared:
+            copies = self._shared_blocks(batch)
+            if copies:
+                self._grow(batch, np.zeros(len(batch), np.int64), 0, copies)
+
+    def _slots(
+        self, batch: SequenceBatch, start: Int64Array, stop: Int64Array | None, out: Int32Array | None
+    ) -> Int32Array:
+        """Slots (block id x block size + offset) of positions start..stop of every sequence; `stop` None means one each."""
+        rows, size = self.rows, self.state.block_size
+        if stop is None:
+            positions, owners = start, batch.rows
+        else:
+            counts = stop - start
+            ends = np.cumsum(counts)
+            total = int(ends[-1]) if len(ends) else 0
+            positions = np.arange(total) - np.repeat(ends - counts - start, counts)
+            owners = np.repeat(batch.rows, counts)
+        slots = out if out is not None else np.empty((len(self.state.groups), len(positions)), np.int32)
+        column = positions // size
+        offset = positions - column * size
+        for group in range(self.state.growing):
+            blocks = rows.tables[group][owners, column]
+            np.multiply(blocks, size, out=slots[group])
+            slots[group] += offset.astype(np.int32)
+            if group in self.cache.windowed:
+                hidden = (column < rows.window_start[group][owners]) & (
+                    column >= sink_blocks(self.state.groups[group], size)
+                )
+                slots[group][hidden | (blocks < 0)] = -1
+        slots[self.state.growing :] = -1
+        present = (positions < rows.present[owners]) & (positions >= rows.written[owners])
+        if present.any():
+            # The last token of a fully cached prompt: computed for its logits, not written again.
+            slots[:, present] = -1
+        return slots
+
+    def slot_mapping(self, batch: SequenceBatch, start: Any, stop: Any, out: Int32Array | None) -> Int32Array:
+        """Slots of the positions start..stop of every sequence."""
+        batch.refresh()
+        rows, size = self.rows, self.state.block_size
+        first, last = _positions(start, "start", len(batch)), _positions(stop, "stop", len(batch))
+        capacity = rows.num_blocks[batch.selection] * size
+        if len(batch) and (int(first.min()) < 0 or (last < first).any() or (last > capacity).any()):
+            raise InvalidArgumentError(
+                f"slots were asked for positions {first.tolist()[:8]}..{last.tolist()[:8]}, "
+                f"but the sequences have places for {capacity.tolist()[:8]} tokens; call extend first"
+            )
+        if out is not None:
+            self._check_out(out, int((last - first).sum()))
+        if (last > rows.written[batch.selection]).any():
+            self.prepare_write(batch)
+        return self._slots(batch, first, last, out)
+
+    # --- written and committed ---------------------------------------------------------------------------------------
+
+    def mark_written(self, batch: SequenceBatch, num_tokens: int | Int64Array) -> None:
+        """The keys and values of the next tokens are in their blocks, but the tokens are not final yet."""
+        batch.refresh()
+        rows = self.rows
+        written = rows.written[batch.selection] + num_tokens
+        if (written > rows.reserved[batch.selection]).any():
+            self._refuse_over(batch, written, "written")
+        rows.written[batch.selection] = written
+
+    def _refuse_over(self, batch: SequenceBatch, wanted: Int64Array, verb: str) -> None:
+        reserved = self.rows.reserved[batch.selection]
+        i = int((wanted > reserved).argmax())
+        raise SequenceStateError(
+            f"request {batch.handles[i].request_id!r} has places for {int(reserved[i])} tokens, "
+            f"{int(wanted[i])} cannot be {verb}; call extend first"
+        )
+
+    def commit_step(self, batch: SequenceBatch, tokens: Int32Array) -> None:
+        """One final token for every sequence of a batch that decodes."""
+        batch.refresh()
+        rows, selection = self.rows, batch.selection
+        if len(tokens) != len(batch):
+            raise InvalidArgumentError(f"got {len(tokens)} tokens for a batch of {len(batch)} sequences")
+        before = rows.committed[selection]
+        known = rows.known[selection]
+        if rows.following or _any(known != before):
+            self.commit_rows(batch, tokens, np.ones(len(batch), np.int64))
+            return
+        committed = before + 1
+        if _any(committed > rows.reserved[selection]):
+            self._refuse_over(batch, committed, "committed")
+        column = known - rows.num_history[selection]
+        full = (column >= RECENT_TOKENS).nonzero()[0]
+        if len(full):
+            for row in batch.rows[full].tolist():
+                rows.store_recent(row)
+            column[full] = 0
+        rows.recent[batch.rows, column] = tokens
+        rows.known[selection] = committed
+        rows.committed[selection] = committed
+        rows.written[selection] = np.maximum(rows.written[selection], committed)
+        self._complete(batch.rows[committed % self.state.block_size == 0])
+
+    def _complete(self, rows_done: Int64Array) -> None:
+        """Publishes blocks that were just filled. Rows with an open node have nothing to do unless somebody listens."""
+        if not len(rows_done):
+            return
+        if self.cache.windowed or self.cache.events.listening:
+            attention = rows_done
+        else:
+            attention = rows_done[~self.rows.is_open[rows_done]]
+        for row in attention.tolist():
+            self.state.publisher.publish(row)
+            if self.cache.windowed:
+                self._slide(row)
+
+    def commit_rows(self, batch: SequenceBatch, tokens: Int32Array | None, counts: Int64Array) -> None:
+        """`counts[i]` final tokens for sequence i, their ids one after the other in `tokens` (None: the known prompt's)."""
+        batch.refresh()
+        rows = self.rows
+        committed = rows.committed[batch.selection] + counts
+        if (committed > rows.reserved[batch.selection]).any():
+            self._refuse_over(batch, committed, "committed")
+        if tokens is not None and len(tokens) != int(counts.sum()):
+            raise InvalidArgumentError(f"got {len(tokens)} tokens, the counts add up to {int(counts.sum())}")
+        pieces = self._pieces(batch, tokens, counts)
+        for row, _, ids in pieces:  # all ids first: forks that publish compare them
+            if ids is not None and len(ids):
+                rows.append_token_ids(row, ids)
+        for row, count, _ in pieces:
+            self._commit_row(row, rows.committed.item(row), rows.committed.item(row) + count)
+
+    def commit_prompt(self, row: int) -> None:
+        """Commits what is reserved and known of a row's prompt."""
+        rows = self.rows
+        end = min(rows.known.item(row), rows.reserved.item(row))
+        self._commit_row(row, rows.committed.item(row), end)
+
+    def _commit_row(self, row: int, start: int, end: int) -> None:
+        rows, size = self.rows, self.state.block_size
+        handle = rows.handles[row]
+        assert handle is not None
+        known = rows.known.item(row)
+        if end > known and handle.publishes:
+            self._stop_publishing(row)
+        rows.committed[row] = end
+        if end > rows.written.item(row):
+            rows.written[row] = end
+        if end // size > start // size:
+            self.state.publisher.publish(row)
+            if self.cache.windowed:
+                self._slide(row)
+        if rows.following and end >= rows.following.get(row, end + 1):
+            del rows.following[row]
+        if handle.inflight is not None:
+            self.in_flight.untrack(handle)
+        if known - end >= size and handle.publishes:
+            self.in_flight.track(row)
+
+    def _stop_publishing(self, row: int) -> None:
+        """Before tokens without ids are committed: what precedes them is published, what follows cannot be found."""
+        handle = self.rows.handles[row]
+        assert handle is not None
+        self.rows.committed[row] = self.rows.known[row]
+        self.state.publisher.publish(row)
+        if self.rows.is_open[row]:
+            self.state.publisher.close(row)
+        handle.publishes = False
+        self.in_flight.untrack(handle)
+
+    def _pieces(
+        self, batch: SequenceBatch, tokens: Int32Array | None, counts: Int64Array
+    ) -> list[tuple[int, int, Int32Array | None]]:
+        """Splits the ids by sequence and checks them against those known already. Returns (row, count, new ids)."""
+        rows = self.rows
+        pieces: list[tuple[int, int, Int32Array | None]] = []
+        offset = 0
+        for handle, row, count in zip(batch.handles, batch.rows.tolist(), counts.tolist(), strict=True):
+            ids = None
+            if tokens is not None:
+                given = tokens[offset : offset + count]
+                offset += count
+                committed, known = rows.committed.item(row), rows.known.item(row)
+                if committed > known:
+                    raise SequenceStateError(
+                        f"request {handle.request_id!r} committed {committed - known} tokens without ids; "
+                        f"later ids cannot be placed: pass a count to commit"
+                    )
+                overlap = min(known - committed, count)
+                _check_same(handle, committed, given[:overlap], rows.ids_between(row, committed, committed + overlap))
+                if row in rows.following:
+                    shared = rows.path_ids(row, rows.following[row])[committed : committed + count]
+                    _check_same(handle, committed, given[: len(shared)], shared)
+                ids = given[overlap:]
+            pieces.append((row, count, ids))
+        return pieces
+
+    def _slide(self, row: int) -> None:
+        """Lets go of blocks that left the windows of a row."""
+        state, rows, size = self.state, self.rows, self.state.block_size
+        tip, handle = rows.tips[row], rows.handles[row]
+        assert tip is not None and handle is not None
+        self.cache.sync(tip)
+        for group in self.cache.windowed:
+            old = int(rows.window_start[group, row])
+            new = window_start(state.groups[group], int(rows.committed[row]), size)
+            if new <= old:
+                continue
+            table = rows.tables[group]
+            published = min(new, max(old, tip.end))
+            if published > old:
+                self.cache.leave_window(tip, group, old, published - 1, table[row, old:published])
+            if new > published:
+                state.give_back(group, table[row, published:new], handle)
+                table[row, published:new] = -1
+            rows.window_start[group, row] = new
+
+
+def _positions(value: Any, name: str, batch_size: int) -> Int64Array:
+    """One position for all sequences, or one for each, as an array."""
+    array = as_array(value, name)
+    wrong_type = array.size and array.dtype.kind not in "iu"  # an empty list has no type of its own
+    if wrong_type or array.shape not in ((), (batch_size,)) or int(array.max(initial=0)) > 2**40:
+        raise InvalidArgumentError(f"{name} must be one position or one per sequence ({batch_size}), got {value!r}")
+    return np.broadcast_to(array.astype(np.int64), (batch_size,))
+
+
+def _check_same(handle: KVCacheHandle, start: int, given: Int32Array, known: Int32Array) -> None:
+    """Token ids cannot change once they were announced, or once a fork published the blocks that hold their data."""
+    if len(given) and not np.array_equal(given, known):
+        at = int((given != known).argmax())
+        raise InvalidArgumentError(
+            f"request {handle.request_id!r}: token {start + at} was announced as {int(known[at])} "
+            f"and is committed as {int(given[at])}; rewind before changing it"
+        )

@@ -1,0 +1,671 @@
+"""Every policy against a slow and obvious model, or against the properties that make it worth choosing."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpool import eviction
+from kvpool.errors import InvalidArgumentError
+from kvpool.eviction import (
+    ARCPolicy,
+    CostAwarePolicy,
+    EvictionPolicy,
+    KeyedPolicy,
+    LRUPolicy,
+    S3FIFOPolicy,
+    TwoQueuePolicy,
+    make_policy,
+    policy_names,
+    register_policy,
+)
+from kvpool.eviction.remembering import GhostPolicy
+
+BUILT_IN = ("lru", "lfu", "fifo", "clock", "sieve", "s3fifo", "2q", "arc", "priority", "cost", "adaptive")
+
+
+@dataclass(eq=False, slots=True)
+class StandInRun:
+    num_blocks: int = 1
+    start: int = 0
+    created: int = 0
+    last_access: int = 0
+    hits: int = 0
+    priority: int = 35
+    fingerprint: int = 0
+    entry: Any = None
+
+
+# --- models: a list, and the definition of the policy written down as directly as possible -------------------------
+
+
+class KeyedModel:
+    def __init__(self, key: Callable[[StandInRun], Any]) -> None:
+        self.key = key
+        self.candidates: list[StandInRun] = []
+
+    def victim(self) -> StandInRun:
+        return min(self.candidates, key=lambda run: (self.key(run), -run.start, run.created))
+
+    def forget(self, run: StandInRun) -> None:
+        self.candidates.remove(run)
+
+
+class ClockModel:
+    """A queue; a visited head goes to the end of what was inserted so far."""
+
+    def __init__(self) -> None:
+        self.candidates: list[StandInRun] = []
+        self.seen: dict[StandInRun, int] = {}
+        self.moved: dict[StandInRun, tuple[int, int]] = {}
+        self.newest = 0
+
+    def victim(self) -> StandInRun:
+        while True:
+            run = min(self.candidates, key=lambda r: (*self.moved.get(r, (r.created, 0)), -r.start))
+            if run.hits <= self.seen.get(run, 0):
+                return run
+            self.seen[run] = run.hits
+            last = max((number for _, number in self.moved.values()), default=0)
+            self.moved[run] = (self.newest, last + 1)
+
+    def forget(self, run: StandInRun) -> None:
+        self.candidates.remove(run)
+        self.seen.pop(run, None)
+        self.moved.pop(run, None)
+
+
+class SieveModel:
+    """A row that never moves, and a hand."""
+
+    def __init__(self) -> None:
+        self.candidates: list[StandInRun] = []
+        self.seen: dict[StandInRun, int] = {}
+        self.hand = (-1, 0)
+
+    def victim(self) -> StandInRun:
+        while True:
+            row = sorted(self.candidates, key=lambda r: (r.created, -r.start))
+            ahead = [run for run in row if (run.created, -run.start) > self.hand]
+            if not ahead:
+                self.hand = (-1, 0)
+                continue
+            if ahead[0].hits <= self.seen.get(ahead[0], 0):
+                return ahead[0]
+            self.seen[ahead[0]] = ahead[0].hits
+            self.hand = (ahead[0].created, -ahead[0].start)
+
+    def forget(self, run: StandInRun) -> None:
+        self.candidates.remove(run)
+        self.seen.pop(run, None)
+
+
+class World:
+    """Drives a policy the way the tree does, and a model beside it. Runs are candidates or away (in use, pinned)."""
+
+    def __init__(self, policy: EvictionPolicy, model: Any = None) -> None:
+        self.policy = policy
+        self.model: Any = model or KeyedModel(lambda run: 0)
+        self.exact = model is not None
+        self.away: list[StandInRun] = []
+        self.tick = 0
+        self.peak_blocks = 0
+
+    @property
+    def candidates(self) -> list[StandInRun]:
+        return self.model.candidates  # type: ignore[no-any-return]
+
+    def add(self, run: StandInRun) -> None:
+        self.policy.add(run)
+        self.candidates.append(run)
+        self.model.newest = max(getattr(self.model, "newest", 0), run.created)
+        self.peak_blocks = max(self.peak_blocks, sum(r.num_blocks for r in self.candidates))
+
+    def take(self, number: int) -> StandInRun | None:
+        if not self.candidates:
+            return None
+        run = self.candidates.pop(number % len(self.candidates))
+        self.policy.remove(run)
+        return run
+
+    def victim(self) -> StandInRun | None:
+        if not self.candidates:
+            with pytest.raises(LookupError):
+                self.policy.victim()
+            return None
+        run = self.policy.victim()
+        if self.exact:
+            assert run is self.model.victim()
+        assert run in self.candidates
+        assert self.policy.victim() is run, "a victim stays the victim until it is removed"
+        assert isinstance(run, StandInRun)
+        return run
+
+    def step(self, action: str, number: int) -> None:
+        self.tick += number % 2  # ties of last_access happen
+        getattr(self, f"do_{action}")(number)
+        assert len(self.policy) == len(self.candidates)
+        assert all(run in self.policy for run in self.candidates)
+        assert not any(run in self.policy for run in self.away)
+
+    def do_insert(self, number: int) -> None:
+        self.tick += 1
+        self.add(
+            StandInRun(
+                num_blocks=1 + number % 5, start=number % 4, created=self.tick, last_access=self.tick,
+                priority=(0, 35, 100)[number % 3], fingerprint=number % 40,
+            )
+        )  # fmt: skip
+
+    def do_reuse(self, number: int) -> None:
+        self.do_hit(number)
+        self.do_release(len(self.away) - 1)
+
+    def do_pin(self, number: int) -> None:
+        if run := self.take(number):
+            self.policy.remove(run)  # idempotent
+            self.away.append(run)
+
+    def do_hit(self, number: int) -> None:
+        if run := self.take(number):
+            run.hits += 1 + number % 2
+            run.last_access = self.tick
+            self.away.append(run)
+
+    def do_release(self, number: int) -> None:
+        if self.away:
+            self.add(self.away.pop(number % len(self.away)))
+
+    def do_readd(self, number: int) -> None:
+        if self.candidates:
+            self.policy.add(self.candidates[number % len(self.candidates)])  # idempotent
+
+    def do_split(self, number: int) -> None:
+        run = self.take(number)
+        if run is None:
+            return
+        if (upper_blocks := run.num_blocks // 2) > 0:
+            upper = StandInRun(upper_blocks, run.start, run.created, run.last_access, run.hits, run.priority, number)
+            self.away.append(upper)
+            run.start += upper_blocks
+            run.num_blocks -= upper_blocks
+        self.add(run)
+
+    def do_evict(self, number: int) -> None:
+        run = self.victim()
+        if run is None:
+            return
+        if run.num_blocks > 1 and number % 3 == 0:  # only its tail
+            self.candidates.remove(run)
+            self.policy.remove(run)
+            run.num_blocks -= 1
+            self.add(run)
+            return
+        self.policy.evicted(run)
+        self.policy.remove(run)
+        self.model.forget(run)
+        if number % 4 == 1:  # offloaded, and back later: the same object, but new to the policy
+            self.away.append(run)
+
+    def drain(self) -> None:
+        while self.candidates:
+            self.do_evict(2)
+        assert self.victim() is None
+        assert len(self.policy) == 0
+
+
+ACTIONS = st.sampled_from(
+    ["insert", "insert", "insert", "reuse", "reuse", "evict", "evict", "hit", "pin", "release", "readd", "split"]
+)
+STEPS = st.lists(st.tuples(ACTIONS, st.integers(0, 1000)), min_size=40, max_size=120)
+MODELS: dict[str, Callable[[], Any]] = {
+    "lru": lambda: KeyedModel(lambda run: run.last_access),
+    "lfu": lambda: KeyedModel(lambda run: (run.hits, run.last_access)),
+    "fifo": lambda: KeyedModel(lambda run: run.created),
+    "priority": lambda: KeyedModel(lambda run: (run.priority, run.last_access)),
+    "clock": ClockModel,
+    "sieve": SieveModel,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@given(steps=STEPS)
+@settings(max_examples=60, deadline=None)
+def test_policy_evicts_in_the_order_of_its_model(name: str, steps: list[tuple[str, int]]) -> None:
+    world = World(make_policy(name), MODELS[name]())
+    for action, number in steps:
+        world.step(action, number)
+    world.drain()
+
+
+@pytest.mark.parametrize("name", ["s3fifo", "2q", "arc", "cost"])
+@given(steps=STEPS)
+@settings(max_examples=60, deadline=None)
+def test_policy_without_a_model_never_loses_or_invents_a_candidate(name: str, steps: list[tuple[str, int]]) -> None:
+    world = World(make_policy(name))
+    for action, number in steps:
+        world.step(action, number)
+        if isinstance(world.policy, GhostPolicy):
+            assert world.policy.num_ghosts <= world.policy.num_ghost_blocks <= world.peak_blocks
+    world.drain()
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_clear_forgets_all_and_the_policy_works_on(name: str) -> None:
+    policy = make_policy(name)
+    runs = [StandInRun(created=i, last_access=i, fingerprint=i) for i in range(20)]
+    for run in runs:
+        policy.add(run)
+    policy.evicted(runs[0])
+    policy.clear()
+    assert len(policy) == 0
+    assert not any(run in policy for run in runs)
+    with pytest.raises(LookupError, match="referenced, pinned or has children"):
+        policy.victim()
+    for run in runs:
+        policy.add(run)
+    assert len(policy) == 20
+    assert policy.victim() in runs
+
+
+# --- the lessons of the seed systems -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_victim_that_was_reused_and_released_is_found_again(name: str) -> None:
+    policy = make_policy(name)
+    only = StandInRun(created=1, last_access=1)
+    policy.add(only)
+    for tick in range(2, 6):
+        run = policy.victim()
+        policy.remove(run)
+        only.hits, only.last_access = only.hits + 1, tick
+        policy.add(only)
+        assert policy.victim() is only
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_run_that_left_one_policy_is_new_to_the_next(name: str) -> None:
+    device, host = make_policy(name), make_policy(name)
+    run = StandInRun(fingerprint=1)
+    device.add(run)
+    device.evicted(run)
+    device.remove(run)
+    assert run.entry is None
+    device.add(run)
+    device.remove(run)  # moved without eviction
+    host.add(run)
+    assert (len(device), len(host)) == (0, 1)
+    assert host.victim() is run
+
+
+def test_equal_keys_evict_the_deepest_run_then_the_oldest() -> None:
+    policy = LRUPolicy()
+    shallow, old_deep, new_deep = StandInRun(start=0), StandInRun(start=8, created=1), StandInRun(start=8, created=2)
+    for run in (shallow, new_deep, old_deep):
+        policy.add(run)
+    assert evict_all(policy) == [old_deep, new_deep, shallow]
+
+
+def test_fifo_ignores_reuse() -> None:
+    policy = make_policy("fifo")
+    first, second = StandInRun(created=1), StandInRun(created=2)
+    policy.add(first)
+    policy.add(second)
+    policy.remove(first)
+    first.hits, first.last_access = 9, 9
+    policy.add(first)
+    assert policy.victim() is first
+
+
+def test_priority_goes_on_when_its_lowest_level_is_emptied() -> None:
+    policy = make_policy("priority")
+    runs = [StandInRun(priority=level, created=level) for level in (0, 0, 35, 100)]
+    for run in runs:
+        policy.add(run)
+    policy.victim()
+    policy.remove(runs[0])
+    policy.remove(runs[1])
+    assert evict_all(policy) == [runs[2], runs[3]]
+
+
+def test_clock_gives_one_second_chance_for_any_number_of_hits() -> None:
+    policy = make_policy("clock")
+    popular, other, third = (StandInRun(created=i) for i in (1, 2, 3))
+    popular.hits = 50
+    for run in (popular, other, third):
+        policy.add(run)
+    assert evict_all(policy) == [other, third, popular]
+
+
+def test_keyed_policy_asks_for_the_key_once_per_add_and_never_rescans() -> None:
+    calls = []
+
+    class Counting(KeyedPolicy):
+        def key(self, run: eviction.Run) -> int:
+            calls.append(run)
+            return -run.created
+
+    policy = Counting()
+    for created in range(500):
+        policy.add(StandInRun(created=created))
+    evict_all(policy)
+    assert len(calls) == 500
+
+
+def test_a_key_that_raises_leaves_the_policy_as_it_was() -> None:
+    class Picky(KeyedPolicy):
+        def key(self, run: eviction.Run) -> float:
+            return 1 / run.priority
+
+    policy, run = Picky(), StandInRun(priority=1)
+    policy.add(run)
+    run.priority = 0
+    with pytest.raises(ZeroDivisionError):
+        policy.add(run)
+    assert len(policy) == 1
+    assert policy.victim() is run
+
+
+@pytest.mark.parametrize("step", [1, -1, 7])
+def test_garbage_of_runs_that_come_and_go_is_bounded_and_the_order_is_kept(step: int) -> None:
+    policy = LRUPolicy()
+    runs = [StandInRun(created=i, last_access=i) for i in range(10)]
+    for run in runs:
+        policy.add(run)
+    for tick in range(2000):
+        run = runs[tick % 10]
+        policy.remove(run)
+        run.last_access = tick * step if step < 2 else tick * step % 101
+        policy.add(run)
+        queue = policy._queue
+        assert len(queue._ordered) + len(queue._heap) <= 2 * len(policy) + 66
+    assert evict_all(policy) == sorted(runs, key=lambda run: (run.last_access, run.created))
+
+
+# --- what the scan-resistant policies are for ----------------------------------------------------------------------
+
+
+class FlatCache:
+    """A cache of one-block runs without a tree."""
+
+    def __init__(self, policy: EvictionPolicy, capacity: int) -> None:
+        self.policy, self.capacity = policy, capacity
+        self.runs: dict[int, StandInRun] = {}
+        self.tick = 0
+
+    def access(self, fingerprint: int) -> bool:
+        self.tick += 1
+        if hit := fingerprint in self.runs:
+            run = self.runs[fingerprint]
+            self.policy.remove(run)
+            run.hits, run.last_access = run.hits + 1, self.tick
+        else:
+            if len(self.runs) == self.capacity:
+                victim = self.policy.victim()
+                self.policy.evicted(victim)
+                self.policy.remove(victim)
+                del self.runs[victim.fingerprint]
+            run = StandInRun(created=self.tick, last_access=self.tick, fingerprint=fingerprint)
+            self.runs[fingerprint] = run
+        self.policy.add(run)
+        return hit
+
+
+def hot_runs_left_after_a_scan(policy: EvictionPolicy) -> int:
+    cache, hot = FlatCache(policy, capacity=100), range(20)
+    for fingerprint in (*hot, *range(100, 200), *hot, *hot):  # used, crowded out, used again
+        cache.access(fingerprint)
+    for fingerprint in range(1000, 3000):
+        cache.access(fingerprint)
+    assert len(cache.runs) == len(policy) == 100
+    return sum(fingerprint in cache.runs for fingerprint in hot)
+
+
+@pytest.mark.parametrize("name", ["s3fifo", "2q", "arc", "sieve"])
+def test_hot_runs_survive_a_long_scan(name: str) -> None:
+    assert hot_runs_left_after_a_scan(make_policy(name)) == 20
+
+
+def test_hot_runs_do_not_survive_a_long_scan_under_lru() -> None:
+    assert hot_runs_left_after_a_scan(make_policy("lru")) == 0
+
+
+@pytest.mark.parametrize("name", ["s3fifo", "2q", "arc"])
+def test_ghosts_know_a_run_by_its_content_not_by_its_object(name: str) -> None:
+    policy = make_policy(name)
+    left = StandInRun(created=1, last_access=1, fingerprint=77)
+    others = [StandInRun(created=i, last_access=i, fingerprint=i) for i in range(2, 12)]
+    for run in (left, *others):
+        policy.add(run)
+    assert policy.victim() is left
+    policy.evicted(left)
+    policy.remove(left)
+    again = StandInRun(created=12, last_access=12, fingerprint=77)
+    policy.add(again)
+    for run in [*others, StandInRun(created=13, last_access=13, fingerprint=13)]:
+        policy.add(run)
+    order = evict_all(policy)
+    assert order.index(again) >= 9, "it is known to be worth more than what was used once"
+
+
+@pytest.mark.parametrize(("name", "max_ghosts"), [("s3fifo", 100), ("2q", 50), ("arc", 100)])
+@pytest.mark.parametrize("uses", [1, 3])
+def test_ghosts_are_bounded_by_the_cache(name: str, max_ghosts: int, uses: int) -> None:
+    policy = make_policy(name)
+    cache = FlatCache(policy, capacity=100)
+    assert isinstance(policy, GhostPolicy)
+    for fingerprint in range(1000):
+        for _ in range(uses):
+            cache.access(fingerprint)
+        assert policy.num_ghosts == policy.num_ghost_blocks <= max_ghosts
+
+
+def test_s3fifo_remembers_only_what_left_its_small_queue() -> None:
+    policy = S3FIFOPolicy()
+    for run in (StandInRun(created=1, hits=2, fingerprint=1), StandInRun(created=2, fingerprint=2)):
+        policy.add(run)
+    assert [run.fingerprint for run in evict_all(policy)] == [2, 1]
+    assert policy.num_ghosts == 1
+
+
+@pytest.mark.parametrize("name", ["2q", "arc"])
+def test_proven_runs_are_ordered_by_their_last_use(name: str) -> None:
+    policy = make_policy(name)
+    for fingerprint in (5, 4, 3, 2, 1):
+        policy.add(StandInRun(created=9 - fingerprint, fingerprint=fingerprint))
+    evict_all(policy)
+    first, second = StandInRun(created=11, fingerprint=1), StandInRun(created=12, fingerprint=2, last_access=1)
+    for run in (first, second):
+        policy.add(run)
+    policy.remove(first)
+    first.last_access = 2
+    policy.add(first)
+    assert evict_all(policy) == [second, first]
+
+
+@pytest.mark.parametrize("name", ["s3fifo", "2q", "arc"])
+def test_an_invalidated_run_leaves_no_ghost(name: str) -> None:
+    policy = make_policy(name)
+    run = StandInRun(fingerprint=5)
+    policy.add(run)
+    policy.remove(run)
+    assert isinstance(policy, GhostPolicy)
+    assert policy.num_ghosts == 0
+
+
+def test_s3fifo_weighs_its_small_queue_in_blocks() -> None:
+    policy = S3FIFOPolicy(small_fraction=0.5)
+    proven = StandInRun(num_blocks=4, created=1, hits=2)
+    policy.add(proven)
+    policy.add(StandInRun(num_blocks=2, created=2))
+    policy.victim()  # moves `proven` to main
+    big = StandInRun(num_blocks=1, created=3)
+    policy.add(big)
+    assert policy.victim() is proven, "3 small blocks of 7 are below one half"
+    policy.remove(big)
+    big.num_blocks = 9
+    policy.add(big)
+    assert policy.victim() is not proven
+
+
+def test_arc_shifts_room_to_the_list_whose_ghosts_return() -> None:
+    policy = ARCPolicy()
+    cache = FlatCache(policy, capacity=10)
+    for _ in range(3):
+        for fingerprint in range(5):
+            cache.access(fingerprint)
+    for fingerprint in range(100, 112):
+        cache.access(fingerprint)
+    before = policy._target
+    for fingerprint in range(106, 101, -1):  # left the first list a moment ago, the last first
+        cache.access(fingerprint)
+    learned = policy._target
+    assert before == 0 < learned <= 10
+    for fingerprint in (*range(200, 203), *range(200, 203), 0):  # 0 was in the second list, and had to leave it
+        cache.access(fingerprint)
+    assert 0 <= policy._target < learned
+
+
+# --- cost-aware ----------------------------------------------------------------------------------------------------
+
+
+def test_of_equal_age_the_cheap_shallow_run_goes_before_the_costly_ones() -> None:
+    policy = CostAwarePolicy()
+    shallow = StandInRun(num_blocks=4, start=0, created=3)
+    longer = StandInRun(num_blocks=400, start=0, created=2)
+    deep = StandInRun(num_blocks=4, start=1000, created=1)
+    for run in (deep, longer, shallow):
+        policy.add(run)
+    assert policy.recompute_cost(shallow) < policy.recompute_cost(longer) < policy.recompute_cost(deep)
+    assert evict_all(policy) == [shallow, longer, deep]
+
+
+def test_a_costly_run_that_is_not_used_ages_until_fresh_cheap_ones_overtake_it() -> None:
+    policy = CostAwarePolicy(base_cost=1.0, depth_cost=1.0)
+    costly = StandInRun(start=20, created=0, last_access=0)
+    policy.add(costly)
+    for tick in range(1, 100):
+        policy.add(StandInRun(created=tick, last_access=tick))
+        victim = policy.victim()
+        if victim is costly:
+            break
+        policy.evicted(victim)
+        policy.remove(victim)
+    assert 15 <= tick <= 25
+
+
+def test_trimming_a_run_or_freeing_its_parent_does_not_make_it_fresh() -> None:
+    policy = CostAwarePolicy()
+    parent, child = StandInRun(created=1, last_access=1), StandInRun(num_blocks=3, start=1, created=2, last_access=1)
+    fresh = [StandInRun(start=2, created=tick, last_access=tick) for tick in (3, 4)]
+    policy.add(child)
+    assert policy.victim() is child
+    for run in fresh:
+        policy.add(run)
+    policy.remove(child)
+    child.num_blocks = 1
+    policy.add(child)
+    assert policy.victim() is child
+    policy.evicted(child)
+    policy.remove(child)
+    policy.add(parent)
+    assert policy.victim() is parent
+
+
+def test_the_history_of_the_aging_clock_is_bounded_and_ascending() -> None:
+    policy = CostAwarePolicy()
+    for tick in range(1, 20_000):
+        run = StandInRun(start=tick % 7, created=tick, last_access=tick)
+        policy.add(run)
+        policy.remove(policy.victim())
+    assert len(policy._ticks) == len(policy._clocks) <= 4097
+    assert policy._ticks == sorted(set(policy._ticks))
+    assert policy._clocks == sorted(policy._clocks)
+
+
+# --- registry ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_built_in_policy_is_made_by_name_in_any_case(name: str) -> None:
+    policy = make_policy(f" {name.upper()} ")
+    assert policy.name == name
+    assert name in policy_names()
+    assert make_policy(type(policy)).name == name
+    assert make_policy(policy) is policy
+
+
+@pytest.mark.parametrize("wrong", ["lur", "", 7, None, int])
+def test_unknown_policy_names_the_known_ones(wrong: Any) -> None:
+    known = "2q, adaptive, arc, clock, cost, fifo, lfu, lru, priority, s3fifo, sieve"
+    with pytest.raises(InvalidArgumentError, match=known):
+        make_policy(wrong)
+
+
+def test_an_instance_that_serves_a_cache_cannot_serve_another() -> None:
+    policy = LRUPolicy()
+    policy.add(StandInRun())
+    with pytest.raises(InvalidArgumentError, match="orders 1 runs already"):
+        make_policy(policy)
+
+
+def test_a_name_is_registered_once_but_its_own_class_may_be_redefined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "_POLICIES", dict(eviction._POLICIES))
+    for _ in range(2):
+
+        @register_policy("Mine")
+        class Mine(LRUPolicy):
+            pass
+
+    assert isinstance(make_policy("mine"), Mine)
+    assert (Mine.name, LRUPolicy.name) == ("mine", "lru")
+    with pytest.raises(InvalidArgumentError, match="'lru' is taken by LRUPolicy"):
+        register_policy("LRU")(Mine)
+    with pytest.raises(InvalidArgumentError, match="not a subclass of EvictionPolicy"):
+        register_policy("other")(int)  # type: ignore[type-var]
+    with pytest.raises(InvalidArgumentError, match="above the class"):
+        register_policy(Mine)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: S3FIFOPolicy(small_fraction=1.5),
+        lambda: S3FIFOPolicy(promote_hits=4),
+        lambda: TwoQueuePolicy(in_fraction=0),
+        lambda: TwoQueuePolicy(out_fraction=2),
+        lambda: CostAwarePolicy(base_cost=0),
+        lambda: CostAwarePolicy(depth_cost=-1),
+    ],
+)
+def test_parameters_out_of_range_raise(build: Callable[[], EvictionPolicy]) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"must|counted"):
+        build()
+
+
+def test_the_example_registers_a_policy_that_keeps_reused_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "_POLICIES", dict(eviction._POLICIES))
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "custom_policy.py"))
+    policy = make_policy("two-class")
+    reused, unused = StandInRun(hits=1, last_access=1), StandInRun(last_access=2)
+    policy.add(reused)
+    policy.add(unused)
+    assert evict_all(policy) == [unused, reused]
+
+
+def evict_all(policy: EvictionPolicy) -> list[Any]:
+    order: list[Any] = []
+    while len(policy):
+        run = policy.victim()
+        policy.evicted(run)
+        policy.remove(run)
+        order.append(run)
+    return order

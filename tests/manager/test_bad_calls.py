@@ -1,0 +1,245 @@
+"""Every public method with every kind of wrong value: an error of ours or an answer, and the books hold afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool.errors import KVPoolError
+from kvpool.manager.aio import AsyncKVCacheManager
+from kvpool.scheduling import Request, Scheduler
+from kvpool.sequences.batch import SequenceBatch
+
+LAYERS = [LayerSpec(kv_heads=1, head_dim=8), LayerSpec(kv_heads=2, head_dim=8, window=8)]
+
+
+class Raises:
+    """An object that raises in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        self.method = method
+
+    def _fail(self, method: str) -> None:
+        if self.method == method:
+            raise RuntimeError(f"no {method}")
+
+    def __hash__(self) -> int:
+        self._fail("hash")
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        self._fail("eq")
+        return self is other
+
+    def __bool__(self) -> bool:
+        self._fail("bool")
+        return True
+
+    def __len__(self) -> int:
+        self._fail("len")
+        return 1
+
+    def __iter__(self) -> Iterator[int]:
+        self._fail("iter")
+        return iter([1])
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        self._fail("array")
+        return np.array([1])
+
+    def __repr__(self) -> str:
+        return f"Raises({self.method!r})"
+
+
+NASTY: list[Any] = [
+    *(None, True, False, 0, -1, 3, 1.5, float("nan"), float("inf"), 1j, "x", b"x", (), [], [1, 2], [[1], [2, 3]]),
+    *(2**31, 2**70, [None], [1, "x"], [2**70], [-1], {}, {"x": 1}, set(), object(), object, len),
+    *(Tier.HOST, Tier.REMOTE, ReuseScope(), KVCacheHandle),
+    *(np.array([1, 2]), np.array([]), np.array(3), np.array([True, False]), np.array([[1], [2]]), np.array(["x"])),
+    *(np.array([1.5]), np.array([None]), np.float64(2.5), np.int64(2), np.uint64(2**63), np.bool_(True)),
+    *(Raises(method) for method in ("hash", "eq", "bool", "len", "iter", "array")),
+]
+
+
+def new_manager() -> KVCacheManager:
+    config = KVCacheConfig(LAYERS, block_size=4, gpu_blocks=24, host_blocks=24, watermark=0.0)
+    manager = KVCacheManager(config)
+    manager.free(_committed(manager, "old", [5] * 8))
+    _committed(manager, "live", [1] * 9, session="s")
+    manager.swap_out(_committed(manager, "away", [2] * 5))
+    return manager
+
+
+def _committed(manager: KVCacheManager, name: str, tokens: list[int], **options: Any) -> KVCacheHandle:
+    handle = manager.allocate(name, tokens, **options)
+    manager.commit(handle)
+    return handle
+
+
+def good_arguments(manager: KVCacheManager) -> dict[str, Any]:
+    """What each parameter is when another one is wrong."""
+    live = manager.get("live")
+    return {
+        **{"handle": live, "batch": [live], "handles": live, "pin": manager.pin([5] * 8), "request_id": "new"},
+        **{"request_ids": "new", "tokens": [1, 2, 3], "prefix": [5] * 8, "num_blocks": 1, "block_id": 0, "start": 0},
+        **{"stop": 1, "tenant": "t", "logits": "logits", "callback": print, "num_tokens": 1},
+    }
+
+
+def public_methods(kind: type) -> list[str]:
+    names = [name for name in dir(kind) if not name.startswith("_")]
+    return [name for name in names if inspect.isfunction(inspect.getattr_static(kind, name))]
+
+
+def parameters(method: Any) -> list[inspect.Parameter]:
+    return [p for p in inspect.signature(method).parameters.values() if p.name not in ("self", "options")]
+
+
+def call(method: Any, good: dict[str, Any], wrong: str, value: Any) -> Any:
+    """Calls a method with one wrong argument and good ones for what it needs besides."""
+    given: list[Any] = []
+    named: dict[str, Any] = {}
+    needed = {"tokens"} if {"tokens", "num_tokens", "scope"} <= {p.name for p in parameters(method)} else {"prefix"}
+    has_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters(method))
+    for parameter in parameters(method):
+        if parameter.name == wrong:
+            argument = value
+        elif parameter.default is parameter.empty or (
+            parameter.name in needed and wrong not in ("num_tokens", "session")
+        ):
+            argument = good[parameter.name]
+        else:
+            continue
+        if has_rest:
+            given.append(argument)
+        else:
+            named[parameter.name] = argument
+    return method(*given, **named)
+
+
+def complaints_about(make: Callable[[], tuple[KVCacheManager, Any, dict[str, Any]]], name: str) -> list[str]:
+    """What is wrong about bad calls of a method: they raised something raw, or left broken books."""
+    found: list[str] = []
+    manager, target, good = make()
+    for parameter in parameters(getattr(type(target), name)):
+        for value in NASTY:
+            what = f"{name}({parameter.name}={value!r})"
+            refused = False
+            try:
+                result = call(getattr(target, name), good, parameter.name, value)
+                if inspect.iscoroutine(result):
+                    asyncio.run(asyncio.wait_for(result, 5.0))
+            except KVPoolError:
+                refused = True
+            except Exception as error:
+                found.append(f"{what} raised {error!r}")
+            try:
+                manager.check()
+            except KVPoolError as error:
+                found.append(f"{what} broke the books: {error}")
+            if not refused:
+                manager, target, good = make()
+    return found
+
+
+def for_the_manager() -> tuple[KVCacheManager, Any, dict[str, Any]]:
+    manager = new_manager()
+    return manager, manager, good_arguments(manager)
+
+
+@pytest.mark.parametrize("name", public_methods(KVCacheManager))
+def test_the_manager_refuses_wrong_values(name: str) -> None:
+    assert not complaints_about(for_the_manager, name)
+
+
+def for_a_batch() -> tuple[KVCacheManager, Any, dict[str, Any]]:
+    manager = new_manager()
+    return manager, manager.batch([manager.get("live")]), {}
+
+
+@pytest.mark.parametrize("name", public_methods(SequenceBatch))
+def test_a_batch_refuses_wrong_values(name: str) -> None:
+    assert not complaints_about(for_a_batch, name)
+
+
+def for_a_handle() -> tuple[KVCacheManager, Any, dict[str, Any]]:
+    manager = new_manager()
+    return manager, manager.get("live"), {}
+
+
+@pytest.mark.parametrize("name", public_methods(KVCacheHandle))
+def test_a_handle_refuses_wrong_values(name: str) -> None:
+    assert not complaints_about(for_a_handle, name)
+
+
+def for_asyncio() -> tuple[KVCacheManager, Any, dict[str, Any]]:
+    manager = new_manager()
+    return manager, AsyncKVCacheManager(manager), good_arguments(manager)
+
+
+def test_the_asynchronous_manager_refuses_wrong_values() -> None:
+    assert not complaints_about(for_asyncio, "allocate")
+
+
+@pytest.mark.parametrize("keep", NASTY)
+def test_an_asynchronous_sequence_with_a_wrong_flag_allocates_nothing(keep: Any) -> None:
+    manager = new_manager()
+
+    async def use() -> None:
+        async with AsyncKVCacheManager(manager).sequence("new", [1, 2, 3], keep=keep):
+            pass
+
+    if isinstance(keep, (bool, np.bool_)):
+        asyncio.run(use())
+    else:
+        with pytest.raises(KVPoolError):
+            asyncio.run(use())
+    assert [handle.request_id for handle in manager.handles] == ["live", "away"]
+    manager.check()
+
+
+def for_the_scheduler() -> tuple[KVCacheManager, Any, dict[str, Any]]:
+    manager = new_manager()
+    scheduler = Scheduler(manager)
+    scheduler.add(Request("r", [1, 2, 3], max_new_tokens=4))
+    scheduler.complete(scheduler.step(), [7])
+    (sequence,) = scheduler.sequences("r")
+    prompt = scheduler.token_ids(sequence)
+    good = {"request": Request("new", prompt, max_new_tokens=2), "parent": sequence, "sequence": sequence}
+    return manager, scheduler, {**good, "request_id": "r", "drafts": [1], "plan": scheduler.step(), "seconds": 0.5}
+
+
+@pytest.mark.parametrize("name", public_methods(Scheduler))
+def test_the_scheduler_refuses_wrong_values(name: str) -> None:
+    assert not complaints_about(for_the_scheduler, name)
+
+
+@pytest.mark.parametrize("field", [p.name for p in parameters(Request)])
+def test_a_request_refuses_wrong_values(field: str) -> None:
+    """What is accepted can be planned."""
+    for value in NASTY:
+        given = {"id": "new", "prompt": [1, 2, 3], "max_new_tokens": 2, field: value}
+        manager, scheduler, _ = for_the_scheduler()
+        try:
+            scheduler.add(Request(**given))
+        except KVPoolError:
+            continue
+        except Exception as error:
+            pytest.fail(f"Request({field}={value!r}) raised {error!r}")
+        scheduler.step()
+        manager.check()
+
+
+@pytest.mark.parametrize("method", ["eq", "hash"])
+def test_two_ids_that_cannot_be_told_apart_are_refused(method: str) -> None:
+    manager = new_manager()
+    with pytest.raises(KVPoolError, match="hashable and comparable"):
+        manager.fork(manager.get("live"), Raises(method), Raises(method))
+    manager.check()
+    assert len(manager.handles) == 2

@@ -1,0 +1,183 @@
+"""`check()` finds what it promises to find: each test breaks one invariant by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool.errors import InvariantError
+from kvpool.prefix.node import Node
+
+FULL = LayerSpec(kv_heads=1, head_dim=8)
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
+
+
+def make_manager() -> KVCacheManager:
+    """A live request, its fork, a swapped one, a pinned run, an offloaded run and a tenant with a quota."""
+    config = KVCacheConfig([FULL, SLIDING], block_size=4, gpu_blocks=64, host_blocks=64, watermark=0.0)
+    manager = KVCacheManager(config)
+    manager.set_quota("t", guaranteed=4)
+    for number, scope in enumerate((ReuseScope(), ReuseScope(tenant="t"))):
+        handle = manager.allocate(("old", number), list(range(100 * number, 100 * number + 16)), scope=scope)
+        manager.commit(handle, 16)
+        manager.free(handle)
+    manager.pin(list(range(8)))
+    manager.offload(2)
+    live = manager.allocate("live", list(range(500, 518)))
+    manager.commit(live, 18)
+    manager.fork(live, "fork")
+    swapped = manager.allocate("swapped", list(range(700, 706)))
+    manager.commit(swapped, 6)
+    manager.swap_out(swapped)
+    manager.check()
+    return manager
+
+
+def live_row(manager: KVCacheManager) -> int:
+    return manager.get("live").row
+
+
+def tip(manager: KVCacheManager) -> Node:
+    node = manager._state.rows.tips[live_row(manager)]
+    assert node is not None
+    return node
+
+
+def cached_nodes(manager: KVCacheManager, tier: Tier = Tier.GPU) -> list[Node]:
+    return [node for node in manager._state.cache.nodes() if node.tier == tier and not node.active]
+
+
+def set_attribute(find: Callable[[KVCacheManager], Any], name: str, change: int) -> Callable[[KVCacheManager], None]:
+    def damage(manager: KVCacheManager) -> None:
+        target = find(manager)
+        setattr(target, name, getattr(target, name) + change)
+
+    return damage
+
+
+def lose_a_free_block(manager: KVCacheManager) -> None:
+    manager._state.gpu_pools[0].take(1)
+
+
+def free_a_block_twice(manager: KVCacheManager) -> None:
+    pool = manager._state.gpu_pools[0]
+    pool._free[0] = pool._free[1]
+
+
+def free_a_block_in_use(manager: KVCacheManager) -> None:
+    pool = manager._state.gpu_pools[0]
+    pool._free[0] = manager.get("live").block_ids()[-1]
+
+
+def reference_a_free_block(manager: KVCacheManager) -> None:
+    pool = manager._state.gpu_pools[0]
+    pool.refs[pool.free_ids()[0]] = 1
+
+
+def forget_a_reader(manager: KVCacheManager) -> None:
+    manager._state.gpu_pools[0].refs[manager.get("live").block_ids()[-1]] = 1
+
+
+def leave_a_hole(manager: KVCacheManager) -> None:
+    manager._state.rows.tables[0][live_row(manager), -1 + manager.get("live").num_blocks] = -1
+
+
+def point_elsewhere(manager: KVCacheManager) -> None:
+    manager._state.rows.tables[0][live_row(manager), 0] += 1
+
+
+def write_behind_the_end(manager: KVCacheManager) -> None:
+    manager._state.rows.tables[0][live_row(manager), manager.get("live").num_blocks] = 3
+
+
+def commit_more_than_is_written(manager: KVCacheManager) -> None:
+    manager._state.rows.committed[live_row(manager)] = 99
+
+
+def give_a_swapped_request_a_gpu_block(manager: KVCacheManager) -> None:
+    manager._state.rows.tables[0][manager.get("swapped").row, 0] = 1
+
+
+def forget_a_request(manager: KVCacheManager) -> None:
+    del manager._state.requests["live"]
+
+
+def rename_a_request(manager: KVCacheManager) -> None:
+    manager._state.requests["other"] = manager._state.requests.pop("live")
+
+
+def change_the_key_of_a_run(manager: KVCacheManager) -> None:
+    tip(manager).key = b"another"
+
+
+def lose_a_child(manager: KVCacheManager) -> None:
+    node = cached_nodes(manager)[-1]
+    dict.pop(node.parent.children, node.key)
+
+
+def lift_a_child_above_its_parent(manager: KVCacheManager) -> None:
+    cached_nodes(manager, Tier.HOST)[0].parent.tier = Tier.DISK
+
+
+def drop_a_candidate(manager: KVCacheManager) -> None:
+    cache = manager._state.cache
+    node = next(n for n in cache.nodes() if cache.is_candidate(n))
+    node.root.policies[node.tier].remove(node)
+
+
+def flag_nobody(manager: KVCacheManager) -> None:
+    manager._state.rows.num_shared += 1
+
+
+DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
+    (lose_a_free_block, "belong to nobody"),
+    (free_a_block_twice, "free twice"),
+    (free_a_block_in_use, "free and in use|free twice"),
+    (reference_a_free_block, "free block"),
+    (forget_a_reader, "references"),
+    (leave_a_hole, "a hole in group 0"),
+    (point_elsewhere, "differs from the tree"),
+    (write_behind_the_end, "behind its end"),
+    (commit_more_than_is_written, "committed 99"),
+    (give_a_swapped_request_a_gpu_block, "is swapped out but has GPU blocks"),
+    (forget_a_request, "rows for"),
+    (rename_a_request, "not in the request index"),
+    (change_the_key_of_a_run, "key is not its first block"),
+    (lose_a_child, "belong to nobody|is empty and unused"),
+    (lift_a_child_above_its_parent, "lies on HOST below DISK|children of its tier"),
+    (drop_a_candidate, "candidates"),
+    (flag_nobody, "shared rows booked"),
+    (set_attribute(lambda m: m._state.gpu_pools[0], "num_cached", 1), "cached"),
+    (set_attribute(lambda m: m._state.gpu_pools[0], "num_pinned", 1), "pinned blocks booked"),
+    (set_attribute(lambda m: m._state.cache, "pinned_blocks", 1), "pinned positions booked"),
+    (set_attribute(tip, "active", 1), "active"),
+    (set_attribute(tip, "pins", 1), "pins"),
+    (set_attribute(lambda m: cached_nodes(m)[0], "start", 1), "its parent ends at"),
+    (set_attribute(lambda m: cached_nodes(m)[0], "same_tier_children", 1), "children of its tier"),
+]
+
+
+@pytest.mark.parametrize(("damage", "named"), DAMAGES)
+def test_a_broken_invariant_is_found_and_named(damage: Callable[[KVCacheManager], None], named: str) -> None:
+    manager = make_manager()
+    damage(manager)
+    with pytest.raises(InvariantError, match=named):
+        manager.check()
+
+
+def test_a_quota_that_was_miscounted_is_found() -> None:
+    manager = make_manager()
+    manager._state.cache.quotas["t"].cached[0] += 1
+    with pytest.raises(InvariantError, match="tenant 't'"):
+        manager.check()
+
+
+def test_a_request_tracked_at_a_place_it_left_is_found() -> None:
+    manager = make_manager()
+    producer = manager.allocate("producer", list(range(900, 912)))
+    manager._in_flight.rows_by_block[tip(manager), b"elsewhere"] = producer.row
+    with pytest.raises(InvariantError, match="in flight"):
+        manager.check()

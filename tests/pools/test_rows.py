@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvpool import KVCacheConfig, KVCacheHandle, LayerSpec, ReuseScope
+from kvpool.errors import InvalidArgumentError
+from kvpool.pools.rows import RECENT_TOKENS, SequenceRows
+from kvpool.prefix.node import Node, Root
+
+FULL = LayerSpec(kv_heads=1, head_dim=8)
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4)
+CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
+
+
+def make_rows(*layers: LayerSpec, **options: Any) -> SequenceRows:
+    config = KVCacheConfig(list(layers) or [FULL], block_size=4, gpu_blocks=8)
+    return SequenceRows(config.groups, 4, **options)
+
+
+def add(rows: SequenceRows, num_blocks: int = 1) -> int:
+    return rows.new_row(KVCacheHandle(rows, "a", ReuseScope()), num_blocks)
+
+
+def tokens_of(*ids: int) -> np.ndarray:
+    return np.array(ids, np.int32)
+
+
+def test_rows_are_handed_out_from_0_and_reused() -> None:
+    rows = make_rows(num_rows=4)
+    assert [add(rows), add(rows)] == [0, 1]
+    rows.drop_row(0)
+    assert add(rows) == 0
+    assert rows.live_rows() == [0, 1]
+
+
+def test_a_row_that_ended_leaves_nothing_in_its_tables_or_token_ids() -> None:
+    rows = make_rows(FULL, CROSS, num_rows=2)
+    for drop in (rows.drop_row, lambda row: rows.drop_rows(np.array([row]))):
+        row = add(rows, 3)
+        rows.num_blocks[row], rows.num_cross_blocks[row] = 2, 3
+        rows.tables[0][row, :2] = rows.tables[1][row, :2] = 7
+        rows.tables[1][row, 2] = 7
+        rows.set_token_ids(row, tokens_of(1, 2, 3), 0)
+        rows.set_shared(row, True)
+        drop(row)
+        again = add(rows)
+        assert again == row
+        assert all((table[row] == -1).all() for table in rows.tables)
+        assert (rows.token_ids(row).tolist(), rows.num_shared) == ([], 0)
+        rows.num_blocks[row] = 0
+        rows.drop_row(row)
+
+
+def test_more_sequences_than_rows_make_the_arrays_grow_and_keep_their_contents() -> None:
+    rows = make_rows(FULL, SLIDING, num_rows=2, num_columns=3)
+    rows.reserved[add(rows)] = 11
+    rows.tables[1][0, 2] = 9
+    epoch = rows.epoch
+    added = [add(rows) for _ in range(6)]
+    assert added == [1, 2, 3, 4, 5, 6]
+    assert rows.num_rows == 8
+    assert (int(rows.reserved[0]), int(rows.tables[1][0, 2])) == (11, 9)
+    assert rows.window_start.shape == (2, 8)
+    assert (rows.tables[0][2:] == -1).all()
+    assert rows.epoch > epoch  # batches look at their rows again
+
+
+def test_longer_sequences_make_the_tables_wider_and_keep_their_contents() -> None:
+    rows = make_rows(FULL, SLIDING, num_columns=2)
+    row = add(rows, 2)
+    rows.tables[1][row] = [3, 4]
+    rows.ensure_columns(2)
+    assert rows.tables[0].shape[1] == 2
+    rows.ensure_columns(9)
+    assert rows.tables[0].shape[1] == 9
+    assert rows.tables[1][row].tolist() == [3, 4] + [-1] * 7
+    rows.ensure_columns(10)
+    assert rows.tables[0].shape[1] == 18  # at least twice as wide: growing costs little per block
+
+
+def test_token_ids_that_arrive_one_by_one_are_read_in_order() -> None:
+    rows = make_rows()
+    row = add(rows)
+    rows.set_token_ids(row, tokens_of(1, 2), 0)
+    rows.recent[row, :3] = [3, 4, 5]
+    rows.known[row] = 5
+    assert rows.token_ids(row).tolist() == [1, 2, 3, 4, 5]
+    rows.append_token_ids(row, tokens_of(6))
+    assert rows.token_ids(row).tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_history_has_room_to_grow_and_older_views_stay_valid() -> None:
+    rows = make_rows()
+    row = add(rows)
+    rows.set_token_ids(row, tokens_of(1, 2), 0)
+    rows.append_token_ids(row, tokens_of(3))
+    view, memory = rows.token_ids(row), rows.history[row]
+    for token in range(4, RECENT_TOKENS):
+        rows.append_token_ids(row, tokens_of(token))
+    assert rows.history[row] is memory
+    assert view.tolist() == [1, 2, 3]
+
+
+def test_token_ids_are_copied_from_the_caller() -> None:
+    rows = make_rows()
+    row = add(rows)
+    mine = tokens_of(1, 2, 3)
+    rows.set_token_ids(row, mine, 0)
+    mine[:] = 9
+    assert rows.token_ids(row).tolist() == [1, 2, 3]
+
+
+def make_path(rows: SequenceRows, row: int, *tokens: int) -> None:
+    """Puts the row on a path of one node that holds these tokens."""
+    root = Root(ReuseScope(), [], None)
+    node = Node(root, b"", 0, 1, 0.0)
+    node.tokens, node.num_blocks = tokens_of(*tokens), len(tokens) // rows.block_size
+    rows.tips[row] = node
+
+
+def test_the_ids_of_a_cached_prefix_are_read_from_the_path_and_kept_when_the_row_leaves_it() -> None:
+    rows = make_rows()
+    row = add(rows)
+    make_path(rows, row, 1, 2, 3, 4)
+    rows.set_token_ids(row, tokens_of(1, 2, 3, 4, 5, 6), 4)
+    rows.append_token_ids(row, tokens_of(7))
+    assert rows.history[row][:3].tolist() == [5, 6, 7]
+    assert rows.token_ids(row).tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert rows.ids_between(row, 4, 6).tolist() == [5, 6]
+    assert rows.ids_between(row, 2, 6).tolist() == [3, 4, 5, 6]
+    rows.keep_token_ids(row)
+    rows.tips[row] = None
+    assert rows.token_ids(row).tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(("num_history", "room"), [(6, 6), (6, 100), (3, 100), (3, 3), (0, 0), (5, 5)])
+def test_ids_for_a_node_are_the_same_wherever_they_lie_and_no_larger_than_they_must_be(
+    num_history: int, room: int
+) -> None:
+    rows = make_rows()
+    row = add(rows)
+    ids = [10, 11, 12, 13, 14, 15]
+    rows.history[row] = tokens_of(*ids[:num_history], *[0] * (room - num_history))
+    rows.num_history[row], rows.known[row] = num_history, 6
+    rows.recent[row, : 6 - num_history] = ids[num_history:]
+    for start, stop in ((0, 6), (4, 6), (0, 4)):
+        assert rows.final_token_ids(row, start, stop).tolist() == ids[start:stop]
+
+
+def test_ids_for_a_node_do_not_keep_a_long_history_alive() -> None:
+    rows = make_rows()
+    row = add(rows)
+    rows.set_token_ids(row, np.arange(2000, dtype=np.int32), 0)
+    assert rows.final_token_ids(row, 0, 4).base is None
+
+
+def test_a_fork_shares_token_ids_until_one_of_the_two_appends() -> None:
+    rows = make_rows()
+    source, target = add(rows), add(rows)
+    rows.set_token_ids(source, tokens_of(1, 2), 0)
+    rows.append_token_ids(source, tokens_of(3))
+    rows.share_token_ids(source, target)
+    rows.append_token_ids(source, tokens_of(4))
+    rows.append_token_ids(target, tokens_of(5))
+    assert rows.token_ids(source).tolist() == [1, 2, 3, 4]
+    assert rows.token_ids(target).tolist() == [1, 2, 3, 5]
+
+
+def test_a_rewind_never_overwrites_ids_that_others_look_at() -> None:
+    rows = make_rows()
+    row = add(rows)
+    rows.set_token_ids(row, tokens_of(1, 2, 3, 4), 0)
+    seen = rows.token_ids(row)
+    rows.forget_token_ids(row, 2)
+    rows.append_token_ids(row, tokens_of(9, 9))
+    assert seen.tolist() == [1, 2, 3, 4]
+    assert rows.token_ids(row).tolist() == [1, 2, 9, 9]
+    rows.forget_token_ids(row, 8)  # nothing to forget
+    assert rows.token_ids(row).tolist() == [1, 2, 9, 9]
+
+
+def test_shared_rows_are_counted_once_however_often_they_are_flagged() -> None:
+    rows = make_rows()
+    row = add(rows)
+    rows.set_shared(row, True)
+    rows.set_shared(row, True)
+    assert rows.num_shared == 1
+    rows.set_shared(row, False)
+    assert rows.num_shared == 0
+
+
+def test_visible_blocks_hide_what_left_the_window_but_not_the_sinks() -> None:
+    rows = make_rows(FULL, SLIDING, CROSS)
+    row = add(rows, 5)
+    rows.num_blocks[row], rows.num_cross_blocks[row] = 5, 2
+    for table in rows.tables:
+        table[row, :5] = [0, 1, 2, 3, 4]
+    rows.window_start[1, row] = 3
+    assert rows.visible_blocks(0, row).tolist() == [0, 1, 2, 3, 4]
+    assert rows.visible_blocks(1, row).tolist() == [0, -1, -1, 3, 4]
+    assert rows.visible_blocks(2, row).tolist() == [0, 1]
+    assert rows.all_blocks(1, row).tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("index", [-1, 1, True, "0", None, 2**70])
+def test_a_group_that_does_not_exist_is_named(index: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="group"):
+        make_rows().group(index)

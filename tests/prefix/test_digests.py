@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.prefix.digests import DIGEST_BYTES, chain_digests, root_digest
+from kvpool.scope import ReuseScope
+
+ROOT = root_digest(ReuseScope())
+
+text = st.text(st.characters(), max_size=6)
+scopes = st.builds(
+    ReuseScope,
+    tenant=text,
+    adapter=text,
+    weights=text,
+    multimodal=st.lists(st.tuples(text, st.integers(0, 2**70)), max_size=3).map(tuple),
+    encoder=text,
+)
+
+
+def tokens_of(*token_ids: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(token_ids, dtype=np.int32)
+
+
+def test_each_digest_is_sha256_of_the_previous_digest_and_little_endian_tokens() -> None:
+    first = hashlib.sha256(ROOT + struct.pack("<4i", 1, 2, 3, 4)).digest()
+    second = hashlib.sha256(first + struct.pack("<4i", 5, -6, 7, 2**31 - 1)).digest()
+    assert chain_digests(ROOT, tokens_of(1, 2, 3, 4, 5, -6, 7, 2**31 - 1), 4) == [first, second]
+
+
+def test_digests_of_the_wire_format_never_change() -> None:
+    # Stored outside the process (disk, remote tier): a change here must come with a new tag in the encoding.
+    assert ROOT.hex() == hashlib.sha256(b"kvpool scope 1\0" + bytes(24)).hexdigest()
+    scope = ReuseScope("t", "é", "", (("ff", 12),))
+    fields = [b"t", "é".encode(), b"", b"ff", b"12"]
+    message = b"kvpool scope 1\0" + b"".join(struct.pack("<Q", len(field)) + field for field in fields)
+    assert root_digest(scope) == hashlib.sha256(message).digest()
+    heard = ReuseScope("t", "é", "", (("ff", 12),), encoder="audio")
+    assert root_digest(heard) == hashlib.sha256(message + struct.pack("<Q", 5) + b"audio").digest()
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=24), st.integers(1, 5), st.integers(0, 24))
+def test_a_chain_continued_from_any_block_equals_the_whole_chain(
+    token_ids: list[int], block_size: int, cut_blocks: int
+) -> None:
+    tokens = np.array(token_ids[: len(token_ids) // block_size * block_size], dtype=np.int32)
+    whole = chain_digests(ROOT, tokens, block_size)
+    head = chain_digests(ROOT, tokens[: cut_blocks * block_size], block_size)
+    tail = chain_digests(head[-1] if head else ROOT, tokens[cut_blocks * block_size :], block_size)
+    assert head + tail == whole
+    assert len(whole) == len(tokens) // block_size
+
+
+def test_equal_tokens_at_another_place_have_another_digest() -> None:
+    digests = chain_digests(ROOT, tokens_of(7, 7, 7, 7, 7, 7), 2)
+    assert len(set(digests)) == 3
+
+
+def test_blocks_that_differ_only_in_zeros_have_different_digests() -> None:
+    assert chain_digests(ROOT, tokens_of(1, 0, 0, 0), 4) != chain_digests(ROOT, tokens_of(1, 0), 2)
+    assert len(set(chain_digests(ROOT, tokens_of(0, 0, 0, 0), 1))) == 4
+
+
+def test_strided_and_read_only_tokens_give_the_same_digests() -> None:
+    tokens = np.arange(32, dtype=np.int32)
+    strided = np.repeat(tokens, 3)[::3]
+    frozen = tokens.copy()
+    frozen.flags.writeable = False
+    expected = chain_digests(ROOT, tokens, 16)
+    assert chain_digests(ROOT, strided, 16) == expected
+    assert chain_digests(ROOT, frozen, 16) == expected
+
+
+def test_no_tokens_give_no_digests() -> None:
+    assert chain_digests(ROOT, tokens_of(), 16) == []
+
+
+@given(scopes, scopes)
+def test_roots_are_equal_exactly_when_scopes_are(one: ReuseScope, other: ReuseScope) -> None:
+    assert (root_digest(one) == root_digest(other)) == (one == other)
+    assert len(root_digest(one)) == DIGEST_BYTES
+
+
+def test_moving_characters_between_neighbouring_fields_changes_the_root() -> None:
+    confusable = [
+        ReuseScope("ab"),
+        ReuseScope("a", "b"),
+        ReuseScope("", "ab"),
+        ReuseScope("", "", "ab"),
+        ReuseScope(multimodal=(("ab", 0),)),
+        ReuseScope(multimodal=(("a", 0), ("b", 0))),
+        ReuseScope(multimodal=(("b", 0), ("a", 0))),
+        ReuseScope(multimodal=(("a", 10),)),
+        ReuseScope(multimodal=(("a1", 0),)),
+        ReuseScope("\ud83d\ude00"),
+        ReuseScope("\U0001f600"),
+    ]
+    for one, other in itertools.combinations(confusable, 2):
+        assert root_digest(one) != root_digest(other), (one, other)
+
+
+def test_equal_scopes_are_one_dictionary_key() -> None:
+    assert {ReuseScope("t", multimodal=(("h", 3),)): 1}[ReuseScope("t", multimodal=(("h", 3),))] == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tenant": None},
+        {"adapter": 7},
+        {"weights": b"v1"},
+        {"multimodal": [("h", 0)]},
+        {"multimodal": ("h0",)},
+        {"multimodal": (["h", 0],)},
+        {"multimodal": (("h",),)},
+        {"multimodal": ((b"h", 0),)},
+        {"multimodal": (("h", -1),)},
+        {"multimodal": (("h", True),)},
+        {"multimodal": (("h", 1.0),)},
+    ],
+)
+def test_a_malformed_scope_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        ReuseScope(**fields)
+
+
+@pytest.mark.parametrize(
+    ("parent", "tokens", "block_size", "message"),
+    [
+        (b"short", tokens_of(1), 1, "32 bytes"),
+        (ROOT, tokens_of(1), 0, "block_size must be >= 1, got 0"),
+        (ROOT, tokens_of(1, 2, 3), 2, "cut them to 2"),
+        (ROOT, np.array([1, 2]), 2, "int64"),
+        (ROOT, np.zeros((2, 2), dtype=np.int32), 2, r"shape \(2, 2\)"),
+        (ROOT, [1, 2], 2, "a list"),
+    ],
+)
+def test_a_malformed_chain_is_refused(parent: bytes, tokens: Any, block_size: int, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        chain_digests(parent, tokens, block_size)

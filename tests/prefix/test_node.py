@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.config import Tier
+from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, ChildIndex, Node, Root, SortedKeys, common_prefix_length
+from kvpool.scope import ReuseScope
+
+
+def key_of(*tokens: int) -> bytes:
+    return np.array(tokens, np.int32).tobytes()
+
+
+def make_root() -> Root:
+    return Root(ReuseScope(), [], None)
+
+
+def make_node(parent: Node, *tokens: int) -> Node:
+    return Node(parent, key_of(*tokens), parent.end, 1, 0.0)
+
+
+def index_of(*keys: bytes) -> ChildIndex:
+    root, index = make_root(), ChildIndex()
+    for key in keys:
+        index.add(key, Node(root, key, 0, 1, 0.0))
+    return index
+
+
+def shared_tokens(left: bytes, right: bytes) -> int:
+    pairs = zip(np.frombuffer(left, np.int32).tolist(), np.frombuffer(right, np.int32).tolist(), strict=False)
+    count = 0
+    for a, b in pairs:
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+# --- nodes -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_node_is_idle_unpinned_on_the_gpu_and_lives_for_ever() -> None:
+    node = make_node(make_root(), 1, 2)
+    assert (node.active, node.pins, node.tier, node.open_row) == (0, 0, Tier.GPU, -1)
+    assert (node.priority, node.expires_at, node.priority_until) == (DEFAULT_PRIORITY, NEVER, NEVER)
+
+
+def test_a_node_below_a_detached_one_is_detached() -> None:
+    parent = make_node(make_root(), 1, 2)
+    parent.detached = True
+    assert make_node(parent, 3, 4).detached
+
+
+def test_children_of_the_own_tier_are_counted() -> None:
+    root = make_root()
+    parent = make_node(root, 1, 2)
+    on_gpu, on_host = make_node(parent, 3, 4), make_node(parent, 5, 6)
+    on_host.tier = Tier.HOST
+    parent.add_child(on_gpu.key, on_gpu)
+    parent.add_child(on_host.key, on_host)
+    assert parent.same_tier_children == 1
+    parent.remove_child(on_gpu)
+    parent.remove_child(on_host)
+    assert parent.same_tier_children == 0
+    assert parent.children is None
+
+
+def test_a_subtree_lists_parents_before_children_without_recursion() -> None:
+    root = make_root()
+    node: Node = root
+    for token in range(5000):
+        child = make_node(node, token)
+        node.add_child(child.key, child)
+        node = child
+    listed = list(root.subtree())
+    assert len(listed) == 5001
+    assert all(child.parent is parent for parent, child in itertools.pairwise(listed))
+
+
+def test_the_fingerprint_depends_on_the_scope_the_place_and_the_tokens() -> None:
+    root, other = make_root(), Root(ReuseScope(tenant="t"), [], None)
+    first = make_node(root, 1, 2)
+    first.num_blocks = 1
+    prints = {n.fingerprint for n in (first, make_node(root, 1, 3), make_node(first, 1, 2), make_node(other, 1, 2))}
+    assert len(prints) == 4
+    assert make_node(root, 1, 2).fingerprint == first.fingerprint  # the same content after eviction and re-insertion
+
+
+# --- the index of children -------------------------------------------------------------------------------------------
+
+
+def test_children_are_found_by_their_first_block() -> None:
+    index = index_of(key_of(1, 2), key_of(3, 4))
+    assert index[key_of(3, 4)].key == key_of(3, 4)
+    assert index.get(key_of(3, 5)) is None
+
+
+def test_adding_a_known_key_replaces_the_child_and_keeps_the_order() -> None:
+    index = index_of(*(key_of(i, i) for i in range(20)))
+    replacement = Node(make_root(), key_of(7, 7), 0, 2, 0.0)
+    index.add(key_of(7, 7), replacement)
+    assert len(index) == 20
+    assert index.nearest(key_of(7, 9))[0] is replacement
+
+
+def test_an_empty_index_has_no_nearest_child() -> None:
+    assert ChildIndex().nearest(key_of(1, 2)) == (None, 0)
+
+
+def test_the_nearest_child_shares_at_least_one_whole_token() -> None:
+    index = index_of(key_of(1, 2))
+    assert index.nearest(key_of(1 + 256, 2)) == (None, 0)  # one byte in common is no token
+    assert index.nearest(key_of(1, 3))[1] // 4 == 1
+
+
+def test_a_query_shorter_than_a_block_finds_its_continuation() -> None:
+    index = index_of(key_of(1, 2, 3, 4), key_of(1, 5, 6, 7))
+    node, shared = index.nearest(key_of(1, 5))
+    assert node is index[key_of(1, 5, 6, 7)]
+    assert shared // 4 == 2
+
+
+@pytest.mark.parametrize("num_keys", [1, 3, 513, 3000])
+def test_thousands_of_keys_are_kept_sorted_in_chunks_of_bounded_length(num_keys: int) -> None:
+    rng = np.random.default_rng(num_keys)
+    strings = [key_of(7, token) for token in rng.permutation(num_keys * 4)[:num_keys].tolist()]
+    keys = SortedKeys([strings[:1]])
+    for string in strings[1:]:
+        keys.add(string)
+    assert [string for chunk in keys for string in chunk] == sorted(strings)
+    assert max(map(len, keys)) <= SortedKeys.CHUNK
+    assert (len(keys) > 1) == (num_keys > SortedKeys.CHUNK)
+    for string in strings:
+        keys.remove(string)
+    assert keys == []
+
+
+def test_the_neighbours_of_a_string_may_stand_in_two_chunks() -> None:
+    first, second = [key_of(7, 0, n) for n in range(3)], [key_of(7, 1, n) for n in range(3)]
+    keys = SortedKeys([first, second])
+    assert set(keys.neighbours(key_of(7, 1))) == {first[-1], second[0]}
+    assert keys.neighbours(key_of(7, 0)) == [first[0]]
+    assert keys.neighbours(key_of(7, 2)) == [second[-1]]
+
+
+def test_children_that_start_alike_are_found_among_thousands() -> None:
+    index = index_of(*(key_of(7, token) for token in range(2000)))
+    node, shared = index.nearest(key_of(7, 1500, 1))
+    assert node is index[key_of(7, 1500)]
+    assert shared == 8
+    for token in range(2000):
+        index.discard(key_of(7, token))
+    assert (len(index), index.nearest(key_of(7, 1))) == (0, (None, 0))
+
+
+def test_an_index_that_ran_empty_can_be_used_again() -> None:
+    keys = [key_of(i, 0) for i in range(20)]
+    index = index_of(*keys)
+    for key in keys:
+        index.discard(key)
+    index.add(keys[3], Node(make_root(), keys[3], 0, 1, 0.0))
+    assert index.nearest(key_of(3, 9))[0] is index[keys[3]]
+
+
+# Tokens that share bytes, so that byte order and token order differ.
+tokens = st.sampled_from([0, 1, 2, 255, 256, 257, 65536, 2**24, 2**31 - 1])
+blocks = st.lists(tokens, min_size=3, max_size=3).map(lambda row: key_of(*row))
+
+
+@given(
+    st.lists(blocks, max_size=60, unique=True), st.lists(blocks, max_size=20), st.lists(tokens, min_size=1, max_size=3)
+)
+def test_the_nearest_child_equals_brute_force_after_any_additions_and_removals(
+    keys: list[bytes], removed: list[bytes], query_tokens: list[int]
+) -> None:
+    index = index_of(*keys)
+    for key in set(removed) & set(keys):
+        index.discard(key)
+    query = key_of(*query_tokens)
+    best = max((shared_tokens(key, query) for key in index), default=0)
+    node, shared = index.nearest(query)
+    assert shared // 4 == best
+    assert (node is None) == (best == 0)
+    if node is not None:
+        assert shared_tokens(node.key, query) == best
+
+
+@given(st.binary(max_size=12), st.binary(max_size=12))
+def test_the_common_prefix_of_bytes_equals_brute_force(left: bytes, right: bytes) -> None:
+    expected = 0
+    while expected < min(len(left), len(right)) and left[expected] == right[expected]:
+        expected += 1
+    assert common_prefix_length(left, right) == expected
