@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Engine": "engine",
     "EngineStats": "engine",
-    "SamplingParams": "params",
+    "SamplingParams": "sampling.params",
     "Generation": "generation",
     "Completion": "generation",
     "Sample": "generation",
