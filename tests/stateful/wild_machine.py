@@ -58,6 +58,7 @@ class WildMachine:
     def step(self, operation: Callable[[WildMachine, Random], None], rng: Random) -> None:
         """One operation; copies are left to pile up for a while now and then."""
         operation(self, rng)
+        self.manager.gc()  # what is due leaves now, whether the checks look or not
         self.changed()
         if rng.random() < 0.75:
             self.run_copies()

@@ -124,7 +124,7 @@ def invalidate(m: WildMachine, rng: Random) -> None:
         cut = tuple(tokens[: len(tokens) // m.size * m.size])
         gone = {key for key in cached if cut and key[0] == scope and key[1][: len(cut)] == cut}
         removed = m.manager.invalidate(tokens, scope=scope)
-        if gone:
+        if cut:
             m.histories.renew_prefix(scope, cut)
     elif kind < 0.6:
         gone = {key for key in cached if key[0] == scope}
