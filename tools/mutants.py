@@ -35,11 +35,13 @@ LEFT_OUT = (
     *("attention", "engine", "hf.py", "kernels", "storage", "server", "cluster", "integrations", "tiers"),
     *("cli.py", "tour.py", "terminal.py", "compat", "replay", "__main__.py", "version.py"),
 )
-APART = ("scheduling", "replay", "compat")  # packages whose own tests are enough beside a machine
-GENERAL = ("manager", "rules", "regressions", "seed_bugs", "events", "guard", "stats")  # tests of everything below it
-MACHINES = ("stateful/test_wild_machine.py", "stateful/test_manager_machine.py")
+APART = ("scheduling", "recording", "replay", "compat")  # packages whose own tests are enough beside a machine
+GENERAL = (  # tests of the whole manager, quick ones first
+    *("manager/test_manager.py", "test_survivors.py", "test_rules.py", "test_regressions.py", "test_seed_bugs.py"),
+    *("sequences", "prefix", "manager", "pools", "events", "test_stats.py", "stateful/test_wild_machine.py"),
+)
 SCHEDULER_MACHINE = "stateful/test_scheduler_machine.py"
-COPIED = ("src", "tests", "pyproject.toml", "README.md")
+NOT_COPIED = (".git", ".venv", ".wheels", "build", "dist", "htmlcov", "__pycache__", ".*_cache", ".hypothesis", "*.so")
 PROFILE = "quick"  # of hypothesis, see tests/conftest.py
 SLACK = 30.0  # seconds that a run may take beyond four times what it takes without a mutant
 
@@ -231,14 +233,10 @@ def tests_for(root: Path, path: str) -> list[str]:
     """Test files for a module, those that know it best first."""
     _, _, *folders, name = path.split("/")
     stem, tests = name.removesuffix(".py"), root / "tests"
-    own = sorted({*tests.rglob(f"test_{stem}.py"), *tests.rglob(f"test_{stem}_*.py")})
+    found = sorted({*tests.rglob(f"test_{stem}.py"), *tests.rglob(f"test_{stem}_*.py")})
     package = folders[0] if folders else ""
-    found = [*own, *(sorted((tests / package).glob("test_*.py")) if package else ())]
-    if package in APART:
-        found.append(tests / SCHEDULER_MACHINE)
-    else:
-        found += [tests / f"test_{general}.py" for general in GENERAL]
-        found += sorted((tests / "blocks").glob("test_*.py")) + [tests / machine for machine in MACHINES]
+    for place in filter(None, (package, *((SCHEDULER_MACHINE,) if package in APART else GENERAL))):
+        found += sorted((tests / place).glob("test_*.py")) if not place.endswith(".py") else [tests / place]
     return [file.relative_to(root).as_posix() for file in dict.fromkeys(found) if file.exists()]
 
 
@@ -250,11 +248,7 @@ class Workplace:
 
     def __init__(self, root: Path, folder: Path) -> None:
         self.folder = folder
-        for name in COPIED:
-            if (root / name).is_dir():
-                shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-            elif (root / name).exists():
-                shutil.copy(root / name, folder / name)
+        shutil.copytree(root, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
         self._environment = {
             **os.environ, "CI": "true", "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to start than most mutants to be noticed

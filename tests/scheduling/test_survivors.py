@@ -1,0 +1,148 @@
+"""Where `make mutants` once found a change that no test noticed: promises in blocks, waiting, and forks of other tenants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import add, make_engine, make_manager, names, request
+from toy_engine import ToyEngine
+
+from kvpool import ReuseScope
+from kvpool.scheduling import Request
+
+TENANT = ReuseScope(tenant="acme")
+
+
+def decoding_parent(engine: ToyEngine, **options: Any) -> Any:
+    """A request of ten tokens that decodes."""
+    engine.scheduler.add(request("parent", 10, 12, **options))
+    for _ in range(4):
+        engine.step()
+    (parent,) = engine.scheduler.sequences("parent")
+    return parent
+
+
+@pytest.mark.parametrize(("of_parent", "of_child"), [(TENANT, ReuseScope()), (ReuseScope(), TENANT)])
+def test_given_a_fork_for_another_tenant_then_nothing_is_shared(of_parent: ReuseScope, of_child: ReuseScope) -> None:
+    engine = make_engine()
+    parent = decoding_parent(engine, scope=of_parent)
+    scheduler = engine.scheduler
+    assert not scheduler.fork(parent, Request("child", scheduler.token_ids(parent), 6, scope=of_child))
+    engine.step()
+    (child,) = scheduler.sequences("child")
+    assert child.live_handle().scope == of_child
+    assert child.live_handle().num_cached_tokens == 0
+    assert not set(child.live_handle().block_ids().tolist()) & set(parent.live_handle().block_ids().tolist())
+    engine.manager.check()
+
+
+def test_given_a_fork_for_the_same_tenant_then_it_shares() -> None:
+    engine = make_engine()
+    parent = decoding_parent(engine, scope=TENANT)
+    assert engine.scheduler.fork(parent, Request("child", engine.scheduler.token_ids(parent), 6, scope=TENANT))
+
+
+@pytest.mark.parametrize("options", [{"n": 2}, {"n": 2, "steered": True}, {"steered": True}])
+def test_given_a_fork_for_several_or_steered_sequences_then_it_waits_like_any_other(options: dict[str, Any]) -> None:
+    engine = make_engine()
+    parent = decoding_parent(engine)
+    child = Request("child", engine.scheduler.token_ids(parent), 6, **options)
+    assert not engine.scheduler.fork(parent, child)
+    assert engine.scheduler.num_waiting == 1
+
+
+# --- promises ---------------------------------------------------------------------------------------------------------
+
+
+def outstanding(engine: ToyEngine) -> list[int]:
+    scheduler = engine.scheduler
+    return scheduler._capacity.outstanding(scheduler._roster.running.lanes)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_new_tokens", "n", "blocks"),
+    [
+        (8, 8, 1, 2),  # 15 places are 4 blocks, of which the prompt has 2
+        (8, 8, 3, 2 + 2 * 2 + 1),  # two more samples with 2 blocks each, and one block to copy into
+        (10, 8, 3, 2 + 2 * 3 + 1),  # the prompt's last block is not full: each further sample has its own
+        (8, 1, 2, 1),  # a sample that is never stored needs nothing but the copy
+    ],
+)
+def test_given_guaranteed_capacity_then_a_request_is_promised_the_blocks_of_all_its_samples(
+    num_tokens: int, max_new_tokens: int, n: int, blocks: int
+) -> None:
+    engine = make_engine(make_manager(gpu_blocks=32), capacity="guaranteed")
+    add(engine, request("a", num_tokens, max_new_tokens, n=n))
+    engine.scheduler.step()
+    assert outstanding(engine) == [blocks]
+
+
+def test_given_maximum_capacity_then_a_request_is_promised_one_block_for_its_samples() -> None:
+    engine = make_engine(make_manager(gpu_blocks=32))
+    add(engine, request("one", 8, 8), request("three", 8, 8, first=20, n=3))
+    engine.scheduler.step()
+    assert outstanding(engine) == [1]
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 2}])
+def test_given_requests_that_ended_then_nothing_stays_promised(options: dict[str, Any]) -> None:
+    engine = make_engine(make_manager(gpu_blocks=32), capacity="guaranteed")
+    add(engine, request("a", 8, 8, **options), request("b", 8, 3, first=20))
+    while engine.scheduler.has_work:
+        engine.step()
+    assert outstanding(engine) == [0]
+    lanes = engine.scheduler._roster.running.lanes
+    assert [int(numbers.sum()) for numbers in (lanes.promised, lanes.places, lanes.spare_blocks)] == [0, 0, 0]
+
+
+def test_given_a_request_that_was_cancelled_before_it_took_its_blocks_then_another_gets_them() -> None:
+    engine = make_engine(make_manager(gpu_blocks=6), capacity="guaranteed")
+    add(engine, request("a", 8, 9), request("b", 8, 9, first=30))
+    engine.step()
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (1, 1)
+    engine.scheduler.cancel("a")
+    engine.step()
+    assert names(engine.scheduler.sequences("b")) == ["b"]
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (1, 0)
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_given_a_prefix_that_somebody_outside_computes_then_a_request_that_is_alone_does_not_wait_for_it() -> None:
+    engine = make_engine()
+    engine.manager.allocate("outside", range(8))
+    add(engine, request("a", 9))
+    plan = engine.scheduler.step()
+    assert names(plan.sequences) == ["a"]
+    assert engine.scheduler.stats.prefix_waits == 0
+
+
+@pytest.mark.parametrize(("wait", "running"), [(True, ["first"]), (False, ["first", "second"])])
+def test_given_a_prefix_that_another_request_computes_then_it_is_waited_for_as_the_configuration_says(
+    wait: bool, running: list[str]
+) -> None:
+    engine = make_engine(wait_for_prefix=wait)
+    add(engine, request("first", 9), request("second", 9))
+    plan = engine.scheduler.step()
+    assert names(plan.sequences) == running
+    assert engine.scheduler.stats.prefix_waits == 2 - len(running)
+
+
+def test_given_different_prompts_then_none_waits_for_another() -> None:
+    engine = make_engine()
+    add(engine, request("first", 9), request("second", 9, first=30))
+    assert names(engine.scheduler.step().sequences) == ["first", "second"]
+
+
+def test_given_no_block_for_the_first_in_line_then_nobody_overtakes_it() -> None:
+    manager = make_manager(gpu_blocks=2)
+    outside = manager.allocate("outside", range(8))
+    manager.commit(outside)
+    manager.store_last_logits(outside, object(), 5)
+    engine = make_engine(manager)
+    add(engine, request("first", 4, first=100), Request("second", range(5), 4))  # all of it is cached, logits included
+    assert manager.can_allocate(range(4)).blocks_needed == (0,)
+    assert names(engine.scheduler.step().sequences) == []
+    assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (0, 2)
