@@ -34,7 +34,7 @@ from kvpool.replay.simulation.runs import run_all
 from kvpool.replay.traces.formats import FORMATS
 from kvpool.replay.traces.statistics import summary, working_set
 from kvpool.replay.traces.synth import fit, synthesise
-from kvpool.scheduling.measured_costs import COSTS, read_costs
+from kvpool.scheduling.costs.measured import COSTS, read_costs
 
 HOSTILE: list[Any] = [
     None, True, False, 0, -1, 1, 2, 7, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, -(2**63), 2**64, 10**400, -(10**400), 0.5, -0.0,

@@ -10,7 +10,7 @@ import pytest
 
 import kvpool.scheduling
 
-FILES = sorted(Path(kvpool.scheduling.__file__).parent.glob("*.py"))
+FILES = sorted(Path(kvpool.scheduling.__file__).parent.rglob("*.py"))
 BELOW = tuple(
     f"kvpool.{room}"
     for room in ("config", "errors", "jsonfile", "manager", "pools", "prefix", "scheduling", "scope", "sequences")

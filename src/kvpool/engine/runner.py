@@ -27,7 +27,7 @@ from kvpool.engine.graphs import (
 from kvpool.engine.model.hook import AttentionCall
 from kvpool.engine.model.probing import ModelShape, forward
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError, UnsupportedModelError
-from kvpool.scheduling.batch_plan import BatchPlan
+from kvpool.scheduling.steps.batch_plan import BatchPlan
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.moving import upload
 

@@ -10,7 +10,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.request import ScheduledSequence, SequenceState
 from kvpool.scheduling.roster import Roster
-from kvpool.scheduling.round import PromptChunk, Round
+from kvpool.scheduling.steps.round import PromptChunk, Round
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import Admission
 

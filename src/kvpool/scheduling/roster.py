@@ -6,12 +6,12 @@ from collections.abc import Iterable
 
 from kvpool.config import Tier
 from kvpool.manager import KVCacheManager
-from kvpool.scheduling.costs import CostModel
+from kvpool.scheduling.costs.linear import CostModel
 from kvpool.scheduling.policies import OrderedQueue, make_policy
 from kvpool.scheduling.request import FinishReason, ScheduledSequence, SequenceState
-from kvpool.scheduling.running import Running
 from kvpool.scheduling.scheduler_config import PreemptionMode, SchedulerConfig
 from kvpool.scheduling.scheduler_stats import SchedulerStats
+from kvpool.scheduling.steps.running import Running
 from kvpool.sequences.handle import KVCacheHandle
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvpool.engine.generation import Generation, TokenLogprob
 from kvpool.engine.sampling.choosing import Sampled, SamplingRows, TokenCounts, sample, seed_of, uniforms_for
 from kvpool.pools.arrays import Int64Array
-from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.request import ScheduledSequence
+from kvpool.scheduling.steps.batch_plan import BatchPlan
 from kvpool.storage.moving import upload
 
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
-from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.request import FinishReason, RequestGroup, ScheduledSequence, joined
 from kvpool.scheduling.roster import Roster
-from kvpool.scheduling.running import make_rows
+from kvpool.scheduling.steps.batch_plan import BatchPlan
+from kvpool.scheduling.steps.running import make_rows
 
 
 class Fork(NamedTuple):

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from kvpool.pools.arrays import BoolArray, Int32Array
-from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.request import joined
-from kvpool.scheduling.round import DecodeRows, PromptChunk, Round
-from kvpool.scheduling.running import Lanes, Running
+from kvpool.scheduling.steps.batch_plan import BatchPlan
+from kvpool.scheduling.steps.round import DecodeRows, PromptChunk, Round
+from kvpool.scheduling.steps.running import Lanes, Running
 
 
 def assemble(round: Round, number: int) -> BatchPlan:

@@ -11,7 +11,7 @@ from kvpool.config import KVCacheConfig, Tier
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.copies import CopyOp
-from kvpool.scheduling.costs import CostModel
+from kvpool.scheduling.costs.linear import CostModel
 from kvpool.scheduling.request import Finished, ScheduledSequence
 from kvpool.sequences.batch import SequenceBatch
 

@@ -19,7 +19,7 @@ from kvpool.config import LayerSpec
 from kvpool.config.layers import MAX_BYTES, check_int, check_number, show
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
 from kvpool.jsonfile import read_json
-from kvpool.scheduling.costs import LinearCostModel
+from kvpool.scheduling.costs.linear import LinearCostModel
 
 COSTS = (
     "prefill_seconds_per_token", "seconds_per_token_pair", "decode_seconds_per_step", "decode_seconds_per_sequence",

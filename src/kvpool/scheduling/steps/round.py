@@ -11,7 +11,7 @@ from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling.request import ScheduledSequence
 from kvpool.scheduling.roster import Roster
-from kvpool.scheduling.running import make_rows
+from kvpool.scheduling.steps.running import make_rows
 from kvpool.sequences.batch import SequenceBatch
 
 

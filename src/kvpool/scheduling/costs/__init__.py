@@ -1,0 +1,1 @@
+"""What steps and transfers cost: a linear model, and how it is fitted to what was measured."""
