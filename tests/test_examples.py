@@ -20,13 +20,13 @@ EXPECTED = {
     "replay.py": "4,000 blocks: lru 0.197, adaptive 0.203, optimum 0.289",
     "scheduler.py": "12 requests are as they would be alone: True",
     "data_plane.py": "intact after the journey: True",
-    "seeds/pyagent.py": "49 tokens: [0, 1, 2, 3] free 96",
-    "seeds/vllm_v0.py": "copies: {'s0': [(2, 3)], 's1': [(2, 4)], 's2': []}",
-    "seeds/ferrum.py": "share: [0, 1, 2, 3] [0, 1, 4] copied 1 block",
-    "seeds/trtllm.py": "system prompt kept: 64 of 64 tokens",
+    "compat/pyagent.py": "49 tokens: [0, 1, 2, 3] free 96",
+    "compat/vllm_v0.py": "copies: {'s0': [(2, 3)], 's1': [(2, 4)], 's2': []}",
+    "compat/ferrum.py": "share: [0, 1, 2, 3] [0, 1, 4] copied 1 block",
+    "compat/trtllm.py": "system prompt kept: 64 of 64 tokens",
 }
 NEEDS = {
-    name: "torch" for name in EXPECTED if name == "data_plane.py" or name.startswith("seeds/")
+    name: "torch" for name in EXPECTED if name == "data_plane.py" or name.startswith("compat/")
 }  # need not be there
 EXAMPLES = sorted(path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.py"))
 README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)

@@ -1,4 +1,4 @@
-"""The seventeen rules of the design page: one test, or a small group, for each."""
+"""The seventeen rules that always hold (docs/rules.md): one test, or a small group, for each."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ LEFT_OUT = (
 )
 APART = ("scheduling", "recording", "replay", "compat")  # packages whose own tests are enough beside a machine
 GENERAL = (  # tests of the whole manager, quick ones first
-    *("manager/test_manager.py", "test_survivors.py", "test_rules.py", "test_regressions.py", "test_seed_bugs.py"),
+    *("manager/test_manager.py", "test_survivors.py", "test_rules.py", "test_regressions.py"),
+    "test_bugs_of_earlier_systems.py",
     *("sequences", "prefix", "manager", "pools", "events", "test_stats.py", "stateful/test_wild_machine.py"),
 )
 SCHEDULER_MACHINE = "stateful/test_scheduler_machine.py"

@@ -275,7 +275,7 @@ def test_clear_forgets_all_and_the_policy_works_on(name: str) -> None:
     assert policy.victim() in runs
 
 
-# --- the lessons of the seed systems -------------------------------------------------------------------------------
+# --- the lessons of earlier systems ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

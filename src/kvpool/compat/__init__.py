@@ -1,4 +1,4 @@
-"""Seed spellings: the names that users of four earlier systems know, as thin wrappers around one `KVCacheManager`.
+"""The calls that users of four earlier systems know, as thin wrappers around one `KVCacheManager`.
 
 Each class only translates arguments and results; the manager behind it is its `manager` attribute and the bytes are its
 `plane`, and all of them may be used side by side. Where an earlier system was silent about a mistake, these raise the errors

@@ -1,4 +1,4 @@
-"""What all seed spellings share: a manager, requests named by ids instead of handles, and the bytes when asked for."""
+"""What the wrappers for earlier systems share: a manager, requests named by ids instead of handles, bytes when asked for."""
 
 from __future__ import annotations
 

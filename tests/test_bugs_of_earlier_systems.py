@@ -1,4 +1,4 @@
-"""Known bugs of the systems that kvpool unifies, done right. P: PyAgent, V: vLLM V0, F: ferrum, T: TensorRT-LLM."""
+"""Known bugs of earlier systems (PyAgent, vLLM V0, ferrum, TensorRT-LLM), each done right here."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def cached(manager: KVCacheManager, num_tokens: int, first: int = 0, **options: 
 # --- allocation ------------------------------------------------------------------------------------------------------
 
 
-def test_p1_extend_grows_when_the_last_block_is_full() -> None:
+def test_extend_grows_when_the_last_block_is_full() -> None:
     manager = make_manager()
     handle = manager.allocate("a", [1, 2, 3, 4])
     manager.extend(handle)
     assert handle.num_blocks == 2
 
 
-def test_p2_extend_uses_the_free_slots_of_the_last_block_first() -> None:
+def test_extend_uses_the_free_slots_of_the_last_block_first() -> None:
     manager = make_manager()
     handle = manager.allocate("a", [1, 2])
     manager.extend(handle, 2)
@@ -75,7 +75,7 @@ def test_p2_extend_uses_the_free_slots_of_the_last_block_first() -> None:
 
 
 @pytest.mark.parametrize("name", ["p3_allocate", "p4_extend", "v3_allocate_midway", "f30_partial_allocation"])
-def test_p3_p4_v3_f30_what_does_not_fit_raises_and_takes_nothing(name: str) -> None:
+def test_what_does_not_fit_raises_and_takes_nothing(name: str) -> None:
     manager = make_manager(FULL, LayerSpec(kv_heads=2, head_dim=8), gpu_blocks=(4, 2))
     handle = manager.allocate("a", [1, 2, 3, 4])
     free = [pool.free for pool in manager.stats().pools]
@@ -85,7 +85,7 @@ def test_p3_p4_v3_f30_what_does_not_fit_raises_and_takes_nothing(name: str) -> N
     assert [len(handle.block_ids(group)) for group in (0, 1)] == [1, 1]  # all groups stay equally long
 
 
-def test_p5_f31_a_live_id_cannot_be_allocated_again() -> None:
+def test_a_live_id_cannot_be_allocated_again() -> None:
     manager = make_manager()
     handle = manager.allocate("a", [1])
     with pytest.raises(DuplicateRequestError):
@@ -93,7 +93,7 @@ def test_p5_f31_a_live_id_cannot_be_allocated_again() -> None:
     assert manager.handles == [handle]
 
 
-def test_p6_f16_a_double_free_is_an_error_and_gives_no_block_two_owners() -> None:
+def test_a_double_free_is_an_error_and_gives_no_block_two_owners() -> None:
     manager = make_manager()
     handle = manager.allocate("a", [1])
     manager.free(handle)
@@ -103,7 +103,7 @@ def test_p6_f16_a_double_free_is_an_error_and_gives_no_block_two_owners() -> Non
     assert len({int(h.block_ids()[0]) for h in handles}) == 16
 
 
-def test_p7_f37_a_new_owner_sees_no_metadata_of_the_old_one() -> None:
+def test_a_new_owner_sees_no_metadata_of_the_old_one() -> None:
     manager = make_manager(gpu_blocks=2)
     cached(manager, 8)
     handle = manager.allocate("b", num_tokens=8)
@@ -111,7 +111,7 @@ def test_p7_f37_a_new_owner_sees_no_metadata_of_the_old_one() -> None:
     assert handle.stats.cached_tokens == 0
 
 
-def test_p8_v13_host_ids_never_stand_in_a_gpu_table() -> None:
+def test_host_ids_never_stand_in_a_gpu_table() -> None:
     manager = make_manager(gpu_blocks=2, host_blocks=8)
     handle = manager.allocate("a", list(range(8)))
     manager.commit(handle, 8)
@@ -121,7 +121,7 @@ def test_p8_v13_host_ids_never_stand_in_a_gpu_table() -> None:
     assert handle.block_table() == [None, None]
 
 
-def test_p9_f28_can_allocate_says_ok_later_or_never() -> None:
+def test_can_allocate_says_ok_later_or_never() -> None:
     manager = make_manager(gpu_blocks=4)
     assert manager.can_allocate(num_tokens=16).status is AllocStatus.OK
     manager.allocate("a", [1])
@@ -129,34 +129,34 @@ def test_p9_f28_can_allocate_says_ok_later_or_never() -> None:
     assert manager.can_allocate(num_tokens=17).status is AllocStatus.NEVER
 
 
-def test_p10_a_table_lists_each_logical_block_once_however_many_layers_there_are() -> None:
+def test_a_table_lists_each_logical_block_once_however_many_layers_there_are() -> None:
     manager = make_manager(*[FULL] * 12)
     handle = manager.allocate("a", list(range(9)))
     assert (handle.num_blocks, len(handle.block_table())) == (3, 3)
 
 
-def test_p11_f35_bytes_of_a_block_count_every_layer_once() -> None:
+def test_bytes_of_a_block_count_every_layer_once() -> None:
     config = make_manager(*[FULL] * 12).config
     assert config.block_bytes == 12 * 4 * FULL.bytes_per_token
     assert config.pool_bytes(Tier.GPU) == 16 * config.block_bytes
 
 
-def test_p12_f36_kv_heads_and_k_only_layers_size_the_block() -> None:
+def test_kv_heads_and_k_only_layers_size_the_block() -> None:
     assert LayerSpec(kv_heads=2, head_dim=64).bytes_per_token == 2 * 64 * 2 * 2
     assert LayerSpec(kv_heads=1, head_dim=576, k_only=True).bytes_per_token == 576 * 2
 
 
-def test_p13_every_dtype_has_its_own_size() -> None:
+def test_every_dtype_has_its_own_size() -> None:
     sizes = {dtype: LayerSpec(kv_heads=1, head_dim=8, dtype=dtype).bytes_per_token for dtype in DType}
     assert (sizes[DType.BFLOAT16], sizes[DType.FP8_E4M3], sizes[DType.FLOAT32]) == (32, 16, 64)
 
 
-def test_p15_f44_a_field_without_effect_is_refused() -> None:
+def test_a_field_without_effect_is_refused() -> None:
     with pytest.raises(ConfigError, match="default_ttl"):
         make_manager(default_ttl=3.0, enable_prefix_caching=False)
 
 
-def test_p16_f29_f34_threads_never_share_a_block_by_accident() -> None:
+def test_threads_never_share_a_block_by_accident() -> None:
     manager = make_manager(gpu_blocks=64)
     owners: list[list[int]] = []
 
@@ -177,7 +177,7 @@ def test_p16_f29_f34_threads_never_share_a_block_by_accident() -> None:
     manager.check()
 
 
-def test_p20_v17_f40_unknown_requests_are_errors_everywhere() -> None:
+def test_unknown_requests_are_errors_everywhere() -> None:
     manager, other = make_manager(), make_manager()
     stranger = other.allocate("a", [1])
     for operation in (manager.free, manager.fork, manager.swap_out, lambda h: manager.extend(h, 1)):
@@ -187,7 +187,7 @@ def test_p20_v17_f40_unknown_requests_are_errors_everywhere() -> None:
         manager.fork(stranger, "b")
 
 
-def test_p20_the_table_that_is_handed_out_cannot_be_written() -> None:
+def test_the_table_that_is_handed_out_cannot_be_written() -> None:
     handle = make_manager().allocate("a", [1])
     with pytest.raises(ValueError, match="read-only"):
         handle.block_ids()[0] = 5
@@ -196,7 +196,7 @@ def test_p20_the_table_that_is_handed_out_cannot_be_written() -> None:
     assert table is not handle.block_table()
 
 
-def test_p21_recency_is_logical_and_not_the_wall_clock() -> None:
+def test_recency_is_logical_and_not_the_wall_clock() -> None:
     clock = [100.0]
     manager = make_manager(gpu_blocks=4, clock=lambda: clock[0])
     old = cached(manager, 8)
@@ -207,7 +207,7 @@ def test_p21_recency_is_logical_and_not_the_wall_clock() -> None:
     assert manager.match_prefix([*new, 1]).num_blocks == 2
 
 
-def test_p22_f44_defragmentation_really_moves_blocks() -> None:
+def test_defragmentation_really_moves_blocks() -> None:
     manager = make_manager(gpu_blocks=8)
     first, second = manager.allocate("a", num_tokens=8), manager.allocate("b", num_tokens=8)
     manager.free(first)
@@ -216,7 +216,7 @@ def test_p22_f44_defragmentation_really_moves_blocks() -> None:
     assert [op.kind for op in manager.take_copies()] == [CopyKind.DEFRAGMENT]
 
 
-def test_p23_f25_counters_count_one_thing_in_one_unit() -> None:
+def test_counters_count_one_thing_in_one_unit() -> None:
     manager = make_manager(gpu_blocks=4)
     manager.allocate("a", num_tokens=12)
     with pytest.raises(OutOfBlocksError):
@@ -226,12 +226,12 @@ def test_p23_f25_counters_count_one_thing_in_one_unit() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, -1, -(2**70)])
-def test_p24_a_request_needs_a_positive_number_of_tokens(num_tokens: int) -> None:
+def test_a_request_needs_a_positive_number_of_tokens(num_tokens: int) -> None:
     with pytest.raises(InvalidArgumentError):
         make_manager().allocate("a", num_tokens=num_tokens)
 
 
-def test_p25_asking_for_no_blocks_takes_none() -> None:
+def test_asking_for_no_blocks_takes_none() -> None:
     manager = make_manager()
     handle = manager.allocate("a", [1])
     assert manager.extend(handle, 0).shape == (1, 0)
@@ -243,7 +243,7 @@ def test_p25_asking_for_no_blocks_takes_none() -> None:
 # --- prefix reuse ----------------------------------------------------------------------------------------------------
 
 
-def test_p26_f18_f20_a_finished_request_leaves_its_blocks_reusable_and_evictable() -> None:
+def test_a_finished_request_leaves_its_blocks_reusable_and_evictable() -> None:
     manager = make_manager()
     tokens = cached(manager, 8)
     assert manager.match_prefix([*tokens, 1]).num_tokens == 8
@@ -251,7 +251,7 @@ def test_p26_f18_f20_a_finished_request_leaves_its_blocks_reusable_and_evictable
     assert manager.get_num_free_blocks() == 16
 
 
-def test_p27_f19_blocks_of_live_requests_are_never_evicted() -> None:
+def test_blocks_of_live_requests_are_never_evicted() -> None:
     manager = make_manager()
     handle = manager.allocate("a", list(range(8)))
     manager.commit(handle, 8)
@@ -259,7 +259,7 @@ def test_p27_f19_blocks_of_live_requests_are_never_evicted() -> None:
     assert manager.match_prefix([*range(8), 1]).num_blocks == 2
 
 
-def test_p28_t7_a_hit_takes_its_references_before_it_takes_new_blocks() -> None:
+def test_a_hit_takes_its_references_before_it_takes_new_blocks() -> None:
     manager = make_manager(gpu_blocks=3)
     tokens = cached(manager, 8)
     handle = manager.allocate("a", [*tokens, 1])
@@ -267,7 +267,7 @@ def test_p28_t7_a_hit_takes_its_references_before_it_takes_new_blocks() -> None:
     assert sorted(handle.block_ids().tolist()) == [0, 1, 2]
 
 
-def test_p29_t12_t13_a_pin_survives_eviction_and_a_free_and_ends_with_unpin() -> None:
+def test_a_pin_survives_eviction_and_a_free_and_ends_with_unpin() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=32)
     handle = manager.allocate("a", list(range(12)))
     manager.commit(handle, 12)
@@ -280,7 +280,7 @@ def test_p29_t12_t13_a_pin_survives_eviction_and_a_free_and_ends_with_unpin() ->
     assert manager.stats().pool().free == 32
 
 
-def test_p30_two_equal_blocks_become_one_and_freeing_either_keeps_it() -> None:
+def test_two_equal_blocks_become_one_and_freeing_either_keeps_it() -> None:
     manager = make_manager()
     twins = [manager.allocate(name, list(range(8))) for name in "ab"]
     for twin in twins:
@@ -291,7 +291,7 @@ def test_p30_two_equal_blocks_become_one_and_freeing_either_keeps_it() -> None:
     manager.check()
 
 
-def test_p31_arc_knows_content_that_comes_back() -> None:
+def test_arc_knows_content_that_comes_back() -> None:
     manager = make_manager(gpu_blocks=4, eviction_policy="arc")
     tokens = cached(manager, 8)
     manager.evict(2)
@@ -302,13 +302,13 @@ def test_p31_arc_knows_content_that_comes_back() -> None:
     assert manager.match_prefix([*tokens, 1]).num_blocks == 2
 
 
-def test_p32_equal_tokens_after_another_prefix_are_no_hit() -> None:
+def test_equal_tokens_after_another_prefix_are_no_hit() -> None:
     manager = make_manager()
     cached(manager, 8)
     assert manager.match_prefix([9, 9, 9, 9, 4, 5, 6, 7, 1]).num_tokens == 0
 
 
-def test_p33_f32_block_id_0_is_reused_released_and_never_a_hole() -> None:
+def test_block_id_0_is_reused_released_and_never_a_hole() -> None:
     manager = make_manager(gpu_blocks=2)
     tokens = cached(manager, 4)
     handle = manager.allocate("b", [*tokens, 9])
@@ -318,7 +318,7 @@ def test_p33_f32_block_id_0_is_reused_released_and_never_a_hole() -> None:
     assert manager.get_num_free_blocks() == 2
 
 
-def test_p34_fifo_ignores_use_and_lru_does_not() -> None:
+def test_fifo_ignores_use_and_lru_does_not() -> None:
     for policy, survivor in (("fifo", 50), ("lru", 0)):
         manager = make_manager(gpu_blocks=8, eviction_policy=policy)
         cached(manager, 8)
@@ -328,14 +328,14 @@ def test_p34_fifo_ignores_use_and_lru_does_not() -> None:
         assert manager.match_prefix([*range(survivor, survivor + 8), 1]).num_blocks == 2, policy
 
 
-def test_p35_hits_count_contiguous_prefixes_only() -> None:
+def test_hits_count_contiguous_prefixes_only() -> None:
     manager = make_manager()
     cached(manager, 12)
     manager.allocate("a", [0, 1, 2, 3, 99, 99, 99, 99, 8, 9, 10, 11, 1])
     assert sum(manager.stats().hit_blocks.values()) == 1
 
 
-def test_p36_v9_t22_reset_under_a_live_request_keeps_its_blocks_and_publishes_nothing_below() -> None:
+def test_reset_under_a_live_request_keeps_its_blocks_and_publishes_nothing_below() -> None:
     manager = make_manager()
     handle = manager.allocate("a", list(range(16)))
     manager.commit(handle, 8)
@@ -349,7 +349,7 @@ def test_p36_v9_t22_reset_under_a_live_request_keeps_its_blocks_and_publishes_no
     manager.check()
 
 
-def test_p38_v2_long_prompts_neither_recurse_nor_confuse_a_short_query() -> None:
+def test_long_prompts_neither_recurse_nor_confuse_a_short_query() -> None:
     manager = make_manager(block_size=1, gpu_blocks=100_000)
     tokens = np.arange(65_530, 85_530, dtype=np.int32)  # 20,000 blocks, ids above 65,535
     handle = manager.allocate("a", tokens)
@@ -361,7 +361,7 @@ def test_p38_v2_long_prompts_neither_recurse_nor_confuse_a_short_query() -> None
     assert manager.stats().pool().cached == 20_000
 
 
-def test_p40_an_eviction_that_cannot_free_enough_is_not_begun() -> None:
+def test_an_eviction_that_cannot_free_enough_is_not_begun() -> None:
     manager = make_manager(gpu_blocks=4)
     tokens = cached(manager, 8)
     manager.allocate("live", num_tokens=8)
@@ -370,7 +370,7 @@ def test_p40_an_eviction_that_cannot_free_enough_is_not_begun() -> None:
     assert manager.match_prefix([*tokens, 1]).num_blocks == 2
 
 
-def test_p41_a_table_longer_than_its_row_grows_and_loses_nothing() -> None:
+def test_a_table_longer_than_its_row_grows_and_loses_nothing() -> None:
     manager = make_manager(block_size=1, gpu_blocks=600)
     handle = manager.allocate("a", [1])
     for _ in range(500):
@@ -381,14 +381,14 @@ def test_p41_a_table_longer_than_its_row_grows_and_loses_nothing() -> None:
 # --- vLLM V0 ---------------------------------------------------------------------------------------------------------
 
 
-def test_v1_touching_a_block_keeps_it_evictable() -> None:
+def test_touching_a_block_keeps_it_evictable() -> None:
     manager = make_manager(gpu_blocks=4)
     for _ in range(5):
         cached(manager, 16)
     assert manager.evict(4) == 4
 
 
-def test_v4_f6_t26_a_swap_that_does_not_fit_leaves_the_request_running() -> None:
+def test_a_swap_that_does_not_fit_leaves_the_request_running() -> None:
     manager = make_manager(host_blocks=2)
     handle = manager.allocate("a", list(range(12)))
     manager.commit(handle, 12)
@@ -400,7 +400,7 @@ def test_v4_f6_t26_a_swap_that_does_not_fit_leaves_the_request_running() -> None
     manager.extend(handle)
 
 
-def test_v5_a_fork_behind_a_window_works() -> None:
+def test_a_fork_behind_a_window_works() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=64)
     handle = manager.allocate("a", list(range(40)))
     manager.commit(handle, 40)
@@ -411,7 +411,7 @@ def test_v5_a_fork_behind_a_window_works() -> None:
     manager.check()
 
 
-def test_v6_lookahead_on_a_shared_tail_copies_it() -> None:
+def test_lookahead_on_a_shared_tail_copies_it() -> None:
     manager = make_manager()
     handle = manager.allocate("a", [1, 2])
     manager.commit(handle, 2)
@@ -420,7 +420,7 @@ def test_v6_lookahead_on_a_shared_tail_copies_it() -> None:
     assert child.block_ids()[0] != handle.block_ids()[0]
 
 
-def test_v7_a_parent_is_never_evicted_before_its_child() -> None:
+def test_a_parent_is_never_evicted_before_its_child() -> None:
     manager = make_manager(gpu_blocks=6)
     cached(manager, 8)
     long = manager.allocate("a", [*range(8), 50, 51, 52, 53])
@@ -432,7 +432,7 @@ def test_v7_a_parent_is_never_evicted_before_its_child() -> None:
     assert manager.match_prefix([*range(8), 50, 51, 52, 53, 1]).num_blocks == 2
 
 
-def test_v8_f5_forks_swapped_together_stay_shared() -> None:
+def test_forks_swapped_together_stay_shared() -> None:
     manager = make_manager(host_blocks=16)
     handle = manager.allocate("a", list(range(14)))
     manager.commit(handle, 14)
@@ -442,14 +442,14 @@ def test_v8_f5_forks_swapped_together_stay_shared() -> None:
     assert len({tuple(h.block_ids().tolist()) for h in (handle, *forks)}) == 1
 
 
-def test_v9_no_block_is_lost_to_a_placeholder_and_reset_always_works() -> None:
+def test_no_block_is_lost_to_a_placeholder_and_reset_always_works() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=8)
     cached(manager, 16)
     assert manager.reset_prefix_cache() == 4
     assert manager.stats().pool().free == 8
 
 
-def test_v10_prefix_hits_count_at_admission() -> None:
+def test_prefix_hits_count_at_admission() -> None:
     manager = make_manager(gpu_blocks=4)
     handle = manager.allocate("a", list(range(12)))
     manager.commit(handle, 12)
@@ -457,42 +457,42 @@ def test_v10_prefix_hits_count_at_admission() -> None:
     assert not manager.can_allocate([*range(50, 62), 1])
 
 
-def test_v11_t21_f38_nothing_is_matchable_when_it_is_only_scheduled() -> None:
+def test_nothing_is_matchable_when_it_is_only_scheduled() -> None:
     manager = make_manager()
     handle = manager.allocate("a", list(range(16)), reserve=8)
     manager.commit(handle, 4)
     assert manager.match_prefix([*range(16), 1]).num_tokens == 4
 
 
-def test_v12_t35_f50_a_fully_cached_prompt_still_computes_its_last_token() -> None:
+def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     manager = make_manager()
     tokens = cached(manager, 8)
     handle = manager.allocate("a", tokens)
     assert (handle.num_cached_tokens, handle.num_reserved) == (7, 8)
 
 
-def test_v14_p37_t34_scopes_separate_what_equal_tokens_would_join() -> None:
+def test_scopes_separate_what_equal_tokens_would_join() -> None:
     manager = make_manager()
     tokens = cached(manager, 8, scope=ReuseScope(adapter="lora"))
     assert manager.match_prefix([*tokens, 1]).num_tokens == 0
     assert manager.match_prefix([*tokens, 1], ReuseScope(adapter="lora")).num_tokens == 8
 
 
-def test_v15_no_host_space_is_an_answer_and_not_the_end() -> None:
+def test_no_host_space_is_an_answer_and_not_the_end() -> None:
     manager = make_manager()
     handle = manager.allocate("a", [1])
     manager.commit(handle, 1)
     assert manager.can_swap_out(handle).status is AllocStatus.NEVER
 
 
-def test_v16_t16_prefix_caching_works_with_sliding_windows_while_the_request_runs() -> None:
+def test_prefix_caching_works_with_sliding_windows_while_the_request_runs() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=64)
     handle = manager.allocate("a", list(range(32)))
     manager.commit(handle, 32)
     assert manager.match_prefix([*range(32), 1]).num_blocks == 8
 
 
-def test_v18_a_copy_on_write_without_a_free_block_keeps_the_table() -> None:
+def test_a_copy_on_write_without_a_free_block_keeps_the_table() -> None:
     manager = make_manager(gpu_blocks=1)
     handle = manager.allocate("a", [1, 2])
     manager.commit(handle, 2)
@@ -503,7 +503,7 @@ def test_v18_a_copy_on_write_without_a_free_block_keeps_the_table() -> None:
     manager.check()
 
 
-def test_v20_copies_are_handed_out_in_the_order_in_which_they_must_run() -> None:
+def test_copies_are_handed_out_in_the_order_in_which_they_must_run() -> None:
     manager = make_manager(gpu_blocks=2, host_blocks=4, offload_on_evict=False)
     handle = manager.allocate("a", list(range(8)))
     manager.commit(handle, 8)
@@ -517,13 +517,13 @@ def test_v20_copies_are_handed_out_in_the_order_in_which_they_must_run() -> None
     assert manager.take_copies() == []
 
 
-def test_v21_the_watermark_of_a_small_pool_is_one_block() -> None:
+def test_the_watermark_of_a_small_pool_is_one_block() -> None:
     manager = make_manager(gpu_blocks=4, watermark=0.01)
     assert manager.can_allocate(num_tokens=12).status is AllocStatus.OK
     assert manager.can_allocate(num_tokens=13).status is AllocStatus.NEVER
 
 
-def test_v22_f24_f23_the_hit_rate_counts_every_prompt_also_short_ones() -> None:
+def test_the_hit_rate_counts_every_prompt_also_short_ones() -> None:
     manager = make_manager()
     tokens = cached(manager, 8)
     manager.allocate("short", [77])
@@ -537,7 +537,7 @@ def test_v22_f24_f23_the_hit_rate_counts_every_prompt_also_short_ones() -> None:
 # --- ferrum ----------------------------------------------------------------------------------------------------------
 
 
-def test_f1_f2_swaps_plan_the_copies_of_their_data() -> None:
+def test_swaps_plan_the_copies_of_their_data() -> None:
     manager = make_manager(host_blocks=8)
     handle = manager.allocate("a", [1, 2, 3])
     manager.commit(handle, 3)
@@ -548,7 +548,7 @@ def test_f1_f2_swaps_plan_the_copies_of_their_data() -> None:
     assert out.dst.tolist() == back.src.tolist()
 
 
-def test_f3_f4_a_swapped_request_keeps_nothing_that_another_one_may_get() -> None:
+def test_a_swapped_request_keeps_nothing_that_another_one_may_get() -> None:
     manager = make_manager(gpu_blocks=2, host_blocks=8, enable_prefix_caching=False)
     first = manager.allocate("a", num_tokens=8)
     manager.commit(first, 8)
@@ -563,14 +563,14 @@ def test_f3_f4_a_swapped_request_keeps_nothing_that_another_one_may_get() -> Non
     assert manager.stats().pool(tier=Tier.HOST).free == 8
 
 
-def test_f7_only_swapped_requests_can_be_swapped_in() -> None:
+def test_only_swapped_requests_can_be_swapped_in() -> None:
     manager = make_manager(host_blocks=4)
     handle = manager.allocate("a", [1])
     with pytest.raises(KVPoolError, match="not swapped out"):
         manager.swap_in(handle)
 
 
-def test_f9_freeing_a_swapped_request_frees_its_host_blocks() -> None:
+def test_freeing_a_swapped_request_frees_its_host_blocks() -> None:
     manager = make_manager(host_blocks=4)
     handle = manager.allocate("a", [1, 2, 3])
     manager.commit(handle, 3)
@@ -580,7 +580,7 @@ def test_f9_freeing_a_swapped_request_frees_its_host_blocks() -> None:
     manager.check()
 
 
-def test_f10_f11_f12_f13_f14_copy_on_write_copies_one_block_with_its_data_for_whoever_writes() -> None:
+def test_copy_on_write_copies_one_block_with_its_data_for_whoever_writes() -> None:
     manager = make_manager()
     original = manager.allocate("a", list(range(10)))
     manager.commit(original, 10)
@@ -594,7 +594,7 @@ def test_f10_f11_f12_f13_f14_copy_on_write_copies_one_block_with_its_data_for_wh
     assert manager.stats().copies_on_write == 1
 
 
-def test_f15_a_fork_outlives_its_parent() -> None:
+def test_a_fork_outlives_its_parent() -> None:
     manager = make_manager()
     handle = manager.allocate("a", [1, 2])
     (child,) = manager.fork(handle, "b")
@@ -605,7 +605,7 @@ def test_f15_a_fork_outlives_its_parent() -> None:
     assert manager.get_num_free_blocks() == 16
 
 
-def test_f17_a_shared_prefix_sets_lengths_and_positions_of_the_new_request() -> None:
+def test_a_shared_prefix_sets_lengths_and_positions_of_the_new_request() -> None:
     manager = make_manager()
     first = manager.allocate("a", list(range(8)))
     manager.commit(first, 8)
@@ -614,7 +614,7 @@ def test_f17_a_shared_prefix_sets_lengths_and_positions_of_the_new_request() -> 
     assert second.block_ids()[:2].tolist() == first.block_ids().tolist()
 
 
-def test_f21_a_lookup_is_one_walk_however_many_prefixes_are_stored() -> None:
+def test_a_lookup_is_one_walk_however_many_prefixes_are_stored() -> None:
     manager = make_manager(gpu_blocks=4096)
     for first in range(0, 40_000, 40):
         cached(manager, 4, first)
@@ -623,7 +623,7 @@ def test_f21_a_lookup_is_one_walk_however_many_prefixes_are_stored() -> None:
     assert manager.match_prefix([400, 401, 402, 403, 1]).num_blocks == 1
 
 
-def test_f22_last_logits_hit_only_at_their_exact_length() -> None:
+def test_last_logits_hit_only_at_their_exact_length() -> None:
     manager = make_manager()
     handle = manager.allocate("a", list(range(6)))
     manager.commit(handle, 6)
@@ -635,7 +635,7 @@ def test_f22_last_logits_hit_only_at_their_exact_length() -> None:
         assert not manager.match_prefix(list(range(length))).has_last_logits
 
 
-def test_f26_gc_frees_what_expired_and_says_how_much() -> None:
+def test_gc_frees_what_expired_and_says_how_much() -> None:
     clock = [0.0]
     manager = make_manager(clock=lambda: clock[0])
     cached(manager, 8, ttl=5.0)
@@ -646,7 +646,7 @@ def test_f26_gc_frees_what_expired_and_says_how_much() -> None:
     assert manager.get_num_free_blocks() == 15
 
 
-def test_f27_a_fresh_pool_is_all_free_and_under_no_pressure() -> None:
+def test_a_fresh_pool_is_all_free_and_under_no_pressure() -> None:
     manager = make_manager()
     changes: list[PressureChange] = []
     manager.on_memory_pressure(changes.append)
@@ -654,7 +654,7 @@ def test_f27_a_fresh_pool_is_all_free_and_under_no_pressure() -> None:
     assert (manager.stats().pool().free, manager.pressure, changes) == (15, MemoryPressure.LOW, [])
 
 
-def test_p19_f39_every_level_is_reached_on_every_allocation_path() -> None:
+def test_every_level_is_reached_on_every_allocation_path() -> None:
     manager = make_manager(gpu_blocks=20)
     seen: list[MemoryPressure] = []
     manager.on_memory_pressure(lambda change: seen.append(change.level))
@@ -666,11 +666,11 @@ def test_p19_f39_every_level_is_reached_on_every_allocation_path() -> None:
     assert seen == [MemoryPressure.MEDIUM, MemoryPressure.HIGH, MemoryPressure.CRITICAL]
 
 
-def test_f41_a_model_without_host_tier_works() -> None:
+def test_a_model_without_host_tier_works() -> None:
     assert make_manager(host_blocks=0).stats().pool().total == 16
 
 
-def test_f46_f47_clock_never_names_a_victim_twice() -> None:
+def test_clock_never_names_a_victim_twice() -> None:
     manager = make_manager(gpu_blocks=8, eviction_policy="clock")
     for first in range(0, 80, 10):
         cached(manager, 4, first)
@@ -679,7 +679,7 @@ def test_f46_f47_clock_never_names_a_victim_twice() -> None:
     manager.check()
 
 
-def test_f48_shared_blocks_are_counted_once() -> None:
+def test_shared_blocks_are_counted_once() -> None:
     manager = make_manager()
     handle = manager.allocate("a", list(range(8)))
     manager.commit(handle, 8)
@@ -691,14 +691,14 @@ def test_f48_shared_blocks_are_counted_once() -> None:
 # --- TensorRT-LLM ----------------------------------------------------------------------------------------------------
 
 
-def test_t1_used_blocks_of_the_gpu_do_not_include_the_host() -> None:
+def test_used_blocks_of_the_gpu_do_not_include_the_host() -> None:
     manager = make_manager(host_blocks=100)
     manager.allocate("a", [1])
     pool = manager.stats().pool()
     assert (pool.total, pool.referenced) == (16, 1)
 
 
-def test_t2_t3_descendants_and_partly_reused_leaves_never_vanish_without_an_event() -> None:
+def test_descendants_and_partly_reused_leaves_never_vanish_without_an_event() -> None:
     manager = make_manager()
     subscription, mirror = manager.subscribe(), CacheMirror()
     cached(manager, 16)
@@ -710,7 +710,7 @@ def test_t2_t3_descendants_and_partly_reused_leaves_never_vanish_without_an_even
     assert mirror.blocks[0] == {}
 
 
-def test_t4_stored_names_the_digest_of_the_block_before() -> None:
+def test_stored_names_the_digest_of_the_block_before() -> None:
     manager = make_manager()
     subscription = manager.subscribe()
     handle = manager.allocate("a", list(range(8)))
@@ -720,7 +720,7 @@ def test_t4_stored_names_the_digest_of_the_block_before() -> None:
     assert (first.parent, second.parent) == (None, first.digests[0])
 
 
-def test_t5_every_event_can_be_written_as_json_values() -> None:
+def test_every_event_can_be_written_as_json_values() -> None:
     manager = make_manager(host_blocks=4)
     subscription = manager.subscribe()
     cached(manager, 8, retention=Retention([TokenRange(0, None, 80)]))
@@ -730,7 +730,7 @@ def test_t5_every_event_can_be_written_as_json_values() -> None:
     assert kinds == {"created", "stored", "removed", "updated"}
 
 
-def test_t6_counters_of_both_tiers_survive_moves_to_and_fro() -> None:
+def test_counters_of_both_tiers_survive_moves_to_and_fro() -> None:
     manager = make_manager(gpu_blocks=4, host_blocks=4)
     tokens = cached(manager, 16)
     for _ in range(3):
@@ -741,7 +741,7 @@ def test_t6_counters_of_both_tiers_survive_moves_to_and_fro() -> None:
         manager.check()
 
 
-def test_t9_empty_host_blocks_are_taken_before_cached_ones_are_evicted() -> None:
+def test_empty_host_blocks_are_taken_before_cached_ones_are_evicted() -> None:
     manager = make_manager(gpu_blocks=4, host_blocks=4)
     first = cached(manager, 8)
     manager.offload(2)
@@ -750,7 +750,7 @@ def test_t9_empty_host_blocks_are_taken_before_cached_ones_are_evicted() -> None
     assert manager.match_prefix([*first, 1]).tokens_by_tier == {Tier.HOST: 8}
 
 
-def test_t10_free_cached_blocks_are_not_counted_twice() -> None:
+def test_free_cached_blocks_are_not_counted_twice() -> None:
     manager = make_manager(gpu_blocks=4)
     tokens = cached(manager, 12)  # three cached, one free
     answer = manager.can_allocate([*tokens, *range(50, 54)])
@@ -759,7 +759,7 @@ def test_t10_free_cached_blocks_are_not_counted_twice() -> None:
     assert manager.can_allocate([*tokens, *range(50, 54)]).status is AllocStatus.LATER
 
 
-def test_t11_every_window_slides_at_its_own_pace() -> None:
+def test_every_window_slides_at_its_own_pace() -> None:
     manager = make_manager(FULL, SLIDING, LayerSpec(kv_heads=1, head_dim=8, window=16), gpu_blocks=64)
     handle = manager.allocate("a", list(range(32)))
     manager.commit(handle, 32)
@@ -767,7 +767,7 @@ def test_t11_every_window_slides_at_its_own_pace() -> None:
     assert dropped == [0, 6, 4]
 
 
-def test_t14_a_replaced_block_is_copied() -> None:
+def test_a_replaced_block_is_copied() -> None:
     manager = make_manager()
     handle = manager.allocate("a", [1, 2])
     manager.commit(handle, 2)
@@ -776,7 +776,7 @@ def test_t14_a_replaced_block_is_copied() -> None:
     assert [op.num_tokens for op in manager.take_copies()] == [2]
 
 
-def test_t15_sink_tokens_stay_readable_and_reusable() -> None:
+def test_sink_tokens_stay_readable_and_reusable() -> None:
     manager = make_manager(FULL, LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4), gpu_blocks=64)
     handle = manager.allocate("a", list(range(32)))
     manager.commit(handle, 32)
@@ -786,7 +786,7 @@ def test_t15_sink_tokens_stay_readable_and_reusable() -> None:
     assert manager.match_prefix([*range(32), 1]).num_blocks == 8
 
 
-def test_t17_a_retention_ends_with_its_duration_also_for_runs_that_were_split_since() -> None:
+def test_a_retention_ends_with_its_duration_also_for_runs_that_were_split_since() -> None:
     clock = [0.0]
     manager = make_manager(clock=lambda: clock[0])
     cached(manager, 16, retention=Retention([TokenRange(0, None, 90, duration=10.0)]))
@@ -797,7 +797,7 @@ def test_t17_a_retention_ends_with_its_duration_also_for_runs_that_were_split_si
     assert {node.priority for node in manager._state.cache.nodes()} == {35}
 
 
-def test_t19_a_parent_on_the_gpu_may_leave_while_its_children_are_on_the_host() -> None:
+def test_a_parent_on_the_gpu_may_leave_while_its_children_are_on_the_host() -> None:
     manager = make_manager(gpu_blocks=4, host_blocks=2, offload_on_evict=False)
     tokens = cached(manager, 16)
     manager.offload(2)  # the last two blocks
@@ -807,14 +807,14 @@ def test_t19_a_parent_on_the_gpu_may_leave_while_its_children_are_on_the_host() 
     manager.check()
 
 
-def test_t20_a_request_freed_before_it_wrote_anything_leaves_nothing_to_match() -> None:
+def test_a_request_freed_before_it_wrote_anything_leaves_nothing_to_match() -> None:
     manager = make_manager()
     manager.free(manager.allocate("a", list(range(8))))
     assert manager.match_prefix([*range(8), 1]).num_tokens == 0
     assert manager.get_num_free_blocks() == 16
 
 
-def test_t23_a_commit_under_memory_pressure_never_detaches_its_own_blocks() -> None:
+def test_a_commit_under_memory_pressure_never_detaches_its_own_blocks() -> None:
     manager = make_manager(gpu_blocks=4)
     handle = manager.allocate("a", list(range(4)))
     manager.commit(handle, 4)
@@ -826,14 +826,14 @@ def test_t23_a_commit_under_memory_pressure_never_detaches_its_own_blocks() -> N
     manager.check()
 
 
-def test_t24_a_priority_level_that_ran_empty_is_passed_over() -> None:
+def test_a_priority_level_that_ran_empty_is_passed_over() -> None:
     manager = make_manager(gpu_blocks=8, eviction_policy="priority")
     for first, priority in ((0, 10), (50, 50), (100, 90)):
         cached(manager, 4, first, retention=Retention([TokenRange(0, None, priority)]))
     assert [manager.evict(1) for _ in range(4)] == [1, 1, 1, 0]
 
 
-def test_t25_different_images_behind_equal_placeholders_never_match() -> None:
+def test_different_images_behind_equal_placeholders_never_match() -> None:
     manager = make_manager()
     cat, dog = ReuseScope(multimodal=(("cat", 0),)), ReuseScope(multimodal=(("dog", 0),))
     tokens = cached(manager, 8, scope=cat)
@@ -841,14 +841,14 @@ def test_t25_different_images_behind_equal_placeholders_never_match() -> None:
     assert manager.match_prefix([*tokens, 1], cat).num_tokens == 8
 
 
-def test_t27_partial_matches_are_found_among_thousands_of_children() -> None:
+def test_partial_matches_are_found_among_thousands_of_children() -> None:
     manager = make_manager(gpu_blocks=4096)
     for first in range(2000):
         cached(manager, 4, first * 10)
     assert manager.match_prefix([10_000, 10_001, 7, 7]).num_partial_tokens == 2
 
 
-def test_t29_reading_events_never_waits_unless_asked_and_gaps_show() -> None:
+def test_reading_events_never_waits_unless_asked_and_gaps_show() -> None:
     manager = make_manager(event_buffer_size=2)
     subscription = manager.subscribe()
     assert subscription.wait(0) is True  # the snapshot
@@ -859,7 +859,7 @@ def test_t29_reading_events_never_waits_unless_asked_and_gaps_show() -> None:
     assert subscription.poll().missed == 8
 
 
-def test_t32_forks_publish_slide_and_rewind_like_any_sequence() -> None:
+def test_forks_publish_slide_and_rewind_like_any_sequence() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=64)
     handle = manager.allocate("a", list(range(12)))
     manager.commit(handle, 12)
@@ -874,17 +874,17 @@ def test_t32_forks_publish_slide_and_rewind_like_any_sequence() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 8, 9])
-def test_t36_a_sequence_has_exactly_ceil_tokens_over_block_size_blocks(num_tokens: int) -> None:
+def test_a_sequence_has_exactly_ceil_tokens_over_block_size_blocks(num_tokens: int) -> None:
     assert make_manager().allocate("a", num_tokens=num_tokens).num_blocks == -(-num_tokens // 4)
 
 
-def test_t37_every_pool_counts_at_admission() -> None:
+def test_every_pool_counts_at_admission() -> None:
     manager = make_manager(FULL, LayerSpec(kv_heads=4, head_dim=8), gpu_blocks=(100, 2))
     answer = manager.can_allocate(num_tokens=9)
     assert (answer.status, answer.blocks_needed) == (AllocStatus.NEVER, (3, 3))
 
 
-def test_t38_updates_and_removals_name_the_tier_the_block_was_on() -> None:
+def test_updates_and_removals_name_the_tier_the_block_was_on() -> None:
     manager = make_manager(host_blocks=4)
     subscription = manager.subscribe()
     cached(manager, 8)
@@ -898,7 +898,7 @@ def test_t38_updates_and_removals_name_the_tier_the_block_was_on() -> None:
 
 
 @pytest.mark.parametrize("policy", policy_names())
-def test_p39_no_policy_deadlocks_or_loops_on_its_first_eviction(policy: str) -> None:
+def test_no_policy_deadlocks_or_loops_on_its_first_eviction(policy: str) -> None:
     manager = make_manager(gpu_blocks=4, eviction_policy=policy)
     for first in range(0, 100, 10):
         cached(manager, 8, first)
