@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvpool import KVCacheManager, Tier
+from kvpool import GroupKind, KVCacheManager, Tier
 from kvpool.pools.groups import is_windowed, sink_blocks
 from kvpool.scheduling import BatchPlan, Finished, Request, Scheduler, StepResult
 
@@ -135,8 +135,10 @@ class ToyEngine:
         assert int(csr.last_page_len[row]) == (length - 1) % self.size + 1
         for group in groups:
             if is_windowed(group):
+                chunk_start = (length - 1) // group.window * group.window
+                start = chunk_start if group.kind is GroupKind.CHUNKED else max(0, length - group.window)
                 seen = np.arange(length)
-                seen = seen[(seen > length - 1 - group.window) | (seen < group.sink_tokens)]
+                seen = seen[(seen >= start) | (seen < group.sink_tokens)]
                 table = plan.batch.padded_table(group.index)[row]
                 assert (table[seen // self.size] >= 0).all(), (row, table, sink_blocks(group, self.size))
                 values = self.memory[group.index, Tier.GPU][table[seen // self.size], seen % self.size]

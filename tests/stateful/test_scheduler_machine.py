@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import hypothesis.strategies as st
 from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from wild_configs import TENANTS, draw_layer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scheduling"))
 from toy_engine import ToyEngine, expected_beams, expected_output
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import NeverFitsError
+from kvpool.eviction import policy_names
 from kvpool.scheduling import (
     POLICIES,
     CapacityMode,
@@ -33,8 +36,6 @@ from kvpool.scheduling import (
 )
 
 FULL = LayerSpec(kv_heads=1, head_dim=8)
-SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=5)
-SINKS = LayerSpec(kv_heads=1, head_dim=16, window=5, sink_tokens=1)
 CUT_OFF = {FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED}
 
 # Few different tokens and beginnings, so that prompts share prefixes, also while they are being computed.
@@ -43,14 +44,37 @@ prompts = st.tuples(
 )
 
 
+def draw_config(
+    rng: Random, num_windows: int, block_size: int, gpu_tokens: int, host_blocks: int | None, disk_blocks: int | None,
+    caching: bool, watermark: float, **_: Any,
+) -> KVCacheConfig:  # fmt: skip
+    """One full group, whose blocks tell the history, and windows of any kind; pools of different sizes on every tier."""
+    layers = [FULL, *(draw_layer(rng, block_size) for _ in range(num_windows))]
+    groups = [len(pool.groups) for pool in KVCacheConfig(layers, block_size, gpu_blocks=len(layers)).pools]
+    return KVCacheConfig(
+        layers,
+        block_size,
+        gpu_blocks=[n * max(3, gpu_tokens // block_size) + rng.randrange(4) for n in groups],
+        host_blocks=None if host_blocks is None else [n + rng.randrange(host_blocks + 1) for n in groups],
+        disk_blocks=None if disk_blocks is None else [n + rng.randrange(disk_blocks + 1) for n in groups],
+        enable_prefix_caching=caching,
+        partial_match=rng.random() < 0.8,
+        offload_on_evict=rng.random() < 0.8,
+        eviction_policy=rng.choice(policy_names()),
+        watermark=watermark,
+    )
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """A scheduler, the engine that runs its plans, and the requests that were added."""
 
     @initialize(
-        layers=st.sampled_from([[FULL], [FULL], [FULL, SLIDING], [FULL, SINKS]]),
+        rng=st.randoms(use_true_random=False),
+        num_windows=st.sampled_from([0, 0, 1, 1, 2, 3]),
         block_size=st.sampled_from([1, 3, 4]),
         gpu_tokens=st.integers(16, 40),
-        host_blocks=st.sampled_from([0, 4, 40]),
+        host_blocks=st.sampled_from([None, 0, 4, 40]),
+        disk_blocks=st.sampled_from([None, None, 0, 5]),
         caching=st.sampled_from([True, True, False]),
         watermark=st.sampled_from([0.0, 0.01, 0.2]),
         policy=st.sampled_from(sorted(POLICIES)),
@@ -65,19 +89,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         slow_link=st.booleans(),
     )
     def start(self, **chosen: Any) -> None:
-        layers, size = chosen["layers"], chosen["block_size"]
         self.now = 0.0
-        self.manager = KVCacheManager(
-            KVCacheConfig(
-                layers,
-                block_size=size,
-                gpu_blocks=len(layers) * max(3, chosen["gpu_tokens"] // size),
-                host_blocks=chosen["host_blocks"],
-                enable_prefix_caching=chosen["caching"],
-                watermark=chosen["watermark"],
-            ),
-            clock=lambda: self.now,
-        )
+        self.manager = KVCacheManager(draw_config(**chosen), clock=lambda: self.now)
         config = SchedulerConfig(
             max_tokens_per_step=chosen["max_sequences"] + chosen["spare_tokens"],
             max_sequences=chosen["max_sequences"],
@@ -98,10 +111,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         prompt=prompts,
         max_new_tokens=st.integers(1, 16),
-        n=st.sampled_from([1, 1, 1, 2]),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
         steered=st.sampled_from([False, False, False, True]),
         priority=st.integers(0, 2),
-        tenant=st.sampled_from(["", "a"]),
+        tenant=st.sampled_from(TENANTS),
         stops=st.sampled_from([(), (), (3,), (5, 6, 7)]),
         patience=st.sampled_from([None, None, None, 3.0]),
     )
@@ -160,6 +173,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(num_blocks=st.integers(1, 8))
     def evict(self, num_blocks: int) -> None:
         self.manager.evict(num_blocks)
+
+    @rule(num_blocks=st.integers(1, 8), tier=st.sampled_from([Tier.GPU, Tier.HOST]))
+    def offload(self, num_blocks: int, tier: Tier) -> None:
+        if self.manager.config.num_blocks(Tier(tier + 1)):
+            self.manager.offload(num_blocks, tier=tier)
+
+    @rule(tenant=st.sampled_from(TENANTS), maximum=st.sampled_from([None, 0, 0.5]))
+    def limit_cache(self, tenant: str, maximum: float | None) -> None:
+        self.manager.set_quota(tenant, maximum=maximum)
 
     def live(self) -> list[int]:
         return [i for i in self.requests if i not in self.engine.finished and i not in self.cancelled]
