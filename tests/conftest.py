@@ -1,4 +1,4 @@
-"""What all tests share: hypothesis profiles, the real traces, and the rule for tests that need a GPU."""
+"""What all tests share: what they import, hypothesis profiles, the real traces, and the rule for tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 REPO_ROOT = Path(__file__).resolve().parent.parent
+
+sys.path.insert(0, str(REPO_ROOT / "tests"))  # for managers.py: tests are collected with --import-mode=importlib
 
 # Kernels run in Triton's interpreter where there is no GPU. Triton reads this when it is imported, which any test may cause.
 if not any(Path("/dev").glob("nvidia[0-9]*")):

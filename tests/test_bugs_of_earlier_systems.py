@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +11,6 @@ from kvpool import (
     AllocStatus,
     CopyKind,
     DType,
-    KVCacheConfig,
-    KVCacheManager,
     LayerSpec,
     MemoryPressure,
     PressureChange,
@@ -34,25 +31,9 @@ from kvpool.errors import (
 from kvpool.events import Removed, Stored, Updated, to_dict
 from kvpool.events.mirror import CacheMirror
 from kvpool.eviction import policy_names
+from managers import FULL, cached, make_manager
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
-
-
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
-    clock = options.pop("clock", None)
-    config = KVCacheConfig(list(layers) or [FULL], **options)
-    return KVCacheManager(config) if clock is None else KVCacheManager(config, clock=clock)
-
-
-def cached(manager: KVCacheManager, num_tokens: int, first: int = 0, **options: Any) -> list[int]:
-    """Runs one request to its end and returns its prompt, which is cached now."""
-    tokens = list(range(first, first + num_tokens))
-    handle = manager.allocate(("cached", first), tokens, **options)
-    manager.commit(handle, num_tokens - handle.num_cached_tokens)
-    manager.free(handle)
-    return tokens
 
 
 # --- allocation ------------------------------------------------------------------------------------------------------

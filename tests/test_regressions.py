@@ -21,8 +21,7 @@ from kvpool import (
 )
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from kvpool.events import Removed, Updated
-
-FULL = LayerSpec(kv_heads=1, head_dim=8)
+from managers import FULL
 
 
 def manager_with(*layers: LayerSpec, **options: Any) -> KVCacheManager:

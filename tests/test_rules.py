@@ -36,26 +36,10 @@ from kvpool.errors import (
 from kvpool.events import Removed, Stored
 from kvpool.events.mirror import CacheMirror
 from kvpool.pools.pool import BlockPool
+from managers import FULL, cached, make_manager
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
 CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
-
-
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
-    clock = options.pop("clock", None)
-    config = KVCacheConfig(list(layers) or [FULL], **options)
-    return KVCacheManager(config) if clock is None else KVCacheManager(config, clock=clock)
-
-
-def cached(manager: KVCacheManager, num_tokens: int, first: int = 0, scope: ReuseScope | None = None) -> list[int]:
-    """Runs one request to its end and returns its prompt, which is cached now."""
-    tokens = list(range(first, first + num_tokens))
-    handle = manager.allocate(("cached", first, scope), tokens, scope=scope or ReuseScope())
-    manager.commit(handle, num_tokens - handle.num_cached_tokens)
-    manager.free(handle)
-    return tokens
 
 
 def everything(manager: KVCacheManager) -> dict[str, Any]:

@@ -1,37 +1,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, MemoryPressure, ReuseScope, Tier
+from kvpool import MemoryPressure, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from kvpool.stats import Histogram
-
-FULL = LayerSpec(kv_heads=1, head_dim=8)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def make_manager(clock: Clock | None = None, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
-    return KVCacheManager(KVCacheConfig([FULL], **options), clock=clock or Clock())
-
-
-def cached(manager: KVCacheManager, num_tokens: int, first: int = 0, **options: Any) -> list[int]:
-    tokens = list(range(first, first + num_tokens))
-    handle = manager.allocate(("cached", first), tokens, **options)
-    manager.commit(handle, num_tokens - handle.num_cached_tokens)
-    manager.free(handle)
-    return tokens
-
+from managers import Clock, cached, make_manager
 
 # --- histograms ------------------------------------------------------------------------------------------------------
 
@@ -110,7 +86,7 @@ def test_failures_are_counted_where_they_happen() -> None:
 
 def test_evictions_are_counted_by_their_reason() -> None:
     clock = Clock()
-    manager = make_manager(clock, gpu_blocks=8)
+    manager = make_manager(clock=clock, gpu_blocks=8)
     manager.set_quota("t", maximum=0)
     cached(manager, 4, first=0)
     manager.evict(1)
@@ -144,7 +120,7 @@ def test_the_peak_remembers_the_fullest_moment() -> None:
 
 def test_life_idle_and_reuse_times_are_measured_per_block() -> None:
     clock = Clock()
-    manager = make_manager(clock)
+    manager = make_manager(clock=clock)
     tokens = cached(manager, 8)
     clock.now = 10.0
     manager.free(manager.allocate("a", [*tokens, 1]))

@@ -10,12 +10,12 @@ import pytest
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvariantError
 from kvpool.prefix.node import Node
+from managers import FULL
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
 
 
-def make_manager() -> KVCacheManager:
+def busy_manager() -> KVCacheManager:
     """A live request, its fork, a swapped one, a pinned run, an offloaded run and a tenant with a quota."""
     config = KVCacheConfig([FULL, SLIDING], block_size=4, gpu_blocks=64, host_blocks=64, watermark=0.0)
     manager = KVCacheManager(config)
@@ -162,21 +162,21 @@ DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
 
 @pytest.mark.parametrize(("damage", "named"), DAMAGES)
 def test_a_broken_invariant_is_found_and_named(damage: Callable[[KVCacheManager], None], named: str) -> None:
-    manager = make_manager()
+    manager = busy_manager()
     damage(manager)
     with pytest.raises(InvariantError, match=named):
         manager.check()
 
 
 def test_a_quota_that_was_miscounted_is_found() -> None:
-    manager = make_manager()
+    manager = busy_manager()
     manager._state.cache.quotas["t"].cached[0] += 1
     with pytest.raises(InvariantError, match="tenant 't'"):
         manager.check()
 
 
 def test_a_request_tracked_at_a_place_it_left_is_found() -> None:
-    manager = make_manager()
+    manager = busy_manager()
     producer = manager.allocate("producer", list(range(900, 912)))
     manager._in_flight.rows_by_block[tip(manager), b"elsewhere"] = producer.row
     with pytest.raises(InvariantError, match="in flight"):

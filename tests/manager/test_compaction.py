@@ -7,22 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import CopyKind, KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Tier
+from kvpool import CopyKind, KVCacheHandle, KVCacheManager, LayerSpec, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
+from managers import FULL, make_manager, running
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4)
-
-
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
-    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
-
-
-def running(manager: KVCacheManager, name: Any, num_tokens: int, first: int = 0) -> KVCacheHandle:
-    handle = manager.allocate(name, list(range(first, first + num_tokens)))
-    manager.commit(handle, num_tokens - handle.num_cached_tokens)
-    return handle
 
 
 def used_ids(manager: KVCacheManager, tier: Tier = Tier.GPU) -> list[int]:

@@ -2,20 +2,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from functools import partial
 
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, MemoryPressure, PressureChange
+import managers
+from kvpool import KVCacheManager, LayerSpec, MemoryPressure, PressureChange
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
+from managers import FULL
 
 LOW, MEDIUM, HIGH, CRITICAL = MemoryPressure
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 
 
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 20, "watermark": 0.0} | overrides
-    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
+make_manager = partial(managers.make_manager, gpu_blocks=20)
 
 
 def watch(manager: KVCacheManager) -> list[tuple[MemoryPressure, MemoryPressure]]:

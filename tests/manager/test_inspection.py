@@ -6,8 +6,8 @@ import pytest
 
 from kvpool import BlockState, KVCacheConfig, KVCacheManager, LayerSpec, Tier
 from kvpool.errors import InvalidArgumentError
+from managers import FULL
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=4)
 
 

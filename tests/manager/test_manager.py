@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import kvpool.manager
+import managers
 from kvpool import (
     AllocStatus,
     KVCacheConfig,
@@ -30,16 +32,14 @@ from kvpool.errors import (
     UnknownRequestError,
 )
 from kvpool.eviction import LFUPolicy, LRUPolicy
+from managers import FULL
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
 
 Call = Callable[[KVCacheManager, KVCacheHandle], Any]
 
 
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "host_blocks": 8, "watermark": 0.0} | overrides
-    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
+make_manager = partial(managers.make_manager, host_blocks=8)
 
 
 def with_one_request(manager: KVCacheManager) -> KVCacheHandle:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Tier
+import managers
+from kvpool import Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 
 
@@ -28,9 +30,7 @@ class Notes:
         return run if self.instead is None else self.instead
 
 
-def make_manager(**fields: Any) -> KVCacheManager:
-    config = KVCacheConfig([LayerSpec(1, 8)], **{"block_size": 4, "gpu_blocks": 16, "watermark": 0.0, **fields})
-    return KVCacheManager(config, clock=lambda: 7.0)
+make_manager = partial(managers.make_manager, clock=lambda: 7.0)
 
 
 def test_given_an_observer_then_it_is_told_of_each_operation_once_and_in_order() -> None:

@@ -4,26 +4,11 @@ from typing import Any
 
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool import KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, PinBudgetError, UnknownRequestError
+from managers import FULL, cached, make_manager
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4)
-
-
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
-    clock = options.pop("clock", None)
-    config = KVCacheConfig(list(layers) or [FULL], **options)
-    return KVCacheManager(config) if clock is None else KVCacheManager(config, clock=clock)
-
-
-def cached(manager: KVCacheManager, num_tokens: int, first: int = 0, **options: Any) -> list[int]:
-    tokens = list(range(first, first + num_tokens))
-    handle = manager.allocate(("cached", first), tokens, **options)
-    manager.commit(handle, num_tokens - handle.num_cached_tokens)
-    manager.free(handle)
-    return tokens
 
 
 def pinned(manager: KVCacheManager, tier: Tier = Tier.GPU) -> int:

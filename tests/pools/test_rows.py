@@ -9,8 +9,8 @@ from kvpool import KVCacheConfig, KVCacheHandle, LayerSpec, ReuseScope
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.rows import RECENT_TOKENS, SequenceRows
 from kvpool.prefix.node import Node, Root
+from managers import FULL
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4)
 CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
 

@@ -4,25 +4,12 @@ from typing import Any
 
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool import KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
+from managers import FULL, cached, make_manager
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
 MINE, YOURS = ReuseScope(tenant="mine"), ReuseScope(tenant="yours")
-
-
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
-    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
-
-
-def cached(manager: KVCacheManager, num_tokens: int, scope: ReuseScope, first: int = 0) -> list[int]:
-    tokens = list(range(first, first + num_tokens))
-    handle = manager.allocate(("cached", first, scope), tokens, scope=scope)
-    manager.commit(handle, num_tokens - handle.num_cached_tokens)
-    manager.free(handle)
-    return tokens
 
 
 def held(manager: KVCacheManager, tenant: str) -> int:
@@ -34,7 +21,7 @@ def test_a_tenant_never_keeps_more_than_its_maximum() -> None:
     manager = make_manager()
     manager.set_quota("mine", maximum=3)
     for first in range(0, 60, 20):
-        cached(manager, 16, MINE, first)
+        cached(manager, 16, first, scope=MINE)
         assert held(manager, "mine") == 3
     assert manager.stats().evictions["quota"] == 9
 
@@ -60,7 +47,7 @@ def test_the_maximum_holds_by_whatever_path_blocks_become_idle(idle: Any) -> Non
 
 def test_the_maximum_holds_again_when_a_pin_ends() -> None:
     manager = make_manager()
-    tokens = cached(manager, 16, MINE)
+    tokens = cached(manager, 16, scope=MINE)
     pin = manager.pin(tokens, MINE)
     manager.set_quota("mine", maximum=1)
     assert held(manager, "mine") == 4
@@ -70,7 +57,7 @@ def test_the_maximum_holds_again_when_a_pin_ends() -> None:
 
 def test_a_new_quota_applies_to_what_is_cached_already() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=64)
-    cached(manager, 16, MINE)
+    cached(manager, 16, scope=MINE)
     manager.set_quota("mine", maximum=2)
     assert held(manager, "mine") <= 2
 
@@ -78,7 +65,7 @@ def test_a_new_quota_applies_to_what_is_cached_already() -> None:
 def test_others_cannot_evict_what_is_guaranteed() -> None:
     manager = make_manager(gpu_blocks=8)
     manager.set_quota("mine", guaranteed=2)
-    tokens = cached(manager, 16, MINE)
+    tokens = cached(manager, 16, scope=MINE)
     manager.allocate("a", num_tokens=24, scope=YOURS)
     assert manager.match_prefix([*tokens, 1], MINE).num_blocks == 2
     with pytest.raises(OutOfBlocksError):
@@ -99,8 +86,8 @@ def test_of_several_tenants_the_stalest_run_over_its_guarantee_goes_first() -> N
     manager = make_manager(gpu_blocks=8)
     manager.set_quota("mine", guaranteed=1)
     manager.set_quota("yours", guaranteed=1)
-    older, newer = cached(manager, 8, MINE), cached(manager, 8, YOURS)
-    cached(manager, 8, ReuseScope())
+    older, newer = cached(manager, 8, scope=MINE), cached(manager, 8, scope=YOURS)
+    cached(manager, 8, scope=ReuseScope())
     manager.evict(1)
     assert manager.match_prefix([*older, 1], MINE).num_blocks == 1
     manager.evict(1)
@@ -112,7 +99,7 @@ def test_of_several_tenants_the_stalest_run_over_its_guarantee_goes_first() -> N
 def test_guaranteed_windowed_blocks_are_shielded_too() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=24)
     manager.set_quota("mine", guaranteed=8)
-    cached(manager, 16, MINE)
+    cached(manager, 16, scope=MINE)
     assert held(manager, "mine") == 8
     assert manager.evict(100) == 0
     manager.set_quota("mine", guaranteed=6)
@@ -123,14 +110,14 @@ def test_guaranteed_windowed_blocks_are_shielded_too() -> None:
 def test_fractions_are_of_each_pool() -> None:
     manager = make_manager(gpu_blocks=16)
     manager.set_quota("mine", maximum=0.25)
-    cached(manager, 32, MINE)
+    cached(manager, 32, scope=MINE)
     assert held(manager, "mine") == 4
 
 
 def test_a_quota_without_limits_is_removed() -> None:
     manager = make_manager()
     manager.set_quota("mine", guaranteed=2, maximum=4)
-    tokens = cached(manager, 8, MINE)
+    tokens = cached(manager, 8, scope=MINE)
     manager.set_quota("mine")
     assert manager.stats().tenants == {}
     assert manager.evict(100) == 2
@@ -141,7 +128,7 @@ def test_a_quota_without_limits_is_removed() -> None:
 def test_a_smaller_gpu_pool_may_cost_a_tenant_its_guarantee() -> None:
     manager = make_manager(gpu_blocks=8)
     manager.set_quota("mine", guaranteed=4)
-    cached(manager, 16, MINE)
+    cached(manager, 16, scope=MINE)
     assert manager.resize(2).num_evicted == 2
     assert held(manager, "mine") == 2
     assert manager.evict(100) == 0  # what is left is guaranteed as before
@@ -150,7 +137,7 @@ def test_a_smaller_gpu_pool_may_cost_a_tenant_its_guarantee() -> None:
 def test_excess_blocks_are_offloaded_where_there_is_a_lower_tier() -> None:
     manager = make_manager(host_blocks=8)
     manager.set_quota("mine", maximum=1)
-    tokens = cached(manager, 12, MINE)
+    tokens = cached(manager, 12, scope=MINE)
     assert manager.match_prefix([*tokens, 1], MINE).tokens_by_tier == {Tier.GPU: 4, Tier.HOST: 8}
     manager.check()
 

@@ -5,31 +5,10 @@ from typing import Any
 
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Retention, Tier, TokenRange
+from kvpool import KVCacheManager, Retention, Tier, TokenRange
 from kvpool.errors import InvalidArgumentError
 from kvpool.events import Updated
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def make_manager(clock: Clock | None = None, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
-    config = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], **options)
-    return KVCacheManager(config, clock=clock or Clock())
-
-
-def cached(manager: KVCacheManager, num_tokens: int, first: int = 0, **options: Any) -> list[int]:
-    tokens = list(range(first, first + num_tokens))
-    handle = manager.allocate(("cached", first), tokens, **options)
-    manager.commit(handle, num_tokens - handle.num_cached_tokens)
-    manager.free(handle)
-    return tokens
+from managers import Clock, cached, make_manager
 
 
 def priorities(manager: KVCacheManager) -> dict[int, int]:
@@ -116,7 +95,7 @@ def test_the_priority_policy_evicts_low_priorities_first() -> None:
 
 def test_a_priority_ends_with_its_duration_and_starts_when_the_request_is_freed() -> None:
     clock = Clock()
-    manager = make_manager(clock)
+    manager = make_manager(clock=clock)
     handle = manager.allocate("a", list(range(8)), retention=Retention([TokenRange(0, None, 90, duration=10.0)]))
     manager.commit(handle, 8)
     clock.now = 100.0
@@ -153,7 +132,7 @@ def test_an_idle_candidate_moves_in_the_order_when_its_priority_changes() -> Non
 
 def test_a_time_to_live_starts_with_the_last_use() -> None:
     clock = Clock()
-    manager = make_manager(clock)
+    manager = make_manager(clock=clock)
     tokens = cached(manager, 8, ttl=10.0)
     clock.now = 9.0
     manager.free(manager.allocate("again", [*tokens, 1]))
@@ -167,7 +146,7 @@ def test_a_time_to_live_starts_with_the_last_use() -> None:
 
 def test_the_configured_time_to_live_is_the_default() -> None:
     clock = Clock()
-    manager = make_manager(clock, default_ttl=5.0)
+    manager = make_manager(clock=clock, default_ttl=5.0)
     cached(manager, 4)
     cached(manager, 4, first=50, ttl=100.0)
     clock.now = 5.0
@@ -176,7 +155,7 @@ def test_the_configured_time_to_live_is_the_default() -> None:
 
 def test_an_expired_parent_goes_with_its_last_child() -> None:
     clock = Clock()
-    manager = make_manager(clock)
+    manager = make_manager(clock=clock)
     cached(manager, 8, ttl=5.0)
     cached(manager, 16, ttl=20.0)  # hits the first, which is used again and expires later than it was
     clock.now = 5.0
@@ -189,7 +168,7 @@ def test_an_expired_parent_goes_with_its_last_child() -> None:
 
 def test_what_is_read_or_pinned_does_not_expire_until_it_is_let_go() -> None:
     clock = Clock()
-    manager = make_manager(clock)
+    manager = make_manager(clock=clock)
     tokens = cached(manager, 8, ttl=5.0)
     pin = manager.pin(tokens)
     clock.now = 6.0
@@ -200,7 +179,7 @@ def test_what_is_read_or_pinned_does_not_expire_until_it_is_let_go() -> None:
 
 def test_expired_runs_are_evicted_before_anything_else() -> None:
     clock = Clock()
-    manager = make_manager(clock, gpu_blocks=4)
+    manager = make_manager(clock=clock, gpu_blocks=4)
     older = cached(manager, 8)
     newer = cached(manager, 8, first=50, ttl=5.0)
     clock.now = 5.0

@@ -1,29 +1,19 @@
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import pytest
 
-from kvpool import CopyKind, KVCacheConfig, KVCacheManager, LayerSpec, Tier
+import managers
+from kvpool import CopyKind, KVCacheManager, LayerSpec, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from kvpool.events.mirror import CacheMirror
+from managers import FULL, cached
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
 
 
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 4, "host_blocks": 4, "disk_blocks": 4, "watermark": 0.0}
-    options |= overrides
-    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
-
-
-def cached(manager: KVCacheManager, num_tokens: int, first: int = 0) -> list[int]:
-    tokens = list(range(first, first + num_tokens))
-    handle = manager.allocate(("cached", first), tokens)
-    manager.commit(handle, num_tokens - handle.num_cached_tokens)
-    manager.free(handle)
-    return tokens
+make_manager = partial(managers.make_manager, gpu_blocks=4, host_blocks=4, disk_blocks=4)
 
 
 def tiers(manager: KVCacheManager, tokens: list[int]) -> dict[str, int]:

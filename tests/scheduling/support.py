@@ -6,26 +6,11 @@ from typing import Any
 
 from toy_engine import ToyEngine
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
+from kvpool import KVCacheManager, LayerSpec
 from kvpool.scheduling import BatchPlan, CostModel, Request, Scheduler, SchedulerConfig
+from managers import Clock, make_manager
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=6)
-
-
-class Clock:
-    """Time that passes when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
-    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
 
 
 def make_engine(

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from support import FULL, SLIDING, add, make_engine, make_manager, names, request, tokens_of
+from support import SLIDING, add, make_engine, names, request, tokens_of
 from toy_engine import expected_output
 
 from kvpool import CopyKind, ReuseScope
 from kvpool.scheduling import CapacityMode, FinishReason
+from managers import FULL, make_manager
 
 
 def test_given_a_watermark_when_a_request_would_use_it_then_it_waits_until_the_other_is_done() -> None:

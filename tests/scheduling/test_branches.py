@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from support import add, make_engine, make_manager, names, request
+from support import add, make_engine, names, request
 
 from kvpool import CopyKind
 from kvpool.errors import InvalidArgumentError, NeverFitsError, SequenceStateError
 from kvpool.scheduling import FinishReason
+from managers import make_manager
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from support import Clock, add, make_engine, make_manager, request
+from support import add, make_engine, request
 from toy_engine import expected_output
 
 from kvpool.errors import UnknownRequestError
 from kvpool.scheduling import FinishReason
+from managers import Clock, make_manager
 
 
 def nothing_is_held(engine: object) -> bool:

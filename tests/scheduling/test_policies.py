@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import pytest
-from support import Clock, add, make_engine, make_manager, names, request
+from support import add, make_engine, names, request
 from toy_engine import ToyEngine
 
 from kvpool import ReuseScope
 from kvpool.errors import ConfigError
 from kvpool.scheduling import FairShare, LongestPrefixMatch, RankedPolicy, Request, ScheduledSequence, SchedulerConfig
+from managers import Clock, make_manager
 
 
 def order_of_admission(engine: ToyEngine) -> list[str]:

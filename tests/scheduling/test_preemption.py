@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pytest
-from support import add, make_engine, make_manager, names, request
+from support import add, make_engine, names, request
 from toy_engine import ToyEngine
 
 from kvpool import CopyKind
 from kvpool.scheduling import BatchPlan, LinearCostModel, PreemptionMode, SequenceState
+from managers import make_manager
 
 FAST_LINK = LinearCostModel(transfer_bytes_per_second=1e15, transfer_latency=0.0)
 SLOW_LINK = LinearCostModel(transfer_bytes_per_second=1.0)

@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import add, make_engine, make_manager, request
+from support import add, make_engine, request
 
 from kvpool import ReuseScope
 from kvpool.errors import ConfigError, DuplicateRequestError, InvalidArgumentError, NeverFitsError, UnknownRequestError
 from kvpool.scheduling import Request, Scheduler, SchedulerConfig
+from managers import make_manager
 
 
 @pytest.mark.parametrize(

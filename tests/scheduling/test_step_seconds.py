@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support import add, make_engine, make_manager, request, tokens_of
+from support import add, make_engine, request, tokens_of
 from toy_engine import ToyEngine
 
 from kvpool.errors import ConfigError
 from kvpool.scheduling import LinearCostModel, SchedulerConfig
+from managers import make_manager
 
 
 class Costs:

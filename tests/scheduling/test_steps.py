@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import FULL, SLIDING, add, make_engine, make_manager, names, request, tokens_of
+from support import SLIDING, add, make_engine, names, request, tokens_of
 from toy_engine import ToyEngine
 
 from kvpool import Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.scheduling import FinishReason
+from managers import FULL, make_manager
 
 
 def test_given_prompts_over_the_budget_when_steps_run_then_decode_is_served_first_and_prompts_get_the_rest() -> None:

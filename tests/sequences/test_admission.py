@@ -4,25 +4,12 @@ from typing import Any
 
 import pytest
 
-from kvpool import AllocStatus, CopyKind, KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool import AllocStatus, CopyKind, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, NeverFitsError, OutOfBlocksError
+from managers import FULL, cached, make_manager
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
 CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
-
-
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
-    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
-
-
-def cached(manager: KVCacheManager, num_tokens: int, first: int = 0, **options: Any) -> list[int]:
-    tokens = list(range(first, first + num_tokens))
-    handle = manager.allocate(("cached", first), tokens, **options)
-    manager.commit(handle, num_tokens - handle.num_cached_tokens)
-    manager.free(handle)
-    return tokens
 
 
 # --- OK, LATER, NEVER ------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,17 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, SequenceBatch
+import managers
+from kvpool import KVCacheHandle, KVCacheManager, LayerSpec, SequenceBatch
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError, UnknownRequestError
+from managers import FULL
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4)
 CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
 
 
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 64, "watermark": 0.0} | overrides
-    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
+make_manager = partial(managers.make_manager, gpu_blocks=64)
 
 
 def admit(manager: KVCacheManager, *lengths: int) -> list[KVCacheHandle]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import CopyKind, KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool import CopyKind, KVCacheHandle, LayerSpec, ReuseScope, Tier
 from kvpool.errors import (
     DuplicateRequestError,
     InvalidArgumentError,
@@ -12,22 +12,11 @@ from kvpool.errors import (
     SequenceStateError,
     UnknownRequestError,
 )
+from managers import FULL, make_manager, running
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
 SINKS = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=8)
 CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
-
-
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
-    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
-
-
-def running(manager: KVCacheManager, name: Any, num_tokens: int, first: int = 0, **options: Any) -> KVCacheHandle:
-    handle = manager.allocate(name, list(range(first, first + num_tokens)), **options)
-    manager.commit(handle, num_tokens - handle.num_cached_tokens)
-    return handle
 
 
 def lengths(handle: KVCacheHandle) -> tuple[int, int, int]:

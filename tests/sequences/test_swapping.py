@@ -1,26 +1,20 @@
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
-from kvpool import AllocStatus, CopyKind, KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
+import managers
+from kvpool import AllocStatus, CopyKind, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, NeverFitsError, OutOfBlocksError, SequenceStateError
+from managers import FULL, running
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
 CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
 
 
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "host_blocks": 16, "watermark": 0.0} | overrides
-    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options))
-
-
-def running(manager: KVCacheManager, name: str, num_tokens: int, first: int = 0, **options: Any) -> KVCacheHandle:
-    handle = manager.allocate(name, list(range(first, first + num_tokens)), **options)
-    manager.commit(handle, num_tokens - handle.num_cached_tokens)
-    return handle
+make_manager = partial(managers.make_manager, host_blocks=16)
 
 
 def test_a_swapped_request_keeps_its_lengths_and_tokens_and_nothing_on_the_gpu() -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
+from kvpool import KVCacheManager, LayerSpec
 from kvpool.errors import InvalidArgumentError
+from managers import FULL, make_manager
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
-
-
-def manager(*layers: LayerSpec, **options: Any) -> KVCacheManager:
-    return KVCacheManager(KVCacheConfig(layers or [FULL], 4, gpu_blocks=16, host_blocks=16, watermark=0, **options))
+manager = partial(make_manager, host_blocks=16)
 
 
 def writable(kv: KVCacheManager, group: int = 0) -> list[int]:

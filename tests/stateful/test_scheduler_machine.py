@@ -17,10 +17,12 @@ from hypothesis import event, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from wild_configs import TENANTS, draw_layer
 
+from managers import FULL
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scheduling"))
 from toy_engine import ToyEngine, expected_beams, expected_output
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool import KVCacheConfig, KVCacheManager, ReuseScope, Tier
 from kvpool.errors import NeverFitsError
 from kvpool.eviction import policy_names
 from kvpool.scheduling import (
@@ -35,7 +37,6 @@ from kvpool.scheduling import (
     SchedulerConfig,
 )
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 CUT_OFF = {FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED}
 
 # Few different tokens and beginnings, so that prompts share prefixes, also while they are being computed.

@@ -13,10 +13,10 @@ from reference import mirror_for
 
 from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, PinBudgetError, SequenceStateError
+from managers import FULL
 
 NUM_THREADS = 6
 SECONDS = 2.0
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=6)
 SYSTEM_PROMPTS = [[s] * 9 for s in range(3)]
 CONFIGS: dict[str, KVCacheConfig] = {

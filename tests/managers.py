@@ -1,0 +1,39 @@
+"""Small managers, and requests of consecutive token ids, for tests anywhere in this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec
+
+FULL = LayerSpec(kv_heads=1, head_dim=8)
+
+
+class Clock:
+    """Time that passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_manager(*layers: LayerSpec, clock: Callable[[], float] | None = None, **overrides: Any) -> KVCacheManager:
+    """16 blocks of 4 tokens and no watermark, unless `overrides` of the configuration say otherwise."""
+    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
+    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options), clock=clock or Clock())
+
+
+def running(manager: KVCacheManager, name: Hashable, num_tokens: int, first: int = 0, **options: Any) -> KVCacheHandle:
+    """Admits a prompt of consecutive ids from `first` on, and commits what was not cached."""
+    handle = manager.allocate(name, list(range(first, first + num_tokens)), **options)
+    manager.commit(handle, num_tokens - handle.num_cached_tokens)
+    return handle
+
+
+def cached(manager: KVCacheManager, num_tokens: int, first: int = 0, **options: Any) -> list[int]:
+    """Runs one request to its end and returns its prompt, which is cached now."""
+    manager.free(running(manager, ("cached", first), num_tokens, first, **options))
+    return list(range(first, first + num_tokens))
