@@ -493,7 +493,7 @@ def test_wrong_arguments_are_refused(log: EventLog, subscription: Subscription) 
 
 
 def test_every_event_has_a_json_form() -> None:
-    scope = ReuseScope("t", "", "", (("image", 3),))
+    scope = ReuseScope("t", "", "", (("image", 3),), "speech")
     events: list[Event] = [
         Created(1, POOLS[:1]),
         Stored(2, None, (A,), np.array([5, 6], dtype=np.int32), 2, scope, Tier.GPU, 35, 0),
@@ -509,7 +509,7 @@ def test_every_event_has_a_json_form() -> None:
             "digests": [A.hex()],
             "tokens": [5, 6],
             "block_size": 2,
-            "scope": {"tenant": "t", "adapter": "", "weights": "", "multimodal": [["image", 3]]},
+            "scope": {"tenant": "t", "adapter": "", "weights": "", "multimodal": [["image", 3]], "encoder": "speech"},
             "tier": "GPU",
             "priority": 35,
             "group": 0,
