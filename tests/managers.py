@@ -20,10 +20,12 @@ class Clock:
         return self.now
 
 
-def make_manager(*layers: LayerSpec, clock: Callable[[], float] | None = None, **overrides: Any) -> KVCacheManager:
+def make_manager(
+    *layers: LayerSpec, policy: Any = None, clock: Callable[[], float] | None = None, **overrides: Any
+) -> KVCacheManager:
     """16 blocks of 4 tokens and no watermark, unless `overrides` of the configuration say otherwise."""
     options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
-    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options), clock=clock or Clock())
+    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options), policy=policy, clock=clock or Clock())
 
 
 def running(manager: KVCacheManager, name: Hashable, num_tokens: int, first: int = 0, **options: Any) -> KVCacheHandle:

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
-from kvpool import AllocStatus, KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Tier
+import managers
+from kvpool import AllocStatus, KVCacheHandle, KVCacheManager, LayerSpec, Tier
 from kvpool.errors import OutOfBlocksError
 from kvpool.events import Subscription
 from kvpool.events.mirror import CacheMirror
 from kvpool.eviction import LRUPolicy
+from managers import FULL
 
-FULL = LayerSpec(kv_heads=1, head_dim=8)
 SLIDING = LayerSpec(kv_heads=2, head_dim=8, window=4)
 CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
 
-
-def make_manager(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
-    policy = overrides.pop("policy", "lru")
-    options: dict[str, Any] = {"block_size": 2, "gpu_blocks": 16, "watermark": 0.0} | overrides
-    return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options), policy=policy)
+make_manager = partial(managers.make_manager, block_size=2)
 
 
 def running(manager: KVCacheManager, name: str, tokens: Any, **options: Any) -> KVCacheHandle:
