@@ -44,7 +44,7 @@ GENERAL = (  # tests of the whole manager, quick ones first
 SCHEDULER_MACHINE = "stateful/test_scheduler_machine.py"
 NOT_COPIED = (".git", ".venv", ".wheels", "build", "dist", "htmlcov", "__pycache__", ".*_cache", ".hypothesis", "*.so")
 PROFILE = "quick"  # of hypothesis, see tests/conftest.py
-SLACK = 30.0  # seconds that a run may take beyond four times what it takes without a mutant
+SLACK = 30.0  # seconds that a mutant may take beyond twice the time of all tests
 
 KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
 
@@ -289,15 +289,14 @@ def run_all(root: Path, mutants: Sequence[Mutant], jobs: int, limit: float | Non
         free: SimpleQueue[Workplace] = SimpleQueue()
         for number in range(jobs):
             free.put(Workplace(root, Path(folder) / str(number)))
-        limits: dict[tuple[str, ...], float] = {}
-        for tests in dict.fromkeys(tuple(tests_for(root, mutant.path)) for mutant in mutants):
-            limits[tests] = limit or _usual_seconds(free, tests) * 4 + SLACK
+        tests_of = {mutant.path: tests_for(root, mutant.path) for mutant in mutants}
+        usual = _usual_seconds(free, list(dict.fromkeys(test for tests in tests_of.values() for test in tests)))
+        most = limit or usual * 2 + SLACK
 
         def test(mutant: Mutant) -> Outcome:
             place = free.get()
             try:
-                tests = tests_for(root, mutant.path)
-                return place.test(mutant, tests, limits[tuple(tests)])
+                return place.test(mutant, tests_of[mutant.path], most)
             finally:
                 free.put(place)
 
@@ -305,6 +304,7 @@ def run_all(root: Path, mutants: Sequence[Mutant], jobs: int, limit: float | Non
 
 
 def _usual_seconds(free: SimpleQueue[Workplace], tests: Sequence[str]) -> float:
+    """How long all tests take without a mutant; they must pass, or they could not tell anything."""
     place, started = free.get(), time.monotonic()
     result, failed = place.run(tests)
     free.put(place)
@@ -322,9 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--module", action="append", default=[], metavar="WORD[:LINE]", help="only files with this in their path"
     )
     parser.add_argument("--jobs", type=int, default=2, help="mutants tried at once (2)")
-    parser.add_argument(
-        "--limit", type=float, help="seconds for a mutant; default: four times what its tests usually take"
-    )
+    parser.add_argument("--limit", type=float, help="seconds for a mutant; default: twice what all tests take")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome")
     parser.add_argument("--list", action="store_true", help="print the sample and try nothing")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
