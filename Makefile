@@ -32,7 +32,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo tour test compiled test-compiled fuzz mutants docs lint types bench bench-quick coverage wheels clean
+.PHONY: help demo tour test compiled test-compiled fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -61,6 +61,9 @@ test-compiled: compiled ## the tests of the control plane against the compiled o
 docs: $(VENV)/.stamp-docs ## the documentation site with its API reference, in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean $(ARGS)
 	@echo "build/site/index.html"
+
+pictures: $(VENV)/.stamp-run ## draw docs/images/pool.svg again, from the manager as it is now
+	@$(PY) tools/pool_picture.py $(ARGS)
 
 fuzz: $(VENV)/.stamp-dev ## random operations in random configurations against a byte-exact model; ARGS="--operations 1000000"
 	$(PY) tests/stateful/long_run.py $(ARGS)
