@@ -528,6 +528,7 @@ EFFECTS: dict[str, Any] = {
     "max_seq_len": 8,
     "enable_prefix_caching": False,
     "partial_match": False,
+    "copy_on_partial_reuse": False,
     "offload_on_evict": False,
     "offload_min_priority": 36,
     "watermark": 0.5,
@@ -566,6 +567,7 @@ def behaviour(**overrides: Any) -> Any:
         manager.free(handle)
     seen.append(type(manager._state.cache.policies[0]).name)
     seen.append(manager.match_prefix(list(range(7))))
+    seen.append(manager.match_prefix(list(range(3))))
     seen.append(config.pinned_tokens_limit)
     seen.append(subscription.poll().missed)
     clock[0] = 2.0

@@ -209,6 +209,8 @@ BLOCK = 4 * 4096 * 16  # bytes of one block of the default test model
         (dict(max_seq_len=HUGE), "max_seq_len="),
         (dict(enable_prefix_caching=1), "enable_prefix_caching=1"),
         (dict(partial_match=None), "partial_match=None"),
+        (dict(copy_on_partial_reuse=1), "copy_on_partial_reuse=1"),
+        (dict(copy_on_partial_reuse=False, partial_match=False), "does nothing with partial_match=False"),
         (dict(offload_on_evict="yes"), "offload_on_evict='yes'"),
         (dict(offload_min_priority=101), "offload_min_priority=101"),
         (dict(offload_min_priority=1, offload_on_evict=False), "offload_min_priority=1 does nothing"),

@@ -265,6 +265,59 @@ def test_pinned_windowed_blocks_are_never_supply() -> None:
     assert manager.can_allocate([*tokens, 1]).blocks_available == (4 + 2,)
 
 
+@pytest.mark.parametrize("layers", [(FULL,), (FULL, SLIDING)])
+def test_without_copies_the_last_block_of_an_idle_run_is_taken_over(layers: tuple[LayerSpec, ...]) -> None:
+    manager = make_manager(*layers, gpu_blocks=2 * len(layers), copy_on_partial_reuse=False)
+    tokens = cached(manager, 8)
+    runs = manager.cached_runs()
+    subscription = manager.subscribe()
+    before = manager.can_allocate([*tokens[:6], 99])
+    assert (before.blocks_needed, before.num_cached_tokens) == ((0,), 6)  # though the pool is full
+    handle = manager.allocate("a", [*tokens[:6], 99])
+    assert handle.num_cached_tokens == 6
+    assert [handle.block_ids(group).tolist() for group in range(len(layers))] == [
+        ids.tolist() for ids in runs[0].block_ids
+    ]
+    assert manager.take_copies() == []
+    assert manager.match_prefix([*tokens, 1]).num_tokens == 4  # the block left the index
+    removed = [event for event in subscription.poll().events if type(event).__name__ == "Removed"]
+    assert [(event.group, event.reason) for event in removed] == [(group, "continued") for group in range(len(layers))]
+    manager.check()
+    manager.commit(handle)
+    manager.free(handle)
+    manager.check()
+
+
+def test_without_copies_a_block_that_somebody_uses_is_not_reused_in_part() -> None:
+    manager = make_manager(copy_on_partial_reuse=False, host_blocks=8, max_pinned_tokens=8)
+    tokens = cached(manager, 12)
+    asked = [*tokens[:6], 99]
+    assert manager.match_prefix(asked).num_tokens == 4  # another block follows it
+    manager.invalidate(tokens)
+    assert manager.match_prefix(asked).num_tokens == 6
+    pin = manager.pin(tokens[:8])
+    assert manager.match_prefix(asked).num_tokens == 4
+    manager.unpin(pin)
+    reader = manager.allocate("reader", [*tokens[:8], 1])
+    assert manager.match_prefix(asked).num_tokens == 4
+    manager.free(reader)
+    assert manager.match_prefix(asked).num_tokens == 6
+    manager.offload(1)
+    assert manager.match_prefix(asked).num_tokens == 4  # it would have to be copied from the host
+
+
+def test_without_copies_logits_need_a_block_that_can_be_taken_over() -> None:
+    manager = make_manager(copy_on_partial_reuse=False)
+    source = manager.allocate("source", list(range(8)))
+    manager.commit(source, 8)
+    assert not manager.store_last_logits(source, "logits", 6)
+    assert not manager.match_prefix(range(6)).has_last_logits
+    manager.free(source)
+    handle = manager.allocate("a", range(6))
+    assert (handle.num_cached_tokens, handle.last_logits) == (6, "logits")
+    manager.check()
+
+
 def test_a_partial_match_keeps_the_windowed_part_of_its_source() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=16)
     tokens = cached(manager, 16)

@@ -58,6 +58,19 @@ def cached_blocks(manager: KVCacheManager) -> CachedBlocks:
     return found
 
 
+def takeable_blocks(manager: KVCacheManager) -> set[tuple[ReuseScope, tuple[int, ...]]]:
+    """The last blocks of runs on the GPU that nobody reads, has pinned or follows: by the tokens up to their end."""
+    cache, size = manager._state.cache, manager.config.block_size
+    found = set()
+    for scope, root in cache.roots.items():
+        for node in root.subtree():
+            if node is not root and node.tier == Tier.GPU and not (node.children or node.active or node.pins):
+                tokens = [token for part in cache.path_to(node) for token in part.tokens.tolist()]
+                assert len(tokens) == node.end * size
+                found.add((scope, tuple(tokens)))
+    return found
+
+
 def _valid(config: KVCacheConfig, length: int, depths: list[dict[int, Any]], growing: int) -> bool:
     """Whether every group has the blocks that the query behind `length` reused tokens reads.
 
@@ -75,11 +88,17 @@ def _valid(config: KVCacheConfig, length: int, depths: list[dict[int, Any]], gro
 
 
 def expected_hit(
-    config: KVCacheConfig, cached: CachedBlocks, scope: ReuseScope, tokens: list[int], has_logits: bool
+    config: KVCacheConfig,
+    cached: CachedBlocks,
+    scope: ReuseScope,
+    tokens: list[int],
+    has_logits: bool,
+    takeable: set[tuple[ReuseScope, tuple[int, ...]]],
 ) -> set[int]:
     """How many tokens of a prompt can be reused: the longest length at which nothing is missing.
 
     Several answers are right when blocks that continue differently share the same beginning but not the same groups.
+    Without copies a block is reused in part only if it is `takeable`.
     """
     if not config.enable_prefix_caching:
         return {0}
@@ -89,7 +108,7 @@ def expected_hit(
     while (len(depths) + 1) * size <= len(tokens) and (scope, tuple(tokens[: (len(depths) + 1) * size])) in cached:
         depths.append(cached[scope, tuple(tokens[: (len(depths) + 1) * size])])
     start = len(depths) * size
-    best, options = 0, [{}]
+    best, options = 0, [({}, tuple(tokens[:start]))]
     for (other, prefix), groups in cached.items():
         if other == scope and len(prefix) == start + size and list(prefix[:start]) == tokens[:start]:
             rest = tokens[start:]
@@ -97,16 +116,18 @@ def expected_hit(
             if shared > best:
                 best, options = shared, []
             if shared == best and shared:
-                options.append(groups)
+                options.append((groups, prefix))
     results = set()
-    for option in options or [{}]:
+    for option, source in options:
         full = [*depths, option] if best else depths
         longest = start + best
         if longest == len(tokens) and not has_logits:
             longest -= 1
         candidates = {longest, *range(0, longest, size)}
         # A last block that is cached as a whole is held as it is, though its last token must be computed again.
-        if not config.partial_match and not (longest == len(tokens) - 1 and not best):
+        copies = config.copy_on_partial_reuse or (scope, source) in takeable
+        held = longest == len(tokens) - 1 and not best
+        if not (config.partial_match and copies) and not held:
             candidates = {length for length in candidates if length % size == 0}
         results.add(max(length for length in candidates if _valid(config, length, full, growing)))
     return results

@@ -72,6 +72,7 @@ def draw_config(rng: Random, layers: list[LayerSpec], size: int) -> KVCacheConfi
     roomy = rng.random() < 0.1
     gpu = [n * rng.randrange(20, 40) if roomy else n * rng.randrange(2, 8) + rng.randrange(4) for n in groups]
     caching = rng.random() < 0.95
+    partial = rng.random() < 0.75
     return KVCacheConfig(
         layers,
         size,
@@ -80,7 +81,8 @@ def draw_config(rng: Random, layers: list[LayerSpec], size: int) -> KVCacheConfi
         disk_blocks=[n + rng.randrange(6) for n in groups] if rng.random() < 0.35 else None,
         max_seq_len=rng.randrange(2 * size, 6 * size + 1) if rng.random() < 0.15 else None,
         enable_prefix_caching=caching,
-        partial_match=rng.random() < 0.75,
+        partial_match=partial,
+        copy_on_partial_reuse=not partial or rng.random() < 0.7,
         offload_on_evict=rng.random() < 0.8,
         watermark=rng.choice((0.0, 0.0, 0.0, 0.01, 0.1, 0.3)),
         eviction_policy=rng.choice(policy_names()),

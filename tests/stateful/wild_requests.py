@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from byte_model import Request
-from reference import CachedBlocks, cached_blocks, expected_hit
+from reference import CachedBlocks, cached_blocks, expected_hit, takeable_blocks
 from wild_machine import MAX_LIVE, WildMachine
 from wild_steps import advance
 
@@ -70,7 +70,7 @@ def allocate(m: WildMachine, rng: Random) -> None:
     if limit is not None and longest > limit:
         m.refused(InvalidArgumentError, lambda: m.manager.allocate(name, **options, **keeping))
         return
-    cached = cached_blocks(m.manager)
+    cached, takeable = cached_blocks(m.manager), takeable_blocks(m.manager)
     shares = known and (not options.get("cross_tokens") or options["scope"].encoder != "")
     match = m.ask(lambda: m.manager.match_prefix(tokens, options["scope"])) if shares else None
     answer = m.ask(lambda: m.manager.can_allocate(**options))
@@ -86,7 +86,7 @@ def allocate(m: WildMachine, rng: Random) -> None:
     if match is None:
         assert handle.num_cached_tokens == 0
     else:
-        check_hit(m, match, answer, request, tokens, cached)
+        check_hit(m, match, answer, request, tokens, cached, takeable)
     write_encoder_tokens(m, request)
     if rng.random() < 0.6:  # the usual prefill: everything reserved is written and committed at once
         advance(m, rng, request, request.reserved - request.written, commit=True, by_ids=False)
@@ -117,11 +117,17 @@ def note_admission(m: WildMachine, handle: Any, tokens: list[int], known: bool, 
 
 
 def check_hit(
-    m: WildMachine, match: Any, answer: Any, request: Request, tokens: list[int], cached: CachedBlocks
+    m: WildMachine,
+    match: Any,
+    answer: Any,
+    request: Request,
+    tokens: list[int],
+    cached: CachedBlocks,
+    takeable: set[tuple[ReuseScope, tuple[int, ...]]],
 ) -> None:
     hit = request.handle.num_cached_tokens
     assert match.num_tokens == match.num_blocks * m.size + match.num_partial_tokens
-    expected = expected_hit(m.config, cached, request.scope, tokens, match.has_last_logits)
+    expected = expected_hit(m.config, cached, request.scope, tokens, match.has_last_logits, takeable)
     assert match.num_tokens in expected, f"{match} but {expected}"
     # the answer may do without a partial block for the watermark's sake; allocate does not look at that
     assert hit == answer.num_cached_tokens or (m.config.watermark and answer.num_cached_tokens < hit)

@@ -65,6 +65,7 @@ class KVCacheConfig:
     max_seq_len: int | None = None  # longest sequence accepted; None = unlimited
     enable_prefix_caching: bool = True
     partial_match: bool = True  # reuse the matching part of a block by copying it
+    copy_on_partial_reuse: bool = True  # False: only by taking over the last block of an idle run, which leaves the cache
     offload_on_evict: bool = True  # evicted GPU cache goes to HOST, HOST to DISK, where these tiers exist
     offload_min_priority: int = 0  # evicted runs of a lower retention priority are dropped, not offloaded
     watermark: float = 0.01  # fraction of each GPU pool kept free at admission
@@ -300,8 +301,10 @@ class KVCacheConfig:
                 raise ConfigError(f"gpu_fraction={self.gpu_fraction} must be in (0, 1]")
 
     def _check_features(self) -> None:
-        for name in ("enable_prefix_caching", "partial_match", "offload_on_evict"):
+        for name in ("enable_prefix_caching", "partial_match", "copy_on_partial_reuse", "offload_on_evict"):
             check_bool(name, getattr(self, name))
+        if not (self.copy_on_partial_reuse or self.partial_match):
+            raise ConfigError("copy_on_partial_reuse=False does nothing with partial_match=False")
         low = check_int("offload_min_priority", self.offload_min_priority, 0, 100)
         if low and not self.offload_on_evict:
             raise ConfigError(f"offload_min_priority={low} does nothing with offload_on_evict=False")

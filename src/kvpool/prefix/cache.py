@@ -194,6 +194,16 @@ class PrefixCache(WindowedTree):
             node.logits = {k: v for k, v in node.logits.items() if k[0] // self.block_size <= node.end}
         policy.add(node)
 
+    def take_over(self, node: Node) -> list[int]:
+        """The last block of an idle leaf on the GPU leaves the index and is a request's own; returns its id per group."""
+        ids = [int(of_group[-1]) for of_group in node.ids]
+        self.drop_tail(node, 1, EvictionReason.CONTINUED)
+        for group, block in enumerate(ids):
+            pool = self.pool(group, GPU)
+            pool.take(1)  # all of them lie on top of the free stack, in some order
+            pool.refs[block] = int(group in self.windowed)
+        return ids
+
     def num_present(self, node: Node, first: int) -> int:
         """Blocks of all groups in a run from position `first` on."""
         count = (node.num_blocks - first) * len(self.full)

@@ -88,7 +88,17 @@ class AdmissionPlanner:
                 length, _ = self._valid_in_windows(match, length, None)
         if length != match.num_tokens(size):
             match = self._cut(match, length)
+        if match.partial is not None and not state.config.copy_on_partial_reuse and not self._can_take_over(match):
+            return self._without_partial(match), None
         return match, logits
+
+    @staticmethod
+    def _can_take_over(match: Match) -> bool:
+        """Whether nobody else has a use for the partly matching block: it is the last one of an idle run on the GPU."""
+        source = match.partial
+        assert source is not None
+        in_use = source.active or source.pins or source.children is not None
+        return source.tier == GPU and not in_use and source.end == match.num_blocks + 1
 
     def _has_last_block(self, match: Match) -> bool:
         """Whether every window still has the last matched block: what is not written again must be there."""
@@ -121,8 +131,7 @@ class AdmissionPlanner:
             del node.logits[next(iter(node.logits))]
         ids = rows.token_ids(row)[:num_tokens]
         node.logits[num_tokens, ids[blocks * size :].tobytes()] = logits
-        match = self.state.cache.match(node.root.scope, ids, partial=self.state.config.partial_match)
-        return match.num_tokens(size) == num_tokens
+        return self.best_match(ids, node.root.scope)[0].num_tokens(size) == num_tokens
 
     def _valid_in_windows(self, match: Match, length: int, logits: Any) -> tuple[int, Any]:
         cache, size = self.state.cache, self.state.block_size
@@ -200,7 +209,7 @@ class AdmissionPlanner:
             needs, supply = [need], [pool.num_free + self.state.cache.evictable(pool, scope.tenant)]
             if match.path or match.partial is not None:
                 self.count_match(match, needs, supply)
-            if need <= supply[0]:
+            if needs[0] <= supply[0]:
                 return AdmissionPlan(match, hit_tokens, num_blocks, 0, needs, supply, True, True, logits)
         plan = self._count(match, num_tokens, lookahead, cross_tokens, scope, logits)
         if not plan.fits and match.partial is not None:
@@ -238,6 +247,9 @@ class AdmissionPlanner:
                 for pool, per_position in cache.full_per_pool:
                     supply[pool] -= used * per_position
         source = match.partial
+        if source is not None and not self.state.config.copy_on_partial_reuse:  # its block is the request's first new one
+            for pool, per_position in enumerate(self.state.per_position):
+                needs[pool] -= per_position
         if source is not None and source.tier == GPU and not source.active and not source.pins:
             for pool, per_position in cache.full_per_pool:
                 rest = source.num_blocks if source not in match.path else source.end - match.num_blocks

@@ -63,13 +63,15 @@ class Lifecycle:
             state.refuse_shortage(plan.needs, plan.supply, f"request {handle.request_id!r}")
         match, hit_tokens = plan.match, plan.num_hit_tokens
         tip = self.enter(match, handle.scope)
-        held_source = None
+        held_source = taken = None
+        if match.partial is not None and not state.config.copy_on_partial_reuse:
+            taken = cache.take_over(match.partial)
         held_windows: list[tuple[int, Int32Array]] = []
         if plan.evicts:
             held_windows = self._windows_of(tip, hit_tokens) if cache.windowed else []
             for group, ids in held_windows:
                 cache.enter_window(tip.root, group, ids)
-            held_source = match.partial
+            held_source = match.partial if taken is None else None
             if held_source is not None:
                 cache.hold(held_source)
                 self._hold_windowed_source(match, +1)
@@ -78,11 +80,12 @@ class Lifecycle:
         promoted = self._promote_path(tip) if match.path and match.path[-1].tier != GPU else {}
         row = handle.row = rows.new_row(handle, max(plan.num_blocks, plan.num_cross_blocks))
         rows.tips[row] = tip
-        self._fill_tables(row, tip, plan)
+        self._fill_tables(row, tip, plan, taken)
         for group, ids in held_windows:  # now the row itself reads them
             cache.leave_window(tip, group, 0, 0, ids)
         if match.partial is not None:
-            self._copy_partial(row, match)
+            if taken is None:
+                self._copy_partial(row, match)
             if match.partial.session is not None:
                 handle.copied_sessions = (match.partial.session,)
         if held_source is not None:
@@ -159,18 +162,24 @@ class Lifecycle:
                 self.cache.promote(node)
         return promoted
 
-    def _fill_tables(self, row: int, tip: Node, plan: AdmissionPlan) -> None:
+    def _fill_tables(self, row: int, tip: Node, plan: AdmissionPlan, taken: list[int] | None) -> None:
+        """Matched ids, then that of the block taken over from the tree, if any, then new ones."""
         state, rows, cache = self.state, self.rows, self.cache
         hit_blocks, num_blocks = plan.match.num_blocks, plan.num_blocks
         rows.num_blocks[row] = num_blocks
-        new = num_blocks - hit_blocks
         path = plan.match.path
+        first = hit_blocks
+        if taken is not None:
+            first += 1
+            for group, block in enumerate(taken):
+                rows.tables[group][row, hit_blocks] = block
+        new = num_blocks - first
         if state.is_simple:
             table = rows.tables[0]
             if hit_blocks:
                 table[row, :hit_blocks] = cache.path_ids(path, hit_blocks, 0)
             if new:
-                table[row, hit_blocks:num_blocks] = state.gpu_pools[0].take(new)
+                table[row, first:num_blocks] = state.gpu_pools[0].take(new)
             state.counters.blocks_allocated += new
             return
         for group in range(state.growing):
@@ -178,7 +187,7 @@ class Lifecycle:
             if hit_blocks:
                 table[row, :hit_blocks] = cache.path_ids(path, hit_blocks, group)
             if new:
-                table[row, hit_blocks:num_blocks] = state.take(group, new)
+                table[row, first:num_blocks] = state.take(group, new)
         state.counters.blocks_allocated += new * state.growing
         for group in cache.windowed:
             self._enter_windows(row, tip, group, hit_blocks, plan.num_hit_tokens)
