@@ -1,4 +1,4 @@
-"""docs/architecture.md names files, classes and methods as they are: renaming one without the page is an error here."""
+"""The pages on how it works name files, classes and methods as they are, and the site lists every page."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "kvpool"
+PAGES = [ROOT / "docs" / name for name in ("architecture.md", "blocks.md")]
 
 
 def words_of(page: Path) -> set[str]:
@@ -53,8 +54,30 @@ def test_given_the_architecture_page_then_every_file_it_names_exists_and_none_is
     assert sorted(name for name in modules - files if not name.startswith(folders)) == []
 
 
-def test_given_the_architecture_page_then_every_class_and_method_it_names_exists() -> None:
-    words = words_of(ROOT / "docs" / "architecture.md")
+def test_given_the_pages_on_how_it_works_then_every_class_and_method_they_name_exists() -> None:
+    words = set().union(*map(words_of, PAGES))
     named = {word for word in words if re.fullmatch(r"[A-Z][a-z]\w+(\.\w+)?|KVCache\w+(\.\w+)?", word)}
     assert len(named) > 40
     assert sorted(named - names_in_the_source()) == []
+
+
+def test_given_the_glossary_then_it_is_sorted_and_the_code_uses_each_of_its_words() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    words = re.findall(r"^\| ([a-z ]+) \| [A-Z]", page.partition("## Glossary")[2], re.MULTILINE)
+    assert len(words) > 25
+    assert words == sorted(words)
+    code = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")).lower()
+    assert [word for word in words if not re.search(rf"\b{word.replace(' ', '[ _]')}|_{word}", code)] == []
+
+
+def test_given_the_lengths_of_a_row_then_the_page_explains_each() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Lengths")[2].partition("\n## ")[0]
+    explained = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    source = (PACKAGE / "pools" / "rows.py").read_text(encoding="utf-8")
+    assert explained == set(re.findall(r"self\.(\w+): Int64Array = np\.zeros\(num_rows,", source))
+
+
+def test_given_the_site_then_it_lists_every_page() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert listed == pages

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from kvpool.errors import InvalidArgumentError
 
-# What to expect of a data sheet. Memory and link are what kvpool's own engine reached on an H200 (docs/benchmarks.md):
+# What to expect of a data sheet. Memory and link are what kvpool's own engine reached on an H200 (docs/benchmarks-engine.md):
 # copies move 4.25 of 4.8 TB/s, and a compiled decode step takes 1.36 times as long as reading its bytes at that speed;
 # swaps move 54.5 of 64 GB/s. Compute was not measured: half of the dense peak is what long prefills usually reach.
 COMPUTE_EFFICIENCY = 0.5
