@@ -53,7 +53,7 @@ def test_given_a_data_plane_that_forgets_copies_then_the_machine_notices(
 ) -> None:
     monkeypatch.setattr("wild_machine.Bytes", LosesCopies)
     monkeypatch.setattr(LosesCopies, "kind", kind, raising=False)
-    failures = (run(seed, range(NUM_OPERATIONS)) for seed in SEEDS)
+    failures = (run(seed, range(NUM_OPERATIONS), check_every=8) for seed in range(4 * len(SEEDS)))
     failure = next(found for found in failures if found is not None)
     assert "wrong bytes" in failure.error
 

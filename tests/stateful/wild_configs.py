@@ -71,14 +71,15 @@ def draw_config(rng: Random, layers: list[LayerSpec], size: int) -> KVCacheConfi
     groups = [len(pool.groups) for pool in KVCacheConfig(layers, size, gpu_blocks=len(layers)).pools]
     roomy = rng.random() < 0.1
     gpu = [n * rng.randrange(20, 40) if roomy else n * rng.randrange(2, 8) + rng.randrange(4) for n in groups]
+    spare = rng.choice((1, 3, 8, 8))
     caching = rng.random() < 0.95
     partial = rng.random() < 0.75
     return KVCacheConfig(
         layers,
         size,
         gpu_blocks=gpu,
-        host_blocks=[n + rng.randrange(8) for n in groups] if rng.random() < 0.65 else None,
-        disk_blocks=[n + rng.randrange(6) for n in groups] if rng.random() < 0.35 else None,
+        host_blocks=[n + rng.randrange(spare) for n in groups] if rng.random() < 0.65 else None,
+        disk_blocks=[n + rng.randrange(spare) for n in groups] if rng.random() < 0.35 else None,
         max_seq_len=rng.randrange(2 * size, 6 * size + 1) if rng.random() < 0.15 else None,
         enable_prefix_caching=caching,
         partial_match=partial,

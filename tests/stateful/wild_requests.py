@@ -20,18 +20,21 @@ TTLS = (None, None, None, 5.0, 20.0)
 
 
 def draw_prompt(m: WildMachine, rng: Random) -> tuple[list[int], ReuseScope]:
-    """Mostly the beginning of a document or what a live request has, seldom something new."""
+    """What is cached or what a live request has, the beginning of a document, seldom something new."""
     kind, scope = rng.random(), rng.choice(m.setting.scopes)
-    if kind < 0.35 and m.live:
+    tail = [rng.randrange(3) for _ in range(rng.choice((0, 0, 0, 1, 2)))]
+    if kind < 0.3 and (cached := list(cached_blocks(m.manager))):  # on whichever tier it lies
+        scope, prefix = rng.choice(cached)
+        return [*prefix, *tail], scope
+    if kind < 0.55 and m.live:
         other = rng.choice(list(m.live.values()))
         tokens = (other.tokens + other.known[other.written :])[: m.setting.num_tokens]
-        return tokens + [rng.randrange(2) for _ in range(rng.randrange(0 if tokens else 1, 3))], other.scope
+        return tokens + (tail or [0] * (not tokens)), other.scope
     document = rng.choice(m.setting.documents)
     length = rng.randrange(1, len(document) + 1)
-    if kind < 0.55:  # ends with a block: its last token is computed again, unless its logits are stored
+    if kind < 0.7:  # ends with a block: its last token is computed again, unless its logits are stored
         length = max(1, length // m.size) * m.size
-    tokens = document[:length]
-    return tokens + [rng.randrange(3) for _ in range(rng.choice((0, 0, 0, 1, 2)))], scope
+    return document[:length] + tail, scope
 
 
 def draw_retention(rng: Random, num_tokens: int) -> Retention | None:
