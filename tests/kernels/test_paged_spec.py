@@ -78,3 +78,8 @@ def test_given_a_k_only_layer_then_the_size_of_v_must_be_said() -> None:
     with pytest.raises(ConfigError, match="v_dim"):
         AttentionSpec.of(layer, 16)
     assert AttentionSpec.of(layer, 16, v_dim=512).v_dim == 512
+
+
+@pytest.mark.parametrize(("sink_tokens", "slots"), [(0, 0), (1, 4), (4, 4), (5, 8)])
+def test_given_sink_tokens_then_their_blocks_are_whole(sink_tokens: int, slots: int) -> None:
+    assert AttentionSpec(1, 1, 16, window=9, sink_tokens=sink_tokens).sink_slots(4) == slots

@@ -146,7 +146,7 @@ class PagedBatch:
                 "step's tokens too, and 0 marks a padding row"
             )
         # What the first query needs, unless the list skips nothing: the first held position after the gap.
-        sinks = -(-spec.sink_tokens // self.block_size) * self.block_size
+        sinks = spec.sink_slots(self.block_size)
         wrong = alive & (self.gaps > 0) & (spec.first_visible(first_query) < self.gaps + sinks)
         if wrong.any():
             row = int(np.flatnonzero(wrong)[0])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpool.attention.attention_batch import Int64Array, PagedBatch
 from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
-from kvpool.config.layers import DType
+from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.paged_spec import AttentionSpec
@@ -265,7 +265,7 @@ def _lists(batch: PagedBatch, rows: Int64Array, pad_to: int = 0) -> _Lists:
     Positions that left the window shift queries and keys alike, so distances, all that FlashInfer looks at, stay right.
     """
     listed = batch.num_listed[rows]
-    needed = -(-listed // batch.block_size)
+    needed = ceil_div(listed, batch.block_size)
     starts = batch.indptr[rows].astype(np.int64)
     indptr = np.concatenate(([0], np.cumsum(needed)))
     indices = batch.indices[np.repeat(starts - indptr[:-1], needed) + np.arange(indptr[-1])]

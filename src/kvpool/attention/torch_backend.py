@@ -145,7 +145,7 @@ class TorchBackend(AttentionBackend):
         key = np.minimum(np.arange(int(num_keys.max())), num_keys[:, None] - 1)
         listed = np.where(key < ranges.sinks[:, None], key, key - ranges.sinks[:, None] + ranges.start[:, None])
         blocks = batch.indices[batch.indptr[rows].astype(np.int64)[:, None] + listed // batch.block_size]
-        sink_slots = -(-spec.sink_tokens // batch.block_size) * batch.block_size
+        sink_slots = spec.sink_slots(batch.block_size)
         positions = listed + batch.gaps[rows][:, None] * (listed >= sink_slots)
         num_queries = int(batch.query_lens[rows[0]])
         steps = np.arange(num_queries)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvpool.attention.attention_batch import Int32Array, Int64Array, PagedBatch
 from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.work import MANY_WAVES, Work, divide_work, max_items, max_partials
-from kvpool.config.layers import DType
+from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import UnsupportedAttentionError
 from kvpool.kernels.current_device import current
 from kvpool.kernels.layer_cache import LayerCache
@@ -137,7 +137,7 @@ class TritonBackend(AttentionBackend):
     def target_items(self, spec: AttentionSpec, shape: TileShape, tile_tokens: int) -> int:
         """How many work items fill the GPU: each is run once for every KV head (and part of its query heads)."""
         heads = min(spec.group_size, shape.rows // tile_tokens)
-        return max(1, self.num_sms * shape.programs // (spec.kv_heads * -(-spec.group_size // heads)))
+        return max(1, self.num_sms * shape.programs // (spec.kv_heads * ceil_div(spec.group_size, heads)))
 
     def partials(self, spec: AttentionSpec, count: int, tile_tokens: int) -> Partials:
         """Uninitialised memory for partial results."""

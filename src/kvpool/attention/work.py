@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.attention.attention_batch import Int32Array, Int64Array, PagedBatch
+from kvpool.config.layers import ceil_div
 from kvpool.kernels.paged_attention import ITEM_FIELDS, TILE_FIELDS
 from kvpool.kernels.paged_spec import AttentionSpec
 
@@ -41,7 +42,7 @@ def divide_work(
     one. A tile with sink tokens before its window has one more for these. With one of `waves`, tiles that fill a GPU are not
     divided to even out its end. There is room for `most_partials` partial results; None, or `max_partials` of them: for any.
     """
-    num_tiles = -(-batch.query_lens[rows] // tile_tokens)
+    num_tiles = ceil_div(batch.query_lens[rows], tile_tokens)
     row = np.repeat(rows, num_tiles)
     lens = batch.query_lens[row]
     first = _within(num_tiles) * tile_tokens  # queries before the tile, of its sequence
@@ -60,11 +61,11 @@ def divide_work(
 
     lengths = key_end - key_start
     with_keys = np.flatnonzero(lengths)  # the others (padding) have an item that gives zeros, and no part in the dividing
-    units = -(-lengths[with_keys] // tile_keys)
+    units = ceil_div(lengths[with_keys], tile_keys)
     ranges = np.ones(len(row), np.int64)
-    ranges[with_keys] = -(-units // _shares(units, target_items, waves, max(1, _SHORTEST_KEYS // tile_keys)))
+    ranges[with_keys] = ceil_div(units, _shares(units, target_items, waves, max(1, _SHORTEST_KEYS // tile_keys)))
     if most_partials is not None and _num_partials(ranges + (sinks > 0)) > most_partials:
-        ranges[with_keys] = -(-units // _equal_share(units, target_items, waves))
+        ranges[with_keys] = ceil_div(units, _equal_share(units, target_items, waves))
     tiles, num_partials = np.empty((0, TILE_FIELDS), np.int32), 0
     counts = ranges + (sinks > 0)
     split = np.flatnonzero(counts > 1)
@@ -74,7 +75,7 @@ def divide_work(
         tiles[:, :2] = items[split, :2]
         tiles[:, 2] = np.cumsum(counts[split]) - counts[split]
         tiles[:, 3] = counts[split]
-        items = _split(items, counts, sinks, -(-lengths // (ranges * tile_keys)) * tile_keys)
+        items = _split(items, counts, sinks, ceil_div(lengths, ranges * tile_keys) * tile_keys)
     order = np.argsort(items[:, 5] - items[:, 6], kind="stable")  # long ones first, short ones fill the gaps
     return Work(items[order], tiles, num_partials)
 
@@ -117,7 +118,7 @@ def _shares(units: Int64Array, target_items: int, waves: int, fewest: int) -> In
     """
     equal = np.full(len(units), _equal_share(units, target_items, waves))
     num_items = _num_items(units, equal)
-    if num_items <= target_items or num_items >= _FULL * target_items * -(-num_items // target_items):
+    if num_items <= target_items or num_items >= _FULL * target_items * ceil_div(num_items, target_items):
         return equal
     longest_first = np.argsort(-units, kind="stable")
     left = np.cumsum(units[longest_first][::-1])[::-1]  # units of a tile and all behind it
@@ -130,18 +131,18 @@ def _shares(units: Int64Array, target_items: int, waves: int, fewest: int) -> In
 def _equal_share(units: Int64Array, target_items: int, waves: int) -> int:
     limit = target_items if len(units) <= target_items else waves * target_items
     if len(units) >= limit:
-        return max(1, -(-int(units.sum()) // target_items))
+        return max(1, ceil_div(int(units.sum()), target_items))
 
     def fits(share: int) -> bool:
         return _num_items(units, share) <= limit
 
-    low = max(1, -(-int(units.sum()) // limit))
+    low = max(1, ceil_div(int(units.sum()), limit))
     return bisect_left(range(low, int(units.max(initial=1))), True, key=fits) + low
 
 
 def _num_items(units: Int64Array, share: Int64Array | int) -> int:
     """How many items tiles of so many units have, if each takes up to its share of them."""
-    return int((-(-units // share)).sum())
+    return int(ceil_div(units, share).sum())
 
 
 def _within(counts: Int64Array) -> Int64Array:

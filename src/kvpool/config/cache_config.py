@@ -20,6 +20,7 @@ from kvpool.config.layers import (
     Tier,
     build_groups,
     build_pools,
+    ceil_div,
     check_bool,
     check_int,
     check_number,
@@ -369,7 +370,7 @@ class KVCacheConfig:
             )
         counts = self._divide_bytes(num_bytes, pools, on_gpu)
         if on_gpu and self.max_gpu_tokens is not None:
-            most = -(-self.max_gpu_tokens // self.block_size)
+            most = ceil_div(self.max_gpu_tokens, self.block_size)
             counts = tuple(min(n, most * len(pool.groups)) for n, pool in zip(counts, pools, strict=True))
         if max(counts) > MAX_BLOCKS:
             raise ConfigError(f"{name}={num_bytes} bytes gives {max(counts)} blocks; ids are int32: raise block_size")

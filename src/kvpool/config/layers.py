@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from kvpool.errors import ConfigError, KVPoolError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 MAX_BLOCKS = 2**31 - 1  # block ids are int32
 MAX_BYTES = 2**63 - 1
@@ -141,8 +144,18 @@ def check_bool(name: str, value: object) -> bool:
     return value
 
 
-def ceil_div(numerator: int, denominator: int) -> int:
-    """The quotient rounded up, without floats."""
+@overload
+def ceil_div(numerator: int, denominator: int) -> int: ...
+@overload
+def ceil_div(numerator: npt.NDArray[Any], denominator: int | npt.NDArray[Any]) -> npt.NDArray[Any]: ...
+def ceil_div(numerator: Any, denominator: Any) -> Any:
+    """The quotient of integers, or of arrays of them, rounded up, without floats.
+
+    >>> ceil_div(17, 16)
+    2
+
+    Admission, steps and eviction write it out: there, for every request, the call would cost more than the division.
+    """
     return -(-numerator // denominator)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
+from kvpool.config.layers import ceil_div
 from kvpool.engine.graphs import (
     AttentionKind,
     CaptureError,
@@ -180,7 +181,7 @@ class ModelRunner:
         lengths = np.array([1, count - 1] if count > 1 else [1])
         batches = []
         for kind in self.kinds:
-            ends = np.cumsum(-(-lengths // kind.group.block_size))
+            ends = np.cumsum(ceil_div(lengths, kind.group.block_size))
             lists = (np.append(0, ends), np.zeros(ends[-1], np.int32))
             batches.append(PagedBatch.build(*lists, lengths, lengths, block_size=kind.group.block_size))
         self._run(zeros, zeros, zeros[:1], nowhere, batches)

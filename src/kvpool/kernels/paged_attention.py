@@ -13,7 +13,7 @@ import torch
 import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
-from kvpool.config.layers import DType
+from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.paged_attention_triton import attend_kernel, merge_kernel
@@ -63,7 +63,7 @@ def attend_items(
 ) -> None:
     """Computes every work item (int32 [items, 8]) into `out` or `partials`. `indices` are the block lists of the batch."""
     heads = max(1, min(spec.group_size, shape.rows // tile_tokens))
-    programs = len(items) * spec.kv_heads * -(-spec.group_size // heads)
+    programs = len(items) * spec.kv_heads * ceil_div(spec.group_size, heads)
     if programs == 0:
         return
     scaled = spec.kv_dtype in (DType.INT8, DType.INT4)
@@ -109,7 +109,7 @@ def attend_items(
         CAUSAL=spec.causal,
         WINDOW=spec.window or 0,
         SINK_TOKENS=spec.sink_tokens,
-        SINK_SLOTS=-(-spec.sink_tokens // cache.block_size) * cache.block_size,
+        SINK_SLOTS=spec.sink_slots(cache.block_size),
         CHUNK=spec.chunk or 0,
         SOFT_CAP=spec.soft_cap is not None,
         SINK_LOGITS=sink_logits is not None,
@@ -129,7 +129,7 @@ def merge_partials(
     """Writes the output of every tile (int32 [tiles, 4]) that has partial results."""
     few = len(tiles) * tile_tokens * spec.q_heads <= _FEW_MERGES
     heads = 1 if few else min(4, 1 << (spec.q_heads - 1).bit_length())
-    programs = len(tiles) * tile_tokens * -(-spec.q_heads // heads)
+    programs = len(tiles) * tile_tokens * ceil_div(spec.q_heads, heads)
     if programs == 0:
         return
     merge_kernel[(programs,)](

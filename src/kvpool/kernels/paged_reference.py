@@ -27,7 +27,7 @@ def reference_attention(
     """Float64 [tokens, query heads, v dim]. Sequence i has `blocks[i]`, of which `gaps[i]` positions after the sinks miss."""
     out = torch.zeros(q.shape[0], spec.q_heads, spec.v_dim, dtype=torch.float64, device=q.device)
     size, row = cache.block_size, 0
-    sinks = -(-spec.sink_tokens // size) * size
+    sinks = spec.sink_slots(size)
     for block_list, num_queries, num_keys, gap in zip(blocks, query_lens, kv_lens, gaps, strict=True):
         listed = torch.arange(max(num_keys - gap, 0))
         positions = (listed + gap * (listed >= sinks)).to(q.device)
@@ -67,7 +67,7 @@ def attend_items_reference(
 ) -> None:
     """What `attend_items` computes, one work item after another. `tile_tokens` and `shape` change nothing here."""
     size = cache.block_size
-    sinks = -(-spec.sink_tokens // size) * size
+    sinks = spec.sink_slots(size)
     for token, count, position, table, gap, first, last, slot in items.tolist():
         listed = torch.arange(first, last, device=q.device)
         k, v = _values(cache, spec, indices[table + listed // size].long(), listed % size)

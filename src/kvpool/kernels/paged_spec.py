@@ -11,6 +11,7 @@ from kvpool.config.layers import (
     MAX_TOKENS,
     DType,
     LayerSpec,
+    ceil_div,
     check_bool,
     check_int,
     check_number,
@@ -112,6 +113,10 @@ class AttentionSpec:
     def group_size(self) -> int:
         """Query heads that share one KV head."""
         return self.q_heads // self.kv_heads
+
+    def sink_slots(self, block_size: int) -> int:
+        """The slots of the blocks that hold sink tokens: only after them may a list of blocks skip some."""
+        return ceil_div(self.sink_tokens, block_size) * block_size
 
     def first_visible(self, query: Positions) -> Positions:
         """The first position that a query at this position sees, the sink tokens left aside."""

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvpool.config.layers import DType
+from kvpool.config.layers import DType, ceil_div
 from kvpool.kernels.layer_cache import LayerCache
 from kvpool.kernels.quantization import TORCH_DTYPES
 
@@ -145,6 +145,6 @@ def _quantize(
         values, values.stride(0), values.stride(1), data, data.stride(0), data.stride(1), data.stride(2),
         scale, scale.stride(0), scale.stride(1), scale if zero is None else zero, slots, data.shape[0] * data.shape[1],
         HEADS=heads, DIM=dim, PADDED_HEADS=triton.next_power_of_2(heads),
-        PADDED=triton.next_power_of_2(-(-dim // 2) if is_int4 else dim), BLOCK_SIZE=data.shape[1], IS_INT4=is_int4,
+        PADDED=triton.next_power_of_2(ceil_div(dim, 2) if is_int4 else dim), BLOCK_SIZE=data.shape[1], IS_INT4=is_int4,
         num_warps=4,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.config import GroupKind, LayerGroup
+from kvpool.config.layers import ceil_div
 from kvpool.pools.arrays import BoolArray, Int32Array
 
 
@@ -20,7 +21,7 @@ def is_windowed(group: LayerGroup) -> bool:
 
 def sink_blocks(group: LayerGroup, block_size: int) -> int:
     """Leading blocks that stay whatever the window does."""
-    return -(-group.sink_tokens // block_size)
+    return ceil_div(group.sink_tokens, block_size)
 
 
 def window_start(group: LayerGroup, num_tokens: int, block_size: int) -> int:
@@ -50,7 +51,7 @@ def longest_valid(group: LayerGroup, present: BoolArray, num_tokens: int, block_
     sinks = sink_blocks(group, block_size)
     length = num_tokens
     while length > 0:
-        blocks = -(-length // block_size)
+        blocks = ceil_div(length, block_size)
         start = window_start(group, length, block_size)
         gaps = missing[(missing < blocks) & ((missing >= start) | (missing < sinks))]
         if not len(gaps):

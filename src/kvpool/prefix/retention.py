@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
 
 
@@ -86,4 +87,4 @@ class Retention:
         for part in self.ranges:
             edges.add(part.start)
             edges.add(part.end if part.end is not None else num_prompt_tokens)
-        return sorted({-(-edge // block_size) for edge in edges} - {0})
+        return sorted({ceil_div(edge, block_size) for edge in edges} - {0})

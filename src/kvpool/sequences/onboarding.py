@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool
@@ -28,7 +29,7 @@ class Onboarding:
         before = source.num_free
         while source.num_free - before < num_blocks:
             victim = cache.victim(source, None)
-            wanted = -(-(num_blocks - (source.num_free - before)) // cache.blocks_per_position[source.index])
+            wanted = ceil_div(num_blocks - (source.num_free - before), cache.blocks_per_position[source.index])
             if victim is None or not cache.demote(victim, min(victim.num_blocks, wanted)):
                 break
         return source.num_free - before

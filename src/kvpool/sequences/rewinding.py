@@ -6,6 +6,7 @@ tree keeps the old one.
 
 from __future__ import annotations
 
+from kvpool.config.layers import ceil_div
 from kvpool.errors import OutOfBlocksError, SequenceStateError
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import sink_blocks, window_start
@@ -37,7 +38,7 @@ class Rewinding:
         self._prepare(handle, row, length)
         if length < tip.end * size:
             self._leave_published(handle, row, length)
-        self._drop_private(handle, row, -(-length // size))
+        self._drop_private(handle, row, ceil_div(length, size))
         rows.reserved[row] = length
         rows.present[row] = min(rows.present.item(row), length)
         rows.following.pop(row, None)
@@ -67,7 +68,7 @@ class Rewinding:
             left = rows.tables[group][row, start:stop]
             # The tree may have lost blocks since they left the window; the table is not told.
             left[: max(0, tip.end - start)] = cache.path_ids(path, tip.end, group)[start:stop]
-            if (left[: max(0, -(-committed // size) - start)] < 0).any():
+            if (left[: max(0, ceil_div(committed, size) - start)] < 0).any():
                 raise SequenceStateError(
                     f"request {handle.request_id!r} cannot be rewound to {committed} committed tokens: "
                     f"layer group {group} has already dropped blocks that its window would cover again"

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from kvpool.config import KVCacheConfig, Tier
+from kvpool.config.layers import ceil_div
 from kvpool.errors import NeverFitsError, OutOfBlocksError, SequenceStateError, UnknownRequestError
 from kvpool.events import EventLog, PoolSize
 from kvpool.eviction import EvictionPolicy
@@ -65,7 +66,7 @@ class CacheState:
         self.counters = Counters()
         self.copies: list[CopyOp] = []
         self.requests: dict[Hashable, KVCacheHandle] = {}
-        columns = 128 if config.max_seq_len is None else min(1024, -(-config.max_seq_len // config.block_size))
+        columns = 128 if config.max_seq_len is None else min(1024, ceil_div(config.max_seq_len, config.block_size))
         self.rows: Rows = SequenceRows(self.groups, config.block_size, num_columns=max(columns, 1))
         self.pools: list[list[BlockPool]] = [
             [BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in LOCAL_TIERS] for spec in config.pools

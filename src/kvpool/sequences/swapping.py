@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvpool.config import Tier
+from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyKind, CopyOp
@@ -60,7 +61,7 @@ class Swapping:
             for row in row_list:
                 ids = rows.visible_blocks(group, row).copy()
                 if group < self.state.growing:
-                    ids[-(-int(rows.written[row]) // size) :] = -1
+                    ids[ceil_div(int(rows.written[row]), size) :] = -1
                 of_group.append(ids)
             held.append(of_group)
         return held
@@ -212,7 +213,7 @@ class Swapping:
                 of_group.append(ids)
             wanted.append(of_group)
         size = self.state.block_size
-        fresh = [int(self.rows.num_blocks[h.row]) - -(-int(self.rows.written[h.row]) // size) for h in handles]
+        fresh = [int(self.rows.num_blocks[h.row]) - ceil_div(int(self.rows.written[h.row]), size) for h in handles]
         return wanted, fresh
 
     def _gpu_needs(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> list[int]:

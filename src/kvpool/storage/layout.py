@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpool.config.layers import LayerGroup
+from kvpool.config.layers import LayerGroup, ceil_div
 from kvpool.errors import ConfigError
 from kvpool.kernels.block_bytes import Runs
 from kvpool.kernels.layer_cache import LayerCache
@@ -49,7 +49,7 @@ class GroupLayout:
         self.block_bytes = group.block_bytes
         spec, dtype = group.spec, TORCH_DTYPES[group.spec.dtype]
         widths = {"k": spec.head_dim} if spec.k_only else {"k": spec.head_dim, "v": spec.value_dim}
-        shapes = [(name, dtype, -(-dim * spec.dtype.bits // (8 * dtype.itemsize))) for name, dim in widths.items()]
+        shapes = [(name, dtype, ceil_div(dim * spec.dtype.bits, 8 * dtype.itemsize)) for name, dim in widths.items()]
         scales = ["scale", "zero"][: spec.dtype.scale_bytes // 2]
         if scales and self.block_bytes % 2:
             raise ConfigError(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpool.config.layers import check_int, check_number
+from kvpool.config.layers import ceil_div, check_int, check_number
 from kvpool.errors import InvalidArgumentError, StorageMemoryError
 from kvpool.kernels.current_device import whole_device
 
@@ -147,7 +147,7 @@ def _cpus_near(gpu: torch.device) -> set[int]:
 def _touch(flat: Tensor, cpus: set[int]) -> None:
     """Writes every page once, from threads that run on `cpus` where any are named."""
     size = flat.numel()
-    share = -(-size // (_TOUCH_THREADS * _PAGE)) * _PAGE
+    share = ceil_div(size, _TOUCH_THREADS * _PAGE) * _PAGE
 
     def touch(start: int) -> None:
         if cpus:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvpool.config.layers import ceil_div
 from kvpool.engine.engine import Engine
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.engine.sizing import copy_seconds
@@ -73,7 +74,7 @@ def _longest(engine: Engine) -> int:
 
 
 def _fits(engine: Engine, batch: int, num_tokens: int) -> bool:
-    blocks = -(-num_tokens // engine.config.block_size) * batch
+    blocks = ceil_div(num_tokens, engine.config.block_size) * batch
     return all(blocks <= pool.total // 2 for pool in engine.manager.stats().pools)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpool.config import KVCacheConfig
+from kvpool.config.layers import ceil_div
 from kvpool.config.model_config import layers_from_hf
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.planning.expected_costs import costs_for
@@ -178,7 +179,7 @@ def _add_cache(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
             f"{request.concurrency} sequences of {request.context:,} tokens fit: there is room for {int(fit)}."
         )
     else:
-        needed = -(-request.concurrency * int(each) // int(plan.numbers["kv_budget_bytes"]))
+        needed = ceil_div(request.concurrency * int(each), int(plan.numbers["kv_budget_bytes"]))
         plan.verdict = (
             f"{int(fit)} of {request.concurrency} sequences of {request.context:,} tokens fit. "
             f"The others need {_gb(short * each)} more: {needed}x the cache, shorter contexts, a smaller dtype, or a queue."

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.config import Tier
+from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
 from kvpool.replay.simulation.bounds import MODELS
@@ -56,7 +57,7 @@ def hit_curves(results: Sequence[ReplayResult]) -> Any:
             axes.axhline(level, color=_MUTED, ls=":", label=policy)
     axes.set_xscale("log")
     sizes = sorted({result.capacity for result in results if result.capacity is not None})
-    axes.set_xticks(sizes[:: -(-len(sizes) // MAX_TICKS)] if sizes else [])
+    axes.set_xticks(sizes[:: ceil_div(len(sizes), MAX_TICKS)] if sizes else [])
     axes.xaxis.set_major_formatter(lambda size, _: f"{size / 1000:g}k" if size >= 1000 else f"{size:g}")
     axes.minorticks_off()
     axes.set_xlabel("capacity (blocks)")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
+from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, Int64Array
@@ -146,7 +147,7 @@ class _Replay:
         return ends
 
     def _everything(self) -> int:
-        lengths = -(-np.diff(self.trace.offsets) // self.ids_per_block)
+        lengths = ceil_div(np.diff(self.trace.offsets), self.ids_per_block)
         if self.ids_per_block == 1 and self.trace.is_tree:
             return max(self.trace.num_unique, int(lengths.max(initial=1)), 1)
         return max(int(lengths.sum()), 1)
@@ -185,7 +186,7 @@ class _Replay:
         manager = self.manager
         room = self.capacity
         if num_ids > room * self.ids_per_block:
-            room = -(-num_ids // self.ids_per_block)
+            room = ceil_div(num_ids, self.ids_per_block)
             self.oversized += 1
             if room > self.num_blocks:
                 self._resize(room)
@@ -224,7 +225,7 @@ class _Replay:
 def totals(trace: Trace, hits: Int32Array, block_size: int) -> Mapping[str, Any]:
     """The fields of a `ReplayResult` that follow from the hits of each request."""
     ids_per_block = block_size // trace.unit
-    lengths: Int64Array = -(-np.diff(trace.offsets) // ids_per_block)
+    lengths: Int64Array = ceil_div(np.diff(trace.offsets), ids_per_block)
     requested, hit = int(lengths.sum()), int(hits.sum())
     prompt_tokens = int(trace.input_lengths.sum())
     saved = np.minimum(hits.astype(np.int64) * block_size, np.maximum(trace.input_lengths - 1, 0))

@@ -7,6 +7,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.replay.traces.trace import MAX_LENGTH, TOKENS_PER_BLOCK, Trace, TraceBuilder
 
@@ -68,7 +69,7 @@ def fit(trace: Trace) -> WorkloadModel:
     if not trace.reuse_known:
         return WorkloadModel(
             unit=TOKENS_PER_BLOCK, rate=rate, burstiness=burstiness, unshared=1.0, continues=(0.0,),
-            first_blocks=_log_normal(-(-trace.input_lengths // TOKENS_PER_BLOCK)),
+            first_blocks=_log_normal(ceil_div(trace.input_lengths, TOKENS_PER_BLOCK)),
             output_tokens=_log_normal(trace.output_lengths),
         )  # fmt: skip
     if trace.unit == 1:
