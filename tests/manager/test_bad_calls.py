@@ -88,13 +88,15 @@ def good_arguments(manager: KVCacheManager) -> dict[str, Any]:
     return {
         **{"handle": live, "batch": [live], "handles": live, "pin": manager.pin([5] * 8), "request_id": "new"},
         **{"request_ids": "new", "tokens": [1, 2, 3], "prefix": [5] * 8, "num_blocks": 1, "block_id": 0, "start": 0},
-        **{"stop": 1, "tenant": "t", "logits": "logits", "callback": print, "num_tokens": 1},
+        **{"stop": 1, "tenant": "t", "logits": "logits", "callback": print, "num_tokens": 1, "requests": []},
     }
 
 
 def public_methods(kind: type) -> list[str]:
     names = [name for name in dir(kind) if not name.startswith("_")]
-    return [name for name in names if inspect.isfunction(inspect.getattr_static(kind, name))]
+    found = [name for name in names if inspect.isroutine(inspect.getattr_static(kind, name))]  # compiled ones too
+    assert found, f"{kind} has no methods"
+    return found
 
 
 def parameters(method: Any) -> list[inspect.Parameter]:

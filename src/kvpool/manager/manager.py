@@ -20,17 +20,19 @@ rule is in `manager/guard.py`). What concerns the cache as a whole (pins, quotas
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from kvpool.config import KVCacheConfig
+from kvpool.config.layers import show
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
     InvalidArgumentError,
+    KVPoolError,
     SequenceStateError,
     UnknownRequestError,
 )
@@ -60,6 +62,10 @@ from kvpool.sequences.swapping import Swapping
 from kvpool.sequences.writing import writable_blocks
 
 BatchLike = SequenceBatch | Sequence[KVCacheHandle]
+ALLOCATE_ARGUMENTS = frozenset({
+    *("request_id", "tokens", "num_tokens", "scope", "reserve", "lookahead", "cross_tokens"),
+    *("retention", "ttl", "session"),
+})  # fmt: skip
 
 
 class KVCacheManager(Maintenance):
@@ -193,6 +199,23 @@ class KVCacheManager(Maintenance):
                 )  # fmt: skip
                 self._tell("allocate", handle, request_id, ids, options)
             return handle
+
+    def allocate_batch(self, requests: Iterable[Mapping[str, Any]]) -> list[KVCacheHandle | KVPoolError]:
+        """`allocate` for several requests in one operation; returns what became of each: its handle, or its error.
+
+        A request is a mapping of `allocate`'s arguments: `{"request_id": "a", "tokens": prompt}`. They are admitted in their
+        order, nothing happens in between, and callbacks run once, afterwards. One that is refused stops none behind it.
+        Observers are told of every admission.
+        """
+        given = _check_requests(requests)
+        results: list[KVCacheHandle | KVPoolError] = []
+        with self._guard:
+            for request in given:
+                try:
+                    results.append(self.allocate(**request))
+                except KVPoolError as error:
+                    results.append(error)
+        return results
 
     def _request(self, tokens: Any, num_tokens: int | None, reserve: int | None) -> tuple[Int32Array | None, int]:
         """Checks the description of a prompt: its ids (or None) and how many places to reserve."""
@@ -448,6 +471,21 @@ def _is_among(request_id: Hashable, request_ids: Container[Hashable]) -> bool:
     except Exception as error:
         message = f"a request id must be hashable and comparable, got {request_id!r}: {error}"
         raise InvalidArgumentError(message) from None
+
+
+def _check_requests(requests: Any) -> list[Mapping[str, Any]]:
+    """The requests of `allocate_batch`: names are checked here, before any is admitted, values where each is."""
+    try:
+        given = list(requests)
+    except Exception:
+        raise InvalidArgumentError(f"allocate_batch takes a list of requests, got {show(requests)}") from None
+    for request in given:
+        if not isinstance(request, Mapping):
+            raise InvalidArgumentError(f"a request is a mapping of allocate's arguments, got {show(request)}")
+        if not request.keys() <= ALLOCATE_ARGUMENTS or "request_id" not in request:
+            names = ", ".join(sorted(ALLOCATE_ARGUMENTS))
+            raise InvalidArgumentError(f"a request has a request_id and may have {names}; got {show(list(request))}")
+    return given
 
 
 def _check_keeping(ttl: float | None, retention: Retention | None, session: str | None) -> None:

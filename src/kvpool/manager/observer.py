@@ -18,7 +18,8 @@ class Observer(Protocol):
 
         `arguments` stand in the order of the method's signature, defaults included, with token lists and counts as the
         manager converted them. `allocate` gives its keyword arguments as one dictionary behind the tokens. `extend`
-        and `prefetch` are told as `extend_batch` and `onboard`; `commit` as `commit_batch`, or as `commit` without tokens.
+        and `prefetch` are told as `extend_batch` and `onboard`; `allocate_batch` as one `allocate` for each request;
+        `commit` as `commit_batch`, or as `commit` without tokens.
         """
 
     def choose_source(self, run: int) -> int:
