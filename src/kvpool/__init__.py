@@ -68,7 +68,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Spellings of other systems are imported when they are asked for, not with the package."""
+    """Names from earlier systems are imported when they are asked for, not with the package."""
     if name == "create_kv_cache_manager":
         from kvpool.compat import create_kv_cache_manager
 

@@ -92,7 +92,7 @@ class CachePool:
         return self.manager.stats()
 
     def let_go(self, handles: list[KVCacheHandle]) -> None:
-        """Notes sequences to be freed. Garbage is collected in the middle of anything, an operation of the manager too."""
+        """Notes sequences to be freed later: garbage may be collected in the middle of an operation of the manager."""
         self._gone.append(handles)
 
     def free_gone(self) -> None:

@@ -78,14 +78,14 @@ def _write(path: Path, text: str) -> None:
 
 
 def check_folders(*targets: str | Path | None) -> None:
-    """Results can be written where they shall go: better known before a long run than after it."""
+    """Refuses folders that results cannot be written to, before a long run and not after it."""
     for target in targets:
         if target is not None and str(target) != "-" and not Path(target).parent.is_dir():
             raise InvalidArgumentError(f"cannot write {target}: there is no folder {Path(target).parent}")
 
 
 def check_files(*targets: str | Path | None) -> None:
-    """The same for results that are one file each: a folder is none, and its place must be ours to write to."""
+    """`check_folders` for results that are one file each: a target must not be a folder, and we must be able to write it."""
     check_folders(*targets)
     for target in targets:
         if target is None or str(target) == "-":

@@ -1,4 +1,4 @@
-"""A 30-second tour of the manager in the terminal: `python -m kvpool.tour` (or `make demo`).
+"""A 30-second tour of the manager in the terminal: `python -m kvpool.tour` (or `make tour`).
 
 Every scene runs the real manager, draws its pool and prints what it counted. Nothing here is simulated.
 """

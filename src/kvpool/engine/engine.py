@@ -369,6 +369,6 @@ def _cancel(thread: EngineThread, loop: EngineLoop, generation: Generation) -> N
 
 
 def _soon(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Chunk | None], item: Chunk | None) -> None:
-    """Hands an item to the event loop; nobody is left to hear it if that has closed."""
+    """Hands an item to the event loop. A closed loop has nobody left to hear it, so the item is dropped."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(queue.put_nowait, item)

@@ -193,7 +193,7 @@ class Generation:
         return stream is not None and stream.stopped is not None
 
     def has_ended(self, index: int) -> bool:
-        """Whether a sample is over: steps that were on their way bring tokens that nobody wants."""
+        """Whether a sample is over. Steps that were on their way still bring tokens for it, which nobody wants."""
         sample = self.samples.get(index)
         return sample is not None and sample.finish_reason is not None
 

@@ -98,7 +98,7 @@ class CudaRecorder:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, step: Callable[[], Tensor]) -> Recorded:
-        """A graph of the step, which runs before: what is made on first use must not be made during the capture."""
+        """Runs the step, then records it: what is made on first use must not be made during the capture."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(2 if self._memory is None else 1):  # a step's first use may leave things to its second
@@ -127,7 +127,7 @@ class CudaRecorder:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """A graph of somebody else that is collected by chance in the middle of a capture, which CUDA forbids, would end it."""
+    """Keeps the garbage collector off: it might free another graph in the middle of a capture, which CUDA forbids."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -256,7 +256,7 @@ class DecodeGraphs(StepGraphs):
     """Steps with one token for each sequence. Every graph keeps its logits."""
 
     def fits(self, plan: BatchPlan) -> bool:
-        """Whether a step has one token for each sequence and samples behind it: decoding, or all but one was cached."""
+        """Whether each sequence of a step computes one token and samples: it decodes, or all but one token was cached."""
         return plan.num_tokens == len(plan.sequences) == len(plan.sampling_rows) and plan.num_tokens <= self._sizes[-1]
 
     def max_sequences(self, size: int) -> int:
@@ -285,7 +285,7 @@ class MixedGraphs(StepGraphs):
         return len(plan.logits_indices) <= self.max_sequences(self._size_for(plan))
 
     def max_sequences(self, size: int) -> int:
-        """Fewer than tokens: then attention is prepared for some that have many."""
+        """Fewer than tokens, so that attention is prepared for sequences with many of them."""
         return min(self._max_sequences, size - 1)
 
     def _places(self, plan: BatchPlan) -> int:
@@ -317,7 +317,7 @@ def decode_sizes(max_sequences: int, smallest: int = 1) -> list[int]:
 
 
 def mixed_sizes(max_tokens: int) -> list[int]:
-    """The numbers of tokens that get a graph each, for steps of up to `max_tokens`; larger ones than the last need none.
+    """The numbers of tokens that get a graph each, for steps of up to `max_tokens`; larger steps need none.
 
     >>> mixed_sizes(200), mixed_sizes(10**6)[-3:], mixed_sizes(1)
     ([64, 128, 192, 200], [1792, 1920, 2048], [])

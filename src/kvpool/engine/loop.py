@@ -1,8 +1,8 @@
 """The engine's loop: plan a step, run it, sample, hand out what came of it. One thread drives it.
 
 On a GPU the next step is planned and launched before the tokens of the one before are back: the host works in the shadow of
-the device, and only the sampled ids cross back. What needs the tokens to go on sits out the step in between (several samples,
-beams among other requests) or makes the loop wait (drafts, steps that are mostly beams).
+the device, and only the sampled ids cross back. Some sequences need the tokens to go on. The step in between leaves them
+out (several samples, beams among other requests), or the loop waits for the tokens (drafts, steps that are mostly beams).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class EngineLoop:
             self._end(self.scheduler.cancel(generation.id))
 
     def _runs(self, generation: Generation) -> bool:
-        """Whether this is a request of ours that is not over: another engine has one of the same id."""
+        """Whether this request is ours and not over. Ids alone do not tell: another engine may have one of the same id."""
         return self._generations.get(generation.id) is generation
 
     def fail(self, error: KVPoolError) -> None:
@@ -187,7 +187,7 @@ class EngineLoop:
         return _Launched(plan, began, on_host, rankings, ready)
 
     def _rank_beams(self, plan: BatchPlan, logits: Tensor) -> list[tuple[BeamSearch, Ranking]]:
-        """What may follow the beams of each search in the step; the logits themselves are overwritten by the next one."""
+        """Ranks what may follow the beams of each search now, because the next step overwrites the logits."""
         rows = plan.sampling_rows
         row_of_logits = np.cumsum(plan.num_drafts[rows] + 1) - 1
         mine: dict[BeamSearch, list[int]] = {}
@@ -317,7 +317,7 @@ class EngineLoop:
     def _push(
         self, generation: Generation, sequence: ScheduledSequence, tokens: list[int], sampled: Sampled, samples_at: Int64Array
     ) -> bool:
-        """New tokens of one sample. Returns whether a stop string ends it of which the scheduler does not know yet."""
+        """Gives a sample its new tokens. True: a stop string is complete, and the scheduler does not know it yet."""
         logprobs: list[TokenLogprob] = []
         if generation.params.logprobs is not None:
             num_top = generation.params.logprobs
@@ -368,7 +368,7 @@ def _first_samples(plan: BatchPlan) -> Int64Array:
 
 
 def _num_accepted(plan: BatchPlan, row: int, samples: Int32Array) -> int:
-    """How many samples of a row with drafts count: as long as the guess before came true, and nothing behind a stop token."""
+    """How many samples of a row with drafts count: those behind right drafts only, and none behind a stop token."""
     end = int(plan.query_start[row + 1])
     guesses = plan.token_ids[end - len(samples) + 1 : end]
     stops = np.isin(samples[:-1], list(plan.sequences[row].request.stop_ids))

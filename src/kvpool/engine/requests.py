@@ -147,7 +147,7 @@ def results_of(generations: Sequence[Generation]) -> list[Completion]:
 
 
 def of_prompt(error: KVPoolError, index: int, num_prompts: int) -> KVPoolError:
-    """The error with the prompt that it is about: there may be thousands. Requests may share one error, so it is a copy."""
+    """A copy of the error that names its prompt. There may be thousands of prompts, and several may share one error."""
     named = copy.copy(error)
     if num_prompts > 1:
         named.args = (f"prompt {index}: {error}", *error.args[1:])

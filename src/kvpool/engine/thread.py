@@ -49,7 +49,7 @@ class EngineThread:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether it runs in a process that this one is a fork of. Its locks are as they were then, perhaps held for ever."""
+        """Whether it runs in the process that this one was forked from. Its locks are copies, perhaps held for ever."""
         return self.has_started and self._process != os.getpid()
 
     @property
@@ -58,7 +58,7 @@ class EngineThread:
         return threading.current_thread() is self._thread
 
     def tell(self, run: Callable[[], None], fail: Callable[[KVPoolError], None]) -> None:
-        """Has something done between two steps. `fail` hears of an end that comes first."""
+        """Has something done between two steps. If the thread ends before that, `fail` is called."""
         if self.is_elsewhere:
             raise SequenceStateError(
                 f"this engine runs in process {self._process}, of which this one is a fork; make an engine of its own here, "
@@ -107,7 +107,7 @@ class EngineThread:
             self._wake.notify_all()
 
     def abandon(self) -> None:
-        """Nobody has the engine any more: it ends once the requests are over that somebody may still wait for.
+        """Nobody has the engine any more. The thread ends when the requests are over for which somebody may still wait.
 
         If there are none, it has ended on return, so that whoever let the engine go has its memory back.
         """

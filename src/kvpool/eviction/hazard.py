@@ -168,7 +168,7 @@ class AdaptivePolicy(EvictionPolicy):
         return record is self
 
     def _settle(self) -> None:
-        """Newcomers are met. One of them may have been hit just now, but it had not been when it came."""
+        """Meets the newcomers that waited in a list. One may have been hit since; it counts as it was when it came."""
         newcomers, self._newcomers = self._newcomers, []
         for run in newcomers:
             self._meet(run, 0)
@@ -279,7 +279,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._order()
 
     def _lost(self, run: Run, record: _Record) -> int:
-        """Blocks by which a run was trimmed that comes back unused; none if its head was reused and is another run now."""
+        """By how many blocks a run that comes back unused was trimmed; 0 if its head was reused and is another run now."""
         split_off: int = run.start + record.item[START]
         trimmed: int = record.item[BLOCKS] - run.num_blocks
         if split_off > 0:

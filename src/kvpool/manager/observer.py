@@ -25,5 +25,5 @@ class Observer(Protocol):
     def choose_source(self, run: int) -> int:
         """The tokens of a partly matching block come from the run with this number; returns the number to take instead.
 
-        Only a run that stands beside it in the tree can take its place. Whoever only looks returns `run`.
+        Only a run that stands beside it in the tree can take its place. An observer that only looks returns `run`.
         """

@@ -121,7 +121,7 @@ class SequenceRows(Generic[TipT, HandleT]):
             self._forget(row)
 
     def _forget(self, row: int) -> None:
-        """Whoever gets the row next sets all of its lengths."""
+        """Makes a row available; its lengths stay, because whoever gets the row next sets all of them."""
         self.handles[row] = None
         self.tips[row] = None
         self.history[row] = _NO_TOKENS

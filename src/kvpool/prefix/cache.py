@@ -123,7 +123,7 @@ class PrefixCache(WindowedTree):
         return min(node.num_blocks, int(from_tail.searchsorted(num_blocks)) + 1)
 
     def victim(self, pool: BlockPool, tenant: str | None) -> Node | None:
-        """The next run to lose its tail: the policy's choice, or the stalest of those of tenants over their guarantee."""
+        """The next run to lose its tail: the stalest among the policy's choice and those of tenants over their guarantee."""
         try:
             best: Any = self.policies[pool.tier].victim()
         except LookupError:

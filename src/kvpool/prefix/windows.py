@@ -92,9 +92,9 @@ class WindowedTree(AnnouncedTree):
     # --- ends of runs ------------------------------------------------------------------------------------------------
 
     def needed_from(self, node: Node, group: int) -> int:
-        """The depth from which on a group's blocks in this run are read by whoever finds the next end of a run.
+        """The depth from which a group's blocks in this run must stay: a request that finds the next end of a run reads them.
 
-        That is the end of this run if prompts part there or nothing follows; else the one where its only successor ends.
+        The next end is that of this run if prompts part there or nothing follows; else it is where its only successor ends.
         """
         spec, size = self.groups[group], self.block_size
         last = node

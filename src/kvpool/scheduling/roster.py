@@ -16,7 +16,7 @@ from kvpool.sequences.handle import KVCacheHandle
 
 
 class Roster:
-    """The queues. The policy holds what never ran, `resuming` what was preempted: those go first among equally urgent."""
+    """The queues. The policy holds what never ran, `resuming` what was preempted, which goes first if equally urgent."""
 
     def __init__(self, manager: KVCacheManager, config: SchedulerConfig, costs: CostModel) -> None:
         self.manager = manager
@@ -54,7 +54,7 @@ class Roster:
     def victim(self, above: ScheduledSequence, *, only_less_urgent: bool = False) -> ScheduledSequence | None:
         """The running sequence that loses the least if it gives way to `above`; None if all rank higher.
 
-        What has its last sample in flight is no victim: it leaves by itself.
+        A sequence whose last sample is in flight is no victim, because it leaves by itself.
         """
         lanes = self.running.lanes
         leaves_by_itself = lanes.generated + lanes.in_flight >= lanes.limit
@@ -91,9 +91,10 @@ class Roster:
         return sequence.request.steered or any(s is not sequence and s.is_running for s in group.sequences)
 
     def _prefers_swap(self, sequence: ScheduledSequence) -> bool:
-        """Forks share blocks: alone on the host each would have copies of its own, so they are recomputed instead.
+        """Whether a sequence that gives way is swapped to the host; otherwise it is computed again later.
 
-        So is what has drafts in flight: how many of its places will count is not known yet.
+        Forks are computed again: alone on the host, each would have its own copies of the blocks they share. So are sequences
+        with drafts in flight, because nobody knows yet how many of their places will count.
         """
         mode = self.config.preemption
         if mode is PreemptionMode.RECOMPUTE or not self.manager.has_tier(Tier.HOST) or self._has_siblings(sequence):
@@ -105,7 +106,7 @@ class Roster:
     def preempt(self, sequence: ScheduledSequence, num_planned: int) -> None:
         """Takes a sequence off the GPU. `num_planned` of its places belong to the step being planned: nobody writes them.
 
-        What plans in flight write is there before the copies of the next plan run, so it is swapped out with the rest.
+        Plans in flight write before the copies of the next plan run, so what they write is swapped out with the rest.
         """
         handle = sequence.live_handle()
         places = int(self.running.lanes.places[sequence.lane]) - num_planned

@@ -157,7 +157,7 @@ class Scheduler:
         return True
 
     def _refuse_live_id(self, request_id: Hashable) -> None:
-        """Somebody else may use the manager too."""
+        """Refuses an id that is live at the manager: somebody else may use it too."""
         try:
             self.manager.get((request_id, 0))
         except UnknownRequestError:

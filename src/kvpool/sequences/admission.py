@@ -1,4 +1,4 @@
-"""Would a request fit, and what would it reuse? Nothing here changes anything."""
+"""Would a request fit, and what would it reuse? Planning changes nothing."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class InFlight:
             handle.inflight = None
 
     def hand_over(self, handle: KVCacheHandle) -> None:
-        """A request ends before its next block was computed: another one may be computing the same."""
+        """A request ends before its next block was computed. If another one computes the same block, that one is tracked."""
         place = handle.inflight
         self.untrack(handle)
         tips = self.rows.tips

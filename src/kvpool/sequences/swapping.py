@@ -168,7 +168,7 @@ class Swapping:
         return row
 
     def _residents(self, handles: Sequence[KVCacheHandle]) -> list[Match]:
-        """What each request takes from the prefix cache: as much as all those with whom it shares host blocks behind that.
+        """What each request takes from the prefix cache: equally much for all that share host blocks behind it.
 
         They come back sharing private blocks, as forks do, and forks that share private blocks have the same tip.
         """

@@ -113,7 +113,7 @@ def _last_id_first(num_ids: int) -> Retention:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """The tree has no cycles to collect, but hundreds of thousands of objects to look through: do so rarely."""
+    """Makes garbage collection rare: the tree has no cycles, but hundreds of thousands of objects to look through."""
     before = gc.get_threshold()
     gc.set_threshold(100_000, *before[1:])
     try:

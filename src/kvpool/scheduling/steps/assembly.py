@@ -121,13 +121,13 @@ def _inputs(rows: DecodeRows, lanes: Lanes) -> Int32Array:
 
 
 def _depart_uniform(plan: BatchPlan, running: Running) -> None:
-    """All samples are in flight; who has its last one there steps aside."""
+    """Notes all samples as in flight. A sequence whose last one is among them leaves the batch that decodes."""
     running.lanes.in_flight[plan.lanes] += 1
     _step_aside(plan, running, running.lanes.has_its_last_in_flight(plan.lanes))
 
 
 def _depart_mixed(plan: BatchPlan, running: Running, chunks: list[PromptChunk]) -> None:
-    """What is sampled is in flight; who cannot go on without the result steps aside; prompts that end here decode next."""
+    """Notes samples as in flight. Sequences that need the result to go on leave the batch; prompts that end here join it."""
     lanes = running.lanes
     samples = plan.num_samples > 0
     lanes.in_flight[plan.lanes] += samples

@@ -63,7 +63,7 @@ class BatchPlan:
 
     @cached_property
     def sampling_rows(self) -> Int64Array:
-        """Rows whose last token is sampled behind, in the order of the tokens that `complete` takes."""
+        """Rows that sample behind their last token, in the order of the tokens that `complete` takes."""
         return np.arange(len(self.lanes)) if self.is_uniform else np.flatnonzero(self.num_samples)
 
     @cached_property
