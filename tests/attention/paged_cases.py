@@ -174,16 +174,22 @@ def feature_cases() -> list[Case]:
         Case("sink logits and window", spec(sink_logits=True, window=20)),
         Case("soft cap, sink logits, sink tokens", spec(soft_cap=2.0, sink_logits=True, window=16, sink_tokens=4)),
         Case("own scale", spec(scale=0.3)),
+        Case("negative scale", spec(scale=-0.3)),
+        Case("negative scale and soft cap", spec(scale=-0.3, soft_cap=2.0)),
         Case("K only", spec(1 * 4, 1, 96, v_dim=64, k_only=True)),
         Case("short V", spec(v_dim=32)),
         Case("cross", spec(causal=False), query_lens=(3, 1, 2, 1, 20), kv_lens=(40, 0, 17, 33, 64)),
         Case("cross with sink logits", spec(causal=False, sink_logits=True), (3, 1, 2), (40, 0, 17)),
     ]
     cases += [Case(f"stored as {dtype.value}", spec(kv_dtype=dtype)) for dtype in DType if dtype is not DType.FLOAT32]
+    narrow = (DType.INT8, DType.INT4, DType.FP8_E4M3, DType.FP8_E5M2)
+    cases += [Case(f"odd heads stored as {dtype.value}", spec(head_dim=33, kv_dtype=dtype)) for dtype in narrow]
+    cases += [Case("short V stored as int4", spec(head_dim=40, v_dim=22, kv_dtype=DType.INT4))]
+    cases += [Case("K only, stored as int8", spec(4, 1, 96, v_dim=64, k_only=True, kv_dtype=DType.INT8))]
     cases += [
         Case(f"{kv.value} stored, {dtype.value} computed", spec(dtype=dtype, kv_dtype=kv), layout="hnd")
         for dtype in (DType.BFLOAT16, DType.FLOAT16)
-        for kv in (dtype, DType.INT8, DType.INT4, DType.FP8_E4M3)
+        for kv in (dtype, *narrow)
     ]
     return cases
 

@@ -122,12 +122,16 @@ class TritonBackend(AttentionBackend):
         elements = 1 << (max(spec.head_dim, spec.v_dim) - 1).bit_length()  # as kernels pad them
         row_bytes = elements * (4 if spec.dtype is DType.FLOAT32 else 2)
         wide = max(1, row_bytes // _WIDE_BYTES)
+        if short and wide == 1 and spec.kv_dtype is DType.INT4:
+            return TileShape(_DECODE_ROWS, 64, warps=1, stages=3, programs=8)
         if short and wide == 1 and spec.kv_dtype.bits <= 8:
-            return TileShape(_DECODE_ROWS, 64, warps=2, stages=4, programs=4)
+            return TileShape(_DECODE_ROWS, 64, warps=2, stages=3, programs=4)
         if short:
             keys = min(128, max(16, _DECODE_BYTES // row_bytes))
             return TileShape(_DECODE_ROWS, keys, warps=4, stages=2, programs=4)
         stages = 3 if wide <= 4 else 2
+        if row_bytes == _WIDE_BYTES and spec.kv_dtype is spec.dtype:
+            return TileShape(128, 64, warps=8, stages=3, programs=1)
         return TileShape(max(16, 128 // wide), max(16, 32 // wide), warps=4, stages=stages, programs=2)
 
     def tile_tokens(self, spec: AttentionSpec, shape: TileShape) -> int:

@@ -30,6 +30,7 @@ TILE_FIELDS = 4
 # Few merges get many warps a head, to have the parts of a long context read at once. Of many, most have nothing to merge,
 # and ending a program early costs as much for one head as for four: these get four heads, with a warp each.
 _FEW_MERGES = 1024  # heads, over all tiles
+_KINDS = {DType.FP8_E4M3: "e4m3", DType.FP8_E5M2: "e5m2", DType.INT8: "int8", DType.INT4: "int4"}
 
 
 class TileShape(NamedTuple):
@@ -66,15 +67,15 @@ def attend_items(
     programs = len(items) * spec.kv_heads * ceil_div(spec.group_size, heads)
     if programs == 0:
         return
-    scaled = spec.kv_dtype in (DType.INT8, DType.INT4)
-    v = cache.k if cache.v is None else cache.v
+    stored, parts, k, v = _words(cache)
     k_scale, k_zero = _scales(cache.k_scale, cache.k_zero, q)
     v_scale, v_zero = (k_scale, k_zero) if cache.v is None else _scales(cache.v_scale, cache.v_zero, q)
     nothing = q  # stands in for a pointer that is not used
-    soft_cap = spec.soft_cap or 0.0
+    score_scale = spec.scale * cache.k_factor
+    softmax_scale = abs(score_scale) if spec.soft_cap is None else spec.soft_cap
     attend_kernel[(programs,)](
         q,
-        cache.k,
+        k,
         v,
         k_scale,
         v_scale,
@@ -88,12 +89,13 @@ def attend_items(
         items,
         *q.stride()[:2],
         *out.stride()[:2],
-        *cache.k.stride()[:3],
+        *k.stride()[:3],
         *v.stride()[:3],
         *k_scale.stride()[:3],
         *v_scale.stride()[:3],
-        spec.scale * cache.k_factor * (1.0 if spec.soft_cap else LOG2_E),
-        soft_cap,
+        score_scale,
+        spec.soft_cap or 0.0,
+        softmax_scale * LOG2_E,
         cache.k_factor if cache.v is None else cache.v_factor,
         KV_HEADS=spec.kv_heads,
         GROUP=spec.group_size,
@@ -107,17 +109,19 @@ def attend_items(
         ROWS=shape.rows,
         KEYS=shape.keys,
         CAUSAL=spec.causal,
+        ALIGNED=spec.window is None and spec.chunk is None and shape.keys % cache.block_size == 0,
         WINDOW=spec.window or 0,
         SINK_TOKENS=spec.sink_tokens,
         SINK_SLOTS=spec.sink_slots(cache.block_size),
         CHUNK=spec.chunk or 0,
         SOFT_CAP=spec.soft_cap is not None,
+        NEGATED=spec.soft_cap is None and score_scale < 0,
         SINK_LOGITS=sink_logits is not None,
-        SCALED=scaled,
-        NIBBLES=spec.kv_dtype is DType.INT4,
-        NARROW=spec.kv_dtype.bits <= 8,
+        STORED=stored,
+        PARTS=parts,
         K_ONLY=cache.v is None,
         PRECISION="ieee",
+        ASSEMBLER=not use_interpreter(),
         num_warps=shape.warps,
         num_stages=shape.stages,
     )
@@ -148,6 +152,17 @@ def merge_partials(
         SINK_LOGITS=sink_logits is not None,
         num_warps=4 if few else heads,
     )
+
+
+def _words(cache: LayerCache) -> tuple[str, int, Tensor, Tensor]:
+    """What the store holds, how many elements a word has, and K and V as words of 16 bits, or of 8 where those do not fit."""
+    v = cache.k if cache.v is None else cache.v
+    kind = _KINDS.get(cache.dtype)
+    if kind is None:
+        return "float", 1, cache.k, v
+    sizes = [size for data in (cache.k, v) for size in (data.shape[-1], data.storage_offset(), *data.stride()[:3])]
+    word = torch.uint8 if any(size % 2 for size in sizes) else torch.int16
+    return kind, 8 * word.itemsize // cache.dtype.bits, cache.k.view(word), v.view(word)
 
 
 def _scales(scale: Tensor | None, zero: Tensor | None, unused: Tensor) -> tuple[Tensor, Tensor]:

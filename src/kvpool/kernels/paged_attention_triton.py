@@ -1,10 +1,50 @@
 """The Triton kernels of paged attention; `paged_attention.py` says what they compute and launches them."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, import-untyped, assignment, misc"
+# ruff: noqa: RUF005 (Triton adds tuples, and does not unpack them)
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+# Two words of 16 bits in a register, taken apart into registers of two float16 each: element i of both words in the i-th.
+# A small integer needs no conversion: as the last bits of the float16 1024 it is that much more than 1024.
+_NIBBLES = tl.constexpr("""{
+    .reg .b32 low, high, rest, bias, sixteenth, less;
+    mov.b32 bias, 0x64006400;
+    mov.b32 sixteenth, 0x2c002c00;
+    mov.b32 less, 0xd400d400;
+    shr.b32 rest, $4, 8;
+    lop3.b32 low, $4, 0x000f000f, bias, 0xea;
+    lop3.b32 high, $4, 0x00f000f0, bias, 0xea;
+    sub.f16x2 $0, low, bias;
+    fma.rn.f16x2 $1, high, sixteenth, less;
+    lop3.b32 low, rest, 0x000f000f, bias, 0xea;
+    lop3.b32 high, rest, 0x00f000f0, bias, 0xea;
+    sub.f16x2 $2, low, bias;
+    fma.rn.f16x2 $3, high, sixteenth, less;
+}""")
+_BYTES = tl.constexpr("""{
+    .reg .b32 steps, low, high, bias;
+    mov.b32 bias, 0x64806480;
+    xor.b32 steps, $2, 0x80808080;
+    prmt.b32 low, steps, 0x64646464, 0x4240;
+    prmt.b32 high, steps, 0x64646464, 0x4341;
+    sub.f16x2 $0, low, bias;
+    sub.f16x2 $1, high, bias;
+}""")
+_E4M3 = tl.constexpr("""{
+    .reg .b32 sorted;
+    .reg .b16 low, high;
+    prmt.b32 sorted, $2, 0, 0x3120;
+    mov.b32 {low, high}, sorted;
+    cvt.rn.f16x2.e4m3x2 $0, low;
+    cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+_E5M2 = tl.constexpr("""{
+    prmt.b32 $0, $2, 0, 0x2404;
+    and.b32 $1, $2, 0xff00ff00;
+}""")
 
 
 @triton.jit
@@ -38,8 +78,9 @@ def attend_kernel(
     v_scale_block,
     v_scale_token,
     v_scale_head,
-    score_scale,  # softmax scale × k factor; × log2(e) too where no soft cap comes between
+    score_scale,  # of scores before a soft cap
     soft_cap,
+    softmax_scale,  # of what goes into exp2, positive
     v_factor,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -53,19 +94,25 @@ def attend_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    ALIGNED: tl.constexpr,  # every round begins with a block
     WINDOW: tl.constexpr,  # 0: none
     SINK_TOKENS: tl.constexpr,
     SINK_SLOTS: tl.constexpr,  # listed tokens before the gap
     CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr,
+    NEGATED: tl.constexpr,  # queries change their sign, in place of the scale
     SINK_LOGITS: tl.constexpr,
-    SCALED: tl.constexpr,  # int8 or int4
-    NIBBLES: tl.constexpr,  # int4
-    NARROW: tl.constexpr,  # a byte or less an element
+    STORED: tl.constexpr,  # what a word of the store holds: "float", or PARTS elements of "e4m3", "e5m2", "int8" or "int4"
+    PARTS: tl.constexpr,
     K_ONLY: tl.constexpr,
     PRECISION: tl.constexpr,
+    ASSEMBLER: tl.constexpr,  # words are taken apart by machine instructions, which the interpreter does not know
 ):
     head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    NIBBLES: tl.constexpr = STORED == "int4"
+    SCALED: tl.constexpr = STORED == "int8" or STORED == "int4"
+    D_WORDS: tl.constexpr = BLOCK_D // PARTS
+    V_WORDS: tl.constexpr = BLOCK_V // PARTS
     program = tl.program_id(0)
     kv_head = program % KV_HEADS
     head_block = program // KV_HEADS % head_blocks
@@ -86,16 +133,22 @@ def attend_kernel(
     head_in_group = head_block * HEADS + row % HEADS
     head = kv_head * GROUP + head_in_group
     used = (token < num_tokens) & (head_in_group < GROUP)
-    column = tl.arange(0, BLOCK_D)
     q_row = (token_start + token).to(tl.int64) * q_token + head * q_head
-    queries = tl.load(
-        q + q_row[:, None] + column[None, :], mask=used[:, None] & (column < HEAD_DIM)[None, :], other=0.0
-    )
-    if NARROW and queries.dtype == tl.bfloat16:  # bytes become float16 in a step or two, bfloat16 in several
-        queries = queries.to(tl.float16)
+    query_sum = tl.zeros([ROWS], tl.float32)
+    queries = ()  # a word's elements of K are multiplied apart: part i holds the elements i, PARTS + i, ...
+    for part in tl.static_range(PARTS):
+        column = tl.arange(0, D_WORDS) * PARTS + part
+        some = tl.load(
+            q + q_row[:, None] + column[None, :], mask=used[:, None] & (column < HEAD_DIM)[None, :], other=0.0
+        )
+        if STORED != "float" and some.dtype == tl.bfloat16:  # bytes become float16 in a step or two, bfloat16 in several
+            some = some.to(tl.float16)
+        if NEGATED:
+            some = -some
+        if NIBBLES:
+            query_sum += tl.sum(some.to(tl.float32), axis=1)
+        queries = queries + (some,)
     query_position = position + token
-    if NIBBLES:
-        query_sum = tl.sum(queries.to(tl.float32), axis=1)
 
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -103,7 +156,9 @@ def attend_kernel(
         if slot < 0:
             highest = tl.load(sink_logits + head, mask=used, other=0.0).to(tl.float32) * 1.4426950408889634
             total += 1.0
-    values = tl.zeros([ROWS, BLOCK_V], tl.float32)
+    values = ()
+    for _ in tl.static_range(PARTS):
+        values = values + (tl.zeros([ROWS, V_WORDS], tl.float32),)
 
     k += kv_head * k_head
     v += kv_head * v_head
@@ -111,102 +166,192 @@ def attend_kernel(
     k_zero += kv_head * k_scale_head
     v_scale += kv_head * v_scale_head
     v_zero += kv_head * v_scale_head
-    all_see = key_start  # the keys before this one are seen by every query of the tile
-    if WINDOW == 0 and CHUNK == 0:
-        all_see = position + 1
-    # Block ids are loaded a round ahead: the pipeline then has only K and V to prefetch, and no address to wait for.
-    listed = key_start + tl.arange(0, KEYS)
-    next_block = tl.load(table + listed // PAGE, mask=listed < key_end, other=0).to(tl.int64)
+    all_see = key_start  # every query of the tile sees the keys before this one
+    if not CAUSAL or TILE_TOKENS == 1:  # the keys of a single query are chosen for it
+        all_see = key_end
+    elif WINDOW == 0 and CHUNK == 0:
+        all_see = tl.minimum(position + 1, key_end)
+    # Block ids are loaded a round ahead: the pipeline then has only K and V to prefetch, and no address to wait for. Scales
+    # are too small for it; they are loaded a round ahead too, by ids of the round before that.
+    key = tl.arange(0, KEYS)
+    offset = key % PAGE
+    next_block = _block_ids(table, key_start, key, key_end, PAGE, ALIGNED)
+    scale_block = next_block
+    next_scales = ()
+    next_zeros = ()
+    if SCALED:
+        if not ALIGNED:
+            offset = (key_start + key) % PAGE
+        k_place = next_block * k_scale_block + offset * k_scale_token
+        v_place = next_block * v_scale_block + offset * v_scale_token
+        next_scales = _load_both(k_scale + k_place, v_scale + v_place, key < key_end - key_start)
+        if NIBBLES:
+            next_zeros = _load_both(k_zero + k_place, v_zero + v_place, key < key_end - key_start)
+        scale_block = _block_ids(table, key_start + KEYS, key, key_end, PAGE, ALIGNED)
     for start in range(key_start, key_end, KEYS):
-        listed = start + tl.arange(0, KEYS)
-        live = listed < key_end
+        live = key < key_end - start
         block = next_block
-        later = listed + KEYS
-        next_block = tl.load(table + later // PAGE, mask=later < key_end, other=0).to(tl.int64)
-        offset = listed % PAGE
-
-        keys = _load(k + block * k_block + offset * k_token, live, HEAD_DIM, BLOCK_D, NIBBLES, queries.dtype)
-        scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
+        next_block = _block_ids(table, start + KEYS, key, key_end, PAGE, ALIGNED)
+        if not ALIGNED:
+            offset = (start + key) % PAGE
+        scales = next_scales
+        zeros = next_zeros
         if SCALED:
-            place = block * k_scale_block + offset * k_scale_token
-            scores *= tl.load(k_scale + place, mask=live, other=0.0).to(tl.float32)[None, :]
+            later = offset
+            if not ALIGNED:
+                later = (start + KEYS + key) % PAGE
+            k_place = scale_block * k_scale_block + later * k_scale_token
+            v_place = scale_block * v_scale_block + later * v_scale_token
+            next_scales = _load_both(k_scale + k_place, v_scale + v_place, key < key_end - start - KEYS)
             if NIBBLES:
-                scores += query_sum[:, None] * tl.load(k_zero + place, mask=live, other=0.0).to(tl.float32)[None, :]
-        scores *= score_scale
+                next_zeros = _load_both(k_zero + k_place, v_zero + v_place, key < key_end - start - KEYS)
+            scale_block = _block_ids(table, start + 2 * KEYS, key, key_end, PAGE, ALIGNED)
+
+        # What stands first in a sum of addresses is the same in every round. Keys behind the last are those of block 0:
+        # their scores are left out below. Values behind the last are zeros, as no weight makes a NaN vanish.
+        words = tl.arange(0, D_WORDS)
+        if STORED == "float":
+            places = (k + offset * k_token)[:, None] + words[None, :] + (block * k_block)[:, None]
+            keys = _load(places, (words < HEAD_DIM)[None, :], HEAD_DIM == BLOCK_D).to(queries[0].dtype)
+            scores = tl.dot(queries[0], tl.trans(keys), input_precision=PRECISION)
+        else:
+            places = (k + offset * k_token)[None, :] + words[:, None] + (block * k_block)[None, :]
+            loaded = _load(places, (words < (HEAD_DIM + PARTS - 1) // PARTS)[:, None], HEAD_DIM == BLOCK_D)
+            keys = _take_apart(loaded, STORED, PARTS, queries[0].dtype, ASSEMBLER)
+            scores = tl.zeros([ROWS, KEYS], tl.float32)
+            for part in tl.static_range(PARTS):
+                scores = tl.dot(queries[part], keys[part], scores, input_precision=PRECISION)
+        if SCALED:
+            scores *= scales[0][None, :]
+            if NIBBLES:
+                scores += query_sum[:, None] * zeros[0][None, :]
         if SOFT_CAP:
             # tanh by way of exp2: 1 - 2 / (e^2x + 1)
-            grown = tl.exp2(scores * (2.8853900817779268 / soft_cap))
-            scores = (1.0 - 2.0 / (grown + 1.0)) * (soft_cap * 1.4426950408889634)
+            grown = tl.exp2(scores * (score_scale * 2.8853900817779268 / soft_cap))
+            scores = 1.0 - 2.0 / (grown + 1.0)
 
-        scores = tl.where(live[None, :], scores, float("-inf"))
-        if CAUSAL and TILE_TOKENS > 1:  # noqa: SIM102 (the keys of a single query are chosen for it)
-            if start + KEYS > all_see:
+        if start + KEYS > all_see:
+            seen = live[None, :]
+            if CAUSAL and TILE_TOKENS > 1:
+                listed = start + key
                 key_position = listed + tl.where(listed >= SINK_SLOTS, gap, 0)
-                seen = key_position[None, :] <= query_position[:, None]
-                if WINDOW > 0:
-                    near = key_position[None, :] > query_position[:, None] - WINDOW
-                    seen = seen & (near | (key_position < SINK_TOKENS)[None, :])
-                if CHUNK > 0:
-                    seen = seen & (key_position[None, :] >= query_position[:, None] // CHUNK * CHUNK)
-                scores = tl.where(seen, scores, float("-inf"))
+                seen = seen & _visible(query_position[:, None], key_position[None, :], WINDOW, SINK_TOKENS, CHUNK)
+            scores = tl.where(seen, scores, float("-inf"))
 
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        # The scale of scores is positive, so that their maximum may be taken before it: one instruction does the rest.
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1) * softmax_scale)
         finite = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(scores - finite[:, None])
+        weights = tl.exp2(scores * softmax_scale - finite[:, None])
         shrink = tl.exp2(highest - finite)
         total = total * shrink + tl.sum(weights, axis=1)
-        values *= shrink[:, None]
         highest = new_highest
 
-        if K_ONLY:
-            stored = _load(k + block * k_block + offset * k_token, live, V_DIM, BLOCK_V, NIBBLES, queries.dtype)
-            value_place = block * k_scale_block + offset * k_scale_token
-        else:
-            stored = _load(v + block * v_block + offset * v_token, live, V_DIM, BLOCK_V, NIBBLES, queries.dtype)
-            value_place = block * v_scale_block + offset * v_scale_token
         if NIBBLES:
-            zero = tl.load(v_zero + value_place, mask=live, other=0.0).to(tl.float32)
-            values += tl.sum(weights * zero[None, :], axis=1)[:, None]
+            added = tl.sum(weights * zeros[1][None, :], axis=1)
         if SCALED:
-            weights *= tl.load(v_scale + value_place, mask=live, other=0.0).to(tl.float32)[None, :]
-        values = tl.dot(weights.to(queries.dtype), stored, values, input_precision=PRECISION)
+            weights *= scales[1][None, :]
+        weights = weights.to(queries[0].dtype)
+        v_words = tl.arange(0, V_WORDS)
+        if K_ONLY:
+            places = (k + offset * k_token)[:, None] + v_words[None, :] + (block * k_block)[:, None]
+        else:
+            places = (v + offset * v_token)[:, None] + v_words[None, :] + (block * v_block)[:, None]
+        inside = live[:, None]
+        if V_DIM != BLOCK_V:
+            inside = inside & (v_words < (V_DIM + PARTS - 1) // PARTS)[None, :]
+        loaded_values = _load(places, inside, False)
+        if STORED == "float":
+            stored = (loaded_values.to(queries[0].dtype),)
+        else:
+            stored = _take_apart(loaded_values, STORED, PARTS, queries[0].dtype, ASSEMBLER)
+        grown_values = ()
+        for part in tl.static_range(PARTS):
+            kept = values[part] * shrink[:, None]
+            if NIBBLES:
+                kept += added[:, None]
+            grown_values = grown_values + (tl.dot(weights, stored[part], kept, input_precision=PRECISION),)
+        values = grown_values
 
     total = tl.where(total == 0.0, 1.0, total)  # nothing was seen: the values are 0, and `highest` weighs them with 0
-    values *= (v_factor / total)[:, None]
-    value_column = tl.arange(0, BLOCK_V)
-    mask = used[:, None] & (value_column < V_DIM)[None, :]
-    if slot < 0:
-        out_row = (token_start + token).to(tl.int64) * out_token + head * out_head
-        tl.store(out + out_row[:, None] + value_column[None, :], values.to(out.dtype.element_ty), mask=mask)
-    else:
-        partial = (slot.to(tl.int64) * (KV_HEADS * GROUP) + head) * TILE_TOKENS + token
-        tl.store(partial_values + partial[:, None] * V_DIM + value_column[None, :], values, mask=mask)
+    out_row = (token_start + token).to(tl.int64) * out_token + head * out_head
+    partial = (slot.to(tl.int64) * (KV_HEADS * GROUP) + head) * TILE_TOKENS + token
+    for part in tl.static_range(PARTS):
+        some = values[part] * (v_factor / total)[:, None]
+        column = tl.arange(0, V_WORDS) * PARTS + part
+        mask = used[:, None] & (column < V_DIM)[None, :]
+        if slot < 0:
+            tl.store(out + out_row[:, None] + column[None, :], some.to(out.dtype.element_ty), mask=mask)
+        else:
+            tl.store(partial_values + partial[:, None] * V_DIM + column[None, :], some, mask=mask)
+    if slot >= 0:
         tl.store(partial_weights + partial, highest + tl.log2(total), mask=used)
 
 
 @triton.jit
-def _load(rows, live, DIM: tl.constexpr, BLOCK: tl.constexpr, NIBBLES: tl.constexpr, DTYPE: tl.constexpr):
-    """[keys, BLOCK] stored elements as DTYPE, zeros where nothing lives; of integers, the steps."""
-    if NIBBLES:
-        byte = tl.arange(0, BLOCK // 2)
-        packed = tl.load(rows[:, None] + byte[None, :], mask=live[:, None] & (byte < (DIM + 1) // 2)[None, :], other=0)
-        return tl.interleave(_small_integer(packed & 15, 1024, DTYPE), _small_integer(packed >> 4, 1024, DTYPE))
-    column = tl.arange(0, BLOCK)
-    if DIM == BLOCK:
-        stored = tl.load(rows[:, None] + column[None, :], mask=live[:, None], other=0.0)
-    else:
-        stored = tl.load(rows[:, None] + column[None, :], mask=live[:, None] & (column < DIM)[None, :], other=0.0)
-    if stored.dtype == tl.int8 and tl.float16 == DTYPE:
-        return _small_integer(stored.to(tl.uint8, bitcast=True) ^ 128, 1152, DTYPE)
-    return stored.to(DTYPE)
+def _load_both(k_places, v_places, live):
+    """The scales (or zeros) of some keys and values, float32."""
+    k_loaded = tl.load(k_places, mask=live, other=0.0).to(tl.float32)
+    return (k_loaded, tl.load(v_places, mask=live, other=0.0).to(tl.float32))
 
 
 @triton.jit
-def _small_integer(steps, BIAS: tl.constexpr, DTYPE: tl.constexpr):
-    """uint8 steps, less BIAS - 1024, as floats. Conversion is slow; as the last bits of float16 1024 they need none."""
-    if tl.float16 == DTYPE:
-        return (steps.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - BIAS
-    return steps.to(DTYPE) - (BIAS - 1024)
+def _block_ids(table, start, key, key_end, PAGE: tl.constexpr, ALIGNED: tl.constexpr):
+    """The blocks of some keys from `start` on, 0 behind the last."""
+    if ALIGNED:
+        place = start // PAGE + key // PAGE
+    else:
+        place = (start + key) // PAGE
+    return tl.load(table + place, mask=key < key_end - start, other=0).to(tl.int64)
+
+
+@triton.jit
+def _load(places, inside, WHOLE: tl.constexpr):
+    """What is stored at some places, zeros outside; with WHOLE, all are inside."""
+    if WHOLE:
+        loaded = tl.load(places)
+    else:
+        loaded = tl.load(places, mask=inside, other=0)
+    return loaded
+
+
+@triton.jit
+def _visible(query, key, WINDOW: tl.constexpr, SINK_TOKENS: tl.constexpr, CHUNK: tl.constexpr):
+    """Whether queries see keys, by position: `AttentionSpec.visible` for causal attention."""
+    seen = key <= query
+    if WINDOW > 0:
+        seen = seen & ((key > query - WINDOW) | (key < SINK_TOKENS))
+    if CHUNK > 0:
+        seen = seen & (key >= query // CHUNK * CHUNK)
+    return seen
+
+
+@triton.jit
+def _take_apart(words, STORED: tl.constexpr, PARTS: tl.constexpr, DTYPE: tl.constexpr, ASSEMBLER: tl.constexpr):
+    """The elements of stored words as DTYPE, in PARTS tensors shaped as the words; of integers, the steps."""
+    BITS: tl.constexpr = 4 if STORED == "int4" else 8
+    parts = ()
+    if ASSEMBLER and tl.float16 == DTYPE and PARTS * BITS == 16:
+        if STORED == "int4":
+            parts = tl.inline_asm_elementwise(
+                _NIBBLES, "=r,=r,=r,=r,r", [words], (tl.float16, tl.float16, tl.float16, tl.float16), True, 2
+            )
+        elif STORED == "int8":
+            parts = tl.inline_asm_elementwise(_BYTES, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
+        elif STORED == "e4m3":
+            parts = tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
+        else:
+            parts = tl.inline_asm_elementwise(_E5M2, "=r,=r,r", [words], (tl.float16, tl.float16), True, 2)
+    else:
+        for part in tl.static_range(PARTS):
+            field = (words >> (part * BITS)) & ((1 << BITS) - 1)
+            if STORED == "int8":
+                field = field.to(tl.int8)
+            elif STORED == "e4m3":
+                field = field.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+            elif STORED == "e5m2":
+                field = field.to(tl.uint8).to(tl.float8e5, bitcast=True)
+            parts = parts + (field.to(DTYPE),)
+    return parts
 
 
 @triton.jit
