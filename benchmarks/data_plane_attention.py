@@ -4,7 +4,8 @@
 
 On a GPU: one layer of Llama-3.1-8B (32 query heads, 8 KV heads of 128, bfloat16) over scattered blocks of 16 tokens in a
 block-first store. A figure is the bytes of K and V that must be read, over the time of one layer: a CUDA graph of six
-layers, timed with events, so that launch gaps are not in it. FlashInfer reads the same kind of store in the same run.
+layers (one for very long prompts), timed with events, so that launch gaps are not in it. FlashInfer reads the same kind of
+store in the same run.
 On a CPU: the time of one layer, beside `scaled_dot_product_attention` on K and V that are dense already (which no paged
 system has); the difference is the price of gathering. CPU figures are for one thread.
 """
@@ -33,8 +34,11 @@ from kvpool.kernels.quantization import TORCH_DTYPES
 BLOCK_SIZE = 16
 LAYERS = 3  # of the store; runs go round them, so that nothing is left in a cache from the run before
 GRAPH_LAYERS = 6
+LONG_PROMPT = 32768  # queries, beyond which a graph has one layer and there are few repeats
 LLAMA = AttentionSpec(32, 8, 128)
+GPU_PREFILL = ((8, 2048, 0), (1, 8192, 0), (4, 512, 8192), (1, 2048, 32768), (1, 131072, 0))  # sequences, queries, cached
 GPU_DECODE = ((64, 4096), (256, 1024), (8, 32768), (1, 131072))
+QUANTISED = ((DType.FP8_E4M3, 3.6), (DType.INT8, 3.3), (DType.INT4, 2.4))  # and the bar on an H200, TB/s
 RAGGED = "ragged"  # 128 sequences of 1 to 8,192 tokens
 CPU_DECODE = {
     "SmolLM2 16x512": (AttentionSpec(9, 3, 64, dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32), 16, 512),
@@ -102,8 +106,9 @@ class GraphRunner:
         layer(0)
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
+        self._num_layers = 1 if problem.batch.num_query_tokens > LONG_PROMPT else GRAPH_LAYERS
         with torch.cuda.graph(self._graph):
-            for number in range(GRAPH_LAYERS):
+            for number in range(self._num_layers):
                 layer(number % len(problem.layers))
 
     def __call__(self) -> list[float]:
@@ -112,7 +117,7 @@ class GraphRunner:
         self._graph.replay()
         end.record()
         end.synchronize()
-        return [self._value(start.elapsed_time(end) / 1e3 / GRAPH_LAYERS)]
+        return [self._value(start.elapsed_time(end) / 1e3 / self._num_layers)]
 
 
 def attention_runner(backend: AttentionBackend, problem: Problem, value: Callable[[float], float]) -> Runner:
@@ -250,17 +255,17 @@ def attention_cases() -> list[Case]:
         for batch, context in (*GPU_DECODE, (128, RAGGED)):
             params = {"batch": batch, "context": context}
             cases.append(_gpu_case(f"decode attention {batch}x{context}", "TB/s", "decode", gpu_decode, params, 0.9))
-        for dtype in (DType.FP8_E4M3, DType.INT8, DType.INT4):  # of the bytes as they are stored
+        for dtype, bar in QUANTISED:  # of the bytes as they are stored
             params = {"batch": 64, "context": 4096, "kv_dtype": dtype}
             runner = partial(gpu_decode, "triton", params)
-            cases.append(Case(f"decode attention 64x4096 {dtype.value}", "TB/s", "higher", runner))
+            cases.append(Case(f"decode attention 64x4096 {dtype.value}", "TB/s", "higher", runner, (bar,)))
         params = {"batch": 256, "context": 1024}
         runner = partial(gpu_plan, "triton", params)
         cases.append(Case("plan decode 256x1024", "ms", "lower", runner, (), PeerCase("plan", params)))
-        for batch, chunk, prefix in ((8, 2048, 0), (1, 8192, 0), (4, 512, 8192)):
+        for batch, chunk, prefix in GPU_PREFILL:
             params = {"batch": batch, "chunk": chunk, "prefix": prefix}
             name = f"prefill attention {batch}x{chunk} behind {prefix}"
-            cases.append(_gpu_case(name, "TFLOP/s", "prefill", gpu_prefill, params, None))
+            cases.append(_gpu_case(name, "TFLOP/s", "prefill", gpu_prefill, params, 0.9))
     for shape in CPU_DECODE:
         params = {"shape": shape}
         runner = partial(cpu_decode, params)
@@ -274,10 +279,10 @@ def _gpu_case(
     kind: str,
     make: Callable[[str, Mapping[str, Any]], Runner],
     params: Mapping[str, Any],
-    share: float | None,
+    share: float,
 ) -> Case:
-    bars = () if share is None else (Times(share, "flashinfer"),)
-    return Case(name, unit, "higher", partial(make, "triton", params), bars, PeerCase(kind, params), repeats=30)
+    bars, repeats = (Times(share, "flashinfer"),), 5 if params.get("chunk", 0) > LONG_PROMPT else 30
+    return Case(name, unit, "higher", partial(make, "triton", params), bars, PeerCase(kind, params), repeats=repeats)
 
 
 def attention_peers() -> list[Peer]:

@@ -227,6 +227,14 @@ def large_cases() -> list[Case]:
         Case("gpt-oss", spec(64, 8, 64, sink_logits=True, window=128, **bf16), (1, 600, 1), (1500, 1400, 30)),
         Case("latent", spec(16, 1, 576, v_dim=512, k_only=True, **bf16), (1, 20, 1), (900, 100, 30)),
         Case("many query heads", spec(71, 1, 64, **bf16), (1, 40, 1), (900, 100, 30)),
+        Case("prompts of odd lengths", spec(32, 8, 128, **bf16), (130, 257, 1, 64, 33), (130, 300, 90, 64, 1033)),
+        Case("a short chunk behind a long prefix", spec(32, 8, 128, **bf16), (40,), (5000,)),
+        Case("a head each", spec(4, 4, 128, **bf16), (300, 77), (300, 500)),
+        Case("prompts without keys", spec(32, 8, 128, **bf16), (40, 20), (0, 90)),
+        Case("prompts over heads of 64", spec(16, 8, 64, **bf16), (300,), (700,)),
+        *(Case(f"prompts in blocks of {size}", spec(32, 8, 128, **bf16), (300,), (700,), size) for size in (8, 64, 256, 12)),
+        Case("prompts across", spec(32, 8, 128, causal=False, **bf16), (60, 20), (333, 90)),
+        Case("prompts in float16", spec(8, 4, 128, dtype=DType.FLOAT16, kv_dtype=DType.FLOAT16), (300,), (300,)),
     ]
     for kv in (DType.FP8_E4M3, DType.FP8_E5M2, DType.INT8, DType.INT4):
         kind = spec(32, 8, 128, dtype=DType.BFLOAT16, kv_dtype=kv)

@@ -21,7 +21,7 @@ from paged_cases import poisoned_layer, spec
 from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch
 from kvpool.attention.triton_backend import TritonBackend
 from kvpool.config.layers import DType
-from kvpool.kernels.copy_blocks import Runs
+from kvpool.kernels.block_bytes import Runs
 from kvpool.kernels.copy_blocks_triton import copy_blocks_triton, copy_tokens_triton
 from kvpool.kernels.quantization import TORCH_DTYPES
 from kvpool.kernels.scatter_triton import write_slots_triton
@@ -53,11 +53,17 @@ class HopperWithoutOne:
         return 0
 
 
-def attend(kind: AttentionSpec, max_sequences: int | None = None, max_query_tokens: int | None = None) -> None:
+def attend(
+    kind: AttentionSpec,
+    max_sequences: int | None = None,
+    max_query_tokens: int | None = None,
+    *,
+    specialised: bool = False,
+) -> None:
     """Decoding over divided keys, and a chunk of a prompt; or into buffers: decoding, or both with `max_query_tokens`."""
     backend = object.__new__(TritonBackend)  # its constructor wants a GPU
     AttentionBackend.__init__(backend, torch.device("cpu"))
-    backend.num_sms = 132
+    backend.num_sms, backend.specialised = 132, specialised
     query_lens = [1, 1 if max_sequences is not None and max_query_tokens is None else 200]
     batch = PagedBatch.build([0, 125, 150], list(range(150)), query_lens, [2000, 400], block_size=16)
     buffers = None
@@ -104,6 +110,8 @@ def main() -> None:
     attend(SPECS["llama"], max_sequences=256)
     case = "llama, a graph for 256 and prompts"
     attend(SPECS["llama"], max_sequences=256, max_query_tokens=2048)
+    case = "llama, prompts on Hopper"
+    attend(SPECS["llama"], specialised=True)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,12 @@ from kvpool.kernels.paged_attention import (
     use_interpreter,
 )
 from kvpool.kernels.paged_spec import AttentionSpec
+from kvpool.kernels.prefill import PREFILL_TILE, prefill_items, prefills, prefills_on, reads
 
 _DECODE_ROWS = 16  # the smallest tile that tensor cores take
 _DECODE_BYTES = 2**14  # of keys that one round of decoding takes
 _WIDE_BYTES = 256  # beyond so many bytes a head, tiles are smaller, to fit shared memory
+_LONG_TILE = TileShape(128, 64, warps=8, stages=3, programs=1)
 
 
 class _Launch(NamedTuple):
@@ -104,6 +106,7 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
+        self.specialised = prefills_on(device)
         if device.type == "cuda":
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         elif use_interpreter():
@@ -119,6 +122,8 @@ class TritonBackend(AttentionBackend):
 
     def tile_shape(self, spec: AttentionSpec, *, short: bool) -> TileShape:
         """The tile for sequences with few queries (`short`) or many."""
+        if not short and self.specialised and prefills(spec):
+            return PREFILL_TILE
         elements = 1 << (max(spec.head_dim, spec.v_dim) - 1).bit_length()  # as kernels pad them
         row_bytes = elements * (4 if spec.dtype is DType.FLOAT32 else 2)
         wide = max(1, row_bytes // _WIDE_BYTES)
@@ -131,7 +136,7 @@ class TritonBackend(AttentionBackend):
             return TileShape(_DECODE_ROWS, keys, warps=4, stages=2, programs=4)
         stages = 3 if wide <= 4 else 2
         if row_bytes == _WIDE_BYTES and spec.kv_dtype is spec.dtype:
-            return TileShape(128, 64, warps=8, stages=3, programs=1)
+            return _LONG_TILE
         return TileShape(max(16, 128 // wide), max(16, 32 // wide), warps=4, stages=stages, programs=2)
 
     def tile_tokens(self, spec: AttentionSpec, shape: TileShape) -> int:
@@ -217,7 +222,11 @@ class TritonBackend(AttentionBackend):
             out = q.new_empty(q.shape[0], spec.q_heads, spec.v_dim)
         with current(q.device):
             for shape, tile_tokens, items, tiles, partials in plan.launches:
-                attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, sink_logits)
+                if shape == PREFILL_TILE and reads(q, cache):
+                    prefill_items(q, cache, spec, plan.indices, items, shape, out, partials, self.num_sms)
+                else:
+                    shape = _LONG_TILE if shape == PREFILL_TILE else shape
+                    attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, sink_logits)
                 if partials is not None:
                     merge_partials(spec, tiles, tile_tokens, out, partials, sink_logits)
         return out
