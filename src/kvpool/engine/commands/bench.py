@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -27,16 +28,11 @@ def register(app: typer.Typer, name: str) -> None:
     app.command(name)(bench)
 
 
-@opt.named_as_options()
+@opt.command
 def bench(
-    model: opt.Model = None,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    kv_dtype: opt.KVDtype = None,
-    memory: opt.Memory = None,
+    *,
+    engine_options: opt.EngineOptions,
     host_memory: opt.HostMemory = None,
-    compile_layers: opt.Compile = False,
-    record: opt.Record = None,
     requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, shared ones included.")] = 256,
     shared_tokens: Annotated[
@@ -70,25 +66,20 @@ def bench(
     settings = dict(requests=requests, prompt_tokens=prompt_tokens, shared_tokens=shared_tokens, max_tokens=max_tokens)
     rows: list[dict[str, Any]] = []
     measurement: Measurement | None = None
-    loaded: Any = model
+    loaded: Any = None
     for caching in (True, False) if compare else (True,):
-        opt.tell("loading the model ..." if loaded is model else "without the prefix cache ...", quiet)
-        with opt.make_engine(
+        opt.tell("loading the model ..." if loaded is None else "without the prefix cache ...", quiet)
+        options = engine_options if caching else replace(engine_options, record=None)  # one trace, of the first run
+        with options.make_engine(
             loaded,
-            device,
-            dtype,
-            kv_dtype,
-            memory,
             host_memory,
-            compile_layers,
             scheduler=opt.limits(max_tokens_per_step, max_sequences),
             cache={"enable_prefix_caching": caching},
             model_defaults=False,  # random prompts: greedy tokens cost the same in every model
-            record=record if caching else None,
         ) as engine:
             rows.append({"prefix_cache": caching, **_measure(engine, **settings, quiet=quiet)})
             if caching and (costs or (costs is None and json is not None)):
-                measurement = _try_costs(engine, model or DEFAULT_NAME, wanted=bool(costs), quiet=quiet)
+                measurement = _try_costs(engine, engine_options.model or DEFAULT_NAME, wanted=bool(costs), quiet=quiet)
             loaded = engine.model
     if json is not None:
         written: dict[str, Any] = {"settings": settings, "runs": rows}

@@ -21,28 +21,18 @@ def register(app: typer.Typer, name: str) -> None:
     app.command(name)(chat)
 
 
-@opt.named_as_options()
+@opt.command
 def chat(
-    model: opt.Model = None,
+    *,
+    engine_options: opt.EngineOptions,
     system: Annotated[str, typer.Option(help="What the model is told before the conversation.")] = DEFAULT_SYSTEM,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    kv_dtype: opt.KVDtype = None,
-    memory: opt.Memory = None,
-    compile_layers: opt.Compile = False,
-    record: opt.Record = None,
     max_tokens: opt.MaxTokens = 256,
-    temperature: opt.Temperature = None,
-    top_p: opt.TopP = None,
-    seed: opt.Seed = None,
-    model_defaults: opt.ModelDefaults = True,
+    sampling: opt.SamplingOptions,
 ) -> None:
     """Talk to a model. An empty line or Ctrl-D ends the conversation, Ctrl-C an answer."""
     opt.tell("loading the model ...", quiet=False)
-    params = SamplingParams(max_new_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-    with opt.make_engine(
-        model, device, dtype, kv_dtype, memory, None, compile_layers, record=record, model_defaults=model_defaults
-    ) as engine:
+    params = sampling.make_params(max_new_tokens=max_tokens)
+    with engine_options.make_engine(model_defaults=sampling.model_defaults) as engine:
         opt.tell_sampling(engine, params, quiet=False)
         silent = engine.sampling_defaults == SamplingParams()
         Talk(engine, system, params.with_defaults(LIVELY) if silent else params).run()

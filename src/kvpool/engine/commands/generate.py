@@ -11,7 +11,6 @@ import typer
 from kvpool.engine.commands import options as opt
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Completion
-from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import InvalidArgumentError
 from kvpool.terminal import check_files, write_json
 
@@ -21,23 +20,15 @@ def register(app: typer.Typer, name: str) -> None:
     app.command(name)(generate)
 
 
-@opt.named_as_options()
+@opt.command
 def generate(
+    *,
     prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; - or none reads one per line from stdin.")] = None,
     file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Prompts from a file, one per line.")] = None,
-    model: opt.Model = None,
-    device: opt.Device = None,
-    dtype: opt.Dtype = None,
-    kv_dtype: opt.KVDtype = None,
-    memory: opt.Memory = None,
+    engine_options: opt.EngineOptions,
     host_memory: opt.HostMemory = None,
-    compile_layers: opt.Compile = False,
-    record: opt.Record = None,
     max_tokens: opt.MaxTokens = 128,
-    temperature: opt.Temperature = None,
-    top_p: opt.TopP = None,
-    seed: opt.Seed = None,
-    model_defaults: opt.ModelDefaults = True,
+    sampling: opt.SamplingOptions,
     n: Annotated[int, typer.Option("-n", help="Samples of each prompt.")] = 1,
     beams: Annotated[int, typer.Option(help="Beam search with so many beams.")] = 1,
     stop: Annotated[list[str] | None, typer.Option(help="End the text before this string; may be given again.")] = None,
@@ -49,27 +40,12 @@ def generate(
     """Completes prompts with a model. A single prompt is printed while it is generated."""
     check_files(json)
     texts = _read_prompts(prompts, file)
-    params = SamplingParams(
-        max_new_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        n=n,
-        num_beams=beams,
-        stop=stop or (),
-    )
+    params = sampling.make_params(max_new_tokens=max_tokens, n=n, num_beams=beams, stop=stop or ())
     opt.tell("loading the model ...", quiet)
-    with opt.make_engine(
-        model,
-        device,
-        dtype,
-        kv_dtype,
-        memory,
-        host_memory,
-        compile_layers,
+    with engine_options.make_engine(
+        host_memory=host_memory,
         draft_tokens=draft_tokens,
-        record=record,
-        model_defaults=model_defaults,
+        model_defaults=sampling.model_defaults,
         scheduler=opt.limits(None, max(64, n, beams)),
     ) as engine:
         opt.tell_sampling(engine, params, quiet)

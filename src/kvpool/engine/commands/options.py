@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from queue import SimpleQueue
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -19,23 +21,91 @@ from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, S
 from kvpool.scheduling import SchedulerConfig
 from kvpool.terminal import check_files, parse_bytes
 
-Model = Annotated[
-    str | None,
-    typer.Option(help="A directory, a GGUF file, a config.json (random weights); default: SmolLM2-135M-Instruct."),
-]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU where there is one.")]
-Dtype = Annotated[str | None, typer.Option(help="Of the weights: float32, bfloat16, float16; default: the files'.")]
-KVDtype = Annotated[str | None, typer.Option(help="Of keys and values: also fp8_e4m3, int8, int4.")]
-Memory = Annotated[str | None, typer.Option(help="For keys and values: 512MiB, 8GiB; default: a share of what is free.")]
 HostMemory = Annotated[str | None, typer.Option(help="More of it on the host, to swap requests to.")]
-Record = Annotated[str | None, typer.Option(help="Write a trace for `kvpool replay`; prompts cannot be read from it.")]
-Compile = Annotated[bool, typer.Option("--compile", help="torch.compile each layer: slower start, faster steps.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
-Temperature = Annotated[float | None, typer.Option(help="0 always takes the likeliest token; default: as the model says.")]
-TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that together have this probability.")]
-ModelDefaults = Annotated[bool, typer.Option(help="Sample as generation_config.json says where no option says otherwise.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.")]
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The options of every command that makes an engine."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(help="A directory, a GGUF file, a config.json (random weights); default: SmolLM2-135M-Instruct."),
+    ] = None
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU where there is one.")] = None
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: float32, bfloat16, float16; default: the files'.")
+    ] = None
+    kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values: also fp8_e4m3, int8, int4.")] = None
+    memory: Annotated[
+        str | None, typer.Option(help="For keys and values: 512MiB, 8GiB; default: a share of what is free.")
+    ] = None
+    compile_layers: Annotated[
+        bool, typer.Option("--compile", help="torch.compile each layer: slower start, faster steps.")
+    ] = False
+    record: Annotated[
+        str | None, typer.Option(help="Write a trace for `kvpool replay`; prompts cannot be read from it.")
+    ] = None
+
+    def make_engine(self, model: Any = None, host_memory: str | None = None, **options: Any) -> Engine:
+        """The engine that the options describe; a `model` that is loaded already is used as it is."""
+        check_files(self.record)
+        return Engine(
+            self.model if model is None else model,
+            device=self.device,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            kv_bytes=None if self.memory is None else parse_bytes(self.memory, "--memory"),
+            host_bytes=0 if host_memory is None else parse_bytes(host_memory, "--host-memory"),
+            compile=self.compile_layers,
+            record=self.record,
+            **options,
+        )
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """The options of every command that prints text."""
+
+    temperature: Annotated[
+        float | None, typer.Option(help="0 always takes the likeliest token; default: as the model says.")
+    ] = None
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens that together have this probability.")
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text.")] = None
+    model_defaults: Annotated[
+        bool, typer.Option(help="Sample as generation_config.json says where no option says otherwise.")
+    ] = True
+
+    def make_params(self, **others: Any) -> SamplingParams:
+        """Sampling parameters as these options and `others` say."""
+        return SamplingParams(temperature=self.temperature, top_p=self.top_p, seed=self.seed, **others)
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """The function as a command: in place of a group of options it has each of them, and its errors name options."""
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if group := groups.get(parameter.name):
+            of_group = inspect.signature(group, eval_str=True).parameters.values()
+            parameters += (option.replace(kind=inspect.Parameter.KEYWORD_ONLY) for option in of_group)
+        else:
+            parameters.append(parameter.replace(annotation=hints[parameter.name]))
+
+    @named_as_options()
+    def run(**values: Any) -> None:
+        made = {name: group(**{f.name: values.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
+        function(**values, **made)
+
+    run.__doc__ = function.__doc__
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run
 
 
 # Fields of the library, which its errors name, and the options that set them.
@@ -76,32 +146,6 @@ def in_options(text: str) -> str:
     '--max-tokens must be at least 1; -n=3 results need at least as many beams, --beams=2'
     """
     return _FIELD.sub(lambda found: _OPTIONS[found[0]], text)
-
-
-def make_engine(
-    model: str | None,
-    device: str | None,
-    dtype: str | None,
-    kv_dtype: str | None,
-    memory: str | None,
-    host_memory: str | None,
-    compile_layers: bool,
-    record: str | None = None,
-    **options: Any,
-) -> Engine:
-    """The engine that the options describe."""
-    check_files(record)
-    return Engine(
-        model,
-        device=device,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        kv_bytes=None if memory is None else parse_bytes(memory, "--memory"),
-        host_bytes=0 if host_memory is None else parse_bytes(host_memory, "--host-memory"),
-        compile=compile_layers,
-        record=record,
-        **options,
-    )
 
 
 def limits(max_tokens_per_step: int | None, max_sequences: int) -> SchedulerConfig:
