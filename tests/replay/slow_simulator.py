@@ -25,12 +25,12 @@ class SlowCache:
         self.heap: list[tuple[tuple[int, ...], int]] = []
 
     def rank(self, block: int) -> tuple[int, ...]:
-        first = {
-            "lru": (self.used[block],),
-            "fifo": (self.inserted[block],),
-            "lfu": (self.reuses[block], self.used[block]),
-        }[self.policy]
-        return (*first, -self.depth[block])
+        if self.policy == "lru":
+            return self.used[block], -self.depth[block]
+        if self.policy == "fifo":
+            return self.inserted[block], -self.depth[block]
+        assert self.policy == "lfu"
+        return self.reuses[block], self.used[block], -self.depth[block]
 
     def offer(self, block: int) -> None:
         heapq.heappush(self.heap, (self.rank(block), block))
