@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stand_in import StandInRun
 
 from kvpool import eviction
 from kvpool.errors import InvalidArgumentError
@@ -29,18 +29,6 @@ from kvpool.eviction import (
 from kvpool.eviction.remembering import GhostPolicy
 
 BUILT_IN = ("lru", "lfu", "fifo", "clock", "sieve", "s3fifo", "2q", "arc", "priority", "cost", "adaptive")
-
-
-@dataclass(eq=False, slots=True)
-class StandInRun:
-    num_blocks: int = 1
-    start: int = 0
-    created: int = 0
-    last_access: int = 0
-    hits: int = 0
-    priority: int = 35
-    fingerprint: int = 0
-    entry: Any = None
 
 
 # --- models: a list, and the definition of the policy written down as directly as possible -------------------------

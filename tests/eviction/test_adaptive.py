@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import numpy as np
 import pytest
+from stand_in import StandInRun
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.eviction import AdaptivePolicy, make_policy
@@ -14,20 +12,6 @@ from kvpool.eviction.experience import BIN_OF_AGE, NUM_KINDS, Experience
 from kvpool.eviction.hazard import MOST_NEWCOMERS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.replay.simulation.bounds import run_model
-
-
-@dataclass(eq=False)
-class FakeRun:
-    """A cached run as the tree would show it."""
-
-    start: int = 0
-    num_blocks: int = 4
-    created: int = 0
-    last_access: int = 0
-    hits: int = 0
-    priority: int = 35
-    fingerprint: int = 0
-    entry: Any = None
 
 
 def scan_and_chat(num_rounds: int = 150) -> Trace:
@@ -49,7 +33,7 @@ def test_given_the_name_then_it_is_made() -> None:
 
 def test_given_nothing_learned_then_the_least_recently_used_goes_first() -> None:
     policy = AdaptivePolicy()
-    runs = [FakeRun(last_access=tick, created=tick, fingerprint=tick) for tick in (3, 1, 2)]
+    runs = [StandInRun(last_access=tick, created=tick, fingerprint=tick) for tick in (3, 1, 2)]
     for run in runs:
         policy.add(run)
     order = []
@@ -65,7 +49,7 @@ def test_given_nothing_learned_then_the_least_recently_used_goes_first() -> None
 
 def test_given_priorities_then_the_lowest_goes_first_whatever_its_age() -> None:
     policy = AdaptivePolicy()
-    old, cheap = FakeRun(last_access=1, fingerprint=1), FakeRun(last_access=9, priority=0, fingerprint=2)
+    old, cheap = StandInRun(last_access=1, fingerprint=1), StandInRun(last_access=9, priority=0, fingerprint=2)
     policy.add(old)
     policy.add(cheap)
     assert policy.victim() is cheap
@@ -73,7 +57,7 @@ def test_given_priorities_then_the_lowest_goes_first_whatever_its_age() -> None:
 
 def test_given_a_run_that_comes_and_goes_then_add_and_remove_are_idempotent() -> None:
     policy = AdaptivePolicy()
-    run = FakeRun(last_access=1)
+    run = StandInRun(last_access=1)
     for _ in range(2):
         policy.add(run)
         assert run in policy
@@ -90,7 +74,7 @@ def test_given_a_run_that_comes_and_goes_then_add_and_remove_are_idempotent() ->
 
 def test_given_newcomers_then_they_are_candidates_before_they_are_put_in_order() -> None:
     policy = AdaptivePolicy()
-    runs = [FakeRun(last_access=tick, fingerprint=tick) for tick in range(3)]
+    runs = [StandInRun(last_access=tick, fingerprint=tick) for tick in range(3)]
     for run in runs:
         policy.add(run)
     assert len(policy) == 3
@@ -102,7 +86,7 @@ def test_given_newcomers_then_they_are_candidates_before_they_are_put_in_order()
 
 def test_given_a_newcomer_that_is_hit_then_it_counts_as_new_when_it_came_and_as_reused_now() -> None:
     policy, other = AdaptivePolicy(), AdaptivePolicy()
-    run, same = FakeRun(last_access=1, fingerprint=1), FakeRun(last_access=1, fingerprint=1)
+    run, same = StandInRun(last_access=1, fingerprint=1), StandInRun(last_access=1, fingerprint=1)
     policy.add(run)
     other.add(same)
     assert other.victim() is same  # here it is put in order before it is hit
@@ -121,7 +105,7 @@ def test_given_a_newcomer_that_is_hit_then_it_counts_as_new_when_it_came_and_as_
 def test_given_many_newcomers_then_only_so_many_wait() -> None:
     policy = AdaptivePolicy()
     for tick in range(MOST_NEWCOMERS + 5):
-        policy.add(FakeRun(last_access=tick, fingerprint=tick))
+        policy.add(StandInRun(last_access=tick, fingerprint=tick))
     assert len(policy._newcomers) == 5
     assert len(policy) == MOST_NEWCOMERS + 5
     assert policy.victim().last_access == 0

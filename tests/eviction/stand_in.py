@@ -1,0 +1,18 @@
+"""A cached run as the tree would show it to a policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(eq=False, slots=True)
+class StandInRun:
+    num_blocks: int = 1
+    start: int = 0
+    created: int = 0
+    last_access: int = 0
+    hits: int = 0
+    priority: int = 35
+    fingerprint: int = 0
+    entry: Any = None
