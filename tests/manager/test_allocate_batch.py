@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec
+import managers
+from kvpool import KVCacheHandle, KVCacheManager
 from kvpool.errors import DuplicateRequestError, InvalidArgumentError, NeverFitsError, OutOfBlocksError
 from kvpool.manager.manager import ALLOCATE_ARGUMENTS
 from kvpool.recording import TraceRecorder, replay_recording
 
-
-def make_manager(**fields: Any) -> KVCacheManager:
-    config = KVCacheConfig([LayerSpec(1, 8)], **{"block_size": 4, "gpu_blocks": 8, "watermark": 0.0, **fields})
-    return KVCacheManager(config, clock=lambda: 7.0)
+make_manager = partial(managers.make_manager, gpu_blocks=8, clock=lambda: 7.0)
 
 
 def test_given_several_requests_then_each_has_its_handle_in_their_order() -> None:
