@@ -94,7 +94,7 @@ class KVCacheHandle:
         self.retention: Retention | None = None
         self.ttl: float | None = None
         self.session: str | None = None
-        self.copied_sessions: tuple[str, ...] = ()  # whose published blocks it copied the beginning of
+        self.copied_sessions: tuple[str, ...] = ()  # those that published the blocks whose beginnings it copied
         self.publishes = True
         self.encoder_tokens = 0
         self.num_prompt_tokens = 0

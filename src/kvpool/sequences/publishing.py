@@ -26,7 +26,7 @@ class Publisher:
         self.cache = cache
         self.rows = rows
         self.block_size = cache.block_size
-        self.on_follow: Callable[[int], None] = lambda row: None  # told when a row moves on for its fork's sake
+        self.on_follow: Callable[[int], None] = lambda row: None  # called with a row that follows its fork into the tree
 
     def publish(self, row: int) -> None:
         """Brings the tree up to date with everything that a row has committed."""
