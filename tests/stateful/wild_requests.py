@@ -22,7 +22,7 @@ TTLS = (None, None, None, 5.0, 20.0)
 def draw_prompt(m: WildMachine, rng: Random) -> tuple[list[int], ReuseScope]:
     """What is cached or what a live request has, the beginning of a document, seldom something new."""
     kind, scope = rng.random(), rng.choice(m.setting.scopes)
-    tail = [rng.randrange(3) for _ in range(rng.choice((0, 0, 0, 1, 2)))]
+    tail = [rng.randrange(3) for _ in range(rng.choice((0, 0, 0, 1, 2, 3 * m.size)))]
     if kind < 0.3 and (cached := list(cached_blocks(m.manager))):  # on whichever tier it lies
         scope, prefix = rng.choice(cached)
         return [*prefix, *tail], scope
@@ -164,6 +164,16 @@ def fork(m: WildMachine, rng: Random) -> None:
         m.live[name] = request.forked(handle)
 
 
+def come_and_go(m: WildMachine, rng: Random) -> None:
+    """A request from its beginning to its end: what it leaves in the cache makes others push something down."""
+    before = set(m.live)
+    allocate(m, rng)
+    for request in [request for name, request in m.live.items() if name not in before]:
+        advance(m, rng, request, request.reserved - request.written, commit=True, by_ids=False)
+        m.manager.free(request.handle)
+        note_end(m, [request], keep=True)
+
+
 def free(m: WildMachine, rng: Random) -> None:
     keep = rng.random() < 0.8
     if rng.random() < 0.7:
@@ -173,8 +183,12 @@ def free(m: WildMachine, rng: Random) -> None:
     else:
         some = m.pick_some(rng, swapped=None)[:3]
         m.manager.free_batch([request.handle for request in some], keep)
+    note_end(m, some, keep)
+
+
+def note_end(m: WildMachine, requests: list[Request], keep: bool) -> None:
     m.only_grew = m.only_grew and keep
-    for request in some:
+    for request in requests:
         del m.live[request.handle.request_id]
         m.freed.append(request.handle)
 
@@ -217,4 +231,4 @@ def swap_in(m: WildMachine, rng: Random) -> None:
         request.swapped = False
 
 
-OPERATIONS = {allocate: 12, fork: 3, free: 6, store_last_logits: 2, swap_out: 4, swap_in: 5}
+OPERATIONS = {allocate: 12, come_and_go: 8, fork: 3, free: 6, store_last_logits: 2, swap_out: 4, swap_in: 5}
