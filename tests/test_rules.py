@@ -529,6 +529,7 @@ EFFECTS: dict[str, Any] = {
     "enable_prefix_caching": False,
     "partial_match": False,
     "copy_on_partial_reuse": False,
+    "cache_unfilled_blocks": True,
     "offload_on_evict": False,
     "offload_min_priority": 36,
     "watermark": 0.5,

@@ -30,7 +30,7 @@ class EvictionReason(str, Enum):
     INVALIDATED = "invalidated"
     RESET = "reset"
     RESIZE = "resize"
-    CONTINUED = "continued"  # a request took the block over to fill it differently
+    CONTINUED = "continued"  # a request took the block over, or a longer one holds its tokens
 
 
 class Histogram:

@@ -101,6 +101,14 @@ def test_given_all_tokens_of_a_sequence_when_it_is_removed_then_all_but_the_last
     assert cache.add_sequence("b", PROMPT) == 12
 
 
+def test_given_a_sequence_that_ends_inside_a_block_when_it_is_removed_then_that_block_is_reused_in_part() -> None:
+    for enable_partial_reuse, found in ((True, 11), (False, 8)):
+        cache = TrtLlmKVCacheManager([2], 8, 4, 16, enable_partial_reuse=enable_partial_reuse)
+        cache.add_sequence("a", PROMPT[:12])
+        cache.remove_sequence("a", PROMPT[:12])  # eleven were computed
+        assert cache.add_sequence("b", PROMPT) == found
+
+
 def test_given_no_tokens_when_a_sequence_is_removed_then_nothing_that_may_be_unwritten_is_stored() -> None:
     cache = TrtLlmKVCacheManager([2], 8, 4, 16)
     cache.add_sequence("cancelled", PROMPT)

@@ -209,6 +209,8 @@ BLOCK = 4 * 4096 * 16  # bytes of one block of the default test model
         (dict(max_seq_len=HUGE), "max_seq_len="),
         (dict(enable_prefix_caching=1), "enable_prefix_caching=1"),
         (dict(partial_match=None), "partial_match=None"),
+        (dict(cache_unfilled_blocks=True, partial_match=False), "cache_unfilled_blocks=True needs"),
+        (dict(cache_unfilled_blocks=True, enable_prefix_caching=False), "cache_unfilled_blocks=True needs"),
         (dict(copy_on_partial_reuse=1), "copy_on_partial_reuse=1"),
         (dict(copy_on_partial_reuse=False, partial_match=False), "does nothing with partial_match=False"),
         (dict(offload_on_evict="yes"), "offload_on_evict='yes'"),

@@ -102,12 +102,24 @@ def serve(scheduler: Scheduler, workload: Workload, num_requests: int, num_draft
     windowed=st.booleans(),
     policy=st.sampled_from(["lru", "adaptive", "s3fifo", "priority"]),
     num_drafts=st.sampled_from([0, 0, 2]),
+    copies=st.booleans(),
+    unfilled=st.booleans(),
 )
 def test_given_any_engine_and_workload_when_its_recording_is_replayed_then_all_counters_agree(
-    seed: int, gpu_blocks: int, host_blocks: int | None, windowed: bool, policy: str, num_drafts: int
+    seed: int,
+    gpu_blocks: int,
+    host_blocks: int | None,
+    windowed: bool,
+    policy: str,
+    num_drafts: int,
+    copies: bool,
+    unfilled: bool,
 ) -> None:
     layers = [LayerSpec(kv_heads=1, head_dim=8)] + [LayerSpec(kv_heads=1, head_dim=8, window=6)] * windowed
-    config = KVCacheConfig(layers, 4, gpu_blocks=gpu_blocks, host_blocks=host_blocks, eviction_policy=policy)
+    config = KVCacheConfig(
+        layers, 4, gpu_blocks=gpu_blocks, host_blocks=host_blocks, eviction_policy=policy, copy_on_partial_reuse=copies,
+        cache_unfilled_blocks=unfilled,
+    )  # fmt: skip
     manager = KVCacheManager(config)
     limits = SchedulerConfig(max_tokens_per_step=24, max_sequences=6, max_draft_tokens=num_drafts)
     with tempfile.TemporaryDirectory() as folder:

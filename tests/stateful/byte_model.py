@@ -187,7 +187,7 @@ def read_tree(manager: KVCacheManager, histories: Histories) -> list[tuple[Any, 
             cache.sync(node)
             value, digest = before[id(node.parent)]
             values = histories.chain(value, node.tokens)
-            digests = histories.digests(digest, values, node.tokens, size) if listening else []
-            before[id(node)] = int(values[-1]), digests[-1] if listening else b""
+            digests = histories.digests(digest, values, node.tokens, size) if listening and not node.is_remainder else []
+            before[id(node)] = int(values[-1]), digests[-1] if digests else b""
             found.append((node, values, digests))
     return found

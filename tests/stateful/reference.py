@@ -60,13 +60,12 @@ def cached_blocks(manager: KVCacheManager) -> CachedBlocks:
 
 def takeable_blocks(manager: KVCacheManager) -> set[tuple[ReuseScope, tuple[int, ...]]]:
     """The last blocks of runs on the GPU that nobody reads, has pinned or follows: by the tokens up to their end."""
-    cache, size = manager._state.cache, manager.config.block_size
+    cache = manager._state.cache
     found = set()
     for scope, root in cache.roots.items():
         for node in root.subtree():
             if node is not root and node.tier == Tier.GPU and not (node.children or node.active or node.pins):
                 tokens = [token for part in cache.path_to(node) for token in part.tokens.tolist()]
-                assert len(tokens) == node.end * size
                 found.add((scope, tuple(tokens)))
     return found
 
@@ -110,9 +109,9 @@ def expected_hit(
     start = len(depths) * size
     best, options = 0, [({}, tuple(tokens[:start]))]
     for (other, prefix), groups in cached.items():
-        if other == scope and len(prefix) == start + size and list(prefix[:start]) == tokens[:start]:
-            rest = tokens[start:]
-            shared = next((i for i, (a, b) in enumerate(zip(rest, prefix[start:], strict=False)) if a != b), len(rest))
+        if other == scope and start < len(prefix) <= start + size and list(prefix[:start]) == tokens[:start]:
+            pairs = list(zip(tokens[start:], prefix[start:], strict=False))  # of a whole block, or of an unfilled one
+            shared = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
             if shared > best:
                 best, options = shared, []
             if shared == best and shared:

@@ -84,6 +84,7 @@ def draw_config(rng: Random, layers: list[LayerSpec], size: int) -> KVCacheConfi
         enable_prefix_caching=caching,
         partial_match=partial,
         copy_on_partial_reuse=not partial or rng.random() < 0.7,
+        cache_unfilled_blocks=caching and partial and rng.random() < 0.6,
         offload_on_evict=rng.random() < 0.8,
         watermark=rng.choice((0.0, 0.0, 0.0, 0.01, 0.1, 0.3)),
         eviction_policy=rng.choice(policy_names()),

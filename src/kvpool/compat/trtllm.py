@@ -93,6 +93,7 @@ class TrtLlmKVCacheManager(SeedSpelling):
             full = window is None or (max_seq_len is not None and window >= max_seq_len)
             layers.append(LayerSpec(kv_heads, size_per_head, DType.parse(dtype), window=None if full else window))
         settings.setdefault("eviction_policy", "priority")
+        settings.setdefault("cache_unfilled_blocks", bool(enable_block_reuse and enable_partial_reuse))
         config = KVCacheConfig(
             layers, tokens_per_block, gpu_blocks=blocks_in_primary_pool, host_blocks=blocks_in_secondary_pool,
             max_seq_len=max_seq_len, event_buffer_size=event_buffer_max_size,

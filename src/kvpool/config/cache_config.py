@@ -67,6 +67,7 @@ class KVCacheConfig:
     enable_prefix_caching: bool = True
     partial_match: bool = True  # reuse the matching part of a block by copying it
     copy_on_partial_reuse: bool = True  # False: only by taking over the last block of an idle run, which leaves the cache
+    cache_unfilled_blocks: bool = False  # keep the last block of freed sequences for partial reuse: docs/decisions/0008
     offload_on_evict: bool = True  # evicted GPU cache goes to HOST, HOST to DISK, where these tiers exist
     offload_min_priority: int = 0  # evicted runs of a lower retention priority are dropped, not offloaded
     watermark: float = 0.01  # fraction of each GPU pool kept free at admission
@@ -302,8 +303,11 @@ class KVCacheConfig:
                 raise ConfigError(f"gpu_fraction={self.gpu_fraction} must be in (0, 1]")
 
     def _check_features(self) -> None:
-        for name in ("enable_prefix_caching", "partial_match", "copy_on_partial_reuse", "offload_on_evict"):
+        for name in ("enable_prefix_caching", "partial_match", "copy_on_partial_reuse", "cache_unfilled_blocks",
+                     "offload_on_evict"):  # fmt: skip
             check_bool(name, getattr(self, name))
+        if self.cache_unfilled_blocks and not (self.enable_prefix_caching and self.partial_match):
+            raise ConfigError("cache_unfilled_blocks=True needs enable_prefix_caching=True and partial_match=True")
         if not (self.copy_on_partial_reuse or self.partial_match):
             raise ConfigError("copy_on_partial_reuse=False does nothing with partial_match=False")
         low = check_int("offload_min_priority", self.offload_min_priority, 0, 100)

@@ -144,7 +144,10 @@ class Checker:
         for node in self.nodes:
             name = f"node at block {node.start}"
             self.expect(node.num_blocks > 0, f"{name}: is empty")
-            self.expect(len(node.tokens) == node.num_blocks * size, f"{name}: {len(node.tokens)} tokens")
+            if node.is_remainder:
+                self.check_remainder(node, name)
+            else:
+                self.expect(len(node.tokens) == node.num_blocks * size, f"{name}: {len(node.tokens)} tokens")
             self.expect(node.start == node.parent.end, f"{name}: its parent ends at {node.parent.end}")
             self.expect(
                 node.tier >= node.parent.tier, f"{name}: lies on {node.tier.name} below {node.parent.tier.name}"
@@ -159,7 +162,17 @@ class Checker:
             self.expect(
                 same == node.same_tier_children, f"{name}: counts {node.same_tier_children} children of its tier"
             )
+            remainders = sum(child.is_remainder for child in (node.children or {}).values())
+            self.expect(remainders == node.num_remainders, f"{name}: counts {node.num_remainders} remainders")
             self.collect_blocks(node, name)
+
+    def check_remainder(self, node: Node, name: str) -> None:
+        size = self.state.block_size
+        self.expect(node.num_blocks == 1, f"{name}: is a remainder of {node.num_blocks} blocks")
+        self.expect(0 < len(node.tokens) < size, f"{name}: is a remainder of {len(node.tokens)} tokens")
+        self.expect(node.children is None and not node.active and not node.pins, f"{name}: somebody builds on a remainder")
+        self.expect(node.parent.open_row < 0, f"{name}: its parent still grows over this remainder")
+        self.expect(node.digests is None, f"{name}: an unfilled block has a digest")
 
     def collect_blocks(self, node: Node, name: str) -> None:
         for group in range(self.state.growing):

@@ -417,7 +417,8 @@ class KVCacheManager(Maintenance):
 
         Call it when the whole prompt (or its first `num_tokens`, or with what was generated) is committed. A later
         `allocate` of the same tokens returns them as `handle.last_logits` if every token is still cached. Returns whether
-        that is so now: tokens behind the last full block count only once decoding has filled their block.
+        that is so now: tokens behind the last full block count once decoding has filled their block, or with
+        `cache_unfilled_blocks` once the request is freed.
         """
         with self._guard:
             row = self._state.row_of(handle)

@@ -33,7 +33,7 @@ class AnnouncedTree(PrefixTree):
         events: list[Stored] = []
         for root in self.roots.values():
             for node in root.subtree():
-                if node is not root:
+                if node is not root and not node.is_remainder:  # only whole blocks have a digest
                     self.digests(node)
                     events.extend(
                         Stored(as_of, parent, tuple(digests), tokens, self.block_size, root.scope, node.tier,

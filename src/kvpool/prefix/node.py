@@ -26,6 +26,9 @@ class Node:
     An *open* node (`open_row >= 0`) belongs to the sequence in that row, which still appends to it: its tokens and ids are
     read from the sequence's row (`PrefixCache.sync`) and are copied here only when the node is closed. So decoding a
     token costs the tree nothing.
+
+    A *remainder* (`is_remainder`) is the last block of a sequence that ended inside it: a leaf of one block whose tokens do
+    not fill it. It is found by partial matching alone, so it has no digest, and nothing ever follows it.
     """
 
     __slots__ = (
@@ -40,11 +43,13 @@ class Node:
         "fingerprint",
         "hits",
         "ids",
+        "is_remainder",
         "key",
         "last_access",
         "last_access_at",
         "logits",
         "num_blocks",
+        "num_remainders",
         "open_row",
         "parent",
         "pins",
@@ -79,7 +84,9 @@ class Node:
         self.key = key
         self.start = start
         self.num_blocks = 0
+        self.is_remainder = False
         self.children = None
+        self.num_remainders = 0  # of the children
         self.same_tier_children = 0
         self.active = 0
         self.pins = 0
@@ -113,6 +120,8 @@ class Node:
         self.children.add(key, child)
         if child.tier == self.tier:
             self.same_tier_children += 1
+        if child.is_remainder:
+            self.num_remainders += 1
 
     def remove_child(self, child: Node) -> None:
         assert self.children is not None
@@ -121,6 +130,8 @@ class Node:
             self.children = None
         if child.tier == self.tier:
             self.same_tier_children -= 1
+        if child.is_remainder:
+            self.num_remainders -= 1
 
     def subtree(self) -> Iterator[Node]:
         """This node and all below it, parents before children."""

@@ -1,8 +1,9 @@
 """The prefix tree: token runs, who reads them, and which of them may be evicted.
 
-A node is a run of full blocks. Matching compares whole runs of tokens, so a hit is exact and costs one vector operation
-per node. Sequences hold a path by its deepest node; `hold` and `release` walk up only while a node changes between idle
-and active. The tree offers idle leaves to the eviction policy and takes them back when they are used again.
+A node is a run of full blocks, or the unfilled last block of a sequence that ended (a remainder). Matching compares whole
+runs of tokens, so a hit is exact and costs one vector operation per node. Sequences hold a path by its deepest node; `hold`
+and `release` walk up only while a node changes between idle and active. The tree offers idle leaves to the eviction policy
+and takes them back when they are used again.
 """
 
 from __future__ import annotations

@@ -98,12 +98,12 @@ class WindowedTree(AnnouncedTree):
         """
         spec, size = self.groups[group], self.block_size
         last = node
-        while last.children is not None and len(last.children) == 1:
+        while last.children is not None and len(last.children) == 1 and not last.num_remainders:
             (last,) = last.children.values()
             if window_start(spec, last.start * size, size) >= node.end:
                 return node.end
         self.sync(last)
-        return window_start(spec, last.end * size, size)
+        return window_start(spec, last.start * size + len(last.tokens), size)
 
     def needed(self, node: Node, group: int, first: int = 0) -> BoolArray:
         """Which blocks of a run, from its block `first` on, a group has and the end of a run needs."""
@@ -117,7 +117,7 @@ class WindowedTree(AnnouncedTree):
         if node.children is not None:
             return True
         path, size = self.path_to(node), self.block_size
-        length = node.end * size
+        length = node.start * size + len(node.tokens)
         for group in self.windowed:
             present = self.path_ids(path, node.end, group) >= 0
             length = min(length, longest_valid(self.groups[group], present, length, size))

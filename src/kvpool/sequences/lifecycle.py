@@ -311,7 +311,7 @@ class Lifecycle:
                 tip = next(reversed(self.cache.match(handle.scope, final, partial=False).path), tip)
             self.free_swapped(handle)
         else:
-            self.release_gpu(handle, row)
+            self.release_gpu(handle, row, keep and self.state.config.cache_unfilled_blocks)
         if not keep:
             self._drop_own(tip, handle.serial)
         self._end(handle, row, tip)
@@ -339,13 +339,18 @@ class Lifecycle:
         assert tip is not None
         self.cache.release(tip)
 
-    def release_gpu(self, handle: KVCacheHandle, row: int) -> None:
-        """Lets go of every GPU block of a row: published ones stay in the tree, private ones become free."""
+    def release_gpu(self, handle: KVCacheHandle, row: int, keep_remainder: bool = False) -> None:
+        """Lets go of every GPU block of a row: published ones stay in the tree, private ones become free.
+
+        With `keep_remainder` the unfilled last block enters the tree as well.
+        """
         rows, cache = self.rows, self.cache
         tip = rows.tips[row]
         assert tip is not None
         if tip.open_row == row:
             self.state.publisher.close(row)
+        if keep_remainder:
+            tip = self.state.publisher.publish_remainder(row, handle, tip)
         used, published = rows.num_blocks.item(row), tip.start + tip.num_blocks
         if used > published or not self.state.is_simple:
             self._release_groups(handle, row, tip, used, published)
@@ -421,6 +426,7 @@ class Lifecycle:
         table = rows.tables[0][index, : int(used.max())]  # a copy, of which nodes may keep slices
         alike = int(used.max()) * len(index) <= 4 * int(used.sum())
         published = []
+        keep_remainders, publish_remainder = self.state.config.cache_unfilled_blocks, self.state.publisher.publish_remainder
         for i, row in enumerate(row_list):
             tip = rows.tips[row]
             assert tip is not None
@@ -430,6 +436,8 @@ class Lifecycle:
                 tip.num_blocks = end - start
                 tip.tokens = rows.final_token_ids(row, start * size, end * size)
                 tip.ids = [table[i, start:end] if alike else table[i, start:end].copy()]
+            if keep_remainders:
+                tip = rows.tips[row] = publish_remainder(row, handles[i], tip)
             published.append(tip.start + tip.num_blocks)
         rows.is_open[index] = False
         self._give_tails(table, used, np.array(published))

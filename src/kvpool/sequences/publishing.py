@@ -146,6 +146,35 @@ class Publisher:
         )  # the rest when it is read: `sync`
         tip.add_child(key, node)
         self.cache.num_runs += 1
+        self.cache.drop_covered(tip, key)
+
+    def publish_remainder(self, row: int, handle: KVCacheHandle, tip: Node) -> Node:
+        """A row that ends leaves its last, unfilled block to the tree; returns the deepest node that it holds then.
+
+        Nobody writes the block any more, so this costs no copy. It becomes free instead if a fork still holds it or if
+        something that begins with the same tokens is cached behind `tip`, which is closed.
+        """
+        rows, cache, size = self.rows, self.cache, self.block_size
+        first, start, end = tip.end, tip.end * size, rows.committed.item(row)
+        if not 0 < end - start < size or not handle.publishes or tip.detached:
+            return tip
+        ids = [rows.tables[group][row, first : first + 1].copy() for group in range(cache.num_cached_groups)]
+        held = (cache.pool(group, GPU).refs[of_group[0]] > 1 for group, of_group in enumerate(ids))
+        if handle.family is not None and any(held):
+            return tip
+        tokens = rows.final_token_ids(row, start, end)
+        key = tokens.tobytes()
+        if tip.children is not None and tip.children.nearest(key)[1] == len(key):
+            return tip
+        cache.drop_covered(tip, key)
+        node = cache.new_child(tip, key, handle.serial, handle.ttl, handle.session)
+        node.is_remainder, node.num_blocks, node.tokens, node.ids = True, 1, tokens, ids
+        # Policies know runs by their first block; the few tokens of a remainder are told apart by the block before them.
+        node.fingerprint = hash((node.root.fingerprint, first, tip.tokens[-size:].tobytes(), key))
+        node.active = 1  # as in `_open`
+        tip.add_child(key, node)
+        cache.num_runs += 1
+        return node
 
     def _closed_child(self, readers: list[int], tip: Node, key: bytes, first: int, last: int) -> Node:
         rows, cache, size = self.rows, self.cache, self.block_size
@@ -161,6 +190,7 @@ class Publisher:
             cache.pool(group, GPU).refs[node.ids[group]] = 0  # from now on their readers are counted on the node
         tip.add_child(key, node)
         cache.num_runs += 1
+        cache.drop_covered(tip, key)
         if cache.events.listening:
             cache.announce(node)
         return node
