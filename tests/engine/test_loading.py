@@ -219,7 +219,7 @@ def test_a_loaded_model_is_used_as_it_is() -> None:
     [
         ({"hidden_size": 8}, ConfigError, "no model_type"),
         ({"model_type": "no_such_type"}, ConfigError, "no_such_type"),
-        ({"model_type": "clip_vision_model"}, ConfigError, "no causal language model"),
+        ({"model_type": "clip_vision_model"}, UnsupportedModelError, "no causal language model"),
         (17, InvalidArgumentError, "17 is a int"),
         (torch.nn.Linear(2, 2), InvalidArgumentError, "Linear is no model of transformers"),
     ],

@@ -56,6 +56,7 @@ EXPECTED = {
     "qwen3_moe": 4,
     "gpt_oss": 4,
     "granitemoe": 4,
+    "phimoe": 4,
     "opt": 4,
     "starcoder2": 4,
     "nemotron": 4,
