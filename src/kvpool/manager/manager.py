@@ -181,7 +181,7 @@ class KVCacheManager(Maintenance):
             if longest > limit:
                 raise InvalidArgumentError(f"a sequence of {longest} tokens is over max_seq_len={limit}")
         with self._guard:
-            if self._is_live(request_id):
+            if _is_among(request_id, self._state.requests):
                 raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
             if scope is not DEFAULT_SCOPE:
                 check_scope(scope)

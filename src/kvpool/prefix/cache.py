@@ -196,11 +196,10 @@ class PrefixCache(WindowedTree):
 
     def drop_covered(self, parent: Node, key: bytes) -> None:
         """Drops the remainders below `parent` that hold nothing but a beginning of the block `key`, which is cached now."""
-        if parent.num_remainders:
-            for length in range(4, len(key), 4):
-                covered = parent.children.get(key[:length]) if parent.children is not None else None
-                if covered is not None and self.is_candidate(covered):
-                    self.drop_tail(covered, 1, EvictionReason.CONTINUED)
+        for length in range(4, len(key), 4):
+            covered = parent.children.get(key[:length]) if parent.children is not None else None
+            if covered is not None and self.is_candidate(covered):
+                self.drop_tail(covered, 1, EvictionReason.CONTINUED)
 
     def take_over(self, node: Node) -> list[int]:
         """The last block of an idle leaf on the GPU leaves the index and is a request's own; returns its id per group."""

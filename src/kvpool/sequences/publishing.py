@@ -146,7 +146,8 @@ class Publisher:
         )  # the rest when it is read: `sync`
         tip.add_child(key, node)
         self.cache.num_runs += 1
-        self.cache.drop_covered(tip, key)
+        if tip.num_remainders:
+            self.cache.drop_covered(tip, key)
 
     def publish_remainder(self, row: int, handle: KVCacheHandle, tip: Node) -> Node:
         """A row that ends leaves its last, unfilled block to the tree; returns the deepest node that it holds then.
@@ -166,7 +167,8 @@ class Publisher:
         key = tokens.tobytes()
         if tip.children is not None and tip.children.nearest(key)[1] == len(key):
             return tip
-        cache.drop_covered(tip, key)
+        if tip.num_remainders:
+            cache.drop_covered(tip, key)
         node = cache.new_child(tip, key, handle.serial, handle.ttl, handle.session)
         node.is_remainder, node.num_blocks, node.tokens, node.ids = True, 1, tokens, ids
         # Policies know runs by their first block; the few tokens of a remainder are told apart by the block before them.
@@ -190,7 +192,8 @@ class Publisher:
             cache.pool(group, GPU).refs[node.ids[group]] = 0  # from now on their readers are counted on the node
         tip.add_child(key, node)
         cache.num_runs += 1
-        cache.drop_covered(tip, key)
+        if tip.num_remainders:
+            cache.drop_covered(tip, key)
         if cache.events.listening:
             cache.announce(node)
         return node
