@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from support import add, make_engine, make_manager, names, request
 from toy_engine import ToyEngine
 
-from kvpool import ReuseScope
+from kvpool import CopyKind, CopyOp, ReuseScope, Tier
 from kvpool.scheduling import Request
+from kvpool.scheduling.steps.batch_plan import transferred_bytes
 
 TENANT = ReuseScope(tenant="acme")
 
@@ -146,3 +148,57 @@ def test_given_no_block_for_the_first_in_line_then_nobody_overtakes_it() -> None
     assert manager.can_allocate(range(4)).blocks_needed == (0,)
     assert names(engine.scheduler.step().sequences) == []
     assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (0, 2)
+
+
+# --- results of a sequence that has left ------------------------------------------------------------------------------
+
+
+def preempted_in_flight(engine: ToyEngine) -> Any:
+    """Plans and launches a step, and preempts its only sequence before the results are there."""
+    scheduler = engine.scheduler
+    plan = scheduler.step()
+    engine.launched.append((plan, *engine.launch(plan)))
+    (sequence,) = plan.sequences
+    scheduler._roster.preempt(sequence, 0)
+    return sequence
+
+
+def test_given_several_samples_of_a_sequence_that_has_left_then_each_begins_a_sequence_of_its_own() -> None:
+    engine = make_engine()
+    only = request("a", 6, 4, n=3)
+    add(engine, only)
+    sequence = preempted_in_flight(engine)
+    engine.complete()
+    assert [len(each.tokens) for each in engine.scheduler.sequences("a")] == [7, 7, 7]
+    assert sequence in engine.scheduler.sequences("a")
+    engine.drain()
+    engine.assert_right(only)
+
+
+def test_given_right_drafts_of_a_sequence_that_has_left_then_all_of_them_are_kept() -> None:
+    engine = make_engine(drafts=(2,), max_draft_tokens=3)
+    only = request("a", 6, 8)
+    add(engine, only)
+    engine.step()
+    sequence = preempted_in_flight(engine)
+    before = len(sequence.tokens)
+    engine.complete()
+    assert len(sequence.tokens) == before + 3  # two drafts, and the sample behind them
+    engine.drain()
+    engine.assert_right(only)
+
+
+def test_given_copies_then_only_those_over_the_link_to_the_host_are_transferred_bytes() -> None:
+    manager = make_manager(host_blocks=8, disk_blocks=8)
+    block_bytes = manager.config.groups[0].block_bytes
+
+    def copy(source: Tier, target: Tier) -> CopyOp:
+        kind = CopyKind.OFFLOAD if source < target else CopyKind.ONBOARD if source > target else CopyKind.COPY_ON_WRITE
+        return CopyOp(kind, 0, source, target, np.array([0, 1], np.int32), np.array([2, 3], np.int32))
+
+    moved = {
+        (Tier.GPU, Tier.GPU): 0, (Tier.GPU, Tier.HOST): 2, (Tier.HOST, Tier.GPU): 2, (Tier.HOST, Tier.DISK): 0,
+        (Tier.GPU, Tier.DISK): 2,
+    }  # fmt: skip
+    for tiers, num_blocks in moved.items():
+        assert transferred_bytes([copy(*tiers)], manager.config) == num_blocks * block_bytes
