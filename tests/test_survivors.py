@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 import managers
-from kvpool import AllocStatus, KVCacheHandle, KVCacheManager, LayerSpec, Tier
-from kvpool.errors import OutOfBlocksError
+from kvpool import AllocStatus, KVCacheHandle, KVCacheManager, LayerSpec, Retention, ReuseScope, Tier, TokenRange
+from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from kvpool.events import Subscription
 from kvpool.events.mirror import CacheMirror
 from kvpool.eviction import LRUPolicy
@@ -239,11 +240,58 @@ def test_given_an_extension_then_the_blocks_of_every_group_are_counted(layers: t
     assert manager.stats().blocks_allocated == before + 3 * len(layers)
 
 
-def test_given_a_windowed_prompt_that_two_requests_computed_then_what_the_second_gives_up_is_counted() -> None:
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_given_a_windowed_prompt_that_two_requests_computed_then_what_the_second_gives_up_is_counted(
+    order: tuple[int, int],
+) -> None:
     manager = make_manager(SLIDING)
-    one, two = manager.allocate("one", range(4)), manager.allocate("two", range(4))
-    manager.commit(one)
-    manager.commit(two)
+    handles = [manager.allocate(name, range(4)) for name in ("one", "two")]
+    assert 0 in {int(block) for handle in handles for block in handle.block_ids()}  # an id like any other
+    for number in order:
+        manager.commit(handles[number])
     assert manager.stats().blocks_merged == 2
     assert manager.get_num_free_blocks() == 14
     manager.check()
+
+
+# --- tokens, ranges, memory -------------------------------------------------------------------------------------------
+
+
+def test_given_tokens_one_by_one_and_then_several_then_all_of_them_are_known() -> None:
+    manager = make_manager(block_size=8)  # so that nothing is published in between
+    handle = running(manager, "a", range(3))
+    batch = manager.batch([handle])
+    for token in (30, 31):
+        manager.extend_batch(batch)
+        manager.commit_batch(batch, [token])
+    rows = manager._state.rows
+    rows.append_token_ids(handle.row, np.array([40, 41, 42], np.int32))
+    assert rows.token_ids(handle.row).tolist() == [0, 1, 2, 30, 31, 40, 41, 42]
+
+
+def test_given_one_huge_count_among_small_ones_then_it_is_refused() -> None:
+    manager = make_manager()
+    handles = [running(manager, name, range(3)) for name in ("a", "b")]
+    for counts in ([1, 2**40 + 1], [2**40 + 1, 1], [1, -1]):
+        with pytest.raises(InvalidArgumentError, match="must not be negative or huge"):
+            manager.extend_batch(handles, counts)
+    manager.extend_batch(handles, [1, 0])
+    assert [handle.num_reserved for handle in handles] == [4, 3]
+
+
+def test_given_a_range_of_tokens_then_the_priority_ends_with_it() -> None:
+    retention = Retention([TokenRange(0, 4, priority=90)])
+    assert retention.cuts(num_prompt_tokens=12, block_size=2) == [2, 6]
+    manager = make_manager(gpu_blocks=8, policy="priority")
+    manager.free(running(manager, "a", range(12), retention=retention))
+    manager.free(running(manager, "b", range(50, 54)))
+    manager.evict(6)
+    assert manager.match_prefix([*range(12), 99]).num_blocks == 2  # what the range holds, and nothing behind it
+
+
+def test_given_a_long_run_that_was_cut_short_then_the_rest_keeps_no_memory_of_it() -> None:
+    manager = make_manager(gpu_blocks=64)
+    manager.free(running(manager, "a", range(128)))
+    manager.evict(62)
+    (run,) = manager._state.cache.root_for(ReuseScope()).children.values()
+    assert (run.num_blocks, run.ids[0].base, run.tokens.base) == (2, None, None)

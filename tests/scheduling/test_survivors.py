@@ -9,9 +9,10 @@ import pytest
 from support import add, make_engine, make_manager, names, request
 from toy_engine import ToyEngine
 
-from kvpool import CopyKind, CopyOp, ReuseScope, Tier
+from kvpool import CopyKind, CopyOp, LayerSpec, ReuseScope, Tier
 from kvpool.scheduling import Request
 from kvpool.scheduling.steps.batch_plan import transferred_bytes
+from managers import FULL
 
 TENANT = ReuseScope(tenant="acme")
 
@@ -107,6 +108,26 @@ def test_given_a_request_that_was_cancelled_before_it_took_its_blocks_then_anoth
     engine.step()
     assert names(engine.scheduler.sequences("b")) == ["b"]
     assert (engine.scheduler.num_running, engine.scheduler.num_waiting) == (1, 0)
+
+
+def test_given_samples_that_have_branched_off_then_each_is_promised_its_own_blocks() -> None:
+    engine = make_engine(make_manager(gpu_blocks=32), capacity="guaranteed")
+    add(engine, request("a", 8, 8, n=2))
+    engine.step()
+    assert engine.scheduler.num_running == 2
+    assert outstanding(engine) == [2 * (2 + 1)]  # each two more blocks of its four, and one to copy into
+
+
+def test_given_one_pool_of_two_without_a_block_then_the_youngest_gives_way_at_once() -> None:
+    wide = LayerSpec(kv_heads=2, head_dim=8)
+    engine = make_engine(make_manager(FULL, wide, gpu_blocks=(16, 4)))
+    requests = [request("old", 8, 4), request("young", 8, 4, first=50)]
+    add(engine, *requests)
+    engine.step()
+    assert names(engine.step().preempted) == ["young"]
+    assert engine.scheduler.stats.stalls == 0
+    engine.drain()
+    engine.assert_right(*requests)
 
 
 # --- waiting ----------------------------------------------------------------------------------------------------------
