@@ -2,6 +2,6 @@
 
 from kvpool.prefix import node
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 compiled = not str(node.__file__).endswith(".py")
