@@ -46,7 +46,7 @@ tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; nee
 test: $(VENV)/.stamp-dev ## run the test suite, on several cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal $(ARGS)
 
-compiled: $(VENV)/.stamp-dev ## what `pip install .` gives where there is a C compiler, in build/compiled/site; takes a minute
+compiled: $(VENV)/.stamp-dev ## what `pip install .` gives where there is a C compiler, in build/compiled/site; takes some minutes
 	@rm -rf build/compiled
 	@KVPOOL_COMPILE=1 $(PY) -m pip wheel $(PIP_FLAGS) --no-deps -w build/compiled . || $(PIP_FAILED)
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-index --no-deps --target build/compiled/site build/compiled/kvpool-*.whl

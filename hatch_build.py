@@ -44,7 +44,7 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
         if problem is not None:
             if _wish() == "1":
                 raise RuntimeError(f"KVPOOL_COMPILE=1, but {problem}")
-            self.app.display_warning(f"kvpool is installed uncompiled ({problem}): it does the same at half the speed")
+            self.app.display_warning(f"kvpool is installed uncompiled ({problem}): it does the same, more slowly")
             return
         assert self._folder is not None
         compiled = self._folder / "compiled"

@@ -70,7 +70,7 @@ def test_given_no_c_compiler_then_the_wheel_is_built_uncompiled_and_one_line_say
     hook.finalize("standard", build_data, "")
     assert build_data == {"force_include": {}}
     assert hook.warnings == [
-        "kvpool is installed uncompiled (no C compiler was found): it does the same at half the speed"
+        "kvpool is installed uncompiled (no C compiler was found): it does the same, more slowly"
     ]
 
 
@@ -94,7 +94,7 @@ def test_given_a_compiler_that_fails_then_the_wheel_is_built_uncompiled(
     hook.finalize("standard", build_data, "")
     assert build_data == {"force_include": {}}
     assert hook.warnings == [
-        "kvpool is installed uncompiled (compiling failed: error: no such luck): it does the same at half the speed"
+        "kvpool is installed uncompiled (compiling failed: error: no such luck): it does the same, more slowly"
     ]
 
 
