@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 import managers
@@ -84,6 +85,15 @@ def test_given_an_observer_that_stopped_then_it_hears_nothing_more() -> None:
     stop()
     manager.allocate("a", [1])
     assert (first.verbs, second.verbs) == ([], ["allocate"])
+
+
+def test_given_numbers_of_numpy_then_the_observer_is_told_plain_ones() -> None:
+    manager, notes = make_manager(host_blocks=8), Notes()
+    manager.observe(notes)
+    manager.evict(np.int64(1), pool=np.int64(0))
+    manager.offload(np.int64(1), pool=np.int64(0))
+    manager.resize(np.int64(20), pool=np.int64(0))
+    assert [[type(value) for value in arguments] for _, _, arguments in notes.told] == [[int, int, Tier]] * 3
 
 
 def test_given_two_runs_that_share_as_much_with_a_prompt_then_an_observer_may_choose_between_them() -> None:

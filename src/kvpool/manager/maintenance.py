@@ -92,9 +92,10 @@ class Maintenance:
         """Evicts up to `num_blocks` cached blocks now, in the order of the policy; returns how many became free."""
         num_blocks = as_count(num_blocks, "num_blocks")
         with self._guard:
-            freed = self._state.cache.evict(self._pool(pool, tier), num_blocks, None, EvictionReason.EXPLICIT)
+            chosen = self._pool(pool, tier)
+            freed = self._state.cache.evict(chosen, num_blocks, None, EvictionReason.EXPLICIT)
             if self._observers:
-                self._tell("evict", freed, num_blocks, pool, tier)
+                self._tell("evict", freed, num_blocks, chosen.index, tier)
             return freed
 
     def gc(self) -> int:
@@ -157,9 +158,10 @@ class Maintenance:
         """Moves up to `num_blocks` of the runs that would be evicted next one tier down; returns how many moved."""
         num_blocks = as_count(num_blocks, "num_blocks")
         with self._guard:
-            moved = self._onboarding.offload(self._pool(pool, tier), num_blocks)
+            chosen = self._pool(pool, tier)
+            moved = self._onboarding.offload(chosen, num_blocks)
             if self._observers:
-                self._tell("offload", moved, num_blocks, pool, tier)
+                self._tell("offload", moved, num_blocks, chosen.index, tier)
             return moved
 
     def onboard(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE) -> int:
@@ -190,13 +192,14 @@ class Maintenance:
         with self._guard:
             chosen = self._pool(pool, tier)
             least = 1 if tier == Tier.GPU else 0
-            result = self._compaction.resize(chosen, as_count(num_blocks, "num_blocks", least, MAX_BLOCKS))
+            num_blocks = as_count(num_blocks, "num_blocks", least, MAX_BLOCKS)
+            result = self._compaction.resize(chosen, num_blocks)
             self._state.cache.find_lower_tiers()
             self._guard.calm = (0, 0)
             if self.events.listening:
                 self.events.created(self._state.pool_sizes())
             if self._observers:
-                self._tell("resize", result, num_blocks, pool, tier)
+                self._tell("resize", result, num_blocks, chosen.index, tier)
             return result
 
     def _pool(self, index: int, tier: Tier) -> BlockPool:
