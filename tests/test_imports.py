@@ -23,7 +23,20 @@ MODULE_FILES = sorted((SRC / "kvpool").rglob("*.py"))
 LAYERS = (
     *("errors", "jsonfile", "terminal", "scope", "config", "stats", "eviction", "events"),
     *("pools", "prefix", "sequences", "version", "manager", "recording", "scheduling"),
-    *("kernels", "storage", "attention", "tour", "engine", "hf", "replay", "compat", "cli", "__main__"),
+    *(
+        "kernels",
+        "storage",
+        "attention",
+        "tiers",
+        "testing",
+        "tour",
+        "engine",
+        "hf",
+        "replay",
+        "compat",
+        "cli",
+        "__main__",
+    ),
 )
 CONTROL_PLANE = LAYERS[: LAYERS.index("kernels")]
 BYTES = ("kernels", "storage", "attention")
@@ -34,6 +47,7 @@ SIBLINGS = {module_path.stem for module_path in (SRC / "kvpool").iterdir()}
 # Everything an extra brings. Trying to import one of these counts, even inside try/except.
 HEAVY = [
     *("torch", "triton", "flashinfer", "transformers", "safetensors"),
+    *("lmdb", "xxhash", "lz4", "glide_sync", "obstore", "mooncake"),
     *("msgspec", "zmq", "prometheus_client", "fastapi", "uvicorn", "typer", "rich"),
 ]
 

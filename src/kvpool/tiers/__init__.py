@@ -1,0 +1,7 @@
+"""Tiers that find blocks by key and outlive a process: disk, Redis or Valkey, Mooncake, S3, and your own. No torch needed."""
+
+from kvpool.tiers.contract import KEY_BYTES, KeyedTier, Outcome, Room, TierStats
+from kvpool.tiers.keys import Fingerprint, KeySpace, Shard
+from kvpool.tiers.memory import MemoryTier
+
+__all__ = ["KeyedTier", "Outcome", "Room", "TierStats", "KEY_BYTES", "Fingerprint", "KeySpace", "Shard", "MemoryTier"]

@@ -1,0 +1,285 @@
+"""KeyedTier: the one contract of tiers that find blocks by key and outlive a process. Read this first.
+
+A keyed tier finds values by key. A key stands for content (see `tiers/keys.py`), so a value never changes: it is there, whole and right, or it is not.
+Whoever uses a tier can always compute again what it does not bring, hence the rule behind everything here: **any error is
+a miss**. A call returns one outcome per key before its deadline and raises only for arguments that are wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, TypeAlias, TypeVar
+
+from kvpool.config.layers import show
+from kvpool.errors import InvalidArgumentError
+
+KEY_BYTES = 32
+DEFAULT_TIMEOUT = 1.0
+_QUIET_SECONDS = 60.0
+
+Buffer: TypeAlias = Any
+"""Contiguous memory of the caller: any object with the buffer protocol."""
+
+_T = TypeVar("_T")
+_log = logging.getLogger("kvpool")
+
+
+class Outcome(IntEnum):
+    """What became of one key in a call."""
+
+    OK = 0
+    """Loaded whole and verified, or stored, or removed."""
+    MISS = 1
+    """Not there."""
+    FAILED = 2
+    """The tier could not do it, or what it holds is not what was stored."""
+    LATE = 3
+    """Not done before the deadline."""
+    REFUSED = 4
+    """Not stored: no room that may be taken, too large, or too much waits already."""
+
+
+@dataclass(frozen=True)
+class TierStats:
+    """One look at a tier. Counts are of values since it was opened, by this process."""
+
+    name: str
+    hits: int = 0
+    misses: int = 0
+    load_failures: int = 0
+    late_loads: int = 0
+    stored: int = 0
+    refused: int = 0
+    store_failures: int = 0
+    late_stores: int = 0
+    removed: int = 0
+    bytes_loaded: int = 0
+    bytes_stored: int = 0
+    seconds_loading: float = 0.0
+    seconds_storing: float = 0.0
+    num_values: int | None = None
+    """Values that it holds; None where only the server knows."""
+    used_bytes: int | None = None
+    capacity_bytes: int | None = None
+    problem: str = ""
+    """Why it answers nothing at the moment, in words; empty while it works."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """How full a tier is, as it knows itself."""
+
+    num_values: int | None = None
+    used_bytes: int | None = None
+    capacity_bytes: int | None = None
+    problem: str = ""
+
+
+class _Counters:
+    """Sums behind `TierStats`; several threads add to them."""
+
+    def __init__(self) -> None:
+        self.loads = [0] * len(Outcome)
+        self.stores = [0] * len(Outcome)
+        self.removed = 0
+        self.bytes_loaded = 0
+        self.bytes_stored = 0
+        self.seconds_loading = 0.0
+        self.seconds_storing = 0.0
+
+
+class KeyedTier(ABC):
+    """Values of blocks by key: on a disk, in a remote store, or where a derived class of yours puts them.
+
+    A derived class writes `_contains`, `_load`, `_store`, `_remove` and, if it wants, `_look` and `_close`. It may raise
+    whatever it likes there: this class checks the arguments, turns errors into outcomes, logs them (one line a minute) and
+    counts. `deadline` is a time of `time.monotonic`; what is not done by then is `LATE`. All methods may be called from
+    several threads. `kvpool.testing.TierContract` tests a tier of your own against this contract.
+    """
+
+    def __init__(self, name: str, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+        self.name = name
+        self.timeout = _checked_timeout(timeout)
+        self._counters = _Counters()
+        self._counting = threading.Lock()
+        self._last_line = -_QUIET_SECONDS
+        self._closed = False
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    def contains(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
+        """Whether each key is there, as far as the tier knows; an error counts as absent."""
+        _check_keys(keys)
+        found = self._guarded(lambda deadline: self._contains(keys, deadline), timeout)
+        return [False] * len(keys) if found is None else found
+
+    def contains_prefix(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
+        """How many keys from the first on are there without a gap."""
+        found = self.contains(keys, timeout=timeout)
+        return found.index(False) if False in found else len(found)
+
+    def load(self, keys: Sequence[bytes], out: Sequence[Buffer], *, timeout: float | None = None) -> list[Outcome]:
+        """Copies values into the caller's buffers. `OK` means: byte for byte what was stored under this key.
+
+        A value shorter than its buffer fills the beginning of it; a longer one is `FAILED`. Without `OK` the content of a
+        buffer is undefined.
+        """
+        _check_keys(keys)
+        views = _views(out, len(keys), writable=True)
+        started = time.monotonic()
+        outcomes = self._guarded(lambda deadline: self._load(keys, views, deadline), timeout)
+        outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+        with self._counting:
+            counters = self._counters
+            counters.seconds_loading += time.monotonic() - started
+            for outcome, view in zip(outcomes, views, strict=True):
+                counters.loads[outcome] += 1
+                if outcome == Outcome.OK:
+                    counters.bytes_loaded += view.nbytes
+        return outcomes
+
+    def store(self, keys: Sequence[bytes], data: Sequence[Buffer], *, timeout: float | None = None) -> list[Outcome]:
+        """Keeps values under their keys. A key that is there already is `OK` and costs nothing.
+
+        When the call returns, the caller may change its buffers.
+        """
+        _check_keys(keys)
+        views = _views(data, len(keys), writable=False)
+        started = time.monotonic()
+        outcomes = self._guarded(lambda deadline: self._store(keys, views, deadline), timeout)
+        outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+        with self._counting:
+            counters = self._counters
+            counters.seconds_storing += time.monotonic() - started
+            for outcome, view in zip(outcomes, views, strict=True):
+                counters.stores[outcome] += 1
+                if outcome == Outcome.OK:
+                    counters.bytes_stored += view.nbytes
+        return outcomes
+
+    def remove(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[Outcome]:
+        """Forgets values: `OK` or `MISS` for each key; with `FAILED` or `LATE` a value may still be there."""
+        _check_keys(keys)
+        outcomes = self._guarded(lambda deadline: self._remove(keys, deadline), timeout)
+        outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+        with self._counting:
+            self._counters.removed += outcomes.count(Outcome.OK)
+        return outcomes
+
+    def stats(self) -> TierStats:
+        """Counters, and how full it is where that is known."""
+        counters = self._counters
+        with self._counting:
+            loads, stores = list(counters.loads), list(counters.stores)
+            sums = dict(
+                removed=counters.removed,
+                bytes_loaded=counters.bytes_loaded,
+                bytes_stored=counters.bytes_stored,
+                seconds_loading=counters.seconds_loading,
+                seconds_storing=counters.seconds_storing,
+            )
+        room = Room() if self._closed else self._look()
+        return TierStats(
+            name=self.name,
+            hits=loads[Outcome.OK],
+            misses=loads[Outcome.MISS],
+            load_failures=loads[Outcome.FAILED] + loads[Outcome.REFUSED],
+            late_loads=loads[Outcome.LATE],
+            stored=stores[Outcome.OK],
+            refused=stores[Outcome.REFUSED],
+            store_failures=stores[Outcome.FAILED] + stores[Outcome.MISS],
+            late_stores=stores[Outcome.LATE],
+            num_values=room.num_values,
+            used_bytes=room.used_bytes,
+            capacity_bytes=room.capacity_bytes,
+            problem="closed" if self._closed else room.problem,
+            **sums,  # type: ignore[arg-type]  # mypy joins the values of the dictionary
+        )
+
+    def close(self) -> None:
+        """Lets go of files and connections; what was stored stays. Every later call finds nothing. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            self._close()
+
+    def __enter__(self) -> KeyedTier:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- what a tier writes ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]: ...
+
+    @abstractmethod
+    def _load(self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float) -> list[Outcome]: ...
+
+    @abstractmethod
+    def _store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]: ...
+
+    @abstractmethod
+    def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]: ...
+
+    def _look(self) -> Room:
+        return Room()
+
+    def _close(self) -> None:  # noqa: B027  # a tier may have nothing to let go of
+        """Lets go of files and connections."""
+
+    # --- errors ------------------------------------------------------------------------------------------------------
+
+    def _guarded(self, call: Callable[[float], _T], timeout: float | None) -> _T | None:
+        """What the call returns, or None if the tier is closed or the call raised."""
+        if self._closed:
+            return None
+        seconds = self.timeout if timeout is None else _checked_timeout(timeout)
+        try:
+            return call(time.monotonic() + seconds)
+        except Exception as error:
+            self.report(f"{type(error).__name__}: {error}")
+            return None
+
+    def report(self, what: str) -> None:
+        """Logs what went wrong, at most one line a minute: a store that is down would fill the log."""
+        now = time.monotonic()
+        with self._counting:
+            if now - self._last_line < _QUIET_SECONDS:
+                return
+            self._last_line = now
+        _log.warning("tier %s: %s; what it cannot bring is computed again", self.name, what)
+
+
+def _checked_timeout(seconds: object) -> float:
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
+        raise InvalidArgumentError(f"a tier's timeout is a number of seconds above 0, got {show(seconds)}")
+    return float(seconds)
+
+
+def _check_keys(keys: Sequence[bytes]) -> None:
+    for key in keys:
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            raise InvalidArgumentError(f"a key is {KEY_BYTES} bytes, see KeySpace.keys; got {show(key)}")
+
+
+def _views(buffers: Sequence[Buffer], count: int, *, writable: bool) -> list[memoryview]:
+    """The caller's buffers as bytes."""
+    if len(buffers) != count:
+        raise InvalidArgumentError(f"{count} keys need as many buffers, got {len(buffers)}")
+    views = []
+    for buffer in buffers:
+        try:
+            view = memoryview(buffer).cast("B")
+        except TypeError:
+            raise InvalidArgumentError(f"a buffer is contiguous memory, got {type(buffer).__name__}") from None
+        if writable and view.readonly:
+            raise InvalidArgumentError("values are loaded into a buffer, and this one is read-only")
+        views.append(view)
+    return views

@@ -1,0 +1,100 @@
+"""Keys of blocks outside the process: equal for equal bytes, different for anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvpool import KVCacheConfig, LayerSpec, ReuseScope
+from kvpool.errors import InvalidArgumentError
+from kvpool.prefix.digests import chain_digests, root_digest
+from kvpool.tiers import Fingerprint, KeySpace, Shard
+from kvpool.tiers.envelope import HEADER_BYTES, is_whole, seal
+
+EVERYBODY = ReuseScope()
+
+
+def config(block_size: int = 4, **layer: object) -> KVCacheConfig:
+    fields = dict(kv_heads=2, head_dim=8) | layer
+    return KVCacheConfig([LayerSpec(**fields), LayerSpec(**fields, window=8)], block_size, gpu_blocks=8)
+
+
+def space(cache: KVCacheConfig | None = None, model: str = "m", weights: str = "w", **more: object) -> KeySpace:
+    return KeySpace(Fingerprint.of(cache or config(), model, weights, **more))
+
+
+def digests(tokens: list[int], scope: ReuseScope = EVERYBODY, block_size: int = 4) -> list[bytes]:
+    return chain_digests(root_digest(scope), np.array(tokens, np.int32), block_size)
+
+
+def test_given_two_processes_with_the_same_model_then_their_keys_are_equal() -> None:
+    found = digests([1, 2, 3, 4, 5, 6, 7, 8])
+    assert space().keys(found) == space().keys(found)
+    assert len(set(space().keys(found))) == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        space(model="other"),
+        space(weights="other"),
+        space(layout="vllm 0.32"),
+        space(shard=Shard(0, 2)),
+        space(shard=Shard(1, 2)),
+        space(config(block_size=8)),
+        space(config(dtype="float16")),
+        space(config(dtype="int8")),
+        space(config(kv_heads=4)),
+        space(config(head_dim=16)),
+        KeySpace(dataclasses.replace(space().fingerprint, version=2)),
+    ],
+)
+def test_given_anything_that_changes_bytes_then_no_key_is_equal(other: KeySpace) -> None:
+    found = digests([1, 2, 3, 4])
+    assert not set(other.keys(found)) & set(space().keys(found))
+    assert other.prefix != space().prefix
+
+
+def test_given_another_layer_group_prefix_or_scope_then_the_keys_differ() -> None:
+    keys = space()
+    found = digests([1, 2, 3, 4])
+    others = [*keys.keys(found, group=1), *keys.keys(digests([9, 9, 9, 9, 1, 2, 3, 4])[1:])]
+    others += keys.keys(digests([1, 2, 3, 4], ReuseScope(tenant="a")))
+    assert len({*others, *keys.keys(found)}) == 4
+
+
+def test_given_a_scope_then_its_names_are_in_no_key() -> None:
+    secret = ReuseScope(tenant="acme-salt-1234")
+    assert all(b"acme" not in key for key in space().keys(digests([1, 2, 3, 4], secret)))
+
+
+@pytest.mark.parametrize("wrong", [dict(model=""), dict(weights=""), dict(model=None), dict(layout=7)])
+def test_given_no_name_then_the_fingerprint_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
+        space(**wrong)
+
+
+@pytest.mark.parametrize(("rank", "of"), [(1, 1), (-1, 2), (0, 0), ("0", 1)])
+def test_given_a_wrong_shard_then_it_is_refused(rank: int, of: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"Shard\."):
+        Shard(rank, of)
+
+
+def test_given_a_sealed_value_then_any_change_is_seen() -> None:
+    key, data = bytes(range(32)), memoryview(bytearray(range(256)) * 20)
+    header = seal(key, data)
+    assert len(header) == HEADER_BYTES
+    assert is_whole(header, key, data)
+    assert not is_whole(header, bytes(32), data)
+    assert not is_whole(header, key, data[:-1])
+    assert not is_whole(header[:-10], key, data)
+    for bit in (0, 7, 5000 * 8 + 3):
+        data[bit // 8] ^= 1 << bit % 8
+        assert not is_whole(header, key, data)
+        data[bit // 8] ^= 1 << bit % 8
+    for byte in range(HEADER_BYTES - 8):
+        broken = bytearray(header)
+        broken[byte] ^= 16
+        assert not is_whole(broken, key, data)
