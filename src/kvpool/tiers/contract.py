@@ -2,7 +2,8 @@
 
 A keyed tier finds values by key. A key stands for content (see `tiers/keys.py`), so a value never changes: it is there,
 whole and right, or it is not. Whoever uses a tier can always compute again what it does not bring, hence the rule behind
-everything here: **any error is a miss**. A call returns one outcome per key before its deadline and raises only for arguments that are wrong.
+everything here: **any error is a miss**. A call returns one outcome per key before its deadline and raises only for
+arguments that are wrong.
 """
 
 from __future__ import annotations
