@@ -599,7 +599,7 @@ def test_a_lookup_is_one_walk_however_many_prefixes_are_stored() -> None:
     manager = make_manager(gpu_blocks=4096)
     for first in range(0, 40_000, 40):
         cached(manager, 4, first)
-    root = next(iter(manager._state.cache.roots.values()))
+    root = next(iter(manager._state.cache.tree.roots.values()))
     assert len(root.children or ()) == 1000
     assert manager.match_prefix([400, 401, 402, 403, 1]).num_blocks == 1
 
@@ -775,7 +775,7 @@ def test_a_retention_ends_with_its_duration_also_for_runs_that_were_split_since(
     manager.free(splitter)
     clock[0] = 10.0
     manager.gc()
-    assert {node.priority for node in manager._state.cache.nodes()} == {35}
+    assert {node.priority for node in manager._state.cache.tree.nodes()} == {35}
 
 
 def test_a_parent_on_the_gpu_may_leave_while_its_children_are_on_the_host() -> None:

@@ -117,7 +117,7 @@ def test_deadlines_do_not_pile_up_with_requests() -> None:
     for number in range(500):
         now[0] = number
         manager.free(commit_all(manager, manager.allocate(number, [number % 3] * 4)))
-    assert len(manager._state.cache.calendar._heap) < 200
+    assert len(manager._state.cache.expiry.calendar._heap) < 200
 
 
 def test_leftovers_of_windows_do_not_pile_up_with_requests() -> None:
@@ -125,7 +125,7 @@ def test_leftovers_of_windows_do_not_pile_up_with_requests() -> None:
     for number in range(2000):
         manager.free(commit_all(manager, manager.allocate(number, [number % 2] * 6)))
     pool = manager.stats().pool()
-    assert all(len(queue) <= 2 * pool.total + 64 for queue in manager._state.cache.leftovers)
+    assert all(len(queue) <= 2 * pool.total + 64 for queue in manager._state.cache.windows.leftovers)
     manager.check()
     assert manager.evict(pool.total) == pool.cached
     manager.check()

@@ -324,7 +324,7 @@ def test_rule_08_with_stored_logits_the_whole_prompt_comes_from_the_cache() -> N
 def test_rule_09_a_hit_compares_tokens_whatever_hashes_say(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = make_manager()
     cached(manager, 8)
-    for node in manager._state.cache.nodes():  # all content identities collide
+    for node in manager._state.cache.tree.nodes():  # all content identities collide
         monkeypatch.setattr(node, "fingerprint", 7)
     assert manager.match_prefix([0, 1, 2, 3, 4, 5, 6, 99, 1]).num_tokens == 7
     assert manager.match_prefix([99, 1, 2, 3, 4]).num_tokens == 0
@@ -566,7 +566,7 @@ def behaviour(**overrides: Any) -> Any:
         manager.commit(handle, 9)
         seen.append(manager.pressure)
         manager.free(handle)
-    seen.append(type(manager._state.cache.policies[0]).name)
+    seen.append(type(manager._state.cache.orders.policies[0]).name)
     seen.append(manager.match_prefix(list(range(7))))
     seen.append(manager.match_prefix(list(range(3))))
     seen.append(config.pinned_tokens_limit)
@@ -602,7 +602,7 @@ def test_rule_17_nothing_recurses_over_a_sequence() -> None:
         manager.commit(handle, 1)
         (fork,) = manager.fork(handle, "fork")
         manager.free(fork)
-    assert sum(1 for _ in manager._state.cache.nodes()) == num_blocks
+    assert sum(1 for _ in manager._state.cache.tree.nodes()) == num_blocks
     subscription = manager.subscribe()
     assert manager.match_prefix([*tokens, 1]).num_blocks == num_blocks
     manager.free(handle)

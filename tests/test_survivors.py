@@ -293,5 +293,5 @@ def test_given_a_long_run_that_was_cut_short_then_the_rest_keeps_no_memory_of_it
     manager = make_manager(gpu_blocks=64)
     manager.free(running(manager, "a", range(128)))
     manager.evict(62)
-    (run,) = manager._state.cache.root_for(ReuseScope()).children.values()
+    (run,) = manager._state.cache.tree.root_for(ReuseScope()).children.values()
     assert (run.num_blocks, run.ids[0].base, run.tokens.base) == (2, None, None)

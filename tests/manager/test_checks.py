@@ -47,7 +47,7 @@ def tip(manager: KVCacheManager) -> Node:
 
 
 def cached_nodes(manager: KVCacheManager, tier: Tier = Tier.GPU) -> list[Node]:
-    return [node for node in manager._state.cache.nodes() if node.tier == tier and not node.active]
+    return [node for node in manager._state.cache.tree.nodes() if node.tier == tier and not node.active]
 
 
 def set_attribute(find: Callable[[KVCacheManager], Any], name: str, change: int) -> Callable[[KVCacheManager], None]:
@@ -124,7 +124,7 @@ def lift_a_child_above_its_parent(manager: KVCacheManager) -> None:
 
 def drop_a_candidate(manager: KVCacheManager) -> None:
     cache = manager._state.cache
-    node = next(n for n in cache.nodes() if cache.is_candidate(n))
+    node = next(n for n in cache.tree.nodes() if n.is_candidate())
     node.root.policies[node.tier].remove(node)
 
 
@@ -152,7 +152,7 @@ DAMAGES: list[tuple[Callable[[KVCacheManager], None], str]] = [
     (flag_nobody, "shared rows booked"),
     (set_attribute(lambda m: m._state.gpu_pools[0], "num_cached", 1), "cached"),
     (set_attribute(lambda m: m._state.gpu_pools[0], "num_pinned", 1), "pinned blocks booked"),
-    (set_attribute(lambda m: m._state.cache, "pinned_blocks", 1), "pinned positions booked"),
+    (set_attribute(lambda m: m._state.cache.readers, "pinned_blocks", 1), "pinned positions booked"),
     (set_attribute(tip, "active", 1), "active"),
     (set_attribute(tip, "pins", 1), "pins"),
     (set_attribute(lambda m: cached_nodes(m)[0], "start", 1), "its parent ends at"),
@@ -170,7 +170,7 @@ def test_a_broken_invariant_is_found_and_named(damage: Callable[[KVCacheManager]
 
 def test_a_quota_that_was_miscounted_is_found() -> None:
     manager = busy_manager()
-    manager._state.cache.quotas["t"].cached[0] += 1
+    manager._state.cache.orders.quotas["t"].cached[0] += 1
     with pytest.raises(InvariantError, match="tenant 't'"):
         manager.check()
 

@@ -80,7 +80,7 @@ def test_the_example_in_the_documentation_works() -> None:
 def test_a_policy_may_be_a_name_or_a_class_and_overrides_the_configuration() -> None:
     config = KVCacheConfig([FULL], gpu_blocks=8, eviction_policy="fifo")
     for policy, expected in ((None, "fifo"), ("lfu", "lfu"), (LRUPolicy, "lru")):
-        assert KVCacheManager(config, policy=policy)._state.cache.policies[0].name == expected
+        assert KVCacheManager(config, policy=policy)._state.cache.orders.policies[0].name == expected
 
 
 def test_a_policy_of_ones_own_is_used() -> None:
@@ -89,7 +89,7 @@ def test_a_policy_of_ones_own_is_used() -> None:
         pass
 
     manager = make_manager(eviction_policy="test-manager-own")
-    assert isinstance(manager._state.cache.policies[0], Own)
+    assert isinstance(manager._state.cache.orders.policies[0], Own)
 
 
 @pytest.mark.parametrize("policy", ["no such policy", 5, object(), LRUPolicy()])
@@ -402,4 +402,4 @@ def test_scopes_do_not_outlive_their_contents() -> None:
     for number in range(50):
         handle = manager.allocate("a", [1, 2, 3], scope=ReuseScope(tenant=str(number)))
         manager.free(handle)
-    assert manager._state.cache.roots == {}
+    assert manager._state.cache.tree.roots == {}

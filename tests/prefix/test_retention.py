@@ -14,7 +14,7 @@ from managers import Clock, cached, make_manager
 def priorities(manager: KVCacheManager) -> dict[int, int]:
     """Priority of every cached block, by depth; one chain is assumed."""
     found = {}
-    for node in manager._state.cache.nodes():
+    for node in manager._state.cache.tree.nodes():
         found.update(dict.fromkeys(range(node.start, node.end), node.priority))
     return dict(sorted(found.items()))
 
@@ -120,8 +120,8 @@ def test_a_change_of_priority_is_announced_once() -> None:
 def test_an_idle_candidate_moves_in_the_order_when_its_priority_changes() -> None:
     manager = make_manager(eviction_policy="priority")
     first, second = cached(manager, 4), cached(manager, 4, first=50)
-    nodes = {node.tokens[0]: node for node in manager._state.cache.nodes()}
-    manager._state.cache.set_priority(nodes[0], 90, float("inf"))
+    nodes = {node.tokens[0]: node for node in manager._state.cache.tree.nodes()}
+    manager._state.cache.expiry.set_priority(nodes[0], 90, float("inf"))
     manager.evict(1)
     assert manager.match_prefix([*first, 1]).num_blocks == 1
     assert manager.match_prefix([*second, 1]).num_blocks == 0
@@ -241,7 +241,7 @@ def test_whatever_is_lost_was_no_more_important_than_all_that_the_lower_tier_kee
         cached(manager, random.choice((4, 8)), first, retention=keeping(priority))
         manager.check()
         there[first] = priority
-        on_host = [node.priority for node in manager._state.cache.nodes() if node.tier is Tier.HOST]
+        on_host = [node.priority for node in manager._state.cache.tree.nodes() if node.tier is Tier.HOST]
         for key in [k for k in there if not manager.match_prefix(range(k, k + 5)).num_tokens]:
             lost_any = True
             assert there.pop(key) <= min(on_host)

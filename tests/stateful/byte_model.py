@@ -179,12 +179,12 @@ def read_tree(manager: KVCacheManager, histories: Histories) -> list[tuple[Any, 
     cache, size = manager._state.cache, manager.config.block_size
     listening = manager.events.listening
     found: list[tuple[Any, Any, list[bytes]]] = []
-    for scope, root in cache.roots.items():
+    for scope, root in cache.tree.roots.items():
         before = {id(root): (histories.start(scope), root_digest(scope) if listening else b"")}
         for node in root.subtree():
             if node is root:
                 continue
-            cache.sync(node)
+            manager._state.context.sync(node)
             value, digest = before[id(node.parent)]
             values = histories.chain(value, node.tokens)
             digests = histories.digests(digest, values, node.tokens, size) if listening and not node.is_remainder else []

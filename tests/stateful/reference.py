@@ -39,12 +39,12 @@ def cached_blocks(manager: KVCacheManager) -> CachedBlocks:
     state = manager._state
     size = manager.config.block_size
     found: CachedBlocks = {}
-    for scope, root in state.cache.roots.items():
+    for scope, root in state.cache.tree.roots.items():
         prefixes = {id(root): ()}
         for node in root.subtree():
             if node is root:
                 continue
-            state.cache.sync(node)
+            state.context.sync(node)
             prefix: tuple[int, ...] = prefixes[id(node.parent)]
             for index in range(node.num_blocks):
                 prefix = prefix + tuple(node.tokens[index * size : (index + 1) * size].tolist())
@@ -62,10 +62,10 @@ def takeable_blocks(manager: KVCacheManager) -> set[tuple[ReuseScope, tuple[int,
     """The last blocks of runs on the GPU that nobody reads, has pinned or follows: by the tokens up to their end."""
     cache = manager._state.cache
     found = set()
-    for scope, root in cache.roots.items():
+    for scope, root in cache.tree.roots.items():
         for node in root.subtree():
             if node is not root and node.tier == Tier.GPU and not (node.children or node.active or node.pins):
-                tokens = [token for part in cache.path_to(node) for token in part.tokens.tolist()]
+                tokens = [token for part in node.path() for token in part.tokens.tolist()]
                 found.add((scope, tuple(tokens)))
     return found
 

@@ -263,7 +263,7 @@ class WildMachine:
         copies = [(op.kind, op.group, op.src.tolist(), op.dst.tolist(), op.num_tokens) for op in state.copies]
         counters = [(f.name, _plain(getattr(state.counters, f.name))) for f in fields(state.counters)]
         counters = [counter for counter in counters if counter[0] not in UNCOUNTED]
-        quotas = [(q.tenant, q.guaranteed, q.maximum, q.cached[:], q.pinned[:]) for q in state.cache.quotas.values()]
+        quotas = [(q.tenant, q.guaranteed, q.maximum, q.cached[:], q.pinned[:]) for q in state.cache.orders.quotas.values()]
         events = self.manager.events._buffer.next_id, len(self.manager.events._removed_digests)
         return pools, requests, cached, copies, counters, quotas, sorted(self.manager._pins.active), events
 

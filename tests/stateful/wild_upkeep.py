@@ -81,7 +81,7 @@ def offload(m: WildMachine, rng: Random) -> None:
 def onboard(m: WildMachine, rng: Random) -> None:
     tokens, scope = draw_prompt(m, rng)
     done, _ = m.attempt(lambda: m.manager.onboard(tokens, scope), OutOfBlocksError)
-    if done and m.config.enable_prefix_caching and not m.state.cache.quotas:
+    if done and m.config.enable_prefix_caching and not m.state.cache.orders.quotas:
         assert set(m.manager.match_prefix(tokens, scope).tokens_by_tier) <= {Tier.GPU}
 
 

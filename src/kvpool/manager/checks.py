@@ -11,7 +11,7 @@ from kvpool.errors import InvariantError
 from kvpool.manager.pins import Pins
 from kvpool.pools.groups import sink_blocks
 from kvpool.pools.pool import BlockPool
-from kvpool.prefix.node import Node
+from kvpool.prefix.node import Node, path_ids
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.state import CacheState
 
@@ -22,12 +22,16 @@ class Checker:
     def __init__(self, state: CacheState, in_flight: InFlight, pins: Pins) -> None:
         self.state = state
         self.cache = state.cache
+        self.context = state.context
+        self.tree = state.cache.tree
+        self.readers = state.cache.readers
+        self.windows = state.cache.windows
         self.rows = state.rows
         self.in_flight = in_flight
         self.pins = pins
-        self.nodes = list(self.cache.nodes())
+        self.nodes = list(self.tree.nodes())
         for node in self.nodes:
-            self.cache.sync(node)
+            self.context.sync(node)
         # per (pool, tier): who holds a block privately, which blocks nodes own, how many of those nobody reads
         self.private: Counter[tuple[int, int, int]] = Counter()
         self.uncounted: set[tuple[int, int]] = set()  # private GPU blocks of full groups: a single owner is not counted
@@ -95,25 +99,25 @@ class Checker:
         self.expect(bool(rows.is_open[row]) == (tip.open_row == row), f"{name}: open flag and open node disagree")
         used, cross = int(rows.num_blocks[row]), int(rows.num_cross_blocks[row])
         self.expect(tip.end <= used, f"{name}: {tip.end} published blocks, {used} in its table")
-        path = self.cache.path_to(tip)
+        path = tip.path()
         for group, spec in enumerate(self.state.groups):
             table = rows.tables[group]
             end = used if group < self.state.growing else cross
             self.expect(bool((table[row, end:] < 0).all()), f"{name}: block ids behind its end in group {group}")
             ids = table[row, :end]
-            if group in self.cache.windowed:
+            if group in self.context.windowed:
                 self.check_windowed_table(row, group, path, name)
                 continue
             self.expect(bool((ids >= 0).all()), f"{name}: a hole in group {group}: {ids.tolist()}")
             first = tip.end if group < self.state.growing else 0
             if first:
-                cached = self.cache.path_ids(path, first, group)
+                cached = path_ids(path, first, group)
                 self.expect(
                     bool((ids[:first] == cached).all()), f"{name}: table differs from the tree in group {group}"
                 )
             for block in ids[first:].tolist():
                 self.private[spec.pool, Tier.GPU, block] += 1
-                if group in self.cache.full:
+                if group in self.context.full:
                     self.uncounted.add((spec.pool, block))
         final = min(int(rows.committed[row]), tip.end * self.state.block_size, int(rows.known[row]))
         if path:
@@ -126,7 +130,7 @@ class Checker:
         start, used = int(rows.window_start[group, row]), int(rows.num_blocks[row])
         sinks = sink_blocks(spec, self.state.block_size)
         published = path[-1].end if path else 0
-        cached = self.cache.path_ids(path, published, group)
+        cached = path_ids(path, published, group)
         for column in (*range(min(sinks, used)), *range(max(start, sinks), used)):
             block = int(rows.tables[group][row, column])
             self.expect(block >= 0, f"{name}: block {column} of windowed group {group} is missing inside its window")
@@ -170,7 +174,9 @@ class Checker:
         size = self.state.block_size
         self.expect(node.num_blocks == 1, f"{name}: is a remainder of {node.num_blocks} blocks")
         self.expect(0 < len(node.tokens) < size, f"{name}: is a remainder of {len(node.tokens)} tokens")
-        self.expect(node.children is None and not node.active and not node.pins, f"{name}: somebody builds on a remainder")
+        self.expect(
+            node.children is None and not node.active and not node.pins, f"{name}: somebody builds on a remainder"
+        )
         self.expect(node.parent.open_row < 0, f"{name}: its parent still grows over this remainder")
         self.expect(node.digests is None, f"{name}: an unfilled block has a digest")
 
@@ -181,13 +187,13 @@ class Checker:
             self.expect(
                 len(ids) == node.num_blocks, f"{name}: {len(ids)} ids in group {group} for {node.num_blocks} blocks"
             )
-            if group not in self.cache.windowed:
+            if group not in self.context.windowed:
                 self.expect(bool((ids >= 0).all()), f"{name}: a hole in group {group}")
             for block in ids[ids >= 0].tolist():
                 key = (pool, int(node.tier), block)
                 self.expect(key not in self.published, f"block {block} of pool {pool} belongs to two nodes")
                 self.published[key] = node
-                if group not in self.cache.windowed and not node.active:
+                if group not in self.context.windowed and not node.active:
                     self.idle[pool, node.tier] += 1
                     self.pinned[pool, node.tier] += int(node.pins > 0)
 
@@ -212,13 +218,13 @@ class Checker:
             active[node.parent] += int(node.active > 0)
             if node.parent is not node.root:
                 pins[node.parent] += int(node.pins > 0)
-        for root in self.cache.roots.values():
+        for root in self.tree.roots.values():
             self.expect(root.active == active[root], f"root {root.scope}: active {root.active}, counted {active[root]}")
             self.expect(bool(root.children or root.active), f"root {root.scope} is empty and unused but still there")
 
     def check_windows(self) -> None:
-        for group in self.cache.windowed:
-            pool = self.cache.pool(group, Tier.GPU)
+        for group in self.context.windowed:
+            pool = self.context.pool(group, Tier.GPU)
             for (index, tier, block), node in self.published.items():
                 if index == pool.index and tier == Tier.GPU and self._group_of(node, block, index) == group:
                     readers = self.window_readers[index, tier, block]
@@ -228,7 +234,7 @@ class Checker:
                     )
                     if not refs:
                         self.idle[index, tier] += 1
-                        self.pinned[index, tier] += int(block in self.cache.pinned_windowed[index])
+                        self.pinned[index, tier] += int(block in self.windows.pinned[index])
             for tier in (Tier.HOST, Tier.DISK):
                 for (index, at, block), node in self.published.items():
                     idle = index == pool.index and at == tier and not node.active
@@ -278,7 +284,7 @@ class Checker:
         """Published blocks of full groups count no references: their readers are counted on nodes."""
         for block in shared:
             node = self.published[pool.index, int(pool.tier), block]
-            if self._group_of(node, block, pool.index) in self.cache.full:
+            if self._group_of(node, block, pool.index) in self.context.full:
                 self.expect(pool.refs[block] == 0, f"{name}: published block {block} has {pool.refs[block]} references")
 
     # --- the rest ----------------------------------------------------------------------------------------------------
@@ -286,10 +292,10 @@ class Checker:
     def check_policies(self) -> None:
         candidates: Counter[int] = Counter()
         for node in self.nodes:
-            if self.cache.is_candidate(node):
+            if node.is_candidate():
                 candidates[id(node.root.policies[node.tier])] += 1
-        policies = list(self.cache.policies)
-        for quota in self.cache.quotas.values():
+        policies = list(self.cache.orders.policies)
+        for quota in self.cache.orders.quotas.values():
             policies.extend(quota.policies)
         for policy in policies:
             wanted = candidates[id(policy)]
@@ -297,25 +303,26 @@ class Checker:
 
     def check_bookkeeping(self) -> None:
         runs = sum(not node.detached for node in self.nodes)
-        self.expect(runs == self.cache.num_runs, f"{runs} runs are in the tree, {self.cache.num_runs} are counted")
+        self.expect(runs == self.tree.num_runs, f"{runs} runs are in the tree, {self.tree.num_runs} are counted")
         shared = int(self.rows.shared[self.rows.live_rows()].sum())
         self.expect(shared == self.rows.num_shared, f"{self.rows.num_shared} shared rows booked, {shared} flagged")
         pinned = sum(node.num_blocks for node in self.nodes if node.pins)
         self.expect(
-            pinned == self.cache.pinned_blocks, f"{self.cache.pinned_blocks} pinned positions booked, {pinned} counted"
+            pinned == self.readers.pinned_blocks,
+            f"{self.readers.pinned_blocks} pinned positions booked, {pinned} counted",
         )
         for (tip, _), row in self.in_flight.rows_by_block.items():
             handle = self.rows.handles[row]
             self.expect(
                 handle is not None and self.rows.tips[row] is tip, f"row {row} is tracked in flight at a node it left"
             )
-        for quota in self.cache.quotas.values():
+        for quota in self.cache.orders.quotas.values():
             self.check_quota_counts(quota.tenant, quota.cached)
 
     def check_quota_counts(self, tenant: str, booked: list[int]) -> None:
         counted = [0] * len(booked)
         for (pool, tier, block), node in self.published.items():
             if tier == Tier.GPU and node.root.scope.tenant == tenant:
-                windowed = self._group_of(node, block, pool) in self.cache.windowed
+                windowed = self._group_of(node, block, pool) in self.context.windowed
                 counted[pool] += int(not self.state.gpu_pools[pool].refs[block]) if windowed else int(not node.active)
         self.expect(counted == booked, f"tenant {tenant!r}: {booked} cached blocks booked, {counted} counted")

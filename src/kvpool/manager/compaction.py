@@ -20,6 +20,9 @@ class Compaction:
     def __init__(self, state: CacheState) -> None:
         self.state = state
         self.cache = state.cache
+        self.context = state.context
+        self.tree = state.cache.tree
+        self.windows = state.cache.windows
         self.rows = state.rows
 
     def defragment(self, tier: Tier) -> int:
@@ -50,7 +53,7 @@ class Compaction:
 
     def _evict_regardless(self, pool: BlockPool, num_blocks: int) -> int:
         """Evicts although it may cost tenants what was guaranteed to them: the memory is going away."""
-        quotas = list(self.cache.quotas.values())
+        quotas = list(self.cache.orders.quotas.values())
         guaranteed = [quota.guaranteed for quota in quotas]
         for quota in quotas:
             quota.guaranteed = [0] * len(quota.guaranteed)
@@ -104,7 +107,7 @@ class Compaction:
                     runs.append((group, handle.swapped.ids[group]))
                 elif pool.tier == Tier.GPU and handle.swapped is None:
                     runs.extend((group, ids) for ids in self._held(group, row))
-        for node in self.cache.nodes():
+        for node in self.tree.nodes():
             if node.tier == pool.tier and node.open_row < 0:
                 runs.extend((group, node.ids[group]) for group in groups if group < self.state.growing)
         return runs
@@ -112,7 +115,7 @@ class Compaction:
     def _held(self, group: int, row: int) -> list[Int32Array]:
         """The parts of a row's table that name its own blocks; what left a window may be another's by now."""
         ids = self.rows.all_blocks(group, row)
-        if group not in self.cache.windowed:
+        if group not in self.context.windowed:
             return [ids]
         tip = self.rows.tips[row]
         assert tip is not None
@@ -149,5 +152,5 @@ class Compaction:
             present = ids >= 0
             ids[present] = remap[ids[present]]
         if pool.tier == Tier.GPU:
-            pinned = self.cache.pinned_windowed[pool.index]
-            self.cache.pinned_windowed[pool.index] = {int(remap[block]): count for block, count in pinned.items()}
+            pinned = self.windows.pinned[pool.index]
+            self.windows.pinned[pool.index] = {int(remap[block]): count for block, count in pinned.items()}

@@ -36,7 +36,9 @@ class Guard:
     def __init__(self, state: CacheState, levels: Sequence[float]) -> None:
         self.lock = state.rows.lock
         self.state = state
-        self.cache = state.cache
+        self.context = state.context
+        self.expiry = state.cache.expiry
+        self.calendar = state.cache.expiry.calendar
         self.first_pool = state.gpu_pools[0]
         self.levels = tuple(levels)
         self.calm = (0, 0)  # while the only pool's referenced blocks stay in this range, the level cannot change
@@ -52,10 +54,10 @@ class Guard:
         self.lock.acquire()
         self._depth += 1
         try:
-            cache = self.cache
-            cache.tick += 1
-            cache.now = cache.clock()
-            self.num_expired = cache.expire() if cache.calendar.next <= cache.now else 0
+            context = self.context
+            context.tick += 1
+            context.now = context.clock()
+            self.num_expired = self.expiry.run() if self.calendar.next <= context.now else 0
         except BaseException:
             self._depth -= 1
             self.lock.release()

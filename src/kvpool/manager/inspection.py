@@ -63,6 +63,9 @@ class Inspector:
 
     def __init__(self, state: CacheState) -> None:
         self.state = state
+        self.context = state.context
+        self.tree = state.cache.tree
+        self.windows = state.cache.windows
 
     def block(self, pool: BlockPool, block_id: int) -> KVCacheBlock:
         """Finds out who uses a block."""
@@ -83,8 +86,8 @@ class Inspector:
         elif node is None:
             state = BlockState.FREE
         else:
-            by_itself = pool.tier == GPU and group in self.state.cache.windowed
-            pinned = block_id in self.state.cache.pinned_windowed[pool.index] if by_itself else node.pins > 0
+            by_itself = pool.tier == GPU and group in self.context.windowed
+            pinned = block_id in self.windows.pinned[pool.index] if by_itself else node.pins > 0
             state = BlockState.PINNED if pinned else BlockState.CACHED
         position = None if column is None else column * self.state.block_size
         published = node is not None and not node.detached
@@ -92,15 +95,14 @@ class Inspector:
 
     def runs(self) -> list[CachedRun]:
         """Every cached run, parents before children."""
-        cache = self.state.cache
         found = []
-        for node in cache.nodes():
-            cache.sync(node)
+        for node in self.tree.nodes():
+            self.context.sync(node)
             ids = tuple(part.copy() for part in node.ids)
             found.append(
                 CachedRun(
                     node.created, node.tier, node.start, node.num_blocks, ids, node.root.scope.tenant, node.priority,
-                    node.pins > 0, node.active > 0, cache.now - node.last_access_at, node.published_by,
+                    node.pins > 0, node.active > 0, self.context.now - node.last_access_at, node.published_by,
                 )
             )  # fmt: skip
         return found
@@ -133,14 +135,14 @@ class Inspector:
             groups=self.groups(),
             num_sequences=len(state.requests),
             num_swapped=sum(handle.swapped is not None for handle in state.requests.values()),
-            num_cached_runs=state.cache.num_runs,
+            num_cached_runs=state.cache.tree.num_runs,
             hit_tokens={tier.name: counters.hit_tokens[tier] for tier in Tier},
             hit_blocks={tier.name: counters.hit_blocks[tier] for tier in Tier},
             evictions=dict(counters.evictions),
             lifetime_seconds=counters.lifetime.summary(),
             idle_before_eviction_seconds=counters.idle_before_eviction.summary(),
             reuse_gap_seconds=counters.reuse_gap.summary(),
-            tenants={tenant: tuple(quota.cached) for tenant, quota in state.cache.quotas.items()},
+            tenants={tenant: tuple(quota.cached) for tenant, quota in state.cache.orders.quotas.items()},
             pressure=pressure,
             **same,
         )
@@ -159,8 +161,8 @@ class Inspector:
 
     def _runs(self, pool: BlockPool) -> Iterator[tuple[Node, int]]:
         """(node, group) of every run on a pool's tier."""
-        for node in self.state.cache.nodes():
-            self.state.cache.sync(node)
+        for node in self.tree.nodes():
+            self.context.sync(node)
             if node.tier == pool.tier:
                 for group in self.state.config.pools[pool.index].groups:
                     if group < self.state.growing:
@@ -183,16 +185,15 @@ class Inspector:
 
     def _count(self, group: int, pool: BlockPool) -> tuple[int, int, int]:
         """Referenced, cached and pinned blocks of a group that shares its pool."""
-        cache = self.state.cache
         held = [ids[ids >= 0] for _, of_group, ids in self._held(pool) if of_group == group]
         referenced = len(np.unique(np.concatenate(held))) if held else 0
         cached = pinned = 0
-        kept = cache.pinned_windowed[pool.index]
+        kept = self.windows.pinned[pool.index]
         for node, of_group in self._runs(pool):
             if of_group != group:
                 continue
             ids = node.ids[group][node.ids[group] >= 0]
-            if group in cache.windowed and pool.tier == GPU:
+            if group in self.context.windowed and pool.tier == GPU:
                 idle = ids[pool.refs[ids] == 0]
                 cached += len(idle)
                 pinned += sum(block in kept for block in idle.tolist()) if kept else 0

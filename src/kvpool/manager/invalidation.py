@@ -24,13 +24,15 @@ class Invalidation:
     def __init__(self, state: CacheState, in_flight: InFlight, pins: Pins) -> None:
         self.state = state
         self.cache = state.cache
+        self.tree = state.cache.tree
+        self.removal = state.cache.removal
         self.rows = state.rows
         self.in_flight = in_flight
         self.pins = pins
 
     def everything(self) -> int:
         """All scopes, on all tiers."""
-        roots = list(self.cache.roots.values())
+        roots = list(self.tree.roots.values())
         for root in roots:
             root.logits = None
         nodes = [node for root in roots for node in (root.children or {}).values()]
@@ -38,7 +40,7 @@ class Invalidation:
 
     def in_scope(self, scope: ReuseScope) -> int:
         """All content of one scope."""
-        root = self.cache.roots.get(scope)
+        root = self.tree.roots.get(scope)
         nodes: list[Node] = []
         if root is not None:
             root.logits = None
@@ -47,7 +49,7 @@ class Invalidation:
 
     def of_session(self, session: str) -> int:
         """What the requests of a session published."""
-        nodes = sorted(self.cache.sessions.get(session, ()), key=lambda n: (n.start, n.created))
+        nodes = sorted(self.tree.sessions.get(session, ()), key=lambda n: (n.start, n.created))
         scopes = {node.root.scope for node in nodes}
 
         def affected(handle: KVCacheHandle) -> bool:
@@ -66,7 +68,7 @@ class Invalidation:
         if last < 0:
             return 0
         start = last * size
-        before = self.cache.match(scope, prefix[:start], partial=False)
+        before = self.tree.match(scope, prefix[:start], partial=False)
         if before.root is not None and before.num_blocks == last:
             parent = before.path[-1] if before.path else before.root
             self._forget_logits(parent, last, prefix[start : start + size].tobytes())
@@ -82,12 +84,12 @@ class Invalidation:
 
     def _nodes_from(self, prefix: Int32Array, last: int, scope: ReuseScope) -> list[Node]:
         """The node that starts at block `last` of a prefix, cut free from what comes before it."""
-        match = self.cache.match(scope, prefix[: (last + 1) * self.state.block_size], partial=False)
+        match = self.tree.match(scope, prefix[: (last + 1) * self.state.block_size], partial=False)
         if match.num_blocks <= last:
             return []
         node = match.path[-1]
         if node.start < last:
-            self.cache.split(node, last - node.start)
+            self.tree.split(node, last - node.start)
         return [node]
 
     def _forget_logits(self, node: Node, depth: int, key: bytes) -> None:
@@ -98,13 +100,11 @@ class Invalidation:
                 if tail and length // size == depth and key.startswith(tail):
                     del node.logits[length, tail]
 
-    def _remove(
-        self, nodes: Sequence[Node], affected: Callable[[KVCacheHandle], bool], reason: EvictionReason
-    ) -> int:
+    def _remove(self, nodes: Sequence[Node], affected: Callable[[KVCacheHandle], bool], reason: EvictionReason) -> int:
         doomed = {part for node in nodes for part in node.subtree()}
         self._silence(lambda handle: self.rows.tips[handle.row] in doomed or affected(handle))
         self.pins.void(doomed)
-        return sum(self.cache.detach(node, reason) for node in nodes if not node.detached)
+        return sum(self.removal.detach(node, reason) for node in nodes if not node.detached)
 
     def _silence(self, affected: Callable[[KVCacheHandle], bool]) -> None:
         """These requests publish nothing more; what they were computing may be in the hands of others."""

@@ -106,13 +106,13 @@ class Maintenance:
     @property
     def now(self) -> float:
         """The time by the manager's clock."""
-        return self._state.cache.clock()
+        return self._state.context.clock()
 
     def next_deadline(self) -> float | None:
         """Seconds until the next time to live, priority or pin runs out; None when nothing does."""
         with self._guard:
-            cache = self._state.cache
-            return None if cache.calendar.next == NEVER else cache.calendar.next - cache.now
+            deadline = self._state.cache.expiry.calendar.next
+            return None if deadline == NEVER else deadline - self._state.context.now
 
     def invalidate(self, prefix: Any = None, *, scope: ReuseScope | None = None, session: str | None = None) -> int:
         """Removes cached content that must not be reused: below a prefix, in a scope, or made by a session.
@@ -194,7 +194,7 @@ class Maintenance:
             least = 1 if tier == Tier.GPU else 0
             num_blocks = as_count(num_blocks, "num_blocks", least, MAX_BLOCKS)
             result = self._compaction.resize(chosen, num_blocks)
-            self._state.cache.find_lower_tiers()
+            self._state.cache.mover.find_lower_tiers()
             self._guard.calm = (0, 0)
             if self.events.listening:
                 self.events.created(self._state.pool_sizes())
@@ -244,20 +244,20 @@ class Maintenance:
         """Tells `observer` of every operation that succeeds; returns a function that ends it. See `manager/observer.py`."""
         with self._guard.lock:
             self._observers = (*self._observers, observer)
-            self._state.cache.choose_source = self._chosen_source
+            self._state.cache.tree.choose_source = self._chosen_source
 
         def stop() -> None:
             with self._guard.lock:
                 self._observers = tuple(known for known in self._observers if known is not observer)
                 if not self._observers:
-                    self._state.cache.choose_source = None
+                    self._state.cache.tree.choose_source = None
 
         return stop
 
     def _tell(self, verb: str, result: Any, *arguments: Any) -> None:
         """Tells observers what was done. Called inside the lock, so they hear of operations in their order."""
         for observer in self._observers:
-            contain(partial(observer.done, verb, self._state.cache.now, result, arguments))
+            contain(partial(observer.done, verb, self._state.context.now, result, arguments))
 
     def _chosen_source(self, run: int) -> int:
         for observer in self._observers:
@@ -292,7 +292,7 @@ class Maintenance:
     @property
     def policy_name(self) -> str:
         """The name of the eviction policy."""
-        return self._state.cache.policies[Tier.GPU].name
+        return self._state.cache.orders.policies[Tier.GPU].name
 
     def cached_runs(self) -> list[CachedRun]:
         """Every run of cached blocks, with its place and age. Looks at everything: for people and tests."""
@@ -328,7 +328,11 @@ class Maintenance:
         """Created and Stored events for everything cached now, parents before children."""
         with self._guard:
             as_of = mark()
-            return [Created(as_of, self._state.pool_sizes()), *self._state.cache.stored_events(as_of)]
+            cache = self._state.cache
+            return [
+                Created(as_of, self._state.pool_sizes()),
+                *cache.announcer.snapshot(cache.tree.roots.values(), as_of),
+            ]
 
 
 def check_scope(scope: ReuseScope) -> ReuseScope:

@@ -23,7 +23,9 @@ class Pin:
     num_tokens: int
     expires_at: float
     node: Node
-    windowed: list[tuple[int, int]]  # (group, depth) of windowed blocks that are kept as well; below the GPU their run is
+    windowed: list[
+        tuple[int, int]
+    ]  # (group, depth) of windowed blocks that are kept as well; below the GPU their run is
 
 
 class Pins:
@@ -32,18 +34,22 @@ class Pins:
     def __init__(self, state: CacheState) -> None:
         self.state = state
         self.cache = state.cache
+        self.context = state.context
+        self.tree = state.cache.tree
+        self.readers = state.cache.readers
+        self.windows = state.cache.windows
         self.active: dict[int, Pin] = {}
         self._ids = itertools.count(1)
-        state.cache.on_pinned_promoted = self._keep_windows
+        state.cache.mover.on_pinned_promoted = self._keep_windows
 
     def pinned_tokens(self) -> int:
         """Tokens that pins keep, shared ones counted once."""
-        return self.cache.pinned_blocks * self.state.block_size
+        return self.readers.pinned_blocks * self.state.block_size
 
     def pin(self, tokens: Int32Array, scope: ReuseScope, ttl: float | None) -> Pin:
         """Pins the full cached blocks that `tokens` starts with."""
         cache, size = self.cache, self.state.block_size
-        match = cache.match(scope, tokens, partial=False)
+        match = self.tree.match(scope, tokens, partial=False)
         if not match.num_blocks:
             raise InvalidArgumentError(f"no full block of these {len(tokens)} tokens is cached; commit them first")
         fresh = sum(min(n.end, match.num_blocks) - n.start for n in match.path if not n.pins) * size
@@ -55,22 +61,22 @@ class Pins:
             )
         node = match.path[-1]
         if node.end > match.num_blocks:
-            node = cache.split(node, match.num_blocks - node.start)
+            node = self.tree.split(node, match.num_blocks - node.start)
         elif node.open_row >= 0:
             self.state.publisher.close(node.open_row)
-        cache.pin_path(node)
-        pin = Pin(next(self._ids), match.num_blocks * size, NEVER if ttl is None else cache.now + ttl, node, [])
-        for group in cache.windowed:
+        self.readers.pin(node)
+        pin = Pin(next(self._ids), match.num_blocks * size, NEVER if ttl is None else self.context.now + ttl, node, [])
+        for group in self.context.windowed:
             self._pin_window(pin, group, match.num_blocks)
         self.active[pin.pin_id] = pin
         if ttl is not None:
-            cache.calendar.schedule(pin.pin_id, pin.expires_at, lambda: self._time_is_up(pin))
+            cache.expiry.calendar.schedule(pin.pin_id, pin.expires_at, lambda: self._time_is_up(pin))
         return pin
 
     def _block(self, node: Node, group: int, depth: int) -> tuple[Node, int]:
         while node.start > depth:
             node = node.parent
-        self.cache.sync(node)
+        self.context.sync(node)
         return node, int(node.ids[group][depth - node.start])
 
     def _pin_window(self, pin: Pin, group: int, num_blocks: int) -> None:
@@ -84,15 +90,7 @@ class Pins:
             if block >= 0:
                 pin.windowed.append((group, depth))
                 if node.tier == Tier.GPU:
-                    self._keep(node, group, block)
-
-    def _keep(self, node: Node, group: int, block: int) -> None:
-        """One pin more on a windowed block of the GPU."""
-        pool = self.cache.pool(group, Tier.GPU)
-        pinned = self.cache.pinned_windowed[pool.index]
-        pinned[block] = pinned.get(block, 0) + 1
-        if pinned[block] == 1 and not pool.refs[block]:
-            self.cache.add_pinned(node.root, pool, 1)
+                    self.windows.pin(node.root, group, block)
 
     def _keep_windows(self, node: Node) -> None:
         """A pinned run came to the GPU, where its windowed blocks are kept one by one."""
@@ -103,7 +101,7 @@ class Pins:
                 if at is not node or block >= 0:
                     kept.append((group, depth))
                 if at is node and block >= 0:
-                    self._keep(node, group, block)
+                    self.windows.pin(node.root, group, block)
             pin.windowed = kept
 
     def unpin(self, pin: Pin) -> None:
@@ -119,8 +117,8 @@ class Pins:
         for group, depth in pin.windowed:
             node, block = self._block(pin.node, group, depth)
             if node.tier == Tier.GPU:
-                self.cache.unpin_windowed(pin.node.root, group, block)
-        self.cache.unpin_path(pin.node)
+                self.windows.unpin(pin.node.root, group, block)
+        self.readers.unpin(pin.node)
 
     def _time_is_up(self, pin: Pin) -> int:
         if pin.pin_id in self.active:

@@ -1,4 +1,4 @@
-"""What the tree tells subscribers: runs that became reusable, left, or moved. Nothing is computed while nobody listens."""
+"""What subscribers are told: runs that became reusable, left, or moved. Nothing is computed while nobody listens."""
 
 from __future__ import annotations
 
@@ -10,41 +10,85 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.events import Stored
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.prefix.node import Node
-from kvpool.prefix.tree import PrefixTree
+from kvpool.prefix.context import CacheContext
+from kvpool.prefix.digests import chain_digests, root_digest
+from kvpool.prefix.node import Node, Root
 from kvpool.stats import EvictionReason
 
 StoredRun: TypeAlias = tuple[int, "bytes | None", list[bytes], Int32Array]  # group, parent digest, digests, tokens
 
 
-class AnnouncedTree(PrefixTree):
-    """The tree plus its events."""
+class Announcer:
+    """Writes to the event log what happens to runs. Whoever calls it has asked `events.listening` first."""
 
-    def announce(self, node: Node) -> None:
-        """Tells subscribers about blocks of a node that were not announced yet."""
+    def __init__(self, context: CacheContext) -> None:
+        self.context = context
+        self.block_size = context.block_size
+        self.events = context.events
+        self.windowed = context.windowed
+        self.num_groups = context.num_cached_groups
+
+    # --- digests -----------------------------------------------------------------------------------------------------
+
+    def digests(self, node: Node) -> list[bytes]:
+        """The chained digests of a node's blocks, computed once and only when somebody asks."""
+        self.context.sync(node)
+        missing: list[Node] = []
+        at = node
+        while at is not at.root and len(at.digests or ()) < at.num_blocks:
+            missing.append(at)
+            at = at.parent
+        for part in reversed(missing):
+            known = part.digests if part.digests is not None else []
+            if known:
+                parent = known[-1]
+            elif part.parent is part.root:
+                parent = root_digest(part.root.scope)
+            else:
+                parent = _last_digest(part.parent)
+            known.extend(chain_digests(parent, part.tokens[len(known) * self.block_size :], self.block_size))
+            part.digests = known
+        return node.digests or []
+
+    def _present_digests(self, node: Node, group: int, first: int, last: int) -> list[bytes]:
+        assert node.digests is not None
+        known = node.digests[first:last]
+        if group not in self.windowed:
+            return known
+        ids = node.ids[group][first : first + len(known)]
+        return known if (ids >= 0).all() else [d for d, i in zip(known, ids.tolist(), strict=True) if i >= 0]
+
+    # --- stored ------------------------------------------------------------------------------------------------------
+
+    def stored(self, node: Node) -> None:
+        """Tells of blocks of a node that were not announced yet."""
         if node.detached:
             return
         first = len(node.digests or ())
         self.digests(node)
-        self._emit(node, self.stored_runs(node, first))
+        self._emit(node, self._stored_runs(node, first))
 
-    def stored_events(self, as_of: int) -> list[Stored]:
+    def stored_blocks(self, node: Node, group: int, present: Int64Array) -> None:
+        """Tells that these blocks of a node are in a group (again)."""
+        self._emit(node, self._consecutive(node, group, present))
+
+    def snapshot(self, roots: Iterable[Root], as_of: int) -> list[Stored]:
         """One event for every run of consecutive blocks that is cached now, parents before children."""
         events: list[Stored] = []
-        for root in self.roots.values():
+        for root in roots:
             for node in root.subtree():
                 if node is not root and not node.is_remainder:  # only whole blocks have a digest
                     self.digests(node)
                     events.extend(
                         Stored(as_of, parent, tuple(digests), tokens, self.block_size, root.scope, node.tier,
                                node.priority, group, node.session)
-                        for group, parent, digests, tokens in self.stored_runs(node, 0)
+                        for group, parent, digests, tokens in self._stored_runs(node, 0)
                     )  # fmt: skip
         return events
 
-    def stored_runs(self, node: Node, first: int) -> Iterator[StoredRun]:
+    def _stored_runs(self, node: Node, first: int) -> Iterator[StoredRun]:
         """(group, parent digest, digests, tokens) of consecutive blocks from `first` on; digests are known."""
-        for group in range(self.num_cached_groups):
+        for group in range(self.num_groups):
             if group in self.windowed:
                 present = np.flatnonzero(node.ids[group][first : node.num_blocks] >= 0) + first
                 yield from self._consecutive(node, group, present)
@@ -62,12 +106,8 @@ class AnnouncedTree(PrefixTree):
         if begin:
             parent = digests[begin - 1]
         else:
-            parent = None if node.parent is node.root else self.digests_end(node.parent)
+            parent = None if node.parent is node.root else _last_digest(node.parent)
         return group, parent, digests[begin:end], node.tokens[begin * size : end * size]
-
-    def announce_blocks(self, node: Node, group: int, present: Int64Array) -> None:
-        """Tells subscribers that these blocks of a node are in a group (again)."""
-        self._emit(node, self._consecutive(node, group, present))
 
     def _emit(self, node: Node, runs: Iterable[StoredRun]) -> None:
         for group, parent, digests, tokens in runs:
@@ -83,20 +123,33 @@ class AnnouncedTree(PrefixTree):
                 session=node.session,
             )
 
-    def present_digests(self, node: Node, group: int, first: int, last: int) -> list[bytes]:
-        assert node.digests is not None
-        known = node.digests[first:last]
-        if group not in self.windowed:
-            return known
-        ids = node.ids[group][first : first + len(known)]
-        return known if (ids >= 0).all() else [d for d, i in zip(known, ids.tolist(), strict=True) if i >= 0]
+    # --- removed and changed -----------------------------------------------------------------------------------------
 
-    def announce_removal(self, node: Node, first: int, last: int, reason: EvictionReason) -> None:
-        for group in range(self.num_cached_groups):
-            gone = self.present_digests(node, group, first, last)[::-1]
+    def removed(self, node: Node, first: int, last: int, reason: EvictionReason) -> None:
+        """Tells that blocks `first..last` of a run leave the index."""
+        for group in range(self.num_groups):
+            gone = self._present_digests(node, group, first, last)[::-1]
             self.events.removed(gone, tier=node.tier, group=group, reason=reason.value)
 
-    def announce_move(self, node: Node, source: Tier, target: Tier) -> None:
-        for group in range(self.num_cached_groups):
-            moved = self.present_digests(node, group, 0, node.num_blocks)
-            self.events.updated(moved, group=group, old_tier=source, new_tier=target)
+    def removed_block(self, node: Node, group: int, index: int, reason: EvictionReason) -> None:
+        """Tells that one block of a windowed group leaves; the rest of its run stays."""
+        assert node.digests is not None
+        self.events.removed(node.digests[index : index + 1], tier=node.tier, group=group, reason=reason.value)
+
+    def moved(self, node: Node, source: Tier, target: Tier) -> None:
+        """Tells that a run changes its tier."""
+        for group in range(self.num_groups):
+            digests = self._present_digests(node, group, 0, node.num_blocks)
+            self.events.updated(digests, group=group, old_tier=source, new_tier=target)
+
+    def priority_changed(self, node: Node, old: int) -> None:
+        """Tells that a run has another retention priority than `old` now."""
+        for group in range(self.num_groups):
+            digests = self._present_digests(node, group, 0, node.num_blocks)
+            self.events.updated(digests, group=group, old_priority=old, new_priority=node.priority)
+
+
+def _last_digest(node: Node) -> bytes:
+    """The digest of a node's last block, already computed."""
+    assert node.digests
+    return node.digests[node.num_blocks - 1]

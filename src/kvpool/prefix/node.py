@@ -24,7 +24,7 @@ class Node:
     exactly when `active` is 0, and holding a path costs one step per node that was idle. `pins` counts in the same way.
 
     An *open* node (`open_row >= 0`) belongs to the sequence in that row, which still appends to it: its tokens and ids are
-    read from the sequence's row (`PrefixCache.sync`) and are copied here only when the node is closed. So decoding a
+    read from the sequence's row (`CacheContext.sync`) and are copied here only when the node is closed. So decoding a
     token costs the tree nothing.
 
     A *remainder* (`is_remainder`) is the last block of a sequence that ended inside it: a leaf of one block whose tokens do
@@ -133,6 +133,19 @@ class Node:
         if child.is_remainder:
             self.num_remainders -= 1
 
+    def is_candidate(self) -> bool:
+        """Whether the eviction policy has this node: an unread, unpinned leaf of its tier."""
+        return not (self.active or self.pins or self.same_tier_children or self is self.root or self.detached)
+
+    def path(self) -> list[Node]:
+        """The nodes from just below the root down to this one."""
+        node, path = self, []
+        while node is not node.root:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        return path
+
     def subtree(self) -> Iterator[Node]:
         """This node and all below it, parents before children."""
         stack = [self]
@@ -209,6 +222,15 @@ class ChildIndex(dict[bytes, Node]):
         return best, shared
 
 
+def path_ids(path: list[Node], num_blocks: int, group: int) -> Int32Array:
+    """The block ids of a group along a path of synced nodes, cut to `num_blocks`."""
+    if len(path) == 1:
+        return path[0].ids[group][:num_blocks]
+    if not path:
+        return _NO_IDS
+    return np.concatenate([node.ids[group] for node in path])[:num_blocks]
+
+
 def common_prefix_length(left: bytes, right: bytes) -> int:
     """How many leading bytes two strings share."""
     length = min(len(left), len(right))
@@ -217,3 +239,6 @@ def common_prefix_length(left: bytes, right: bytes) -> int:
     # The highest differing byte of the big-endian difference is the first differing byte of the strings.
     difference = int.from_bytes(left[:length], "big") ^ int.from_bytes(right[:length], "big")
     return length - (difference.bit_length() + 7) // 8
+
+
+_NO_IDS: Int32Array = np.empty(0, np.int32)

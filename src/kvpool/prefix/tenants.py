@@ -15,16 +15,20 @@ class TenantQuotas:
 
     def __init__(self, cache: PrefixCache) -> None:
         self.cache = cache
+        self.context = cache.context
+        self.tree = cache.tree
+        self.windows = cache.windows
+        self.orders = cache.orders
 
     def set(self, tenant: str, guaranteed: float | int, maximum: float | int | None) -> None:
         """Checks a quota against its pools and the other guarantees, then installs it; with neither it removes one."""
-        pools = [tiers[Tier.GPU] for tiers in self.cache.pools]
+        pools = [tiers[Tier.GPU] for tiers in self.context.pools]
         low = [_share(guaranteed, pool.num_blocks, "guaranteed") for pool in pools]
         high = [None if maximum is None else _share(maximum, pool.num_blocks, "maximum") for pool in pools]
         for floor, limit in zip(low, high, strict=True):
             if limit is not None and floor > limit:
                 raise InvalidArgumentError(f"guaranteed={guaranteed} is more than maximum={maximum} for {tenant!r}")
-        others = [quota for quota in self.cache.quotas.values() if quota.tenant != tenant]
+        others = [quota for quota in self.orders.quotas.values() if quota.tenant != tenant]
         for index, pool in enumerate(pools):
             promised = low[index] + sum(quota.guaranteed[index] for quota in others)
             if low[index] and promised > pool.num_blocks:  # a pool that shrank may be short of what was promised
@@ -34,42 +38,41 @@ class TenantQuotas:
         self._install(tenant, low, high)
 
     def _install(self, tenant: str, low: list[int], high: list[int | None]) -> None:
-        cache = self.cache
+        orders = self.orders
         remove = not any(low) and all(limit is None for limit in high)
-        quota = None if remove else Quota(tenant, low, high, [cache.new_policy() for _ in range(cache.num_tiers)])
-        cache.quotas.pop(tenant, None)
+        quota = None if remove else Quota(tenant, low, high, orders.new_policies())
+        orders.quotas.pop(tenant, None)
         if quota is not None:
-            cache.quotas[tenant] = quota
-        roots = [root for root in cache.roots.values() if root.scope.tenant == tenant]
+            orders.quotas[tenant] = quota
+        roots = [root for root in self.tree.roots.values() if root.scope.tenant == tenant]
         for root in roots:
-            candidates = [n for n in root.subtree() if cache.is_candidate(n)]
+            candidates = [n for n in root.subtree() if n.is_candidate()]
             for node in candidates:
                 root.policies[node.tier].remove(node)
                 node.entry = None
-            root.policies = cache.policies if quota is None else quota.policies
+            root.policies = orders.policies if quota is None else quota.policies
             root.quota = quota
             for node in candidates:
                 root.policies[node.tier].add(node)
         if quota is not None:
             quota.cached, quota.pinned = self._idle_blocks(tenant)
             for root in roots:
-                cache.enforce_quota(root)
+                self.cache.enforce_quota(root)
 
     def _idle_blocks(self, tenant: str) -> tuple[list[int], list[int]]:
         """Recounts the unread GPU blocks that a tenant's runs hold, and how many of them are pinned."""
-        cache = self.cache
-        counts, pinned = [0] * len(cache.pools), [0] * len(cache.pools)
-        for node in cache.nodes():
+        counts, pinned = [0] * len(self.context.pools), [0] * len(self.context.pools)
+        for node in self.tree.nodes():
             if node.root.scope.tenant == tenant and node.tier == Tier.GPU:
-                cache.sync(node)
-                for group in range(cache.num_cached_groups):
-                    pool = cache.pool(group, Tier.GPU)
+                self.context.sync(node)
+                for group in range(self.context.num_cached_groups):
+                    pool = self.context.pool(group, Tier.GPU)
                     ids = node.ids[group]
-                    if group in cache.windowed:
+                    if group in self.context.windowed:
                         idle = ids[ids >= 0]
                         idle = idle[pool.refs[idle] == 0]
                         counts[pool.index] += len(idle)
-                        pinned[pool.index] += sum(block in cache.pinned_windowed[pool.index] for block in idle.tolist())
+                        pinned[pool.index] += sum(block in self.windows.pinned[pool.index] for block in idle.tolist())
                     elif not node.active:
                         counts[pool.index] += len(ids)
                         pinned[pool.index] += len(ids) if node.pins else 0

@@ -20,8 +20,10 @@ import numpy as np
 from kvpool.pools.arrays import BoolArray, Int32Array
 from kvpool.pools.groups import longest_valid, sink_blocks, window_start
 from kvpool.pools.pool import GPU, BlockPool
-from kvpool.prefix.announcing import AnnouncedTree
-from kvpool.prefix.node import Node, Root
+from kvpool.prefix.announcing import Announcer
+from kvpool.prefix.context import CacheContext
+from kvpool.prefix.ledger import IdleLedger
+from kvpool.prefix.node import Node, Root, path_ids
 from kvpool.stats import EvictionReason
 
 
@@ -34,48 +36,78 @@ class Leftover(NamedTuple):
     last: int
 
 
-class WindowedTree(AnnouncedTree):
-    """The tree plus the readers of windowed blocks."""
+class WindowReaders:
+    """The readers of windowed blocks, and the blocks that lost their last one."""
 
-    leftovers: list[deque[Leftover]]  # per group
-    lasting: list[deque[Leftover]]  # per group: those that held blocks which the end of a run needs, when they were looked at
-    pinned_windowed: list[dict[int, int]]  # per pool: how many pins keep a block
+    def __init__(self, context: CacheContext, ledger: IdleLedger, announcer: Announcer) -> None:
+        self.context = context
+        self.block_size = context.block_size
+        self.groups = context.groups
+        self.windowed = context.windowed
+        self.ledger = ledger
+        self.announcer = announcer
+        self.leftovers: list[deque[Leftover]] = [deque() for _ in context.groups]
+        # Leftovers that held blocks which the end of a run needs, when they were looked at.
+        self.lasting: list[deque[Leftover]] = [deque() for _ in context.groups]
+        self.pinned: list[dict[int, int]] = [{} for _ in context.pools]  # per pool: how many pins keep a block
 
-    def leave_window(self, node: Node, group: int, first: int, last: int, ids: Int32Array) -> None:
-        """A sequence on the path to `node` stops reading published blocks `first..last` of a windowed group."""
-        pool = self.pool(group, GPU)
-        held = ids[ids >= 0]
-        left = pool.refs[held] - 1
-        pool.refs[held] = left
-        idle = int((left == 0).sum())
-        if idle:
-            self.add_cached(node.root, pool, idle)
-            if self.pinned_windowed[pool.index]:
-                pinned = self.pinned_windowed[pool.index]
-                self.add_pinned(node.root, pool, sum(int(i) in pinned for i in held[left == 0].tolist()))
-            self.leave_over(group, Leftover(self.tick, node, first, last))
+    # --- readers -----------------------------------------------------------------------------------------------------
 
-    def enter_window(self, root: Root, group: int, ids: Int32Array) -> None:
+    def enter(self, root: Root, group: int, ids: Int32Array) -> None:
         """A sequence starts reading published blocks of a windowed group."""
-        pool = self.pool(group, GPU)
+        pool = self.context.pool(group, GPU)
         held = ids[ids >= 0]
         before = pool.refs[held]
         pool.refs[held] = before + 1
         idle = held[before == 0]
         if len(idle):
-            self.add_cached(root, pool, -len(idle))
-            if self.pinned_windowed[pool.index]:
-                pinned = self.pinned_windowed[pool.index]
-                self.add_pinned(root, pool, -sum(int(i) in pinned for i in idle.tolist()))
+            self.ledger.add_cached(root, pool, -len(idle))
+            if self.pinned[pool.index]:
+                pinned = self.pinned[pool.index]
+                self.ledger.add_pinned(root, pool, -sum(int(i) in pinned for i in idle.tolist()))
 
-    def leave_over(self, group: int, leftover: Leftover) -> None:
+    def leave(self, node: Node, group: int, first: int, last: int, ids: Int32Array) -> None:
+        """A sequence on the path to `node` stops reading published blocks `first..last` of a windowed group."""
+        pool = self.context.pool(group, GPU)
+        held = ids[ids >= 0]
+        left = pool.refs[held] - 1
+        pool.refs[held] = left
+        idle = int((left == 0).sum())
+        if idle:
+            self.ledger.add_cached(node.root, pool, idle)
+            if self.pinned[pool.index]:
+                pinned = self.pinned[pool.index]
+                self.ledger.add_pinned(node.root, pool, sum(int(i) in pinned for i in held[left == 0].tolist()))
+            self.leave_over(node, group, first, last)
+
+    def pin(self, root: Root, group: int, block: int) -> None:
+        """One pin more on a block of a windowed group."""
+        pool = self.context.pool(group, GPU)
+        pinned = self.pinned[pool.index]
+        pinned[block] = pinned.get(block, 0) + 1
+        if pinned[block] == 1 and not pool.refs[block]:
+            self.ledger.add_pinned(root, pool, 1)
+
+    def unpin(self, root: Root, group: int, block: int) -> None:
+        """One pin less on a block of a windowed group."""
+        pool = self.context.pool(group, GPU)
+        pinned = self.pinned[pool.index]
+        pinned[block] -= 1
+        if not pinned[block]:
+            del pinned[block]
+            if not pool.refs[block]:
+                self.ledger.add_pinned(root, pool, -1)
+
+    # --- leftovers ---------------------------------------------------------------------------------------------------
+
+    def leave_over(self, node: Node, group: int, first: int, last: int) -> None:
         """Notes unread blocks of a windowed group as the youngest candidates for eviction."""
-        self._enqueue(self.leftovers, group, leftover)
+        self._enqueue(self.leftovers, group, Leftover(self.context.tick, node, first, last))
 
     def _enqueue(self, queues: list[deque[Leftover]], group: int, leftover: Leftover) -> None:
         queue = queues[group]
         queue.append(leftover)
-        if len(queue) > 2 * self.pool(group, GPU).num_blocks + 64:
+        if len(queue) > 2 * self.context.pool(group, GPU).num_blocks + 64:
             queues[group] = self._without_stale(group, queue)
 
     def _without_stale(self, group: int, queue: deque[Leftover]) -> deque[Leftover]:
@@ -89,9 +121,29 @@ class WindowedTree(AnnouncedTree):
                 seen |= blocks
         return deque(reversed(kept))
 
+    def _unread(self, group: int, leftover: Leftover) -> Iterator[tuple[Node, int, int]]:
+        """(node, depth, block) of what a leftover still has on the GPU and nobody reads, deepest first."""
+        refs = self.context.pool(group, GPU).refs
+        _, node, first, depth = leftover
+        while depth >= first:
+            while node is not node.root and (node.start > depth or (node.detached and not node.num_blocks)):
+                node = node.parent
+            if node is node.root:
+                return
+            self.context.sync(node)
+            if node.tier != GPU:  # it moved down with its blocks; what stands above it may still be here
+                depth = node.start
+            elif depth >= node.end:
+                depth = node.end
+            else:
+                block = int(node.ids[group][depth - node.start])
+                if block >= 0 and not refs[block]:
+                    yield node, depth, block
+            depth -= 1
+
     # --- ends of runs ------------------------------------------------------------------------------------------------
 
-    def needed_from(self, node: Node, group: int) -> int:
+    def _needed_from(self, node: Node, group: int) -> int:
         """The depth from which a group's blocks in this run must stay: a request that finds the next end of a run reads them.
 
         The next end is that of this run if prompts part there or nothing follows; else it is where its only successor ends.
@@ -102,58 +154,28 @@ class WindowedTree(AnnouncedTree):
             (last,) = last.children.values()
             if window_start(spec, last.start * size, size) >= node.end:
                 return node.end
-        self.sync(last)
+        self.context.sync(last)
         return window_start(spec, last.start * size + len(last.tokens), size)
 
     def needed(self, node: Node, group: int, first: int = 0) -> BoolArray:
         """Which blocks of a run, from its block `first` on, a group has and the end of a run needs."""
         depths = np.arange(node.start + first, node.end)
         sinks = sink_blocks(self.groups[group], self.block_size)
-        wanted: BoolArray = (depths >= self.needed_from(node, group)) | (depths < sinks)
+        wanted: BoolArray = (depths >= self._needed_from(node, group)) | (depths < sinks)
         return wanted & (node.ids[group][first:] >= 0)
 
     def is_usable(self, node: Node, first: int) -> bool:
         """Whether a prompt can still end in this run behind its block `first`, or has a run of a lower tier below it."""
         if node.children is not None:
             return True
-        path, size = self.path_to(node), self.block_size
+        path, size = node.path(), self.block_size
         length = node.start * size + len(node.tokens)
         for group in self.windowed:
-            present = self.path_ids(path, node.end, group) >= 0
+            present = path_ids(path, node.end, group) >= 0
             length = min(length, longest_valid(self.groups[group], present, length, size))
         return length > (node.start + first) * size
 
     # --- leaving -----------------------------------------------------------------------------------------------------
-
-    def unpin_windowed(self, root: Root, group: int, block: int) -> None:
-        """One pin less on a block of a windowed group."""
-        pool = self.pool(group, GPU)
-        pinned = self.pinned_windowed[pool.index]
-        pinned[block] -= 1
-        if not pinned[block]:
-            del pinned[block]
-            if not pool.refs[block]:
-                self.add_pinned(root, pool, -1)
-
-    def _unread(self, group: int, leftover: Leftover) -> Iterator[tuple[Node, int, int]]:
-        """(node, depth, block) of what a leftover still has on the GPU and nobody reads, deepest first."""
-        refs = self.pool(group, GPU).refs
-        _, node, first, depth = leftover
-        while depth >= first:
-            while node is not node.root and (node.start > depth or (node.detached and not node.num_blocks)):
-                node = node.parent
-            if node is node.root:
-                return
-            self.sync(node)
-            if node.tier != GPU:  # it moved down with its blocks; what stands above it may still be here
-                depth = node.start
-            elif depth >= node.end:
-                depth = node.end
-            else:
-                block = int(node.ids[group][depth - node.start])
-                if block >= 0 and not refs[block]:
-                    yield node, depth, block
-            depth -= 1
 
     def evict_leftovers(
         self, pool: BlockPool, num_blocks: int, until: float, tenant: str | None, reason: EvictionReason
@@ -188,7 +210,7 @@ class WindowedTree(AnnouncedTree):
         """Frees unread blocks, oldest first; those that the end of a run needs move to `lasting` unless `whole`."""
         index = self.groups[group].pool
         sinks = sink_blocks(self.groups[group], self.block_size)
-        pinned = self.pinned_windowed[index]
+        pinned = self.pinned[index]
         kept: list[Leftover] = []
         freed = 0
         while queue and freed < num_blocks and queue[0].tick <= until:
@@ -198,7 +220,7 @@ class WindowedTree(AnnouncedTree):
             first_needed, lasts = 0, False
             for node, depth, block in self._unread(group, leftover):
                 if node is not run and not whole:
-                    run, first_needed = node, self.needed_from(node, group)
+                    run, first_needed = node, self._needed_from(node, group)
                 guarded = (
                     quota is not None and quota.tenant != tenant and quota.cached[index] <= quota.guaranteed[index]
                 )
@@ -209,21 +231,30 @@ class WindowedTree(AnnouncedTree):
                 elif not whole and (depth >= first_needed or depth < sinks):
                     lasts = True
                 else:
-                    self.remove_windowed(node, group, depth, block, reason)
+                    self.remove_block(node, group, depth - node.start, reason)
                     freed += 1
             if lasts:
                 self._enqueue(self.lasting, group, leftover)
         queue.extendleft(reversed(list(dict.fromkeys(kept))))
         return freed
 
-    def remove_windowed(self, node: Node, group: int, depth: int, block: int, reason: EvictionReason) -> None:
-        """One block of a windowed group leaves the index; the rest of its run stays."""
-        if self.events.listening and node.digests:
-            digest = node.digests[depth - node.start : depth - node.start + 1]
-            self.events.removed(digest, tier=node.tier, group=group, reason=reason.value)
-        self.counters.evictions[reason.value] += 1
+    def remove_block(self, node: Node, group: int, index: int, reason: EvictionReason) -> None:
+        """The block at `index` of a run leaves a windowed group; the rest of the run stays."""
+        if self.context.events.listening and node.digests:
+            self.announcer.removed_block(node, group, index, reason)
+        self.context.counters.evictions[reason.value] += 1
+        gone = node.ids[group][index : index + 1].copy()
         # For an open node the ids are a view of its row's table, so this clears the table entry as well.
         if node.open_row < 0:
             node.ids[group] = node.ids[group].copy()
-        node.ids[group][depth - node.start] = -1
-        self.free_windowed(node, group, np.array([block], np.int32))
+        node.ids[group][index] = -1
+        self.free(node, group, gone)
+
+    def free(self, node: Node, group: int, ids: Int32Array) -> None:
+        """Frees published, unread blocks (-1: none) of a run; pinned ones only below the GPU, where their run is pinned."""
+        held = ids[ids >= 0]
+        pool = self.context.pool(group, node.tier)
+        pool.give(held)
+        self.ledger.add_cached(node.root, pool, -len(held))
+        if node.pins and node.tier != GPU:
+            self.ledger.add_pinned(node.root, pool, -len(held))

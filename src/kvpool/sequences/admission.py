@@ -10,7 +10,7 @@ from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import longest_valid, sink_blocks, window_start
 from kvpool.pools.pool import GPU
-from kvpool.prefix.node import Node
+from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
 from kvpool.sequences.in_flight import InFlight
@@ -51,6 +51,9 @@ class AdmissionPlanner:
 
     def __init__(self, state: CacheState, in_flight: InFlight) -> None:
         self.state = state
+        self.context = state.context
+        self.tree = state.cache.tree
+        self.windows = state.cache.windows
         self.in_flight = in_flight
         self.has_logits = False  # whether logits were ever stored: without, nobody looks for them
 
@@ -66,7 +69,7 @@ class AdmissionPlanner:
         state = self.state
         if not state.config.enable_prefix_caching or not len(tokens):
             return NO_MATCH, None
-        match = state.cache.match(scope, tokens, partial=True)
+        match = self.tree.match(scope, tokens, partial=True)
         if not match.path and match.partial is None:
             return match, None
         size = state.block_size
@@ -79,12 +82,12 @@ class AdmissionPlanner:
                 length -= 1
                 if not match.num_partial and self._has_last_block(match):
                     match = Match(match.root, match.path, match.num_blocks, num_recomputed=1)
-        if state.cache.windowed:
+        if state.context.windowed:
             length, logits = self._valid_in_windows(match, length, logits)
         held_as_it_is = match.num_recomputed and length == match.num_tokens(size)
         if length % size and not state.config.partial_match and not held_as_it_is:
             length, logits = length // size * size, None
-            if state.cache.windowed:  # a shorter prefix may read blocks that the longer one did not
+            if state.context.windowed:  # a shorter prefix may read blocks that the longer one did not
                 length, _ = self._valid_in_windows(match, length, None)
         if length != match.num_tokens(size):
             match = self._cut(match, length)
@@ -102,8 +105,7 @@ class AdmissionPlanner:
 
     def _has_last_block(self, match: Match) -> bool:
         """Whether every window still has the last matched block: what is not written again must be there."""
-        cache = self.state.cache
-        return all(cache.path_ids(match.path, match.num_blocks, group)[-1] >= 0 for group in cache.windowed)
+        return all(path_ids(match.path, match.num_blocks, group)[-1] >= 0 for group in self.context.windowed)
 
     def _stored_logits(self, match: Match, tokens: Int32Array) -> Any:
         size = self.state.block_size
@@ -119,7 +121,7 @@ class AdmissionPlanner:
         blocks = num_tokens // size
         node = rows.tips[row]
         assert node is not None
-        self.state.cache.sync(node)
+        self.state.context.sync(node)
         while node is not node.root and node.start >= blocks:
             node = node.parent
         if node.end < blocks:
@@ -134,15 +136,15 @@ class AdmissionPlanner:
         return self.best_match(ids, node.root.scope)[0].num_tokens(size) == num_tokens
 
     def _valid_in_windows(self, match: Match, length: int, logits: Any) -> tuple[int, Any]:
-        cache, size = self.state.cache, self.state.block_size
+        size = self.state.block_size
         shortened = True
         while shortened and length:
             shortened = False
-            for group in cache.windowed:
-                ids = cache.path_ids(match.path, match.num_blocks, group)
+            for group in self.context.windowed:
+                ids = path_ids(match.path, match.num_blocks, group)
                 if match.partial is not None:
                     ids = np.append(ids, match.partial.ids[group][match.num_blocks - match.partial.start])
-                valid = longest_valid(cache.groups[group], ids >= 0, length, size)
+                valid = longest_valid(self.context.groups[group], ids >= 0, length, size)
                 if valid < length:
                     length, logits, shortened = valid, None, True
         return length, logits
@@ -165,7 +167,7 @@ class AdmissionPlanner:
         """The whole blocks of a match, as many as the windows allow: a shorter prefix may read blocks that are gone."""
         size = self.state.block_size
         whole = self._cut(match, match.num_blocks * size)
-        if not self.state.cache.windowed:
+        if not self.state.context.windowed:
             return whole
         return self._cut(whole, self._valid_in_windows(whole, whole.num_tokens(size), None)[0])
 
@@ -206,7 +208,7 @@ class AdmissionPlanner:
             need = num_blocks - match.num_blocks
             if need <= pool.num_free:  # the usual case: nothing has to be evicted, so nothing else has to be counted
                 return AdmissionPlan(match, hit_tokens, num_blocks, 0, [need], [pool.num_free], True, False, logits)
-            needs, supply = [need], [pool.num_free + self.state.cache.evictable(pool, scope.tenant)]
+            needs, supply = [need], [pool.num_free + self.state.cache.orders.evictable(pool, scope.tenant)]
             if match.path or match.partial is not None:
                 self.count_match(match, needs, supply)
             if needs[0] <= supply[0]:
@@ -237,31 +239,32 @@ class AdmissionPlanner:
 
     def count_match(self, match: Match, needs: list[int], supply: list[int]) -> None:
         """Matched idle blocks stop being supply; matched blocks on lower tiers need a place on the GPU."""
-        cache = self.state.cache
         for node in match.path:
             used = min(node.end, match.num_blocks) - node.start
             if node.tier != GPU:
-                for group in range(cache.num_cached_groups):
-                    needs[cache.groups[group].pool] += int((node.ids[group][:used] >= 0).sum())
+                for group in range(self.context.num_cached_groups):
+                    needs[self.context.groups[group].pool] += int((node.ids[group][:used] >= 0).sum())
             elif not node.active and not node.pins:
-                for pool, per_position in cache.full_per_pool:
+                for pool, per_position in self.context.full_per_pool:
                     supply[pool] -= used * per_position
         source = match.partial
-        if source is not None and not self.state.config.copy_on_partial_reuse:  # its block is the request's first new one
+        if (
+            source is not None and not self.state.config.copy_on_partial_reuse
+        ):  # its block is the request's first new one
             for pool, per_position in enumerate(self.state.per_position):
                 needs[pool] -= per_position
         if source is not None and source.tier == GPU and not source.active and not source.pins:
-            for pool, per_position in cache.full_per_pool:
+            for pool, per_position in self.context.full_per_pool:
                 rest = source.num_blocks if source not in match.path else source.end - match.num_blocks
                 supply[pool] -= rest * per_position
-        for group in cache.windowed:
-            supply[cache.groups[group].pool] -= self._idle_in_window(match, group)
+        for group in self.context.windowed:
+            supply[self.context.groups[group].pool] -= self._idle_in_window(match, group)
 
     def _idle_in_window(self, match: Match, group: int) -> int:
         """Blocks of a windowed group on the GPU that the match would read and nobody reads now."""
-        cache, size = self.state.cache, self.state.block_size
-        spec = cache.groups[group]
-        pool = cache.pool(group, GPU)
+        size = self.state.block_size
+        spec = self.context.groups[group]
+        pool = self.context.pool(group, GPU)
         start = window_start(spec, match.num_tokens(size), size)
         sinks = sink_blocks(spec, size)
         idle = 0
@@ -273,7 +276,7 @@ class AdmissionPlanner:
                 depths = np.arange(first, end)
                 ids = node.ids[group][depths - node.start]
                 read = ids[(ids >= 0) & ((depths >= start) | (depths < sinks))]
-                pinned = cache.pinned_windowed[pool.index]
+                pinned = self.windows.pinned[pool.index]
                 unread = read[pool.refs[read] == 0]
                 idle += len(unread) if not pinned else sum(int(i) not in pinned for i in unread.tolist())
         return idle
@@ -337,7 +340,7 @@ class AdmissionPlanner:
                 continue
             if group.index >= state.growing:
                 total += plan.num_cross_blocks
-            elif group.index in state.cache.windowed:
+            elif group.index in state.context.windowed:
                 start = window_start(group, plan.num_hit_tokens, size)
                 dropped = max(0, min(start, plan.match.num_blocks) - sink_blocks(group, size))
                 total += plan.num_blocks - dropped

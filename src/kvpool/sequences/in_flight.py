@@ -15,6 +15,7 @@ class InFlight:
     def __init__(self, state: CacheState) -> None:
         self.state = state
         self.cache = state.cache
+        self.context = state.context
         self.rows = state.rows
         self.block_size = state.block_size
         self.rows_by_block: dict[tuple[Node, bytes], int] = {}  # (tip, next block) -> the row that computes it
@@ -45,7 +46,7 @@ class InFlight:
         tip = rows.tips[row]
         assert tip is not None
         if tip.open_row != row:  # otherwise it ends with what is committed
-            self.cache.sync(tip)
+            self.context.sync(tip)
             start = tip.end * size
         if handle.publishes and rows.known.item(row) - start >= size:
             self.track_block(handle, tip, rows.ids_between(row, start, start + size).tobytes())

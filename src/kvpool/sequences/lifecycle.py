@@ -13,7 +13,7 @@ from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import sink_blocks, window_start
 from kvpool.pools.pool import GPU
 from kvpool.prefix.calendar import NEVER
-from kvpool.prefix.node import Node
+from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.retention import Retention
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
@@ -42,6 +42,11 @@ class Lifecycle:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
+        self.context = state.context
+        self.tree = state.cache.tree
+        self.readers = state.cache.readers
+        self.windows = state.cache.windows
+        self.removal = state.cache.removal
         self.admissions = admissions
         self.in_flight = in_flight
 
@@ -65,15 +70,15 @@ class Lifecycle:
         tip = self.enter(match, handle.scope)
         held_source = taken = None
         if match.partial is not None and not state.config.copy_on_partial_reuse:
-            taken = cache.take_over(match.partial)
+            taken = self.removal.take_over(match.partial)
         held_windows: list[tuple[int, Int32Array]] = []
         if plan.evicts:
-            held_windows = self._windows_of(tip, hit_tokens) if cache.windowed else []
+            held_windows = self._windows_of(tip, hit_tokens) if self.context.windowed else []
             for group, ids in held_windows:
-                cache.enter_window(tip.root, group, ids)
+                self.windows.enter(tip.root, group, ids)
             held_source = match.partial if taken is None else None
             if held_source is not None:
-                cache.hold(held_source)
+                self.readers.hold(held_source)
                 self._hold_windowed_source(match, +1)
             for pool, need in zip(state.gpu_pools, plan.needs, strict=True):
                 cache.make_room(pool, need, handle.scope.tenant)
@@ -82,7 +87,7 @@ class Lifecycle:
         rows.tips[row] = tip
         self._fill_tables(row, tip, plan, taken)
         for group, ids in held_windows:  # now the row itself reads them
-            cache.leave_window(tip, group, 0, 0, ids)
+            self.windows.leave(tip, group, 0, 0, ids)
         if match.partial is not None:
             if taken is None:
                 self._copy_partial(row, match)
@@ -90,7 +95,9 @@ class Lifecycle:
                 handle.copied_sessions = (match.partial.session,)
         if held_source is not None:
             self._hold_windowed_source(match, -1)
-            cache.release(held_source, used=False)  # it was copied from, as it is where nothing had to be evicted
+            self.readers.release(
+                held_source, used=False
+            )  # it was copied from, as it is where nothing had to be evicted
         rows.reserved[row] = max(num_tokens, hit_tokens + match.num_recomputed)
         rows.written[row] = rows.committed[row] = hit_tokens
         rows.present[row] = hit_tokens + match.num_recomputed
@@ -111,10 +118,10 @@ class Lifecycle:
         """(group, ids) of the blocks on the GPU that a request which reuses `num_tokens` up to `tip` reads in its windows."""
         size = self.state.block_size
         found: list[tuple[int, Int32Array]] = []
-        for group in self.cache.windowed:
+        for group in self.context.windowed:
             spec = self.state.groups[group]
             start, sinks = window_start(spec, num_tokens, size), sink_blocks(spec, size)
-            for node in self.cache.path_to(tip):
+            for node in tip.path():
                 if node.tier == GPU:
                     depths = np.arange(node.start, node.end)
                     found.append((group, node.ids[group][(depths >= start) | (depths < sinks)]))
@@ -122,21 +129,20 @@ class Lifecycle:
 
     def enter(self, match: Match, scope: ReuseScope) -> Node:
         """Splits the tree where the match ends and holds the matched path."""
-        cache = self.cache
         if not match.path:
-            root = match.root if match.root is not None else cache.root_for(scope)
+            root = match.root if match.root is not None else self.tree.root_for(scope)
             root.active += 1
             return root
         last = match.path[-1]
         if last.end > match.num_blocks:
-            last = match.path[-1] = cache.split(last, match.num_blocks - last.start)
+            last = match.path[-1] = self.tree.split(last, match.num_blocks - last.start)
         elif last.open_row >= 0:
             self.state.publisher.close(last.open_row)
         for node in match.path:
             node.hits += 1
             if not node.active:
-                cache.counters.reuse_gap.add(cache.now - node.last_access_at, node.num_blocks)
-        cache.hold(last)
+                self.context.counters.reuse_gap.add(self.context.now - node.last_access_at, node.num_blocks)
+        self.readers.hold(last)
         return last
 
     def _hold_windowed_source(self, match: Match, change: int) -> None:
@@ -145,26 +151,26 @@ class Lifecycle:
         assert source is not None
         if source.tier != GPU:
             return
-        for group in self.cache.windowed:
+        for group in self.context.windowed:
             index = match.num_blocks - source.start
             ids = source.ids[group][index : index + 1]
             if change > 0:
-                self.cache.enter_window(source.root, group, ids)
+                self.windows.enter(source.root, group, ids)
             else:
-                self.cache.leave_window(source, group, match.num_blocks, match.num_blocks, ids)
+                self.windows.leave(source, group, match.num_blocks, match.num_blocks, ids)
 
     def _promote_path(self, tip: Node) -> dict[Tier, int]:
         """Brings matched nodes of lower tiers to the GPU, top down; returns how many blocks came from each tier."""
         promoted: dict[Tier, int] = {}
-        for node in self.cache.path_to(tip):
+        for node in tip.path():
             if node.tier != GPU:
                 promoted[node.tier] = promoted.get(node.tier, 0) + node.num_blocks
-                self.cache.promote(node)
+                self.cache.mover.promote(node)
         return promoted
 
     def _fill_tables(self, row: int, tip: Node, plan: AdmissionPlan, taken: list[int] | None) -> None:
         """Matched ids, then that of the block taken over from the tree, if any, then new ones."""
-        state, rows, cache = self.state, self.rows, self.cache
+        state, rows = self.state, self.rows
         hit_blocks, num_blocks = plan.match.num_blocks, plan.num_blocks
         rows.num_blocks[row] = num_blocks
         path = plan.match.path
@@ -177,7 +183,7 @@ class Lifecycle:
         if state.is_simple:
             table = rows.tables[0]
             if hit_blocks:
-                table[row, :hit_blocks] = cache.path_ids(path, hit_blocks, 0)
+                table[row, :hit_blocks] = path_ids(path, hit_blocks, 0)
             if new:
                 table[row, first:num_blocks] = state.gpu_pools[0].take(new)
             state.counters.blocks_allocated += new
@@ -185,11 +191,11 @@ class Lifecycle:
         for group in range(state.growing):
             table = rows.tables[group]
             if hit_blocks:
-                table[row, :hit_blocks] = cache.path_ids(path, hit_blocks, group)
+                table[row, :hit_blocks] = path_ids(path, hit_blocks, group)
             if new:
                 table[row, first:num_blocks] = state.take(group, new)
         state.counters.blocks_allocated += new * state.growing
-        for group in cache.windowed:
+        for group in self.context.windowed:
             self._enter_windows(row, tip, group, hit_blocks, plan.num_hit_tokens)
         if plan.num_cross_blocks:
             rows.num_cross_blocks[row] = plan.num_cross_blocks
@@ -204,14 +210,14 @@ class Lifecycle:
         start = window_start(spec, hit_tokens, size)
         sinks = sink_blocks(spec, size)
         self.rows.window_start[group, row] = start
-        self.cache.enter_window(tip.root, group, table[row, : min(sinks, hit_blocks)])
-        self.cache.enter_window(tip.root, group, table[row, start:hit_blocks])
+        self.windows.enter(tip.root, group, table[row, : min(sinks, hit_blocks)])
+        self.windows.enter(tip.root, group, table[row, start:hit_blocks])
 
     def _copy_partial(self, row: int, match: Match) -> None:
         source = match.partial
         assert source is not None
         if source.open_row >= 0:
-            self.cache.sync(source)
+            self.context.sync(source)
         at = match.num_blocks
         for group in range(self.state.growing):
             src = source.ids[group][at - source.start : at - source.start + 1].copy()
@@ -220,7 +226,9 @@ class Lifecycle:
                 op = CopyOp(CopyKind.PARTIAL_REUSE, group, source.tier, GPU, src, dst, match.num_partial)
                 self.state.copies.append(op)
 
-    def _count_request(self, handle: KVCacheHandle, num_tokens: int, promoted: dict[Tier, int], plan: AdmissionPlan) -> None:
+    def _count_request(
+        self, handle: KVCacheHandle, num_tokens: int, promoted: dict[Tier, int], plan: AdmissionPlan
+    ) -> None:
         counters, size, match = self.state.counters, self.state.block_size, plan.match
         counters.prompt_tokens += num_tokens
         counters.prompt_blocks += num_tokens // size
@@ -269,7 +277,7 @@ class Lifecycle:
         return children
 
     def _share_row(self, source: int, child: KVCacheHandle) -> None:
-        rows, cache = self.rows, self.cache
+        rows = self.rows
         num_blocks, cross = int(rows.num_blocks[source]), int(rows.num_cross_blocks[source])
         row = child.row = rows.new_row(child, max(num_blocks, cross))
         for name in ("reserved", "written", "committed", "num_blocks", "num_cross_blocks", "present"):
@@ -279,21 +287,21 @@ class Lifecycle:
         rows.share_token_ids(source, row)
         tip = rows.tips[row] = rows.tips[source]
         assert tip is not None and child.family is not None
-        cache.hold(tip)
+        self.readers.hold(tip)
         for group, spec in enumerate(self.state.groups):
             table = rows.tables[group]
             used = num_blocks if group < self.state.growing else cross
             table[row, :used] = table[source, :used]
             private = table[row, tip.end : used] if group < self.state.growing else table[row, :used]
             pool = self.state.gpu_pools[spec.pool]
-            if group in cache.full:
+            if group in self.context.full:
                 pool.share(private)
             else:
                 pool.acquire(private[private >= 0])
-            if group in cache.windowed:
+            if group in self.context.windowed:
                 sinks = sink_blocks(spec, self.state.block_size)
-                cache.enter_window(tip.root, group, table[row, : min(sinks, tip.end)])
-                cache.enter_window(tip.root, group, table[row, int(rows.window_start[group, row]) : tip.end])
+                self.windows.enter(tip.root, group, table[row, : min(sinks, tip.end)])
+                self.windows.enter(tip.root, group, table[row, int(rows.window_start[group, row]) : tip.end])
         child.family.add(row)
         rows.set_shared(source, True)
         rows.set_shared(row, True)
@@ -308,7 +316,7 @@ class Lifecycle:
         if handle.swapped is not None:
             if not keep and handle.publishes:
                 final = self.rows.token_ids(row)[: self.rows.committed.item(row)]
-                tip = next(reversed(self.cache.match(handle.scope, final, partial=False).path), tip)
+                tip = next(reversed(self.tree.match(handle.scope, final, partial=False).path), tip)
             self.free_swapped(handle)
         else:
             self.release_gpu(handle, row, keep and self.state.config.cache_unfilled_blocks)
@@ -333,18 +341,18 @@ class Lifecycle:
         """Gives back the host blocks of a swapped-out sequence."""
         assert handle.swapped is not None
         for group, ids in enumerate(handle.swapped.ids):
-            self.cache.pool(group, Tier.HOST).release(ids[ids >= 0])
+            self.context.pool(group, Tier.HOST).release(ids[ids >= 0])
         handle.swapped = None
         tip = self.rows.tips[handle.row]
         assert tip is not None
-        self.cache.release(tip)
+        self.readers.release(tip)
 
     def release_gpu(self, handle: KVCacheHandle, row: int, keep_remainder: bool = False) -> None:
         """Lets go of every GPU block of a row: published ones stay in the tree, private ones become free.
 
         With `keep_remainder` the unfilled last block enters the tree as well.
         """
-        rows, cache = self.rows, self.cache
+        rows = self.rows
         tip = rows.tips[row]
         assert tip is not None
         if tip.open_row == row:
@@ -356,11 +364,11 @@ class Lifecycle:
             self._release_groups(handle, row, tip, used, published)
         if handle.retention is not None and tip is not tip.root:
             self._apply_retention(handle.retention, tip, handle.num_prompt_tokens)
-        cache.release(tip)
+        self.readers.release(tip)
 
     def _release_groups(self, handle: KVCacheHandle, row: int, tip: Node, used: int, published: int) -> None:
         """Gives back private blocks of a row, between the published ones and `used`, and leaves its windows."""
-        rows, cache = self.rows, self.cache
+        rows = self.rows
         for group in range(len(self.state.groups)):
             table = rows.tables[group]
             private = table[row, published:used]
@@ -368,14 +376,14 @@ class Lifecycle:
                 private = table[row, : rows.num_cross_blocks.item(row)]
             if len(private):
                 self.state.give_back(group, private, handle)
-        for group in cache.windowed:
+        for group in self.context.windowed:
             table = rows.tables[group]
             start = int(rows.window_start[group, row])
             sinks = min(sink_blocks(self.state.groups[group], self.state.block_size), published)
             if sinks:
-                cache.leave_window(tip, group, 0, sinks - 1, table[row, :sinks])
+                self.windows.leave(tip, group, 0, sinks - 1, table[row, :sinks])
             if start < published:
-                cache.leave_window(tip, group, start, published - 1, table[row, start:published])
+                self.windows.leave(tip, group, start, published - 1, table[row, start:published])
 
     def _apply_retention(self, retention: Retention, tip: Node, num_prompt_tokens: int) -> None:
         """Cuts the path where priorities change and sets them."""
@@ -385,20 +393,20 @@ class Lifecycle:
             while node.start >= cut:
                 node = node.parent
             if node.end > cut:
-                cache.split(node, cut - node.start)
+                self.tree.split(node, cut - node.start)
         node = tip
         while node is not node.root:
             priority, duration = retention.priority_at(node.start * size, num_prompt_tokens)
             if priority is not None:
-                cache.set_priority(node, priority, NEVER if duration is None else cache.now + duration)
+                cache.expiry.set_priority(node, priority, NEVER if duration is None else self.context.now + duration)
             node = node.parent
 
     def _drop_own(self, tip: Node, serial: int) -> None:
         """Drops what a request published and nobody else uses."""
         node = tip
-        while self.cache.is_candidate(node) and node.published_by == serial:
+        while node.is_candidate() and node.published_by == serial:
             parent = node.parent
-            self.cache.drop_tail(node, node.num_blocks, EvictionReason.EXPLICIT)
+            self.removal.drop_tail(node, node.num_blocks, EvictionReason.EXPLICIT)
             node = parent
 
     def free_batch(self, handles: Sequence[KVCacheHandle], keep: bool) -> None:
@@ -426,7 +434,10 @@ class Lifecycle:
         table = rows.tables[0][index, : int(used.max())]  # a copy, of which nodes may keep slices
         alike = int(used.max()) * len(index) <= 4 * int(used.sum())
         published = []
-        keep_remainders, publish_remainder = self.state.config.cache_unfilled_blocks, self.state.publisher.publish_remainder
+        keep_remainders, publish_remainder = (
+            self.state.config.cache_unfilled_blocks,
+            self.state.publisher.publish_remainder,
+        )
         for i, row in enumerate(row_list):
             tip = rows.tips[row]
             assert tip is not None
@@ -441,7 +452,7 @@ class Lifecycle:
             published.append(tip.start + tip.num_blocks)
         rows.is_open[index] = False
         self._give_tails(table, used, np.array(published))
-        release, end_of = self.cache.release, self._end
+        release, end_of = self.readers.release, self._end
         for row, handle in zip(row_list, handles, strict=True):
             tip = rows.tips[row]
             assert tip is not None

@@ -17,27 +17,29 @@ class Onboarding:
     def __init__(self, state: CacheState, admissions: AdmissionPlanner) -> None:
         self.state = state
         self.cache = state.cache
+        self.tree = state.cache.tree
+        self.readers = state.cache.readers
         self.admissions = admissions
 
     def offload(self, source: BlockPool, num_blocks: int) -> int:
         """Moves up to `num_blocks` of the runs that would be evicted next one tier down; returns how many moved."""
         cache = self.cache
-        if cache.lower_tier[source.tier] is None:
+        if cache.mover.lower_tier[source.tier] is None:
             raise InvalidArgumentError(
                 f"there is no tier below {source.tier.name}: configure host_blocks or disk_blocks"
             )
         before = source.num_free
         while source.num_free - before < num_blocks:
-            victim = cache.victim(source, None)
+            victim = cache.orders.victim(source, None)
             wanted = ceil_div(num_blocks - (source.num_free - before), cache.blocks_per_position[source.index])
-            if victim is None or not cache.demote(victim, min(victim.num_blocks, wanted)):
+            if victim is None or not cache.mover.demote(victim, min(victim.num_blocks, wanted)):
                 break
         return source.num_free - before
 
     def onboard(self, tokens: Int32Array, scope: ReuseScope) -> int:
         """Brings the cached prefix of `tokens` up to the GPU; returns how many blocks move."""
         state, cache = self.state, self.cache
-        match = cache.match(scope, tokens, partial=False)
+        match = self.tree.match(scope, tokens, partial=False)
         if not match.path or match.path[-1].tier == GPU:
             return 0
         needs, supply = [0] * len(state.pools), state.supply(scope.tenant)
@@ -45,15 +47,15 @@ class Onboarding:
         state.refuse_shortage(needs, supply, f"onboarding a prefix of {match.num_blocks} blocks")
         node = match.path[-1]
         if node.end > match.num_blocks:
-            node = cache.split(node, match.num_blocks - node.start)
-        cache.hold(node)
+            node = self.tree.split(node, match.num_blocks - node.start)
+        self.readers.hold(node)
         for pool, need in zip(state.gpu_pools, needs, strict=True):
             cache.make_room(pool, need, scope.tenant)
         moved = 0
-        for part in cache.path_to(node):
+        for part in node.path():
             if part.tier != GPU:
-                cache.promote(part)
+                cache.mover.promote(part)
                 moved += part.num_blocks
-        cache.release(node)
+        self.readers.release(node)
         cache.enforce_quota(node.root)
         return moved

@@ -22,29 +22,38 @@ class Publisher:
     follow whoever publishes them first, so a block never has two owners.
     """
 
-    def __init__(self, cache: PrefixCache, rows: Rows) -> None:
-        self.cache = cache
-        self.rows = rows
-        self.block_size = cache.block_size
-        self.on_follow: Callable[[int], None] = lambda row: None  # called with a row that follows its fork into the tree
+    def __init__(self, cache: PrefixCache) -> None:
+        self.context = cache.context
+        self.rows: Rows = cache.context.rows
+        self.block_size = cache.context.block_size
+        self.tree = cache.tree
+        self.readers = cache.readers
+        self.windows = cache.windows
+        self.removal = cache.removal
+        self.announcer = cache.announcer
+        self.mover = cache.mover
+        self.events = cache.context.events
+        self.on_follow: Callable[[int], None] = lambda row: (
+            None
+        )  # called with a row that follows its fork into the tree
 
     def publish(self, row: int) -> None:
         """Brings the tree up to date with everything that a row has committed."""
-        rows, cache = self.rows, self.cache
+        rows = self.rows
         handle, tip = rows.handles[row], rows.tips[row]
         assert handle is not None and tip is not None
         if not handle.publishes:
             return
         if tip.open_row != row:
             self._attach(row, handle, tip)
-        if cache.events.listening:
+        if self.events.listening:
             tip = rows.tips[row]
             assert tip is not None
             if tip.open_row == row:
-                cache.announce(tip)
+                self.announcer.stored(tip)
 
     def _attach(self, row: int, handle: KVCacheHandle, tip: Node) -> None:
-        rows, cache, size = self.rows, self.cache, self.block_size
+        rows, size = self.rows, self.block_size
         done = rows.committed.item(row) // size
         first = tip.start + tip.num_blocks
         while first < done:
@@ -55,10 +64,10 @@ class Publisher:
             key = tokens[:size].tobytes()
             child = tip.children.get(key) if tip.children is not None else None
             if child is not None:
-                cache.sync(child)
-                equal = cache.common_tokens(child, tokens) // size
+                self.context.sync(child)
+                equal = self.tree.common_tokens(child, tokens) // size
                 if equal < child.num_blocks:
-                    child = cache.split(child, equal)
+                    child = self.tree.split(child, equal)
                 elif child.open_row >= 0:
                     self.close(child.open_row)
                 self._merge([row, *followers], tip, child, first)
@@ -113,11 +122,11 @@ class Publisher:
         end = min(self.rows.num_blocks.item(row), self.rows.num_blocks.item(other))
         columns = np.arange(first, end)
         same, held = np.ones(len(columns), np.bool_), np.zeros(len(columns), np.bool_)
-        for group in range(self.cache.num_cached_groups):
+        for group in range(self.context.num_cached_groups):
             mine, theirs = (self.rows.tables[group][r, first:end] for r in (row, other))
             equal = (mine == theirs) & (mine >= 0)
             held |= equal
-            if group in self.cache.windowed:
+            if group in self.context.windowed:
                 starts = self.rows.window_start[group]
                 equal |= ((mine < 0) | (theirs < 0)) & (columns < max(starts[row], starts[other]))
             same &= equal
@@ -136,7 +145,7 @@ class Publisher:
                 self.on_follow(row)
 
     def _open(self, row: int, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
-        node = self.cache.new_child(tip, key, handle.serial, handle.ttl, handle.session)
+        node = self.tree.new_child(tip, key, handle.serial, handle.ttl, handle.session)
         node.active = 1  # the row held the tip directly; now it does so through this node
         node.open_row = row
         self.rows.tips[row] = node
@@ -144,10 +153,9 @@ class Publisher:
         node.num_blocks = (
             self.rows.committed.item(row) // self.block_size - node.start
         )  # the rest when it is read: `sync`
-        tip.add_child(key, node)
-        self.cache.num_runs += 1
+        self.tree.add(node)
         if tip.num_remainders:
-            self.cache.drop_covered(tip, key)
+            self.removal.drop_covered(tip, key)
 
     def publish_remainder(self, row: int, handle: KVCacheHandle, tip: Node) -> Node:
         """A row that ends leaves its last, unfilled block to the tree; returns the deepest node that it holds then.
@@ -155,12 +163,12 @@ class Publisher:
         Nobody writes the block any more, so this costs no copy. It becomes free instead if a fork still holds it or if
         something that begins with the same tokens is cached behind `tip`, which is closed.
         """
-        rows, cache, size = self.rows, self.cache, self.block_size
+        rows, size = self.rows, self.block_size
         first, start, end = tip.end, tip.end * size, rows.committed.item(row)
         if not 0 < end - start < size or not handle.publishes or tip.detached:
             return tip
-        ids = [rows.tables[group][row, first : first + 1].copy() for group in range(cache.num_cached_groups)]
-        held = (cache.pool(group, GPU).refs[of_group[0]] > 1 for group, of_group in enumerate(ids))
+        ids = [rows.tables[group][row, first : first + 1].copy() for group in range(self.context.num_cached_groups)]
+        held = (self.context.pool(group, GPU).refs[of_group[0]] > 1 for group, of_group in enumerate(ids))
         if handle.family is not None and any(held):
             return tip
         tokens = rows.final_token_ids(row, start, end)
@@ -168,52 +176,52 @@ class Publisher:
         if tip.children is not None and tip.children.nearest(key)[1] == len(key):
             return tip
         if tip.num_remainders:
-            cache.drop_covered(tip, key)
-        node = cache.new_child(tip, key, handle.serial, handle.ttl, handle.session)
+            self.removal.drop_covered(tip, key)
+        node = self.tree.new_child(tip, key, handle.serial, handle.ttl, handle.session)
         node.is_remainder, node.num_blocks, node.tokens, node.ids = True, 1, tokens, ids
         # Policies know runs by their first block; the few tokens of a remainder are told apart by the block before them.
         node.fingerprint = hash((node.root.fingerprint, first, tip.tokens[-size:].tobytes(), key))
         node.active = 1  # as in `_open`
-        tip.add_child(key, node)
-        cache.num_runs += 1
+        self.tree.add(node)
         return node
 
     def _closed_child(self, readers: list[int], tip: Node, key: bytes, first: int, last: int) -> Node:
-        rows, cache, size = self.rows, self.cache, self.block_size
+        rows, size = self.rows, self.block_size
         row = readers[0]
         handle = rows.handles[row]
         assert handle is not None
-        node = cache.new_child(tip, key, handle.serial, handle.ttl, handle.session)
+        node = self.tree.new_child(tip, key, handle.serial, handle.ttl, handle.session)
         node.num_blocks = last - first
         node.tokens = rows.ids_between(row, first * size, last * size)
         # The same ids in every row, but for windowed blocks that some of them have given up.
-        node.ids = [rows.tables[g][readers, first:last].max(axis=0) for g in range(cache.num_cached_groups)]
-        for group in cache.full:
-            cache.pool(group, GPU).refs[node.ids[group]] = 0  # from now on their readers are counted on the node
-        tip.add_child(key, node)
-        cache.num_runs += 1
+        node.ids = [rows.tables[g][readers, first:last].max(axis=0) for g in range(self.context.num_cached_groups)]
+        for group in self.context.full:
+            self.context.pool(group, GPU).refs[node.ids[group]] = 0  # from now on their readers are counted on the node
+        self.tree.add(node)
         if tip.num_remainders:
-            cache.drop_covered(tip, key)
-        if cache.events.listening:
-            cache.announce(node)
+            self.removal.drop_covered(tip, key)
+        if self.events.listening:
+            self.announcer.stored(node)
         return node
 
     def _merge(self, readers: list[int], tip: Node, child: Node, first: int) -> None:
         """The readers computed again what `child` holds: they take its blocks and free their own."""
-        rows, cache = self.rows, self.cache
+        rows = self.rows
         rows.moves += 1
         if child.tier != GPU:
-            own = [rows.tables[g][readers, first : child.end].max(axis=0) for g in range(cache.num_cached_groups)]
-            cache.adopt_blocks(child, own)
+            own = [
+                rows.tables[g][readers, first : child.end].max(axis=0) for g in range(self.context.num_cached_groups)
+            ]
+            self.mover.adopt_blocks(child, own)
         for reader in readers:
             handle = rows.handles[reader]
             assert handle is not None
-            cache.hold(child)
-            for group in cache.full:
+            self.readers.hold(child)
+            for group in self.context.full:
                 self._adopt_full(reader, child, group, first, handle.family is not None)
-            for group in cache.windowed:
+            for group in self.context.windowed:
                 self._adopt_windowed(reader, child, group, first)
-            cache.release(tip)
+            self.readers.release(tip)
             rows.tips[reader] = child
             handle.stats.merged_blocks += child.num_blocks
 
@@ -222,31 +230,30 @@ class Publisher:
         own, theirs = table[row, first : child.end], child.ids[group]
         doubled = own[own != theirs]
         if len(doubled):
-            self.cache.give_back_private(group, doubled, shared)
-            self.cache.counters.blocks_merged += len(doubled)
+            self.context.give_back(group, doubled, shared)
+            self.context.counters.blocks_merged += len(doubled)
             table[row, first : child.end] = theirs
 
     def _adopt_windowed(self, row: int, child: Node, group: int, first: int) -> None:
         """As `_adopt_full`, where the tree may have lost blocks that this row still has."""
-        cache = self.cache
         table = self.rows.tables[group]
-        pool = cache.pool(group, GPU)
+        pool = self.context.pool(group, GPU)
         own, theirs = table[row, first : child.end], child.ids[group]
         lost = (theirs < 0) & (own >= 0)
         if lost.any():
             child.ids[group] = theirs = np.where(lost, own, theirs)
-            if child.digests is not None and cache.events.listening:
-                cache.announce_blocks(child, group, np.flatnonzero(lost))
+            if child.digests is not None and self.events.listening:
+                self.announcer.stored_blocks(child, group, np.flatnonzero(lost))
         doubled = (own >= 0) & (own != theirs)
         if doubled.any():
-            cache.enter_window(child.root, group, theirs[doubled])
+            self.windows.enter(child.root, group, theirs[doubled])
             pool.release(own[doubled])
-            cache.counters.blocks_merged += int(doubled.sum())
+            self.context.counters.blocks_merged += int(doubled.sum())
             table[row, first : child.end] = np.where(doubled, theirs, own)
 
     def close(self, row: int) -> None:
         """Ends the growth of a row's open node: the node gets arrays of its own and may have other readers."""
-        rows, cache = self.rows, self.cache
+        rows = self.rows
         node = rows.tips[row]
         assert node is not None and node.open_row == row
         size = self.block_size
@@ -254,8 +261,8 @@ class Publisher:
         node.open_row = -1
         node.num_blocks = end - start
         node.tokens = rows.final_token_ids(row, start * size, end * size)
-        if cache.num_cached_groups == 1:
+        if self.context.num_cached_groups == 1:
             node.ids = [rows.tables[0][row, start:end].copy()]
         else:
-            node.ids = [rows.tables[group][row, start:end].copy() for group in range(cache.num_cached_groups)]
+            node.ids = [rows.tables[group][row, start:end].copy() for group in range(self.context.num_cached_groups)]
         rows.is_open[row] = False

@@ -11,7 +11,7 @@ from kvpool.errors import OutOfBlocksError, SequenceStateError
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import sink_blocks, window_start
 from kvpool.pools.pool import GPU
-from kvpool.prefix.node import Node
+from kvpool.prefix.node import Node, path_ids
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.state import CacheState
@@ -24,6 +24,10 @@ class Rewinding:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
+        self.context = state.context
+        self.tree = state.cache.tree
+        self.readers = state.cache.readers
+        self.windows = state.cache.windows
         self.in_flight = in_flight
 
     def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
@@ -34,7 +38,7 @@ class Rewinding:
         rows.moves += 1
         tip = rows.tips[row]
         assert tip is not None
-        self.cache.sync(tip)
+        self.context.sync(tip)
         self._prepare(handle, row, length)
         if length < tip.end * size:
             self._leave_published(handle, row, length)
@@ -57,17 +61,17 @@ class Rewinding:
 
     def _prepare(self, handle: KVCacheHandle, row: int, length: int) -> None:
         """Before a rewind: reads again what the windows will cover, and makes room for the block that is cut in two."""
-        rows, cache, size = self.rows, self.cache, self.state.block_size
+        rows, size = self.rows, self.state.block_size
         committed = min(length, rows.committed.item(row))
         tip = rows.tips[row]
         assert tip is not None
-        path = cache.path_to(tip)
+        path = tip.path()
         reopened: list[tuple[int, int, int]] = []
-        for group in cache.windowed:
+        for group in self.context.windowed:
             start, stop = window_start(self.state.groups[group], committed, size), int(rows.window_start[group, row])
             left = rows.tables[group][row, start:stop]
             # The tree may have lost blocks since they left the window; the table is not told.
-            left[: max(0, tip.end - start)] = cache.path_ids(path, tip.end, group)[start:stop]
+            left[: max(0, tip.end - start)] = path_ids(path, tip.end, group)[start:stop]
             if (left[: max(0, ceil_div(committed, size) - start)] < 0).any():
                 raise SequenceStateError(
                     f"request {handle.request_id!r} cannot be rewound to {committed} committed tokens: "
@@ -76,7 +80,7 @@ class Rewinding:
             if start < stop:
                 reopened.append((group, start, stop))
         for group, start, stop in reopened:
-            cache.enter_window(tip.root, group, rows.tables[group][row, start : min(stop, tip.end)])
+            self.windows.enter(tip.root, group, rows.tables[group][row, start : min(stop, tip.end)])
             rows.window_start[group, row] = start
         if length % size and length < tip.end * size:
             try:
@@ -85,13 +89,13 @@ class Rewinding:
             except OutOfBlocksError:
                 for group, start, stop in reopened:
                     ids = rows.tables[group][row, start : min(stop, tip.end)]
-                    cache.leave_window(tip, group, start, min(stop, tip.end) - 1, ids)
+                    self.windows.leave(tip, group, start, min(stop, tip.end) - 1, ids)
                     rows.window_start[group, row] = stop
                 raise
 
     def _leave_published(self, handle: KVCacheHandle, row: int, length: int) -> None:
         """Moves the tip up to the last full block before `length`; a block cut in two is copied."""
-        rows, cache, size = self.rows, self.cache, self.state.block_size
+        rows, size = self.rows, self.state.block_size
         rows.keep_token_ids(row)
         blocks, extra = divmod(length, size)
         if rows.is_open[row]:
@@ -104,16 +108,16 @@ class Rewinding:
         if extra:
             self._note_session(handle, old, blocks)
         if new.end > blocks:
-            new = cache.split(new, blocks - new.start)
-        cache.hold(new)
+            new = self.tree.split(new, blocks - new.start)
+        self.readers.hold(new)
         for group in range(self.state.growing):
             table = rows.tables[group]
-            if group in cache.windowed:
+            if group in self.context.windowed:
                 sinks = min(sink_blocks(self.state.groups[group], size), end)
                 if blocks < sinks:
-                    cache.leave_window(old, group, blocks, sinks - 1, table[row, blocks:sinks])
+                    self.windows.leave(old, group, blocks, sinks - 1, table[row, blocks:sinks])
                 start = max(blocks, int(rows.window_start[group, row]))
-                cache.leave_window(old, group, start, end - 1, table[row, start:end])
+                self.windows.leave(old, group, start, end - 1, table[row, start:end])
             if extra:
                 dst = self.state.take(group, 1)
                 src = table[row, blocks : blocks + 1].copy()
@@ -123,7 +127,7 @@ class Rewinding:
                 table[row, blocks] = dst[0]
             table[row, blocks + bool(extra) : end] = -1
         rows.tips[row] = new
-        cache.release(old)
+        self.readers.release(old)
 
     @staticmethod
     def _note_session(handle: KVCacheHandle, node: Node, depth: int) -> None:

@@ -16,6 +16,7 @@ from kvpool.pools.copies import CopyOp
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.pools.rows import SequenceRows
 from kvpool.prefix.cache import PrefixCache
+from kvpool.prefix.context import CacheContext
 from kvpool.sequences.handle import KVCacheHandle, Rows
 from kvpool.sequences.publishing import Publisher
 from kvpool.stats import Counters
@@ -71,28 +72,19 @@ class CacheState:
         self.pools: list[list[BlockPool]] = [
             [BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in LOCAL_TIERS] for spec in config.pools
         ]
-        self.cache = PrefixCache(
-            config.block_size,
-            self.groups,
-            self.pools,
-            self.rows,
-            new_policy,
-            self.counters,
-            clock,
-            events,
-            self.copies,
-            config.offload_on_evict,
-            config.offload_min_priority,
+        self.context = CacheContext(
+            config.block_size, self.groups, self.pools, self.rows, self.counters, events, self.copies, clock
         )
-        self.publisher = Publisher(self.cache, self.rows)
+        self.cache = PrefixCache(self.context, new_policy, config.offload_on_evict, config.offload_min_priority)
+        self.publisher = Publisher(self.cache)
         # How many blocks one more position costs in each pool, counting every group that grows with the sequence.
-        self.growing = self.cache.num_cached_groups
+        self.growing = self.context.num_cached_groups
         self.per_position = [0] * len(self.pools)
         for group in self.groups[: self.growing]:
             self.per_position[group.pool] += 1
         self.gpu_pools = [tiers[GPU] for tiers in self.pools]
         self._watermarks: dict[tuple[int, int], int] = {}  # by pool and its size: exact fractions take a while
-        self.is_simple = len(self.groups) == 1 and self.growing == 1 and not self.cache.windowed
+        self.is_simple = len(self.groups) == 1 and self.growing == 1 and not self.context.windowed
 
     def row_of(self, handle: KVCacheHandle) -> int:
         """The row of a live handle of this manager that is on the GPU."""
@@ -131,25 +123,25 @@ class CacheState:
     def take(self, group: int, num_blocks: int) -> Int32Array:
         """New GPU blocks for a sequence, with the bookkeeping of their layer group."""
         pool = self.gpu_pools[self.groups[group].pool]
-        return pool.take(num_blocks) if group in self.cache.full else pool.take_counted(num_blocks)
+        return pool.take(num_blocks) if group in self.context.full else pool.take_counted(num_blocks)
 
     def give_back(self, group: int, ids: Int32Array, handle: KVCacheHandle) -> None:
         """A sequence lets go of private GPU blocks; those that no fork holds become free."""
         pool = self.gpu_pools[self.groups[group].pool]
-        if group not in self.cache.full:
+        if group not in self.context.full:
             pool.release(ids[ids >= 0])
         else:
-            self.cache.give_back_private(group, ids, handle.family is not None)
+            self.context.give_back(group, ids, handle.family is not None)
 
     def supply(self, tenant: str | None) -> list[int]:
         """Blocks per GPU pool that are free or that a request of `tenant` may have evicted."""
-        return [pool.num_free + self.cache.evictable(pool, tenant) for pool in self.gpu_pools]
+        return [pool.num_free + self.cache.orders.evictable(pool, tenant) for pool in self.gpu_pools]
 
     def require(self, needs: list[int], tenant: str | None, what: str) -> None:
         """Raises, before anything changes, if the GPU pools cannot serve `needs`; then evicts to make room."""
         for pool, need in zip(self.gpu_pools, needs, strict=True):
             if need > pool.num_free:
-                available = pool.num_free + self.cache.evictable(pool, tenant)
+                available = pool.num_free + self.cache.orders.evictable(pool, tenant)
                 if need > available:
                     raise self.shortage(pool, need, available, what)
         for pool, need in zip(self.gpu_pools, needs, strict=True):

@@ -31,6 +31,8 @@ class Stepping:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
+        self.context = state.context
+        self.windows = state.cache.windows
         self.in_flight = in_flight
 
     # --- extend ------------------------------------------------------------------------------------------------------
@@ -108,7 +110,7 @@ class Stepping:
 
     def _require(self, batch: SequenceBatch, needs: list[int]) -> None:
         state = self.state
-        tenant = common_tenant(batch.handles) if state.cache.quotas else None
+        tenant = common_tenant(batch.handles) if state.cache.orders.quotas else None
         try:
             state.require(needs, tenant, f"extending a batch of {len(batch)} sequences")
         except Exception:
@@ -251,7 +253,7 @@ class Stepping:
             blocks = rows.tables[group][owners, column]
             np.multiply(blocks, size, out=slots[group])
             slots[group] += offset.astype(np.int32)
-            if group in self.cache.windowed:
+            if group in self.context.windowed:
                 hidden = (column < rows.window_start[group][owners]) & (
                     column >= sink_blocks(self.state.groups[group], size)
                 )
@@ -329,13 +331,13 @@ class Stepping:
         """Publishes blocks that were just filled. Rows with an open node have nothing to do unless somebody listens."""
         if not len(rows_done):
             return
-        if self.cache.windowed or self.cache.events.listening:
+        if self.context.windowed or self.context.events.listening:
             attention = rows_done
         else:
             attention = rows_done[~self.rows.is_open[rows_done]]
         for row in attention.tolist():
             self.state.publisher.publish(row)
-            if self.cache.windowed:
+            if self.context.windowed:
                 self._slide(row)
 
     def commit_rows(self, batch: SequenceBatch, tokens: Int32Array | None, counts: Int64Array) -> None:
@@ -372,7 +374,7 @@ class Stepping:
             rows.written[row] = end
         if end // size > start // size:
             self.state.publisher.publish(row)
-            if self.cache.windowed:
+            if self.context.windowed:
                 self._slide(row)
         if rows.following and end >= rows.following.get(row, end + 1):
             del rows.following[row]
@@ -424,8 +426,8 @@ class Stepping:
         state, rows, size = self.state, self.rows, self.state.block_size
         tip, handle = rows.tips[row], rows.handles[row]
         assert tip is not None and handle is not None
-        self.cache.sync(tip)
-        for group in self.cache.windowed:
+        self.context.sync(tip)
+        for group in self.context.windowed:
             old = int(rows.window_start[group, row])
             new = window_start(state.groups[group], int(rows.committed[row]), size)
             if new <= old:
@@ -433,7 +435,7 @@ class Stepping:
             table = rows.tables[group]
             published = min(new, max(old, tip.end))
             if published > old:
-                self.cache.leave_window(tip, group, old, published - 1, table[row, old:published])
+                self.windows.leave(tip, group, old, published - 1, table[row, old:published])
             if new > published:
                 state.give_back(group, table[row, published:new], handle)
                 table[row, published:new] = -1

@@ -11,7 +11,7 @@ from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyKind, CopyOp
-from kvpool.prefix.node import Node
+from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
 from kvpool.sequences.handle import KVCacheHandle, SwappedBlocks
 from kvpool.sequences.lifecycle import Lifecycle
@@ -29,6 +29,9 @@ class Swapping:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
+        self.context = state.context
+        self.tree = state.cache.tree
+        self.readers = state.cache.readers
         self.sequences = sequences
 
     # --- out ---------------------------------------------------------------------------------------------------------
@@ -42,7 +45,7 @@ class Swapping:
         status, reason = AllocStatus.OK, "fits"
         for index, tiers in enumerate(self.state.pools):
             host = tiers[Tier.HOST]
-            have = host.num_free + self.cache.evictable(host, None)
+            have = host.num_free + self.cache.orders.evictable(host, None)
             supply.append(have)
             if needs[index] > host.num_blocks:
                 status = AllocStatus.NEVER
@@ -81,7 +84,7 @@ class Swapping:
         needs = self._needs(held)
         for index, need in enumerate(needs):
             host = state.pools[index][Tier.HOST]
-            have = host.num_free + self.cache.evictable(host, None)
+            have = host.num_free + self.cache.orders.evictable(host, None)
             if need > have:
                 raise state.shortage(host, need, have, f"swapping out {len(handles)} requests")
         for index, need in enumerate(needs):
@@ -107,8 +110,8 @@ class Swapping:
     def _leave_gpu(self, handle: KVCacheHandle, row: int, blocks: SwappedBlocks) -> None:
         rows = self.rows
         rows.keep_token_ids(row)
-        root = self.cache.root_for(handle.scope)
-        self.cache.hold(root)
+        root = self.tree.root_for(handle.scope)
+        self.readers.hold(root)
         self.sequences.in_flight.untrack(handle)
         self.sequences.release_gpu(handle, row)
         for table in rows.tables:
@@ -127,7 +130,7 @@ class Swapping:
         self, group: int, of_group: list[Int32Array], src: Int32Array, tier: Tier
     ) -> tuple[Int32Array, list[Int32Array]]:
         """New blocks on `tier` for the distinct ids `src`, and each row's ids translated to them."""
-        pool = self.cache.pool(group, tier)
+        pool = self.context.pool(group, tier)
         dst = pool.take(len(src))
         images = []
         for ids in of_group:
@@ -137,7 +140,7 @@ class Swapping:
             images.append(image)
         holders = np.concatenate([i[i >= 0] for i in images]) if images else dst
         np.add.at(pool.refs, holders, 1)
-        if tier == Tier.GPU and group in self.cache.full:
+        if tier == Tier.GPU and group in self.context.full:
             pool.refs[dst[pool.refs[dst] == 1]] = 0  # single owners are not counted there
         return dst, images
 
@@ -173,10 +176,10 @@ class Swapping:
         They come back sharing private blocks, as forks do, and forks that share private blocks have the same tip.
         """
         matches = [self._resident(handle, self._swapped_row(handle)) for handle in handles]
-        if self.cache.windowed:
+        if self.context.windowed:
             return matches
-        group = self.cache.full[0]
-        least = np.empty(self.cache.pool(group, Tier.HOST).num_blocks, np.int64)
+        group = self.context.full[0]
+        least = np.empty(self.context.pool(group, Tier.HOST).num_blocks, np.int64)
         while True:
             counts = [match.num_blocks for match in matches]
             wanted = [ids[ids >= 0] for ids in self._missing(handles, counts)[0][group]]
@@ -191,12 +194,12 @@ class Swapping:
     def _resident(self, handle: KVCacheHandle, row: int, limit: int | None = None) -> Match:
         """Full blocks of a swapped request, at most `limit`, that the GPU still has in the prefix cache."""
         rows, size = self.rows, self.state.block_size
-        if not handle.publishes or self.cache.windowed:
+        if not handle.publishes or self.context.windowed:
             return Match(None, [], 0)
         final = min(int(rows.committed[row]), int(rows.known[row])) // size * size
         if limit is not None:
             final = min(final, limit * size)
-        return self.cache.match(handle.scope, rows.token_ids(row)[:final], partial=False, only_tier=Tier.GPU)
+        return self.tree.match(handle.scope, rows.token_ids(row)[:final], partial=False, only_tier=Tier.GPU)
 
     def _missing(
         self, handles: Sequence[KVCacheHandle], num_resident: list[int]
@@ -230,7 +233,7 @@ class Swapping:
             for node in match.path:
                 if not node.active and not node.pins:
                     used[node] = max(used.get(node, 0), min(node.end, match.num_blocks) - node.start)
-        for pool, per_position in self.cache.full_per_pool:
+        for pool, per_position in self.context.full_per_pool:
             supply[pool] -= sum(used.values()) * per_position
         return supply
 
@@ -270,9 +273,9 @@ class Swapping:
         match = self._resident(handle, row, num_blocks)  # again: the tree was cut for those before it
         tip = self.sequences.enter(match, handle.scope)
         self.rows.tips[row] = tip
-        self.cache.release(root)
-        for group in self.cache.full:
-            ids = self.cache.path_ids(self.cache.path_to(tip), match.num_blocks, group)
+        self.readers.release(root)
+        for group in self.context.full:
+            ids = path_ids(tip.path(), match.num_blocks, group)
             self.rows.tables[group][row, : match.num_blocks] = ids
 
     def _restore_table(self, group: int, row: int, image: Int32Array, num_fresh: int) -> None:
@@ -304,7 +307,7 @@ class Swapping:
     def _return_to_gpu(self, handle: KVCacheHandle, row: int) -> None:
         assert handle.swapped is not None
         for group, ids in enumerate(handle.swapped.ids):
-            self.cache.pool(group, Tier.HOST).release(ids[ids >= 0])
+            self.context.pool(group, Tier.HOST).release(ids[ids >= 0])
         handle.swapped = None
         self.rows.epoch += 1
         self.rows.moves += 1
