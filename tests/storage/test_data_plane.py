@@ -376,3 +376,42 @@ def test_given_no_writable_block_then_the_manager_says_so() -> None:
     assert np.flatnonzero(engine.manager.writable_blocks()).tolist() == [int(handle.block_ids()[1])]
     engine.manager.swap_out(handle)
     assert not engine.manager.writable_blocks().any()
+
+
+def host_rows(engine: Engine, num_blocks: int) -> Any:
+    rows = torch.zeros((num_blocks, engine.manager.config.groups[0].block_bytes), dtype=torch.uint8)
+    return rows.pin_memory() if engine.device == "cuda" else rows
+
+
+def test_given_blocks_read_as_bytes_when_they_are_written_into_others_then_tokens_read_the_same(engine: Engine) -> None:
+    first = engine.prompt("first", list(range(8)), seed=3)
+    rows = host_rows(engine, 2)
+    engine.plane.read_blocks(first.block_ids(0).copy(), 0, rows)()
+    second = engine.manager.allocate("second", list(range(50, 58)))
+    engine.plane.write_blocks(second.block_ids(0).copy(), 0, rows)()
+    engine.manager.commit(second)
+    for layer in range(2):
+        for ours, theirs in zip(engine.plane.read(first, layer), engine.plane.read(second, layer), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def test_given_an_offload_planned_from_blocks_then_it_runs_before_they_are_written(engine: Engine) -> None:
+    kept = engine.prompt("kept", list(range(48)), seed=5)  # the whole pool
+    want = engine.plane.read(kept, 1)[0].clone()
+    engine.manager.free(kept)
+    other = engine.manager.allocate("other", list(range(100, 132)))  # evicts to the host
+    engine.plane.write_blocks(other.block_ids(0).copy(), 0, host_rows(engine, 8))()
+    engine.manager.free(other, keep=False)
+    again = engine.manager.allocate("again", list(range(48)))
+    assert torch.equal(engine.plane.read(again, 1)[0], want[: again.num_written])
+
+
+def test_given_blocks_or_rows_that_cannot_be_then_they_are_refused(engine: Engine) -> None:
+    handle = engine.prompt("a", list(range(8)))
+    ids = handle.block_ids(0).copy()
+    with pytest.raises(InvalidArgumentError, match="contiguous uint8"):
+        engine.plane.read_blocks(ids, 0, host_rows(engine, 1))
+    with pytest.raises(InvalidArgumentError, match="not all among"):
+        engine.plane.read_blocks(ids + 12, 0, host_rows(engine, 2))
+    with pytest.raises(SharedBlockError):
+        engine.plane.write_blocks(ids, 0, host_rows(engine, 2))

@@ -64,7 +64,7 @@ from kvpool.sequences.writing import writable_blocks
 BatchLike = SequenceBatch | Sequence[KVCacheHandle]
 ALLOCATE_ARGUMENTS = frozenset({
     *("request_id", "tokens", "num_tokens", "scope", "reserve", "lookahead", "cross_tokens"),
-    *("retention", "ttl", "session"),
+    *("retention", "ttl", "session", "lease"),
 })  # fmt: skip
 
 
@@ -161,13 +161,15 @@ class KVCacheManager(Maintenance):
         retention: Retention | None = None,
         ttl: float | None = None,
         session: str | None = None,
+        lease: bool = False,
     ) -> KVCacheHandle:
         """Admits a request and gives it blocks for its prompt, reusing the longest cached prefix.
 
         Give the prompt's `tokens`, or only `num_tokens` when reuse is not wanted. `reserve` limits the places taken now
         (chunked prefill: `extend` before each further chunk); `lookahead` adds places for draft tokens; `cross_tokens` are
         the encoder's, whose input `scope.encoder` must name if blocks are to be shared. `retention` and `ttl` say how long
-        what it computes should stay cached; `session` names it for `invalidate`. Raises `OutOfBlocksError`
+        what it computes should stay cached; `session` names it for `invalidate`. A `lease` is no request and not counted as
+        one: it holds blocks for somebody else, as for bytes that come from a keyed tier. Raises `OutOfBlocksError`
         (`NeverFitsError` if the pool is too small) and changes nothing.
         """
         ids, places = self._request(tokens, num_tokens, reserve)
@@ -175,6 +177,8 @@ class KVCacheManager(Maintenance):
             lookahead, cross_tokens = as_count(lookahead, "lookahead"), self._cross_tokens(cross_tokens)
         if ttl is not None or retention is not None or session is not None:
             _check_keeping(ttl, retention, session)
+        if lease is not False:
+            lease = as_flag(lease, "lease")
         limit = self.config.max_seq_len
         if limit is not None:
             longest = max(places + lookahead, 0 if ids is None else len(ids))
@@ -190,12 +194,13 @@ class KVCacheManager(Maintenance):
             handle.ttl = ttl if ttl is not None else self.config.default_ttl
             handle.session = session
             handle.encoder_tokens = cross_tokens
+            handle.is_lease = lease
             handle.publishes = self.config.enable_prefix_caching and (not cross_tokens or scope.encoder != "")
             self._sequences.allocate(handle, ids, places, lookahead, cross_tokens)
             if self._observers:
                 options = dict(
                     num_tokens=num_tokens, scope=scope, reserve=reserve, lookahead=lookahead, cross_tokens=cross_tokens,
-                    retention=retention, ttl=ttl, session=session,
+                    retention=retention, ttl=ttl, session=session, lease=lease,
                 )  # fmt: skip
                 self._tell("allocate", handle, request_id, ids, options)
             return handle
@@ -360,6 +365,19 @@ class KVCacheManager(Maintenance):
                 self._stepping.commit_rows(chosen, ids, numbers)
             if self._observers:
                 self._tell("commit_batch", None, chosen, ids, numbers)
+
+    def narrow(self, handle: KVCacheHandle, position: int) -> None:
+        """Gives back the blocks of windowed groups that the query at `position`, and those behind it, do not read.
+
+        Commits do this by themselves as the sequence grows. A sequence whose bytes come from elsewhere is narrowed before:
+        what it gave back is not published, so only what it still holds must be written.
+        """
+        with self._guard:
+            row = self._state.row_of(handle)
+            position = as_count(position, "position", maximum=max(handle.num_prompt_tokens, int(self._state.rows.reserved[row])))
+            self._stepping.slide(row, position)
+            if self._observers:
+                self._tell("narrow", None, handle, position)
 
     def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
         """Forgets the last `num_tokens` reserved tokens (rejected drafts) and gives back the blocks behind them.

@@ -27,7 +27,7 @@ VERBS = {
     "a": "allocate", "e": "extend", "c": "commit", "p": "commit_prompt", "w": "mark_written", "s": "slot_mapping",
     "r": "rewind", "k": "fork", "f": "free", "l": "store_last_logits", "o": "swap_out", "i": "swap_in", "t": "pin",
     "u": "unpin", "q": "set_quota", "v": "evict", "d": "offload", "b": "onboard", "x": "invalidate", "h": "resize",
-    "g": "defragment", "z": "reset_prefix_cache",
+    "g": "defragment", "z": "reset_prefix_cache", "n": "narrow",
 }  # fmt: skip
 MAX_SECONDS = 2**40  # since the recording began
 _MAX_NUMBER = 2**40
@@ -268,6 +268,7 @@ _retention = _object(
 _options = _object({
     "num_tokens": _number, "reserve": _number, "lookahead": _number, "cross_tokens": _number, "retention": _retention,
     "ttl": _seconds, "session": _number, "source": _number, "scope": _scope,
+    "lease": _bool,
 })  # fmt: skip
 _ARGUMENTS: dict[str, tuple[Check, ...]] = {
     "a": (_number, _or_null(_prefix), _options),
@@ -277,6 +278,7 @@ _ARGUMENTS: dict[str, tuple[Check, ...]] = {
     "w": (_sequences, _number_or_numbers),
     "s": (_sequences, _number_or_numbers, _number_or_numbers),
     "r": (_number, _number),
+    "n": (_number, _number),
     "k": (_number, _numbers),
     "f": (_sequences, _bool),
     "l": (_number, _or_null(_number)),

@@ -187,6 +187,9 @@ class _Player:
     def _rewind(self, serial: int, num_tokens: int) -> None:
         self.manager.rewind(self._one(serial), num_tokens)
 
+    def _narrow(self, serial: int, position: int) -> None:
+        self.manager.narrow(self._one(serial), position)
+
     def _fork(self, serial: int, children: list[int]) -> None:
         self._check_tables(0, len(children))
         for child, handle in zip(children, self.manager.fork(self._one(serial), *children), strict=True):

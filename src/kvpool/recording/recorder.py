@@ -166,6 +166,7 @@ _NOTED: dict[str, Callable[..., Operation]] = {
     "mark_written": lambda _, batch, counts: ("w", batch.handles, counts),
     "slot_mapping": lambda _, batch, start, stop: ("s", batch.handles, _copied(start), _copied(stop)),
     "rewind": lambda _, handle, num_tokens: ("r", handle.serial, num_tokens),
+    "narrow": lambda _, handle, position: ("n", handle.serial, position),
     "fork": lambda children, handle, *_: ("k", handle.serial, [child.serial for child in children]),
     "free": lambda _, handle, keep: ("f", (handle,), keep),
     "free_batch": lambda _, handles, keep: ("f", handles, keep),

@@ -71,6 +71,7 @@ class KVCacheHandle:
         "encoder_tokens",
         "family",
         "inflight",
+        "is_lease",
         "last_logits",
         "num_cached_blocks",
         "num_cached_tokens",
@@ -96,6 +97,7 @@ class KVCacheHandle:
         self.session: str | None = None
         self.copied_sessions: tuple[str, ...] = ()  # those that published the blocks whose beginnings it copied
         self.publishes = True
+        self.is_lease = False  # it holds blocks for somebody else and is no request
         self.encoder_tokens = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0  # that need not be computed

@@ -29,6 +29,7 @@ INHERITED = (  # what a fork has in common with its parent
     "session",
     "copied_sessions",
     "publishes",
+    "is_lease",
     "encoder_tokens",
     "num_prompt_tokens",
     "family",
@@ -105,13 +106,17 @@ class Lifecycle:
             rows.known[row] = rows.num_history[row] = 0
         else:
             rows.set_token_ids(row, tokens, match.num_blocks * state.block_size)
-            self._count_request(handle, len(tokens), promoted, plan)
+            if handle.is_lease:
+                handle.num_prompt_tokens = len(tokens)
+                handle.num_cached_tokens, handle.num_cached_blocks = hit_tokens, match.num_blocks
+            else:
+                self._count_request(handle, len(tokens), promoted, plan)
             if handle.publishes:
                 if match.next_key is not None:
                     self.in_flight.track_block(handle, tip, match.next_key)
                 else:
                     self.in_flight.track(row)
-        state.counters.requests += 1
+        state.counters.requests += not handle.is_lease
         state.requests[handle.request_id] = handle
 
     def _windows_of(self, tip: Node, num_tokens: int) -> list[tuple[int, Int32Array]]:

@@ -338,7 +338,7 @@ class Stepping:
         for row in attention.tolist():
             self.state.publisher.publish(row)
             if self.context.windowed:
-                self._slide(row)
+                self.slide(row, self.rows.committed.item(row))
 
     def commit_rows(self, batch: SequenceBatch, tokens: Int32Array | None, counts: Int64Array) -> None:
         """`counts[i]` final tokens for sequence i, their ids one after the other in `tokens` (None: the known prompt's)."""
@@ -375,7 +375,7 @@ class Stepping:
         if end // size > start // size:
             self.state.publisher.publish(row)
             if self.context.windowed:
-                self._slide(row)
+                self.slide(row, end)
         if rows.following and end >= rows.following.get(row, end + 1):
             del rows.following[row]
         if handle.inflight is not None:
@@ -421,15 +421,15 @@ class Stepping:
             pieces.append((row, count, ids))
         return pieces
 
-    def _slide(self, row: int) -> None:
-        """Lets go of blocks that left the windows of a row."""
+    def slide(self, row: int, position: int) -> None:
+        """Lets go of the blocks of a row that the query at `position`, and those behind it, do not read."""
         state, rows, size = self.state, self.rows, self.state.block_size
         tip, handle = rows.tips[row], rows.handles[row]
         assert tip is not None and handle is not None
         self.context.sync(tip)
         for group in self.context.windowed:
             old = int(rows.window_start[group, row])
-            new = window_start(state.groups[group], int(rows.committed[row]), size)
+            new = min(window_start(state.groups[group], position, size), rows.num_blocks.item(row))
             if new <= old:
                 continue
             table = rows.tables[group]

@@ -35,8 +35,10 @@ from kvpool.storage.moving import upload
 from kvpool.storage.steps import Store
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer import Transfer, TransferEngine
+from kvpool.storage.whole_blocks import Wait, check_rows, read_out, write_in
 
 KV = tuple[Tensor, "Tensor | None"]
+_NO_BLOCKS: Int32Array = np.empty(0, np.int32)
 
 
 class Manager(Protocol):
@@ -100,6 +102,7 @@ class DataPlane:
             self.stores[pool.index, Tier.HOST] = BlockStore(pool, Tier.HOST, layouts, gpu=gpu)
             self.stores[pool.index, Tier.DISK] = DiskStore(pool, directory=disk_directory)
         self.transfers = TransferEngine(self.stores, config.groups, self.device, checksums=checksums)
+        self._link: torch.cuda.Stream | None = None  # on which whole blocks leave the GPU
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -205,6 +208,38 @@ class DataPlane:
                 f"its keys and values are gone"
             )
         return np.asarray(blocks * size + positions % size, np.int32)
+
+    # --- whole blocks ------------------------------------------------------------------------------------------------
+
+    def read_blocks(self, blocks: Int32Array, group: int, out: Tensor) -> Wait:
+        """Copies blocks of a layer group on the GPU tier into `out`, uint8 [block, byte] on the host (pinned for a GPU).
+
+        The bytes are those that the work given to the device so far leaves. Returns a function that waits until they are
+        in `out`; the blocks may change at once.
+        """
+        store = self._prepare_blocks(blocks, group, out)
+        if self.device.type == "cuda" and self._link is None:
+            self._link = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.transfers.before_compute(store.pool, _NO_BLOCKS, blocks)
+        return read_out(store, blocks, out, self._link)
+
+    def write_blocks(self, blocks: Int32Array, group: int, rows: Tensor) -> Wait:
+        """Writes whole blocks of a layer group: `rows` as `read_blocks` gave them. Returns a function that waits until
+        `rows` may change.
+        """
+        store = self._prepare_blocks(blocks, group, rows)
+        if self.check_writes:
+            self._check_group(blocks * self.config.block_size, self.config.groups[group])
+        self.transfers.before_compute(store.pool, blocks, _NO_BLOCKS)
+        return write_in(store, blocks, rows)
+
+    def _prepare_blocks(self, blocks: Int32Array, group: int, rows: Tensor) -> BlockStore:
+        store = self._gpu_store(self.config.groups[as_count(group, "group", maximum=len(self.config.groups) - 1)].pool)
+        check_rows(rows, len(blocks), store)
+        if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < store.num_blocks:
+            raise InvalidArgumentError(f"blocks {blocks.tolist()[:8]} are not all among the {store.num_blocks} of the store")
+        self.run_copies(overlap=True)
+        return store
 
     # --- shape -------------------------------------------------------------------------------------------------------
 
