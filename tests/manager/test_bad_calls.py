@@ -88,7 +88,7 @@ def good_arguments(manager: KVCacheManager) -> dict[str, Any]:
     return {
         **{"handle": live, "batch": [live], "handles": live, "pin": manager.pin([5] * 8), "request_id": "new"},
         **{"request_ids": "new", "tokens": [1, 2, 3], "prefix": [5] * 8, "num_blocks": 1, "block_id": 0, "start": 0},
-        **{"stop": 1, "tenant": "t", "logits": "logits", "callback": print, "num_tokens": 1, "requests": []},
+        **{"stop": 1, "tenant": "t", "logits": "logits", "callback": print, "num_tokens": 1, "requests": [], "position": 1},
     }
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from managers import FULL, make_manager, running
 
 from kvpool import KVCacheManager, LayerSpec, ReuseScope
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, UnknownRequestError
 from kvpool.recording import TraceRecorder, replay_recording
+from managers import FULL, make_manager, running
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
 PROMPT = list(range(40))  # ten blocks of four

@@ -374,7 +374,8 @@ class KVCacheManager(Maintenance):
         """
         with self._guard:
             row = self._state.row_of(handle)
-            position = as_count(position, "position", maximum=max(handle.num_prompt_tokens, int(self._state.rows.reserved[row])))
+            longest = max(handle.num_prompt_tokens, int(self._state.rows.reserved[row]))
+            position = as_count(position, "position", maximum=longest)
             self._stepping.slide(row, position)
             if self._observers:
                 self._tell("narrow", None, handle, position)

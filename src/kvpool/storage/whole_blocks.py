@@ -1,8 +1,8 @@
 """Whole blocks as bytes: out of the GPU tier into host memory of the caller, and back into blocks.
 
 Tiers that find blocks by key work on host memory. Neither direction makes the CPU wait: what is read is copied at once
-inside the device, in the order of its stream, so that whoever gets the block next may write it; it then crosses the link on a stream
-of its own. Each function returns a function that waits until the caller's memory may be used.
+inside the device, in the order of its stream, so that whoever gets the block next may write it; it then crosses the link
+on a stream of its own. Each function returns a function that waits until the caller's memory may be used.
 """
 
 from __future__ import annotations
