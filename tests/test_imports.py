@@ -23,20 +23,8 @@ MODULE_FILES = sorted((SRC / "kvpool").rglob("*.py"))
 LAYERS = (
     *("errors", "jsonfile", "terminal", "scope", "config", "stats", "eviction", "events"),
     *("pools", "prefix", "sequences", "version", "manager", "recording", "scheduling"),
-    *(
-        "kernels",
-        "storage",
-        "attention",
-        "tiers",
-        "testing",
-        "tour",
-        "engine",
-        "hf",
-        "replay",
-        "compat",
-        "cli",
-        "__main__",
-    ),
+    *("kernels", "storage", "attention", "tiers", "testing"),
+    *("tour", "engine", "server", "hf", "replay", "compat", "cli", "__main__"),
 )
 CONTROL_PLANE = LAYERS[: LAYERS.index("kernels")]
 BYTES = ("kernels", "storage", "attention")

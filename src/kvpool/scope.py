@@ -14,7 +14,7 @@ class ReuseScope:
     `tenant` isolates tenants from each other, `adapter` names a LoRA, `weights` a version of the model. `multimodal`
     lists the inputs behind placeholder tokens as (content hash, token offset); their order counts. `encoder` names the
     input of an encoder by its content: a decoder's keys and values depend on it, so requests with `cross_tokens` and no
-    such name share nothing.
+    such name share nothing. `salt` separates further, within a tenant and its quota.
 
     >>> ReuseScope(adapter="sql-lora") == ReuseScope(adapter="sql-lora")
     True
@@ -27,9 +27,10 @@ class ReuseScope:
     weights: str = ""
     multimodal: tuple[tuple[str, int], ...] = ()
     encoder: str = ""
+    salt: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("tenant", "adapter", "weights", "encoder"):
+        for name in ("tenant", "adapter", "weights", "encoder", "salt"):
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise InvalidArgumentError(f'ReuseScope.{name} must be a string ("" = none), got {value!r}')

@@ -24,6 +24,7 @@ scopes = st.builds(
     weights=text,
     multimodal=st.lists(st.tuples(text, st.integers(0, 2**70)), max_size=3).map(tuple),
     encoder=text,
+    salt=text,
 )
 
 
@@ -96,6 +97,11 @@ def test_moving_characters_between_neighbouring_fields_changes_the_root() -> Non
         ReuseScope("a", "b"),
         ReuseScope("", "ab"),
         ReuseScope("", "", "ab"),
+        ReuseScope(salt="ab"),
+        ReuseScope("a", salt="b"),
+        ReuseScope(encoder="ab"),
+        ReuseScope(encoder="a", salt="b"),
+        ReuseScope(encoder="b", salt="a"),
         ReuseScope(multimodal=(("ab", 0),)),
         ReuseScope(multimodal=(("a", 0), ("b", 0))),
         ReuseScope(multimodal=(("b", 0), ("a", 0))),

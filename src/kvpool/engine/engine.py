@@ -299,9 +299,9 @@ class Engine:
         """The token ids of a prompt, checked against the vocabulary."""
         return prompt_tokens(prompt, self.tokenizer, self.shape.vocab_size)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Int32Array:
-        """The token ids of a conversation, up to where the assistant speaks."""
-        return self.token_ids(chat_tokens(messages, self.tokenizer))
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Int32Array:
+        """The token ids of a conversation, up to where the assistant speaks; `template` is what else the template reads."""
+        return self.token_ids(chat_tokens(messages, self.tokenizer, **template))
 
     # --- looking at it, ending it ------------------------------------------------------------------------------------
 

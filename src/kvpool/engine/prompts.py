@@ -30,8 +30,11 @@ def prompt_tokens(prompt: Any, tokenizer: Any, vocab_size: int) -> Int32Array:
     return tokens
 
 
-def chat_tokens(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> Sequence[int]:
-    """The token ids of a conversation, by the model's own template, up to where the assistant speaks."""
+def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **template: Any) -> Sequence[int]:
+    """The token ids of a conversation, by the model's own template, up to where the assistant speaks.
+
+    `template` holds what else the template reads, such as `tools`.
+    """
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise InvalidArgumentError("this model has no chat template; write the prompt yourself")
     from jinja2 import TemplateError
@@ -44,7 +47,7 @@ def chat_tokens(messages: Sequence[Mapping[str, str]], tokenizer: Any) -> Sequen
     for message in spoken:
         _unicode(str(message.get("content", "")))
     try:
-        rendered = tokenizer.apply_chat_template(spoken, add_generation_prompt=True, tokenize=True)
+        rendered = tokenizer.apply_chat_template(spoken, add_generation_prompt=True, tokenize=True, **template)
     except TemplateError as error:
         roles = ", ".join(str(message.get("role")) for message in spoken)
         raise InvalidArgumentError(

@@ -19,6 +19,7 @@ DIGEST_BYTES = 32
 
 # A digest chain starts from this tag, so that a scope can never be mistaken for a block; change it with the encoding.
 _SCOPE_TAG = b"kvpool scope 1\0"
+_SALTED_TAG = b"kvpool salted scope 1\0"
 
 
 def root_digest(scope: ReuseScope) -> bytes:
@@ -32,7 +33,9 @@ def root_digest(scope: ReuseScope) -> bytes:
         fields += (content_hash, str(offset))
     if scope.encoder:  # an even number of fields: no scope without an encoder has that
         fields.append(scope.encoder)
-    message = bytearray(_SCOPE_TAG)
+    if scope.salt:  # under a tag of its own, so that the other fields may be as many as they are
+        fields.append(scope.salt)
+    message = bytearray(_SALTED_TAG if scope.salt else _SCOPE_TAG)
     for field in fields:
         # surrogatepass: every Python string has an encoding, and no two share one
         encoded = field.encode("utf-8", "surrogatepass")

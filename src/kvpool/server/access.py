@@ -1,0 +1,95 @@
+"""Who may ask: keys of the API, kept as SHA-256 only, each of a tenant whose cache nobody else sees."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from kvpool.errors import ConfigError
+from kvpool.server.problems import Problem
+
+ENVIRONMENT = "KVPOOL_API_KEYS"
+_ADMIN = "admin"
+
+
+class Caller(NamedTuple):
+    """Who asks. Without keys, everybody is the one caller that may do everything."""
+
+    tenant: str = ""
+    is_admin: bool = True
+    key: str = ""  # of the caller's requests in counts; not the secret
+
+
+class Access:
+    """The callers by the SHA-256 of their keys. An access without keys lets everybody in.
+
+    >>> access = Access({hashlib.sha256(b"sk-1").hexdigest(): Caller("acme", False, "acme")})
+    >>> access.caller("Bearer sk-1").tenant
+    'acme'
+    """
+
+    def __init__(self, callers: Mapping[str, Caller] | None = None, *, share: bool = False) -> None:
+        self._callers = dict(callers or {})
+        self._share = share
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no key is needed."""
+        return not self._callers
+
+    def caller(self, authorization: str | None, api_key: str | None = None) -> Caller:
+        """The caller behind `Authorization: Bearer KEY` or, as Anthropic's clients send it, `x-api-key: KEY`."""
+        if self.is_open:
+            return Caller()
+        scheme, _, given = (authorization or "").partition(" ")
+        key = given.strip() if scheme.lower() == "bearer" else api_key
+        if not key:
+            raise Problem(401, "this server needs a key: send 'Authorization: Bearer KEY'", code="missing_api_key")
+        digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
+        found = None
+        for known, caller in self._callers.items():  # all of them: the time says nothing about how close a guess was
+            if hmac.compare_digest(known, digest):
+                found = caller
+        if found is None:
+            raise Problem(401, "this key is not known here", code="invalid_api_key")
+        return found._replace(tenant="") if self._share else found
+
+    @classmethod
+    def read(cls, file: Path | None, environment: Mapping[str, str], *, share: bool = False) -> Access:
+        """Keys of a file (`TENANT SHA256 [admin]` a line) and of the environment (`TENANT:KEY[:admin]`, by commas)."""
+        callers: dict[str, Caller] = {}
+        if file is not None:
+            try:
+                text = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"cannot read the keys in {str(file)!r}: {error}") from None
+            lines = enumerate(text.splitlines(), 1)
+            _add(callers, ((f"{file}, line {n}", line.split()) for n, line in lines if line.strip() and line[0] != "#"))
+        for item in filter(None, environment.get(ENVIRONMENT, "").split(",")):
+            tenant, _, rest = item.strip().partition(":")
+            key, _, role = rest.partition(":")
+            digest = hashlib.sha256(key.encode()).hexdigest() if key else ""
+            _add(callers, [(f"an entry of {ENVIRONMENT}", [tenant, digest, *([role] if role else [])])])
+        if file is not None and not callers:
+            raise ConfigError(f"there is no key in {str(file)!r}; `kvpool serve --new-key TENANT` makes one")
+        return cls(callers, share=share)
+
+
+def _add(callers: dict[str, Caller], entries: Iterable[tuple[str, list[str]]]) -> None:
+    for where, words in entries:
+        digest = words[1].lower() if len(words) > 1 else ""
+        if len(words) not in (2, 3) or len(digest) != 64 or not set(digest) <= set("0123456789abcdef"):
+            raise ConfigError(f"{where} is no key: write TENANT SHA256 [admin], as `kvpool serve --new-key` prints it")
+        if len(words) == 3 and words[2] != _ADMIN:
+            raise ConfigError(f"{where} has the role {words[2]!r}; the only one is {_ADMIN!r}")
+        callers[digest] = Caller(words[0], len(words) == 3, f"{words[0]}/{digest[:8]}")
+
+
+def new_key(tenant: str) -> tuple[str, str]:
+    """A new secret key and the line for the file of keys."""
+    key = "kv-" + secrets.token_urlsafe(32)
+    return key, f"{tenant} {hashlib.sha256(key.encode()).hexdigest()}"

@@ -1,0 +1,149 @@
+"""Answers in OpenAI's form, whole or as a stream: one writer for chats, one for completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from kvpool.engine.generation import Chunk, Generation, Sample, TokenLogprob
+
+# What ended a sample, in OpenAI's words. A request that was cut off has no more than it has: "length".
+_FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", "refused": "length"}
+
+Piece = Callable[[int], str]
+"""The text of one token."""
+
+
+class Writer(Protocol):
+    """The form of one kind of answer."""
+
+    def whole(self, generations: Sequence[Generation]) -> dict[str, Any]: ...
+    def opening(self, index: int) -> dict[str, Any] | None: ...
+    def part(self, index: int, chunk: Chunk) -> dict[str, Any]: ...
+    def usage(self, generations: Sequence[Generation]) -> dict[str, Any]: ...
+
+
+class _Answer:
+    """What both kinds share: a name, a time, and the count of tokens."""
+
+    prefix: str
+    kind: str
+    kind_of_part: str
+
+    def __init__(self, model: str, piece: Piece) -> None:
+        self._piece = piece
+        self._id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+
+    def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+    def whole(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        """The answer to a request that is over: the samples of its prompts, one prompt after the other."""
+        samples = [generation.samples[at] for generation in generations for at in sorted(generation.samples)]
+        choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
+        return {**self._frame(self.kind, choices), "usage": _counts(generations)}
+
+    def usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
+        """The last part of a stream: no text, but what it cost."""
+        return {**self._frame(self.kind_of_part, []), "usage": _counts(generations)}
+
+    def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprob(self, entry: TokenLogprob) -> dict[str, Any]:
+        text = self._piece(entry.token)
+        return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode("utf-8", "replace"))}
+
+
+class ChatAnswer(_Answer):
+    """`chat.completion` and its chunks."""
+
+    prefix, kind, kind_of_part = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """The first part of a sample's stream: who speaks."""
+        return self._part(index, {"role": "assistant", "content": ""}, None, None)
+
+    def part(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        """What one step added to a sample."""
+        delta = {"content": chunk.text} if chunk.text or chunk.finish_reason is None else {}
+        return self._part(index, delta, self._logprobs(chunk.logprobs), finish(chunk.finish_reason))
+
+    def _part(self, index: int, delta: dict[str, Any], logprobs: Any, finished: str | None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finished}
+        return self._frame(self.kind_of_part, [choice])
+
+    def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
+        message = {"role": "assistant", "content": sample.text, "refusal": None}
+        logprobs = self._logprobs(sample.logprobs)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish(sample.finish_reason)}
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not entries:
+            return None
+        content = [
+            {**self._logprob(entry), "top_logprobs": [self._logprob(TokenLogprob(*pair)) for pair in entry.top]}
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+
+class TextAnswer(_Answer):
+    """`text_completion`, whole or in parts: both have one form. With `echo` a sample begins with its prompt."""
+
+    prefix, kind, kind_of_part = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, model: str, piece: Piece, echoes: Sequence[str] = (), n: int = 1) -> None:
+        super().__init__(model, piece)
+        self._echoes = echoes
+        self._n = n
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The first part of a sample's stream: its prompt, where that was asked for."""
+        return self._part(index, self._echo(index), None, None) if self._echoes else None
+
+    def part(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        """What one step added to a sample."""
+        return self._part(index, chunk.text, self._logprobs(chunk.logprobs), finish(chunk.finish_reason))
+
+    def _part(self, index: int, text: str, logprobs: Any, finished: str | None) -> dict[str, Any]:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finished}
+        return self._frame(self.kind_of_part, [choice])
+
+    def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
+        text = self._echo(index) + sample.text
+        logprobs = self._logprobs(sample.logprobs)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish(sample.finish_reason)}
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._n] if self._echoes else ""
+
+    def _logprobs(self, entries: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+        if not entries:
+            return None
+        return {
+            "tokens": [self._piece(entry.token) for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [{self._piece(token): value for token, value in entry.top} for entry in entries],
+        }
+
+
+def finish(reason: str | None) -> str | None:
+    """Why a sample ended, in OpenAI's words."""
+    return None if reason is None else _FINISHES.get(reason, "stop")
+
+
+def _counts(generations: Sequence[Generation]) -> dict[str, Any]:
+    prompt = sum(len(generation.prompt) for generation in generations)
+    cached = sum(generation.num_cached_tokens for generation in generations)
+    written = sum(len(sample.token_ids) for generation in generations for sample in generation.samples.values())
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

@@ -1,0 +1,261 @@
+"""The application: which path is answered by what, and what every request goes through first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Header, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.server.access import Access, Caller
+from kvpool.server.caching import CacheDesk
+from kvpool.server.completing import chat, complete, conversation_tokens
+from kvpool.server.limits import Gate, Limits
+from kvpool.server.metrics import Metrics
+from kvpool.server.problems import Problem, problem_of
+from kvpool.server.schema import CacheQuery, ChatCompletions, Completions, Detokenize, Tokenize
+from kvpool.server.serving import ServedModel
+from kvpool.version import __version__
+
+
+class Server:
+    """What the routes share: the models, who may ask, how much at once, and the counts."""
+
+    def __init__(self, models: Sequence[ServedModel], access: Access, limits: Limits) -> None:
+        if not models:
+            raise ConfigError("a server needs at least one model")
+        self.models = {model.name: model for model in models}
+        if len(self.models) < len(models):
+            raise ConfigError(f"two models have the same name: {', '.join(model.name for model in models)}")
+        self.access = access
+        self.gate = Gate(limits)
+        self.metrics = Metrics(models)
+        self.desk = CacheDesk()
+
+    def model(self, name: str) -> ServedModel:
+        """The model of that name; the only one needs no name."""
+        if not name and len(self.models) == 1:
+            return next(iter(self.models.values()))
+        if name not in self.models:
+            known = ", ".join(self.models)
+            raise Problem(
+                404, f"there is no model {name!r} here; served: {known}", code="model_not_found", param="model"
+            )
+        return self.models[name]
+
+    def refusal(self, problem: Problem) -> JSONResponse:
+        """The answer to what is refused, counted."""
+        self.metrics.latencies.refused(problem.status)
+        return JSONResponse(problem.body(), problem.status, problem.headers)
+
+
+def create_app(models: Sequence[ServedModel], access: Access | None = None, limits: Limits | None = None) -> FastAPI:
+    """An ASGI application that serves the models. Without `access` everybody may ask; `kvpool serve` decides on that."""
+    server = Server(models, access or Access(), limits or Limits())
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        server.gate.is_draining = True
+
+    app = FastAPI(title="kvpool", version=__version__, lifespan=lifespan)
+    app.state.server = server
+    app.add_middleware(BodyLimit, limit=server.gate.limits.body_bytes)
+    _add_refusals(app, server)
+    _add_looks(app, server)
+    _add_generation(app, server)
+    _add_cache(app, server)
+    return app
+
+
+def _caller_of(server: Server) -> Any:
+    def caller(
+        authorization: Annotated[str | None, Header()] = None, x_api_key: Annotated[str | None, Header()] = None
+    ) -> Caller:
+        return server.access.caller(authorization, x_api_key)
+
+    return Depends(caller)
+
+
+def _add_refusals(app: FastAPI, server: Server) -> None:
+    @app.exception_handler(Problem)
+    async def refuse(_: Request, problem: Problem) -> Response:
+        return server.refusal(problem)
+
+    @app.exception_handler(KVPoolError)
+    async def refuse_as_the_library_did(_: Request, error: KVPoolError) -> Response:
+        return server.refusal(problem_of(error))
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_body(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"] if part != "body")
+        message = f"{place}: {first['msg']}" if place else str(first["msg"])
+        return server.refusal(Problem(400, message, code="invalid_value", param=place or None))
+
+    @app.exception_handler(HTTPException)
+    async def refuse_path(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return server.refusal(
+            Problem(error.status_code, message, code="not_found" if error.status_code == 404 else None)
+        )
+
+
+def _add_looks(app: FastAPI, server: Server) -> None:
+    caller_of = _caller_of(server)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Whether the process answers."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, Any]:
+        """Whether requests are accepted."""
+        if server.gate.is_draining:
+            raise Problem(503, "the server is shutting down", code="draining")
+        return {"status": "ready", "under_way": server.gate.under_way}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    def metrics() -> Response:  # not async: the engines are asked in a thread
+        """Everything counted, for Prometheus."""
+        return PlainTextResponse(server.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models")
+    async def list_models(caller: Caller = caller_of) -> dict[str, Any]:
+        """The models that are served."""
+        return {"object": "list", "data": [_described(model) for model in server.models.values()]}
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str, caller: Caller = caller_of) -> dict[str, Any]:
+        """One of them."""
+        return _described(server.model(name))
+
+    @app.post("/tokenize")
+    async def tokenize(body: Tokenize, caller: Caller = caller_of) -> dict[str, Any]:
+        """Token ids of a text or a conversation."""
+        model = server.model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise Problem(400, "give either a prompt or messages", code="invalid_value", param="prompt")
+        if body.messages is not None:
+            tokens = await conversation_tokens(model, body.messages)
+        else:
+            tokens = await model.tokens(str(body.prompt))
+        return {"tokens": tokens.tolist(), "count": len(tokens), "max_model_len": model.engine.config.max_seq_len}
+
+    @app.post("/detokenize")
+    async def detokenize(body: Detokenize, caller: Caller = caller_of) -> dict[str, Any]:
+        """The text of token ids."""
+        model = server.model(body.model)
+        return {"prompt": model.text_of((await model.tokens(body.tokens)).tolist())}
+
+
+def _described(model: ServedModel) -> dict[str, Any]:
+    limit = model.engine.config.max_seq_len
+    return {"id": model.name, "object": "model", "created": 0, "owned_by": "kvpool", "max_model_len": limit}
+
+
+def _add_generation(app: FastAPI, server: Server) -> None:
+    caller_of = _caller_of(server)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, body: ChatCompletions, caller: Caller = caller_of) -> Response:
+        """Answers a conversation, as OpenAI's endpoint does."""
+        return await chat(request, body, server.model(body.model), caller, server.gate, server.metrics.latencies)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, body: Completions, caller: Caller = caller_of) -> Response:
+        """Continues prompts, as OpenAI's endpoint does."""
+        return await complete(request, body, server.model(body.model), caller, server.gate, server.metrics.latencies)
+
+    @app.post("/v1/embeddings")
+    async def embeddings(caller: Caller = caller_of) -> Response:
+        """Refused: these models write text."""
+        raise Problem(400, "this server generates text; it has no embeddings", code="unsupported")
+
+
+def _add_cache(app: FastAPI, server: Server) -> None:
+    caller_of, desk = _caller_of(server), server.desk
+
+    @app.post("/v1/cache/query")
+    async def query(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
+        """How much of a prompt is cached."""
+        return await desk.query(body, server.model(body.model), caller)
+
+    @app.post("/v1/cache/pin")
+    async def pin(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
+        """Keeps a cached prompt."""
+        return await desk.pin(body, server.model(body.model), caller)
+
+    @app.delete("/v1/cache/pin/{name}")
+    async def unpin(name: str, caller: Caller = caller_of) -> dict[str, Any]:
+        """Ends a pin."""
+        return await desk.unpin(name, caller)
+
+    @app.post("/v1/cache/invalidate")
+    async def invalidate(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
+        """Forgets a prompt, a session, or everything of the caller's."""
+        return await desk.invalidate(body, server.model(body.model), caller)
+
+    @app.post("/v1/cache/warm")
+    async def warm(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
+        """Computes a prompt ahead of its use."""
+        with server.gate.passed(caller.key):
+            return await desk.warm(body, server.model(body.model), caller)
+
+    @app.get("/v1/cache/stats")
+    def stats(caller: Caller = caller_of) -> dict[str, Any]:  # not async: the engines are asked in a thread
+        """What the caches count; for administrators, since it tells of all tenants."""
+        if not caller.is_admin:
+            raise Problem(403, "statistics tell of all tenants: they need an admin key", code="forbidden")
+        return desk.stats(list(server.models.values()))
+
+
+class BodyLimit:
+    """Refuses bodies that are too large before they are in memory."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self._limit = limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if length.isdigit() and int(length) > self._limit:
+            await self._refuse(send)
+            return
+        taken, is_refused = 0, False
+
+        async def counted() -> Message:
+            nonlocal taken, is_refused
+            message = await receive()
+            taken += len(message.get("body", b""))
+            if taken > self._limit and message["type"] == "http.request":
+                is_refused = True
+                return {"type": "http.disconnect"}
+            return message
+
+        async def answer(message: Message) -> None:
+            if not is_refused:
+                await send(message)
+
+        try:
+            await self._app(scope, counted, answer)
+        finally:
+            if is_refused:
+                await self._refuse(send)
+
+    async def _refuse(self, send: Send) -> None:
+        problem = Problem(413, f"the body is over this server's limit of {self._limit} bytes", code="too_large")
+        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": problem.status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(problem.body()).encode()})

@@ -1,0 +1,142 @@
+"""`kvpool serve`: an OpenAI-compatible endpoint for a model."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.engine.commands import options as opt
+from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.server.access import ENVIRONMENT, Access, new_key
+
+GRACE_SECONDS = 30
+
+
+def register(app: typer.Typer, name: str) -> None:
+    """Adds the command to the application."""
+    app.command(name)(serve)
+
+
+@opt.command
+def serve(
+    *,
+    engine_options: opt.EngineOptions,
+    host_memory: opt.HostMemory = None,
+    host: Annotated[
+        str, typer.Option(help="The address to listen at. Others than this machine's own need keys.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; default: its file's name.")] = None,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            help=f"Who may ask: a line 'TENANT SHA256 [admin]' each. Also ${ENVIRONMENT}: TENANT:KEY[:admin],..."
+        ),
+    ] = None,
+    new_key_for: Annotated[
+        str | None,
+        typer.Option("--new-key", help="Print a new key of a tenant and its line for the file of keys, and end."),
+    ] = None,
+    share_cache: Annotated[
+        bool, typer.Option(help="Let tenants reuse each other's prefixes; their timing tells.")
+    ] = False,
+    insecure: Annotated[bool, typer.Option(help="Listen at any address without keys.")] = False,
+    max_requests: Annotated[
+        int, typer.Option(help="Requests that run or wait at once; more get status 429.", min=1)
+    ] = 512,
+    max_sequences: Annotated[int, typer.Option(help="Sequences in one step.", min=1)] = 256,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Serve a model to every OpenAI client.
+
+    \b
+    kvpool serve --model DIR
+    curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
+         -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+    Prefixes are reused between requests: usage.prompt_tokens_details.cached_tokens says how much. Tenants, each with keys of
+    its own, do not share. /metrics is for Prometheus, /docs describes every path, /v1/cache/... asks and changes the cache.
+    """
+    if new_key_for is not None:
+        _print_key(new_key_for)
+        return
+    uvicorn = _uvicorn()
+    from kvpool.server.app import create_app
+    from kvpool.server.limits import Limits
+    from kvpool.server.serving import ServedModel
+
+    access = Access.read(keys, os.environ, share=share_cache)
+    _check_address(host, access, insecure)
+    opt.tell("loading the model ...", quiet)
+    limits = Limits(requests=max_requests, requests_per_key=max_requests)
+    scheduler = opt.limits(None, max_sequences)
+    with engine_options.make_engine(host_memory=host_memory, scheduler=scheduler) as engine:
+        served = ServedModel(name or _name_of(engine_options.model), engine)
+        app = create_app([served], access, limits)
+        config = uvicorn.Config(
+            app,
+            host,
+            port,
+            log_level="warning",
+            timeout_graceful_shutdown=GRACE_SECONDS,
+            lifespan="on",
+            access_log=False,
+        )
+        _announced(uvicorn, config, served.name, quiet).run()
+
+
+def _announced(uvicorn: Any, config: Any, name: str, quiet: bool) -> Any:
+    """A server that says where it listens once it does."""
+
+    class Announced(uvicorn.Server):  # type: ignore[misc]
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            for server in self.servers:
+                for socket in server.sockets:
+                    where = "http://{}:{}".format(*socket.getsockname()[:2])
+                    opt.tell(f"{name} at {where}/v1 (API), {where}/docs, {where}/metrics; Ctrl-C ends it", quiet)
+
+        async def shutdown(self, sockets: Any = None) -> None:
+            self.config.app.state.server.gate.is_draining = True
+            await super().shutdown(sockets)
+
+    return Announced(config)
+
+
+def _print_key(tenant: str) -> None:
+    if not tenant or len(tenant.split()) != 1:
+        raise InvalidArgumentError(f"--new-key takes the name of a tenant without spaces, got {tenant!r}")
+    key, line = new_key(tenant)
+    print(f"key, shown only now:    {key}\nline for --keys FILE:   {line}")
+
+
+def _check_address(host: str, access: Access, insecure: bool) -> None:
+    """Without keys only this machine may ask."""
+    try:
+        is_local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = host == "localhost"
+    if access.is_open and not is_local and not insecure:
+        raise ConfigError(
+            f"--host {host} can be reached by others, and there are no keys: give --keys FILE or {ENVIRONMENT}, or "
+            f"--insecure if a proxy in front checks them"
+        )
+
+
+def _name_of(model: str | None) -> str:
+    """What clients call a model that has no other name: the last part of its path."""
+    return "SmolLM2-135M-Instruct" if model is None else Path(model).resolve().name
+
+
+def _uvicorn() -> Any:
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"the server needs {error.name}: pip install 'kvpool[server]'") from None
+    return uvicorn

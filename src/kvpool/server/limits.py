@@ -1,0 +1,67 @@
+"""How much one server, and one key, may ask for at once; what is over a limit is refused at once and never queued."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+from kvpool.config.layers import check_int
+from kvpool.errors import InvalidArgumentError
+from kvpool.server.problems import Problem
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`requests` run or wait at once, `requests_per_key` of one key; `samples` is the largest `n`; bodies are in bytes.
+
+    `send_seconds` is how long a client may leave the server waiting before its request is cancelled.
+    """
+
+    requests: int = 512
+    requests_per_key: int = 256
+    samples: int = 16
+    body_bytes: int = 4 << 20
+    prompt_tokens: int = 1 << 20
+    send_seconds: int = 30
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            check_int(f"Limits.{item.name}", getattr(self, item.name), 1, 2**40, InvalidArgumentError)
+
+
+class Gate:
+    """Counts what is under way. One event loop uses it, so no lock is needed."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.is_draining = False
+        self.under_way = 0
+        self._by_key: Counter[str] = Counter()
+
+    @contextmanager
+    def passed(self, key: str) -> Iterator[None]:
+        """One request, from when it is accepted to when its answer is over."""
+        if self.is_draining:
+            raise Problem(503, "the server is shutting down; ask another one", code="draining", retry_after=5)
+        if self.under_way >= self.limits.requests:
+            raise Problem(
+                429, f"{self.under_way} requests are under way, which is the limit", code="busy", retry_after=1
+            )
+        if self._by_key[key] >= self.limits.requests_per_key:
+            raise Problem(
+                429,
+                f"this key has {self._by_key[key]} requests under way, which is its limit",
+                code="busy",
+                retry_after=1,
+            )
+        self.under_way += 1
+        self._by_key[key] += 1
+        try:
+            yield
+        finally:
+            self.under_way -= 1
+            self._by_key[key] -= 1
+            if not self._by_key[key]:
+                del self._by_key[key]

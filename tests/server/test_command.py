@@ -1,0 +1,61 @@
+"""`kvpool serve` as a process: it says where it listens, answers, drains at SIGTERM, and refuses to be open to all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from kvpool.cli import main
+
+SRC = str(Path(__file__).resolve().parents[2] / "src")
+
+
+def test_given_a_process_when_it_is_told_to_end_then_the_answer_under_way_is_finished(tmp_path: Path) -> None:
+    from live import word_tokenizer
+    from models import tiny_model
+
+    word_tokenizer().save_pretrained(tmp_path)
+    tiny_model("llama").save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "kvpool", "serve", "--model", str(tmp_path), "--port", "0", "--memory", "4MiB"]
+    environment = {**os.environ, "PYTHONPATH": SRC, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        assert process.stderr is not None
+        lines = iter(process.stderr.readline, "")
+        url = next(found[1] for line in lines if (found := re.search(r" at (http://127.0.0.1:\d+)/v1", line)))
+        body = json.dumps({"prompt": "w5 w6", "max_tokens": 300, "ignore_eos": True, "stream": True}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            answer.readline()
+            process.send_signal(signal.SIGTERM)
+            rest = answer.read().decode()
+        assert rest.rstrip().endswith("data: [DONE]")
+        process.communicate(timeout=60)
+        assert process.returncode in (0, -signal.SIGTERM)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_given_an_open_address_without_keys_then_it_is_refused_before_a_model_is_loaded(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVPOOL_API_KEYS", raising=False)
+    assert main(["serve", "--host", "0.0.0.0", "--model", "nowhere"]) == 2
+    assert "there are no keys: give --keys FILE" in capsys.readouterr().err
+
+
+def test_given_new_key_then_a_key_and_its_line_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--new-key", "acme"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"kv-\S{40,}", printed)
+    assert re.search(r"acme [0-9a-f]{64}", printed)
+    assert main(["serve", "--new-key", "two words"]) == 2

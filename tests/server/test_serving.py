@@ -1,0 +1,271 @@
+"""Keys, limits, clients that leave, the cache by HTTP, and what an operator reads; over real HTTP."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from live import Live, openai_client
+
+from kvpool.errors import ConfigError
+from kvpool.server import Access, Caller, Limits
+from kvpool.server.access import new_key
+
+PROMPT = "w5 w6 w7 w8 w9 w10 w11 w12 w13"
+
+
+def access(*tenants: str, share: bool = False) -> Access:
+    """A key `sk-TENANT` for each; the tenant `root` may do everything."""
+    digests = {tenant: hashlib.sha256(f"sk-{tenant}".encode()).hexdigest() for tenant in tenants}
+    return Access({digests[t]: Caller(t, t == "root", t) for t in tenants}, share=share)
+
+
+def call(live: Live, path: str, body: Any = None, key: str = "", method: str | None = None) -> Any:
+    """A plain HTTP call; returns what came, or raises HTTPError."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+    request = urllib.request.Request(live.url + path, data, headers, method=method)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        text = answer.read().decode()
+        return json.loads(text) if "json" in answer.headers["content-type"] else text
+
+
+def refusal(live: Live, path: str, body: Any = None, key: str = "", method: str | None = None) -> tuple[int, Any]:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        call(live, path, body, key, method)
+    return refused.value.code, json.loads(refused.value.read())["error"]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that must come; the test's own limit is generous."""
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# --- who may ask ------------------------------------------------------------------------------------------------------
+
+
+def test_given_keys_then_only_their_holders_are_answered(serve: Callable[..., Live]) -> None:
+    live = serve(access=access("acme"))
+    with openai_client(live, "sk-acme") as client:
+        assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1).choices
+    with openai_client(live, "sk-guess") as client, pytest.raises(openai.AuthenticationError, match="not known"):
+        client.completions.create(model="tiny", prompt=PROMPT)
+    assert refusal(live, "/v1/models")[1]["code"] == "missing_api_key"
+    assert call(live, "/health") == {"status": "ok"}
+
+
+def test_given_two_tenants_then_neither_reuses_the_others_prompt(serve: Callable[..., Live]) -> None:
+    live = serve(access=access("a", "b"))
+    cached = []
+    for tenant in ("a", "b", "a", "b"):
+        with openai_client(live, f"sk-{tenant}") as client:
+            answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1)
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached == [0, 0, 8, 8]
+
+
+def test_given_a_shared_cache_then_tenants_reuse_each_others_prompts(serve: Callable[..., Live]) -> None:
+    live = serve(access=access("a", "b", share=True))
+    cached = []
+    for tenant in ("a", "b"):
+        with openai_client(live, f"sk-{tenant}") as client:
+            answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1)
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached == [0, 8]
+
+
+def test_given_salts_then_only_equal_ones_share(client: Any) -> None:
+    cached = []
+    for salt in ("x", "y", "x", ""):
+        answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"cache_salt": salt})
+        cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached == [0, 0, 8, 0]
+
+
+def test_given_a_file_of_keys_then_it_is_read_and_a_wrong_line_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    key, line = new_key("acme")
+    file.write_text(f"# who may ask\n{line}\n{new_key('root')[1]} admin\n")
+    read = Access.read(file, {"KVPOOL_API_KEYS": "other:sk-1,root:sk-2:admin"})
+    assert read.caller(f"Bearer {key}") == Caller("acme", False, f"acme/{line.split()[1][:8]}")
+    assert (read.caller("Bearer sk-1").tenant, read.caller(None, "sk-2").is_admin) == ("other", True)
+    assert key not in line
+    for wrong in ("acme", "acme short", f"{line} boss", f"{line} admin more"):
+        file.write_text(f"\n{wrong}\n")
+        with pytest.raises(ConfigError, match="line 2"):
+            Access.read(file, {})
+    file.write_text("# nobody\n")
+    with pytest.raises(ConfigError, match="no key"):
+        Access.read(file, {})
+    with pytest.raises(ConfigError, match="cannot read"):
+        Access.read(tmp_path / "missing", {})
+
+
+# --- how much ---------------------------------------------------------------------------------------------------------
+
+
+def test_given_too_many_requests_then_the_next_is_told_to_come_back(serve: Callable[..., Live], engine: Any) -> None:
+    live = serve(limits=Limits(requests=1))
+    with openai_client(live) as client:
+        stream = client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(model="tiny", prompt=PROMPT)
+        assert refused.value.response.headers["retry-after"] == "1"
+        stream.close()
+        until(lambda: call(live, "/ready")["under_way"] == 0)
+        assert client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1).choices
+    assert 'kvpool_http_refused_total{status="429"} 1.0' in call(live, "/metrics")
+
+
+@pytest.mark.parametrize("announce", [True, False])
+def test_given_a_large_body_then_it_is_refused(serve: Callable[..., Live], announce: bool) -> None:
+    live = serve(limits=Limits(body_bytes=1000))
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
+    body = json.dumps({"prompt": "w5 " * 1000}).encode()
+    if announce:
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    else:
+        parts = (body[at : at + 300] for at in range(0, len(body), 300))
+        connection.request("POST", "/v1/completions", parts, {"content-type": "application/json"}, encode_chunked=True)
+    answer = connection.getresponse()
+    assert answer.status == 413
+    assert json.loads(answer.read())["error"]["code"] == "too_large"
+    connection.close()
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"null", b"\xff", b'{"prompt": 7}', b""])
+def test_given_a_body_that_is_no_request_then_status_400_says_why(live: Live, body: bytes) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
+    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == 400
+    assert json.loads(answer.read())["error"]["type"] == "invalid_request_error"
+    connection.close()
+
+
+# --- clients that leave -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_given_a_client_that_leaves_then_its_request_ends_at_once(live: Live, engine: Any, stream: bool) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
+    body = {"prompt": PROMPT, "max_tokens": 490, "stream": stream, "ignore_eos": True}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+    until(lambda: engine.stats().num_running == 1)
+    connection.sock.close()  # type: ignore[union-attr]
+    connection.close()
+    until(lambda: engine.stats().num_running == 0 and call(live, "/ready")["under_way"] == 0)
+    assert engine.stats().cache.num_sequences == 0
+
+
+def test_given_many_streams_at_once_then_each_is_its_own(live: Live, engine: Any) -> None:
+    from kvpool.engine import SamplingParams
+
+    prompts = [f"w{number} w{number + 1} w{number + 2}" for number in range(24)]
+    expected = [result.text for result in engine.generate(prompts, SamplingParams(max_new_tokens=12, temperature=0))]
+    found = [""] * len(prompts)
+
+    def read(number: int) -> None:
+        with openai_client(live) as client:
+            wanted = dict(model="tiny", prompt=prompts[number], max_tokens=12, temperature=0, stream=True)
+            for part in client.completions.create(**wanted):
+                found[number] += part.choices[0].text
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == expected
+
+
+# --- the cache by HTTP ------------------------------------------------------------------------------------------------
+
+
+def test_given_a_cached_prompt_then_it_can_be_asked_for_kept_and_forgotten(live: Live) -> None:
+    assert call(live, "/v1/cache/query", {"prompt": PROMPT})["cached_tokens"] == 0
+    assert call(live, "/v1/cache/warm", {"prompt": PROMPT})["prompt_tokens"] == 9
+    assert call(live, "/v1/cache/query", {"prompt": PROMPT}) == {
+        "prompt_tokens": 9, "cached_tokens": 8, "tiers": {"GPU": 8},
+    }  # fmt: skip
+    pin = call(live, "/v1/cache/pin", {"prompt": PROMPT})
+    assert pin["pinned_tokens"] == 8
+    assert call(live, "/v1/cache/stats")["tiny"]["pools"][0]["pinned"] == 2
+    assert call(live, f"/v1/cache/pin/{pin['id']}", method="DELETE")["pinned_tokens"] == 0
+    assert refusal(live, f"/v1/cache/pin/{pin['id']}", method="DELETE")[0] == 404
+    assert call(live, "/v1/cache/invalidate", {"prompt": PROMPT})["removed_blocks"] == 1  # from its last whole block on
+    assert call(live, "/v1/cache/query", {"prompt": PROMPT})["cached_tokens"] == 4
+    assert call(live, "/v1/cache/invalidate", {})["removed_blocks"] == 1
+    assert call(live, "/v1/cache/query", {"prompt": PROMPT})["cached_tokens"] == 0
+
+
+def test_given_a_session_then_what_it_computed_can_be_forgotten(client: Any, live: Live) -> None:
+    client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"session_id": "s1"})
+    assert call(live, "/v1/cache/invalidate", {"session_id": "s2"})["removed_blocks"] == 0
+    assert call(live, "/v1/cache/invalidate", {"session_id": "s1"})["removed_blocks"] == 2
+
+
+def test_given_tenants_then_each_sees_and_changes_its_own_cache_only(serve: Callable[..., Live]) -> None:
+    live = serve(access=access("a", "b", "root"))
+    call(live, "/v1/cache/warm", {"prompt": PROMPT, "session_id": "s"}, "sk-a")
+    pin = call(live, "/v1/cache/pin", {"prompt": PROMPT}, "sk-a")
+    assert call(live, "/v1/cache/query", {"prompt": PROMPT}, "sk-b")["cached_tokens"] == 0
+    assert refusal(live, f"/v1/cache/pin/{pin['id']}", None, "sk-b", "DELETE")[0] == 404
+    assert call(live, "/v1/cache/invalidate", {}, "sk-b")["removed_blocks"] == 0
+    assert call(live, "/v1/cache/query", {"prompt": PROMPT}, "sk-a")["cached_tokens"] == 8
+    assert refusal(live, "/v1/cache/stats", None, "sk-a")[0] == 403
+    assert "tiny" in call(live, "/v1/cache/stats", None, "sk-root")
+    assert call(live, f"/v1/cache/pin/{pin['id']}", None, "sk-a", "DELETE")["pinned_tokens"] == 0
+
+
+# --- what an operator reads -------------------------------------------------------------------------------------------
+
+
+def test_given_traffic_then_the_metrics_tell_of_it(client: Any, live: Live) -> None:
+    for _ in range(2):
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3)
+    text = call(live, "/metrics")
+    assert "kvpool_generated_tokens_total 6.0" in text
+    assert "kvpool_first_token_seconds_count 2.0" in text
+    assert 'kvpool_hit_tokens_total{model="tiny",tier="GPU"}' in text
+    assert 'kvpool_blocks{model="tiny",pool="0",state="free",tier="GPU"}' in text
+    from prometheus_client.parser import text_string_to_metric_families
+
+    assert len(list(text_string_to_metric_families(text))) > 20
+
+
+def test_given_texts_and_tokens_then_each_becomes_the_other(live: Live) -> None:
+    tokens = call(live, "/tokenize", {"prompt": "w5 w6"})
+    assert (tokens["tokens"], tokens["count"]) == ([5, 6], 2)
+    assert call(live, "/detokenize", {"tokens": [5, 6]}) == {"prompt": "w5 w6"}
+    said = call(live, "/tokenize", {"messages": [{"role": "w1", "content": "w5"}]})
+    assert said["tokens"] == [1, 5]
+    assert refusal(live, "/tokenize", {})[0] == 400
+
+
+def test_given_an_unknown_path_then_it_is_refused_in_the_same_form(live: Live) -> None:
+    assert refusal(live, "/v2/nothing")[1]["message"] == "GET /v2/nothing: Not Found"
+
+
+def test_given_a_deadline_that_passes_then_the_answer_ends_early(client: Any) -> None:
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=490, extra_body={"deadline_ms": 1, "ignore_eos": True}
+    )
+    assert answer.usage.completion_tokens < 490
+    assert answer.choices[0].finish_reason == "length"
