@@ -6,7 +6,8 @@ import pytest
 
 from kvpool import KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
-from managers import FULL, cached, make_manager
+from kvpool.prefix.quota import TenantQuota
+from managers import FULL, cached, make_manager, running
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
 MINE, YOURS = ReuseScope(tenant="mine"), ReuseScope(tenant="yours")
@@ -105,6 +106,54 @@ def test_guaranteed_windowed_blocks_are_shielded_too() -> None:
     manager.set_quota("mine", guaranteed=6)
     assert manager.evict(100) == 2
     assert held(manager, "mine") == 6
+
+
+def with_guarantees(*layers: LayerSpec, num_tokens: int, gpu_blocks: int) -> KVCacheManager:
+    """Two tenants whose idle cache is all guaranteed to them."""
+    manager = make_manager(*layers, gpu_blocks=gpu_blocks)
+    for scope, first in ((MINE, 100), (YOURS, 200)):
+        cached(manager, num_tokens, first, scope=scope)
+        manager.set_quota(scope.tenant, guaranteed=num_tokens // 4 * len(layers))
+    return manager
+
+
+def test_a_batch_of_several_tenants_takes_from_each_only_for_its_own_sequences() -> None:
+    manager = with_guarantees(FULL, num_tokens=12, gpu_blocks=8)
+    handles = [running(manager, "a", 4, 300, scope=MINE), running(manager, "b", 4, 400, scope=YOURS)]
+    manager.extend_batch(handles, 8)  # two blocks for each of them, and none is free
+    assert (held(manager, "mine"), held(manager, "yours")) == (1, 1)
+    with pytest.raises(OutOfBlocksError, match="needs 2 blocks of pool 0 on GPU; 1 of"):
+        manager.extend_batch(handles, [8, 0])  # one of the two would be the other tenant's
+    assert (held(manager, "mine"), held(manager, "yours")) == (1, 1)
+    assert [handle.num_reserved for handle in handles] == [12, 12]
+    assert manager.stats().extend_failures == 1
+
+
+def test_a_batch_of_several_tenants_takes_its_own_shares_of_a_pool_that_groups_share() -> None:
+    manager = with_guarantees(FULL, SLIDING, num_tokens=12, gpu_blocks=16)
+    handles = [running(manager, "a", 4, 300, scope=MINE), running(manager, "b", 4, 400, scope=YOURS)]
+    manager.extend_batch(handles, 8)
+    assert sum(manager.stats().tenants[tenant][0] for tenant in ("mine", "yours")) == 4
+    assert min(held(manager, "mine"), held(manager, "yours")) > 0
+
+
+def test_copies_for_forks_of_several_tenants_are_taken_from_their_own_shares() -> None:
+    manager = with_guarantees(FULL, num_tokens=8, gpu_blocks=6)
+    parents = [running(manager, "a", 2, 300, scope=MINE), running(manager, "b", 2, 400, scope=YOURS)]
+    children = [child for parent in parents for child in manager.fork(parent, (parent.request_id, 1))]
+    manager.extend_batch([*parents, *children])
+    assert (held(manager, "mine"), held(manager, "yours")) == (1, 1)
+
+
+def test_the_quotas_in_force_can_be_read() -> None:
+    manager = make_manager()
+    assert manager.quotas() == {}
+    manager.set_quota("mine", guaranteed=2, maximum=0.5)
+    cached(manager, 12, scope=MINE)
+    manager.pin(range(4), MINE)
+    quota = manager.quotas()["mine"]
+    assert quota == TenantQuota(guaranteed=(2,), maximum=(8,), cached=(3,), pinned=(1,))
+    assert [quota.protected(0, num_reused) for num_reused in range(4)] == [1, 1, 0, 0]
 
 
 def test_fractions_are_of_each_pool() -> None:

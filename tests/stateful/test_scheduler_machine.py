@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scheduling"))
 from toy_engine import ToyEngine, expected_beams, expected_output
 
 from kvpool import KVCacheConfig, KVCacheManager, ReuseScope, Tier
-from kvpool.errors import NeverFitsError
+from kvpool.errors import InvalidArgumentError, NeverFitsError
 from kvpool.eviction import policy_names
 from kvpool.scheduling import (
     POLICIES,
@@ -37,7 +37,8 @@ from kvpool.scheduling import (
     SchedulerConfig,
 )
 
-CUT_OFF = {FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED}
+CUT_OFF = {FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.FAILED, FinishReason.REFUSED}
+QUOTAS = [(0, None), (0, 0), (0, 0.5), (0.2, None), (0.3, 0.5), (0.5, None)]  # guaranteed and maximum
 
 # Few different tokens and beginnings, so that prompts share prefixes, also while they are being computed.
 prompts = st.tuples(
@@ -88,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         depth=st.integers(1, 3),
         drafts=st.sampled_from([(), (), (0, 2, 1)]),
         slow_link=st.booleans(),
+        quotas=st.tuples(*[st.sampled_from(QUOTAS)] * len(TENANTS)),
     )
     def start(self, **chosen: Any) -> None:
         self.now = 0.0
@@ -108,6 +110,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.requests: dict[int, Request] = {}
         self.cancelled: dict[int, Finished] = {}
         self.number = 0
+        self.guarantees_changed = False  # after requests were accepted: it may take from them what they were promised
+        for tenant, quota in zip(TENANTS, chosen["quotas"], strict=True):
+            self.set_quota(tenant, quota)
 
     @rule(
         prompt=prompts,
@@ -180,9 +185,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.manager.config.num_blocks(Tier(tier + 1)):
             self.manager.offload(num_blocks, tier=tier)
 
-    @rule(tenant=st.sampled_from(TENANTS), maximum=st.sampled_from([None, 0, 0.5]))
-    def limit_cache(self, tenant: str, maximum: float | None) -> None:
-        self.manager.set_quota(tenant, maximum=maximum)
+    @rule(tenant=st.sampled_from(TENANTS), quota=st.sampled_from(QUOTAS))
+    def set_quota(self, tenant: str, quota: tuple[float, float | None]) -> None:
+        guaranteed, maximum = quota
+        try:
+            self.manager.set_quota(tenant, guaranteed=guaranteed, maximum=maximum)
+        except InvalidArgumentError:
+            event("more was guaranteed than there is")
+        else:
+            self.guarantees_changed |= guaranteed > 0 and bool(self.live())
 
     def live(self) -> list[int]:
         return [i for i in self.requests if i not in self.engine.finished and i not in self.cancelled]
@@ -209,14 +220,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(pool.referenced == 0 for pool in self.manager.stats().pools)
         assert self.manager.stats().num_sequences == 0
         stats = self.scheduler.stats
-        if self.scheduler.config.capacity is CapacityMode.GUARANTEED:
-            assert stats.preemptions == 0
+        if self.scheduler.config.capacity is CapacityMode.GUARANTEED and not self.guarantees_changed:
+            assert (stats.preemptions, stats.stalls) == (0, 0)
         for name in ("preemptions", "swapped_out", "stalls", "prefix_waits", "accepted_draft_tokens", "cached_tokens"):
             event(f"{name}: {getattr(stats, name) > 0}")
 
     def assert_outputs_are_right(self) -> None:
         for number, request in self.requests.items():
             done = self.cancelled.get(number) or self.engine.finished[number]
+            assert done.reason is not FinishReason.REFUSED or self.guarantees_changed
             if request.steered:
                 beams = sorted(output.token_ids.tolist() for output in done.outputs)
                 assert done.reason in CUT_OFF or beams == expected_beams(request)

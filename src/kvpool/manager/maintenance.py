@@ -20,6 +20,7 @@ from kvpool.manager.pins import Pin, Pins
 from kvpool.pools.arrays import as_count, as_flag, as_token_array
 from kvpool.pools.pool import BlockPool, ResizeResult
 from kvpool.prefix.calendar import NEVER
+from kvpool.prefix.quota import TenantQuota
 from kvpool.prefix.tenants import TenantQuotas
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
@@ -87,6 +88,11 @@ class Maintenance:
             self._quotas.set(tenant, guaranteed, maximum)
             if self._observers:
                 self._tell("set_quota", None, tenant, guaranteed, maximum)
+
+    def quotas(self) -> dict[str, TenantQuota]:
+        """The quotas in force, by tenant, with what each tenant has cached."""
+        with self._guard:
+            return {tenant: quota.view() for tenant, quota in self._state.cache.orders.quotas.items()}
 
     def evict(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> int:
         """Evicts up to `num_blocks` cached blocks now, in the order of the policy; returns how many became free."""

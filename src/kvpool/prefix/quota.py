@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from kvpool.eviction import EvictionPolicy
+
+
+class TenantQuota(NamedTuple):
+    """The quota of one tenant as it stands now: GPU blocks of each pool."""
+
+    guaranteed: tuple[int, ...]
+    maximum: tuple[int | None, ...]
+    cached: tuple[int, ...]  # unread cached blocks of the tenant
+    pinned: tuple[int, ...]  # of the cached ones
+
+    def protected(self, pool: int, num_reused: int = 0) -> int:
+        """Unpinned cached blocks that other tenants cannot evict, once a request of the tenant reads `num_reused` of them."""
+        return _protected(self.cached[pool] - num_reused, self.guaranteed[pool], self.pinned[pool])
 
 
 class Quota:
@@ -31,9 +44,17 @@ class Quota:
 
     def protected(self, pool: int) -> int:
         """How many of the tenant's unpinned cached blocks other tenants cannot evict."""
-        return max(0, min(self.cached[pool], self.guaranteed[pool]) - self.pinned[pool])
+        return _protected(self.cached[pool], self.guaranteed[pool], self.pinned[pool])
 
     def excess(self, pool: int) -> int:
         """How many blocks the tenant's idle cache is over its maximum."""
         limit = self.maximum[pool]
         return 0 if limit is None else max(0, self.cached[pool] - limit)
+
+    def view(self) -> TenantQuota:
+        """The numbers as they stand now."""
+        return TenantQuota(tuple(self.guaranteed), tuple(self.maximum), tuple(self.cached), tuple(self.pinned))
+
+
+def _protected(cached: int, guaranteed: int, pinned: int) -> int:
+    return max(0, min(cached, guaranteed) - pinned)

@@ -69,6 +69,9 @@ class Admissions:
     def _try(self, sequence: ScheduledSequence, round: Round) -> Verdict:
         if sequence.in_flight:  # preempted while a plan that samples for it is under way
             return Verdict.PASSED_OVER
+        if self.capacity.has_shrunk() and (reason := self.capacity.why_never(sequence.request)) is not None:
+            round.refused.append((sequence, reason))
+            return Verdict.PASSED_OVER
         running = self.roster.running
         lanes_needed = 1 if sequence.group.branched else sequence.request.n
         while running.num_free_lanes < lanes_needed:
@@ -96,10 +99,12 @@ class Admissions:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def _has_room(self, admission: Admission, future: list[int]) -> bool:
+    def _has_room(self, sequence: ScheduledSequence, admission: Admission, future: list[int]) -> bool:
         """Whether it fits beside everything that running sequences were promised."""
-        promised = self.capacity.outstanding(self.roster.running.lanes)
-        numbers = zip(admission.blocks_available, admission.blocks_needed, future, promised, strict=True)
+        running = self.roster.running
+        promised = self.capacity.outstanding(running.lanes)
+        room = self.capacity.supply.room(admission, sequence.request.scope.tenant, running.members)
+        numbers = zip(room, admission.blocks_needed, future, promised, strict=True)
         return bool(admission) and all(have >= need + later + taken for have, need, later, taken in numbers)
 
     def _could_make_room(self, sequence: ScheduledSequence, admission: Admission, future: list[int]) -> bool:
@@ -119,9 +124,6 @@ class Admissions:
         """Admits a waiting sequence with the first chunk of its tokens."""
         request, tokens = sequence.request, sequence.tokens
         match = self.manager.match_prefix(tokens, request.scope)
-        if self.capacity.has_shrunk() and (reason := self.capacity.why_never(request)) is not None:
-            round.refused.append((sequence, reason))
-            return Verdict.PASSED_OVER
         alone = self._is_alone(sequence)
         if match.in_flight and self.config.wait_for_prefix and not alone:
             if not sequence.waits_for_prefix:
@@ -136,7 +138,7 @@ class Admissions:
         stop = round.chunk_stop(start, len(tokens))
         if not alone:
             future = self.capacity.future(sequence, stop)
-            while not self._has_room(admission := self._ask(sequence, stop), future):
+            while not self._has_room(sequence, admission := self._ask(sequence, stop), future):
                 if not self._could_make_room(sequence, admission, future) or not self._preempt_for(sequence, round):
                     return Verdict.BLOCKED
         handle = self._allocate_at_most(sequence, tokens, start, stop, alone)
@@ -207,7 +209,7 @@ class Admissions:
         running, handle = self.roster.running, sequence.live_handle()
         if running.members:
             future = self.capacity.future(sequence, handle.num_reserved)
-            while not self._has_room(admission := self.manager.can_swap_in(handle), future):
+            while not self._has_room(sequence, admission := self.manager.can_swap_in(handle), future):
                 if not self._could_make_room(sequence, admission, future) or not self._preempt_for(sequence, round):
                     return Verdict.BLOCKED
         try:
@@ -237,18 +239,19 @@ class Admissions:
             scope = sequence.request.scope
             match = self.manager.match_prefix(sequence.tokens, scope)
             blocks = sum(count for tier, count in match.tokens_by_tier.items() if tier != Tier.GPU) // size
-            if not blocks or not self._has_unpromised(blocks):
+            if not blocks or not self._has_unpromised(blocks, scope.tenant):
                 continue
             try:
                 self.roster.stats.prefetched_blocks += self.manager.onboard(sequence.tokens, scope)
             except OutOfBlocksError:  # other tenants' guarantees are in the way
                 continue
 
-    def _has_unpromised(self, columns: int) -> bool:
+    def _has_unpromised(self, columns: int, tenant: str) -> bool:
         """Whether so many columns of the block table are free or evictable, above the watermark and all promises."""
-        capacity = self.capacity
-        promised = capacity.outstanding(self.roster.running.lanes)
+        capacity, running = self.capacity, self.roster.running
+        promised = capacity.outstanding(running.lanes)
+        room = capacity.supply.beside(tenant, running.members)
         return all(
             have - taken >= columns * capacity.blocks_per_column(pool) + capacity.watermark(pool)
-            for pool, (have, taken) in enumerate(zip(capacity.free_blocks(), promised, strict=True))
+            for pool, (have, taken) in enumerate(zip(room, promised, strict=True))
         )

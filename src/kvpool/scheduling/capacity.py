@@ -12,6 +12,7 @@ from kvpool.pools.groups import is_cross, is_windowed
 from kvpool.scheduling.request import Request, ScheduledSequence
 from kvpool.scheduling.scheduler_config import CapacityMode, SchedulerConfig
 from kvpool.scheduling.steps.running import Lanes
+from kvpool.scheduling.supply import Supply
 
 SPARE_WINDOW_BLOCKS = 2  # a window moves on when a step is committed: until then its last blocks are held
 
@@ -25,6 +26,7 @@ class Capacity:
 
     def __init__(self, manager: KVCacheManager, config: SchedulerConfig) -> None:
         self.manager = manager
+        self.supply = Supply(manager)
         self.block_size = manager.config.block_size
         self.num_pools = len(manager.config.pools)
         self.guaranteed = config.capacity is CapacityMode.GUARANTEED
@@ -77,7 +79,7 @@ class Capacity:
         return group.max_live_blocks(2**40) + self._chunk_blocks if is_windowed(group) else None
 
     def why_never(self, request: Request) -> str | None:
-        """Why a request could not be completed even if it had the whole GPU tier; None if it could."""
+        """Why a request could not be completed even if it had all of the GPU tier that others have no guarantee for."""
         config = self.manager.config
         if config.max_seq_len is not None and request.num_places > config.max_seq_len:
             return (
@@ -89,10 +91,19 @@ class Capacity:
         sizes = self.pool_sizes()
         together = f" of {request.n} sequences" if self._advance_together(request) else ""
         for index, need in enumerate(self._needs_alone(request)):
+            needs = (
+                f"its prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens{together} need {need} "
+                f"blocks of pool {index}"
+            )
             if need > sizes[index]:
+                return f"{needs}, which has {sizes[index]} in all; ask for fewer tokens or use a larger pool"
+            kept = self.supply.guaranteed_to_others(request.scope.tenant, index)
+            left = max(0, sizes[index] - sum(kept.values()))
+            if need > left:
+                whose = ", ".join(f"{blocks} are guaranteed to {tenant!r}" for tenant, blocks in kept.items())
                 return (
-                    f"its prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens{together} need {need} "
-                    f"blocks of pool {index}, which has {sizes[index]} in all; ask for fewer tokens or use a larger pool"
+                    f"{needs}, of whose {sizes[index]} only {left} are left: {whose}; "
+                    "ask for fewer tokens, lower a guarantee with set_quota, or use a larger pool"
                 )
         return None
 
@@ -114,9 +125,9 @@ class Capacity:
         return needs
 
     def has_shrunk(self) -> bool:
-        """Whether a pool is smaller than it was made: what was accepted then may not fit any more."""
+        """Whether there may be less than at first, in a smaller pool or beside guarantees: what was accepted may not fit."""
         made = (pool.num_blocks[Tier.GPU] for pool in self.manager.config.pools)
-        return any(now < then for now, then in zip(self.pool_sizes(), made, strict=True))
+        return any(now < then for now, then in zip(self.pool_sizes(), made, strict=True)) or bool(self.manager.quotas())
 
     def pool_sizes(self) -> list[int]:
         """Blocks of each GPU pool, as large as it is now."""
@@ -129,7 +140,3 @@ class Capacity:
     def watermark(self, pool: int) -> int:
         """Blocks of a pool that admission leaves free."""
         return self.manager.config.watermark_blocks(pool, self.pool_sizes()[pool])
-
-    def free_blocks(self) -> tuple[int, ...]:
-        """Blocks per pool that are free or evictable."""
-        return self.manager.can_allocate(num_tokens=1).blocks_available

@@ -19,7 +19,7 @@ from kvpool.prefix.cache import PrefixCache
 from kvpool.prefix.context import CacheContext
 from kvpool.sequences.handle import KVCacheHandle, Rows
 from kvpool.sequences.publishing import Publisher
-from kvpool.stats import Counters
+from kvpool.stats import Counters, EvictionReason
 
 LOCAL_TIERS = (GPU, Tier.HOST, Tier.DISK)
 
@@ -146,6 +146,21 @@ class CacheState:
                     raise self.shortage(pool, need, available, what)
         for pool, need in zip(self.gpu_pools, needs, strict=True):
             self.cache.make_room(pool, need, tenant)
+
+    def require_each(self, needs: dict[str, list[int]], what: str) -> None:
+        """`require` for sequences of several tenants: what is guaranteed to a tenant gives way to its own sequences only."""
+        quotas = self.cache.orders.quotas
+        totals = [sum(of_tenant) for of_tenant in zip(*needs.values(), strict=True)]
+        for pool, total, shared in zip(self.gpu_pools, totals, self.supply(None), strict=True):
+            own = (min(n[pool.index], quotas[t].protected(pool.index)) for t, n in needs.items() if t in quotas)
+            available = shared + sum(own)
+            if total > available:
+                raise self.shortage(pool, total, available, what)
+        for pool, total in zip(self.gpu_pools, totals, strict=True):
+            missing = total - pool.num_free
+            for tenant, most in [(None, missing), *((t, n[pool.index]) for t, n in needs.items())]:
+                if missing > 0:
+                    missing -= self.cache.evict(pool, min(missing, most), tenant, EvictionReason.CAPACITY)
 
     def refuse_shortage(self, needs: list[int], supply: list[int], what: str) -> None:
         """Raises for the first GPU pool that cannot serve what an operation needs."""

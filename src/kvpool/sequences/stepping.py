@@ -79,7 +79,7 @@ class Stepping:
             columns = rows.num_blocks[targets]
             if int(columns.max()) >= rows.tables[0].shape[1]:
                 rows.ensure_columns(int(columns.max()) + 1)
-            ids = self._take(batch, len(crossing))
+            ids = self._take(batch, crossing)
             rows.tables[0][targets, columns] = ids
             rows.num_blocks[targets] = columns + 1
             if slots is not None:
@@ -99,23 +99,46 @@ class Stepping:
         out[0] = slots
         return out
 
-    def _take(self, batch: SequenceBatch, num_blocks: int) -> Int32Array:
-        """Blocks of the only group, evicting if need be."""
+    def _take(self, batch: SequenceBatch, crossing: Int64Array) -> Int32Array:
+        """A block of the only group for each of these members of a batch, evicting if need be."""
         state = self.state
         pool = state.gpu_pools[0]
+        num_blocks = len(crossing)
         if num_blocks > pool.num_free:
-            self._require(batch, [num_blocks])
+            self._require(batch, [num_blocks], np.bincount(crossing, minlength=len(batch)), [])
         state.counters.blocks_allocated += num_blocks
         return pool.take(num_blocks)
 
-    def _require(self, batch: SequenceBatch, needs: list[int]) -> None:
-        state = self.state
+    def _require(
+        self, batch: SequenceBatch, needs: list[int], missing: Int64Array, copies: list[tuple[int, int, int]]
+    ) -> None:
+        """Room for `needs` in all: columns that each member misses, and copies."""
+        state, what = self.state, f"extending a batch of {len(batch)} sequences"
         tenant = common_tenant(batch.handles) if state.cache.orders.quotas else None
         try:
-            state.require(needs, tenant, f"extending a batch of {len(batch)} sequences")
+            if tenant is None and state.cache.orders.quotas:
+                state.require_each(self._needs_of_tenants(batch, missing, copies), what)
+            else:
+                state.require(needs, tenant, what)
         except Exception:
             state.counters.extend_failures += 1
             raise
+
+    def _needs_of_tenants(
+        self, batch: SequenceBatch, missing: Int64Array, copies: list[tuple[int, int, int]]
+    ) -> dict[str, list[int]]:
+        """Blocks per pool that the sequences of each tenant need."""
+        state = self.state
+        needs = {handle.scope.tenant: [0] * len(state.gpu_pools) for handle in batch.handles}
+        for position in np.flatnonzero(missing).tolist():
+            of_tenant = needs[batch.handles[position].scope.tenant]
+            for pool, per_position in enumerate(state.per_position):
+                of_tenant[pool] += int(missing[position]) * per_position
+        for row, group, _ in copies:
+            handle = self.rows.handles[row]
+            assert handle is not None
+            needs[handle.scope.tenant][state.groups[group].pool] += 1
+        return needs
 
     def blocks_needed(self, row: int, num_tokens: int) -> tuple[int, ...]:
         """Blocks per pool that one sequence would take for `num_tokens` more tokens."""
@@ -150,7 +173,7 @@ class Stepping:
         needs = [num_new * per for per in state.per_position]
         for _, group, _ in copies:
             needs[state.groups[group].pool] += 1
-        self._require(batch, needs)
+        self._require(batch, needs, missing, copies)
         rows.moves += 1
         self._unshare(copies)
         if not num_new:

@@ -137,13 +137,8 @@ class Planner:
 
     def _num_served(self, needy: list[ScheduledSequence]) -> int:
         """How many of the needy, in order of rank, get their blocks from what there is; at most all but one."""
-        free = list(self.capacity.free_blocks())
-        for position, sequence in enumerate(needy[:-1]):
-            for pool, need in enumerate(self.manager.blocks_needed(sequence.live_handle())):
-                free[pool] -= need
-            if min(free) < 0:
-                return position
-        return len(needy) - 1
+        needs = [(s.request.scope.tenant, self.manager.blocks_needed(s.live_handle())) for s in needy[:-1]]
+        return self.capacity.supply.num_served(needs)
 
     # --- prompts -----------------------------------------------------------------------------------------------------
 

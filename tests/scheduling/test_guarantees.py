@@ -1,0 +1,143 @@
+"""Tenants whose idle cache is guaranteed beside requests of other tenants: what is kept from them is not promised to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support import add, make_engine, names, request
+from toy_engine import ToyEngine
+
+from kvpool import ReuseScope
+from kvpool.errors import NeverFitsError
+from kvpool.scheduling import CapacityMode, FinishReason
+from managers import cached, make_manager
+
+MINE, YOURS = ReuseScope(tenant="mine"), ReuseScope(tenant="yours")
+
+
+def guaranteed_engine(mine: int = 0, yours: int = 0, **config: Any) -> ToyEngine:
+    """16 blocks, of which tenants have as many idle and guaranteed as is said; `config` is that of the scheduler."""
+    engine = make_engine(**config)
+    for scope, blocks, first in ((MINE, mine, 1000), (YOURS, yours, 2000)):
+        if blocks:
+            engine.manager.set_quota(scope.tenant, guaranteed=blocks)
+            add(engine, request(scope.tenant, 4 * blocks, 1, first=first, scope=scope))
+            engine.drain()
+    return engine
+
+
+def test_a_request_that_needs_blocks_guaranteed_to_another_tenant_is_refused_by_name() -> None:
+    engine = guaranteed_engine(mine=10)
+    with pytest.raises(NeverFitsError, match=r"7 blocks of pool 0.*6 are left.*10 are guaranteed to 'mine'.*set_quota"):
+        add(engine, request("a", 24, 5, scope=YOURS))
+    fits, own = request("b", 20, 5, scope=YOURS), request("c", 40, 5, scope=MINE)
+    add(engine, fits, own)
+    engine.drain(max_steps=60)
+    engine.assert_right(fits, own)
+
+
+def test_a_guarantee_that_is_not_filled_yet_counts_too() -> None:
+    manager = make_manager()
+    manager.set_quota("mine", guaranteed=10)
+    engine = make_engine(manager)
+    with pytest.raises(NeverFitsError, match="10 are guaranteed to 'mine'"):
+        add(engine, request("a", 24, 5, scope=YOURS))
+
+
+def test_when_a_guarantee_is_set_later_then_a_waiting_request_that_cannot_fit_beside_it_is_refused() -> None:
+    manager = make_manager()
+    engine = make_engine(manager)
+    add(engine, request("a", 40, 5, scope=YOURS))
+    manager.set_quota("mine", guaranteed=10)
+    (done,) = engine.step().finished
+    assert done.reason is FinishReason.REFUSED
+    assert "10 are guaranteed to 'mine'" in done.detail
+    assert not engine.scheduler.has_work
+
+
+def test_when_a_guarantee_is_set_later_then_a_running_request_ends_with_what_it_has() -> None:
+    manager = make_manager()
+    cached(manager, 40, first=1000, scope=MINE)
+    engine = make_engine(manager)
+    add(engine, request("a", 8, 40, scope=YOURS))
+    engine.step()
+    manager.set_quota("mine", guaranteed=10)
+    engine.drain(max_steps=60)
+    assert engine.finished["a"].reason is FinishReason.REFUSED
+    assert len(engine.finished["a"].token_ids) == 6 * 4 - 8 + 1
+
+
+@pytest.mark.parametrize("taken_away", ["resize", "guarantee"])
+def test_a_swapped_request_that_no_longer_fits_is_refused(taken_away: str) -> None:
+    manager = make_manager(host_blocks=16)
+    engine = make_engine(manager, preemption="swap", policy="priority")
+    add(engine, request("a", 32, 12, scope=YOURS))
+    engine.step()
+    add(engine, request("urgent", 40, 4, first=100, scope=YOURS, priority=1))
+    engine.step()
+    assert engine.scheduler.num_swapped == 1
+    if taken_away == "resize":
+        engine.scheduler.cancel("urgent")
+        manager.resize(6)
+    else:
+        manager.set_quota("mine", guaranteed=8)
+        engine.scheduler.cancel("urgent")
+        cached(manager, 32, first=1000, scope=MINE)
+    engine.drain(max_steps=60)
+    assert engine.finished["a"].reason is FinishReason.REFUSED
+
+
+def test_given_guaranteed_capacity_then_a_tenant_with_idle_blocks_does_not_take_what_others_were_promised() -> (
+    None
+):
+    engine = guaranteed_engine(mine=8, capacity="guaranteed")
+    yours, mine = request("b", 8, 24, scope=YOURS), request("a", 24, 4, scope=MINE)
+    add(engine, yours)
+    engine.step()
+    add(engine, mine)  # 8 blocks for it, but the 6 free ones are promised, and it would take those first
+    engine.drain(max_steps=60)
+    engine.assert_right(yours, mine)
+    assert (engine.scheduler.stats.preemptions, engine.scheduler.stats.stalls) == (0, 0)
+
+
+@pytest.mark.parametrize("capacity", CapacityMode)
+def test_given_two_tenants_that_share_out_the_pool_then_both_run_at_once_each_in_its_own_share(
+    capacity: CapacityMode,
+) -> None:
+    engine = guaranteed_engine(mine=8, yours=8, capacity=capacity)
+    both = [request("a", 5, 8, scope=MINE), request("b", 5, 8, scope=YOURS)]
+    add(engine, *both)
+    engine.step()
+    assert sorted(names(engine.step().sequences)) == ["a", "b"]
+    engine.drain(max_steps=20)
+    engine.assert_right(*both)
+    assert (engine.scheduler.stats.preemptions, engine.scheduler.stats.stalls) == (0, 0)
+
+
+def test_a_prefix_that_a_request_reuses_is_not_counted_as_kept_from_others() -> None:
+    engine = guaranteed_engine(mine=8, capacity="guaranteed")
+    yours, mine = request("b", 4, 5, scope=YOURS), request("a", 32, 5, first=1000, scope=MINE)
+    add(engine, yours)
+    engine.step()
+    add(engine, mine)  # 8 blocks are there already; 2 more of the 6 that are neither taken nor promised
+    assert names(engine.step().admitted) == ["a"]
+    engine.drain(max_steps=20)
+    engine.assert_right(yours, mine)
+
+
+def test_prefetching_for_one_tenant_leaves_what_another_was_promised() -> None:
+    manager = make_manager(gpu_blocks=24, host_blocks=4)
+    cached(manager, 16, first=1000, scope=MINE)
+    manager.offload(4)
+    manager.set_quota("mine", guaranteed=4)
+    cached(manager, 32, first=2000)
+    manager.set_quota("", guaranteed=8)
+    engine = make_engine(manager, capacity="guaranteed", max_sequences=2)
+    yours = [request(f"b{i}", 4, 29, first=100 * i, scope=YOURS) for i in range(2)]  # all that is guaranteed to nobody
+    add(engine, *yours, request("a", 20, 4, first=1000, scope=MINE))
+    engine.step()
+    assert (engine.scheduler.num_running, engine.scheduler.stats.prefetched_blocks) == (2, 0)
+    engine.drain(max_steps=60)
+    engine.assert_right(*yours)
+    assert (engine.scheduler.stats.preemptions, engine.scheduler.stats.stalls) == (0, 0)
