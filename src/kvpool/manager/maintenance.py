@@ -296,6 +296,13 @@ class Maintenance:
             return any(self._pool(index, tier).num_blocks for index in range(len(self._state.pools)) for tier in tiers)
 
     @property
+    def table_shape(self) -> tuple[int, int, int]:
+        """How much memory block tables take: layer groups, rows and columns, grown as live sequences needed them."""
+        with self._guard.lock:
+            tables = self._state.rows.tables
+            return (len(tables), *tables[0].shape)
+
+    @property
     def policy_name(self) -> str:
         """The name of the eviction policy."""
         return self._state.cache.orders.policies[Tier.GPU].name

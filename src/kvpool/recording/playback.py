@@ -96,7 +96,6 @@ class _Player:
             self.manager = manager_from(operations.header, policy, lambda: self.now)
         except KVPoolError as error:
             raise TraceError(f"{operations.place} describes no manager: {error}") from None
-        self.rows = self.manager._state.rows
         self.handles: dict[int, KVCacheHandle] = {}
         self.longest = 0  # no sequence has more tokens
         self.pins: dict[int, Pin] = {}
@@ -136,12 +135,12 @@ class _Player:
 
     def _check_tables(self, num_tokens: int, more_sequences: int = 0) -> None:
         """A line of some bytes may ask for a sequence of any length: refuses tables that would fill the memory."""
-        num_rows, columns = self.rows.tables[0].shape
+        num_groups, num_rows, columns = self.manager.table_shape
         if len(self.handles) + more_sequences > MAX_SEQUENCES:
             raise TraceError(f"more than {MAX_SEQUENCES:,} sequences would be live")
         num_blocks = max(columns, num_tokens // self.manager.config.block_size)
         num_rows = max(num_rows, len(self.handles) + more_sequences)
-        if len(self.rows.tables) * num_rows * num_blocks > MAX_TABLE_BLOCKS:
+        if num_groups * num_rows * num_blocks > MAX_TABLE_BLOCKS:
             raise TraceError(
                 f"block tables for {num_rows:,} sequences of {num_tokens:,} tokens would take too much memory"
             )
@@ -164,8 +163,8 @@ class _Player:
     def _extend(self, serials: list[int] | None, counts: Any, lookahead: int) -> None:
         most = max(counts, default=0) if isinstance(counts, list) else counts
         self.longest += most + lookahead
-        if self.longest > self.rows.tables[0].shape[1] * self.manager.config.block_size:  # the tables may have to grow
-            self.longest = int(self.rows.reserved.max()) + most + lookahead
+        if self.longest > self.manager.table_shape[2] * self.manager.config.block_size:  # the tables may have to grow
+            self.longest = max((handle.num_reserved for handle in self.handles.values()), default=0) + most + lookahead
             self._check_tables(self.longest)
         self.manager.extend_batch(self._all(serials), counts, lookahead)
 

@@ -3,6 +3,6 @@
 from kvpool.server.access import Access, Caller
 from kvpool.server.app import create_app
 from kvpool.server.limits import Limits
-from kvpool.server.serving import ServedModel
+from kvpool.server.served import ServedModel
 
 __all__ = ["create_app", "ServedModel", "Access", "Caller", "Limits"]

@@ -21,7 +21,7 @@ from kvpool.server.limits import Gate, Limits
 from kvpool.server.metrics import Metrics
 from kvpool.server.problems import Problem, problem_of
 from kvpool.server.schema import CacheQuery, ChatCompletions, Completions, Detokenize, Tokenize
-from kvpool.server.serving import ServedModel
+from kvpool.server.served import ServedModel
 from kvpool.version import __version__
 
 

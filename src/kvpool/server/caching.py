@@ -16,7 +16,7 @@ from kvpool.server.completing import conversation_tokens
 from kvpool.server.parameters import session_name
 from kvpool.server.problems import Problem, problem_of
 from kvpool.server.schema import CacheQuery
-from kvpool.server.serving import ServedModel, scope_of
+from kvpool.server.served import ServedModel, scope_of
 
 
 class CacheDesk:

@@ -67,7 +67,7 @@ def serve(
     uvicorn = _uvicorn()
     from kvpool.server.app import create_app
     from kvpool.server.limits import Limits
-    from kvpool.server.serving import ServedModel
+    from kvpool.server.served import ServedModel
 
     access = Access.read(keys, os.environ, share=share_cache)
     _check_address(host, access, insecure)

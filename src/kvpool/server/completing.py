@@ -20,7 +20,7 @@ from kvpool.server.metrics import Latencies
 from kvpool.server.parameters import request_options, sampling_params
 from kvpool.server.problems import Problem
 from kvpool.server.schema import ChatCompletions, Completions, Message, Sampling
-from kvpool.server.serving import Running, ServedModel
+from kvpool.server.served import LiveRequest, ServedModel
 from kvpool.server.streams import EventStream, as_event, unless_gone
 
 _CHAT_TOKENS = 2**31 - 1  # as many as the context has room for: the engine cuts it
@@ -114,7 +114,7 @@ class _Exchange:
         self._gate = gate
         self._latencies = latencies
         self._answer = answer
-        self._running: list[Running] = []
+        self._running: list[LiveRequest] = []
         self._stack = ExitStack()
 
     async def run(self, prompts: Sequence[Int32Array], params: SamplingParams) -> Response:
@@ -183,7 +183,7 @@ async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
         yield part
 
 
-async def _merged(running: Sequence[Running]) -> AsyncIterator[tuple[int, list[Chunk]]]:
+async def _merged(running: Sequence[LiveRequest]) -> AsyncIterator[tuple[int, list[Chunk]]]:
     """The chunks of several requests as they come, with the number of each."""
     if len(running) == 1:
         async for news in running[0]:

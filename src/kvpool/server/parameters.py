@@ -10,7 +10,7 @@ from kvpool.server.access import Caller
 from kvpool.server.limits import Limits
 from kvpool.server.problems import Problem, problem_of
 from kvpool.server.schema import Sampling
-from kvpool.server.serving import scope_of
+from kvpool.server.served import scope_of
 
 
 def sampling_params(body: Sampling, limits: Limits, max_new_tokens: int, logprobs: int | None) -> SamplingParams:

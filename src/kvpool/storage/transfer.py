@@ -39,7 +39,7 @@ _Check: TypeAlias = tuple[TransferStep, Tensor]
 """A step and, per block, whether its checksum differs."""
 
 
-class Completion(Protocol):
+class Ending(Protocol):
     """The end of a step."""
 
     def done(self) -> bool: ...
@@ -83,7 +83,7 @@ class _Promised:
 class Transfer:
     """Copies under way. `wait` returns when all of them are done, or raises what went wrong."""
 
-    def __init__(self, completions: list[Completion], verify: Callable[[], None], watcher: ThreadPoolExecutor) -> None:
+    def __init__(self, completions: list[Ending], verify: Callable[[], None], watcher: ThreadPoolExecutor) -> None:
         self._completions = completions
         self._verify = verify
         self._watcher = watcher
@@ -120,7 +120,7 @@ class Transfer:
 
 class _InFlight(NamedTuple):
     step: TransferStep
-    completion: Completion
+    completion: Ending
 
     def failed(self) -> bool:
         return isinstance(self.completion, _Promised) and self.completion.done() and bool(self.completion.future.exception())
@@ -194,7 +194,7 @@ class TransferEngine:
 
     def _run(self, steps: list[TransferStep], overlap: bool) -> Transfer:
         self._forget_done()
-        started: list[Completion] = []
+        started: list[Ending] = []
         self._to_verify = []
         for number, step in enumerate(steps):
             try:
@@ -236,7 +236,7 @@ class TransferEngine:
             self._move_and_note(step)
             return _InFlight(step, _Recorded(stream))
 
-    def _start_on_disk(self, step: TransferStep, before: list[Completion]) -> _InFlight:
+    def _start_on_disk(self, step: TransferStep, before: list[Ending]) -> _InFlight:
         for completion in before:
             if isinstance(completion, _Promised) and completion.done():
                 completion.wait()  # raises what went wrong there

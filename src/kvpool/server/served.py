@@ -40,12 +40,12 @@ class ServedModel:
             raise Problem(400, f"the model {self.name!r} came without a tokenizer", code="no_tokenizer")
         return str(self.engine.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
-    def start(self, tokens: Int32Array, params: SamplingParams, **options: Any) -> Running:
+    def start(self, tokens: Int32Array, params: SamplingParams, **options: Any) -> LiveRequest:
         """Queues a request."""
-        return Running(self.engine, tokens, params, **options)
+        return LiveRequest(self.engine, tokens, params, **options)
 
 
-class Running:
+class LiveRequest:
     """One request: iterate over what it adds, several chunks at a time where they come faster than they are sent."""
 
     def __init__(self, engine: Engine, tokens: Int32Array, params: SamplingParams, **options: Any) -> None:
