@@ -1,0 +1,221 @@
+"""RedisTier: values in Redis or Valkey, one server or a cluster, shared by every process that has the address.
+
+Each value is two strings in one hash slot: the bytes under `kvpool:NAMESPACE:{KEY}` and their seal (`tiers/envelope.py`)
+under the same name with `:seal` behind it. So bytes travel straight between the server and the caller's memory, and a seal
+says how many to expect. It is written last: where it is missing, nothing is there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import wait
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.tiers.contract import Outcome
+from kvpool.tiers.envelope import is_whole, num_bytes, seal
+from kvpool.tiers.remote.glide import RedisNode, Refusal
+from kvpool.tiers.remote.redis_options import RedisOptions
+from kvpool.tiers.remote.slots import SlotMap, slot_of
+from kvpool.tiers.remote.tier import NodeError, RemoteTier, Share
+from kvpool.tiers.url import TierURL
+
+PIPELINE_BYTES = 8 << 20
+DIRECT_BYTES = 16 << 20
+
+
+class RedisTier(RemoteTier[RedisNode]):
+    """Values in Redis or Valkey.
+
+    `redis://[user:password@]host[:port][/database]?option=value&…`, or `rediss://` for TLS. Options: `cluster=1` and
+    `nodes=host:port,…` (more nodes to begin with), `namespace`, `ttl` (seconds from storing), `timeout`, `max_value_bytes`,
+    `connections` (per node), `pause` (seconds before a node that failed is probed), `ca`, `cert`, `key` (files, for TLS).
+    A server that is down or refuses the password raises nothing: `stats().problem` says what is wrong.
+    """
+
+    def __init__(self, url: str) -> None:
+        parsed = TierURL.parse(url)
+        if parsed.scheme not in ("redis", "rediss"):
+            raise InvalidArgumentError(f"a Redis tier's address begins with redis:// or rediss://, got {parsed.shown}")
+        self._options = options = RedisOptions.of(parsed)
+        super().__init__(parsed.shown, timeout=options.timeout, max_value_bytes=options.max_value_bytes)
+        self._expiry = [] if options.ttl is None else ["PX", str(max(1, int(options.ttl * 1000)))]
+        self._prefix = f"kvpool:{options.namespace}:"
+        self._lock = threading.Lock()
+        self._learning = threading.Lock()
+        self._slots: SlotMap | None = None
+        self._by_address = {seed: RedisNode(*seed, options) for seed in options.seeds}
+        self._first = self._by_address[options.seeds[0]]
+        for _ in range(2 if options.cluster else 1):  # the first round of a cluster brings the other nodes
+            probes = [self._probe_in_background(node) for node in self._nodes()]
+            wait([probe for probe in probes if probe is not None], options.timeout / 2)
+
+    def _names(self, key: bytes) -> tuple[str, str]:
+        """Where the bytes of a value are, and where its seal. The braces keep both in one slot."""
+        name = f"{self._prefix}{{{key.hex()}}}"
+        return name, f"{name}:seal"
+
+    # --- nodes -------------------------------------------------------------------------------------------------------
+
+    def _nodes(self) -> list[RedisNode]:
+        with self._lock:
+            return list(self._by_address.values())
+
+    def _node_of(self, key: bytes) -> RedisNode:
+        slots = self._slots
+        address = None if slots is None else slots.address(slot_of(key.hex().encode()))
+        return self._first if address is None else self._by_address.get(address, self._first)
+
+    def _probe(self, node: RedisNode) -> None:
+        if self._options.cluster:
+            self._learn_slots([*(known for known in self._nodes() if known.breaker.allows()), node])
+        node.check(self.timeout)
+
+    def _learn_slots(self, nodes: list[RedisNode]) -> None:
+        """Takes over the slots as the first node that answers knows them. Nodes that left are let go."""
+        with self._learning:
+            for node in nodes:
+                try:
+                    slots = SlotMap(node.cluster_slots(self.timeout), node.host)
+                except (NodeError, TimeoutError):
+                    continue
+                self._take_over(slots)
+                return
+
+    def _take_over(self, slots: SlotMap) -> None:
+        with self._lock:
+            wanted = slots.addresses | set(self._options.seeds)
+            gone = [self._by_address.pop(address) for address in set(self._by_address) - wanted]
+            for address in wanted - set(self._by_address):
+                self._by_address[address] = RedisNode(*address, self._options)
+            self._slots = slots
+        for node in gone:
+            node.close()
+
+    def _moved(self, node: RedisNode, refusal: Refusal) -> None:
+        """Slots have moved: asks who has them now, in the background."""
+        if not self._options.cluster:
+            problem = "it is a node of a cluster: add cluster=1 to the address"
+            node.breaker.failed(problem)
+            raise NodeError(problem)
+        if not self._learning.locked():
+            node.threads.submit(self._learn_slots, [node])
+
+    # --- shares ------------------------------------------------------------------------------------------------------
+
+    def _run(self, share: Share[RedisNode], client: object, commands: list[list[object]]) -> list[object]:
+        """Answers of the node, each a value or a `Refusal`."""
+        return share.node.run(client, commands, share.seconds_left())
+
+    def _ask(self, share: Share[RedisNode], client: object, commands: list[list[object]]) -> Iterator[tuple[int, object]]:
+        """Place and answer of each command; refused ones are failed, or the node is."""
+        for place, answer in enumerate(self._run(share, client, commands)):
+            if not isinstance(answer, Refusal):
+                yield place, answer
+                continue
+            share.outcomes[place] = Outcome.FAILED
+            if answer.moved:
+                self._moved(share.node, answer)
+            elif not answer.is_about_the_value:
+                share.node.breaker.failed(answer.text)
+                raise NodeError(answer.text)
+
+    def _find_share(self, share: Share[RedisNode]) -> None:
+        with share.node.connection() as client:
+            for place, count in self._ask(share, client, [["EXISTS", *self._names(key)] for key in share.keys]):
+                share.outcomes[place] = Outcome.OK if count == 2 else Outcome.MISS
+
+    def _remove_share(self, share: Share[RedisNode]) -> None:
+        with share.node.connection() as client:
+            for place, count in self._ask(share, client, [["UNLINK", *self._names(key)] for key in share.keys]):
+                share.outcomes[place] = Outcome.OK if count else Outcome.MISS
+                self.stale.discard(share.keys[place])
+
+    def _load_share(self, share: Share[RedisNode]) -> None:
+        with share.node.connection() as client:
+            seals: list[list[object]] = [["GET", self._names(key)[1]] for key in share.keys]
+            for place, header in list(self._ask(share, client, seals)):
+                if header is None:
+                    share.outcomes[place] = Outcome.MISS
+                    continue
+                assert isinstance(header, bytes)
+                share.outcomes[place] = self._load_sealed(share, client, place, header)
+
+    def _load_sealed(self, share: Share[RedisNode], client: object, place: int, header: bytes) -> Outcome:
+        key, view = share.keys[place], share.views[place]
+        length = num_bytes(header, key)
+        if length is not None and length > view.nbytes:
+            return Outcome.FAILED
+        found = -1 if length is None else self._read(share, client, key, view[:length])
+        if found == length and is_whole(header, key, view[:length]):
+            return Outcome.OK
+        self.stale.add(key)
+        return Outcome.MISS if found is None else Outcome.FAILED
+
+    def _read(self, share: Share[RedisNode], client: object, key: bytes, view: memoryview) -> int | None:
+        """The number of bytes read; None if they are gone, -1 if they are not what was sealed.
+
+        Straight into the caller's memory if the client gives up before the deadline, which its limit for such requests
+        decides; otherwise through a copy, with the rest of the time as the limit: nobody may write there afterwards.
+        """
+        node, name = share.node, self._names(key)[0]
+        if not view.nbytes:
+            return 0
+        if view.nbytes <= DIRECT_BYTES and share.seconds_left() > node.direct_seconds:
+            return node.read_into(client, name, view)
+        answer = self._run(share, client, [["GET", name]])[0]
+        if answer is None:
+            return None
+        if not isinstance(answer, bytes) or len(answer) != view.nbytes:
+            return -1
+        view[:] = answer
+        return len(answer)
+
+    def _store_share(self, share: Share[RedisNode]) -> None:
+        with share.node.connection() as client:
+            lookups: list[list[object]] = [["EXISTS", *self._names(key)] for key in share.keys]
+            missing = []
+            for place, count in self._ask(share, client, lookups):
+                if count == 2 and share.keys[place] not in self.stale:
+                    share.outcomes[place] = Outcome.OK
+                elif share.node.is_full():
+                    share.outcomes[place] = Outcome.REFUSED
+                else:
+                    missing.append(place)
+            for part in _parts(missing, share.views):
+                self._store_part(share, client, part)
+
+    def _store_part(self, share: Share[RedisNode], client: object, part: list[int]) -> None:
+        commands: list[list[object]] = []
+        for place in part:
+            key, view = share.keys[place], share.views[place]
+            name, seal_name = self._names(key)
+            commands.append(["SET", name, view, *self._expiry])
+            commands.append(["SET", seal_name, seal(key, view), *self._expiry])
+        answers = self._run(share, client, commands)
+        for place, of_bytes, of_seal in zip(part, answers[::2], answers[1::2], strict=True):
+            refusal = next((answer for answer in (of_bytes, of_seal) if isinstance(answer, Refusal)), None)
+            if refusal is None:
+                share.outcomes[place] = Outcome.OK
+                self.stale.discard(share.keys[place])
+            elif refusal.moved:
+                share.outcomes[place] = Outcome.FAILED
+                self._moved(share.node, refusal)
+            else:
+                share.outcomes[place] = Outcome.REFUSED
+                share.node.refused()
+                self.report(self._told(share.node, f"stores nothing: {refusal.text}"))
+
+
+def _parts(places: list[int], views: list[memoryview]) -> Iterator[list[int]]:
+    """Places whose values travel together: of a bounded number of bytes, or a single one."""
+    part: list[int] = []
+    size = 0
+    for place in places:
+        if part and size + views[place].nbytes > PIPELINE_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(place)
+        size += views[place].nbytes
+    if part:
+        yield part

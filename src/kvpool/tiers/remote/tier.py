@@ -1,0 +1,298 @@
+"""RemoteTier: what all tiers over a network share. Nodes that fail cost one deadline; what they lack is a miss.
+
+The keys of a call are divided into shares, each for one node and of bounded size; shares of a call run at the same time. A
+node that does not answer is left alone until a probe in the background finds it back (`breaker.py`), so that callers
+never wait for it a second time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier, Outcome, Room
+from kvpool.tiers.envelope import checksum
+from kvpool.tiers.remote.breaker import Breaker
+
+SHARE_BYTES = 16 << 20
+SHARE_KEYS = 512
+MAX_STALE = 4096
+STALE_SECONDS = 10.0
+FULL_SECONDS = 1.0
+
+
+class NodeError(Exception):
+    """A node cannot serve at the moment; the message says why."""
+
+
+class Node:
+    """One server of a tier: its name, its breaker, its threads, and whether it has room."""
+
+    def __init__(self, name: str, num_threads: int, breaker: Breaker) -> None:
+        self.name = name
+        self.breaker = breaker
+        self.full_until = -float("inf")
+        self.threads = ThreadPoolExecutor(num_threads, thread_name_prefix=f"kvpool {name}")
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """Around every request to the node: its breaker learns what became of it."""
+        asked_at = time.monotonic()
+        try:
+            yield
+        except TimeoutError:
+            waited = time.monotonic() - asked_at
+            self.breaker.failed(f"no answer in {waited:.2f} s", asked_at=asked_at)
+            raise
+        except NodeError as error:
+            self.breaker.failed(str(error))
+            raise
+        self.breaker.succeeded()
+
+    def is_full(self) -> bool:
+        """Whether it refused a value for lack of room a moment ago."""
+        return time.monotonic() < self.full_until
+
+    def refused(self) -> None:
+        """It had no room: the next moment nobody sends it values in vain."""
+        self.full_until = time.monotonic() + FULL_SECONDS
+
+    def close(self) -> None:
+        """Lets go of threads and connections."""
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+_Node = TypeVar("_Node", bound=Node)
+
+
+@dataclass
+class Share(Generic[_Node]):
+    """Keys of one call that go to one node together. Who serves it fills `outcomes`; what is not reached stays late."""
+
+    node: _Node
+    places: list[int]
+    keys: list[bytes]
+    views: list[memoryview]
+    deadline: float
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.outcomes = [Outcome.LATE] * len(self.keys)
+
+    def seconds_left(self) -> float:
+        """Time until the deadline; raises TimeoutError when it is over."""
+        seconds = self.deadline - time.monotonic()
+        if seconds <= 0:
+            raise TimeoutError
+        return seconds
+
+
+class Stale:
+    """Keys that were promised and then not there, or not whole: absent for a short time, whatever the store says."""
+
+    def __init__(self, seconds: float = STALE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._clock = clock
+        self._until: OrderedDict[bytes, float] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, key: bytes) -> None:
+        """Remembers a key; the oldest of too many is forgotten."""
+        with self._lock:
+            self._until[key] = self._clock() + self._seconds
+            self._until.move_to_end(key)
+            if len(self._until) > MAX_STALE:
+                self._until.popitem(last=False)
+
+    def discard(self, key: bytes) -> None:
+        """Forgets a key: it was stored anew, or removed."""
+        with self._lock:
+            self._until.pop(key, None)
+
+    def __contains__(self, key: bytes) -> bool:
+        if not self._until:
+            return False
+        with self._lock:
+            until = self._until.get(key)
+            if until is not None and until <= self._clock():
+                del self._until[key]
+                return False
+            return until is not None
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+
+class RemoteTier(KeyedTier, Generic[_Node]):
+    """Values on servers. A derived class says which node has a key, and serves one share of a call at a time.
+
+    It may raise `TimeoutError` and `NodeError` there. `stale` are keys that the store promised in vain.
+    """
+
+    def __init__(self, name: str, *, timeout: float = DEFAULT_TIMEOUT, max_value_bytes: int) -> None:
+        super().__init__(name, timeout=timeout)
+        checksum(bytes(32), memoryview(b""))  # a missing package is said now and not with the first value
+        self.max_value_bytes = max_value_bytes
+        self.stale = Stale()
+
+    # --- what a remote tier writes -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _nodes(self) -> list[_Node]:
+        """The nodes that are known."""
+
+    @abstractmethod
+    def _node_of(self, key: bytes) -> _Node: ...
+
+    @abstractmethod
+    def _probe(self, node: _Node) -> None:
+        """Asks a node something small; raises if it does not answer. Runs in a thread of the node."""
+
+    @abstractmethod
+    def _find_share(self, share: Share[_Node]) -> None: ...
+
+    @abstractmethod
+    def _load_share(self, share: Share[_Node]) -> None: ...
+
+    @abstractmethod
+    def _store_share(self, share: Share[_Node]) -> None: ...
+
+    @abstractmethod
+    def _remove_share(self, share: Share[_Node]) -> None: ...
+
+    # --- the contract ------------------------------------------------------------------------------------------------
+
+    def _contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        outcomes = self._serve(keys, None, self._find_share, deadline)
+        return [
+            outcome == Outcome.OK and key not in self.stale for key, outcome in zip(keys, outcomes, strict=True)
+        ]
+
+    def _load(self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float) -> list[Outcome]:
+        decided = [Outcome.MISS if key in self.stale else None for key in keys]
+        return self._serve(keys, out, self._load_share, deadline, decided)
+
+    def _store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]:
+        decided: list[Outcome | None] = []
+        first: dict[bytes, int] = {}
+        for place, (key, view) in enumerate(zip(keys, data, strict=True)):
+            again = first.setdefault(key, place) != place
+            too_large = view.nbytes > self.max_value_bytes
+            decided.append(Outcome.REFUSED if too_large else Outcome.OK if again else None)
+        outcomes = self._serve(keys, data, self._store_share, deadline, decided)
+        return [
+            outcomes[first[key]] if outcome == Outcome.OK else outcome
+            for key, outcome in zip(keys, outcomes, strict=True)
+        ]
+
+    def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
+        return self._serve(keys, None, self._remove_share, deadline)
+
+    def _look(self) -> Room:
+        problems = [(node, node.breaker.problem) for node in self._nodes()]
+        return Room(problem="; ".join(self._told(node, problem) for node, problem in problems if problem))
+
+    def _close(self) -> None:
+        for node in self._nodes():
+            node.close()
+
+    # --- shares ------------------------------------------------------------------------------------------------------
+
+    def _serve(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[memoryview] | None,
+        serve: Callable[[Share[_Node]], None],
+        deadline: float,
+        decided: Sequence[Outcome | None] | None = None,
+    ) -> list[Outcome]:
+        """One outcome per key: as decided already, or from the node that has it."""
+        outcomes = [Outcome.FAILED if outcome is None else outcome for outcome in decided or [None] * len(keys)]
+        places = [place for place in range(len(keys)) if decided is None or decided[place] is None]
+        shares = self._shares(keys, views, places, deadline)
+        if len(shares) == 1:
+            self._serve_share(serve, shares[0])
+        else:
+            waiting = [share.node.threads.submit(self._serve_share, serve, share) for share in shares]
+            self._await(waiting, deadline)
+        for share in shares:
+            for place, outcome in zip(share.places, share.outcomes, strict=True):
+                outcomes[place] = outcome
+        return outcomes
+
+    def _shares(
+        self, keys: Sequence[bytes], views: Sequence[memoryview] | None, places: Sequence[int], deadline: float
+    ) -> list[Share[_Node]]:
+        """The keys by node, in shares of bounded size; nodes that are down get none."""
+        by_node: dict[_Node, list[list[int]]] = {}
+        sizes: dict[_Node, int] = {}
+        for place in places:
+            node = self._node_of(keys[place])
+            size = views[place].nbytes if views is not None else 0
+            parts = by_node.setdefault(node, [])
+            if not parts or len(parts[-1]) == SHARE_KEYS or sizes[node] + size > SHARE_BYTES:
+                parts.append([])
+                sizes[node] = 0
+            parts[-1].append(place)
+            sizes[node] += size
+        return [
+            Share(node, part, [keys[p] for p in part], [] if views is None else [views[p] for p in part], deadline)
+            for node, parts in by_node.items()
+            if self._is_up(node)
+            for part in parts
+        ]
+
+    def _serve_share(self, serve: Callable[[Share[_Node]], None], share: Share[_Node]) -> None:
+        """Serves it and keeps what was reached before an error."""
+        try:
+            share.seconds_left()
+            serve(share)
+        except TimeoutError:
+            error = "late"
+        except NodeError as problem:
+            error = str(problem)
+            share.outcomes = [Outcome.FAILED if found == Outcome.LATE else found for found in share.outcomes]
+        else:
+            return
+        if not share.node.breaker.allows():
+            self.report(self._told(share.node, share.node.breaker.problem or error))
+
+    @staticmethod
+    def _await(waiting: list[Future[None]], deadline: float) -> None:
+        """Waits for all shares: those that run end by the deadline, those still queued then are not begun any more."""
+        wait(waiting, max(0.0, deadline - time.monotonic()))
+        for future in waiting:
+            if not future.cancel():
+                future.result()
+
+    # --- nodes -------------------------------------------------------------------------------------------------------
+
+    def _is_up(self, node: _Node) -> bool:
+        """Whether the node may be asked. If it is time to look whether it is back, that happens in the background."""
+        if node.breaker.allows():
+            return True
+        self._probe_in_background(node)
+        return False
+
+    def _told(self, node: _Node, problem: str) -> str:
+        """A problem with the name of its node, where there are several."""
+        return problem if len(self._nodes()) == 1 else f"{node.name}: {problem}"
+
+    def _probe_in_background(self, node: _Node) -> Future[None] | None:
+        return node.threads.submit(self._run_probe, node) if node.breaker.claim_probe() else None
+
+    def _run_probe(self, node: _Node) -> None:
+        try:
+            self._probe(node)
+        except Exception as error:  # whatever a client raises: the node is not back
+            node.breaker.failed(str(error) or "no answer")
+            self.report(self._told(node, node.breaker.problem))
+        else:
+            node.breaker.succeeded()
