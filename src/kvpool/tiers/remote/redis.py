@@ -20,7 +20,7 @@ from kvpool.tiers.remote.slots import SlotMap, slot_of
 from kvpool.tiers.remote.tier import NodeError, RemoteTier, Share
 from kvpool.tiers.url import TierURL
 
-PIPELINE_BYTES = 8 << 20
+PIPELINE_BYTES = 2 << 20
 DIRECT_BYTES = 16 << 20
 
 
