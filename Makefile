@@ -32,7 +32,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo tour test compiled test-compiled fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo tour redis test compiled test-compiled fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,16 @@ tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; nee
 
 test: $(VENV)/.stamp-dev ## run the test suite, on several cores
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal $(ARGS)
+
+# Debian starts the server it installs, on loopback; the tests start their own. RUNLEVEL=1 keeps it from doing so without systemd.
+redis: ## a Redis server for the tests of remote tiers, by apt-get where that may; without one they are skipped
+	@if command -v redis-server || command -v valkey-server; then :; \
+	elif [ -n "$(OFFLINE)" ]; then echo "no redis-server, and OFFLINE is set: tests of the Redis tier are skipped"; \
+	elif [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
+		echo "no redis-server, and only root can install it by apt-get: tests of the Redis tier are skipped"; \
+	else export RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive; \
+		{ timeout 60 apt-get update -qq && timeout 90 apt-get install -y -qq redis-server; } >/dev/null || \
+		echo "apt-get could not install redis-server: tests of the Redis tier are skipped"; fi
 
 compiled: $(VENV)/.stamp-dev ## what `pip install .` gives where there is a C compiler, in build/compiled/site; takes some minutes
 	@rm -rf build/compiled
