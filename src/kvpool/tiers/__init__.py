@@ -3,5 +3,19 @@
 from kvpool.tiers.contract import KEY_BYTES, KeyedTier, Outcome, Room, TierStats
 from kvpool.tiers.keys import Fingerprint, KeySpace, Shard
 from kvpool.tiers.memory import MemoryTier
+from kvpool.tiers.open import open_tier
+from kvpool.tiers.remote.redis import RedisTier
 
-__all__ = ["KeyedTier", "Outcome", "Room", "TierStats", "KEY_BYTES", "Fingerprint", "KeySpace", "Shard", "MemoryTier"]
+__all__ = [
+    "open_tier",
+    "KeyedTier",
+    "Outcome",
+    "Room",
+    "TierStats",
+    "KEY_BYTES",
+    "Fingerprint",
+    "KeySpace",
+    "Shard",
+    "MemoryTier",
+    "RedisTier",
+]

@@ -1,0 +1,49 @@
+"""Tiers by address: the right class, and errors that name what is wrong and never a password."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.tiers import RedisTier, open_tier
+
+
+@pytest.mark.parametrize("scheme", ["redis", "rediss"])
+def test_given_a_redis_address_then_a_redis_tier_opens_although_nobody_listens(scheme: str) -> None:
+    with open_tier(f"{scheme}://127.0.0.1:1?timeout=0.1") as tier:
+        assert isinstance(tier, RedisTier)
+        assert tier.name == f"{scheme}://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        ("ftp://user:hidden@host", "this one begins with 'ftp'"),
+        ("hidden", "this one has no scheme"),
+        ("", "this one has no scheme"),
+        (None, "is a string, got None"),
+        (b"redis://host", "is a string"),
+    ],
+)
+def test_given_no_address_of_a_tier_then_the_error_says_what_there_is(address: str, says: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        open_tier(address)
+    assert says in str(caught.value)
+    assert "hidden" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("address", "package", "extra"), [("redis://host", "glide_sync", "redis")])
+def test_given_a_missing_package_then_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, address: str, package: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match=rf"pip install 'kvpool\[{extra}\]'"):
+        open_tier(address)
+
+
+def test_given_no_checksums_then_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xxhash", None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvpool\[tiers\]'"):
+        open_tier("redis://host")
