@@ -94,6 +94,16 @@ def test_given_numbers_of_numpy_then_the_observer_is_told_plain_ones() -> None:
     manager.offload(np.int64(1), pool=np.int64(0))
     manager.resize(np.int64(20), pool=np.int64(0))
     assert [[type(value) for value in arguments] for _, _, arguments in notes.told] == [[int, int, Tier]] * 3
+    manager.set_quota("a", guaranteed=np.int64(1), maximum=np.float64(0.5))
+    assert [type(value) for value in notes.told[-1][2]] == [str, int, float]
+
+
+@pytest.mark.parametrize("name", ["on_operation", "on_memory_pressure"])
+def test_a_callback_that_cannot_be_called_is_refused(name: str) -> None:
+    manager = make_manager()
+    with pytest.raises(InvalidArgumentError, match=f"{name} takes a callable, got 3"):
+        getattr(manager, name)(3)
+    manager.allocate("a", [1])
 
 
 def test_given_two_runs_that_share_as_much_with_a_prompt_then_an_observer_may_choose_between_them() -> None:

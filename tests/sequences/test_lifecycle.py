@@ -468,6 +468,43 @@ def test_a_batch_is_freed_as_a_whole_or_not_at_all() -> None:
     manager.check()
 
 
+class ChangingId:
+    """An id that can be made to raise, or to look like another one, after its request was admitted."""
+
+    def __init__(self, number: int) -> None:
+        self.number: int | None = number
+
+    def __hash__(self) -> int:
+        if self.number is None:
+            raise RuntimeError("no hash today")
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ChangingId) and self.number == other.number
+
+
+@pytest.mark.parametrize("layers", [[FULL], [FULL, SLIDING]], ids=["simple", "windowed"])
+@pytest.mark.parametrize("changed", [None, 3, 7], ids=["raises", "is_like_another", "is_unknown"])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_request_whose_id_changed_is_not_freed_halfway(
+    layers: list[LayerSpec], changed: int | None, together: bool
+) -> None:
+    manager = make_manager(*layers, gpu_blocks=24)
+    handles = [running(manager, ChangingId(number), 9, first=20 * number) for number in range(1, 4)]
+    odd = handles[1].request_id
+    odd.number = changed
+    before = manager.stats()
+    with pytest.raises(InvalidArgumentError, match="its id"):
+        manager.free_batch(handles) if together else manager.free(handles[1])
+    odd.number = 2
+    manager.check()
+    assert manager.stats() == before
+    assert manager.handles == handles
+    manager.free_batch(handles)
+    assert manager.stats().num_sequences == 0
+    manager.check()
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_requests_of_every_kind_can_be_freed_together(keep: bool) -> None:
     manager = make_manager(host_blocks=8)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.errors import InvalidArgumentError
@@ -84,10 +86,11 @@ class Maintenance:
         """
         if not isinstance(tenant, str):
             raise InvalidArgumentError(f"tenant must be a string, got {tenant!r}")
+        limits: list[Any] = [n.item() if isinstance(n, np.generic) else n for n in (guaranteed, maximum)]
         with self._guard:
-            self._quotas.set(tenant, guaranteed, maximum)
+            self._quotas.set(tenant, *limits)
             if self._observers:
-                self._tell("set_quota", None, tenant, guaranteed, maximum)
+                self._tell("set_quota", None, tenant, *limits)
 
     def quotas(self) -> dict[str, TenantQuota]:
         """The quotas in force, by tenant, with what each tenant has cached."""
@@ -234,6 +237,8 @@ class Maintenance:
 
     def on_operation(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Calls back after every operation, when capacity may have changed; returns a function that stops it."""
+        if not callable(callback):
+            raise InvalidArgumentError(f"on_operation takes a callable, got {callback!r}")
 
         def call() -> None:
             callback()

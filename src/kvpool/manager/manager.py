@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -256,7 +257,7 @@ class KVCacheManager(Maintenance):
     def handles(self) -> list[KVCacheHandle]:
         """All live requests, in order of admission."""
         with self._guard.lock:
-            return list(self._state.requests.values())
+            return sorted(self._state.requests.values(), key=attrgetter("serial"))
 
     def blocks_needed(self, handle: KVCacheHandle, num_tokens: int = 1, lookahead: int = 0) -> tuple[int, ...]:
         """Blocks per pool that `extend(handle, num_tokens, lookahead)` would take, copies of shared blocks included.

@@ -69,7 +69,5 @@ class InFlight:
         self.untrack(handle)
         tips = self.rows.tips
         for other in self.state.requests.values():
-            if other is handle or other.row < 0:  # ended, in the same batch perhaps
-                continue
             if other.inflight is None and other.swapped is None and tips[other.row] is place[0]:
                 self.track(other.row)

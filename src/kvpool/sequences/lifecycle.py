@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from kvpool.config import Tier
-from kvpool.errors import SequenceStateError
+from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import sink_blocks, window_start
@@ -313,9 +313,11 @@ class Lifecycle:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def free(self, handle: KVCacheHandle, keep: bool) -> None:
-        """Ends a sequence; what it published stays cached unless `keep` is False."""
+    def free(self, handle: KVCacheHandle, keep: bool, is_listed: bool = True) -> None:
+        """Ends a sequence; what it published stays cached unless `keep` is False. `is_listed`: the index still has it."""
         row = self.state.any_row_of(handle)
+        if is_listed:
+            self._forget(handle)
         tip = self.rows.tips[row]
         assert tip is not None
         if handle.swapped is not None:
@@ -330,6 +332,18 @@ class Lifecycle:
         self._end(handle, row, tip)
         self.rows.drop_row(row)
 
+    def _forget(self, handle: KVCacheHandle) -> None:
+        """Takes a request out of the index, first of all: that runs code of its id, which may raise by now."""
+        requests = self.state.requests
+        try:
+            found = requests.pop(handle.request_id, None)
+        except Exception as error:
+            raise InvalidArgumentError(f"a request cannot be freed by its id {handle.request_id!r}: {error}") from None
+        if found is not handle:
+            if found is not None:
+                requests[found.request_id] = found
+            raise InvalidArgumentError(f"its id {handle.request_id!r} is not what it was when the request was admitted")
+
     def _end(self, handle: KVCacheHandle, row: int, tip: Node) -> None:
         if handle.inflight is not None:
             self.in_flight.hand_over(handle)
@@ -337,7 +351,6 @@ class Lifecycle:
             handle.family.discard(row)
             self.rows.following.pop(row, None)
             self.state.publisher.publish_postponed(handle.family)
-        del self.state.requests[handle.request_id]
         handle.row = -1
         if tip.root.quota is not None:
             self.cache.enforce_quota(tip.root)
@@ -422,13 +435,21 @@ class Lifecycle:
             if row in seen:
                 raise SequenceStateError(f"request {handle.request_id!r} stands twice in the batch to free")
             seen.add(row)
+        forgotten: list[KVCacheHandle] = []
+        try:
+            for handle in handles:
+                self._forget(handle)
+                forgotten.append(handle)
+        except InvalidArgumentError:
+            self.state.requests.update((handle.request_id, handle) for handle in forgotten)
+            raise
         simple = keep and self.state.is_simple
         plain = [h for h in handles if simple and h.swapped is None and h.retention is None and h.family is None]
         if len(plain) > 1:
             self._free_plain([h.row for h in plain], plain)
         for handle in handles:
             if handle.row >= 0:
-                self.free(handle, keep)
+                self.free(handle, keep, is_listed=False)
 
     def _free_plain(self, row_list: list[int], handles: list[KVCacheHandle]) -> None:
         """`free` for sequences of one full-attention group without forks, private blocks given back in one go."""
