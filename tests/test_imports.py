@@ -35,7 +35,7 @@ SIBLINGS = {module_path.stem for module_path in (SRC / "kvpool").iterdir()}
 # Everything an extra brings. Trying to import one of these counts, even inside try/except.
 HEAVY = [
     *("torch", "triton", "flashinfer", "transformers", "safetensors"),
-    *("lmdb", "xxhash", "lz4", "glide_sync", "obstore", "mooncake"),
+    *("xxhash", "lz4", "glide_sync", "obstore", "mooncake"),
     *("msgspec", "zmq", "prometheus_client", "fastapi", "uvicorn", "typer", "rich"),
 ]
 

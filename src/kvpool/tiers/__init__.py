@@ -1,6 +1,7 @@
 """Tiers that find blocks by key and outlive a process: disk, Redis or Valkey, Mooncake, S3, and your own. No torch needed."""
 
 from kvpool.tiers.contract import KEY_BYTES, KeyedTier, Outcome, Room, TierStats
+from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.keys import Fingerprint, KeySpace, Shard
 from kvpool.tiers.memory import MemoryTier
 from kvpool.tiers.open import open_tier
@@ -17,5 +18,6 @@ __all__ = [
     "KeySpace",
     "Shard",
     "MemoryTier",
+    "DiskTier",
     "RedisTier",
 ]

@@ -15,10 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from kvpool.tiers.keys import KeySpace
 
 KEY_BYTES = 32
 DEFAULT_TIMEOUT = 1.0
@@ -172,6 +175,9 @@ class KeyedTier(ABC):
         with self._counting:
             self._counters.removed += outcomes.count(Outcome.OK)
         return outcomes
+
+    def introduce(self, space: KeySpace) -> None:  # noqa: B027  # a tier may have no use for it
+        """Tells the tier whose keys will come; one that people look into keeps the fingerprint. Never raises."""
 
     def stats(self) -> TierStats:
         """Counters, and how full it is where that is known."""

@@ -1,0 +1,249 @@
+"""Catalog: which value is in which slot of which slab, which slots are free, and which value goes next. Memory only, no I/O.
+
+Its caller holds one lock around every call. A place is one integer: the number of the slab here, and the slot in it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from kvpool.tiers.disk.records import RECORD, Records, fill_record, is_held, microseconds
+from kvpool.tiers.disk.slab import Slab
+
+WASTE = 8
+"""A value goes into larger slots that exist already if it leaves less than one part in so many unused."""
+
+_SLOT_BITS = 32
+_MIN_VICTIMS = 64
+
+
+class SizeClass:
+    """Slots of one size, of any number of slabs."""
+
+    def __init__(self, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self.slabs: list[int] = []
+        self.free: list[int] = []
+        self.victims: deque[tuple[int, int]] = (
+            deque()
+        )  # places and last uses, the oldest of the class when it was filled
+
+
+class Catalog:
+    """All slots of a directory. Of values that were used in one call, the last goes first: it needs those before it."""
+
+    def __init__(self) -> None:
+        self.slabs: dict[int, Slab] = {}
+        self.classes: dict[int, SizeClass] = {}
+        self.used_bytes = 0
+        self._places: dict[bytes, int] = {}
+        self._next_number = 0
+        self._newest = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """What the files of all slabs take."""
+        return sum(slab.num_bytes for slab in self.slabs.values())
+
+    # --- slabs -------------------------------------------------------------------------------------------------------
+
+    def add(self, slab: Slab) -> None:
+        """Takes a slab with its values. Where one of them is elsewhere already, the slot there is free now."""
+        number, self._next_number = self._next_number, self._next_number + 1
+        self.slabs[number] = slab
+        size = self.classes.setdefault(slab.slot_bytes, SizeClass(slab.slot_bytes))
+        size.slabs.append(number)
+        slab.newest_use = int(slab.records["used"].max())
+        self._newest = max(self._newest, slab.newest_use)
+        held = np.flatnonzero(is_held(slab.records))
+        keys = slab.records["key"][held].tolist()
+        expected = len(self._places) + len(keys)
+        self._places.update(zip(keys, ((number << _SLOT_BITS) + held).tolist(), strict=True))
+        if len(self._places) < expected:
+            self._drop_unfound(number)
+        self.used_bytes += int(is_held(slab.records).sum()) * slab.slot_bytes
+        free = np.flatnonzero(~is_held(slab.records))[::-1]
+        size.free.extend(((number << _SLOT_BITS) + free).tolist())
+
+    def _drop_unfound(self, number: int) -> None:
+        """Empties slots whose key is found in another one. Both hold the same bytes; one is enough."""
+        for other_number, other in self.slabs.items():
+            for slot in np.flatnonzero(is_held(other.records)).tolist():
+                if self._places[other.records["key"][slot].tobytes()] != (other_number << _SLOT_BITS) + slot:
+                    other.records[slot] = np.zeros((), RECORD)
+                    if other_number != number:
+                        self.used_bytes -= other.slot_bytes
+                        self.classes[other.slot_bytes].free.append((other_number << _SLOT_BITS) + slot)
+
+    def update(self, number: int, records: Records) -> None:
+        """Takes over records that another process has written to a slab."""
+        slab = self.slabs[number]
+        changed = np.flatnonzero((slab.records["key"] != records["key"]) | (slab.records["check"] != records["check"]))
+        for slot in changed.tolist():
+            place = (number << _SLOT_BITS) + slot
+            if self._places.get(key := slab.records["key"][slot].tobytes()) == place:
+                del self._places[key]
+                self.used_bytes -= slab.slot_bytes
+        slab.records = records
+        for slot in changed.tolist():
+            if records["check"][slot]:
+                self.used_bytes += slab.slot_bytes * (records["key"][slot].tobytes() not in self._places)
+                self._places[records["key"][slot].tobytes()] = (number << _SLOT_BITS) + slot
+
+    def retire(self, number: int) -> Slab:
+        """Forgets a slab and all its values; nobody may be writing to it."""
+        slab = self.slabs.pop(number)
+        slab.retired = True
+        held = np.flatnonzero(is_held(slab.records))
+        for key in slab.records["key"][held].tolist():
+            self._places.pop(key, None)
+        self.used_bytes -= len(held) * slab.slot_bytes
+        size = self.classes[slab.slot_bytes]
+        size.slabs.remove(number)
+        size.free = [place for place in size.free if place >> _SLOT_BITS != number]
+        size.victims.clear()
+        if not size.slabs:
+            del self.classes[slab.slot_bytes]
+        return slab
+
+    def coldest_slab(self, size: SizeClass | None = None) -> int | None:
+        """The slab, not of this class, whose last use lies furthest back; None if there is none that nobody writes to.
+
+        If the class has slabs itself, the whole slab must be older than the value that would go otherwise.
+        """
+        limit = None
+        if size is not None and size.slabs and (oldest := self._next_victim(size)) is not None:
+            size.victims.appendleft(oldest)
+            limit = oldest[1]
+        best, best_used = None, None
+        for number, slab in self.slabs.items():
+            if slab.num_writing or (size is not None and slab.slot_bytes == size.slot_bytes):
+                continue
+            used = slab.newest_use
+            if (limit is None or used < limit) and (best_used is None or used < best_used):
+                best, best_used = number, used
+        return best
+
+    # --- values ------------------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> int | None:
+        """The place of a value."""
+        return self._places.get(key)
+
+    def contains(self, keys: Iterable[bytes]) -> list[bool]:
+        """Whether each value is there."""
+        places = self._places
+        return [key in places for key in keys]
+
+    def at(self, place: int) -> tuple[Slab, int]:
+        """The slab and the slot of a place."""
+        return self.slabs[place >> _SLOT_BITS], place & ((1 << _SLOT_BITS) - 1)
+
+    def touch(self, places: Sequence[int]) -> None:
+        """These values are used now, in the order of a prompt: the first is worth the most."""
+        now = self.stamp(len(places))
+        for distance, place in enumerate(places):
+            self.touch_at(place, now - distance)
+
+    def touch_at(self, place: int, used: int) -> None:
+        """This value is used at this time."""
+        slab, slot = self.at(place)
+        slab.records["used"][slot] = used
+        slab.newest_use = max(slab.newest_use, used)
+
+    def stamp(self, count: int) -> int:
+        """The latest of so many new times of use, in microseconds; they never go back, whatever the clock does."""
+        self._newest = max(self._newest + count, microseconds())
+        return self._newest
+
+    def class_for(self, slot_bytes: int) -> SizeClass:
+        """The class that a value of this slot size goes to: an existing one that wastes little, or one of its own."""
+        fitting = [size for size in self.classes if slot_bytes <= size <= slot_bytes + slot_bytes // WASTE]
+        chosen = min(fitting, default=slot_bytes)
+        return self.classes.get(chosen) or SizeClass(chosen)
+
+    def take_free(self, size: SizeClass) -> int | None:
+        """A free slot to write to."""
+        return self._reserved(size.free.pop()) if size.free else None
+
+    def take_oldest(self, size: SizeClass, before: int) -> int | None:
+        """The slot of the value used longest ago, which goes; None if all were used since, or are being written."""
+        victim = self._next_victim(size)
+        if victim is None:
+            return None
+        if victim[1] >= before:
+            size.victims.appendleft(victim)
+            return None
+        self._empty(*self.at(victim[0]))
+        return self._reserved(victim[0])
+
+    def withdraw(self, key: bytes) -> int | None:
+        """Takes a value out; its slot, which is to be given back."""
+        place = self._places.get(key)
+        if place is None:
+            return None
+        self._empty(*self.at(place))
+        return self._reserved(place)
+
+    def _reserved(self, place: int) -> int:
+        self.at(place)[0].num_writing += 1
+        return place
+
+    def fill(self, place: int, key: bytes, length: int, used: int) -> None:
+        """Gives a reserved slot its record; it is not found yet."""
+        slab, slot = self.at(place)
+        fill_record(slab.records, slab.slab_id, slot, key, length, used)
+        slab.newest_use = max(slab.newest_use, used)
+
+    def publish(self, place: int, key: bytes) -> None:
+        """From now on the value is found."""
+        slab, _ = self.at(place)
+        slab.num_writing -= 1
+        self._places[key] = place
+        self.used_bytes += slab.slot_bytes
+
+    def give_back(self, place: int) -> None:
+        """A reserved slot that nothing was written to."""
+        slab, slot = self.at(place)
+        slab.num_writing -= 1
+        slab.records[slot] = np.zeros((), RECORD)
+        self.classes[slab.slot_bytes].free.append(place)
+
+    def _empty(self, slab: Slab, slot: int) -> None:
+        del self._places[slab.records["key"][slot].tobytes()]
+        slab.records[slot] = np.zeros((), RECORD)
+        self.used_bytes -= slab.slot_bytes
+
+    def _next_victim(self, size: SizeClass) -> tuple[int, int] | None:
+        """The value used longest ago, exactly: what was not among the oldest when they were collected is younger."""
+        for _ in range(2):
+            while size.victims:
+                place, used = size.victims.popleft()
+                slab, slot = self.at(place)
+                row = slab.records[slot]
+                if int(row["used"]) == used and self._places.get(row["key"].tobytes()) == place:
+                    return place, used
+            self._collect_victims(size)
+        return None
+
+    def _collect_victims(self, size: SizeClass) -> None:
+        places, uses = [], []
+        for number in size.slabs:
+            records = self.slabs[number].records
+            held = np.flatnonzero(is_held(records))
+            places.append((number << _SLOT_BITS) + held)
+            uses.append(records["used"][held].astype(np.int64))
+        if not places:
+            return
+        place, used = np.concatenate(places), np.concatenate(uses)
+        count = min(len(used), max(_MIN_VICTIMS, len(used) // _MIN_VICTIMS))
+        if count:
+            oldest = np.argpartition(used, count - 1)[:count]
+            oldest = oldest[np.argsort(used[oldest], kind="stable")]
+            size.victims.extend(zip(place[oldest].tolist(), used[oldest].tolist(), strict=True))

@@ -1,0 +1,135 @@
+"""The directory of a disk tier: who owns it, what lies in it, and whose values they are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+from kvpool.config.layers import show
+from kvpool.errors import ConfigError
+from kvpool.tiers.disk.slab import INDEX_SUFFIX, NEW_SUFFIX, SLAB_SUFFIX, Slab, UnreadableSlabError
+from kvpool.tiers.keys import SPACE_BYTES, KeySpace
+
+LOCK = "lock"
+_SPACE = "space-"
+_NAMED = 5
+
+
+class Directory:
+    """A directory that one process writes to; any number of others may read."""
+
+    def __init__(self, path: str | os.PathLike[str], *, create: bool) -> None:
+        try:
+            self.path = Path(path)
+            if create:
+                self.path.mkdir(parents=True, exist_ok=True)
+        except TypeError:
+            raise ConfigError(f"a disk tier's directory is a path, got {show(path)}") from None
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            message = f"cannot make the directory {show(str(path))} ({reason}); name one that you can write to"
+            raise ConfigError(message) from None
+        if not self.path.is_dir():
+            raise ConfigError(f"there is no directory {show(str(path))}; a disk tier that is written to makes it")
+        self._lock_fd = -1
+
+    def lock(self) -> bool:
+        """Makes this process the one that writes; False where the directory cannot be written to at all."""
+        import fcntl
+
+        try:
+            fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise ConfigError(
+                f"{self.path} belongs to process {owner}, which writes to it; give this process a directory of its own, "
+                "or read_only=True to use what the other one stores"
+            ) from None
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self._lock_fd = fd
+        return True
+
+    def unlock(self) -> None:
+        """Lets another process write."""
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+    # --- slabs -------------------------------------------------------------------------------------------------------
+
+    def slab_paths(self) -> list[Path]:
+        """The files that call themselves slabs, in a fixed order."""
+        return sorted(path for path in self.path.iterdir() if path.suffix == SLAB_SUFFIX)
+
+    def open_slabs(self, *, writable: bool, direct: bool, known: Container[Path] = ()) -> tuple[list[Slab], list[str]]:
+        """The slabs of this format, and a sentence for everything that is not as it should be. Nothing foreign is touched."""
+        if writable:
+            self._sweep()
+        slabs, notes = [], []
+        for path in self.slab_paths():
+            if path in known:
+                continue
+            try:
+                slab = Slab.open(path, writable=writable, direct=direct)
+            except UnreadableSlabError as error:
+                notes.append(f"{path.name} {error}: skipped")
+                continue
+            slabs.append(slab)
+            notes.extend(slab.notes)
+        if strangers := self.strangers():
+            more = f" and {len(strangers) - _NAMED} more" if len(strangers) > _NAMED else ""
+            notes.append(f"not kvpool's and left alone: {', '.join(strangers[:_NAMED])}{more}")
+        return slabs, notes
+
+    def strangers(self) -> list[str]:
+        """Names of files that no disk tier makes."""
+        return sorted(path.name for path in self.path.iterdir() if not _is_ours(path))
+
+    def _sweep(self) -> None:
+        """Removes what a killed process was making, and records whose slab is gone."""
+        for path in self.path.iterdir():
+            orphan = path.suffix == INDEX_SUFFIX and not path.with_suffix(SLAB_SUFFIX).exists()
+            if _is_ours(path) and (path.suffix == NEW_SUFFIX or orphan):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    # --- whose values ------------------------------------------------------------------------------------------------
+
+    def describe(self, space: KeySpace) -> None:
+        """Keeps the fingerprint of keys, so that people who look into the directory know whose values they see."""
+        path = self.path / f"{_SPACE}{space.prefix.hex()}.json"
+        if not path.exists():
+            new = path.with_name(path.name + NEW_SUFFIX)
+            new.write_text(json.dumps(space.fingerprint.describe(), indent=2) + "\n", encoding="utf-8")
+            os.replace(new, path)
+
+    def descriptions(self) -> dict[bytes, dict[str, Any]]:
+        """Fingerprints by the first bytes of their keys; what cannot be read is left out."""
+        found = {}
+        for path in self.path.glob(f"{_SPACE}{'?' * 2 * SPACE_BYTES}.json"):
+            with contextlib.suppress(OSError, ValueError):
+                fields = json.loads(path.read_text(encoding="utf-8"))
+                if isinstance(fields, dict):
+                    found[bytes.fromhex(path.stem.removeprefix(_SPACE))] = fields
+        return found
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a disk tier gives such names to files."""
+    name = path.name.removesuffix(NEW_SUFFIX)
+    if name == LOCK or (name.startswith("probe-") and path.suffix == NEW_SUFFIX):
+        return True
+    return (name.startswith("slab-") and name.endswith((SLAB_SUFFIX, INDEX_SUFFIX))) or (
+        name.startswith(_SPACE) and name.endswith(".json")
+    )

@@ -1,0 +1,298 @@
+"""Slab: a preallocated file of slots of one size, and beside it the file of its records.
+
+    DIR/slab-ID.kvslab    a page that says what it is | slot 0 | slot 1 | ...      slot: header page, then the value
+    DIR/slab-ID.kvindex   64 bytes that say what it is | record 0 | record 1 | ...
+
+Values are written before their record. Whoever is killed in between leaves a slot without a record, or a record whose slot
+holds something else; both are misses. If the file of records is lost, it is made again from the headers in the slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import struct
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from kvpool.tiers.contract import KEY_BYTES
+from kvpool.tiers.disk.buffers import PAGE, Buffer, pages
+from kvpool.tiers.disk.records import RECORD, RECORD_BYTES, Records, empty_records, fill_record, is_held, take_damaged
+from kvpool.tiers.envelope import HEADER_BYTES, checksum, num_bytes
+
+SLAB_SUFFIX, INDEX_SUFFIX, NEW_SUFFIX = ".kvslab", ".kvindex", ".new"
+VERSION = 1
+_MAGIC, _INDEX_MAGIC = b"kvslab\0", b"kvindx\0"
+_FIELDS = struct.Struct("<7sBQQQQ")  # magic, version, slab id, bytes of a slot, slots, XXH3 of what stands before
+_HEAD_BYTES = 64
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class UnreadableSlabError(Exception):
+    """A file that calls itself a slab and cannot be used; the message says why."""
+
+
+class Slab:
+    """One open slab. `records` is the truth of this process; `write_record` copies it to the file."""
+
+    def __init__(
+        self, path: Path, slab_id: int, slot_bytes: int, num_slots: int, *, writable: bool, direct: bool
+    ) -> None:
+        self.path = path
+        self.slab_id = slab_id
+        self.slot_bytes = slot_bytes
+        self.num_slots = num_slots
+        self.notes: list[str] = []
+        """What was wrong with its files, one sentence each."""
+        self.records = empty_records(num_slots)
+        self.newest_use = 0
+        self.num_jobs = 0  # reads and writes under way; the files stay open as long
+        self.num_writing = 0
+        self.retired = False
+        self._is_synced = True
+        self._index_lock = threading.Lock()
+        self.data_fd = _open(path, writable, direct)
+        self.index_fd = -1
+
+    # --- making and recognising --------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, directory: Path, slot_bytes: int, num_slots: int, *, direct: bool) -> Slab:
+        """Makes and preallocates the files; OSError, with nothing left behind, where the disk refuses."""
+        slab_id = int.from_bytes(os.urandom(8), "little")
+        path = directory / f"slab-{slab_id:016x}{SLAB_SUFFIX}"
+        new = path.with_name(path.name + NEW_SUFFIX)
+        try:
+            with open(new, "xb") as stream:
+                stream.write(_head(_MAGIC, slab_id, slot_bytes, num_slots).ljust(PAGE, b"\0"))
+                stream.flush()
+                _allocate(stream.fileno(), file_bytes(slot_bytes, num_slots))
+            slab = cls(new, slab_id, slot_bytes, num_slots, writable=True, direct=direct)
+            slab.path = path
+            try:
+                slab._write_index()
+                os.replace(new, path)
+            except BaseException:
+                slab.close()
+                raise
+        except BaseException:
+            for leftover in (new, path.with_suffix(INDEX_SUFFIX)):
+                with contextlib.suppress(OSError):
+                    leftover.unlink()
+            raise
+        return slab
+
+    @classmethod
+    def open(cls, path: Path, *, writable: bool, direct: bool) -> Slab:
+        """Opens a slab that an earlier process made; `UnreadableSlabError` if it is none of this format."""
+        try:
+            with open(path, "rb") as stream:
+                slab_id, slot_bytes, num_slots = read_head(stream.read(_HEAD_BYTES), _MAGIC)
+                size = os.fstat(stream.fileno()).st_size
+            slab = cls(path, slab_id, slot_bytes, num_slots, writable=writable, direct=direct)
+        except OSError as error:
+            raise UnreadableSlabError(error.strerror or str(error)) from None
+        try:
+            slab._read_records(writable)
+            slab._mend_size(size, writable)
+        except OSError as error:
+            slab.close()
+            raise UnreadableSlabError(error.strerror or str(error)) from None
+        return slab
+
+    def _read_records(self, writable: bool) -> None:
+        """From the file of records; from the headers in the slots where that file is missing or another's."""
+        path = self.path.with_suffix(INDEX_SUFFIX)
+        try:
+            found = path.read_bytes()
+            ours = read_head(found[:_HEAD_BYTES], _INDEX_MAGIC) == (self.slab_id, self.slot_bytes, self.num_slots)
+            problem = "" if ours else "belongs to another slab"
+        except FileNotFoundError:
+            problem = "is missing"
+        except UnreadableSlabError as error:
+            problem = str(error)
+        if problem:
+            self._rebuild()
+            count = int(is_held(self.records).sum())
+            self.notes.append(f"{path.name} {problem}: {count} values found again by their headers")
+            if writable:
+                self._write_index()
+            return
+        self.records, damaged = self._parsed(found)
+        if damaged:
+            self.notes.append(f"{path.name}: {damaged} damaged records skipped")
+        if writable:
+            self.index_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def _parsed(self, found: bytes) -> tuple[Records, int]:
+        """The records in a file of records and how many were damaged; what it is too short for is free."""
+        records = empty_records(self.num_slots)
+        whole = min(self.num_slots, max(0, len(found) - _HEAD_BYTES) // RECORD_BYTES)
+        body = found[_HEAD_BYTES : _HEAD_BYTES + whole * RECORD_BYTES]
+        records[:whole] = np.frombuffer(body, RECORD)
+        return records, take_damaged(records, self.slab_id, self.max_length) + self.num_slots - whole
+
+    def reread(self) -> Records:
+        """The records as they are in the file now, for a process that only reads."""
+        return self._parsed(self.path.with_suffix(INDEX_SUFFIX).read_bytes())[0]
+
+    def _rebuild(self) -> None:
+        """Records from the headers in the slots; the oldest of all, because nobody knows when they were used."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            for slot in range(self.num_slots):
+                header = os.pread(fd, HEADER_BYTES, self.offset(slot))
+                key = header[8 : 8 + KEY_BYTES]
+                length = num_bytes(header, key)
+                if length is not None and length <= self.max_length:
+                    fill_record(self.records, self.slab_id, slot, key, length, 0)
+        finally:
+            os.close(fd)
+
+    def _mend_size(self, size: int, writable: bool) -> None:
+        """Makes a truncated slab whole again, without the values that stood behind its end."""
+        whole = max(0, size - PAGE) // self.slot_bytes
+        if whole >= self.num_slots:
+            return
+        self.records[whole:] = empty_records(self.num_slots - whole)
+        self.notes.append(f"{self.path.name} is truncated: {whole} of {self.num_slots} slots are left")
+        if writable:
+            _allocate(self.data_fd, file_bytes(self.slot_bytes, self.num_slots))
+            self.write_records()
+
+    def _write_index(self) -> None:
+        """A new file of records, whole or not there."""
+        path = self.path.with_suffix(INDEX_SUFFIX)
+        new = path.with_name(path.name + NEW_SUFFIX)
+        new.write_bytes(_head(_INDEX_MAGIC, self.slab_id, self.slot_bytes, self.num_slots) + self.records.tobytes())
+        os.replace(new, path)
+        self.index_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    # --- using -------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_bytes(self) -> int:
+        """What its files take on the disk."""
+        return slab_bytes(self.slot_bytes, self.num_slots)
+
+    @property
+    def max_length(self) -> int:
+        """The longest value that fits into a slot."""
+        return self.slot_bytes - PAGE
+
+    def offset(self, slot: int) -> int:
+        """Where a slot begins in the file."""
+        return PAGE + slot * self.slot_bytes
+
+    def write_record(self, slot: int) -> None:
+        """Copies one record to the file."""
+        with self._index_lock:
+            self._is_synced = False
+            row = self.records[slot : slot + 1].tobytes()
+            os.pwrite(self.index_fd, row, _HEAD_BYTES + slot * RECORD_BYTES)
+
+    def write_records(self) -> None:
+        """Copies all records to the file, with the times of last use."""
+        with self._index_lock:
+            os.pwrite(self.index_fd, self.records.tobytes(), _HEAD_BYTES)
+
+    def sync(self) -> None:
+        """Waits until the disk has every value; times of last use may be lost."""
+        if not self._is_synced:
+            for fd in (self.data_fd, self.index_fd):
+                os.fsync(fd)
+            self._is_synced = True
+
+    def delete(self) -> None:
+        """Takes its files out of the directory; readers that have it open go on."""
+        for path in (self.path, self.path.with_suffix(INDEX_SUFFIX)):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+    def close(self) -> None:
+        """Closes its files."""
+        for fd in (self.data_fd, self.index_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.data_fd = self.index_fd = -1
+
+
+def slot_bytes_for(length: int) -> int:
+    """The slot of a value: a page for its header, then whole pages."""
+    return PAGE + max(PAGE, pages(length))
+
+
+def file_bytes(slot_bytes: int, num_slots: int) -> int:
+    """The size of a slab's file."""
+    return PAGE + slot_bytes * num_slots
+
+
+def slab_bytes(slot_bytes: int, num_slots: int) -> int:
+    """What a slab of so many slots takes on the disk, with its records."""
+    return file_bytes(slot_bytes, num_slots) + _HEAD_BYTES + num_slots * RECORD_BYTES
+
+
+def read_head(head: bytes, magic: bytes = _MAGIC) -> tuple[int, int, int]:
+    """Slab id, bytes of a slot and slots, from the head of a file; `UnreadableSlabError` says what else it is."""
+    if len(head) < _FIELDS.size:
+        raise UnreadableSlabError("is cut short")
+    found, version, slab_id, slot_bytes, num_slots, check = _FIELDS.unpack(head[: _FIELDS.size])
+    if found != magic:
+        raise UnreadableSlabError("is none of kvpool's files")
+    if version != VERSION:
+        raise UnreadableSlabError(f"has format {version}, this kvpool reads format {VERSION}")
+    sound = slot_bytes % PAGE == 0 and slot_bytes >= 2 * PAGE and num_slots > 0
+    if check != _head_check(head[: _FIELDS.size - 8]) or not sound:
+        raise UnreadableSlabError("has a damaged head")
+    return slab_id, slot_bytes, num_slots
+
+
+def _head(magic: bytes, slab_id: int, slot_bytes: int, num_slots: int) -> bytes:
+    start = _FIELDS.pack(magic, VERSION, slab_id, slot_bytes, num_slots, 0)[:-8]
+    return (start + _head_check(start).to_bytes(8, "little")).ljust(_HEAD_BYTES, b"\0")
+
+
+def _head_check(start: bytes) -> int:
+    return checksum(bytes(KEY_BYTES), memoryview(start))
+
+
+def _open(path: Path, writable: bool, direct: bool) -> int:
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
+    return os.open(path, flags | _O_DIRECT if direct else flags)
+
+
+def _allocate(fd: int, size: int) -> None:
+    """Gives the file its size, with blocks behind it where the file system can, so that the disk is full now or never."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except AttributeError:  # not on this system
+        os.ftruncate(fd, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        os.ftruncate(fd, size)
+
+
+def supports_direct(directory: Path, readable: Path | None) -> bool:
+    """Whether files can be written past the page cache in this directory, or this one read, if one is given."""
+    if not _O_DIRECT:
+        return False
+    probe = readable or directory / f"probe-{os.getpid()}{NEW_SUFFIX}"
+    flags = os.O_RDONLY if readable else os.O_RDWR | os.O_CREAT
+    try:
+        fd = os.open(probe, flags | os.O_CLOEXEC | _O_DIRECT, 0o600)
+        try:
+            memory = Buffer().view(PAGE)
+            os.preadv(fd, [memory], 0) if readable else os.pwritev(fd, [memory], 0)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return error.errno not in (errno.EINVAL, errno.EOPNOTSUPP)  # a full disk says nothing about direct I/O
+    finally:
+        if not readable:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+    return True

@@ -1,0 +1,107 @@
+"""Run by test_disk_crash.py: children that write to one directory and kill themselves in the middle of a system call.
+
+    killed_writer.py DIRECTORY CAPACITY ROUNDS SEED
+
+Each child counts its writes, file creations and renames, does the n-th one halfway or not at all, and sends itself SIGKILL.
+After each, this process opens the directory and prints what it found, as one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+from typing import Any
+
+from kvpool.testing import key, value
+from kvpool.tiers import DiskTier, Outcome
+
+NUMBERS = 400
+SIZES = (3_000, 9_000, 20_000)
+
+
+def size_of(number: int) -> int:
+    return SIZES[number % 7 % 3]
+
+
+def write_and_die(directory: str, capacity: int, seed: int, acknowledged: int) -> None:
+    """Stores until the chosen system call, in which the process ends."""
+    rng = random.Random(seed)
+    left = rng.randrange(1, 120)
+
+    def deadly(call: Any, cut: Any) -> Any:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                if cut is not None and rng.random() < 0.7:
+                    call(*cut(args), **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    def half_of_pages(args: Any) -> Any:
+        fd, (memory,), offset = args
+        return fd, [memory[: max(1, memory.nbytes // 4096 // 2) * 4096]], offset
+
+    def half_of_bytes(args: Any) -> Any:
+        fd, row, offset = args
+        return fd, row[: len(row) // 2], offset
+
+    os.pwritev = deadly(os.pwritev, half_of_pages)
+    os.pwrite = deadly(os.pwrite, half_of_bytes)
+    os.posix_fallocate = deadly(os.posix_fallocate, lambda args: (*args[:2], args[2] // 2))
+    os.replace = deadly(os.replace, None)
+    os.unlink = deadly(os.unlink, None)
+    tier = DiskTier(directory, capacity, timeout=60)
+    while True:
+        numbers = [rng.randrange(NUMBERS) for _ in range(rng.randrange(1, 6))]
+        if rng.random() < 0.2:
+            os.write(acknowledged, b"".join(b"-%d\n" % number for number in numbers))
+            tier.remove([key(number) for number in numbers])
+            continue
+        outcomes = tier.store(
+            [key(number) for number in numbers], [value(number, size_of(number)) for number in numbers]
+        )
+        stored = [number for number, outcome in zip(numbers, outcomes, strict=True) if outcome == Outcome.OK]
+        os.write(acknowledged, b"".join(b"+%d\n" % number for number in stored))
+
+
+def look(directory: str, capacity: int) -> dict[str, Any]:
+    """What is there, and whether all of it is right."""
+    with DiskTier(directory, capacity, timeout=60) as tier:
+        out = [bytearray(size_of(number)) for number in range(NUMBERS)]
+        keys = [key(number) for number in range(NUMBERS)]
+        promised = tier.contains(keys)
+        outcomes = tier.load(keys, out)
+        wrong = [
+            number
+            for number in range(NUMBERS)
+            if outcomes[number] == Outcome.OK and bytes(out[number]) != value(number, size_of(number))
+        ]
+        hits = [number for number in range(NUMBERS) if outcomes[number] == Outcome.OK]
+        broken = [number for number in range(NUMBERS) if outcomes[number] not in (Outcome.OK, Outcome.MISS)]
+        missing = [number for number in range(NUMBERS) if promised[number] and outcomes[number] != Outcome.OK]
+        return {"hits": hits, "wrong": wrong, "broken": broken, "missing": missing, "notes": tier.notes}
+
+
+def main(directory: str, capacity: int, rounds: int, seed: int) -> None:
+    for number in range(rounds):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(reading)
+            write_and_die(directory, capacity, seed * 100_000 + number, writing)
+        os.close(writing)
+        with os.fdopen(reading) as stream:
+            acknowledged = stream.read().split()
+        _, status = os.waitpid(child, 0)
+        found = look(directory, capacity)
+        print(json.dumps({**found, "acknowledged": acknowledged, "signal": os.WTERMSIG(status)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -1,0 +1,318 @@
+"""The disk tier: the contract, restarts, which value goes, sizes, who may write, and wrong arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpool import KVCacheConfig, LayerSpec
+from kvpool.errors import ConfigError
+from kvpool.testing import TierContract, key, load, store, value
+from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome
+from kvpool.tiers.disk import growth
+from kvpool.tiers.disk.directory import Directory
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+PAGE = 4096
+SLOT = 12_288  # of a value of 5,000 bytes: a page for the header, two for the value
+
+
+class TestDiskTier(TierContract):
+    def make_tier(self, tmp_path: Path) -> KeyedTier:
+        return DiskTier(tmp_path / "cache", 10**7)
+
+
+class TestDiskTierThroughThePageCache(TierContract):
+    def make_tier(self, tmp_path: Path) -> KeyedTier:
+        return DiskTier(tmp_path / "cache", 10**7, direct=False)
+
+
+class TestDiskTierWithOneThread(TierContract):
+    def make_tier(self, tmp_path: Path) -> KeyedTier:
+        return DiskTier(tmp_path / "cache", 10**7, io_threads=1)
+
+
+def store_one_by_one(tier: KeyedTier, numbers: range, size: int = 5000) -> None:
+    for number in numbers:
+        assert store(tier, [number], size) == [Outcome.OK]
+
+
+def files_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+# --- restarts ------------------------------------------------------------------------------------------------------------
+
+
+def test_given_a_closed_tier_when_it_is_opened_again_then_every_value_is_there(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**22) as tier:
+        store(tier, list(range(30)))
+        before = tier.stats()
+    with DiskTier(tmp_path, 2**22) as tier:
+        after = tier.stats()
+        assert (after.num_values, after.used_bytes) == (before.num_values, before.used_bytes) == (30, 30 * SLOT)
+        assert load(tier, list(range(30))) == ([Outcome.OK] * 30, [value(number) for number in range(30)])
+        assert tier.notes == []
+
+
+def test_given_a_removed_value_when_the_tier_is_opened_again_then_it_stays_away(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**22) as tier:
+        store(tier, [1, 2])
+        tier.remove([key(1)])
+    with DiskTier(tmp_path, 2**22) as tier:
+        assert tier.contains([key(1), key(2)]) == [False, True]
+
+
+def test_given_uses_before_a_restart_then_the_value_used_longest_ago_still_goes_first(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**20) as tier:
+        count = 0
+        while (tier.stats().num_values or 0) == count:  # until one goes
+            count += 1
+            store(tier, [count])
+        assert tier.contains([key(1), key(2), key(3)]) == [False, True, True]
+        load(tier, [2])
+    with DiskTier(tmp_path, 2**20) as tier:
+        store(tier, [1000])
+        assert tier.contains([key(2), key(3), key(4)]) == [True, False, True]
+
+
+def test_given_less_capacity_after_a_restart_then_the_coldest_slabs_go(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**22) as tier:
+        store(tier, list(range(300)))
+        held = tier.stats().num_values
+    with DiskTier(tmp_path, 2**20) as tier:
+        left = tier.stats().num_values or 0
+        assert 0 < left < (held or 0)
+        assert files_bytes(tmp_path) <= 2**20 + 64
+        assert any("removed: the slabs took more than 1,048,576 bytes" in note for note in tier.notes)
+        found = tier.contains([key(number) for number in range(300)])
+        kept = [number for number in range(300) if found[number]]
+        assert load(tier, kept) == ([Outcome.OK] * left, [value(number) for number in kept])
+
+
+# --- which value goes ----------------------------------------------------------------------------------------------------
+
+
+def test_given_a_full_tier_then_the_value_used_longest_ago_goes_and_the_files_do_not_grow(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**20) as tier:
+        store_one_by_one(tier, range(100))
+        held = tier.stats().num_values or 0
+        assert tier.contains([key(number) for number in range(100)]) == [False] * (100 - held) + [True] * held
+        load(tier, [100 - held])
+        store(tier, [1000])
+        assert tier.contains([key(100 - held), key(101 - held), key(1000)]) == [True, False, True]
+        assert tier.stats().num_values == held
+        assert files_bytes(tmp_path) <= 2**20 + 64
+
+
+def test_given_values_used_in_one_call_then_the_last_goes_first_because_it_needs_the_others(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**20) as tier:
+        held = 0
+        while (tier.stats().num_values or 0) == held:
+            held += 1
+            store(tier, [held])
+        held -= 1
+        load(tier, list(range(2, held + 1)))  # all but the newest, as one prompt
+        load(tier, [held + 1])
+        store(tier, [1000])
+        assert tier.contains([key(2), key(held - 1), key(held)]) == [True, True, False]
+
+
+def test_given_a_batch_larger_than_the_tier_then_its_beginning_stays(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**20) as tier:
+        store_one_by_one(tier, range(1000, 1100))
+        held = tier.stats().num_values or 0
+        outcomes = store(tier, list(range(200)))
+        assert outcomes == [Outcome.OK] * held + [Outcome.REFUSED] * (200 - held)
+        assert tier.contains_prefix([key(i) for i in range(200)]) == held
+
+
+def test_given_a_model_that_nobody_uses_any_more_then_its_slabs_go_to_blocks_of_another_size(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**20) as tier:
+        store_one_by_one(tier, range(200))
+        store_one_by_one(tier, range(1000, 1300), 20_000)
+        assert (tier.stats().num_values or 0) >= 0.8 * 2**20 / (PAGE + 20_480)
+        assert not any(tier.contains([key(number) for number in range(200)]))
+        assert files_bytes(tmp_path) <= 2**20 + 64
+
+
+def test_given_two_sizes_in_use_then_neither_takes_the_slabs_of_the_other(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**20) as tier:
+        store_one_by_one(tier, range(10))
+        store_one_by_one(tier, range(1000, 1020), 20_000)
+        for number in range(2000, 2100):
+            load(tier, list(range(10)))
+            store(tier, [number], 20_000)
+        assert tier.contains_prefix([key(number) for number in range(10)]) == 10
+
+
+def test_given_values_of_nearly_one_size_then_they_share_slots(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**24) as tier:
+        store(tier, [1], 100_000)
+        store(tier, [2], 99_000)
+        store(tier, [3], 50_000)
+        slabs = Directory(tmp_path, create=False).slab_paths()
+        assert len(slabs) == 2
+        assert load(tier, [2], 99_000) == ([Outcome.OK], [value(2, 99_000)])
+
+
+def test_given_a_value_larger_than_the_capacity_then_it_is_refused_and_nothing_leaves(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**20) as tier:
+        store(tier, [1])
+        assert tier.store([key(2)], [bytes(2**20)]) == [Outcome.REFUSED]
+        assert tier.contains([key(1)]) == [True]
+
+
+def test_given_an_empty_value_then_it_comes_back(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**20) as tier:
+        assert tier.store([key(1)], [b""]) == [Outcome.OK]
+        assert load(tier, [1], 10)[0] == [Outcome.OK]
+    with DiskTier(tmp_path, 2**20) as tier:
+        assert load(tier, [1], 10)[0] == [Outcome.OK]
+
+
+def test_given_much_traffic_then_neither_files_nor_handles_grow(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**20) as tier:
+        handles = 0
+        for number in range(600):
+            store(tier, [number], 3_000 + number % 3 * 6_000)
+            if number == 300:
+                handles = len(os.listdir("/proc/self/fd"))
+        assert files_bytes(tmp_path) <= 2**20 + 64
+        assert len(os.listdir("/proc/self/fd")) <= handles + 2 * growth.SLABS_PER_DIRECTORY // 8
+
+
+# --- who may write -------------------------------------------------------------------------------------------------------
+
+
+def in_another_process(code: str, directory: Path) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(SRC)},
+    )
+    return result.stdout + result.stderr
+
+
+def test_given_a_directory_in_use_when_another_process_wants_to_write_then_it_is_told_who_does(tmp_path: Path) -> None:
+    code = "import sys; from kvpool.tiers import DiskTier; DiskTier(sys.argv[1], 2**20)"
+    with DiskTier(tmp_path, 2**20) as tier:
+        said = in_another_process(code, tmp_path)
+        assert f"ConfigError: {tmp_path} belongs to process {os.getpid()}" in said
+        assert "read_only=True" in said
+        assert store(tier, [1]) == [Outcome.OK]
+    assert in_another_process(code, tmp_path) == ""
+
+
+def test_given_a_writer_when_another_process_reads_then_it_finds_what_is_stored_also_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.tiers.disk.tier.REFRESH_SECONDS", 0.0)
+    with DiskTier(tmp_path, 2**20) as writer, DiskTier(tmp_path, 2**20, read_only=True) as reader:
+        assert load(reader, [1])[0] == [Outcome.MISS]
+        store(writer, [1, 2])
+        assert load(reader, [1, 2]) == ([Outcome.OK] * 2, [value(1), value(2)])
+        assert store(reader, [3]) == [Outcome.REFUSED]
+        assert reader.remove([key(1), key(3)]) == [Outcome.FAILED, Outcome.MISS]
+        writer.remove([key(1)])
+        assert load(reader, [1, 7])[0] == [Outcome.MISS] * 2
+        for number in range(10, 150):  # slots are written again, slabs are given up
+            store(writer, [number], 3_000 + number % 3 * 8_000)
+        for number in range(150):
+            outcomes, found = load(reader, [number], 3_000 + number % 3 * 8_000)
+            assert outcomes[0] in (Outcome.OK, Outcome.MISS)
+            assert outcomes[0] == Outcome.MISS or found == [value(number, 3_000 + number % 3 * 8_000)]
+        held = [number for number in range(150) if writer.contains([key(number)])[0]]
+        assert reader.contains([key(number) for number in held]) == [True] * len(held)
+        assert reader.stats().num_values == writer.stats().num_values == len(held)
+        assert reader.stats().used_bytes == writer.stats().used_bytes
+
+
+def test_given_a_tier_that_only_reads_then_the_directory_stays_as_it_was(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**20) as tier:
+        store(tier, [1])
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with DiskTier(tmp_path, 2**20, read_only=True) as reader:
+        assert load(reader, [1])[0] == [Outcome.OK]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+# --- whose values --------------------------------------------------------------------------------------------------------
+
+
+def test_given_a_fingerprint_then_the_directory_keeps_it_across_restarts(tmp_path: Path) -> None:
+    config = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=8)
+    space = KeySpace(Fingerprint.of(config, model="tiny", weights="v1"))
+    with DiskTier(tmp_path, 2**20) as tier:
+        tier.introduce(space)
+        tier.introduce(space)
+    with DiskTier(tmp_path, 2**20) as tier:
+        assert list(tier.directory.descriptions()) == [space.prefix]
+        assert tier.directory.descriptions()[space.prefix]["model"] == "tiny"
+        assert tier.notes == []
+
+
+# --- wrong arguments -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"capacity_bytes": 0}, "capacity_bytes=0 must be at least 1048576"),
+        ({"capacity_bytes": "1GB"}, "capacity_bytes='1GB' must be an integer"),
+        ({"io_threads": 0}, "io_threads=0 must be at least 1"),
+        ({"direct": 1}, "direct=1 must be True or False"),
+        ({"read_only": None}, "read_only=None must be True or False"),
+        ({"directory": 7}, "directory is a path, got 7"),
+        ({"directory": "a\0b"}, "cannot make the directory"),
+    ],
+)
+def test_given_a_wrong_argument_then_it_is_refused_by_name(
+    tmp_path: Path, arguments: dict[str, object], message: str
+) -> None:
+    settings = {"directory": tmp_path, "capacity_bytes": 2**20} | arguments
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        DiskTier(**settings)  # type: ignore[arg-type]
+
+
+def test_given_a_file_in_place_of_the_directory_then_it_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="cannot make the directory"):
+        DiskTier(tmp_path / "file", 2**20)
+    with pytest.raises(ConfigError, match="there is no directory"):
+        DiskTier(tmp_path / "none", 2**20, read_only=True)
+
+
+# --- deadlines -----------------------------------------------------------------------------------------------------------
+
+
+def test_given_a_hanging_disk_then_calls_end_at_their_deadline_and_no_buffer_is_touched_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    real_read, real_write = os.preadv, os.pwritev
+    tier = DiskTier(tmp_path, 2**20, io_threads=2)
+    store(tier, [1, 2, 3, 4])
+    monkeypatch.setattr(os, "preadv", lambda *args: (gate.wait(), real_read(*args))[1])
+    monkeypatch.setattr(os, "pwritev", lambda *args: (gate.wait(), real_write(*args))[1])
+    out = np.zeros((4, 5000), np.uint8)
+    assert tier.load([key(i) for i in (1, 2, 3, 4)], list(out), timeout=0.05) == [Outcome.LATE] * 4
+    assert tier.store([key(5)], [value(5)], timeout=0.05) == [Outcome.LATE]
+    assert tier.contains([key(1), key(9)], timeout=0.05) == [True, False]
+    gate.set()
+    assert load(tier, [1]) == ([Outcome.OK], [value(1)])
+    assert not out.any()
+    assert store(tier, [5]) == [Outcome.OK]
+    stats = tier.stats()
+    assert (stats.late_loads, stats.late_stores) == (4, 1)
+    tier.close()
