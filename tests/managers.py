@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec
+from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Tier
+from kvpool.pools.groups import Group, make_groups
+from kvpool.pools.pool import BlockPool
 
 FULL = LayerSpec(kv_heads=1, head_dim=8)
 
@@ -26,6 +28,17 @@ def make_manager(
     """16 blocks of 4 tokens and no watermark, unless `overrides` of the configuration say otherwise."""
     options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 16, "watermark": 0.0} | overrides
     return KVCacheManager(KVCacheConfig(list(layers) or [FULL], **options), policy=policy, clock=clock or Clock())
+
+
+def pools_of(config: KVCacheConfig) -> list[list[BlockPool]]:
+    """The pools of a model without a manager, each with one pool per tier."""
+    tiers = (Tier.GPU, Tier.HOST, Tier.DISK)
+    return [[BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in tiers] for spec in config.pools]
+
+
+def groups_of(config: KVCacheConfig) -> tuple[Group, ...]:
+    """The layer groups of a model without a manager."""
+    return make_groups(config.groups, config.block_size, pools_of(config))
 
 
 def running(manager: KVCacheManager, name: Hashable, num_tokens: int, first: int = 0, **options: Any) -> KVCacheHandle:

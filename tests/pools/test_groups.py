@@ -5,26 +5,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import GroupKind, KVCacheConfig, LayerGroup, LayerSpec
-from kvpool.pools.groups import is_cross, is_windowed, longest_valid, sink_blocks, visible, window_start
+from kvpool import GroupKind, KVCacheConfig, LayerSpec
+from kvpool.pools.groups import Group, kind_of
+from managers import groups_of
 
 
-def make_group(spec: LayerSpec, block_size: int) -> LayerGroup:
+def make_group(spec: LayerSpec, block_size: int) -> Group:
     layers = [spec] if not spec.cross_attention else [LayerSpec(1, 8), spec]
-    groups = KVCacheConfig(layers, block_size=block_size, gpu_blocks=8).groups
-    return next(group for group in groups if group.kind is spec.kind)
+    groups = groups_of(KVCacheConfig(layers, block_size=block_size, gpu_blocks=8))
+    return next(group for group in groups if group.spec.kind is spec.kind)
 
 
-def visible_positions(group: LayerGroup, query: int) -> set[int]:
+def visible_positions(group: Group, query: int) -> set[int]:
     """Positions before `query` that its attention reads, straight from the definition of the window."""
-    if group.kind is GroupKind.SLIDING:
-        return {p for p in range(query) if p > query - group.window or p < group.sink_tokens}
-    if group.kind is GroupKind.CHUNKED:
-        return {p for p in range(query) if p // group.window == query // group.window}
+    if group.spec.kind is GroupKind.SLIDING:
+        return {p for p in range(query) if p > query - group.spec.window or p < group.spec.sink_tokens}
+    if group.spec.kind is GroupKind.CHUNKED:
+        return {p for p in range(query) if p // group.spec.window == query // group.spec.window}
     return set(range(query))
 
 
-def needed_blocks(group: LayerGroup, query: int, block_size: int) -> set[int]:
+def needed_blocks(group: Group, query: int, block_size: int) -> set[int]:
     return {position // block_size for position in visible_positions(group, query)}
 
 
@@ -48,13 +49,14 @@ specs = st.one_of(windowed_specs, st.just(LayerSpec(1, 8)))
 )
 def test_a_group_is_full_windowed_or_cross(spec: LayerSpec, cross: bool, windowed: bool) -> None:
     group = make_group(spec, 4)
-    assert (is_cross(group), is_windowed(group)) == (cross, windowed)
+    assert (not group.grows, group.slides) == (cross, windowed)
+    assert kind_of(group.spec) is type(group)
 
 
 @given(specs, sizes, st.integers(0, 60))
 def test_the_window_keeps_every_block_that_the_next_query_reads(spec: LayerSpec, size: int, num_tokens: int) -> None:
     group = make_group(spec, size)
-    start, sinks = window_start(group, num_tokens, size), sink_blocks(group, size)
+    start, sinks = group.first_read(num_tokens), group.sinks
     assert all(block >= start or block < sinks for block in needed_blocks(group, num_tokens, size))
 
 
@@ -63,7 +65,7 @@ def test_the_first_block_of_the_window_is_read_or_about_to_be_written(
     spec: LayerSpec, size: int, num_tokens: int
 ) -> None:
     group = make_group(spec, size)
-    start, sinks = window_start(group, num_tokens, size), sink_blocks(group, size)
+    start, sinks = group.first_read(num_tokens), group.sinks
     needed = {block for block in needed_blocks(group, num_tokens, size) if block >= sinks}
     assert start == min(needed, default=max(num_tokens // size, sinks))
 
@@ -71,7 +73,7 @@ def test_the_first_block_of_the_window_is_read_or_about_to_be_written(
 @given(windowed_specs, sizes, st.integers(1, 60))
 def test_the_window_never_moves_back_while_a_sequence_grows(spec: LayerSpec, size: int, num_tokens: int) -> None:
     group = make_group(spec, size)
-    assert window_start(group, num_tokens - 1, size) <= window_start(group, num_tokens, size)
+    assert group.first_read(num_tokens - 1) <= group.first_read(num_tokens)
 
 
 @given(specs, sizes, st.integers(0, 40), st.data())
@@ -88,7 +90,7 @@ def test_the_longest_valid_prefix_equals_brute_force(
 
     candidates = [num_tokens, *(block * size for block in range((num_tokens - 1) // size, -1, -1))]
     expected = next(length for length in candidates if valid(length))
-    found = longest_valid(group, present, num_tokens, size)
+    found = group.longest_valid(present, num_tokens)
     assert valid(found)
     assert found == expected
 
@@ -96,6 +98,60 @@ def test_the_longest_valid_prefix_equals_brute_force(
 def test_visible_ids_are_the_same_array_while_nothing_left_the_window() -> None:
     group = make_group(LayerSpec(1, 8, window=8, sink_tokens=4), 4)
     ids = np.arange(5, dtype=np.int32)
-    assert visible(group, ids, 1, 4) is ids
-    assert visible(group, ids, 3, 4).tolist() == [0, -1, -1, 3, 4]
+    assert group.visible(ids, 1) is ids
+    assert group.visible(ids, 3).tolist() == [0, -1, -1, 3, 4]
     assert ids.tolist() == [0, 1, 2, 3, 4]
+
+
+# --- private blocks --------------------------------------------------------------------------------------------------
+
+KINDS = [LayerSpec(1, 8), LayerSpec(1, 8, window=4), LayerSpec(1, 8, chunk=4), LayerSpec(1, 8, cross_attention=True)]
+
+
+@pytest.mark.parametrize("spec", KINDS, ids=lambda spec: spec.kind.value)
+def test_given_any_kind_when_a_fork_shares_blocks_then_the_last_one_to_let_go_frees_them(spec: LayerSpec) -> None:
+    group = make_group(spec, 4)
+    before = group.gpu.num_free
+    ids = group.take(3)
+    group.share(ids)
+    group.give_back(ids, shared=True)
+    assert group.gpu.num_free == before - 3
+    group.give_back(ids, shared=True)
+    assert group.gpu.num_free == before
+    assert not group.gpu.refs.any()
+
+
+@pytest.mark.parametrize("spec", KINDS, ids=lambda spec: spec.kind.value)
+def test_given_any_kind_when_holders_were_counted_one_by_one_then_a_single_one_is_noted_as_by_take(
+    spec: LayerSpec,
+) -> None:
+    group = make_group(spec, 4)
+    taken, counted = group.take(1), group.gpu.take(2)
+    group.gpu.refs[counted] = (1, 2)
+    group.settle(counted)
+    assert group.gpu.refs[counted].tolist() == [group.gpu.refs[taken[0]], 2]
+    group.own(int(counted[1]))
+    assert group.gpu.refs[counted[1]] == group.gpu.refs[taken[0]]
+
+
+def test_given_a_full_group_when_a_shared_block_is_published_then_it_counts_nobody_any_more() -> None:
+    group = make_group(LayerSpec(1, 8), 4)
+    ids = group.take(2)
+    group.share(ids)
+    group.publish(ids)
+    assert not group.gpu.refs.any()
+
+
+@given(specs, sizes, st.integers(1, 40), st.integers(0, 40))
+def test_what_a_request_holds_at_once_is_what_its_queries_read_or_write(
+    spec: LayerSpec, size: int, num_tokens: int, reused: int
+) -> None:
+    group = make_group(spec, size)
+    num_blocks, reused_blocks = -(-num_tokens // size), min(reused, num_tokens) // size
+    given_up = ~group.reads(np.arange(reused_blocks), reused_blocks * size)
+    held = group.held_at_once(num_blocks, 7, reused_blocks, reused_blocks * size)
+    assert held == num_blocks - int(given_up.sum())
+
+
+def test_a_cross_group_holds_what_its_encoder_needs() -> None:
+    assert make_group(LayerSpec(1, 8, cross_attention=True), 4).held_at_once(9, 7, 0, 0) == 7

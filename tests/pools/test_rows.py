@@ -9,7 +9,7 @@ from kvpool import KVCacheConfig, KVCacheHandle, LayerSpec, ReuseScope
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.rows import RECENT_TOKENS, SequenceRows
 from kvpool.prefix.node import Node, Root
-from managers import FULL
+from managers import FULL, groups_of
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4)
 CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
@@ -17,7 +17,7 @@ CROSS = LayerSpec(kv_heads=1, head_dim=8, cross_attention=True)
 
 def make_rows(*layers: LayerSpec, **options: Any) -> SequenceRows:
     config = KVCacheConfig(list(layers) or [FULL], block_size=4, gpu_blocks=8)
-    return SequenceRows(config.groups, 4, **options)
+    return SequenceRows(groups_of(config), 4, **options)
 
 
 def add(rows: SequenceRows, num_blocks: int = 1) -> int:

@@ -7,17 +7,16 @@ from typing import Any
 import numpy as np
 
 from kvpool import KVCacheConfig, LayerSpec
-from kvpool.config import Tier
 from kvpool.events import EventLog
 from kvpool.eviction import LRUPolicy
-from kvpool.pools.pool import BlockPool
+from kvpool.pools.groups import make_groups
 from kvpool.pools.rows import SequenceRows
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.node import Node, Root
 from kvpool.prefix.tree import RunTree
 from kvpool.scope import ReuseScope
 from kvpool.stats import Counters
-from managers import FULL, Clock
+from managers import FULL, Clock, pools_of
 
 WINDOWED = LayerSpec(kv_heads=1, head_dim=8, window=4)
 SIZE = 2  # tokens in a block
@@ -26,10 +25,10 @@ SIZE = 2  # tokens in a block
 def make_context(*layers: LayerSpec, gpu_blocks: int = 16, **options: Any) -> CacheContext:
     """Blocks of two tokens; one full-attention layer unless `layers` say otherwise."""
     config = KVCacheConfig(list(layers) or [FULL], block_size=SIZE, gpu_blocks=gpu_blocks, **options)
-    tiers = (Tier.GPU, Tier.HOST, Tier.DISK)
-    pools = [[BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in tiers] for spec in config.pools]
-    rows: SequenceRows[Node, Any] = SequenceRows(config.groups, SIZE)
-    return CacheContext(SIZE, config.groups, pools, rows, Counters(), EventLog(64), [], Clock())
+    pools = pools_of(config)
+    groups = make_groups(config.groups, SIZE, pools)
+    rows: SequenceRows[Node, Any] = SequenceRows(groups, SIZE)
+    return CacheContext(SIZE, groups, pools, rows, Counters(), EventLog(64), [], Clock())
 
 
 def make_root(scope: ReuseScope | None = None) -> Root:
@@ -49,6 +48,6 @@ def add_run(context: CacheContext, tree: RunTree, parent: Node, *tokens: int, se
     ids = tokens_of(*tokens)
     node = tree.new_child(parent, ids[:SIZE].tobytes(), 1, None, session)
     node.num_blocks, node.tokens = len(ids) // SIZE, ids
-    node.ids = [context.pool(group, Tier.GPU).take(node.num_blocks) for group in range(context.num_cached_groups)]
+    node.ids = [group.gpu.take(node.num_blocks) for group in context.cached]
     tree.add(node)
     return node

@@ -199,7 +199,7 @@ def windows_of(context: CacheContext) -> WindowReaders:
 def windowed_run(context: CacheContext, tree: RunTree) -> Node:
     """Six blocks that the sequence which wrote them still reads."""
     run = add_run(context, tree, tree.root_for(ReuseScope()), *range(12))
-    context.pool(0, Tier.GPU).refs[run.ids[0]] = 1
+    context.pools[0][Tier.GPU].refs[run.ids[0]] = 1
     return run
 
 
@@ -207,8 +207,8 @@ def test_given_a_windowed_block_when_its_last_reader_leaves_then_it_is_left_over
     context = make_context(WINDOWED)
     tree, windows = make_tree(context), windows_of(context)
     run = windowed_run(context, tree)
-    windows.enter(run.root, 0, run.ids[0][:1])
-    windows.leave(run, 0, 0, 5, run.ids[0])
+    windows.enter(run.root, context.groups[0], run.ids[0][:1])
+    windows.leave(run, context.groups[0], 0, 5, run.ids[0])
     assert gpu(context) == (10, 5, 0)
     pool = context.pools[0][Tier.GPU]
     assert (
@@ -222,12 +222,12 @@ def test_given_a_pinned_windowed_block_then_it_is_no_leftover_that_goes() -> Non
     context = make_context(WINDOWED)
     tree, windows = make_tree(context), windows_of(context)
     run = windowed_run(context, tree)
-    windows.pin(run.root, 0, int(run.ids[0][0]))
-    windows.leave(run, 0, 0, 5, run.ids[0])
+    windows.pin(run.root, context.groups[0], int(run.ids[0][0]))
+    windows.leave(run, context.groups[0], 0, 5, run.ids[0])
     assert gpu(context)[2] == 1
     pool = context.pools[0][Tier.GPU]
     assert windows.evict_leftovers(pool, 16, math.inf, None, CAPACITY) == 3
-    windows.unpin(run.root, 0, int(run.ids[0][0]))
+    windows.unpin(run.root, context.groups[0], int(run.ids[0][0]))
     assert gpu(context)[2] == 0
     assert windows.evict_leftovers(pool, 16, math.inf, None, CAPACITY) == 1
 
@@ -236,7 +236,7 @@ def test_given_the_end_of_a_run_then_its_last_window_is_needed_and_what_lies_bef
     context = make_context(WINDOWED)
     tree, windows = make_tree(context), windows_of(context)
     run = add_run(context, tree, tree.root_for(ReuseScope()), *range(12))
-    assert windows.needed(run, 0).tolist() == [False, False, False, False, True, True]
+    assert windows.needed(run, context.groups[0]).tolist() == [False, False, False, False, True, True]
     assert windows.is_usable(run, 0)
     run.ids[0][-1] = -1
     assert not windows.is_usable(run, 5)

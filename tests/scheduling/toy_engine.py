@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kvpool import GroupKind, KVCacheManager, Tier
-from kvpool.pools.groups import is_windowed, sink_blocks
+from kvpool.pools.groups import kind_of
 from kvpool.scheduling import BatchPlan, Finished, Request, Scheduler, StepResult
 
 VOCABULARY = 50
@@ -126,7 +126,7 @@ class ToyEngine:
         """What the blocks of a row hold, read through the table of the full-attention group; windows must agree."""
         length = int(plan.kv_lengths[row])
         groups = self.manager.config.groups
-        full = next(group.index for group in groups if not is_windowed(group))
+        full = next(group.index for group in groups if not kind_of(group).slides)
         ids = plan.batch.padded_table(full)[row, : -(-length // self.size)]
         assert (ids >= 0).all()
         history = self.memory[full, Tier.GPU][ids].reshape(-1)[:length]
@@ -134,13 +134,13 @@ class ToyEngine:
         assert csr.indices[csr.indptr[row] : csr.indptr[row + 1]].tolist() == ids.tolist()
         assert int(csr.last_page_len[row]) == (length - 1) % self.size + 1
         for group in groups:
-            if is_windowed(group):
+            if kind_of(group).slides:
                 chunk_start = (length - 1) // group.window * group.window
                 start = chunk_start if group.kind is GroupKind.CHUNKED else max(0, length - group.window)
                 seen = np.arange(length)
                 seen = seen[(seen >= start) | (seen < group.sink_tokens)]
                 table = plan.batch.padded_table(group.index)[row]
-                assert (table[seen // self.size] >= 0).all(), (row, table, sink_blocks(group, self.size))
+                assert (table[seen // self.size] >= 0).all(), (row, table, group.sink_tokens)
                 values = self.memory[group.index, Tier.GPU][table[seen // self.size], seen % self.size]
                 assert values.tolist() == history[seen].tolist()
         return history.astype(np.int32)

@@ -51,7 +51,7 @@ def cached_blocks(manager: KVCacheManager) -> CachedBlocks:
                 assert (scope, prefix) not in found, f"the tree holds {prefix} twice"
                 found[scope, prefix] = {
                     group: (node.tier, node.priority, int(node.ids[group][index]))
-                    for group in range(state.growing)
+                    for group in range(len(state.growing))
                     if node.ids[group][index] >= 0
                 }
             prefixes[id(node)] = prefix

@@ -18,7 +18,7 @@ from reference import LOCAL_TIERS, cached_blocks, needed_positions
 
 from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError, SharedBlockError
-from kvpool.pools.groups import is_cross
+from kvpool.pools.groups import kind_of
 
 torch = pytest.importorskip("torch")
 
@@ -103,13 +103,13 @@ class DataPlaneMachine(RuleBasedStateMachine):
             return
         step = self.plane.prepare(slots, batch)
         for layer in range(len(self.config.layers)):
-            if not is_cross(self.config.groups[self.config.group_of_layer[layer]]):
+            if kind_of(self.config.groups[self.config.group_of_layer[layer]]).grows:
                 k, v = self.stacked(histories, layer)
                 self.plane.write(step, k.to(self.device), None if v is None else v.to(self.device), layer)
 
     def write_cross(self, seq: Sequence) -> None:
         for layer, group in enumerate(self.config.group_of_layer):
-            if is_cross(self.config.groups[group]) and seq.handle.encoder_tokens:
+            if not kind_of(self.config.groups[group]).grows and seq.handle.encoder_tokens:
                 k, v = self.stacked(self.cross_histories(seq), layer)
                 slots = self.plane.cross_slots(seq.handle, group)
                 self.plane.write(slots, k.to(self.device), None if v is None else v.to(self.device), layer)
@@ -141,7 +141,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
         """A prompt, often one that begins like another sequence; what is reserved is written and committed."""
         if not again and self.live:
             tokens = [*self.live[len(tokens) % len(self.live)].tokens, *tokens[:2]][:40]
-        has_cross = any(is_cross(group) for group in self.config.groups)
+        has_cross = any(not kind_of(group).grows for group in self.config.groups)
         options = {"reserve": None if reserve is None else min(reserve, len(tokens))}
         name = next(self.names)
         try:
@@ -279,7 +279,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
     def write_where_others_read(self, number: int) -> None:
         """Published, shared and free blocks refuse a write."""
         self.plane.run_copies().wait()
-        group = number % sum(not is_cross(g) for g in self.config.groups)
+        group = number % sum(kind_of(g).grows for g in self.config.groups)
         layer = self.config.groups[group].layers[0]
         pool = self.manager._state.pools[self.config.groups[group].pool][Tier.GPU]
         published = {blocks[group][2] for blocks in cached_blocks(self.manager).values()
@@ -312,7 +312,7 @@ class DataPlaneMachine(RuleBasedStateMachine):
         handle = seq.handle
         assert handle.num_written == len(seq.tokens)
         for layer, group in enumerate(self.config.group_of_layer):
-            if is_cross(self.config.groups[group]):
+            if not kind_of(self.config.groups[group]).grows:
                 ranges, histories = [range(handle.encoder_tokens)], self.cross_histories(seq)
             else:
                 needed = needed_positions(self.config, group, handle.num_committed)

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.config.layers import LayerGroup
+from kvpool.config.layers import LayerGroup, ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.kernels.paged_spec import AttentionSpec
-from kvpool.pools.groups import sink_blocks
 from kvpool.sequences.batch import CSRTable
 
 Int32Array = npt.NDArray[np.int32]
@@ -49,7 +48,7 @@ class PagedBatch:
     @classmethod
     def of(cls, csr: CSRTable, group: LayerGroup, query_lens: npt.ArrayLike, kv_lens: npt.ArrayLike) -> PagedBatch:
         """The batch of a manager's CSR export for `group`, taken as it is: `kv.batch(handles).csr(group.index)`."""
-        sinks = sink_blocks(group, group.block_size) * group.block_size
+        sinks = ceil_div(group.sink_tokens, group.block_size) * group.block_size
         gaps = np.maximum(csr.first_position.astype(np.int64) - sinks, 0)
         return cls.build(csr.indptr, csr.indices, query_lens, kv_lens, block_size=group.block_size, gaps=gaps)
 

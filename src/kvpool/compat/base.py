@@ -10,7 +10,7 @@ import numpy as np
 from kvpool.errors import InvalidArgumentError, SequenceStateError, StorageError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, as_count, as_token_array
-from kvpool.pools.groups import is_cross
+from kvpool.pools.groups import kind_of
 from kvpool.sequences.handle import KVCacheHandle
 
 if TYPE_CHECKING:
@@ -72,13 +72,13 @@ class SeedSpelling:
         handle, plane, group = self.handle(request), self.plane, self._group(layer)
         k, v = self._values(key, value, layer)
         stop = as_count(start, "start") + len(k)
-        crosses = is_cross(self.manager.config.groups[group])
-        length = handle.encoder_tokens if crosses else handle.num_reserved
+        grows = kind_of(self.manager.config.groups[group]).grows
+        length = handle.num_reserved if grows else handle.encoder_tokens
         if stop > length:
             raise SequenceStateError(
                 f"request {handle.request_id!r} has places for {length} tokens; {start}..{stop} cannot be written"
             )
-        if crosses:
+        if not grows:
             plane.write(plane.cross_slots(handle, group)[start:stop], k, v, layer)
             return
         first = min(start, handle.num_written)

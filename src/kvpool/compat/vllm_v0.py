@@ -21,7 +21,7 @@ from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.errors import ConfigError, DuplicateRequestError, InvalidArgumentError, UnknownRequestError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.copies import CopyKind, CopyOp
-from kvpool.pools.groups import is_cross
+from kvpool.pools.groups import kind_of
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import AllocStatus
@@ -82,13 +82,13 @@ class BlockManager(SeedSpelling):
             )  # fmt: skip
         super().__init__(manager, device=device)
         config = manager.config
-        tables = [group.index for group in config.groups if not is_cross(group)]
+        tables = [group.index for group in config.groups if kind_of(group).grows]
         if len(tables) > 1 or len(config.pools) > 1 or config.partial_match or config.offload_on_evict:
             raise ConfigError(
                 "V0's pairs of block ids need one layer group, partial_match=False and offload_on_evict=False (encoder "
                 "blocks as large as the decoder's); otherwise use KVCacheManager.take_copies"
             )
-        self._cross_group = next((group.index for group in config.groups if is_cross(group)), None)
+        self._cross_group = next((group.index for group in config.groups if not kind_of(group).grows), None)
         self._encoders: dict[Hashable, _Encoder] = {}  # by request, until `free_cross`
         self._request_of: dict[Hashable, Hashable] = {}  # sequence -> the request whose encoder it reads
 

@@ -9,7 +9,7 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.errors import InvariantError
 from kvpool.manager.pins import Pins
-from kvpool.pools.groups import sink_blocks
+from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool
 from kvpool.prefix.node import Node, path_ids
 from kvpool.sequences.in_flight import InFlight
@@ -100,46 +100,45 @@ class Checker:
         used, cross = int(rows.num_blocks[row]), int(rows.num_cross_blocks[row])
         self.expect(tip.end <= used, f"{name}: {tip.end} published blocks, {used} in its table")
         path = tip.path()
-        for group, spec in enumerate(self.state.groups):
-            table = rows.tables[group]
-            end = used if group < self.state.growing else cross
-            self.expect(bool((table[row, end:] < 0).all()), f"{name}: block ids behind its end in group {group}")
+        for group in self.state.groups:
+            table = rows.tables[group.index]
+            end = used if group.grows else cross
+            self.expect(bool((table[row, end:] < 0).all()), f"{name}: block ids behind its end in group {group.index}")
             ids = table[row, :end]
-            if group in self.context.windowed:
+            if group.slides:
                 self.check_windowed_table(row, group, path, name)
                 continue
-            self.expect(bool((ids >= 0).all()), f"{name}: a hole in group {group}: {ids.tolist()}")
-            first = tip.end if group < self.state.growing else 0
+            self.expect(bool((ids >= 0).all()), f"{name}: a hole in group {group.index}: {ids.tolist()}")
+            first = tip.end if group.grows else 0
             if first:
-                cached = path_ids(path, first, group)
+                cached = path_ids(path, first, group.index)
                 self.expect(
-                    bool((ids[:first] == cached).all()), f"{name}: table differs from the tree in group {group}"
+                    bool((ids[:first] == cached).all()), f"{name}: table differs from the tree in group {group.index}"
                 )
             for block in ids[first:].tolist():
-                self.private[spec.pool, Tier.GPU, block] += 1
-                if group in self.context.full:
-                    self.uncounted.add((spec.pool, block))
+                self.private[group.pool, Tier.GPU, block] += 1
+                if not group.single_owner:
+                    self.uncounted.add((group.pool, block))
         final = min(int(rows.committed[row]), tip.end * self.state.block_size, int(rows.known[row]))
         if path:
             held = np.concatenate([node.tokens for node in path])[:final]
             self.expect(bool((held == rows.token_ids(row)[:final]).all()), f"{name}: its tokens differ from its path")
 
-    def check_windowed_table(self, row: int, group: int, path: list[Node], name: str) -> None:
+    def check_windowed_table(self, row: int, group: Group, path: list[Node], name: str) -> None:
         rows = self.rows
-        spec = self.state.groups[group]
-        start, used = int(rows.window_start[group, row]), int(rows.num_blocks[row])
-        sinks = sink_blocks(spec, self.state.block_size)
+        start, used = int(rows.window_start[group.index, row]), int(rows.num_blocks[row])
+        sinks = group.sinks
         published = path[-1].end if path else 0
-        cached = path_ids(path, published, group)
+        cached = path_ids(path, published, group.index)
         for column in (*range(min(sinks, used)), *range(max(start, sinks), used)):
-            block = int(rows.tables[group][row, column])
-            self.expect(block >= 0, f"{name}: block {column} of windowed group {group} is missing inside its window")
+            block = int(rows.tables[group.index][row, column])
+            self.expect(block >= 0, f"{name}: block {column} of windowed group {group.index} is missing inside its window")
             if column < published:
                 same = block == int(cached[column])
-                self.expect(same, f"{name}: block {column} of group {group} differs from the tree")
-                self.window_readers[spec.pool, Tier.GPU, block] += 1
+                self.expect(same, f"{name}: block {column} of group {group.index} differs from the tree")
+                self.window_readers[group.pool, Tier.GPU, block] += 1
             else:
-                self.private[spec.pool, Tier.GPU, block] += 1
+                self.private[group.pool, Tier.GPU, block] += 1
 
     # --- tree --------------------------------------------------------------------------------------------------------
 
@@ -181,19 +180,18 @@ class Checker:
         self.expect(node.digests is None, f"{name}: an unfilled block has a digest")
 
     def collect_blocks(self, node: Node, name: str) -> None:
-        for group in range(self.state.growing):
-            pool = self.state.groups[group].pool
-            ids = node.ids[group]
+        for group in self.state.growing:
+            pool, ids = group.pool, node.ids[group.index]
             self.expect(
-                len(ids) == node.num_blocks, f"{name}: {len(ids)} ids in group {group} for {node.num_blocks} blocks"
+                len(ids) == node.num_blocks, f"{name}: {len(ids)} ids in group {group.index} for {node.num_blocks} blocks"
             )
-            if group not in self.context.windowed:
-                self.expect(bool((ids >= 0).all()), f"{name}: a hole in group {group}")
+            if not group.slides:
+                self.expect(bool((ids >= 0).all()), f"{name}: a hole in group {group.index}")
             for block in ids[ids >= 0].tolist():
                 key = (pool, int(node.tier), block)
                 self.expect(key not in self.published, f"block {block} of pool {pool} belongs to two nodes")
                 self.published[key] = node
-                if group not in self.context.windowed and not node.active:
+                if not group.slides and not node.active:
                     self.idle[pool, node.tier] += 1
                     self.pinned[pool, node.tier] += int(node.pins > 0)
 
@@ -224,13 +222,13 @@ class Checker:
 
     def check_windows(self) -> None:
         for group in self.context.windowed:
-            pool = self.context.pool(group, Tier.GPU)
+            pool = group.gpu
             for (index, tier, block), node in self.published.items():
-                if index == pool.index and tier == Tier.GPU and self._group_of(node, block, index) == group:
+                if index == pool.index and tier == Tier.GPU and self._group_of(node, block, index) is group:
                     readers = self.window_readers[index, tier, block]
                     refs = int(pool.refs[block])
                     self.expect(
-                        refs == readers, f"block {block} of group {group} has {refs} references, {readers} readers"
+                        refs == readers, f"block {block} of group {group.index} has {refs} references, {readers} readers"
                     )
                     if not refs:
                         self.idle[index, tier] += 1
@@ -238,14 +236,12 @@ class Checker:
             for tier in (Tier.HOST, Tier.DISK):
                 for (index, at, block), node in self.published.items():
                     idle = index == pool.index and at == tier and not node.active
-                    if idle and self._group_of(node, block, index) == group:
+                    if idle and self._group_of(node, block, index) is group:
                         self.idle[index, at] += 1
                         self.pinned[index, at] += int(node.pins > 0)
 
-    def _group_of(self, node: Node, block: int, pool: int) -> int:
-        return next(
-            g for g in range(self.state.growing) if self.state.groups[g].pool == pool and (node.ids[g] == block).any()
-        )
+    def _group_of(self, node: Node, block: int, pool: int) -> Group:
+        return next(g for g in self.state.growing if g.pool == pool and (node.ids[g.index] == block).any())
 
     # --- pools -------------------------------------------------------------------------------------------------------
 
@@ -284,7 +280,7 @@ class Checker:
         """Published blocks of full groups count no references: their readers are counted on nodes."""
         for block in shared:
             node = self.published[pool.index, int(pool.tier), block]
-            if self._group_of(node, block, pool.index) in self.context.full:
+            if not self._group_of(node, block, pool.index).slides:
                 self.expect(pool.refs[block] == 0, f"{name}: published block {block} has {pool.refs[block]} references")
 
     # --- the rest ----------------------------------------------------------------------------------------------------
@@ -323,6 +319,6 @@ class Checker:
         counted = [0] * len(booked)
         for (pool, tier, block), node in self.published.items():
             if tier == Tier.GPU and node.root.scope.tenant == tenant:
-                windowed = self._group_of(node, block, pool) in self.context.windowed
+                windowed = self._group_of(node, block, pool).slides
                 counted[pool] += int(not self.state.gpu_pools[pool].refs[block]) if windowed else int(not node.active)
         self.expect(counted == booked, f"tenant {tenant!r}: {booked} cached blocks booked, {counted} counted")

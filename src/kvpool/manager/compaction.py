@@ -8,7 +8,7 @@ from kvpool.config import Tier
 from kvpool.errors import OutOfBlocksError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyKind, CopyOp
-from kvpool.pools.groups import sink_blocks
+from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool, ResizeResult
 from kvpool.sequences.state import CacheState
 from kvpool.stats import EvictionReason
@@ -98,31 +98,31 @@ class Compaction:
     def _runs(self, pool: BlockPool) -> list[tuple[int, Int32Array]]:
         """Every array of block ids of this pool: tables of live rows, then cached runs."""
         runs: list[tuple[int, Int32Array]] = []
-        groups = [g.index for g in self.state.groups if g.pool == pool.index]
+        groups = [group for group in self.state.groups if group.pool == pool.index]
         for row in self.rows.live_rows():
             handle = self.rows.handles[row]
             assert handle is not None
             for group in groups:
                 if pool.tier == Tier.HOST and handle.swapped is not None:
-                    runs.append((group, handle.swapped.ids[group]))
+                    runs.append((group.index, handle.swapped.ids[group.index]))
                 elif pool.tier == Tier.GPU and handle.swapped is None:
-                    runs.extend((group, ids) for ids in self._held(group, row))
+                    runs.extend((group.index, ids) for ids in self._held(group, row))
         for node in self.tree.nodes():
             if node.tier == pool.tier and node.open_row < 0:
-                runs.extend((group, node.ids[group]) for group in groups if group < self.state.growing)
+                runs.extend((group.index, node.ids[group.index]) for group in groups if group.grows)
         return runs
 
-    def _held(self, group: int, row: int) -> list[Int32Array]:
+    def _held(self, group: Group, row: int) -> list[Int32Array]:
         """The parts of a row's table that name its own blocks; what left a window may be another's by now."""
-        ids = self.rows.all_blocks(group, row)
-        if group not in self.context.windowed:
+        ids = self.rows.all_blocks(group.index, row)
+        if not group.slides:
             return [ids]
         tip = self.rows.tips[row]
         assert tip is not None
-        start = int(self.rows.window_start[group, row])
+        start = int(self.rows.window_start[group.index, row])
         if self.rows.is_open[row]:
             start = min(start, tip.start)  # an open node reads its ids from here
-        sinks = min(sink_blocks(self.state.groups[group], self.state.block_size), start)
+        sinks = min(group.sinks, start)
         return [ids[:sinks], ids[start:]]
 
     @staticmethod

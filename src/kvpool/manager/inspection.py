@@ -86,7 +86,7 @@ class Inspector:
         elif node is None:
             state = BlockState.FREE
         else:
-            by_itself = pool.tier == GPU and group in self.context.windowed
+            by_itself = pool.tier == GPU and group is not None and self.context.groups[group].slides
             pinned = block_id in self.windows.pinned[pool.index] if by_itself else node.pins > 0
             state = BlockState.PINNED if pinned else BlockState.CACHED
         position = None if column is None else column * self.state.block_size
@@ -164,9 +164,9 @@ class Inspector:
         for node in self.tree.nodes():
             self.context.sync(node)
             if node.tier == pool.tier:
-                for group in self.state.config.pools[pool.index].groups:
-                    if group < self.state.growing:
-                        yield node, group
+                for group in self.context.cached:
+                    if group.pool == pool.index:
+                        yield node, group.index
 
     def groups(self) -> tuple[GroupStats, ...]:
         """Blocks in use per layer group and tier. Groups with a pool of their own are read off it."""
@@ -193,7 +193,7 @@ class Inspector:
             if of_group != group:
                 continue
             ids = node.ids[group][node.ids[group] >= 0]
-            if group in self.context.windowed and pool.tier == GPU:
+            if self.context.groups[group].slides and pool.tier == GPU:
                 idle = ids[pool.refs[ids] == 0]
                 cached += len(idle)
                 pinned += sum(block in kept for block in idle.tolist()) if kept else 0

@@ -57,6 +57,7 @@ from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.lifecycle import Lifecycle
 from kvpool.sequences.onboarding import Onboarding
 from kvpool.sequences.rewinding import Rewinding
+from kvpool.sequences.sliding import RowWindows
 from kvpool.sequences.state import Admission, CacheState
 from kvpool.sequences.stepping import Stepping
 from kvpool.sequences.swapping import Swapping
@@ -106,9 +107,10 @@ class KVCacheManager(Maintenance):
         self._guard = Guard(self._state, config.pressure_levels)
         self._in_flight = InFlight(self._state)
         self._admissions = AdmissionPlanner(self._state, self._in_flight)
-        self._sequences = Lifecycle(self._state, self._admissions, self._in_flight)
-        self._stepping = Stepping(self._state, self._in_flight)
-        self._rewinding = Rewinding(self._state, self._in_flight)
+        self._windows = RowWindows(self._state)
+        self._sequences = Lifecycle(self._state, self._admissions, self._in_flight, self._windows)
+        self._stepping = Stepping(self._state, self._in_flight, self._windows)
+        self._rewinding = Rewinding(self._state, self._in_flight, self._windows)
         self._swapping = Swapping(self._state, self._sequences)
         self._compaction = Compaction(self._state)
         self._pins = Pins(self._state)
@@ -239,7 +241,7 @@ class KVCacheManager(Maintenance):
         return ids, as_count(reserve, "reserve", minimum=1, maximum=total)
 
     def _cross_tokens(self, cross_tokens: int) -> int:
-        if as_count(cross_tokens, "cross_tokens") and self._state.growing == len(self._state.groups):
+        if as_count(cross_tokens, "cross_tokens") and not self._state.fixed:
             raise InvalidArgumentError(f"cross_tokens={cross_tokens}, but no layer of this model is cross_attention")
         return int(cross_tokens)
 
@@ -377,7 +379,7 @@ class KVCacheManager(Maintenance):
             row = self._state.row_of(handle)
             longest = max(handle.num_prompt_tokens, int(self._state.rows.reserved[row]))
             position = as_count(position, "position", maximum=longest)
-            self._stepping.slide(row, position)
+            self._windows.slide(row, position)
             if self._observers:
                 self._tell("narrow", None, handle, position)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, PinBudgetError
 from kvpool.pools.arrays import Int32Array
-from kvpool.pools.groups import sink_blocks, window_start
+from kvpool.pools.groups import Group
 from kvpool.prefix.calendar import NEVER
 from kvpool.prefix.node import Node
 from kvpool.scope import ReuseScope
@@ -23,9 +25,7 @@ class Pin:
     num_tokens: int
     expires_at: float
     node: Node
-    windowed: list[
-        tuple[int, int]
-    ]  # (group, depth) of windowed blocks that are kept as well; below the GPU their run is
+    windowed: list[tuple[Group, int]]  # (group, depth) of blocks kept one by one; below the GPU their run is kept
 
 
 class Pins:
@@ -73,19 +73,16 @@ class Pins:
             cache.expiry.calendar.schedule(pin.pin_id, pin.expires_at, lambda: self._time_is_up(pin))
         return pin
 
-    def _block(self, node: Node, group: int, depth: int) -> tuple[Node, int]:
+    def _block(self, node: Node, group: Group, depth: int) -> tuple[Node, int]:
         while node.start > depth:
             node = node.parent
         self.context.sync(node)
-        return node, int(node.ids[group][depth - node.start])
+        return node, int(node.ids[group.index][depth - node.start])
 
-    def _pin_window(self, pin: Pin, group: int, num_blocks: int) -> None:
+    def _pin_window(self, pin: Pin, group: Group, num_blocks: int) -> None:
         """Keeps the windowed blocks that a request continuing right behind the prefix would read."""
-        size = self.state.block_size
-        spec = self.state.groups[group]
-        start = window_start(spec, num_blocks * size, size)
-        sinks = min(sink_blocks(spec, size), num_blocks)
-        for depth in (*range(sinks), *range(max(start, sinks), num_blocks)):
+        read = group.reads(np.arange(num_blocks), num_blocks * self.state.block_size)
+        for depth in np.flatnonzero(read).tolist():
             node, block = self._block(pin.node, group, depth)
             if block >= 0:
                 pin.windowed.append((group, depth))

@@ -13,9 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from kvpool.config import LayerGroup
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count
-from kvpool.pools.groups import is_cross, is_windowed, visible
+from kvpool.pools.groups import Group
 
 RECENT_TOKENS = 128
 
@@ -41,14 +40,14 @@ class SequenceRows(Generic[TipT, HandleT]):
     """The struct of arrays behind all live sequences. Lengths are in tokens, `num_blocks` in blocks."""
 
     def __init__(
-        self, groups: tuple[LayerGroup, ...], block_size: int, num_rows: int = 64, num_columns: int = 128
+        self, groups: tuple[Group, ...], block_size: int, num_rows: int = 64, num_columns: int = 128
     ) -> None:
         num_groups = len(groups)
         self.lock = threading.RLock()  # the manager's one lock: whoever reads or changes rows holds it
         self.block_size = block_size
         self.groups = groups
-        self.has_cross = any(is_cross(group) for group in groups)
-        self.windowed = [is_windowed(group) for group in groups]
+        self.all_grow = all(group.grows for group in groups)
+        self.windowed = [group.slides for group in groups]
         self.epoch = 0  # grows whenever a row ends or changes its tier: batches made before are checked again
         self.num_shared = 0  # rows flagged in `shared`
         self.moves = 0  # grows whenever blocks or lengths of a live row change other than by one decoding step
@@ -79,7 +78,7 @@ class SequenceRows(Generic[TipT, HandleT]):
     def num_rows(self) -> int:
         return len(self.handles)
 
-    def group(self, index: Any) -> LayerGroup:
+    def group(self, index: Any) -> Group:
         """The layer group that a caller means."""
         return self.groups[as_count(index, "group", maximum=len(self.groups) - 1)]
 
@@ -94,14 +93,14 @@ class SequenceRows(Generic[TipT, HandleT]):
             self.ensure_columns(num_blocks)
         row = self._free_rows.pop()
         self.handles[row] = handle
-        if self.has_cross:
+        if not self.all_grow:
             self.num_cross_blocks[row] = 0
         return row
 
     def drop_row(self, row: int) -> None:
         """Clears a row and makes it available again. Its blocks were released before."""
         used = self.num_blocks.item(row)
-        if self.has_cross:
+        if not self.all_grow:
             used = max(used, self.num_cross_blocks.item(row))
         for table in self.tables:
             table[row, :used] = -1
@@ -174,17 +173,17 @@ class SequenceRows(Generic[TipT, HandleT]):
 
     def all_blocks(self, group: int, row: int) -> Int32Array:
         """A row's part of a group's table, as a view that may be written."""
-        counts = self.num_cross_blocks if self.has_cross and is_cross(self.groups[group]) else self.num_blocks
+        counts = self.num_blocks if self.all_grow or self.groups[group].grows else self.num_cross_blocks
         return self.tables[group][row, : counts.item(row)]
 
     def visible_blocks(self, group: int, row: int) -> Int32Array:
         """A row's block ids in one group, -1 where a block left its window."""
-        if not self.windowed[group] and not self.has_cross:
+        if not self.windowed[group] and self.all_grow:
             return self.tables[group][row, : self.num_blocks.item(row)]
         ids = self.all_blocks(group, row)
         if not self.windowed[group]:
             return ids
-        return visible(self.groups[group], ids, int(self.window_start[group, row]), self.block_size)
+        return self.groups[group].visible(ids, int(self.window_start[group, row]))
 
     # --- token ids ---------------------------------------------------------------------------------------------------
 

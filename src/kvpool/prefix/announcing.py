@@ -10,6 +10,7 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.events import Stored
 from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.pools.groups import Group
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.prefix.node import Node, Root
@@ -25,8 +26,7 @@ class Announcer:
         self.context = context
         self.block_size = context.block_size
         self.events = context.events
-        self.windowed = context.windowed
-        self.num_groups = context.num_cached_groups
+        self.groups = context.cached
 
     # --- digests -----------------------------------------------------------------------------------------------------
 
@@ -50,12 +50,12 @@ class Announcer:
             part.digests = known
         return node.digests or []
 
-    def _present_digests(self, node: Node, group: int, first: int, last: int) -> list[bytes]:
+    def _present_digests(self, node: Node, group: Group, first: int, last: int) -> list[bytes]:
         assert node.digests is not None
         known = node.digests[first:last]
-        if group not in self.windowed:
+        if not group.slides:
             return known
-        ids = node.ids[group][first : first + len(known)]
+        ids = node.ids[group.index][first : first + len(known)]
         return known if (ids >= 0).all() else [d for d, i in zip(known, ids.tolist(), strict=True) if i >= 0]
 
     # --- stored ------------------------------------------------------------------------------------------------------
@@ -68,9 +68,9 @@ class Announcer:
         self.digests(node)
         self._emit(node, self._stored_runs(node, first))
 
-    def stored_blocks(self, node: Node, group: int, present: Int64Array) -> None:
+    def stored_blocks(self, node: Node, group: Group, present: Int64Array) -> None:
         """Tells that these blocks of a node are in a group (again)."""
-        self._emit(node, self._consecutive(node, group, present))
+        self._emit(node, self._consecutive(node, group.index, present))
 
     def snapshot(self, roots: Iterable[Root], as_of: int) -> list[Stored]:
         """One event for every run of consecutive blocks that is cached now, parents before children."""
@@ -88,12 +88,12 @@ class Announcer:
 
     def _stored_runs(self, node: Node, first: int) -> Iterator[StoredRun]:
         """(group, parent digest, digests, tokens) of consecutive blocks from `first` on; digests are known."""
-        for group in range(self.num_groups):
-            if group in self.windowed:
-                present = np.flatnonzero(node.ids[group][first : node.num_blocks] >= 0) + first
-                yield from self._consecutive(node, group, present)
+        for group in self.groups:
+            if group.slides:
+                present = np.flatnonzero(node.ids[group.index][first : node.num_blocks] >= 0) + first
+                yield from self._consecutive(node, group.index, present)
             elif first < node.num_blocks:
-                yield self._stored_run(node, group, first, node.num_blocks)
+                yield self._stored_run(node, group.index, first, node.num_blocks)
 
     def _consecutive(self, node: Node, group: int, present: Int64Array) -> Iterator[StoredRun]:
         if len(present):
@@ -127,26 +127,26 @@ class Announcer:
 
     def removed(self, node: Node, first: int, last: int, reason: EvictionReason) -> None:
         """Tells that blocks `first..last` of a run leave the index."""
-        for group in range(self.num_groups):
+        for group in self.groups:
             gone = self._present_digests(node, group, first, last)[::-1]
-            self.events.removed(gone, tier=node.tier, group=group, reason=reason.value)
+            self.events.removed(gone, tier=node.tier, group=group.index, reason=reason.value)
 
-    def removed_block(self, node: Node, group: int, index: int, reason: EvictionReason) -> None:
+    def removed_block(self, node: Node, group: Group, index: int, reason: EvictionReason) -> None:
         """Tells that one block of a windowed group leaves; the rest of its run stays."""
         assert node.digests is not None
-        self.events.removed(node.digests[index : index + 1], tier=node.tier, group=group, reason=reason.value)
+        self.events.removed(node.digests[index : index + 1], tier=node.tier, group=group.index, reason=reason.value)
 
     def moved(self, node: Node, source: Tier, target: Tier) -> None:
         """Tells that a run changes its tier."""
-        for group in range(self.num_groups):
+        for group in self.groups:
             digests = self._present_digests(node, group, 0, node.num_blocks)
-            self.events.updated(digests, group=group, old_tier=source, new_tier=target)
+            self.events.updated(digests, group=group.index, old_tier=source, new_tier=target)
 
     def priority_changed(self, node: Node, old: int) -> None:
         """Tells that a run has another retention priority than `old` now."""
-        for group in range(self.num_groups):
+        for group in self.groups:
             digests = self._present_digests(node, group, 0, node.num_blocks)
-            self.events.updated(digests, group=group, old_priority=old, new_priority=node.priority)
+            self.events.updated(digests, group=group.index, old_priority=old, new_priority=node.priority)
 
 
 def _last_digest(node: Node) -> bytes:

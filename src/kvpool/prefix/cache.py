@@ -69,9 +69,9 @@ class PrefixCache:
             self._evictable_below,
             self._make_room_below,
         )
-        pools, cached_groups = context.pools, context.groups[: context.num_cached_groups]
-        self.blocks_per_position = [max(1, sum(g.pool == i for g in cached_groups)) for i in range(len(pools))]
-        self.has_full = [any(context.groups[g].pool == i for g in context.full) for i in range(len(pools))]
+        pools = range(len(context.pools))
+        self.blocks_per_position = [max(1, sum(group.pool == i for group in context.cached)) for i in pools]
+        self.has_full = [any(group.pool == i for group in context.full) for i in pools]
 
     # --- what the parts ask for --------------------------------------------------------------------------------------
 
@@ -129,8 +129,8 @@ class PrefixCache:
             return min(node.num_blocks, -(-num_blocks // self.blocks_per_position[pool.index]))
         held = np.zeros(node.num_blocks, np.int64)
         for group in self.context.windowed:
-            if self.context.groups[group].pool == pool.index:
-                held += node.ids[group] >= 0
+            if group.pool == pool.index:
+                held += node.ids[group.index] >= 0
         from_tail = np.cumsum(held[::-1])
         return min(node.num_blocks, int(from_tail.searchsorted(num_blocks)) + 1)
 

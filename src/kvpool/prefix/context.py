@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvpool.config import LayerGroup, Tier
 from kvpool.events import EventLog
-from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyOp
-from kvpool.pools.groups import is_cross, is_windowed
-from kvpool.pools.pool import GPU, BlockPool
+from kvpool.pools.groups import Group
+from kvpool.pools.pool import BlockPool
 from kvpool.pools.rows import SequenceRows
 from kvpool.prefix.node import Node
 from kvpool.stats import Counters
@@ -24,6 +22,7 @@ class CacheContext:
 
     __slots__ = (
         "block_size",
+        "cached",
         "clock",
         "copies",
         "counters",
@@ -32,7 +31,6 @@ class CacheContext:
         "full_per_pool",
         "groups",
         "now",
-        "num_cached_groups",
         "num_tiers",
         "pools",
         "rows",
@@ -43,7 +41,7 @@ class CacheContext:
     def __init__(
         self,
         block_size: int,
-        groups: tuple[LayerGroup, ...],
+        groups: tuple[Group, ...],
         pools: list[list[BlockPool]],
         rows: SequenceRows[Node, Any],
         counters: Counters,
@@ -62,19 +60,13 @@ class CacheContext:
         self.now = clock()
         self.tick = 0
         self.num_tiers = max(len(tiers) for tiers in pools)
-        # Groups whose blocks are published, those of them with a window, and blocks of full groups per pool and position.
-        self.num_cached_groups = sum(not is_cross(group) for group in groups)
-        self.windowed = [g.index for g in groups if is_windowed(g)]
-        self.full = [g.index for g in groups if not is_windowed(g) and not is_cross(g)]
-        self.full_per_pool = [
-            (index, sum(groups[g].pool == index for g in self.full))
-            for index in range(len(pools))
-            if any(groups[g].pool == index for g in self.full)
-        ]
-
-    def pool(self, group: int, tier: Tier) -> BlockPool:
-        """The pool that holds a group's blocks on a tier."""
-        return self.pools[self.groups[group].pool][tier]
+        # Groups whose blocks are published: those read along paths, those read block by block.
+        self.cached = [group for group in groups if group.grows]
+        self.full = [group for group in self.cached if not group.slides]
+        self.windowed = [group for group in self.cached if group.slides]
+        # (pool, blocks of full groups for one position)
+        counts = [(index, sum(group.pool == index for group in self.full)) for index in range(len(pools))]
+        self.full_per_pool = [(index, count) for index, count in counts if count]
 
     def sync(self, node: Node) -> None:
         """Brings an open node up to date with the row that still writes it."""
@@ -84,19 +76,11 @@ class CacheContext:
             end = int(rows.committed[row]) // self.block_size
             node.num_blocks = end - node.start
             node.tokens = rows.ids_between(row, node.start * self.block_size, end * self.block_size)
-            node.ids = [rows.tables[g][row, node.start : end] for g in range(self.num_cached_groups)]
-
-    def give_back(self, group: int, ids: Int32Array, shared: bool) -> None:
-        """Private GPU blocks of a full group lose an owner; `shared` says whether forks may hold them too."""
-        pool = self.pool(group, GPU)
-        if shared:
-            pool.unshare(ids)
-        else:
-            pool.give(ids)
+            node.ids = [rows.tables[group.index][row, node.start : end] for group in self.cached]
 
     def num_present(self, node: Node, first: int) -> int:
         """Blocks of all groups in a run from position `first` on."""
         count = (node.num_blocks - first) * len(self.full)
         for group in self.windowed:
-            count += int((node.ids[group][first:] >= 0).sum())
+            count += int((node.ids[group.index][first:] >= 0).sum())
         return count

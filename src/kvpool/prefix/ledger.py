@@ -17,7 +17,6 @@ class IdleLedger:
     """
 
     def __init__(self, context: CacheContext) -> None:
-        self.context = context
         self.pools = context.pools
         self.windowed = context.windowed
         self.full_per_pool = context.full_per_pool
@@ -66,4 +65,4 @@ class IdleLedger:
     def _windowed_below(self, node: Node) -> Iterator[tuple[BlockPool, int]]:
         """(pool, blocks) of each windowed group of a run below the GPU."""
         for group in self.windowed:
-            yield self.context.pool(group, node.tier), int((node.ids[group] >= 0).sum())
+            yield group.on(node.tier), int((node.ids[group.index] >= 0).sum())

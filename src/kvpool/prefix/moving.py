@@ -9,6 +9,7 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyKind, CopyOp
+from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.announcing import Announcer
 from kvpool.prefix.context import CacheContext
@@ -71,17 +72,17 @@ class TierMover:
         keep = node.num_blocks - num_blocks
         needs = [0] * len(context.pools)
         for group in context.full:
-            needs[context.groups[group].pool] += num_blocks
+            needs[group.pool] += num_blocks
         # Asked before runs below it give way.
-        along = {group: self.windows.needed(node, group, keep) for group in context.windowed}
-        for group, wanted in along.items():
-            needs[context.groups[group].pool] += int(wanted.sum())
+        along = [(group, self.windows.needed(node, group, keep)) for group in context.windowed]
+        for group, wanted in along:
+            needs[group.pool] += int(wanted.sum())
         if not self._make_room_below(target, needs, importance(node)):
             return False
         if keep:
             self.tree.split(node, keep)
-        for group, wanted in along.items():
-            for index in np.flatnonzero((node.ids[group] >= 0) & ~wanted).tolist():
+        for group, wanted in along:
+            for index in np.flatnonzero((node.ids[group.index] >= 0) & ~wanted).tolist():
                 self.windows.remove_block(node, group, index, EvictionReason.CAPACITY)
         self._move(node, target, CopyKind.OFFLOAD)
         context.counters.offloaded_blocks += num_blocks
@@ -111,13 +112,14 @@ class TierMover:
         """An idle run of a lower tier was computed again: it takes the new GPU blocks and frees its own."""
         context = self.context
         for group in context.full:
-            context.pool(group, GPU).refs[ids[group]] = 0
+            group.publish(ids[group.index])
         announced = context.events.listening and bool(node.digests)
         gained = []
         for group in context.windowed:
-            for index in np.flatnonzero((node.ids[group] >= 0) & (ids[group] < 0)).tolist():
+            old, new = node.ids[group.index], ids[group.index]
+            for index in np.flatnonzero((old >= 0) & (new < 0)).tolist():
                 self.windows.remove_block(node, group, index, EvictionReason.CAPACITY)
-            gained.append((group, np.flatnonzero((node.ids[group] < 0) & (ids[group] >= 0))))
+            gained.append((group, np.flatnonzero((old < 0) & (new >= 0))))
         self._move(node, GPU, CopyKind.ONBOARD, ids)
         for group, present in gained if announced else ():
             self.announcer.stored_blocks(node, group, present)
@@ -134,12 +136,13 @@ class TierMover:
             node.entry = None  # the policy of the new tier starts afresh
         self._count(node, -1)
         if ready is None:
-            node.ids = [self._move_ids(node, group, target, kind) for group in range(context.num_cached_groups)]
+            node.ids = [self._move_ids(node, group, target, kind) for group in context.cached]
         if context.events.listening and node.digests:
             self.announcer.moved(node, source, target)
         if ready is not None:
-            for group in range(context.num_cached_groups):
-                context.pool(group, source).give(node.ids[group][node.ids[group] >= 0])
+            for group in context.cached:
+                old = node.ids[group.index]
+                group.on(source).give(old[old >= 0])
             node.ids = ready
         self._change_tier(node, target)
         self._count(node, 1)
@@ -165,17 +168,17 @@ class TierMover:
         node.tier = target
         node.same_tier_children = sum(c.tier == target for c in node.children.values()) if node.children else 0
 
-    def _move_ids(self, node: Node, group: int, target: Tier, kind: CopyKind) -> Int32Array:
-        context, source = self.context, node.tier
-        old = node.ids[group]
+    def _move_ids(self, node: Node, group: Group, target: Tier, kind: CopyKind) -> Int32Array:
+        source = node.tier
+        old = node.ids[group.index]
         present = old >= 0
         src = old if present.all() else old[present]
-        dst = context.pool(group, target).take(len(src))
+        dst = group.on(target).take(len(src))
         if len(src):
-            context.copies.append(CopyOp(kind, group, source, target, src, dst))
-        context.pool(group, source).give(src)
-        if group in context.windowed and GPU in (source, target):  # where windowed blocks count by themselves
-            self.ledger.add_cached(node.root, context.pool(group, GPU), len(src) if target == GPU else -len(src))
+            self.context.copies.append(CopyOp(kind, group.index, source, target, src, dst))
+        group.on(source).give(src)
+        if group.slides and GPU in (source, target):  # where windowed blocks count by themselves
+            self.ledger.add_cached(node.root, group.gpu, len(src) if target == GPU else -len(src))
             if target == GPU and len(src):
                 self.windows.leave_over(node, group, node.start, node.end - 1)
         if len(src) == len(old):

@@ -73,9 +73,9 @@ class PathReaders:
     def _free_detached(self, node: Node) -> None:
         """Frees the blocks of a detached node that lost its last reader."""
         for group in self.context.full:
-            self.context.pool(group, node.tier).give(node.ids[group])
+            group.on(node.tier).give(node.ids[group.index])
         for group in self.context.windowed:
-            self.windows.free(node, group, node.ids[group])
+            self.windows.free(node, group, node.ids[group.index])
         node.num_blocks = 0
 
     def offer(self, node: Node) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvpool.pools.pool import GPU
 from kvpool.prefix.announcing import Announcer
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.expiry import Expiry
@@ -50,10 +49,10 @@ class Removal:
             policy.remove(node)
         self._note_departure(node, num_blocks, reason)
         for group in context.full:
-            context.pools[context.groups[group].pool][node.tier].give(node.ids[group][keep:])
+            group.tiers[node.tier].give(node.ids[group.index][keep:])
         self.ledger.count_positions(node, -num_blocks)
         for group in context.windowed:
-            self.windows.free(node, group, node.ids[group][keep:])
+            self.windows.free(node, group, node.ids[group.index][keep:])
         node.num_blocks = keep
         if not keep:
             self._unlink(node)
@@ -105,10 +104,9 @@ class Removal:
         """The last block of an idle leaf on the GPU leaves the index and is a request's own; returns its id per group."""
         ids = [int(of_group[-1]) for of_group in node.ids]
         self.drop_tail(node, 1, EvictionReason.CONTINUED)
-        for group, block in enumerate(ids):
-            pool = self.context.pool(group, GPU)
-            pool.take(1)  # all of them lie on top of the free stack, in some order
-            pool.refs[block] = int(group in self.context.windowed)
+        for group, block in zip(self.context.cached, ids, strict=True):
+            group.gpu.take(1)  # all of them lie on top of the free stack, in some order
+            group.own(block)
         return ids
 
     def detach(self, node: Node, reason: EvictionReason) -> int:

@@ -65,10 +65,9 @@ class TenantQuotas:
         for node in self.tree.nodes():
             if node.root.scope.tenant == tenant and node.tier == Tier.GPU:
                 self.context.sync(node)
-                for group in range(self.context.num_cached_groups):
-                    pool = self.context.pool(group, Tier.GPU)
-                    ids = node.ids[group]
-                    if group in self.context.windowed:
+                for group in self.context.cached:
+                    pool, ids = group.gpu, node.ids[group.index]
+                    if group.slides:
                         idle = ids[ids >= 0]
                         idle = idle[pool.refs[idle] == 0]
                         counts[pool.index] += len(idle)

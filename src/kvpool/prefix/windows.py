@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.pools.arrays import BoolArray, Int32Array
-from kvpool.pools.groups import longest_valid, sink_blocks, window_start
+from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.announcing import Announcer
 from kvpool.prefix.context import CacheContext
@@ -42,7 +42,6 @@ class WindowReaders:
     def __init__(self, context: CacheContext, ledger: IdleLedger, announcer: Announcer) -> None:
         self.context = context
         self.block_size = context.block_size
-        self.groups = context.groups
         self.windowed = context.windowed
         self.ledger = ledger
         self.announcer = announcer
@@ -53,9 +52,9 @@ class WindowReaders:
 
     # --- readers -----------------------------------------------------------------------------------------------------
 
-    def enter(self, root: Root, group: int, ids: Int32Array) -> None:
+    def enter(self, root: Root, group: Group, ids: Int32Array) -> None:
         """A sequence starts reading published blocks of a windowed group."""
-        pool = self.context.pool(group, GPU)
+        pool = group.gpu
         held = ids[ids >= 0]
         before = pool.refs[held]
         pool.refs[held] = before + 1
@@ -66,9 +65,9 @@ class WindowReaders:
                 pinned = self.pinned[pool.index]
                 self.ledger.add_pinned(root, pool, -sum(int(i) in pinned for i in idle.tolist()))
 
-    def leave(self, node: Node, group: int, first: int, last: int, ids: Int32Array) -> None:
+    def leave(self, node: Node, group: Group, first: int, last: int, ids: Int32Array) -> None:
         """A sequence on the path to `node` stops reading published blocks `first..last` of a windowed group."""
-        pool = self.context.pool(group, GPU)
+        pool = group.gpu
         held = ids[ids >= 0]
         left = pool.refs[held] - 1
         pool.refs[held] = left
@@ -80,17 +79,17 @@ class WindowReaders:
                 self.ledger.add_pinned(node.root, pool, sum(int(i) in pinned for i in held[left == 0].tolist()))
             self.leave_over(node, group, first, last)
 
-    def pin(self, root: Root, group: int, block: int) -> None:
+    def pin(self, root: Root, group: Group, block: int) -> None:
         """One pin more on a block of a windowed group."""
-        pool = self.context.pool(group, GPU)
+        pool = group.gpu
         pinned = self.pinned[pool.index]
         pinned[block] = pinned.get(block, 0) + 1
         if pinned[block] == 1 and not pool.refs[block]:
             self.ledger.add_pinned(root, pool, 1)
 
-    def unpin(self, root: Root, group: int, block: int) -> None:
+    def unpin(self, root: Root, group: Group, block: int) -> None:
         """One pin less on a block of a windowed group."""
-        pool = self.context.pool(group, GPU)
+        pool = group.gpu
         pinned = self.pinned[pool.index]
         pinned[block] -= 1
         if not pinned[block]:
@@ -100,17 +99,17 @@ class WindowReaders:
 
     # --- leftovers ---------------------------------------------------------------------------------------------------
 
-    def leave_over(self, node: Node, group: int, first: int, last: int) -> None:
+    def leave_over(self, node: Node, group: Group, first: int, last: int) -> None:
         """Notes unread blocks of a windowed group as the youngest candidates for eviction."""
         self._enqueue(self.leftovers, group, Leftover(self.context.tick, node, first, last))
 
-    def _enqueue(self, queues: list[deque[Leftover]], group: int, leftover: Leftover) -> None:
-        queue = queues[group]
+    def _enqueue(self, queues: list[deque[Leftover]], group: Group, leftover: Leftover) -> None:
+        queue = queues[group.index]
         queue.append(leftover)
-        if len(queue) > 2 * self.context.pool(group, GPU).num_blocks + 64:
-            queues[group] = self._without_stale(group, queue)
+        if len(queue) > 2 * group.gpu.num_blocks + 64:
+            queues[group.index] = self._without_stale(group, queue)
 
-    def _without_stale(self, group: int, queue: deque[Leftover]) -> deque[Leftover]:
+    def _without_stale(self, group: Group, queue: deque[Leftover]) -> deque[Leftover]:
         """Keeps the youngest leftover of each unread block and drops the rest."""
         seen: set[int] = set()
         kept: list[Leftover] = []
@@ -121,9 +120,9 @@ class WindowReaders:
                 seen |= blocks
         return deque(reversed(kept))
 
-    def _unread(self, group: int, leftover: Leftover) -> Iterator[tuple[Node, int, int]]:
+    def _unread(self, group: Group, leftover: Leftover) -> Iterator[tuple[Node, int, int]]:
         """(node, depth, block) of what a leftover still has on the GPU and nobody reads, deepest first."""
-        refs = self.context.pool(group, GPU).refs
+        refs = group.gpu.refs
         _, node, first, depth = leftover
         while depth >= first:
             while node is not node.root and (node.start > depth or (node.detached and not node.num_blocks)):
@@ -136,33 +135,32 @@ class WindowReaders:
             elif depth >= node.end:
                 depth = node.end
             else:
-                block = int(node.ids[group][depth - node.start])
+                block = int(node.ids[group.index][depth - node.start])
                 if block >= 0 and not refs[block]:
                     yield node, depth, block
             depth -= 1
 
     # --- ends of runs ------------------------------------------------------------------------------------------------
 
-    def _needed_from(self, node: Node, group: int) -> int:
+    def _needed_from(self, node: Node, group: Group) -> int:
         """The depth from which a group's blocks in this run must stay: a request that finds the next end of a run reads them.
 
         The next end is that of this run if prompts part there or nothing follows; else it is where its only successor ends.
         """
-        spec, size = self.groups[group], self.block_size
+        size = self.block_size
         last = node
         while last.children is not None and len(last.children) == 1 and not last.num_remainders:
             (last,) = last.children.values()
-            if window_start(spec, last.start * size, size) >= node.end:
+            if group.first_read(last.start * size) >= node.end:
                 return node.end
         self.context.sync(last)
-        return window_start(spec, last.start * size + len(last.tokens), size)
+        return group.first_read(last.start * size + len(last.tokens))
 
-    def needed(self, node: Node, group: int, first: int = 0) -> BoolArray:
+    def needed(self, node: Node, group: Group, first: int = 0) -> BoolArray:
         """Which blocks of a run, from its block `first` on, a group has and the end of a run needs."""
         depths = np.arange(node.start + first, node.end)
-        sinks = sink_blocks(self.groups[group], self.block_size)
-        wanted: BoolArray = (depths >= self._needed_from(node, group)) | (depths < sinks)
-        return wanted & (node.ids[group][first:] >= 0)
+        wanted: BoolArray = (depths >= self._needed_from(node, group)) | (depths < group.sinks)
+        return wanted & (node.ids[group.index][first:] >= 0)
 
     def is_usable(self, node: Node, first: int) -> bool:
         """Whether a prompt can still end in this run behind its block `first`, or has a run of a lower tier below it."""
@@ -171,8 +169,8 @@ class WindowReaders:
         path, size = node.path(), self.block_size
         length = node.start * size + len(node.tokens)
         for group in self.windowed:
-            present = path_ids(path, node.end, group) >= 0
-            length = min(length, longest_valid(self.groups[group], present, length, size))
+            present = path_ids(path, node.end, group.index) >= 0
+            length = min(length, group.longest_valid(present, length))
         return length > (node.start + first) * size
 
     # --- leaving -----------------------------------------------------------------------------------------------------
@@ -182,25 +180,27 @@ class WindowReaders:
     ) -> int:
         """Frees at most `num_blocks` unread blocks, left until the tick `until`, that no end of a run needs."""
         freed = 0
-        waiting = [g for g in self.windowed if self.groups[g].pool == pool.index and self.leftovers[g]]
-        for group in sorted(waiting, key=lambda g: self.leftovers[g][0].tick):
+        waiting = [g for g in self.windowed if g.pool == pool.index and self.leftovers[g.index]]
+        for group in sorted(waiting, key=lambda g: self.leftovers[g.index][0].tick):
             if freed < num_blocks:
-                freed += self._evict_queue(self.leftovers[group], group, num_blocks - freed, until, tenant, reason)
+                freed += self._evict_queue(
+                    self.leftovers[group.index], group, num_blocks - freed, until, tenant, reason
+                )
         return freed
 
     def evict_lasting(self, pool: BlockPool, num_blocks: int, tenant: str | None, reason: EvictionReason) -> int:
         """Frees at most `num_blocks` unread blocks that ends of runs do need: they are all that is left."""
         freed = 0
         for group in self.windowed:
-            if self.groups[group].pool == pool.index and freed < num_blocks:
-                queue = self.lasting[group]
+            if group.pool == pool.index and freed < num_blocks:
+                queue = self.lasting[group.index]
                 freed += self._evict_queue(queue, group, num_blocks - freed, math.inf, tenant, reason, whole=True)
         return freed
 
     def _evict_queue(
         self,
         queue: deque[Leftover],
-        group: int,
+        group: Group,
         num_blocks: int,
         until: float,
         tenant: str | None,
@@ -208,8 +208,7 @@ class WindowReaders:
         whole: bool = False,
     ) -> int:
         """Frees unread blocks, oldest first; those that the end of a run needs move to `lasting` unless `whole`."""
-        index = self.groups[group].pool
-        sinks = sink_blocks(self.groups[group], self.block_size)
+        index, sinks = group.pool, group.sinks
         pinned = self.pinned[index]
         kept: list[Leftover] = []
         freed = 0
@@ -238,22 +237,22 @@ class WindowReaders:
         queue.extendleft(reversed(list(dict.fromkeys(kept))))
         return freed
 
-    def remove_block(self, node: Node, group: int, index: int, reason: EvictionReason) -> None:
+    def remove_block(self, node: Node, group: Group, index: int, reason: EvictionReason) -> None:
         """The block at `index` of a run leaves a windowed group; the rest of the run stays."""
         if self.context.events.listening and node.digests:
             self.announcer.removed_block(node, group, index, reason)
         self.context.counters.evictions[reason.value] += 1
-        gone = node.ids[group][index : index + 1].copy()
+        gone = node.ids[group.index][index : index + 1].copy()
         # For an open node the ids are a view of its row's table, so this clears the table entry as well.
         if node.open_row < 0:
-            node.ids[group] = node.ids[group].copy()
-        node.ids[group][index] = -1
+            node.ids[group.index] = node.ids[group.index].copy()
+        node.ids[group.index][index] = -1
         self.free(node, group, gone)
 
-    def free(self, node: Node, group: int, ids: Int32Array) -> None:
+    def free(self, node: Node, group: Group, ids: Int32Array) -> None:
         """Frees published, unread blocks (-1: none) of a run; pinned ones only below the GPU, where their run is pinned."""
         held = ids[ids >= 0]
-        pool = self.context.pool(group, node.tier)
+        pool = group.on(node.tier)
         pool.give(held)
         self.ledger.add_cached(node.root, pool, -len(held))
         if node.pins and node.tier != GPU:

@@ -8,7 +8,7 @@ from kvpool.config import LayerGroup, Tier
 from kvpool.config.layers import ceil_div
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int64Array
-from kvpool.pools.groups import is_cross, is_windowed
+from kvpool.pools.groups import kind_of
 from kvpool.scheduling.request import Request, ScheduledSequence
 from kvpool.scheduling.scheduler_config import CapacityMode, SchedulerConfig
 from kvpool.scheduling.steps.running import Lanes
@@ -30,7 +30,7 @@ class Capacity:
         self.block_size = manager.config.block_size
         self.num_pools = len(manager.config.pools)
         self.guaranteed = config.capacity is CapacityMode.GUARANTEED
-        self._growing = [group for group in manager.config.groups if not is_cross(group)]
+        self._growing = [group for group in manager.config.groups if kind_of(group).grows]
         self._chunk_blocks = ceil_div(config.chunk_tokens, self.block_size) + SPARE_WINDOW_BLOCKS
 
     def horizon(self, sequence: ScheduledSequence) -> int:
@@ -76,7 +76,7 @@ class Capacity:
 
     def _window_limit(self, group: LayerGroup) -> int | None:
         """The most blocks that a sequence of any length holds in a windowed group."""
-        return group.max_live_blocks(2**40) + self._chunk_blocks if is_windowed(group) else None
+        return group.max_live_blocks(2**40) + self._chunk_blocks if kind_of(group).slides else None
 
     def why_never(self, request: Request) -> str | None:
         """Why a request could not be completed even if it had all of the GPU tier that others have no guarantee for."""
@@ -115,7 +115,7 @@ class Capacity:
         """Blocks per pool that one sequence of a request holds at most; all of them where they advance together."""
         needs = list(self.manager.config.pool_blocks_for(request.num_places, cross_tokens=request.cross_tokens))
         for group in self._growing:
-            if is_windowed(group):  # commits lag behind by a step
+            if kind_of(group).slides:  # commits lag behind by a step
                 columns = ceil_div(request.num_places, self.block_size)
                 needs[group.pool] += min(SPARE_WINDOW_BLOCKS, columns - group.max_live_blocks(request.num_places))
             if self._advance_together(request):

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
-from kvpool.pools.groups import longest_valid, sink_blocks, window_start
+from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
 from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
@@ -105,7 +105,7 @@ class AdmissionPlanner:
 
     def _has_last_block(self, match: Match) -> bool:
         """Whether every window still has the last matched block: what is not written again must be there."""
-        return all(path_ids(match.path, match.num_blocks, group)[-1] >= 0 for group in self.context.windowed)
+        return all(path_ids(match.path, match.num_blocks, group.index)[-1] >= 0 for group in self.context.windowed)
 
     def _stored_logits(self, match: Match, tokens: Int32Array) -> Any:
         size = self.state.block_size
@@ -136,15 +136,14 @@ class AdmissionPlanner:
         return self.best_match(ids, node.root.scope)[0].num_tokens(size) == num_tokens
 
     def _valid_in_windows(self, match: Match, length: int, logits: Any) -> tuple[int, Any]:
-        size = self.state.block_size
         shortened = True
         while shortened and length:
             shortened = False
             for group in self.context.windowed:
-                ids = path_ids(match.path, match.num_blocks, group)
+                ids = path_ids(match.path, match.num_blocks, group.index)
                 if match.partial is not None:
-                    ids = np.append(ids, match.partial.ids[group][match.num_blocks - match.partial.start])
-                valid = longest_valid(self.context.groups[group], ids >= 0, length, size)
+                    ids = np.append(ids, match.partial.ids[group.index][match.num_blocks - match.partial.start])
+                valid = group.longest_valid(ids >= 0, length)
                 if valid < length:
                     length, logits, shortened = valid, None, True
         return length, logits
@@ -228,7 +227,7 @@ class AdmissionPlanner:
         num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
         cross_blocks = -(-cross_tokens // size)
         needs = [(num_blocks - match.num_blocks) * per for per in state.per_position]
-        for group in state.groups[state.growing :]:
+        for group in state.fixed:
             needs[group.pool] += cross_blocks
         supply = state.supply(scope.tenant)
         if match.root is not None:
@@ -242,8 +241,8 @@ class AdmissionPlanner:
         for node in match.path:
             used = min(node.end, match.num_blocks) - node.start
             if node.tier != GPU:
-                for group in range(self.context.num_cached_groups):
-                    needs[self.context.groups[group].pool] += int((node.ids[group][:used] >= 0).sum())
+                for group in self.context.cached:
+                    needs[group.pool] += int((node.ids[group.index][:used] >= 0).sum())
             elif not node.active and not node.pins:
                 for pool, per_position in self.context.full_per_pool:
                     supply[pool] -= used * per_position
@@ -258,15 +257,11 @@ class AdmissionPlanner:
                 rest = source.num_blocks if source not in match.path else source.end - match.num_blocks
                 supply[pool] -= rest * per_position
         for group in self.context.windowed:
-            supply[self.context.groups[group].pool] -= self._idle_in_window(match, group)
+            supply[group.pool] -= self._idle_in_window(match, group)
 
-    def _idle_in_window(self, match: Match, group: int) -> int:
+    def _idle_in_window(self, match: Match, group: Group) -> int:
         """Blocks of a windowed group on the GPU that the match would read and nobody reads now."""
-        size = self.state.block_size
-        spec = self.context.groups[group]
-        pool = self.context.pool(group, GPU)
-        start = window_start(spec, match.num_tokens(size), size)
-        sinks = sink_blocks(spec, size)
+        pool, num_tokens = group.gpu, match.num_tokens(self.state.block_size)
         idle = 0
         parts = [(n, n.start, min(n.end, match.num_blocks)) for n in match.path]
         if match.partial is not None:
@@ -274,8 +269,8 @@ class AdmissionPlanner:
         for node, first, end in parts:
             if node.tier == GPU:
                 depths = np.arange(first, end)
-                ids = node.ids[group][depths - node.start]
-                read = ids[(ids >= 0) & ((depths >= start) | (depths < sinks))]
+                ids = node.ids[group.index][depths - node.start]
+                read = ids[(ids >= 0) & group.reads(depths, num_tokens)]
                 pinned = self.windows.pinned[pool.index]
                 unread = read[pool.refs[read] == 0]
                 idle += len(unread) if not pinned else sum(int(i) not in pinned for i in unread.tolist())
@@ -333,20 +328,12 @@ class AdmissionPlanner:
 
     def _blocks_at_once(self, plan: AdmissionPlan, pool: int) -> int:
         """Blocks of a pool that a request would hold right after its admission, reused ones included."""
-        state, size = self.state, self.state.block_size
-        total = 0
-        for group in state.groups:
-            if group.pool != pool:
-                continue
-            if group.index >= state.growing:
-                total += plan.num_cross_blocks
-            elif group.index in state.context.windowed:
-                start = window_start(group, plan.num_hit_tokens, size)
-                dropped = max(0, min(start, plan.match.num_blocks) - sink_blocks(group, size))
-                total += plan.num_blocks - dropped
-            else:
-                total += plan.num_blocks
-        return total
+        match = plan.match
+        return sum(
+            group.held_at_once(plan.num_blocks, plan.num_cross_blocks, match.num_blocks, plan.num_hit_tokens)
+            for group in self.state.groups
+            if group.pool == pool
+        )
 
     def _below_watermark(self, plan: AdmissionPlan) -> int | None:
         """The first pool that could serve the plan only with blocks of its watermark, or not at all."""

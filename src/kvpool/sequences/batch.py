@@ -11,7 +11,6 @@ import numpy.typing as npt
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.pools.groups import is_cross, is_windowed, sink_blocks
 from kvpool.sequences.handle import KVCacheHandle
 
 if TYPE_CHECKING:
@@ -114,8 +113,8 @@ class SequenceBatch:
         valid until the next operation. `out` receives a copy and must have enough columns.
         """
         rows = self._state.rows
-        spec = rows.group(group)
-        counts = rows.num_cross_blocks if is_cross(spec) else rows.num_blocks
+        kind = rows.group(group)
+        counts = rows.num_blocks if kind.grows else rows.num_cross_blocks
         columns = int(counts[self.selection].max()) if len(self.rows) else 0
         table = rows.tables[group]
         if out is not None:
@@ -125,11 +124,10 @@ class SequenceBatch:
             target[...] = table[self.selection, :columns]
         else:
             target = table[self.selection, :columns]
-        if is_windowed(spec):
+        if kind.slides:
             target = target if out is not None else target.copy()
             starts = rows.window_start[group][self.selection][:, None]
-            column = np.arange(columns)
-            target[(column < starts) & (column >= sink_blocks(spec, rows.block_size))] = -1
+            target[kind.hidden(np.arange(columns), starts)] = -1
         elif out is None:
             target = target.view()
             target.flags.writeable = False
@@ -147,13 +145,12 @@ class SequenceBatch:
         """The batch's blocks in CSR form, into the given arrays where there are any (`indices` may be longer)."""
         rows = self._state.rows
         size = rows.block_size
-        spec = rows.group(group)
+        kind = rows.group(group)
         count = len(self.rows)
-        cross = is_cross(spec)
-        if cross:
-            lengths = np.array([handle.encoder_tokens for handle in self.handles], np.int64)
-        else:
+        if kind.grows:
             lengths = rows.reserved[self.selection]
+        else:
+            lengths = np.array([handle.encoder_tokens for handle in self.handles], np.int64)
         ends = (lengths + (size - 1)) // size
         starts = np.zeros(count, np.int64)
         table = rows.tables[group]
@@ -162,12 +159,11 @@ class SequenceBatch:
         held = column < ends[:, None]
         first = np.zeros(count, np.int32)
         sizes = ends
-        if is_windowed(spec):
+        if kind.slides:
             starts = rows.window_start[group][self.selection]
-            sinks = sink_blocks(spec, size)
-            held &= (column >= starts[:, None]) | (column < sinks)
+            held &= ~kind.hidden(column, starts[:, None])
             sizes = held.sum(axis=1)
-            first = (np.maximum(starts, sinks) * size).astype(np.int32)
+            first = (np.maximum(starts, kind.sinks) * size).astype(np.int32)
         indptr = _array(indptr, count + 1, "indptr")
         indptr[0] = 0
         np.cumsum(sizes, out=indptr[1:])

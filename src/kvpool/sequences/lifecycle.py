@@ -10,7 +10,6 @@ from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.copies import CopyKind, CopyOp
-from kvpool.pools.groups import sink_blocks, window_start
 from kvpool.pools.pool import GPU
 from kvpool.prefix.calendar import NEVER
 from kvpool.prefix.node import Node, path_ids
@@ -20,6 +19,7 @@ from kvpool.scope import ReuseScope
 from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.sliding import RowWindows
 from kvpool.sequences.state import CacheState
 from kvpool.stats import EvictionReason
 
@@ -39,14 +39,16 @@ INHERITED = (  # what a fork has in common with its parent
 class Lifecycle:
     """Operations that make, change and end sequences. Each checks everything first and then cannot fail."""
 
-    def __init__(self, state: CacheState, admissions: AdmissionPlanner, in_flight: InFlight) -> None:
+    def __init__(
+        self, state: CacheState, admissions: AdmissionPlanner, in_flight: InFlight, windows: RowWindows
+    ) -> None:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
         self.context = state.context
         self.tree = state.cache.tree
         self.readers = state.cache.readers
-        self.windows = state.cache.windows
+        self.windows = windows
         self.removal = state.cache.removal
         self.admissions = admissions
         self.in_flight = in_flight
@@ -72,30 +74,27 @@ class Lifecycle:
         held_source = taken = None
         if match.partial is not None and not state.config.copy_on_partial_reuse:
             taken = self.removal.take_over(match.partial)
-        held_windows: list[tuple[int, Int32Array]] = []
         if plan.evicts:
-            held_windows = self._windows_of(tip, hit_tokens) if self.context.windowed else []
-            for group, ids in held_windows:
-                self.windows.enter(tip.root, group, ids)
+            held_windows = self.windows.hold(tip, hit_tokens)
             held_source = match.partial if taken is None else None
             if held_source is not None:
                 self.readers.hold(held_source)
-                self._hold_windowed_source(match, +1)
+                self.windows.hold_source(match, +1)
             for pool, need in zip(state.gpu_pools, plan.needs, strict=True):
                 cache.make_room(pool, need, handle.scope.tenant)
         promoted = self._promote_path(tip) if match.path and match.path[-1].tier != GPU else {}
         row = handle.row = rows.new_row(handle, max(plan.num_blocks, plan.num_cross_blocks))
         rows.tips[row] = tip
         self._fill_tables(row, tip, plan, taken)
-        for group, ids in held_windows:  # now the row itself reads them
-            self.windows.leave(tip, group, 0, 0, ids)
+        if plan.evicts:
+            self.windows.let_go(tip, held_windows)
         if match.partial is not None:
             if taken is None:
                 self._copy_partial(row, match)
             if match.partial.session is not None:
                 handle.copied_sessions = (match.partial.session,)
         if held_source is not None:
-            self._hold_windowed_source(match, -1)
+            self.windows.hold_source(match, -1)
             self.readers.release(
                 held_source, used=False
             )  # it was copied from, as it is where nothing had to be evicted
@@ -119,19 +118,6 @@ class Lifecycle:
         state.counters.requests += not handle.is_lease
         state.requests[handle.request_id] = handle
 
-    def _windows_of(self, tip: Node, num_tokens: int) -> list[tuple[int, Int32Array]]:
-        """(group, ids) of the blocks on the GPU that a request which reuses `num_tokens` up to `tip` reads in its windows."""
-        size = self.state.block_size
-        found: list[tuple[int, Int32Array]] = []
-        for group in self.context.windowed:
-            spec = self.state.groups[group]
-            start, sinks = window_start(spec, num_tokens, size), sink_blocks(spec, size)
-            for node in tip.path():
-                if node.tier == GPU:
-                    depths = np.arange(node.start, node.end)
-                    found.append((group, node.ids[group][(depths >= start) | (depths < sinks)]))
-        return found
-
     def enter(self, match: Match, scope: ReuseScope) -> Node:
         """Splits the tree where the match ends and holds the matched path."""
         if not match.path:
@@ -149,20 +135,6 @@ class Lifecycle:
                 self.context.counters.reuse_gap.add(self.context.now - node.last_access_at, node.num_blocks)
         self.readers.hold(last)
         return last
-
-    def _hold_windowed_source(self, match: Match, change: int) -> None:
-        """Protects (or lets go of) the windowed blocks of the block that is about to be copied."""
-        source = match.partial
-        assert source is not None
-        if source.tier != GPU:
-            return
-        for group in self.context.windowed:
-            index = match.num_blocks - source.start
-            ids = source.ids[group][index : index + 1]
-            if change > 0:
-                self.windows.enter(source.root, group, ids)
-            else:
-                self.windows.leave(source, group, match.num_blocks, match.num_blocks, ids)
 
     def _promote_path(self, tip: Node) -> dict[Tier, int]:
         """Brings matched nodes of lower tiers to the GPU, top down; returns how many blocks came from each tier."""
@@ -182,8 +154,8 @@ class Lifecycle:
         first = hit_blocks
         if taken is not None:
             first += 1
-            for group, block in enumerate(taken):
-                rows.tables[group][row, hit_blocks] = block
+            for table, block in zip(rows.tables, taken, strict=False):  # encoder tables come last and lose nothing
+                table[row, hit_blocks] = block
         new = num_blocks - first
         if state.is_simple:
             table = rows.tables[0]
@@ -193,30 +165,18 @@ class Lifecycle:
                 table[row, first:num_blocks] = state.gpu_pools[0].take(new)
             state.counters.blocks_allocated += new
             return
-        for group in range(state.growing):
-            table = rows.tables[group]
+        for group in state.growing:
+            table = rows.tables[group.index]
             if hit_blocks:
-                table[row, :hit_blocks] = path_ids(path, hit_blocks, group)
+                table[row, :hit_blocks] = path_ids(path, hit_blocks, group.index)
             if new:
-                table[row, first:num_blocks] = state.take(group, new)
-        state.counters.blocks_allocated += new * state.growing
-        for group in self.context.windowed:
-            self._enter_windows(row, tip, group, hit_blocks, plan.num_hit_tokens)
+                table[row, first:num_blocks] = group.take(new)
+        state.counters.blocks_allocated += new * len(state.growing)
+        self.windows.begin(row, tip, hit_blocks, plan.num_hit_tokens)
         if plan.num_cross_blocks:
             rows.num_cross_blocks[row] = plan.num_cross_blocks
-            for spec in state.groups[state.growing :]:
-                ids = state.take(spec.index, plan.num_cross_blocks)
-                rows.tables[spec.index][row, : plan.num_cross_blocks] = ids
-
-    def _enter_windows(self, row: int, tip: Node, group: int, hit_blocks: int, hit_tokens: int) -> None:
-        """Reads the published blocks that the window covers; those before it are shown as dropped."""
-        spec, size = self.state.groups[group], self.state.block_size
-        table = self.rows.tables[group]
-        start = window_start(spec, hit_tokens, size)
-        sinks = sink_blocks(spec, size)
-        self.rows.window_start[group, row] = start
-        self.windows.enter(tip.root, group, table[row, : min(sinks, hit_blocks)])
-        self.windows.enter(tip.root, group, table[row, start:hit_blocks])
+            for group in state.fixed:
+                rows.tables[group.index][row, : plan.num_cross_blocks] = group.take(plan.num_cross_blocks)
 
     def _copy_partial(self, row: int, match: Match) -> None:
         source = match.partial
@@ -224,11 +184,11 @@ class Lifecycle:
         if source.open_row >= 0:
             self.context.sync(source)
         at = match.num_blocks
-        for group in range(self.state.growing):
-            src = source.ids[group][at - source.start : at - source.start + 1].copy()
-            dst = self.rows.tables[group][row, at : at + 1].copy()
+        for group in self.state.growing:
+            src = source.ids[group.index][at - source.start : at - source.start + 1].copy()
+            dst = self.rows.tables[group.index][row, at : at + 1].copy()
             if src[0] >= 0:
-                op = CopyOp(CopyKind.PARTIAL_REUSE, group, source.tier, GPU, src, dst, match.num_partial)
+                op = CopyOp(CopyKind.PARTIAL_REUSE, group.index, source.tier, GPU, src, dst, match.num_partial)
                 self.state.copies.append(op)
 
     def _count_request(
@@ -293,20 +253,12 @@ class Lifecycle:
         tip = rows.tips[row] = rows.tips[source]
         assert tip is not None and child.family is not None
         self.readers.hold(tip)
-        for group, spec in enumerate(self.state.groups):
-            table = rows.tables[group]
-            used = num_blocks if group < self.state.growing else cross
+        for group in self.state.groups:
+            table = rows.tables[group.index]
+            first, used = (tip.end, num_blocks) if group.grows else (0, cross)
             table[row, :used] = table[source, :used]
-            private = table[row, tip.end : used] if group < self.state.growing else table[row, :used]
-            pool = self.state.gpu_pools[spec.pool]
-            if group in self.context.full:
-                pool.share(private)
-            else:
-                pool.acquire(private[private >= 0])
-            if group in self.context.windowed:
-                sinks = sink_blocks(spec, self.state.block_size)
-                self.windows.enter(tip.root, group, table[row, : min(sinks, tip.end)])
-                self.windows.enter(tip.root, group, table[row, int(rows.window_start[group, row]) : tip.end])
+            group.share(table[row, first:used])
+        self.windows.enter(row, tip, tip.end)
         child.family.add(row)
         rows.set_shared(source, True)
         rows.set_shared(row, True)
@@ -359,7 +311,7 @@ class Lifecycle:
         """Gives back the host blocks of a swapped-out sequence."""
         assert handle.swapped is not None
         for group, ids in enumerate(handle.swapped.ids):
-            self.context.pool(group, Tier.HOST).release(ids[ids >= 0])
+            self.state.groups[group].on(Tier.HOST).release(ids[ids >= 0])
         handle.swapped = None
         tip = self.rows.tips[handle.row]
         assert tip is not None
@@ -386,22 +338,12 @@ class Lifecycle:
 
     def _release_groups(self, handle: KVCacheHandle, row: int, tip: Node, used: int, published: int) -> None:
         """Gives back private blocks of a row, between the published ones and `used`, and leaves its windows."""
-        rows = self.rows
-        for group in range(len(self.state.groups)):
-            table = rows.tables[group]
-            private = table[row, published:used]
-            if group >= self.state.growing:
-                private = table[row, : rows.num_cross_blocks.item(row)]
-            if len(private):
-                self.state.give_back(group, private, handle)
-        for group in self.context.windowed:
-            table = rows.tables[group]
-            start = int(rows.window_start[group, row])
-            sinks = min(sink_blocks(self.state.groups[group], self.state.block_size), published)
-            if sinks:
-                self.windows.leave(tip, group, 0, sinks - 1, table[row, :sinks])
-            if start < published:
-                self.windows.leave(tip, group, start, published - 1, table[row, start:published])
+        rows, shared = self.rows, handle.family is not None
+        for group in self.state.groups:
+            first, end = (published, used) if group.grows else (0, rows.num_cross_blocks.item(row))
+            if first < end:
+                group.give_back(rows.tables[group.index][row, first:end], shared)
+        self.windows.leave(row, tip, 0, published)
 
     def _apply_retention(self, retention: Retention, tip: Node, num_prompt_tokens: int) -> None:
         """Cuts the path where priorities change and sets them."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
 from kvpool.prefix.cache import PrefixCache
 from kvpool.prefix.node import Node
@@ -122,12 +123,12 @@ class Publisher:
         end = min(self.rows.num_blocks.item(row), self.rows.num_blocks.item(other))
         columns = np.arange(first, end)
         same, held = np.ones(len(columns), np.bool_), np.zeros(len(columns), np.bool_)
-        for group in range(self.context.num_cached_groups):
-            mine, theirs = (self.rows.tables[group][r, first:end] for r in (row, other))
+        for group in self.context.cached:
+            mine, theirs = (self.rows.tables[group.index][r, first:end] for r in (row, other))
             equal = (mine == theirs) & (mine >= 0)
             held |= equal
-            if group in self.context.windowed:
-                starts = self.rows.window_start[group]
+            if group.slides:
+                starts = self.rows.window_start[group.index]
                 equal |= ((mine < 0) | (theirs < 0)) & (columns < max(starts[row], starts[other]))
             same &= equal
         length = int(same.argmin()) if not same.all() else len(columns)
@@ -167,8 +168,9 @@ class Publisher:
         first, start, end = tip.end, tip.end * size, rows.committed.item(row)
         if not 0 < end - start < size or not handle.publishes or tip.detached:
             return tip
-        ids = [rows.tables[group][row, first : first + 1].copy() for group in range(self.context.num_cached_groups)]
-        held = (self.context.pool(group, GPU).refs[of_group[0]] > 1 for group, of_group in enumerate(ids))
+        groups = self.context.cached
+        ids = [rows.tables[group.index][row, first : first + 1].copy() for group in groups]
+        held = (group.gpu.refs[block[0]] > 1 for group, block in zip(groups, ids, strict=True))
         if handle.family is not None and any(held):
             return tip
         tokens = rows.final_token_ids(row, start, end)
@@ -194,9 +196,9 @@ class Publisher:
         node.num_blocks = last - first
         node.tokens = rows.ids_between(row, first * size, last * size)
         # The same ids in every row, but for windowed blocks that some of them have given up.
-        node.ids = [rows.tables[g][readers, first:last].max(axis=0) for g in range(self.context.num_cached_groups)]
-        for group in self.context.full:
-            self.context.pool(group, GPU).refs[node.ids[group]] = 0  # from now on their readers are counted on the node
+        node.ids = [rows.tables[g.index][readers, first:last].max(axis=0) for g in self.context.cached]
+        for group in self.context.cached:
+            group.publish(node.ids[group.index])
         self.tree.add(node)
         if tip.num_remainders:
             self.removal.drop_covered(tip, key)
@@ -209,9 +211,7 @@ class Publisher:
         rows = self.rows
         rows.moves += 1
         if child.tier != GPU:
-            own = [
-                rows.tables[g][readers, first : child.end].max(axis=0) for g in range(self.context.num_cached_groups)
-            ]
+            own = [rows.tables[g.index][readers, first : child.end].max(axis=0) for g in self.context.cached]
             self.mover.adopt_blocks(child, own)
         for reader in readers:
             handle = rows.handles[reader]
@@ -225,29 +225,28 @@ class Publisher:
             rows.tips[reader] = child
             handle.stats.merged_blocks += child.num_blocks
 
-    def _adopt_full(self, row: int, child: Node, group: int, first: int, shared: bool) -> None:
-        table = self.rows.tables[group]
-        own, theirs = table[row, first : child.end], child.ids[group]
+    def _adopt_full(self, row: int, child: Node, group: Group, first: int, shared: bool) -> None:
+        table = self.rows.tables[group.index]
+        own, theirs = table[row, first : child.end], child.ids[group.index]
         doubled = own[own != theirs]
         if len(doubled):
-            self.context.give_back(group, doubled, shared)
+            group.give_back(doubled, shared)
             self.context.counters.blocks_merged += len(doubled)
             table[row, first : child.end] = theirs
 
-    def _adopt_windowed(self, row: int, child: Node, group: int, first: int) -> None:
+    def _adopt_windowed(self, row: int, child: Node, group: Group, first: int) -> None:
         """As `_adopt_full`, where the tree may have lost blocks that this row still has."""
-        table = self.rows.tables[group]
-        pool = self.context.pool(group, GPU)
-        own, theirs = table[row, first : child.end], child.ids[group]
+        table = self.rows.tables[group.index]
+        own, theirs = table[row, first : child.end], child.ids[group.index]
         lost = (theirs < 0) & (own >= 0)
         if lost.any():
-            child.ids[group] = theirs = np.where(lost, own, theirs)
+            child.ids[group.index] = theirs = np.where(lost, own, theirs)
             if child.digests is not None and self.events.listening:
                 self.announcer.stored_blocks(child, group, np.flatnonzero(lost))
         doubled = (own >= 0) & (own != theirs)
         if doubled.any():
             self.windows.enter(child.root, group, theirs[doubled])
-            pool.release(own[doubled])
+            group.gpu.release(own[doubled])
             self.context.counters.blocks_merged += int(doubled.sum())
             table[row, first : child.end] = np.where(doubled, theirs, own)
 
@@ -261,8 +260,5 @@ class Publisher:
         node.open_row = -1
         node.num_blocks = end - start
         node.tokens = rows.final_token_ids(row, start * size, end * size)
-        if self.context.num_cached_groups == 1:
-            node.ids = [rows.tables[0][row, start:end].copy()]
-        else:
-            node.ids = [rows.tables[group][row, start:end].copy() for group in range(self.context.num_cached_groups)]
+        node.ids = [rows.tables[group.index][row, start:end].copy() for group in self.context.cached]
         rows.is_open[row] = False

@@ -7,27 +7,27 @@ tree keeps the old one.
 from __future__ import annotations
 
 from kvpool.config.layers import ceil_div
-from kvpool.errors import OutOfBlocksError, SequenceStateError
+from kvpool.errors import OutOfBlocksError
 from kvpool.pools.copies import CopyKind, CopyOp
-from kvpool.pools.groups import sink_blocks, window_start
 from kvpool.pools.pool import GPU
-from kvpool.prefix.node import Node, path_ids
+from kvpool.prefix.node import Node
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.sliding import RowWindows
 from kvpool.sequences.state import CacheState
 
 
 class Rewinding:
     """`rewind`: checked first, then done."""
 
-    def __init__(self, state: CacheState, in_flight: InFlight) -> None:
+    def __init__(self, state: CacheState, in_flight: InFlight, windows: RowWindows) -> None:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
         self.context = state.context
         self.tree = state.cache.tree
         self.readers = state.cache.readers
-        self.windows = state.cache.windows
+        self.windows = windows
         self.in_flight = in_flight
 
     def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
@@ -65,32 +65,13 @@ class Rewinding:
         committed = min(length, rows.committed.item(row))
         tip = rows.tips[row]
         assert tip is not None
-        path = tip.path()
-        reopened: list[tuple[int, int, int]] = []
-        for group in self.context.windowed:
-            start, stop = window_start(self.state.groups[group], committed, size), int(rows.window_start[group, row])
-            left = rows.tables[group][row, start:stop]
-            # The tree may have lost blocks since they left the window; the table is not told.
-            left[: max(0, tip.end - start)] = path_ids(path, tip.end, group)[start:stop]
-            if (left[: max(0, ceil_div(committed, size) - start)] < 0).any():
-                raise SequenceStateError(
-                    f"request {handle.request_id!r} cannot be rewound to {committed} committed tokens: "
-                    f"layer group {group} has already dropped blocks that its window would cover again"
-                )
-            if start < stop:
-                reopened.append((group, start, stop))
-        for group, start, stop in reopened:
-            self.windows.enter(tip.root, group, rows.tables[group][row, start : min(stop, tip.end)])
-            rows.window_start[group, row] = start
+        reopened = self.windows.reopen(handle, row, committed)
         if length % size and length < tip.end * size:
             try:
                 what = f"rewinding {handle.request_id!r}"
                 self.state.require(list(self.state.per_position), handle.scope.tenant, what)
             except OutOfBlocksError:
-                for group, start, stop in reopened:
-                    ids = rows.tables[group][row, start : min(stop, tip.end)]
-                    self.windows.leave(tip, group, start, min(stop, tip.end) - 1, ids)
-                    rows.window_start[group, row] = stop
+                self.windows.close_again(row, reopened)
                 raise
 
     def _leave_published(self, handle: KVCacheHandle, row: int, length: int) -> None:
@@ -110,18 +91,13 @@ class Rewinding:
         if new.end > blocks:
             new = self.tree.split(new, blocks - new.start)
         self.readers.hold(new)
-        for group in range(self.state.growing):
-            table = rows.tables[group]
-            if group in self.context.windowed:
-                sinks = min(sink_blocks(self.state.groups[group], size), end)
-                if blocks < sinks:
-                    self.windows.leave(old, group, blocks, sinks - 1, table[row, blocks:sinks])
-                start = max(blocks, int(rows.window_start[group, row]))
-                self.windows.leave(old, group, start, end - 1, table[row, start:end])
+        self.windows.leave(row, old, blocks, end)
+        for group in self.state.growing:
+            table = rows.tables[group.index]
             if extra:
-                dst = self.state.take(group, 1)
+                dst = group.take(1)
                 src = table[row, blocks : blocks + 1].copy()
-                self.state.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group, GPU, GPU, src, dst.copy(), extra))
+                self.state.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group.index, GPU, GPU, src, dst.copy(), extra))
                 self.state.counters.copies_on_write += 1
                 handle.stats.copies_on_write += 1
                 table[row, blocks] = dst[0]
@@ -143,9 +119,9 @@ class Rewinding:
         used = int(rows.num_blocks[row])
         if num_blocks >= used:
             return
-        for group in range(self.state.growing):
-            table = rows.tables[group]
+        for group in self.state.growing:
+            table = rows.tables[group.index]
             ids = table[row, num_blocks:used]
-            self.state.give_back(group, ids[ids >= 0], handle)  # -1 where published blocks were left just before
+            group.give_back(ids[ids >= 0], handle.family is not None)  # -1 where published blocks were left just before
             table[row, num_blocks:used] = -1
         rows.num_blocks[row] = num_blocks

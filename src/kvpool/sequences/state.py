@@ -11,8 +11,8 @@ from kvpool.config.layers import ceil_div
 from kvpool.errors import NeverFitsError, OutOfBlocksError, SequenceStateError, UnknownRequestError
 from kvpool.events import EventLog, PoolSize
 from kvpool.eviction import EvictionPolicy
-from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyOp
+from kvpool.pools.groups import make_groups
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.pools.rows import SequenceRows
 from kvpool.prefix.cache import PrefixCache
@@ -63,28 +63,29 @@ class CacheState:
     ) -> None:
         self.config = config
         self.block_size = config.block_size
-        self.groups = config.groups
         self.counters = Counters()
         self.copies: list[CopyOp] = []
         self.requests: dict[Hashable, KVCacheHandle] = {}
         columns = 128 if config.max_seq_len is None else min(1024, ceil_div(config.max_seq_len, config.block_size))
-        self.rows: Rows = SequenceRows(self.groups, config.block_size, num_columns=max(columns, 1))
         self.pools: list[list[BlockPool]] = [
             [BlockPool(spec.index, tier, spec.num_blocks.get(tier, 0)) for tier in LOCAL_TIERS] for spec in config.pools
         ]
+        self.groups = make_groups(config.groups, config.block_size, self.pools)
+        self.rows: Rows = SequenceRows(self.groups, config.block_size, num_columns=max(columns, 1))
         self.context = CacheContext(
             config.block_size, self.groups, self.pools, self.rows, self.counters, events, self.copies, clock
         )
         self.cache = PrefixCache(self.context, new_policy, config.offload_on_evict, config.offload_min_priority)
         self.publisher = Publisher(self.cache)
+        self.growing = self.context.cached
+        self.fixed = [group for group in self.groups if not group.grows]
         # How many blocks one more position costs in each pool, counting every group that grows with the sequence.
-        self.growing = self.context.num_cached_groups
         self.per_position = [0] * len(self.pools)
-        for group in self.groups[: self.growing]:
+        for group in self.growing:
             self.per_position[group.pool] += 1
         self.gpu_pools = [tiers[GPU] for tiers in self.pools]
         self._watermarks: dict[tuple[int, int], int] = {}  # by pool and its size: exact fractions take a while
-        self.is_simple = len(self.groups) == 1 and self.growing == 1 and not self.context.windowed
+        self.is_simple = len(self.groups) == 1 and len(self.context.full) == 1
 
     def row_of(self, handle: KVCacheHandle) -> int:
         """The row of a live handle of this manager that is on the GPU."""
@@ -119,19 +120,6 @@ class CacheState:
             for group in self.groups
             for tier in LOCAL_TIERS
         )
-
-    def take(self, group: int, num_blocks: int) -> Int32Array:
-        """New GPU blocks for a sequence, with the bookkeeping of their layer group."""
-        pool = self.gpu_pools[self.groups[group].pool]
-        return pool.take(num_blocks) if group in self.context.full else pool.take_counted(num_blocks)
-
-    def give_back(self, group: int, ids: Int32Array, handle: KVCacheHandle) -> None:
-        """A sequence lets go of private GPU blocks; those that no fork holds become free."""
-        pool = self.gpu_pools[self.groups[group].pool]
-        if group not in self.context.full:
-            pool.release(ids[ids >= 0])
-        else:
-            self.context.give_back(group, ids, handle.family is not None)
 
     def supply(self, tenant: str | None) -> list[int]:
         """Blocks per GPU pool that are free or that a request of `tenant` may have evicted."""

@@ -13,12 +13,13 @@ import numpy as np
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array, as_array
 from kvpool.pools.copies import CopyKind, CopyOp
-from kvpool.pools.groups import sink_blocks, window_start
+from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
 from kvpool.pools.rows import RECENT_TOKENS
 from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.sliding import RowWindows
 from kvpool.sequences.state import CacheState, common_tenant
 
 _any = np.logical_or.reduce  # array.any() without its wrapper
@@ -27,12 +28,12 @@ _any = np.logical_or.reduce  # array.any() without its wrapper
 class Stepping:
     """extend, mark_written, commit and the slot mapping, for batches."""
 
-    def __init__(self, state: CacheState, in_flight: InFlight) -> None:
+    def __init__(self, state: CacheState, in_flight: InFlight, windows: RowWindows) -> None:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
         self.context = state.context
-        self.windows = state.cache.windows
+        self.windows = windows
         self.in_flight = in_flight
 
     # --- extend ------------------------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ class Stepping:
         return pool.take(num_blocks)
 
     def _require(
-        self, batch: SequenceBatch, needs: list[int], missing: Int64Array, copies: list[tuple[int, int, int]]
+        self, batch: SequenceBatch, needs: list[int], missing: Int64Array, copies: list[tuple[int, Group, int]]
     ) -> None:
         """Room for `needs` in all: columns that each member misses, and copies."""
         state, what = self.state, f"extending a batch of {len(batch)} sequences"
@@ -125,7 +126,7 @@ class Stepping:
             raise
 
     def _needs_of_tenants(
-        self, batch: SequenceBatch, missing: Int64Array, copies: list[tuple[int, int, int]]
+        self, batch: SequenceBatch, missing: Int64Array, copies: list[tuple[int, Group, int]]
     ) -> dict[str, list[int]]:
         """Blocks per pool that the sequences of each tenant need."""
         state = self.state
@@ -137,7 +138,7 @@ class Stepping:
         for row, group, _ in copies:
             handle = self.rows.handles[row]
             assert handle is not None
-            needs[handle.scope.tenant][state.groups[group].pool] += 1
+            needs[handle.scope.tenant][group.pool] += 1
         return needs
 
     def blocks_needed(self, row: int, num_tokens: int) -> tuple[int, ...]:
@@ -146,10 +147,9 @@ class Stepping:
         missing = max(0, -(-(int(rows.reserved[row]) + num_tokens) // size) - int(rows.num_blocks[row]))
         needs = [missing * per for per in self.state.per_position]
         if rows.shared[row]:
-            for group in range(self.state.growing):
-                pool = self.state.gpu_pools[self.state.groups[group].pool]
-                ids = rows.tables[group][row, self._first_private(row) : int(rows.num_blocks[row])]
-                needs[pool.index] += int((pool.refs[ids[ids >= 0]] > 1).sum())
+            for group in self.state.growing:
+                ids = rows.tables[group.index][row, self._first_private(row) : int(rows.num_blocks[row])]
+                needs[group.pool] += int((group.gpu.refs[ids[ids >= 0]] > 1).sum())
         return tuple(needs)
 
     def _check_length(self, new: Int64Array, lookahead: int) -> None:
@@ -166,13 +166,13 @@ class Stepping:
             raise InvalidArgumentError(f"out must be a writeable int32 array of shape {shape}, got {given}")
 
     def _grow(
-        self, batch: SequenceBatch, missing: Int64Array, num_new: int, copies: list[tuple[int, int, int]]
+        self, batch: SequenceBatch, missing: Int64Array, num_new: int, copies: list[tuple[int, Group, int]]
     ) -> None:
         """Allocates the missing blocks and copies shared ones; all or nothing."""
         state, rows = self.state, self.rows
         needs = [num_new * per for per in state.per_position]
         for _, group, _ in copies:
-            needs[state.groups[group].pool] += 1
+            needs[group.pool] += 1
         self._require(batch, needs, missing, copies)
         rows.moves += 1
         self._unshare(copies)
@@ -190,10 +190,10 @@ class Stepping:
             offsets = np.arange(num_new) - np.repeat(ends - counts, counts)
             columns = np.repeat(columns, counts) + offsets
             target_rows = np.repeat(target_rows, counts)
-        for group in range(state.growing):
-            rows.tables[group][target_rows, columns] = state.take(group, num_new)
+        for group in state.growing:
+            rows.tables[group.index][target_rows, columns] = group.take(num_new)
         rows.num_blocks[batch.rows[grown]] += counts
-        state.counters.blocks_allocated += num_new * state.growing
+        state.counters.blocks_allocated += num_new * len(state.growing)
 
     def _first_private(self, row: int) -> int:
         """The first block that a row may write: the last one of a fully cached prompt is published and not written again."""
@@ -201,20 +201,19 @@ class Stepping:
         assert tip is not None
         return max(self.rows.written.item(row) // self.state.block_size, tip.end)
 
-    def _shared_blocks(self, batch: SequenceBatch) -> list[tuple[int, int, int]]:
+    def _shared_blocks(self, batch: SequenceBatch) -> list[tuple[int, Group, int]]:
         """(row, group, column) of the blocks that flagged rows are about to write and that have another reader."""
         rows = self.rows
-        found: list[tuple[int, int, int]] = []
+        found: list[tuple[int, Group, int]] = []
         flagged = batch.rows[rows.shared[batch.selection]].tolist()
         claimed: dict[tuple[int, int], int] = {}
         for row in flagged:
             first, last = self._first_private(row), int(rows.num_blocks[row])
             shared = False
-            for group in range(self.state.growing):
-                refs = self.state.gpu_pools[self.state.groups[group].pool].refs
-                pool = self.state.groups[group].pool
+            for group in self.state.growing:
+                refs, pool = group.gpu.refs, group.pool
                 for column in range(first, last):
-                    block = int(rows.tables[group][row, column])
+                    block = int(rows.tables[group.index][row, column])
                     if block < 0 or refs[block] <= 1:
                         continue
                     # Also for the row that keeps a block which others of the batch copy: they may yet fail.
@@ -226,22 +225,23 @@ class Stepping:
                 rows.set_shared(row, False)
         return found
 
-    def _unshare(self, copies: list[tuple[int, int, int]]) -> None:
+    def _unshare(self, copies: list[tuple[int, Group, int]]) -> None:
         """Gives each row its own copy of a shared block that it is about to write."""
         state, rows, size = self.state, self.rows, self.state.block_size
         families: dict[int, set[int]] = {}
         for row, group, column in copies:
-            src = rows.tables[group][row, column : column + 1].copy()
-            dst = state.take(group, 1)
+            table = rows.tables[group.index]
+            src = table[row, column : column + 1].copy()
+            dst = group.take(1)
             handle = rows.handles[row]
             assert handle is not None
             used = min(int(rows.written[row]) - column * size, size)
             if used > 0:
-                state.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group, GPU, GPU, src, dst, used))
+                state.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group.index, GPU, GPU, src, dst, used))
                 state.counters.copies_on_write += 1
                 handle.stats.copies_on_write += 1
-            state.give_back(group, src, handle)
-            rows.tables[group][row, column] = dst[0]
+            group.give_back(src, handle.family is not None)
+            table[row, column] = dst[0]
             rows.set_shared(row, False)
             if handle.family is not None:
                 families[id(handle.family)] = handle.family
@@ -272,16 +272,15 @@ class Stepping:
         slots = out if out is not None else np.empty((len(self.state.groups), len(positions)), np.int32)
         column = positions // size
         offset = positions - column * size
-        for group in range(self.state.growing):
-            blocks = rows.tables[group][owners, column]
-            np.multiply(blocks, size, out=slots[group])
-            slots[group] += offset.astype(np.int32)
-            if group in self.context.windowed:
-                hidden = (column < rows.window_start[group][owners]) & (
-                    column >= sink_blocks(self.state.groups[group], size)
-                )
-                slots[group][hidden | (blocks < 0)] = -1
-        slots[self.state.growing :] = -1
+        for group in self.state.growing:
+            of_group = slots[group.index]
+            blocks = rows.tables[group.index][owners, column]
+            np.multiply(blocks, size, out=of_group)
+            of_group += offset.astype(np.int32)
+            if group.slides:
+                hidden = group.hidden(column, rows.window_start[group.index][owners])
+                of_group[hidden | (blocks < 0)] = -1
+        slots[len(self.state.growing) :] = -1
         present = (positions < rows.present[owners]) & (positions >= rows.written[owners])
         if present.any():
             # The last token of a fully cached prompt: computed for its logits, not written again.
@@ -361,7 +360,7 @@ class Stepping:
         for row in attention.tolist():
             self.state.publisher.publish(row)
             if self.context.windowed:
-                self.slide(row, self.rows.committed.item(row))
+                self.windows.slide(row, self.rows.committed.item(row))
 
     def commit_rows(self, batch: SequenceBatch, tokens: Int32Array | None, counts: Int64Array) -> None:
         """`counts[i]` final tokens for sequence i, their ids one after the other in `tokens` (None: the known prompt's)."""
@@ -398,7 +397,7 @@ class Stepping:
         if end // size > start // size:
             self.state.publisher.publish(row)
             if self.context.windowed:
-                self.slide(row, end)
+                self.windows.slide(row, end)
         if rows.following and end >= rows.following.get(row, end + 1):
             del rows.following[row]
         if handle.inflight is not None:
@@ -443,26 +442,6 @@ class Stepping:
                 ids = given[overlap:]
             pieces.append((row, count, ids))
         return pieces
-
-    def slide(self, row: int, position: int) -> None:
-        """Lets go of the blocks of a row that the query at `position`, and those behind it, do not read."""
-        state, rows, size = self.state, self.rows, self.state.block_size
-        tip, handle = rows.tips[row], rows.handles[row]
-        assert tip is not None and handle is not None
-        self.context.sync(tip)
-        for group in self.context.windowed:
-            old = int(rows.window_start[group, row])
-            new = min(window_start(state.groups[group], position, size), rows.num_blocks.item(row))
-            if new <= old:
-                continue
-            table = rows.tables[group]
-            published = min(new, max(old, tip.end))
-            if published > old:
-                self.windows.leave(tip, group, old, published - 1, table[row, old:published])
-            if new > published:
-                state.give_back(group, table[row, published:new], handle)
-                table[row, published:new] = -1
-            rows.window_start[group, row] = new
 
 
 def _positions(value: Any, name: str, batch_size: int) -> Int64Array:

@@ -11,6 +11,7 @@ from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyKind, CopyOp
+from kvpool.pools.groups import Group
 from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
 from kvpool.sequences.handle import KVCacheHandle, SwappedBlocks
@@ -59,11 +60,11 @@ class Swapping:
         """Per group and row: the block ids that carry data, -1 elsewhere."""
         rows, size = self.rows, self.state.block_size
         held: list[list[Int32Array]] = []
-        for group in range(len(self.state.groups)):
+        for group in self.state.groups:
             of_group = []
             for row in row_list:
-                ids = rows.visible_blocks(group, row).copy()
-                if group < self.state.growing:
+                ids = rows.visible_blocks(group.index, row).copy()
+                if group.grows:
                     ids[ceil_div(int(rows.written[row]), size) :] = -1
                 of_group.append(ids)
             held.append(of_group)
@@ -71,8 +72,8 @@ class Swapping:
 
     def _needs(self, held: list[list[Int32Array]]) -> list[int]:
         needs = [0] * len(self.state.pools)
-        for group, of_group in enumerate(held):
-            needs[self.state.groups[group].pool] += len(_distinct(of_group))
+        for group, of_group in zip(self.state.groups, held, strict=True):
+            needs[group.pool] += len(_distinct(of_group))
         return needs
 
     def swap_out(self, handles: Sequence[KVCacheHandle]) -> int:
@@ -91,12 +92,12 @@ class Swapping:
             self.cache.make_room(state.pools[index][Tier.HOST], need, None)
         swapped = [SwappedBlocks([]) for _ in handles]
         moved = 0
-        for group, of_group in enumerate(held):
+        for group, of_group in zip(state.groups, held, strict=True):
             src = _distinct(of_group)
             dst, images = self._copy_ids(group, of_group, src, Tier.HOST)
             moved += len(src)
             if len(src):
-                state.copies.append(CopyOp(CopyKind.SWAP_OUT, group, Tier.GPU, Tier.HOST, src, dst))
+                state.copies.append(CopyOp(CopyKind.SWAP_OUT, group.index, Tier.GPU, Tier.HOST, src, dst))
             for blocks, image in zip(swapped, images, strict=True):
                 blocks.ids.append(image)
         for handle, row, blocks in zip(handles, row_list, swapped, strict=True):
@@ -127,10 +128,10 @@ class Swapping:
         self.cache.enforce_quota(root)
 
     def _copy_ids(
-        self, group: int, of_group: list[Int32Array], src: Int32Array, tier: Tier
+        self, group: Group, of_group: list[Int32Array], src: Int32Array, tier: Tier
     ) -> tuple[Int32Array, list[Int32Array]]:
         """New blocks on `tier` for the distinct ids `src`, and each row's ids translated to them."""
-        pool = self.context.pool(group, tier)
+        pool = group.on(tier)
         dst = pool.take(len(src))
         images = []
         for ids in of_group:
@@ -140,8 +141,8 @@ class Swapping:
             images.append(image)
         holders = np.concatenate([i[i >= 0] for i in images]) if images else dst
         np.add.at(pool.refs, holders, 1)
-        if tier == Tier.GPU and group in self.context.full:
-            pool.refs[dst[pool.refs[dst] == 1]] = 0  # single owners are not counted there
+        if tier == Tier.GPU:
+            group.settle(dst)
         return dst, images
 
     # --- in ----------------------------------------------------------------------------------------------------------
@@ -179,10 +180,10 @@ class Swapping:
         if self.context.windowed:
             return matches
         group = self.context.full[0]
-        least = np.empty(self.context.pool(group, Tier.HOST).num_blocks, np.int64)
+        least = np.empty(group.on(Tier.HOST).num_blocks, np.int64)
         while True:
             counts = [match.num_blocks for match in matches]
-            wanted = [ids[ids >= 0] for ids in self._missing(handles, counts)[0][group]]
+            wanted = [ids[ids >= 0] for ids in self._missing(handles, counts)[0][group.index]]
             least[:] = max(counts, default=0)
             for blocks, count in zip(wanted, counts, strict=True):
                 least[blocks] = np.minimum(least[blocks], count)
@@ -206,12 +207,12 @@ class Swapping:
     ) -> tuple[list[list[Int32Array]], list[int]]:
         """Host ids to bring back per group and row (-1: not needed), and columns per row that were never written."""
         wanted: list[list[Int32Array]] = []
-        for group in range(len(self.state.groups)):
+        for group in self.state.groups:
             of_group = []
             for handle, resident in zip(handles, num_resident, strict=True):
                 assert handle.swapped is not None
-                ids = handle.swapped.ids[group].copy()
-                if group < self.state.growing:
+                ids = handle.swapped.ids[group.index].copy()
+                if group.grows:
                     ids[:resident] = -1
                 of_group.append(ids)
             wanted.append(of_group)
@@ -251,12 +252,12 @@ class Swapping:
             self.cache.make_room(pool, need, common_tenant(handles))
         wanted, fresh = self._missing(handles, [m.num_blocks for m in matches])
         moved = 0
-        for group, of_group in enumerate(wanted):
+        for group, of_group in zip(state.groups, wanted, strict=True):
             src = _distinct(of_group)
             dst, images = self._copy_ids(group, of_group, src, Tier.GPU)
             moved += len(src)
             if len(src):
-                state.copies.append(CopyOp(CopyKind.SWAP_IN, group, Tier.HOST, Tier.GPU, src, dst))
+                state.copies.append(CopyOp(CopyKind.SWAP_IN, group.index, Tier.HOST, Tier.GPU, src, dst))
             for row, image, num_fresh in zip(row_list, images, fresh, strict=True):
                 self._restore_table(group, row, image, num_fresh)
         self._join_families(handles, wanted)
@@ -275,16 +276,16 @@ class Swapping:
         self.rows.tips[row] = tip
         self.readers.release(root)
         for group in self.context.full:
-            ids = path_ids(tip.path(), match.num_blocks, group)
-            self.rows.tables[group][row, : match.num_blocks] = ids
+            ids = path_ids(tip.path(), match.num_blocks, group.index)
+            self.rows.tables[group.index][row, : match.num_blocks] = ids
 
-    def _restore_table(self, group: int, row: int, image: Int32Array, num_fresh: int) -> None:
-        table = self.rows.tables[group]
+    def _restore_table(self, group: Group, row: int, image: Int32Array, num_fresh: int) -> None:
+        table = self.rows.tables[group.index]
         back = image >= 0
         table[row, : len(image)][back] = image[back]
-        if group < self.state.growing and num_fresh:
+        if group.grows and num_fresh:
             used = int(self.rows.num_blocks[row])
-            table[row, used - num_fresh : used] = self.state.take(group, num_fresh)
+            table[row, used - num_fresh : used] = group.take(num_fresh)
 
     def _join_families(self, handles: Sequence[KVCacheHandle], wanted: list[list[Int32Array]]) -> None:
         """Requests that went to the host with a common prefix come back sharing its blocks, as forks do."""
@@ -306,8 +307,8 @@ class Swapping:
 
     def _return_to_gpu(self, handle: KVCacheHandle, row: int) -> None:
         assert handle.swapped is not None
-        for group, ids in enumerate(handle.swapped.ids):
-            self.context.pool(group, Tier.HOST).release(ids[ids >= 0])
+        for group, ids in zip(self.state.groups, handle.swapped.ids, strict=True):
+            group.on(Tier.HOST).release(ids[ids >= 0])
         handle.swapped = None
         self.rows.epoch += 1
         self.rows.moves += 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.pools.arrays import BoolArray
-from kvpool.pools.groups import is_cross
 from kvpool.sequences.state import CacheState
 
 
@@ -16,20 +15,21 @@ def writable_blocks(state: CacheState, group: int) -> BoolArray:
     already (the last one of a fully cached prompt) is published too, though its last token is not committed yet.
     """
     rows, size = state.rows, state.block_size
-    spec = rows.group(group)
-    pool = state.gpu_pools[spec.pool]
+    kind = rows.group(group)
+    pool = kind.gpu
     mask = np.zeros(pool.num_blocks, np.bool_)
     live = np.array([r for r in rows.live_rows() if (h := rows.handles[r]) is not None and h.swapped is None], np.int64)
     if not len(live):
         return mask
-    if is_cross(spec):
-        first, last = np.zeros(len(live), np.int64), rows.num_cross_blocks[live]
-    else:
+    if kind.grows:
         present = np.where(rows.present[live] > rows.written[live], rows.present[live], 0)
         first, last = np.maximum(rows.committed[live], present) // size, rows.num_blocks[live]
+    else:
+        first, last = np.zeros(len(live), np.int64), rows.num_cross_blocks[live]
     counts = np.maximum(last - first, 0)
     owners = np.repeat(live, counts)
     columns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - first, counts)
     ids = rows.tables[group][owners, columns]
     mask[ids[ids >= 0]] = True
-    return mask & (pool.refs <= 1)
+    writable: BoolArray = mask & (pool.refs <= 1)
+    return writable

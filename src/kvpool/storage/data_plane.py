@@ -25,7 +25,7 @@ from kvpool.errors import InvalidArgumentError, SequenceStateError, SharedBlockE
 from kvpool.kernels.scatter import read_slots, read_values, write_slots
 from kvpool.pools.arrays import BoolArray, Int32Array, as_array, as_count
 from kvpool.pools.copies import CopyOp
-from kvpool.pools.groups import is_cross
+from kvpool.pools.groups import kind_of
 from kvpool.pools.pool import ResizeResult
 from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
@@ -175,7 +175,7 @@ class DataPlane:
         """
         group, index = self._index_in_group[self._layer(layer)]
         spec = self.config.groups[group]
-        length = handle.encoder_tokens if is_cross(spec) else handle.num_written
+        length = handle.num_written if kind_of(spec).grows else handle.encoder_tokens
         start = as_count(start, "start", maximum=length)
         count = length - start if num_tokens is None else as_count(num_tokens, "num_tokens", maximum=length - start)
         self.run_copies()

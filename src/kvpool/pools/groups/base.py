@@ -1,0 +1,114 @@
+"""What a kind of layer group decides: how its private blocks are counted, and which blocks a later query still reads."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import numpy as np
+
+from kvpool.config import LayerGroup, Tier
+from kvpool.config.layers import ceil_div
+from kvpool.pools.arrays import BoolArray, Int32Array
+from kvpool.pools.pool import GPU, BlockPool
+
+
+class Group(ABC):
+    """The blocks of one layer group. As it stands here, every query reads every block.
+
+    A new kind of attention is a class of its own below this one: it says how blocks of a single owner are counted
+    (`take`, `give_back`, `share`) and what the next query reads (`first_read`). Everything else follows from these and
+    from two facts about the kind, `grows` and `slides`.
+    """
+
+    grows: ClassVar[bool] = True  # its blocks follow the tokens of the sequence, and enter the prefix tree
+    slides: ClassVar[bool] = False  # blocks are given up while the sequence runs, and each one counts its own readers
+    single_owner: ClassVar[int] = 1  # what `refs` says of a private block that one sequence holds
+
+    def __init__(self, spec: LayerGroup, block_size: int, tiers: list[BlockPool]) -> None:
+        self.spec = spec
+        self.index = spec.index
+        self.pool = spec.pool
+        self.block_size = block_size
+        self.tiers = tiers
+        self.gpu = tiers[GPU]
+        self.sinks = ceil_div(spec.sink_tokens, block_size)  # leading blocks that stay whatever the window does
+
+    def on(self, tier: Tier) -> BlockPool:
+        """The pool that holds this group's blocks on a tier."""
+        return self.tiers[tier]
+
+    # --- private blocks ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def take(self, num_blocks: int) -> Int32Array:
+        """New GPU blocks for one sequence."""
+
+    @abstractmethod
+    def give_back(self, ids: Int32Array, shared: bool) -> None:
+        """A sequence lets go of private GPU blocks; `shared` says whether forks may hold them too. -1 is no block."""
+
+    @abstractmethod
+    def share(self, ids: Int32Array) -> None:
+        """One more sequence holds private GPU blocks. -1 is no block."""
+
+    def own(self, block: int) -> None:
+        """A GPU block that was taken from the pool is one sequence's own."""
+        self.gpu.refs[block] = self.single_owner
+
+    def settle(self, ids: Int32Array) -> None:
+        """All holders of these GPU blocks were counted; a single one is noted as this kind does it."""
+        if self.single_owner != 1:
+            self.gpu.refs[ids[self.gpu.refs[ids] == 1]] = self.single_owner
+
+    def publish(self, ids: Int32Array) -> None:  # noqa: B027 - most kinds go on counting as before
+        """Private GPU blocks enter the tree."""
+
+    # --- what a query reads ------------------------------------------------------------------------------------------
+
+    def first_read(self, num_tokens: int) -> int:
+        """The first block, after the sinks, that the query at position `num_tokens` (the next one) can still read."""
+        return self.sinks
+
+    def reads(self, columns: Any, num_tokens: int) -> BoolArray:
+        """Which of these blocks the query at position `num_tokens` reads, if it has that many before it."""
+        read: BoolArray = (columns >= self.first_read(num_tokens)) | (columns < self.sinks)
+        return read
+
+    def hidden(self, columns: Any, starts: Any) -> BoolArray:
+        """Which blocks a sequence has given up whose window starts at block `starts`."""
+        gone: BoolArray = (columns < starts) & (columns >= self.sinks)
+        return gone
+
+    def visible(self, ids: Int32Array, start: int) -> Int32Array:
+        """Block ids with -1 for those before `start` that were given up (a copy if there are any)."""
+        if start <= self.sinks:
+            return ids
+        shown = ids.copy()
+        shown[self.sinks : start] = -1
+        return shown
+
+    def longest_valid(self, present: BoolArray, num_tokens: int) -> int:
+        """The longest prefix, at most `num_tokens`, whose next query finds every block of this group that it reads.
+
+        `present[i]` says whether block i of the path is there; the last block may be used in part. Shorter candidates are
+        whole blocks only.
+        """
+        missing = np.flatnonzero(~present)
+        size, sinks = self.block_size, self.sinks
+        length = num_tokens
+        while length > 0:
+            blocks = ceil_div(length, size)
+            start = self.first_read(length)
+            gaps = missing[(missing < blocks) & ((missing >= start) | (missing < sinks))]
+            if not len(gaps):
+                return length
+            length = int(gaps[-1]) * size if int(gaps[-1]) >= start else int(gaps[0]) * size
+        return 0
+
+    def held_at_once(self, num_blocks: int, num_fixed: int, num_reused: int, num_reused_tokens: int) -> int:
+        """Blocks that a request holds right after its admission, reused ones included.
+
+        It has places in `num_blocks` blocks, `num_fixed` for its encoder, and reuses `num_reused` whole blocks.
+        """
+        return num_blocks

@@ -1,0 +1,16 @@
+"""Cross-attention: the encoder's tokens, fixed at admission and never in the prefix cache."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from kvpool.pools.groups.counted import CountedGroup
+
+
+class CrossGroup(CountedGroup):
+    """All blocks are taken at admission and given back at the end."""
+
+    grows: ClassVar[bool] = False
+
+    def held_at_once(self, num_blocks: int, num_fixed: int, num_reused: int, num_reused_tokens: int) -> int:
+        return num_fixed
