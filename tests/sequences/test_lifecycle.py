@@ -594,6 +594,73 @@ def test_a_session_is_invalidated_with_what_others_built_on_it() -> None:
     manager.check()
 
 
+@pytest.mark.parametrize("copy", [True, False], ids=["copied", "taken_over"])
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "live"])
+def test_a_session_is_invalidated_with_a_block_whose_beginning_another_took_from_it(copy: bool, ended: bool) -> None:
+    manager = make_manager(copy_on_partial_reuse=copy)
+    manager.free(running(manager, "common", 4))
+    manager.free(running(manager, "a", 8, session="s"))
+    borrower = manager.allocate("b", [*range(6), *range(20, 26)], session="t")
+    assert borrower.num_cached_tokens == 6
+    manager.commit(borrower)
+    if ended:
+        manager.free(borrower)
+    assert manager.invalidate(session="s") == (3 if copy else 2)
+    assert manager.match_prefix([*range(6), *range(20, 26), 1]).num_tokens == 4
+    assert manager.invalidate(session="t") == 0
+    manager.check()
+
+
+def test_a_session_is_invalidated_with_all_that_goes_back_to_its_tokens() -> None:
+    manager = make_manager()
+    manager.free(running(manager, "a", 4, session="s"))
+    for name, fourth in (("b", 20), ("c", 30)):
+        borrower = manager.allocate(name, [0, 1, 2, fourth, *range(8)], session=name)
+        assert borrower.num_cached_tokens == 3
+        manager.commit(borrower)
+        manager.free(borrower)
+        manager.evict(1)  # the block that it copied from
+    assert manager.match_prefix([*range(4), 1]).num_blocks == 0
+    manager.allocate("d", [0, 1, 2, 30, *range(4), *range(50, 54)])  # divides the run of "c"
+    assert manager.invalidate(session="s") > 0
+    assert manager.match_prefix([0, 1, 2, 30, *range(8)]).num_tokens == 0
+    manager.check()
+
+
+def test_a_session_is_invalidated_with_what_a_rewound_request_copied_from_it() -> None:
+    manager = make_manager()
+    manager.free(running(manager, "a", 4, session="s"))
+    reader = manager.allocate("b", [*range(4), 9], session="t")
+    manager.commit(reader)
+    manager.rewind(reader, 3)
+    manager.extend(reader, 2)
+    manager.commit(reader, [20, 21])
+    manager.free(reader)
+    assert manager.match_prefix([0, 1, 20, 21, 1]).num_tokens == 4
+    manager.invalidate(session="s")
+    assert manager.match_prefix([0, 1, 20, 21, 1]).num_tokens == 0
+    manager.check()
+
+
+@pytest.mark.parametrize("evicted", [True, False])
+def test_a_request_on_the_host_does_not_bring_back_what_a_session_computed(evicted: bool) -> None:
+    manager = make_manager(host_blocks=16)
+    manager.free(running(manager, "a", 8, session="s"))
+    reader, other = running(manager, "b", 13), running(manager, "c", 13, first=50)
+    manager.swap_out(reader, other)
+    if evicted:
+        manager.evict(16)
+    manager.invalidate(session="s")
+    manager.swap_in(reader, other)
+    for handle in (reader, other):
+        manager.extend(handle, 4)
+        manager.commit(handle, [1, 2, 3, 4])
+        manager.free(handle)
+    assert manager.match_prefix([*range(13), 1, 2, 3, 4]).num_tokens == 0
+    assert manager.match_prefix([*range(50, 63), 1, 2, 3, 4]).num_tokens == 16
+    manager.check()
+
+
 def test_a_live_request_survives_the_invalidation_of_its_blocks() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=64)
     handle = running(manager, "a", 20, session="s")

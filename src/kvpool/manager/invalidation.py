@@ -48,14 +48,11 @@ class Invalidation:
         return self._remove(nodes, lambda handle: handle.scope == scope, EvictionReason.INVALIDATED)
 
     def of_session(self, session: str) -> int:
-        """What the requests of a session published."""
+        """What the requests of a session published, and blocks for which others took over a part of it."""
         nodes = sorted(self.tree.sessions.get(session, ()), key=lambda n: (n.start, n.created))
-        scopes = {node.root.scope for node in nodes}
 
         def affected(handle: KVCacheHandle) -> bool:
-            if handle.session == session or session in handle.copied_sessions:
-                return True
-            return handle.swapped is not None and handle.scope in scopes  # its path is not known any more
+            return handle.session == session or session in handle.copied_sessions
 
         for node in nodes:
             self._forget_logits(node.parent, node.start, node.key)

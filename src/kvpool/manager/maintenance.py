@@ -127,7 +127,8 @@ class Maintenance:
         """Removes cached content that must not be reused: below a prefix, in a scope, or made by a session.
 
         `prefix` (with `scope`, default scope otherwise) removes what follows its last full block match, that block
-        included. Live requests that hold or compute some of it keep their blocks and go on; they publish nothing more.
+        included. What a session made goes with all that others built on it or copied from it. Live requests that hold or
+        compute some of what is removed keep their blocks and go on; they publish nothing more.
         Returns the blocks removed.
         """
         given = [prefix is not None or scope is not None, session is not None]

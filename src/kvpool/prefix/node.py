@@ -34,6 +34,7 @@ class Node:
     __slots__ = (
         "active",
         "children",
+        "copied_sessions",
         "created",
         "created_at",
         "detached",
@@ -73,6 +74,7 @@ class Node:
     tokens: Int32Array
     ids: list[Int32Array]
     session: str | None
+    copied_sessions: tuple[str, ...]  # of those that computed what the request which published it did not
     ttl: float | None
     entry: Any
     detached: bool
@@ -105,9 +107,15 @@ class Node:
         self.expires_at = NEVER
         self.fingerprint = hash((parent.root.fingerprint, start, key))
         self.session = None
+        self.copied_sessions = ()
         self.digests = None
         self.logits = None
         self.entry = None
+
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        """Every session of which something is in this run."""
+        return self.copied_sessions if self.session is None else (self.session, *self.copied_sessions)
 
     @property
     def end(self) -> int:

@@ -144,7 +144,15 @@ class RunTree:
 
     # --- shape -------------------------------------------------------------------------------------------------------
 
-    def new_child(self, parent: Node, key: bytes, published_by: int, ttl: float | None, session: str | None) -> Node:
+    def new_child(
+        self,
+        parent: Node,
+        key: bytes,
+        published_by: int,
+        ttl: float | None,
+        session: str | None,
+        copied_sessions: tuple[str, ...] = (),
+    ) -> Node:
         """An empty node below `parent` for what the sequence numbered `published_by` publishes, not yet in the tree."""
         context = self.context
         counters = context.counters
@@ -153,8 +161,8 @@ class RunTree:
         node.last_access = context.tick
         node.ttl = ttl
         node.published_by = published_by
-        if session is not None:
-            self._tag(node, session)
+        if session is not None or copied_sessions:
+            self._tag(node, session, copied_sessions)
         return node
 
     def add(self, node: Node) -> None:
@@ -168,8 +176,9 @@ class RunTree:
         parent = node.parent
         parent.remove_child(node)
         self.num_runs -= 1
-        if node.session is not None:
-            self._untag(node, node.session)
+        if node.session is not None or node.copied_sessions:
+            for session in node.sessions:
+                self._untag(node, session)
         if parent is parent.root and parent.children is None:
             self.forget_root(parent.root)
 
@@ -223,8 +232,8 @@ class RunTree:
         upper.published_by = node.published_by
         upper.active = int(node.active > 0)
         upper.pins = int(node.pins > 0)
-        if node.session is not None:
-            self._tag(upper, node.session)
+        if node.session is not None or node.copied_sessions:
+            self._tag(upper, node.session, node.copied_sessions)
         if node.digests is not None:
             upper.digests, node.digests = node.digests[:num_blocks], node.digests[num_blocks:]
         if node.logits is not None:
@@ -236,9 +245,10 @@ class RunTree:
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
-    def _tag(self, node: Node, session: str) -> None:
-        node.session = session
-        self.sessions.setdefault(session, set()).add(node)
+    def _tag(self, node: Node, session: str | None, copied_sessions: tuple[str, ...]) -> None:
+        node.session, node.copied_sessions = session, copied_sessions
+        for name in node.sessions:
+            self.sessions.setdefault(name, set()).add(node)
 
     def _untag(self, node: Node, session: str) -> None:
         tagged = self.sessions.get(session)

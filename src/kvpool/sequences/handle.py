@@ -95,7 +95,7 @@ class KVCacheHandle:
         self.retention: Retention | None = None
         self.ttl: float | None = None
         self.session: str | None = None
-        self.copied_sessions: tuple[str, ...] = ()  # those that published the blocks whose beginnings it copied
+        self.copied_sessions: tuple[str, ...] = ()  # those that computed private blocks of it, or their beginnings
         self.publishes = True
         self.is_lease = False  # it holds blocks for somebody else and is no request
         self.encoder_tokens = 0
@@ -179,3 +179,10 @@ class KVCacheHandle:
             f"<KVCacheHandle {self.request_id!r} reserved={self.num_reserved} written={self.num_written} "
             f"committed={self.num_committed} blocks={self.num_blocks}{state}>"
         )
+
+
+def note_sessions(handle: KVCacheHandle, sessions: tuple[str, ...]) -> None:
+    """A sequence gets copies of what these sessions computed: when one of them is invalidated, it is concerned."""
+    new = [name for name in sessions if name != handle.session and name not in handle.copied_sessions]
+    if new:
+        handle.copied_sessions = (*handle.copied_sessions, *new)

@@ -17,7 +17,7 @@ from kvpool.prefix.retention import Retention
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
 from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle, note_sessions
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.sliding import RowWindows
 from kvpool.sequences.state import CacheState
@@ -91,8 +91,7 @@ class Lifecycle:
         if match.partial is not None:
             if taken is None:
                 self._copy_partial(row, match)
-            if match.partial.session is not None:
-                handle.copied_sessions = (match.partial.session,)
+            note_sessions(handle, match.partial.sessions)
         if held_source is not None:
             self.windows.hold_source(match, -1)
             self.readers.release(

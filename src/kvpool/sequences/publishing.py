@@ -146,7 +146,7 @@ class Publisher:
                 self.on_follow(row)
 
     def _open(self, row: int, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
-        node = self.tree.new_child(tip, key, handle.serial, handle.ttl, handle.session)
+        node = self.tree.new_child(tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
         node.active = 1  # the row held the tip directly; now it does so through this node
         node.open_row = row
         self.rows.tips[row] = node
@@ -179,7 +179,7 @@ class Publisher:
             return tip
         if tip.num_remainders:
             self.removal.drop_covered(tip, key)
-        node = self.tree.new_child(tip, key, handle.serial, handle.ttl, handle.session)
+        node = self.tree.new_child(tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
         node.is_remainder, node.num_blocks, node.tokens, node.ids = True, 1, tokens, ids
         # Policies know runs by their first block; the few tokens of a remainder are told apart by the block before them.
         node.fingerprint = hash((node.root.fingerprint, first, tip.tokens[-size:].tobytes(), key))
@@ -192,7 +192,7 @@ class Publisher:
         row = readers[0]
         handle = rows.handles[row]
         assert handle is not None
-        node = self.tree.new_child(tip, key, handle.serial, handle.ttl, handle.session)
+        node = self.tree.new_child(tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
         node.num_blocks = last - first
         node.tokens = rows.ids_between(row, first * size, last * size)
         # The same ids in every row, but for windowed blocks that some of them have given up.

@@ -11,7 +11,7 @@ from kvpool.errors import OutOfBlocksError
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.pool import GPU
 from kvpool.prefix.node import Node
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle, note_sessions
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.sliding import RowWindows
 from kvpool.sequences.state import CacheState
@@ -110,8 +110,7 @@ class Rewinding:
         """Remembers who made the block at `depth` on the path to `node`: the beginning of it is about to be copied."""
         while node.start > depth:
             node = node.parent
-        if node.session is not None and node.session not in handle.copied_sessions:
-            handle.copied_sessions = (*handle.copied_sessions, node.session)
+        note_sessions(handle, node.sessions)
 
     def _drop_private(self, handle: KVCacheHandle, row: int, num_blocks: int) -> None:
         """Gives back the blocks from `num_blocks` on, all of them private by now."""

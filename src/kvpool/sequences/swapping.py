@@ -14,7 +14,7 @@ from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
 from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
-from kvpool.sequences.handle import KVCacheHandle, SwappedBlocks
+from kvpool.sequences.handle import KVCacheHandle, SwappedBlocks, note_sessions
 from kvpool.sequences.lifecycle import Lifecycle
 from kvpool.sequences.state import Admission, AllocStatus, CacheState, common_tenant
 
@@ -114,6 +114,11 @@ class Swapping:
         root = self.tree.root_for(handle.scope)
         self.readers.hold(root)
         self.sequences.in_flight.untrack(handle)
+        node = rows.tips[row]
+        assert node is not None
+        while node is not node.root:  # the host gets copies of the path, and nobody knows it any more
+            note_sessions(handle, node.sessions)
+            node = node.parent
         self.sequences.release_gpu(handle, row)
         for table in rows.tables:
             table[row, :] = -1
