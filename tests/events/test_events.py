@@ -509,7 +509,10 @@ def test_every_event_has_a_json_form() -> None:
             "digests": [A.hex()],
             "tokens": [5, 6],
             "block_size": 2,
-            "scope": {"tenant": "t", "adapter": "", "weights": "", "multimodal": [["image", 3]], "encoder": "speech", "salt": ""},
+            "scope": {
+                **{"tenant": "t", "adapter": "", "weights": "", "multimodal": [["image", 3]], "encoder": "speech"},
+                "salt": "",
+            },
             "tier": "GPU",
             "priority": 35,
             "group": 0,
