@@ -1,4 +1,4 @@
-"""Real servers on loopback for tests of remote tiers: Redis or Valkey, alone and as a cluster. Stopped by their own pid."""
+"""Real servers on loopback for tests of remote tiers: Redis or Valkey, alone and as a cluster; moto as S3."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,41 +44,76 @@ def server_program() -> str:
     return found
 
 
-class RedisServer:
-    """One server process with an empty folder of its own."""
+class Server:
+    """One server process with a folder of its own, on a port of its own. Everything is done to its own pid."""
 
-    def __init__(self, folder: Path, *arguments: str, password: str | None = None, tls: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.port = free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    def answers(self) -> bool:
+        """Whether it is up; may raise OSError if not."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Starts it, also again after `kill`, on the same port."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "log", "ab") as log:
+            self._process = subprocess.Popen(self.command(), cwd=self.folder, stdout=log, stderr=log)
+        eventually(self._is_up, f"{type(self).__name__} on port {self.port}")
+
+    def _is_up(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            pytest.fail(f"{type(self).__name__} ended: {(self.folder / 'log').read_text()[-2000:]}")
+        with contextlib.suppress(OSError):
+            return self.answers()
+        return False
+
+    def kill(self) -> None:
+        """kill -9."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """It keeps its connections and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+
+class RedisServer(Server):
+    """Redis or Valkey, without anything on disk."""
+
+    def __init__(self, folder: Path, *arguments: str, password: str | None = None, tls: bool = False) -> None:
+        super().__init__(folder)
         self.password = password
         self._tls = tls
         ports = ["--port", "0", "--tls-port", str(self.port)] if tls else ["--port", str(self.port)]
         secret = ["--requirepass", password] if password else []
         self._arguments = [*ports, "--bind", "127.0.0.1", "--save", "", "--appendonly", "no", *secret, *arguments]
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
 
-    def start(self) -> RedisServer:
-        """Starts it, also again after `kill`, on the same port."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with open(self.folder / "log", "ab") as log:
-            self._process = subprocess.Popen([server_program(), *self._arguments], cwd=self.folder, stdout=log, stderr=log)
-        eventually(self._answers, f"redis-server on port {self.port}")
-        return self
+    def command(self) -> list[str]:
+        return [server_program(), *self._arguments]
 
-    def _answers(self) -> bool:
-        assert self._process is not None
-        if self._process.poll() is not None:
-            pytest.fail(f"redis-server ended: {(self.folder / 'log').read_text()[-2000:]}")
-        with contextlib.suppress(OSError):
-            if not self._tls:
-                return self.ask("PING") == "+PONG"
-            socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-            return True
-        return False
+    def answers(self) -> bool:
+        if not self._tls:
+            return self.ask("PING") == "+PONG"
+        socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+        return True
 
     def ask(self, *words: str) -> str:
         """The first line of an answer, or the whole text where the answer is one string."""
@@ -95,22 +133,6 @@ class RedisServer:
             return str(stream.read(int(line[1:])).decode())
         return line
 
-    def kill(self) -> None:
-        """kill -9."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
-
-    def pause(self) -> None:
-        """It keeps its connections and answers nothing."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
 
 class RedisCluster:
     """Masters without replicas that share the slots; a lost one takes only its own slots with it."""
@@ -127,7 +149,7 @@ class RedisCluster:
     def url(self) -> str:
         return f"{self.nodes[0].url}?cluster=1"
 
-    def start(self) -> RedisCluster:
+    def start(self) -> None:
         share = -(-HASH_SLOTS // len(self.nodes))
         for number, node in enumerate(self.nodes):
             node.start()
@@ -137,7 +159,6 @@ class RedisCluster:
         for node, bus in zip(self.nodes[1:], self._buses[1:], strict=True):
             assert self.nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", str(node.port), bus) == "+OK"
         eventually(self._is_whole, "the cluster knows all its slots")
-        return self
 
     def _is_whole(self) -> bool:
         wanted = ["cluster_state:ok", f"cluster_slots_ok:{HASH_SLOTS}", f"cluster_known_nodes:{len(self.nodes)}"]
@@ -148,8 +169,33 @@ class RedisCluster:
             node.kill()
 
 
+class MotoServer(Server):
+    """moto, which speaks enough of S3 for a contract."""
+
+    def command(self) -> list[str]:
+        pytest.importorskip("moto.server", reason="moto is the S3 server of these tests")
+        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+
+    def answers(self) -> bool:
+        socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+        return True
+
+    def make_bucket(self, name: str) -> str:
+        """The address of a new bucket."""
+        endpoint = f"http://127.0.0.1:{self.port}"
+        with urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{name}", method="PUT"), timeout=PATIENCE):
+            return f"s3://key:secret@{name}/some/where?endpoint={endpoint}"
+
+    def bucket(self, name: str) -> Any:
+        """A client of a bucket, to see and change what is in it."""
+        from obstore.store import S3Store
+
+        keys = {"access_key_id": "key", "secret_access_key": "secret", "region": "us-east-1"}
+        return S3Store(name, endpoint=f"http://127.0.0.1:{self.port}", client_options={"allow_http": True}, **keys)
+
+
 @contextlib.contextmanager
-def running(server: RedisServer | RedisCluster) -> Iterator[None]:
+def running(server: Server | RedisCluster) -> Iterator[None]:
     """The server runs in the block and is gone afterwards."""
     try:
         server.start()

@@ -7,7 +7,14 @@ import sys
 import pytest
 
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.tiers import RedisTier, open_tier
+from kvpool.tiers import RedisTier, S3Tier, open_tier
+
+
+def test_given_an_s3_address_then_an_s3_tier_opens_although_nobody_listens() -> None:
+    with open_tier("s3://key:hidden@bucket/some/where?endpoint=http://127.0.0.1:1&timeout=0.1") as tier:
+        assert isinstance(tier, S3Tier)
+        assert tier.name == "s3://bucket/some/where"
+        assert tier.stats().problem
 
 
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])
@@ -34,7 +41,10 @@ def test_given_no_address_of_a_tier_then_the_error_says_what_there_is(address: s
     assert "hidden" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("address", "package", "extra"), [("redis://host", "glide_sync", "redis")])
+@pytest.mark.parametrize(
+    ("address", "package", "extra"),
+    [("redis://host", "glide_sync", "redis"), ("s3://bucket", "obstore", "s3")],
+)
 def test_given_a_missing_package_then_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, address: str, package: str, extra: str
 ) -> None:

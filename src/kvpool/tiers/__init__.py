@@ -6,6 +6,7 @@ from kvpool.tiers.keys import Fingerprint, KeySpace, Shard
 from kvpool.tiers.memory import MemoryTier
 from kvpool.tiers.open import open_tier
 from kvpool.tiers.remote.redis import RedisTier
+from kvpool.tiers.remote.s3 import S3Tier
 
 __all__ = [
     "open_tier",
@@ -20,4 +21,5 @@ __all__ = [
     "MemoryTier",
     "DiskTier",
     "RedisTier",
+    "S3Tier",
 ]

@@ -8,12 +8,13 @@ from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.tiers.contract import KeyedTier
 from kvpool.tiers.remote.redis import RedisTier
+from kvpool.tiers.remote.s3 import S3Tier
 
-_OPENERS: dict[str, Callable[[str], KeyedTier]] = {"redis": RedisTier, "rediss": RedisTier}
+_OPENERS: dict[str, Callable[[str], KeyedTier]] = {"redis": RedisTier, "rediss": RedisTier, "s3": S3Tier}
 
 
 def open_tier(address: str) -> KeyedTier:
-    """The tier at an address, by its scheme: `redis://…` or `rediss://…` (see `RedisTier` for their options).
+    """The tier at an address, by its scheme: `redis://…`, `rediss://…` (`RedisTier` has their options), `s3://…` (`S3Tier`).
 
     An address that is wrong raises `InvalidArgumentError` and names the part; a package that is missing raises `ConfigError`
     and says what to install. A server that does not answer raises nothing: the tier says so in `stats().problem`, finds

@@ -1,0 +1,230 @@
+"""S3Tier: values as objects in a bucket of S3, or of a store that speaks its language.
+
+One object per value: the seal (`tiers/envelope.py`) and then the bytes, under `PREFIX/FINGERPRINT/REST OF THE KEY`. Requests
+run on an event loop in a thread of the tier's own, many at once; those that are not done at the deadline are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import wait
+from typing import Any
+
+from kvpool.config.layers import show
+from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.tiers.contract import DEFAULT_TIMEOUT, Outcome
+from kvpool.tiers.envelope import HEADER_BYTES, is_whole, num_bytes, seal
+from kvpool.tiers.keys import SPACE_BYTES
+from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
+from kvpool.tiers.remote.loop import LoopThread
+from kvpool.tiers.remote.tier import Node, NodeError, RemoteTier, Share
+from kvpool.tiers.url import Options, TierURL
+
+MAX_VALUE_BYTES = (5 << 30) - HEADER_BYTES  # the largest object that one request may bring
+MAX_CONNECTIONS = 256
+NUM_THREADS = 4
+_FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "507 ")
+
+Request = Callable[[Share[Node], int], Awaitable[Outcome]]
+
+
+class S3Tier(RemoteTier[Node]):
+    """Values in a bucket.
+
+    `s3://[access key:secret key@]bucket/prefix?option=value&…`. Options: `endpoint` (for other stores than Amazon's),
+    `region`, `anonymous=1` (requests are not signed), `timeout`, `max_value_bytes`, `connections` (requests at once), `pause`
+    (seconds before a store that failed is probed). Without keys in the address those of the environment or machine count.
+    Objects live until somebody removes them; a lifecycle rule of the bucket can do that by age.
+    """
+
+    def __init__(self, url: str) -> None:
+        parsed = TierURL.parse(url)
+        if parsed.scheme != "s3" or parsed.port is not None:
+            raise InvalidArgumentError(f"an S3 tier's address is s3://bucket/prefix?endpoint=…, got {parsed.shown}")
+        options = Options(parsed)
+        timeout = options.seconds("timeout", DEFAULT_TIMEOUT)
+        limit = options.integer("max_value_bytes", MAX_VALUE_BYTES, low=1, high=MAX_VALUE_BYTES)
+        self._connections = options.integer("connections", 16, low=1, high=MAX_CONNECTIONS)
+        pause = options.seconds("pause", FIRST_PAUSE)
+        super().__init__(parsed.shown, timeout=timeout, max_value_bytes=limit)
+        self._obstore = _import_obstore()
+        self._bucket = _bucket(self._obstore, parsed, options, timeout)
+        self._node = Node(parsed.host, NUM_THREADS, Breaker(pause=pause, proven=False))
+        self._loop = LoopThread(f"kvpool {parsed.host}")
+        first = self._probe_in_background(self._node)
+        wait([first] if first else [], timeout)
+
+    def contains_prefix(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
+        """How many keys from the first on are there without a gap. Each costs a request, so it stops soon after the gap."""
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        found = 0
+        for start in range(0, len(keys), self._connections):
+            part = keys[start : start + self._connections]
+            found += super().contains_prefix(part, timeout=timeout)
+            timeout = deadline - time.monotonic()
+            if found < start + len(part) or timeout <= 0:
+                break
+        return found
+
+    # --- nodes -------------------------------------------------------------------------------------------------------
+
+    def _nodes(self) -> list[Node]:
+        return [self._node]
+
+    def _node_of(self, key: bytes) -> Node:
+        return self._node
+
+    def _probe(self, node: Node) -> None:
+        """Asks for an object that is not there: who can say so can be asked for others."""
+        share = Share(node, [0], [bytes(32)], [memoryview(bytearray())], time.monotonic() + self.timeout)
+        self._loop.wait_for(self._all(share, self._load_one))
+        if share.outcomes[0] == Outcome.LATE:
+            raise TimeoutError
+
+    def _close(self) -> None:
+        super()._close()
+        self._loop.close()
+
+    # --- shares ------------------------------------------------------------------------------------------------------
+
+    def _find_share(self, share: Share[Node]) -> None:
+        self._ask(share, self._find_one)
+
+    def _load_share(self, share: Share[Node]) -> None:
+        self._ask(share, self._load_one)
+
+    def _store_share(self, share: Share[Node]) -> None:
+        self._ask(share, self._store_one)
+
+    def _remove_share(self, share: Share[Node]) -> None:
+        self._ask(share, self._remove_one)
+
+    def _ask(self, share: Share[Node], request: Request) -> None:
+        with share.node.asking():
+            self._loop.wait_for(self._all(share, request))
+            if Outcome.LATE in share.outcomes:
+                raise TimeoutError
+
+    async def _all(self, share: Share[Node], request: Request) -> None:
+        """Makes all requests of a share; after it returns, none of them touches the caller's memory."""
+        free = asyncio.Semaphore(self._connections)
+        tasks = [asyncio.create_task(self._one(share, place, request, free)) for place in range(len(share.keys))]
+        done, late = await asyncio.wait(tasks, timeout=max(0.0, share.deadline - time.monotonic()))
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+        problems = [error for task in done if (error := task.exception()) is not None]
+        if problems:
+            raise NodeError(_said(problems[0]))
+
+    async def _one(self, share: Share[Node], place: int, request: Request, free: asyncio.Semaphore) -> None:
+        async with free:
+            share.outcomes[place] = await request(share, place)
+            share.node.breaker.succeeded()
+
+    async def _find_one(self, share: Share[Node], place: int) -> Outcome:
+        try:
+            found = await self._obstore.head_async(self._bucket, _path(share.keys[place]))
+        except FileNotFoundError as error:
+            return _absent(error)
+        return Outcome.OK if found["size"] >= HEADER_BYTES else Outcome.MISS
+
+    async def _load_one(self, share: Share[Node], place: int) -> Outcome:
+        key, view = share.keys[place], share.views[place]
+        try:
+            found = await self._obstore.get_async(self._bucket, _path(key))
+            if found.meta["size"] > HEADER_BYTES + view.nbytes:
+                return Outcome.FAILED
+            content = memoryview(await found.bytes_async())
+        except FileNotFoundError as error:
+            return _absent(error)
+        header, data = content[:HEADER_BYTES], content[HEADER_BYTES:]
+        if num_bytes(header, key) != data.nbytes or not is_whole(header, key, data):
+            self.stale.add(key)
+            return Outcome.FAILED
+        view[: data.nbytes] = data
+        return Outcome.OK
+
+    async def _store_one(self, share: Share[Node], place: int) -> Outcome:
+        key, view = share.keys[place], share.views[place]
+        if key not in self.stale and await self._find_one(share, place) == Outcome.OK:
+            return Outcome.OK
+        if share.node.is_full():
+            return Outcome.REFUSED
+        try:
+            content = [seal(key, view), view]
+            await self._obstore.put_async(self._bucket, _path(key), content, use_multipart=False)
+        except FileNotFoundError:
+            raise NodeError("there is no such bucket") from None
+        except self._obstore.exceptions.BaseError as error:
+            if not any(word in str(error) for word in _FULL):
+                raise
+            share.node.refused()
+            self.report(f"stores nothing: {_said(error)}")
+            return Outcome.REFUSED
+        self.stale.discard(key)
+        return Outcome.OK
+
+    async def _remove_one(self, share: Share[Node], place: int) -> Outcome:
+        self.stale.discard(share.keys[place])
+        found = await self._find_one(share, place)
+        if found == Outcome.OK:
+            await self._obstore.delete_async(self._bucket, _path(share.keys[place]))
+        return found
+
+
+def _path(key: bytes) -> str:
+    """All values of one model lie together."""
+    return f"{key[:SPACE_BYTES].hex()}/{key[SPACE_BYTES:].hex()}"
+
+
+def _absent(error: FileNotFoundError) -> Outcome:
+    """An object that is not there is a miss; a bucket that is not there is a problem."""
+    if "NoSuchBucket" in str(error):
+        raise NodeError("there is no such bucket") from None
+    return Outcome.MISS
+
+
+def _bucket(obstore: Any, url: TierURL, options: Options, timeout: float) -> Any:
+    """The client of a bucket. It makes no request yet."""
+    endpoint = options.text("endpoint", "")
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise InvalidArgumentError(f"endpoint={show(endpoint)} of {url.shown} must begin with https:// or http://")
+    settings: dict[str, Any] = {"region": options.text("region", "us-east-1")}
+    if endpoint:
+        settings["endpoint"] = endpoint
+    if options.flag("anonymous"):
+        settings["skip_signature"] = True
+    options.finish()
+    if (url.user is None) != (url.password is None):
+        raise InvalidArgumentError(f"{url.shown}: an access key needs its secret key, s3://access:secret@bucket")
+    if url.user is not None:
+        settings |= {"access_key_id": url.user, "secret_access_key": url.password}
+    limit = f"{max(1, int(timeout * 1000))}ms"
+    client = {"allow_http": endpoint.startswith("http://"), "connect_timeout": limit, "timeout": limit}
+    try:
+        return obstore.store.S3Store(
+            url.host,
+            prefix=url.path.strip("/") or None,
+            client_options=client,
+            retry_config={"max_retries": 0},
+            **settings,
+        )
+    except Exception as error:
+        raise InvalidArgumentError(f"{url.shown} cannot be used: {_said(error)}") from None
+
+
+def _import_obstore() -> Any:
+    try:
+        import obstore
+        import obstore.store
+    except ImportError:
+        raise ConfigError("s3:// tiers need obstore: pip install 'kvpool[s3]'") from None
+    return obstore
+
+
+def _said(error: BaseException) -> str:
+    """The first line of a message, which names the object and what the store answered; the rest is for debuggers."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
