@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.tiers import RedisTier, S3Tier, open_tier
+from kvpool.testing import load, store, value
+from kvpool.tiers import DiskTier, Outcome, RedisTier, S3Tier, open_tier
+
+
+@pytest.mark.parametrize("form", ["disk:{}?bytes=8MB&threads=2&direct=0", "{}?bytes=8MiB"])
+def test_given_a_directory_then_a_disk_tier_keeps_values_there(tmp_path: Path, form: str) -> None:
+    address = form.format(tmp_path / "cache")
+    with open_tier(address) as tier:
+        assert isinstance(tier, DiskTier)
+        assert store(tier, [1]) == [Outcome.OK]
+        assert tier.stats().capacity_bytes == 8 << 20
+    with open_tier(address) as tier:
+        assert load(tier, [1]) == ([Outcome.OK], [value(1)])
 
 
 def test_given_an_s3_address_then_an_s3_tier_opens_although_nobody_listens() -> None:
@@ -28,8 +41,14 @@ def test_given_a_redis_address_then_a_redis_tier_opens_although_nobody_listens(s
     ("address", "says"),
     [
         ("ftp://user:hidden@host", "this one begins with 'ftp'"),
-        ("hidden", "this one has no scheme"),
+        ("hidden", "this one has no scheme, and no slash"),
         ("", "this one has no scheme"),
+        ("disk:", "needs a directory"),
+        ("disk:some/where", "needs the room that it may take, such as disk:some/where?bytes=50GB"),
+        ("./somewhere", "such as disk:./somewhere?bytes=50GB"),
+        ("disk:x?bytes=much", "bytes of disk:x is 'much'"),
+        ("disk:x?bytes=1GB&ttl=3", "disk:x has no option 'ttl'; it has bytes, threads"),
+        ("disk:x?bytes=1GB&bytes=1GB", "stands twice in the address disk:x"),
         (None, "is a string, got None"),
         (b"redis://host", "is a string"),
     ],

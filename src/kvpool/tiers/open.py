@@ -2,29 +2,64 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
-from kvpool.tiers.contract import KeyedTier
+from kvpool.terminal import parse_bytes
+from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier
+from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.remote.redis import RedisTier
 from kvpool.tiers.remote.s3 import S3Tier
+from kvpool.tiers.url import Options, TierURL
 
-_OPENERS: dict[str, Callable[[str], KeyedTier]] = {"redis": RedisTier, "rediss": RedisTier, "s3": S3Tier}
 
+def open_tier(address: str | os.PathLike[str]) -> KeyedTier:
+    """The tier at an address.
 
-def open_tier(address: str) -> KeyedTier:
-    """The tier at an address, by its scheme: `redis://…`, `rediss://…` (`RedisTier` has their options), `s3://…` (`S3Tier`).
+    `disk:DIRECTORY?bytes=50GB` is a `DiskTier`, also without `disk:` where a slash shows that it is a path; more options are
+    `threads`, `direct`, `read_only` and `timeout`. `redis://…` and `rediss://…` are a `RedisTier`, `s3://…` is an `S3Tier`:
+    see these classes for their options.
 
     An address that is wrong raises `InvalidArgumentError` and names the part; a package that is missing raises `ConfigError`
     and says what to install. A server that does not answer raises nothing: the tier says so in `stats().problem`, finds
     nothing, and works as soon as the server does.
     """
-    if not isinstance(address, str):
+    if not isinstance(address, (str, os.PathLike)):
         raise InvalidArgumentError(f"the address of a tier is a string, got {show(address)}")
-    scheme, divider, _ = address.partition(":")
-    if not divider or scheme not in _OPENERS:
-        known = ", ".join(f"{name}://" for name in _OPENERS)
-        named = f"begins with {show(scheme)}" if divider else "has no scheme"
-        raise InvalidArgumentError(f"the address of a tier begins with one of {known}; this one {named}")
-    return _OPENERS[scheme](address)
+    text = os.fspath(address)
+    scheme, divider, _ = text.partition(":")
+    if divider and scheme in _OPENERS:
+        return _OPENERS[scheme](text)
+    if "://" not in text and os.sep in text.partition("?")[0]:
+        return _open_disk(text)
+    known = ", ".join(f"{name}:" for name in _OPENERS)
+    named = f"begins with {show(scheme)}" if divider else "has no scheme, and no slash of a path"
+    raise InvalidArgumentError(f"the address of a tier begins with one of {known}; this one {named}")
+
+
+def _open_disk(address: str) -> DiskTier:
+    url = TierURL.local(address)
+    options = Options(url)
+    size = options.text("bytes", "")
+    if not size:
+        raise InvalidArgumentError(f"{url.shown} needs the room that it may take, such as {url.shown}?bytes=50GB")
+    capacity_bytes = parse_bytes(size, f"bytes of {url.shown}")
+    io_threads = options.integer("threads", 4, low=1, high=64)
+    direct, read_only = options.flag("direct", True), options.flag("read_only")
+    timeout = options.seconds("timeout", DEFAULT_TIMEOUT)
+    options.finish()
+    directory = Path(url.path).expanduser()
+    return DiskTier(
+        directory, capacity_bytes, io_threads=io_threads, direct=direct, read_only=read_only, timeout=timeout
+    )
+
+
+_OPENERS: dict[str, Callable[[str], KeyedTier]] = {
+    "disk": _open_disk,
+    "redis": RedisTier,
+    "rediss": RedisTier,
+    "s3": S3Tier,
+}

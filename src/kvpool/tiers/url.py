@@ -38,19 +38,34 @@ class TierURL:
             ) from None
         if not parts.scheme or not parts.hostname:
             raise InvalidArgumentError("the address of a tier needs a scheme and a host, such as redis://127.0.0.1:6379/0")
-        pairs = parse_qsl(parts.query, keep_blank_values=True)
-        options = dict(pairs)
-        if len(options) < len(pairs):
-            raise InvalidArgumentError(f"an option stands twice in the address of {parts.scheme}://{parts.hostname}")
+        options = _options(parts.query, f"{parts.scheme}://{parts.hostname}")
         user = unquote(parts.username) if parts.username else None
         password = unquote(parts.password) if parts.password is not None else None
         return cls(parts.scheme, parts.hostname, port, unquote(parts.path), user, password, options)
 
+    @classmethod
+    def local(cls, text: str) -> TierURL:
+        """Takes `disk:PATH?option=value` apart; the scheme may be missing."""
+        path, _, query = text.removeprefix("disk:").partition("?")
+        if not path:
+            raise InvalidArgumentError("the address of a disk tier needs a directory, such as disk:cache?bytes=50GB")
+        return cls("disk", "", None, path, None, None, _options(query, f"disk:{path}"))
+
     @property
     def shown(self) -> str:
         """The address for logs and statistics: no user, no password, no options."""
+        if not self.host:
+            return f"{self.scheme}:{self.path}"
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{self.scheme}://{host}{'' if self.port is None else f':{self.port}'}{self.path}"
+
+
+def _options(query: str, shown: str) -> dict[str, str]:
+    pairs = parse_qsl(query, keep_blank_values=True)
+    options = dict(pairs)
+    if len(options) < len(pairs):
+        raise InvalidArgumentError(f"an option stands twice in the address {shown}")
+    return options
 
 
 class Options:
