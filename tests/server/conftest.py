@@ -13,7 +13,7 @@ import pytest
 if TYPE_CHECKING:
     from live import Live
 
-for package in ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client", "openai"):
+for package in ("torch", "transformers", "fastapi", "uvicorn", "prometheus_client", "openai", "anthropic"):
     if importlib.util.find_spec(package) is None:
         collect_ignore_glob = ["test_*.py"]
 

@@ -50,6 +50,7 @@ from kvpool.errors import KVPoolError, SequenceStateError
 from kvpool.kernels.current_device import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
+from kvpool.prefix.retention import Retention
 from kvpool.recording import TraceRecorder
 from kvpool.scheduling import LinearCostModel, Request, Scheduler, SchedulerConfig, SchedulerStats
 from kvpool.scope import ReuseScope
@@ -224,11 +225,12 @@ class Engine:
         scope: ReuseScope | None = None,
         deadline: float | None = None,
         session: str | None = None,
+        retention: Retention | None = None,
     ) -> Generation:
         """Queues one prompt and returns at once; `Generation.result()` waits for it.
 
-        `deadline` is in seconds from now. `max_new_tokens` past the model's context is cut, and `Generation.notes` say so. A
-        request that can never fit ends with `NeverFitsError`.
+        `deadline` is in seconds from now; `retention` says which of its tokens stay cached longer. `max_new_tokens` past the
+        model's context is cut, and `Generation.notes` say so. A request that can never fit ends with `NeverFitsError`.
         """
         generation, request = self._requests.make(
             self.token_ids(prompt),
@@ -239,6 +241,7 @@ class Engine:
             scope=scope,
             deadline=deadline,
             session=session,
+            retention=retention,
         )
         self._queue(generation, request)
         return generation

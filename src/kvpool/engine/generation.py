@@ -50,6 +50,7 @@ class Sample:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str | None = None
     score: float | None = None  # of beam search
+    stop_string: str | None = None  # that ended it
 
 
 class Completion(NamedTuple):
@@ -206,6 +207,7 @@ class Generation:
             sample.text += rest
             # Text that was held back as part of a character may turn out to end with a stop string.
             sample.finish_reason = reason if stream is None or stream.stopped is None else "stop"
+            sample.stop_string = None if stream is None else stream.stopped
             self._deliver(Chunk(index, rest, (), (), sample.finish_reason))
 
     def replace_samples(self, samples: Sequence[Sample]) -> None:

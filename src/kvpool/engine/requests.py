@@ -15,6 +15,7 @@ from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.pools.arrays import Int32Array
+from kvpool.prefix.retention import Retention
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
 
@@ -52,6 +53,7 @@ class RequestMaker:
         scope: ReuseScope | None = None,
         deadline: float | None = None,
         session: str | None = None,
+        retention: Retention | None = None,
     ) -> Asked:
         """A request for all tokens that follow these; the options are those of `Engine.submit`."""
         self._check(params, deadline, on_chunk, on_end)
@@ -70,6 +72,7 @@ class RequestMaker:
             deadline=None if deadline is None else self.clock() + deadline,
             steered=params.num_beams > 1,
             session=session,
+            retention=retention,
         )
         return Asked(generation, request)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvpool.engine.generation import Chunk, Generation, Sample, TokenLogprob
+from kvpool.server.events import as_event
 
 # What ended a sample, in OpenAI's words. A request that was cut off has no more than it has: "length".
 _FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", "refused": "length"}
@@ -17,12 +18,11 @@ Piece = Callable[[int], str]
 
 
 class Writer(Protocol):
-    """The form of one kind of answer."""
+    """The form of one kind of answer: whole, or as events of a stream. Samples are numbered over all prompts."""
 
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]: ...
-    def opening(self, index: int) -> dict[str, Any] | None: ...
-    def part(self, index: int, chunk: Chunk) -> dict[str, Any]: ...
-    def usage(self, generations: Sequence[Generation]) -> dict[str, Any]: ...
+    def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes: ...
+    def end(self, generations: Sequence[Generation]) -> bytes: ...
 
 
 class _Answer:
@@ -32,8 +32,10 @@ class _Answer:
     kind: str
     kind_of_part: str
 
-    def __init__(self, model: str, piece: Piece) -> None:
+    def __init__(self, model: str, piece: Piece, include_usage: bool = False) -> None:
         self._piece = piece
+        self._include_usage = include_usage
+        self._opened: set[int] = set()
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
@@ -47,9 +49,25 @@ class _Answer:
         choices = [self._choice(index, sample) for index, sample in enumerate(samples)]
         return {**self._frame(self.kind, choices), "usage": _counts(generations)}
 
-    def usage(self, generations: Sequence[Generation]) -> dict[str, Any]:
-        """The last part of a stream: no text, but what it cost."""
-        return {**self._frame(self.kind_of_part, []), "usage": _counts(generations)}
+    def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes:
+        """What one step added to a sample; before the first of a sample what opens it."""
+        events = b""
+        if index not in self._opened:
+            self._opened.add(index)
+            opening = self._opening(index)
+            events = b"" if opening is None else as_event(opening)
+        return events + as_event(self._added(index, chunk))
+
+    def end(self, generations: Sequence[Generation]) -> bytes:
+        """The end of a stream: what it cost, where that was asked for."""
+        usage = {**self._frame(self.kind_of_part, []), "usage": _counts(generations)}
+        return (as_event(usage) if self._include_usage else b"") + b"data: [DONE]\n\n"
+
+    def _opening(self, index: int) -> dict[str, Any] | None:
+        raise NotImplementedError
+
+    def _added(self, index: int, chunk: Chunk) -> dict[str, Any]:
+        raise NotImplementedError
 
     def _choice(self, index: int, sample: Sample) -> dict[str, Any]:
         raise NotImplementedError
@@ -64,12 +82,11 @@ class ChatAnswer(_Answer):
 
     prefix, kind, kind_of_part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self, index: int) -> dict[str, Any]:
-        """The first part of a sample's stream: who speaks."""
+    def _opening(self, index: int) -> dict[str, Any]:
+        """Who speaks."""
         return self._part(index, {"role": "assistant", "content": ""}, None, None)
 
-    def part(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """What one step added to a sample."""
+    def _added(self, index: int, chunk: Chunk) -> dict[str, Any]:
         delta = {"content": chunk.text} if chunk.text or chunk.finish_reason is None else {}
         return self._part(index, delta, self._logprobs(chunk.logprobs), finish(chunk.finish_reason))
 
@@ -97,17 +114,18 @@ class TextAnswer(_Answer):
 
     prefix, kind, kind_of_part = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, piece: Piece, echoes: Sequence[str] = (), n: int = 1) -> None:
-        super().__init__(model, piece)
+    def __init__(
+        self, model: str, piece: Piece, include_usage: bool = False, echoes: Sequence[str] = (), n: int = 1
+    ) -> None:
+        super().__init__(model, piece, include_usage)
         self._echoes = echoes
         self._n = n
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The first part of a sample's stream: its prompt, where that was asked for."""
+    def _opening(self, index: int) -> dict[str, Any] | None:
+        """Its prompt, where that was asked for."""
         return self._part(index, self._echo(index), None, None) if self._echoes else None
 
-    def part(self, index: int, chunk: Chunk) -> dict[str, Any]:
-        """What one step added to a sample."""
+    def _added(self, index: int, chunk: Chunk) -> dict[str, Any]:
         return self._part(index, chunk.text, self._logprobs(chunk.logprobs), finish(chunk.finish_reason))
 
     def _part(self, index: int, text: str, logprobs: Any, finished: str | None) -> dict[str, Any]:

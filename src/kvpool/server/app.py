@@ -17,9 +17,12 @@ from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server.access import Access, Caller
 from kvpool.server.caching import CacheDesk
 from kvpool.server.completing import chat, complete, conversation_tokens
+from kvpool.server.exchange import Reception
 from kvpool.server.limits import Gate, Limits
+from kvpool.server.messages import Messages, converse
 from kvpool.server.metrics import Metrics
 from kvpool.server.problems import Problem, problem_of
+from kvpool.server.responses import Responses, respond
 from kvpool.server.schema import CacheQuery, ChatCompletions, Completions, Detokenize, Tokenize
 from kvpool.server.served import ServedModel
 from kvpool.version import __version__
@@ -38,6 +41,7 @@ class Server:
         self.gate = Gate(limits)
         self.metrics = Metrics(models)
         self.desk = CacheDesk()
+        self.reception = Reception(self.gate, self.metrics.latencies)
 
     def model(self, name: str) -> ServedModel:
         """The model of that name; the only one needs no name."""
@@ -168,12 +172,22 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatCompletions, caller: Caller = caller_of) -> Response:
         """Answers a conversation, as OpenAI's endpoint does."""
-        return await chat(request, body, server.model(body.model), caller, server.gate, server.metrics.latencies)
+        return await chat(request, body, server.model(body.model), caller, server.reception)
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: Completions, caller: Caller = caller_of) -> Response:
         """Continues prompts, as OpenAI's endpoint does."""
-        return await complete(request, body, server.model(body.model), caller, server.gate, server.metrics.latencies)
+        return await complete(request, body, server.model(body.model), caller, server.reception)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request, body: Responses, caller: Caller = caller_of) -> Response:
+        """Answers a conversation, as OpenAI's newer endpoint does."""
+        return await respond(request, body, server.model(body.model), caller, server.reception)
+
+    @app.post("/v1/messages")
+    async def messages(request: Request, body: Messages, caller: Caller = caller_of) -> Response:
+        """Answers a conversation, as Anthropic's endpoint does."""
+        return await converse(request, body, server.model(body.model), caller, server.reception)
 
     @app.post("/v1/embeddings")
     async def embeddings(caller: Caller = caller_of) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -12,12 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvpool.server.events import as_event
 from kvpool.server.problems import Problem
-
-
-def as_event(part: dict[str, Any]) -> bytes:
-    """One part as an event."""
-    return b"data: " + json.dumps(part, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
 
 
 class EventStream(Response):

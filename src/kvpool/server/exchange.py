@@ -1,0 +1,133 @@
+"""One exchange with a client: its prompts run, its answer goes out whole or as a stream, and what is left over ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvpool.engine.generation import Chunk
+from kvpool.engine.sampling.params import SamplingParams
+from kvpool.pools.arrays import Int32Array
+from kvpool.server.access import Caller
+from kvpool.server.answers import Writer
+from kvpool.server.limits import Gate
+from kvpool.server.metrics import Latencies
+from kvpool.server.parameters import request_options
+from kvpool.server.problems import Problem
+from kvpool.server.schema import Sampling
+from kvpool.server.served import LiveRequest, ServedModel
+from kvpool.server.streams import EventStream, unless_gone
+
+
+class Reception(NamedTuple):
+    """Where requests come in: how many may be under way, and how long they take."""
+
+    gate: Gate
+    latencies: Latencies
+
+
+class Exchange:
+    """One request of a client: its prompts run together, their samples are numbered one after the other."""
+
+    def __init__(
+        self,
+        request: Request,
+        body: Sampling,
+        model: ServedModel,
+        caller: Caller,
+        reception: Reception,
+        answer: Writer,
+    ) -> None:
+        self._request = request
+        self._body = body
+        self._model = model
+        self._caller = caller
+        self._gate = reception.gate
+        self._latencies = reception.latencies
+        self._answer = answer
+        self._running: list[LiveRequest] = []
+        self._stack = ExitStack()
+
+    async def run(self, prompts: Sequence[Int32Array], params: SamplingParams, **more: Any) -> Response:
+        """Queues the prompts and answers, at the end or while they go on; `more` is for the engine."""
+        for prompt in prompts:
+            if len(prompt) > self._gate.limits.prompt_tokens:
+                limit = self._gate.limits.prompt_tokens
+                raise Problem(
+                    400, f"the prompt has {len(prompt)} tokens, the limit is {limit}", code="context_length_exceeded"
+                )
+        self._enter(self._gate.passed(self._caller.key))
+        try:
+            self._enter(self._latencies.request())
+            options = request_options(self._body, self._caller) | more
+            for prompt in prompts:
+                self._running.append(self._model.start(prompt, params, **options))
+            if self._body.stream:
+                parts = self._events()
+                first = await anext(parts)  # what is refused at once is refused with a status
+                return EventStream(_after(first, parts), self._leave, self._gate.limits.send_seconds)
+            result = await unless_gone(self._request, self._whole())
+        except BaseException:
+            self._leave()
+            raise
+        self._leave()
+        return Response(status_code=499) if result is None else JSONResponse(result)
+
+    def _enter(self, context: AbstractContextManager[Any]) -> None:
+        self._stack.enter_context(context)
+
+    def _leave(self) -> None:
+        """The answer is over or nobody wants it: what still runs ends."""
+        for running in self._running:
+            running.cancel()
+        self._stack.close()
+
+    async def _whole(self) -> dict[str, Any]:
+        for running in self._running:
+            async for news in running:
+                self._latencies.tokens(running, news)
+        return self._answer.whole([running.generation for running in self._running])
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        """The events of the stream; those that come together go out together."""
+        async for number, news in _merged(self._running):
+            running = self._running[number]
+            self._latencies.tokens(running, news)
+            first = number * self._body.n
+            yield b"".join(self._answer.part(first + chunk.sample, chunk, running.generation) for chunk in news)
+        yield self._answer.end([running.generation for running in self._running])
+
+
+async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for part in rest:
+        yield part
+
+
+async def _merged(running: Sequence[LiveRequest]) -> AsyncIterator[tuple[int, list[Chunk]]]:
+    """The chunks of several requests as they come, with the number of each."""
+    if len(running) == 1:
+        async for news in running[0]:
+            yield 0, news
+        return
+    streams = {number: one.__aiter__() for number, one in enumerate(running)}
+    waiting = {asyncio.ensure_future(anext(stream)): number for number, stream in streams.items()}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                number = waiting.pop(task)
+                try:
+                    news = task.result()
+                except StopAsyncIteration:
+                    continue
+                yield number, news
+                waiting[asyncio.ensure_future(anext(streams[number]))] = number
+    finally:
+        for task in waiting:
+            task.cancel()

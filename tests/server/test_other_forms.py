@@ -1,0 +1,111 @@
+"""OpenAI's responses and Anthropic's messages, by their own clients, against a real server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+from live import Live
+
+SAID = "w5 w6 w7 w8 w9 w10 w11"
+TURNS = [{"role": "user", "content": SAID}]
+GREEDY = {"temperature": 0}  # which this client does not name
+
+
+@pytest.fixture
+def claude(live: Live) -> Iterator[Any]:
+    """Anthropic's own client."""
+    with anthropic.Anthropic(base_url=live.url, api_key="none", max_retries=0, timeout=30) as made:
+        yield made
+
+
+def chat_text(client: Any, messages: Any = TURNS, **wanted: Any) -> str:
+    """What the chat endpoint answers."""
+    answer = client.chat.completions.create(model="tiny", messages=messages, temperature=0, **wanted)
+    return str(answer.choices[0].message.content)
+
+
+# --- responses --------------------------------------------------------------------------------------------------------
+
+
+def test_given_an_input_then_the_response_is_the_chats_answer(client: Any) -> None:
+    answer = client.responses.create(model="tiny", input=SAID, max_output_tokens=4, temperature=0)
+    assert answer.output_text == chat_text(client, max_completion_tokens=4)
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert answer.usage.output_tokens == 4
+
+
+def test_given_instructions_then_they_are_the_system_message(client: Any) -> None:
+    answer = client.responses.create(model="tiny", input=TURNS, instructions="w3", max_output_tokens=3, temperature=0)
+    messages = [{"role": "system", "content": "w3"}, *TURNS]
+    assert answer.output_text == chat_text(client, messages, max_completion_tokens=3)
+
+
+def test_given_a_streamed_response_then_its_events_make_the_whole(client: Any) -> None:
+    text, kinds, last = "", [], None
+    for event in client.responses.create(model="tiny", input=SAID, max_output_tokens=4, temperature=0, stream=True):
+        kinds.append(event.type)
+        if event.type == "response.output_text.delta":
+            text += event.delta
+        last = event
+    assert kinds[:4] == [
+        *("response.created", "response.in_progress", "response.output_item.added", "response.content_part.added")
+    ]
+    assert kinds[-1] == "response.incomplete"
+    assert last is not None
+    assert last.response.output_text == text == chat_text(client, max_completion_tokens=4)
+
+
+def test_given_a_previous_response_then_it_is_refused_with_the_remedy(client: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="send the conversation as input"):
+        client.responses.create(model="tiny", input=SAID, previous_response_id="resp_1")
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def test_given_messages_then_the_answer_is_the_chats(client: Any, claude: Any) -> None:
+    answer = claude.messages.create(model="tiny", max_tokens=4, system="w3", messages=TURNS, extra_body=GREEDY)
+    messages = [{"role": "system", "content": "w3"}, *TURNS]
+    assert answer.content[0].text == chat_text(client, messages, max_completion_tokens=4)
+    assert (answer.role, answer.stop_reason, answer.usage.output_tokens) == ("assistant", "max_tokens", 4)
+
+
+def test_given_streamed_messages_then_the_client_builds_the_whole(client: Any, claude: Any) -> None:
+    with claude.messages.stream(model="tiny", max_tokens=4, messages=TURNS, extra_body=GREEDY) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == final.content[0].text == chat_text(client, max_completion_tokens=4)
+    assert (final.stop_reason, final.usage.output_tokens) == ("max_tokens", 4)
+
+
+def test_given_a_stop_sequence_then_the_answer_names_it(claude: Any) -> None:
+    answer = claude.messages.create(
+        model="tiny", max_tokens=8, messages=TURNS, stop_sequences=["w42"], extra_body={"logit_bias": {"42": 100}}
+    )
+    assert (answer.stop_reason, answer.stop_sequence, answer.content[0].text.strip()) == ("stop_sequence", "w42", "")
+
+
+def test_given_a_repeated_conversation_then_usage_tells_what_was_read_from_the_cache(claude: Any) -> None:
+    usages = [claude.messages.create(model="tiny", max_tokens=1, messages=TURNS).usage for _ in range(2)]
+    assert [usage.cache_read_input_tokens for usage in usages] == [0, 7]  # all but the last token, whose logits are wanted
+    assert usages[0].input_tokens == usages[1].input_tokens + 7
+
+
+def test_given_a_mark_then_what_stands_before_it_stays_when_room_is_needed(claude: Any, engine: Any) -> None:
+    marked = [{"type": "text", "text": "w5 w6 w7 w8 w9 w10 w11", "cache_control": {"type": "ephemeral", "ttl": "1h"}}]
+    claude.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": marked}])
+    claude.messages.create(
+        model="tiny", max_tokens=1, messages=[{"role": "user", "content": "w25 w26 w27 w28 w29 w30"}]
+    )
+    kept = {run.priority for run in engine.manager.cached_runs() if run.start == 0}
+    assert kept == {90, 35}
+
+
+def test_given_an_image_then_it_is_refused(claude: Any) -> None:
+    image = [{"type": "image", "source": {"type": "url", "url": "data:,"}}]
+    with pytest.raises(anthropic.BadRequestError, match="text only"):
+        claude.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": image}])
