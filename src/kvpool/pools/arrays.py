@@ -16,7 +16,18 @@ BoolArray: TypeAlias = npt.NDArray[np.bool_]
 
 MAX_TOKEN_ID = 2**31 - 1
 _INT32 = np.dtype(np.int32)
-_smallest = np.minimum.reduce  # array.min() without its wrapper, which costs more than the work on short prompts
+
+
+def smallest(array: npt.NDArray[Any]) -> int:
+    """The least number of an array that is not empty. On short arrays several times faster than `array.min()`."""
+    least: int = array.item(array.argmin())
+    return least
+
+
+def largest(array: npt.NDArray[Any]) -> int:
+    """The greatest number of an array that is not empty. On short arrays several times faster than `array.max()`."""
+    greatest: int = array.item(array.argmax())
+    return greatest
 
 
 def as_array(values: Any, name: str) -> npt.NDArray[Any]:
@@ -34,7 +45,7 @@ def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:
     dtype('int32')
     """
     array = tokens if isinstance(tokens, np.ndarray) else as_array(tokens, name)
-    if array.dtype is _INT32 and array.ndim == 1 and array.flags.c_contiguous and array.size and _smallest(array) >= 0:
+    if array.dtype is _INT32 and array.ndim == 1 and array.flags.c_contiguous and array.size and smallest(array) >= 0:
         return array
     if array.ndim != 1:
         raise InvalidArgumentError(f"{name} must be one-dimensional, got shape {array.shape}")
@@ -44,7 +55,7 @@ def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:
         raise InvalidArgumentError(f"{name} must hold integers, got dtype {array.dtype}; convert with .astype('int32')")
     if (array.dtype.itemsize > 4 or array.dtype.kind == "u") and int(array.max()) > MAX_TOKEN_ID:
         raise InvalidArgumentError(f"{name} holds {int(array.max())}; token ids must be below 2**31")
-    if array.dtype.kind == "i" and _smallest(array) < 0:
+    if array.dtype.kind == "i" and smallest(array) < 0:
         raise InvalidArgumentError(f"{name} holds {int(array.min())}; token ids cannot be negative")
     return np.ascontiguousarray(array, dtype=np.int32)
 

@@ -85,9 +85,8 @@ class BlockPool:
             raise OutOfBlocksError(
                 f"pool {self.index} on {self.tier.name} has {top} free blocks, {num_blocks} were asked for"
             )
-        ids = self._free[top - num_blocks : top][::-1].copy()
-        self.num_free = top - num_blocks
-        return ids
+        self.num_free = rest = top - num_blocks
+        return self._free[rest:top][::-1].copy() if not rest else self._free[top - 1 : rest - 1 : -1].copy()
 
     def take_counted(self, num_blocks: int) -> Int32Array:
         """`take` for blocks whose holders are all counted: each starts with one."""

@@ -254,7 +254,7 @@ class SequenceRows(Generic[TipT, HandleT]):
 
     def set_token_ids(self, row: int, tokens: Int32Array, num_cached: int) -> None:
         """Starts a row with the ids of its prompt: a copy, but for the first `num_cached`, which its path holds."""
-        self.history[row] = tokens[num_cached:].copy()
+        self.history[row] = tokens[num_cached:].copy() if num_cached else tokens.copy()
         self.history_start[row] = num_cached
         self.known[row] = self.num_history[row] = len(tokens)
 

@@ -8,7 +8,6 @@ the business of the other parts of `PrefixCache`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
@@ -19,16 +18,28 @@ from kvpool.scope import ReuseScope
 SHORT_RUN = 8192  # tokens up to which comparing copies of the bytes beats an array of differences
 
 
-class Match(NamedTuple):
+class Match:
     """What a prompt shares with the tree. `num_blocks` full blocks along `path`, then `num_partial` tokens of `partial`."""
 
-    root: Root | None
-    path: list[Node]
-    num_blocks: int
-    partial: Node | None = None  # the node that holds the block whose first `num_partial` tokens match
-    num_partial: int = 0
-    next_key: bytes | None = None  # the tokens of the first block that is not cached, if the path ends where it begins
-    num_recomputed: int = 0  # 1 if all is cached and the last token is computed again, only for its logits
+    __slots__ = ("next_key", "num_blocks", "num_partial", "num_recomputed", "partial", "path", "root")
+
+    def __init__(
+        self,
+        root: Root | None,
+        path: list[Node],
+        num_blocks: int,
+        partial: Node | None = None,
+        num_partial: int = 0,
+        next_key: bytes | None = None,
+        num_recomputed: int = 0,
+    ) -> None:
+        self.root = root
+        self.path = path
+        self.num_blocks = num_blocks
+        self.partial = partial  # the node that holds the block whose first `num_partial` tokens match
+        self.num_partial = num_partial
+        self.next_key = next_key  # the tokens of the first block that is not cached, if the path ends where it begins
+        self.num_recomputed = num_recomputed  # 1 if all is cached and the last token is computed again, for its logits
 
     def num_tokens(self, block_size: int) -> int:
         """Tokens that need not be computed."""

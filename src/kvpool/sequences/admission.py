@@ -32,18 +32,42 @@ class PrefixMatch(NamedTuple):
     last_logits: Any = None  # what was stored for exactly this prompt, see `store_last_logits`
 
 
-class AdmissionPlan(NamedTuple):
+class AdmissionPlan:
     """An admission, thought through: what is matched and what each GPU pool must supply."""
 
-    match: Match
-    num_hit_tokens: int
-    num_blocks: int
-    num_cross_blocks: int
-    needs: list[int]
-    supply: list[int]
-    fits: bool
-    evicts: bool  # something must be evicted first
-    last_logits: Any = None
+    __slots__ = (
+        "evicts",
+        "fits",
+        "last_logits",
+        "match",
+        "needs",
+        "num_blocks",
+        "num_cross_blocks",
+        "num_hit_tokens",
+        "supply",
+    )
+
+    def __init__(
+        self,
+        match: Match,
+        num_hit_tokens: int,
+        num_blocks: int,
+        num_cross_blocks: int,
+        needs: list[int],
+        supply: list[int],
+        fits: bool,
+        evicts: bool,
+        last_logits: Any = None,
+    ) -> None:
+        self.match = match
+        self.num_hit_tokens = num_hit_tokens
+        self.num_blocks = num_blocks
+        self.num_cross_blocks = num_cross_blocks
+        self.needs = needs
+        self.supply = supply
+        self.fits = fits
+        self.evicts = evicts  # something must be evicted first
+        self.last_logits = last_logits
 
 
 class AdmissionPlanner:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.pools.arrays import Int32Array, Int64Array, largest
 from kvpool.sequences.handle import KVCacheHandle
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class SequenceBatch:
         rows = self._state.rows
         kind = rows.group(group)
         counts = rows.num_blocks if kind.grows else rows.num_cross_blocks
-        columns = int(counts[self.selection].max()) if len(self.rows) else 0
+        columns = largest(counts[self.selection]) if len(self.rows) else 0
         table = rows.tables[group]
         if out is not None:
             _check_out(out, (len(self.rows), columns), "a padded table", exact=False)
@@ -130,7 +130,7 @@ class SequenceBatch:
             target[kind.hidden(np.arange(columns), starts)] = -1
         elif out is None:
             target = target.view()
-            target.flags.writeable = False
+            target.setflags(write=False)
         return out if out is not None else target
 
     @_consistent

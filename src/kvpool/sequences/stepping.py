@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.errors import InvalidArgumentError, SequenceStateError
-from kvpool.pools.arrays import Int32Array, Int64Array, as_array
+from kvpool.pools.arrays import Int32Array, Int64Array, as_array, largest
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
@@ -78,8 +78,9 @@ class Stepping:
         if len(crossing):
             targets = batch.rows[crossing]
             columns = rows.num_blocks[targets]
-            if int(columns.max()) >= rows.tables[0].shape[1]:
-                rows.ensure_columns(int(columns.max()) + 1)
+            longest = largest(columns) + 1
+            if longest > rows.tables[0].shape[1]:
+                rows.ensure_columns(longest)
             ids = self._take(batch, crossing)
             rows.tables[0][targets, columns] = ids
             rows.num_blocks[targets] = columns + 1
