@@ -46,6 +46,8 @@ from kvpool.engine.sampling.params import SamplingParams
 from kvpool.engine.settings import cache_fields, check_settings, scheduler_config
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.thread import EngineThread
+from kvpool.engine.tiering.link import TieringStats
+from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT, TierSettings
 from kvpool.errors import KVPoolError, SequenceStateError
 from kvpool.kernels.current_device import current, whole_device
 from kvpool.manager import KVCacheManager
@@ -56,6 +58,7 @@ from kvpool.scheduling import LinearCostModel, Request, Scheduler, SchedulerConf
 from kvpool.scope import ReuseScope
 from kvpool.stats import CacheStats
 from kvpool.storage import DataPlane
+from kvpool.tiers import KeyedTier
 
 Prompt = str | Sequence[int] | Int32Array
 USUAL = SamplingParams()  # as the model says; greedy where it says nothing
@@ -70,6 +73,7 @@ class EngineStats(NamedTuple):
     num_waiting: int
     num_running: int
     num_swapped: int
+    tiers: TieringStats | None = None
 
 
 class Engine:
@@ -108,6 +112,8 @@ class Engine:
         cache: Mapping[str, Any] | None = None,
         record: str | Path | None = None,
         model_defaults: bool = True,
+        tiers: Sequence[KeyedTier] | None = None,
+        tier_timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
         check_settings(
             cache,
@@ -125,6 +131,7 @@ class Engine:
             compile=compile,
             model_defaults=model_defaults,
         )
+        tier_settings = TierSettings(tiers, tier_timeout)
         config = scheduler_config(scheduler, draft_tokens)
         loaded = load_model(model, device=device, dtype=dtype)
         self.model = loaded.model
@@ -157,16 +164,21 @@ class Engine:
             )
             runner.warm_up()
             link = {"transfer_bytes_per_second": link_bytes_per_second(self.plane)} if host_bytes else {}
+            made = Scheduler(self.manager, config, LinearCostModel(**link))
+            self._tiers = tier_settings.link(self.model, self.config, made, self.plane)
             self._loop = EngineLoop(
-                Scheduler(self.manager, config, LinearCostModel(**link)),
+                made,
                 runner,
                 self.shape.vocab_size,
                 num_draft_tokens=draft_tokens,
                 overlap=overlap,
+                tiers=self._tiers,
             )
         self._recorder = None if record is None else TraceRecorder(record).attach(self.manager)
         self._closing = threading.Lock()
         self._thread = EngineThread(self._loop)  # which does not hold the engine
+        if self._tiers is not None:
+            self._tiers.tell = self._thread.tell
         self._requests = RequestMaker(
             self.tokenizer,
             self.shape.vocab_size,
@@ -248,10 +260,11 @@ class Engine:
 
     def _queue(self, generation: Generation, request: Request) -> None:
         """Hands a request to the engine's thread."""
+        prompt = None if self._tiers is None else self._tiers.prompt_keys(request)
 
         def add() -> None:
             try:
-                self._loop.add(generation, request)
+                self._loop.add(generation, request, prompt)
             except KVPoolError as error:
                 generation.end(error)
 
@@ -323,7 +336,12 @@ class Engine:
         scheduler = self._loop.scheduler
         counters = replace(scheduler.stats)
         return EngineStats(
-            self.manager.stats(), counters, scheduler.num_waiting, scheduler.num_running, scheduler.num_swapped
+            self.manager.stats(),
+            counters,
+            scheduler.num_waiting + self._loop.num_held,
+            scheduler.num_running,
+            scheduler.num_swapped,
+            None if self._tiers is None else self._tiers.stats(),
         )
 
     @property
@@ -345,6 +363,8 @@ class Engine:
             if self._recorder is not None:
                 self._recorder.close()
                 self._recorder = None
+            if self._tiers is not None:
+                self._tiers.close()
             self.plane.close()
             self._loop.runner.close()
 

@@ -24,11 +24,13 @@ from kvpool.engine.sampling.beams import BeamSearch, Ranking
 from kvpool.engine.sampling.choosing import Sampled
 from kvpool.engine.sampling.speculation import propose
 from kvpool.engine.sampling.step_sampling import StepSampler, logprob_of
+from kvpool.engine.tiering.link import TierLink
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
 from kvpool.kernels.current_device import whole_device
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
+from kvpool.tiers.planning import PromptKeys
 
 log = logging.getLogger("kvpool")
 
@@ -58,6 +60,7 @@ class EngineLoop:
         *,
         num_draft_tokens: int = 0,
         overlap: bool | None = None,
+        tiers: TierLink | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -71,15 +74,38 @@ class EngineLoop:
         self._last_finish = 0.0
         on_gpu = runner.device.type == "cuda"
         self.overlap = on_gpu and not num_draft_tokens if overlap is None else overlap
+        self.tiers = tiers
+        if tiers is not None:
+            tiers.enqueue = self.enqueue
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work or bool(self._flying)
 
+    @property
+    def num_held(self) -> int:
+        """Requests that wait for their prefix outside the scheduler."""
+        return 0 if self.tiers is None else self.tiers.num_held
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until `tend` has something to do; None: until something else happens."""
+        return None if self.tiers is None else self.tiers.patience
+
+    def tend(self) -> None:
+        """Between two steps: requests that waited too long for their prefix go on without it."""
+        if self.tiers is not None:
+            self.tiers.tend()
+
     # --- requests ----------------------------------------------------------------------------------------------------
 
-    def add(self, generation: Generation, request: Request) -> None:
-        """Queues a request; raises if it can never run."""
+    def add(self, generation: Generation, request: Request, prompt: PromptKeys | None = None) -> None:
+        """Queues a request, once its prefix has come from tiers if its keys are given; raises if it can never run."""
+        if prompt is None or self.tiers is None or not self.tiers.hold(generation, request, prompt):
+            self.enqueue(generation, request)
+
+    def enqueue(self, generation: Generation, request: Request) -> None:
+        """Hands a request to the scheduler; raises if it can never run."""
         self.scheduler.add(request)
         self._register(generation, request)
 
@@ -107,6 +133,8 @@ class EngineLoop:
 
     def cancel(self, generation: Generation) -> None:
         """Ends a request that is not over; nothing happens if it is."""
+        if self.tiers is not None:
+            self.tiers.release(generation)
         if self._runs(generation):
             self._end(self.scheduler.cancel(generation.id))
 
@@ -121,6 +149,9 @@ class EngineLoop:
         self._generations.clear()
         self._beams.clear()
         self._flying.clear()
+        if self.tiers is not None:
+            self.tiers.fail(error)
+            self.tiers.close()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
@@ -128,6 +159,8 @@ class EngineLoop:
     def step(self) -> None:
         """Launches the next step, and finishes the one before it (or this one, where steps do not overlap)."""
         plan = self.scheduler.step()
+        if self.tiers is not None:
+            self.tiers.planned(plan)
         try:
             launched = self._launch(plan)
         except Exception as error:
@@ -229,6 +262,8 @@ class EngineLoop:
         if launched.ready is not None:
             launched.ready.synchronize()
         self._observe(launched)
+        if self.tiers is not None:
+            self.tiers.collect(plan)
         if launched.sampled is None:
             result = self.scheduler.complete(plan)
         else:
@@ -244,7 +279,10 @@ class EngineLoop:
         """Tells the cost model how long a step took: since it began, or since the one before it was over."""
         now = time.perf_counter()
         if launched.sampled is not None and not launched.plan.copies:
-            self.scheduler.observe(launched.plan, now - max(launched.began, self._last_finish))
+            seconds = now - max(launched.began, self._last_finish)
+            self.scheduler.observe(launched.plan, seconds)
+            if self.tiers is not None:
+                self.tiers.observe(launched.plan, seconds)
         self._last_finish = now
 
     def _chosen(self, launched: _Launched) -> tuple[Int32Array, Int64Array, Int64Array]:
@@ -337,6 +375,8 @@ class EngineLoop:
 
     def _end(self, done: Finished, failure: KVPoolError | None = None) -> None:
         """A request is over, by itself or because of a failure."""
+        if self.tiers is not None:
+            self.tiers.ended(done.request.id)
         generation = self._generations.pop(done.request.id, None)
         if generation is None:
             return

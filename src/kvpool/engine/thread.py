@@ -116,7 +116,7 @@ class EngineThread:
         with self._wake:
             self._abandoned = True
             self._wake.notify_all()
-            is_idle = not self._has_work
+            is_idle = not self._has_work and not self._loop.num_held
         if is_idle and self._thread is not None and not self.is_current:
             self._thread.join(_EXIT_SECONDS)
 
@@ -130,6 +130,7 @@ class EngineThread:
                     while self._inbox:
                         self._inbox[0].run()  # whoever waits for it is told of a failure as long as it is in the inbox
                         self._inbox.popleft()
+                    self._loop.tend()
                     if self._loop.has_work:
                         self._loop.step()
         except BaseException as error:
@@ -145,12 +146,13 @@ class EngineThread:
     def _waited_for_work(self) -> bool:
         """Waits until there is something to do; False at the end."""
         with self._wake:
-            self._wake.wait_for(lambda: self._has_work or self._closed.is_set() or self._abandoned)
+            while not (self._has_work or self._closed.is_set() or (self._abandoned and not self._loop.num_held)):
+                self._wake.wait(self._loop.patience)
             return self._has_work and not self._closed.is_set()
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._inbox) or self._loop.has_work
+        return bool(self._inbox) or self._loop.has_work or self._loop.patience == 0.0
 
 
 @atexit.register

@@ -31,7 +31,7 @@ from kvpool.errors import (
     UnknownRequestError,
 )
 from kvpool.manager import KVCacheManager
-from kvpool.pools.arrays import Int32Array, Int64Array, as_array, as_count, as_token_array
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, as_count, as_token_array
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.costs.linear import CostModel, LearningCostModel, LinearCostModel
 from kvpool.scheduling.request import (
@@ -289,6 +289,10 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Counters, live."""
         return self._roster.stats
+
+    def current_rows(self, plan: BatchPlan) -> BoolArray:
+        """Rows of a plan in flight whose sequence has not left the GPU since: its blocks hold what the plan computes."""
+        return _check_plan(plan).current_rows(self._roster.running.departures)
 
     def sequences(self, request_id: Hashable) -> tuple[ScheduledSequence, ...]:
         """The sequences of a request that is not over."""

@@ -85,6 +85,15 @@ class BatchPlan:
         assert self.manager is not None
         return self.manager.batch([sequence.live_handle() for sequence in self.sequences])
 
+    def current_rows(self, departures: int) -> BoolArray:
+        """Rows whose sequence has not left the GPU since; `departures` are those that the scheduler counts now."""
+        current = np.ones(len(self.sequences), np.bool_)
+        if self.departures != departures:
+            current[:] = [sequence.is_running for sequence in self.sequences]
+            for row, residence in enumerate(self.chunk_residences, self.num_decode):
+                current[row] &= self.sequences[row].residence == residence
+        return current
+
     def seconds(self, costs: CostModel, config: KVCacheConfig) -> float:
         """What a cost model expects of this step: for simulated time."""
         seconds = costs.transfer_seconds(transferred_bytes(self.copies, config))

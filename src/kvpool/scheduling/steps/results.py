@@ -79,7 +79,7 @@ class Results:
 
     def _apply_by_row(self, rows: Int64Array, counts: Int64Array) -> None:
         plan = self.plan
-        current = self._current_rows()
+        current = plan.current_rows(self.running.departures)
         has_drafts = plan.num_drafts > 0
         self._commit_decode(current[: plan.num_decode] & ~has_drafts[: plan.num_decode])
         self._commit_chunks(current)
@@ -90,16 +90,6 @@ class Results:
             first = np.cumsum(counts) - counts
             self._advance(rows[simple], self.tokens[first[simple]])
             self._advance_singly(rows[~simple], first[~simple], counts[~simple], current)
-
-    def _current_rows(self) -> BoolArray:
-        """Rows whose sequence has not left the GPU since the plan was made."""
-        plan = self.plan
-        current = np.ones(len(plan.sequences), np.bool_)
-        if plan.departures != self.running.departures:
-            current[:] = [sequence.is_running for sequence in plan.sequences]
-            for row, residence in enumerate(plan.chunk_residences, plan.num_decode):
-                current[row] &= plan.sequences[row].residence == residence
-        return current
 
     # --- commit ------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,104 @@
+"""What steps computed goes to tiers: every block of a live request once it is full, before its windows move on.
+
+Blocks are copied to staging memory at once, in the order of the device, so that nobody has to keep them; the rest happens in
+the background. Decoding pays for it only in steps in which a sequence fills a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvpool.pools.arrays import Int32Array
+from kvpool.prefix.digests import root_digest
+from kvpool.scheduling import BatchPlan, ScheduledSequence, Scheduler
+from kvpool.storage import DataPlane
+from kvpool.tiers.planning import BlockKeys
+from kvpool.tiers.storing import Storer
+
+BATCH_BYTES = 2**25  # that go to a tier in one call
+
+
+@dataclass
+class _Progress:
+    """How many blocks of a sequence were offered, and the digest of the last one."""
+
+    num_blocks: int
+    digest: bytes
+
+
+class _Offer(NamedTuple):
+    """Blocks of one layer group that some tier lacks."""
+
+    group: int
+    keys: list[bytes]
+    ids: list[int]
+
+
+class Collector:
+    """Offers full blocks to tiers, each once per request."""
+
+    def __init__(self, scheduler: Scheduler, plane: DataPlane, keys: BlockKeys, storer: Storer) -> None:
+        self._scheduler = scheduler
+        self._plane = plane
+        self._keys = keys
+        self._storer = storer
+        self._progress: dict[Hashable, dict[int, _Progress]] = {}  # by request and sample
+
+    def collect(self, plan: BatchPlan) -> None:
+        """A step has run and is about to be completed: takes the blocks that it filled."""
+        size = self._keys.block_size
+        counts = np.diff(plan.query_start)
+        filled = plan.kv_lengths // size > (plan.kv_lengths - counts) // size
+        rows = np.flatnonzero(filled & self._scheduler.current_rows(plan)) if filled.any() else ()
+        for row in rows:
+            self._collect_sequence(plan.sequences[int(row)], int(plan.kv_lengths[int(row)]))
+
+    def _collect_sequence(self, sequence: ScheduledSequence, num_written: int) -> None:
+        handle = sequence.live_handle()
+        if not handle.publishes or sequence.group.is_finished:
+            return
+        tokens = self._scheduler.token_ids(sequence)  # without drafts, which may be rejected
+        progress = self._progress_of(sequence)
+        start, stop = progress.num_blocks, min(num_written, len(tokens)) // self._keys.block_size
+        if stop <= start:
+            return
+        size = self._keys.block_size
+        digests = self._keys.digests(progress.digest, tokens[start * size : stop * size])
+        progress.num_blocks, progress.digest = stop, digests[-1]
+        for group, keys in zip(self._keys.groups, self._keys.of_digests(digests), strict=True):
+            ids = handle.block_ids(group.index)[start:stop].tolist()
+            wanted = [i for i, key in enumerate(keys) if ids[i] >= 0 and self._storer.wants(key)]
+            step = max(1, BATCH_BYTES // group.block_bytes)
+            for at in range(0, len(wanted), step):
+                part = wanted[at : at + step]
+                self._send(_Offer(group.index, [keys[i] for i in part], [ids[i] for i in part]), group.block_bytes)
+
+    def _progress_of(self, sequence: ScheduledSequence) -> _Progress:
+        of_request = self._progress.setdefault(sequence.request.id, {})
+        found = of_request.get(sequence.index)
+        if found is None:
+            found = of_request[sequence.index] = _Progress(0, root_digest(sequence.request.scope))
+        return found
+
+    def _send(self, offer: _Offer, block_bytes: int) -> None:
+        """Copies blocks to staging memory and has them stored."""
+        stage = self._storer.take_memory(len(offer.ids) * block_bytes, len(offer.ids))
+        if stage is None:
+            return
+        rows = stage.data.reshape(len(offer.ids), block_bytes)
+        blocks: Int32Array = np.array(offer.ids, np.int32)
+        try:
+            wait: Callable[[], None] = self._plane.read_blocks(blocks, offer.group, torch.from_numpy(rows))
+        except BaseException:
+            stage.release()
+            raise
+        self._storer.store(offer.keys, list(rows), stage, wait)
+
+    def forget(self, request_id: Hashable) -> None:
+        """A request is over."""
+        self._progress.pop(request_id, None)

@@ -1,0 +1,350 @@
+"""TierLink: an engine and its keyed tiers. Read this first.
+
+A request, as it meets tiers (all of this in the engine's thread, but for what `Fetcher` and `Storer` do in theirs):
+
+    hold        its prefix is not all cached: it waits outside the scheduler's queue while tiers are asked
+    _arrived    what came is written into blocks and leased (`Importer`); the request goes to the scheduler
+    planned     it was admitted: its lease ends
+    collect     every step: blocks that are full now are copied and go to tiers (`Collector`)
+
+A request never waits longer than `timeout`, whatever tiers do, and no longer than computing its prefix would take once
+that is known. Requests that miss the same block wait for one load.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvpool.engine.generation import Generation
+from kvpool.engine.tiering.collecting import Collector
+from kvpool.engine.tiering.importing import Importer, Lease, Leases
+from kvpool.errors import KVPoolError
+from kvpool.scheduling import BatchPlan, Request, Scheduler
+from kvpool.storage import DataPlane
+from kvpool.tiers.contract import KeyedTier, TierStats
+from kvpool.tiers.deciding import Decider, DecisionStats
+from kvpool.tiers.fetching import Fetch, Fetcher, FetchStats
+from kvpool.tiers.lanes import Lane
+from kvpool.tiers.planning import BlockKeys, PromptKeys
+from kvpool.tiers.staging import Bytes, StagingMemory, page_aligned
+from kvpool.tiers.storing import Storer, StoreStats
+from kvpool.tiers.watching import WatchedTier
+
+FETCH_THREADS = 2
+MAX_HELD = 256  # requests; more are not held but computed
+STAGING_BYTES = 2**28  # each for what comes and for what goes
+FLUSH_SECONDS = 5.0  # that closing waits for blocks on their way
+GRACE_SECONDS = 0.1  # for threads that are late; then their request goes on without them
+SHORTEST_WAIT = 0.05
+
+log = logging.getLogger("kvpool")
+Tell = Callable[[Callable[[], None], Callable[[KVPoolError], None]], None]
+
+
+class MeasuredTier(NamedTuple):
+    """One tier: its own counters, and how fast it was of late."""
+
+    stats: TierStats
+    latency: float
+    bytes_per_second: float
+
+
+class TieringStats(NamedTuple):
+    """One look at the tiers of an engine."""
+
+    tiers: tuple[MeasuredTier, ...]
+    decisions: DecisionStats
+    fetches: FetchStats
+    stores: StoreStats
+    held: int  # requests that wait for their prefix
+    joined: int  # that waited for a load of another request
+    timed_out: int  # that stopped waiting
+    crowded: int  # that were computed because too many waited
+    prompt_tokens_loaded: int
+    imports: int
+    imports_without_room: int
+    leases: tuple[Lease, ...]
+    blocks_waiting: int  # on their way into tiers
+    staging_bytes: int  # in use
+
+
+class _Held:
+    """A request that waits for its prefix."""
+
+    def __init__(self, generation: Generation, request: Request, prompt: PromptKeys, arrival: float) -> None:
+        self.generation = generation
+        self.request = request
+        self.prompt = prompt
+        self.arrival = arrival  # by the scheduler's clock
+        self.due = 0.0  # when it stops waiting; 0: not decided yet
+        self.missing: list[bytes] = []  # keys for which others wait on this one
+        self.followers: list[_Held] = []
+        self.is_over = False
+
+
+class TierLink:
+    """Joins one engine to keyed tiers, fastest first. `close` closes those that are `owned`."""
+
+    def __init__(
+        self,
+        tiers: Sequence[KeyedTier],
+        keys: BlockKeys,
+        scheduler: Scheduler,
+        plane: DataPlane,
+        *,
+        timeout: float,
+        owned: Sequence[KeyedTier] = (),
+    ) -> None:
+        self.keys = keys
+        self.timeout = timeout
+        self.enqueue: Callable[[Generation, Request], None] = lambda generation, request: None  # set by the loop
+        self.tell: Tell = lambda run, fail: run()  # set by the engine: into its thread
+        self._owned = tuple(owned)
+        self._scheduler = scheduler
+        self._manager = scheduler.manager
+        allocate = _pinned if plane.device.type == "cuda" else page_aligned
+        self._copies_at_once = plane.device.type == "cpu"
+        self._watched = [WatchedTier(tier) for tier in tiers]
+        self._decider = Decider(len(tiers))
+        self._storer = Storer(self._watched, StagingMemory(STAGING_BYTES, allocate))
+        self._memory = StagingMemory(STAGING_BYTES, allocate)
+        self._fetcher = Fetcher(self._watched, keys.groups, keys.block_size, self._decider, self._memory, self._storer)
+        self._lane = Lane("fetch", FETCH_THREADS, MAX_HELD)
+        self._importer = Importer(self._manager, plane, keys)
+        self._collector = Collector(scheduler, plane, keys, self._storer)
+        self._leases = Leases(self._manager)
+        self._held: dict[Hashable, _Held] = {}
+        self._leaders: dict[bytes, _Held] = {}
+        self._joined = self._timed_out = self._crowded = 0
+        self._tokens_loaded = self._imports = self._no_room = 0
+        self._closed = False
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def prompt_keys(self, request: Request) -> PromptKeys:
+        """The keys of a prompt. Costs about 2 µs a block, so callers compute it in their own thread."""
+        return self.keys.of_prompt(request.prompt, request.scope)
+
+    def hold(self, generation: Generation, request: Request, prompt: PromptKeys) -> bool:
+        """Keeps a request back while its prefix is fetched; False: there is nothing to wait for."""
+        return self._hold(_Held(generation, request, prompt, self._scheduler.clock()))
+
+    def _hold(self, held: _Held) -> bool:
+        prompt, size = held.prompt, self.keys.block_size
+        first = self._manager.match_prefix(held.request.prompt, held.request.scope).num_blocks
+        missing = (prompt.num_blocks - first) * size
+        if missing <= 0 or self._closed or self._is_stuck():
+            return False
+        now = time.monotonic()
+        if not held.due:
+            computing = self._decider.compute_seconds(missing)
+            wait = self.timeout if computing is None else min(self.timeout, max(SHORTEST_WAIT, computing))
+            held.due = now + wait
+        elif held.due <= now:
+            return False
+        leader = self._leaders.get(prompt.keys[0][first])
+        if leader is not None:
+            self._joined += 1
+            leader.followers.append(held)
+            self._held[held.request.id] = held
+            return True
+        worth = self._decider.is_worth_looking(missing)
+        if not worth and not self._decider.is_time_to_look():
+            return False
+        fetch = Fetch(prompt, first, held.due)
+        if not worth:  # measured again, beside the request
+            self._lane.submit(partial(self._fetcher.run, fetch, Fetch.release), fetch.release)
+            return False
+        if not self._lane.submit(partial(self._fetcher.run, fetch, partial(self._tell_arrived, held)), fetch.release):
+            self._crowded += 1
+            return False
+        held.missing = prompt.keys[0][first:]
+        for key in held.missing:
+            self._leaders.setdefault(key, held)
+        self._held[held.request.id] = held
+        return True
+
+    def _is_stuck(self) -> bool:
+        """Whether no thread is left to fetch: all of them are in calls that do not come back."""
+        return sum(watched.num_hung for watched in self._watched) >= FETCH_THREADS
+
+    def _tell_arrived(self, held: _Held, fetch: Fetch) -> None:
+        """In a thread that fetches: hands over to the engine's."""
+        try:
+            self.tell(partial(self._arrived, held, fetch), lambda error: fetch.release())
+        except KVPoolError:  # the engine has ended
+            fetch.release()
+
+    def _arrived(self, held: _Held, fetch: Fetch) -> None:
+        if held.is_over:
+            fetch.release()
+            return
+        if fetch.num_blocks > fetch.first:
+            self._import(held.request, fetch)
+        else:
+            fetch.release()
+        self._let_go(held)
+
+    def _import(self, request: Request, fetch: Fetch) -> None:
+        handle, waits = self._importer.bring(request, fetch)
+        if handle is None:
+            self._no_room += 1
+        else:
+            self._imports += 1
+            self._tokens_loaded += (fetch.num_blocks - fetch.first) * self.keys.block_size
+            self._leases.keep(request.id, handle)
+        assert fetch.decision is not None
+        waited = time.monotonic() - fetch.began
+        self._decider.observe_wait(fetch.decision, fetch.num_bytes, waited, fetch.loading_seconds)
+        release = partial(_release_after, waits, fetch)
+        if self._copies_at_once or not self._lane.submit(release, release):
+            release()
+
+    def _let_go(self, held: _Held) -> None:
+        """The request goes to the scheduler; those that waited for its load look again."""
+        followers = self._forget(held)
+        try:
+            self.enqueue(held.generation, replace(held.request, arrival=held.arrival))
+        except KVPoolError as error:
+            held.generation.end(error)
+        for follower in followers:
+            if follower.is_over:
+                continue
+            self._held.pop(follower.request.id, None)
+            if not self._hold(follower):
+                self._let_go(follower)
+
+    def _forget(self, held: _Held) -> list[_Held]:
+        held.is_over = True
+        self._held.pop(held.request.id, None)
+        for key in held.missing:
+            if self._leaders.get(key) is held:
+                del self._leaders[key]
+        followers, held.followers = held.followers, []
+        return followers
+
+    def release(self, generation: Generation) -> None:
+        """Stops waiting for the prefix of a request, if it is held: it is about to be cancelled."""
+        held = self._held.get(generation.id)
+        if held is not None and held.generation is generation:
+            self._let_go(held)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until a held request stops waiting; None: none is held."""
+        if not self._held:
+            return None
+        first = min(held.due for held in self._held.values())
+        return max(0.0, first + GRACE_SECONDS - time.monotonic())
+
+    def tend(self) -> None:
+        """Lets requests go on whose prefix did not come in time."""
+        if not self._held:
+            return
+        late = time.monotonic() - GRACE_SECONDS
+        for held in [held for held in self._held.values() if held.due <= late]:
+            if not held.is_over:
+                self._timed_out += 1
+                self._let_go(held)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def planned(self, plan: BatchPlan) -> None:
+        """A step was planned: requests that were admitted need their leases no more, and nobody waits because of leases."""
+        if not len(self._leases):
+            return
+        for sequence in plan.admitted:
+            self._leases.end(sequence.request.id)
+        if plan.is_empty or plan.preempted:
+            self._leases.end_all()
+
+    def observe(self, plan: BatchPlan, seconds: float) -> None:
+        """A step took this long: what it computed of prompts tells what loading must beat."""
+        num_tokens = plan.num_prefill_tokens
+        if num_tokens >= self.keys.block_size and 2 * num_tokens >= plan.num_tokens:
+            self._decider.observe_prompt(num_tokens, seconds)
+
+    def collect(self, plan: BatchPlan) -> None:
+        """A step has run and is about to be completed."""
+        if self._closed:
+            return
+        try:
+            self._collector.collect(plan)
+        except Exception:
+            log.exception("blocks could not be copied for tiers; they are not stored")
+
+    def ended(self, request_id: Hashable) -> None:
+        """A request is over."""
+        self._leases.end(request_id)
+        self._collector.forget(request_id)
+
+    # --- looking at it, ending it ------------------------------------------------------------------------------------
+
+    def stats(self) -> TieringStats:
+        """Counters of everything here, and of each tier."""
+        measured = zip(self._watched, self._decider.speeds, strict=True)
+        return TieringStats(
+            tuple(MeasuredTier(watched.tier.stats(), speed.latency, speed.bytes_per_second) for watched, speed in measured),
+            self._decider.stats(),
+            self._fetcher.stats(),
+            self._storer.stats(),
+            len(self._held),
+            self._joined,
+            self._timed_out,
+            self._crowded,
+            self._tokens_loaded,
+            self._imports,
+            self._no_room,
+            self._leases.view(),
+            self._storer.num_waiting,
+            self._memory.lent_bytes + self._storer.memory.lent_bytes,
+        )
+
+    def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
+        """Waits until everything on its way into tiers is there, for so long at most; whether it is. From any thread."""
+        return self._storer.flush(seconds)
+
+    def fail(self, error: KVPoolError) -> None:
+        """Ends every request that waits."""
+        for held in list(self._held.values()):
+            held.is_over = True
+            held.generation.end(error)
+        self._held.clear()
+        self._leaders.clear()
+
+    def close(self) -> None:
+        """Stores what is on its way, for a few seconds at most, and ends threads and owned tiers. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._leases.end_all()
+        self._lane.stop(0.0)
+        self._storer.close(FLUSH_SECONDS)
+        self._lane.stop(self.timeout + GRACE_SECONDS)
+        for tier in self._owned:
+            tier.close()
+
+
+def _release_after(waits: Sequence[Callable[[], None]], fetch: Fetch) -> None:
+    """Gives fetched bytes back when the device has read them."""
+    for wait in waits:
+        wait()
+    fetch.release()
+
+
+def _pinned(num_bytes: int) -> Bytes:
+    """Page-locked memory, which a GPU reads by itself."""
+    found: Bytes = torch.empty(max(1, num_bytes), dtype=torch.uint8, pin_memory=True).numpy()[:num_bytes]
+    return np.asarray(found)

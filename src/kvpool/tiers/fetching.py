@@ -1,0 +1,254 @@
+"""A prefix on its way from tiers: looked up, weighed against computing it, loaded into staging memory, checked for gaps.
+
+Runs in background threads, while the request waits outside the scheduler. Whatever goes wrong leaves a shorter prefix, or
+none.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpool.config import LayerGroup
+from kvpool.pools.arrays import Int64Array
+from kvpool.tiers.contract import Outcome
+from kvpool.tiers.deciding import Decider, Decision
+from kvpool.tiers.planning import (
+    HERE,
+    NOWHERE,
+    Option,
+    PromptKeys,
+    Sources,
+    prefix_options,
+    read_columns,
+    usable_blocks,
+)
+from kvpool.tiers.staging import Bytes, StagingMemory
+from kvpool.tiers.storing import SharedStage, Storer
+from kvpool.tiers.watching import WatchedTier
+
+PROBE_BLOCKS = 4
+_MARK_BYTES = 16
+_ALIGNMENT = 4096
+_SHORTEST_CALL = 0.001
+
+
+class GroupRows(NamedTuple):
+    """Blocks of one layer group that were loaded: their columns, and their bytes, [block, byte]."""
+
+    columns: Int64Array
+    rows: Bytes
+
+
+@dataclass
+class Fetch:
+    """The prefix of one request: what is asked for, and what came of it. `release` it when the bytes are used."""
+
+    prompt: PromptKeys
+    first: int  # blocks that the cache has already
+    due: float  # when the request stops waiting, by `time.monotonic`
+    began: float = dataclass_field(default_factory=time.monotonic)
+    decision: Decision | None = None
+    num_blocks: int = 0  # of the prefix that can be had now; `first` or less: nothing was loaded
+    groups: list[GroupRows] = dataclass_field(default_factory=list)
+    loading_seconds: float = 0.0  # that tiers took
+    num_bytes: int = 0
+    stage: SharedStage | None = None
+
+    def release(self) -> None:
+        """The bytes are not needed any more."""
+        stage, self.stage = self.stage, None
+        self.groups = []
+        if stage is not None:
+            stage.release()
+
+
+@dataclass
+class FetchStats:
+    """Prefixes that were looked for since the engine was made."""
+
+    lookups: int = 0
+    found: int = 0  # look-ups that a tier could help with
+    no_memory: int = 0  # given up because staging memory was in use
+    incomplete: int = 0  # loads of which something was missing, broken or late
+    skipped_tiers: int = 0  # not asked because an earlier call to them hangs
+
+
+class Fetcher:
+    """Fetches prefixes from tiers, fastest first. Several threads call `run`."""
+
+    def __init__(
+        self,
+        tiers: Sequence[WatchedTier],
+        groups: Sequence[LayerGroup],
+        block_size: int,
+        decider: Decider,
+        memory: StagingMemory,
+        storer: Storer,
+    ) -> None:
+        self.tiers = tiers
+        self.groups = groups
+        self.block_size = block_size
+        self.decider = decider
+        self.memory = memory
+        self.storer = storer
+        self._stats = FetchStats()
+
+    def run(self, fetch: Fetch, done: Callable[[Fetch], None]) -> None:
+        """Fetches, and calls `done` exactly once, whatever happens."""
+        sources: list[Sources] = []
+        try:
+            sources = self._look_up(fetch)
+            looked = time.monotonic() - fetch.began
+            self._load(fetch, sources)
+            self.decider.observe_lookup(looked, fetch.num_blocks > fetch.first)
+        except BaseException:
+            fetch.release()
+            fetch.num_blocks = fetch.first
+            raise
+        finally:
+            done(fetch)
+        if fetch.decision is not None and fetch.decision.probe:
+            self._probe(fetch, sources)
+
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def _look_up(self, fetch: Fetch) -> list[Sources]:
+        """Where the blocks are: the first tier that has each of them."""
+        self._stats.lookups += 1
+        prompt = fetch.prompt
+        sources = [np.full(prompt.num_blocks, NOWHERE, np.int16) for _ in self.groups]
+        for of_group in sources:
+            of_group[: fetch.first] = HERE
+        for index, watched in enumerate(self.tiers):
+            places = [(g, int(c)) for g, of_group in enumerate(sources) for c in np.flatnonzero(of_group == NOWHERE)]
+            if not places:
+                break
+            if watched.num_hung:
+                self._stats.skipped_tiers += 1
+                continue
+            left = fetch.due - time.monotonic()
+            if left < _SHORTEST_CALL:
+                break
+            found = watched.contains([prompt.keys[g][c] for g, c in places], left)
+            for (g, c), there in zip(places, found, strict=True):
+                if there:
+                    sources[g][c] = index
+        return sources
+
+    # --- loading -----------------------------------------------------------------------------------------------------
+
+    def _load(self, fetch: Fetch, sources: list[Sources]) -> None:
+        fetch.num_blocks = fetch.first
+        prompt, size = fetch.prompt, self.block_size
+        options = prefix_options(self.groups, sources, fetch.first, prompt.num_tokens, size, len(self.tiers))
+        decision = fetch.decision = self.decider.decide(options, fetch.first, size)
+        self._stats.found += bool(options)
+        if decision.option is None:
+            return
+        fetch.groups = self._take_rows(fetch, decision.option)
+        if not fetch.groups:
+            self._stats.no_memory += 1
+            return
+        loaded = [np.full_like(of_group, NOWHERE) for of_group in sources]
+        for of_group in loaded:
+            of_group[: fetch.first] = HERE
+        for index in range(len(self.tiers)):
+            self._load_from(index, fetch, sources, loaded)
+        fetch.num_blocks = usable_blocks(self.groups, loaded, prompt.num_tokens, size)
+        self._stats.incomplete += fetch.num_blocks < decision.option.num_blocks
+        if fetch.num_blocks <= fetch.first:
+            fetch.release()
+
+    def _take_rows(self, fetch: Fetch, option: Option) -> list[GroupRows]:
+        """Memory for everything that an option loads; nothing if there is none."""
+        prompt = fetch.prompt
+        wanted = [
+            read_columns(group, fetch.first, option.num_blocks, prompt.num_tokens, self.block_size) for group in self.groups
+        ]
+        ends = np.cumsum([_aligned(len(c) * g.block_bytes) for c, g in zip(wanted, self.groups, strict=True)])
+        staged = self.memory.take(int(ends[-1]))
+        if staged is None:
+            return []
+        fetch.stage = SharedStage(self.memory, staged)
+        found, start = [], 0
+        for columns, group, end in zip(wanted, self.groups, ends.tolist(), strict=True):
+            rows = staged.data[start : start + len(columns) * group.block_bytes].reshape(len(columns), group.block_bytes)
+            found.append(GroupRows(columns, rows))
+            start = end
+        return found
+
+    def _load_from(self, index: int, fetch: Fetch, sources: list[Sources], loaded: list[Sources]) -> None:
+        """Loads what comes from one tier; notes in `loaded` what came whole."""
+        keys, rows, places = [], [], []
+        for g, (columns, of_group) in enumerate(fetch.groups):
+            for at, column in enumerate(columns.tolist()):
+                if sources[g][column] == index:
+                    keys.append(fetch.prompt.keys[g][column])
+                    rows.append(of_group[at])
+                    places.append((g, column))
+        if not keys:
+            return
+        began = time.monotonic()
+        outcomes = _load_marked(self.tiers[index], keys, rows, max(_SHORTEST_CALL, fetch.due - began))
+        seconds = time.monotonic() - began
+        good = [i for i, outcome in enumerate(outcomes) if outcome == Outcome.OK]
+        num_bytes = sum(rows[i].nbytes for i in good)
+        fetch.loading_seconds += seconds
+        fetch.num_bytes += num_bytes
+        self.decider.observe_load(index, max(num_bytes, 1), seconds)
+        for i in good:
+            g, column = places[i]
+            loaded[g][column] = index
+        if index and good and fetch.stage is not None:  # faster tiers lack these
+            fetch.stage.share()
+            faster = range(index)
+            self.storer.store([keys[i] for i in good], [rows[i] for i in good], fetch.stage, _is_there, only=faster)
+
+    def _probe(self, fetch: Fetch, sources: list[Sources]) -> None:
+        """Measures tiers that were too slow to be used, with a few blocks; the request does not wait for it."""
+        for index, watched in enumerate(self.tiers):
+            places = [(g, int(c)) for g, of_group in enumerate(sources) for c in np.flatnonzero(of_group == index)]
+            places = places[:PROBE_BLOCKS]
+            num_bytes = sum(self.groups[g].block_bytes for g, _ in places)
+            staged = self.memory.take(num_bytes) if places else None
+            if staged is None:
+                continue
+            rows, at = [], 0
+            for g, _ in places:
+                rows.append(staged.data[at : at + self.groups[g].block_bytes])
+                at += self.groups[g].block_bytes
+            began = time.monotonic()
+            watched.load([fetch.prompt.keys[g][c] for g, c in places], rows, watched.tier.timeout)
+            self.decider.observe_load(index, num_bytes, time.monotonic() - began)
+            self.memory.give(staged)
+
+    def stats(self) -> FetchStats:
+        """A copy of the counters."""
+        return replace(self._stats)
+
+
+def _load_marked(watched: WatchedTier, keys: list[bytes], rows: list[Bytes], timeout: float) -> list[Outcome]:
+    """`load`, where a value that does not fill its row is no success: it leaves a mark at the end of the row."""
+    mark = np.frombuffer(secrets.token_bytes(_MARK_BYTES), np.uint8)
+    for row in rows:
+        row[-_MARK_BYTES:] = mark[-min(_MARK_BYTES, len(row)) :]
+    outcomes = watched.load(keys, rows, timeout)
+    return [
+        Outcome.FAILED if outcome == Outcome.OK and bool((row[-_MARK_BYTES:] == mark).all()) else outcome
+        for outcome, row in zip(outcomes, rows, strict=True)
+    ]
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _is_there() -> None:
+    """The bytes are in memory already."""

@@ -1,0 +1,112 @@
+"""How much of a prompt can keyed tiers bring, and what must be loaded for it? Arithmetic only.
+
+A prefix is usable when every layer group has what the next query reads: all blocks of full attention, and of a windowed
+group those that its window still covers (and its sinks). So a prefix from a tier needs fewer blocks than it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.config import KVCacheConfig, LayerGroup
+from kvpool.config.layers import ceil_div
+from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.pools.groups import is_cross, longest_valid, sink_blocks, window_start
+from kvpool.prefix.digests import chain_digests, root_digest
+from kvpool.scope import ReuseScope
+from kvpool.tiers.keys import KeySpace
+
+NOWHERE = -1
+HERE = -2
+Sources: TypeAlias = npt.NDArray[np.int16]
+"""Where each block of a layer group is: the number of a tier, `HERE` in the cache, or `NOWHERE`."""
+
+
+class PromptKeys(NamedTuple):
+    """A prompt as tiers know it."""
+
+    num_tokens: int
+    keys: tuple[list[bytes], ...]  # per layer group, one per whole block
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.keys[0])
+
+
+class BlockKeys:
+    """Keys of the blocks of one cache: `groups` are those that can be stored, all but cross attention."""
+
+    def __init__(self, space: KeySpace, config: KVCacheConfig) -> None:
+        self.space = space
+        self.block_size = config.block_size
+        self.groups: tuple[LayerGroup, ...] = tuple(group for group in config.groups if not is_cross(group))
+
+    def of_prompt(self, tokens: Int32Array, scope: ReuseScope) -> PromptKeys:
+        """The keys of all whole blocks of a prompt."""
+        return PromptKeys(len(tokens), self.of_digests(self.digests(root_digest(scope), tokens)))
+
+    def digests(self, parent: bytes, tokens: Int32Array) -> list[bytes]:
+        """Digests of the whole blocks of tokens that follow `parent`."""
+        return chain_digests(parent, tokens[: len(tokens) // self.block_size * self.block_size], self.block_size)
+
+    def of_digests(self, digests: Sequence[bytes]) -> tuple[list[bytes], ...]:
+        """Keys of blocks, per layer group."""
+        return tuple(self.space.keys(digests, group.index) for group in self.groups)
+
+
+class Option(NamedTuple):
+    """A prefix that can be had: how many blocks, and how many bytes each tier brings of it."""
+
+    num_blocks: int
+    num_bytes: tuple[int, ...]
+
+
+def next_query(num_blocks: int, num_tokens: int, block_size: int) -> int:
+    """The position that is computed first behind so many blocks of a prompt: its last token always is."""
+    return min(num_blocks * block_size, num_tokens - 1)
+
+
+def usable_blocks(groups: Sequence[LayerGroup], sources: Sequence[Sources], num_tokens: int, block_size: int) -> int:
+    """The longest prefix of a prompt, in blocks, for which every layer group has all that is read."""
+    length = next_query(num_tokens // block_size, num_tokens, block_size)
+    shortened = True
+    while shortened and length > 0:
+        shortened = False
+        for group, of_group in zip(groups, sources, strict=True):
+            valid = longest_valid(group, of_group != NOWHERE, length, block_size)
+            if valid < length:
+                length, shortened = valid, True
+    return ceil_div(length, block_size) if length > 0 else 0
+
+
+def read_columns(group: LayerGroup, first: int, num_blocks: int, num_tokens: int, block_size: int) -> Int64Array:
+    """The blocks from `first` on of a prefix of `num_blocks` that a layer group must have."""
+    columns = np.arange(first, num_blocks)
+    start = window_start(group, next_query(num_blocks, num_tokens, block_size), block_size)
+    needed: Int64Array = columns[(columns >= start) | (columns < sink_blocks(group, block_size))]
+    return needed
+
+
+def prefix_options(
+    groups: Sequence[LayerGroup], sources: Sequence[Sources], first: int, num_tokens: int, block_size: int, num_tiers: int
+) -> list[Option]:
+    """Prefixes longer than the `first` blocks that are here: with the fastest tier only, with the two fastest, and so on."""
+    found: list[Option] = []
+    longest = first
+    for last in range(num_tiers):
+        within = [np.where(of_group > last, NOWHERE, of_group).astype(np.int16) for of_group in sources]
+        num_blocks = usable_blocks(groups, within, num_tokens, block_size)
+        if num_blocks <= longest:
+            continue
+        longest = num_blocks
+        num_bytes = [0] * num_tiers
+        for group, of_group in zip(groups, within, strict=True):
+            tiers = of_group[read_columns(group, first, num_blocks, num_tokens, block_size)]
+            for tier in range(num_tiers):
+                num_bytes[tier] += int((tiers == tier).sum()) * group.block_bytes
+        found.append(Option(num_blocks, tuple(num_bytes)))
+    return found

@@ -1,0 +1,76 @@
+"""Memory that bytes wait in between the cache and a tier: bounded, and used again."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+_PAGE = mmap.PAGESIZE
+
+
+def page_aligned(num_bytes: int) -> Bytes:
+    """Fresh memory that begins with a page, which files opened with O_DIRECT want."""
+    return np.frombuffer(mmap.mmap(-1, max(num_bytes, _PAGE)), np.uint8)[:num_bytes]
+
+
+class Staged(NamedTuple):
+    """Memory on loan: `data` is as large as it was asked for."""
+
+    data: Bytes
+    whole: Bytes
+
+
+class StagingMemory:
+    """Hands out at most `max_bytes` at a time. What comes back is kept for the next one of about the same size."""
+
+    def __init__(self, max_bytes: int, allocate: Callable[[int], Bytes] = page_aligned) -> None:
+        self.max_bytes = max_bytes
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._idle: list[Bytes] = []
+        self._used = 0
+        self._lent = 0
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes that somebody uses now."""
+        return self._lent
+
+    def take(self, num_bytes: int) -> Staged | None:
+        """Memory of this size, with undefined content; None if there is no room for it at the moment."""
+        with self._lock:
+            at = min(
+                (i for i, each in enumerate(self._idle) if num_bytes <= len(each) <= 2 * num_bytes + _PAGE),
+                key=lambda i: len(self._idle[i]),
+                default=None,
+            )
+            if at is not None:
+                whole = self._idle.pop(at)
+                self._lent += len(whole)
+                return Staged(whole[:num_bytes], whole)
+            while self._idle and self._used + num_bytes > self.max_bytes:
+                self._used -= len(self._idle.pop(0))
+            if self._used + num_bytes > self.max_bytes:
+                return None
+            self._used += num_bytes
+            self._lent += num_bytes
+        try:
+            whole = self._allocate(num_bytes)
+        except BaseException:
+            with self._lock:
+                self._used -= num_bytes
+                self._lent -= num_bytes
+            raise
+        return Staged(whole, whole)
+
+    def give(self, staged: Staged) -> None:
+        """Takes memory back that nobody reads or writes any more."""
+        with self._lock:
+            self._lent -= len(staged.whole)
+            self._idle.append(staged.whole)

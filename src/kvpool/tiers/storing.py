@@ -1,0 +1,165 @@
+"""Blocks on their way into tiers: in the background, with a limit to what waits. What does not fit is dropped and counted.
+
+A block that was dropped is not lost: it is offered again when a request uses it next.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from kvpool.tiers.contract import Outcome
+from kvpool.tiers.lanes import Lane
+from kvpool.tiers.staging import Bytes, Staged, StagingMemory
+from kvpool.tiers.watching import WatchedTier
+
+STORE_TIMEOUT = 10.0  # nobody waits for it
+_MAX_BATCHES = 256
+
+
+@dataclass
+class StoreStats:
+    """Blocks that were offered to tiers since the engine was made, each once for every tier that lacked it."""
+
+    stored: int = 0
+    failed: int = 0  # the tier refused, failed or was late
+    dropped: int = 0  # too much waited already, or the engine was closed before
+    bytes_stored: int = 0
+
+
+class SharedStage:
+    """Staging memory with several users; the last one gives it back."""
+
+    def __init__(self, memory: StagingMemory, staged: Staged, users: int = 1) -> None:
+        self.data: Bytes = staged.data
+        self._memory = memory
+        self._staged = staged
+        self._users = users
+        self._lock = threading.Lock()
+
+    def share(self) -> None:
+        """One more user."""
+        with self._lock:
+            self._users += 1
+
+    def release(self) -> None:
+        """One user less."""
+        with self._lock:
+            self._users -= 1
+            is_last = not self._users
+        if is_last:
+            self._memory.give(self._staged)
+
+
+class Storer:
+    """One lane per tier, so that a slow one does not hold up a fast one."""
+
+    def __init__(self, tiers: Sequence[WatchedTier], memory: StagingMemory) -> None:
+        self.tiers = tiers
+        self.memory = memory
+        self._lanes = [Lane(f"store-{watched.tier.name}", max_waiting=_MAX_BATCHES) for watched in tiers]
+        self._pending: list[set[bytes]] = [set() for _ in tiers]
+        self._lock = threading.Lock()
+        self._stats = StoreStats()
+
+    def wants(self, key: bytes) -> bool:
+        """Whether some tier may lack this block, and it is not on its way there."""
+        return any(
+            key not in watched.known and key not in pending
+            for watched, pending in zip(self.tiers, self._pending, strict=True)
+        )
+
+    def take_memory(self, num_bytes: int, num_blocks: int) -> SharedStage | None:
+        """Memory for blocks to be stored; None, and they count as dropped, while too much waits already."""
+        staged = self.memory.take(num_bytes)
+        if staged is None:
+            self.drop(num_blocks)
+            return None
+        return SharedStage(self.memory, staged)
+
+    def store(
+        self,
+        keys: Sequence[bytes],
+        rows: Sequence[Bytes],
+        stage: SharedStage,
+        wait: Callable[[], None],
+        only: Sequence[int] | None = None,
+    ) -> None:
+        """Puts blocks into all tiers (or those of `only`) that lack them, once `wait` has returned.
+
+        Rows lie in `stage`, of which this takes over one use.
+        """
+        for index, watched in enumerate(self.tiers):
+            if only is not None and index not in only:
+                continue
+            with self._lock:
+                lacking = [i for i, key in enumerate(keys) if key not in watched.known and key not in self._pending[index]]
+                chosen = [keys[i] for i in lacking]
+                self._pending[index].update(chosen)
+            if not chosen:
+                continue
+            stage.share()
+            data = [rows[i] for i in lacking]
+            job = partial(self._store, index, chosen, data, stage, wait)
+            drop = partial(self._drop, index, chosen, stage)
+            if not self._lanes[index].submit(job, drop):
+                drop()
+        stage.release()
+
+    def _store(
+        self, index: int, keys: list[bytes], rows: list[Bytes], stage: SharedStage, wait: Callable[[], None]
+    ) -> None:
+        """In a thread of the tier's lane."""
+        outcomes: list[Outcome] = []
+        try:
+            wait()
+            outcomes = self.tiers[index].store(keys, rows, STORE_TIMEOUT)
+        finally:
+            num_stored = outcomes.count(Outcome.OK)
+            with self._lock:
+                self._pending[index].difference_update(keys)
+                self._stats.stored += num_stored
+                self._stats.failed += len(keys) - num_stored
+                self._stats.bytes_stored += sum(
+                    row.nbytes for row, outcome in zip(rows, outcomes, strict=False) if outcome == Outcome.OK
+                )
+            rows.clear()
+            stage.release()
+
+    def _drop(self, index: int, keys: list[bytes], stage: SharedStage) -> None:
+        with self._lock:
+            self._pending[index].difference_update(keys)
+        self.drop(len(keys))
+        stage.release()
+
+    def drop(self, num_blocks: int) -> None:
+        """Counts blocks that were not stored because too much waited."""
+        with self._lock:
+            self._stats.dropped += num_blocks
+
+    @property
+    def num_waiting(self) -> int:
+        """Blocks on their way."""
+        with self._lock:
+            return sum(map(len, self._pending))
+
+    def stats(self) -> StoreStats:
+        """A copy of the counters."""
+        with self._lock:
+            return replace(self._stats)
+
+    def flush(self, seconds: float) -> bool:
+        """Waits until everything is stored, for so long at most; whether it is."""
+        deadline = time.monotonic() + seconds
+        flushed = [lane.flush(max(0.0, deadline - time.monotonic())) for lane in self._lanes]
+        return all(flushed)
+
+    def close(self, seconds: float) -> None:
+        """Stores what waits within so many seconds and drops the rest."""
+        deadline = time.monotonic() + seconds
+        self.flush(seconds)
+        for lane in self._lanes:
+            lane.stop(max(0.0, deadline - time.monotonic()))

@@ -1,0 +1,105 @@
+"""Calls to tiers under a watch: which keys a tier holds as far as we saw, and whether one of its calls hangs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+from kvpool.config.layers import show
+from kvpool.tiers.contract import KeyedTier, Outcome
+
+KNOWN_KEYS = 65_536
+GRACE_SECONDS = 0.1  # that a call may take beyond its deadline before its tier is left alone
+
+_T = TypeVar("_T")
+
+
+class KnownKeys:
+    """Keys that were seen in a tier lately, so that they are not stored again. Bounded: the oldest are forgotten."""
+
+    def __init__(self, limit: int = KNOWN_KEYS) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self._limit = limit
+        self._lock = threading.Lock()
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """These are there."""
+        with self._lock:
+            for key in keys:
+                self._keys[key] = None
+                self._keys.move_to_end(key)
+            while len(self._keys) > self._limit:
+                self._keys.popitem(last=False)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """These are not, or not any more."""
+        with self._lock:
+            for key in keys:
+                self._keys.pop(key, None)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+class WatchedTier:
+    """A tier as the engine uses it. A call that does not come back by its deadline is noticed by others, who pass by."""
+
+    def __init__(self, tier: KeyedTier) -> None:
+        self.tier = tier
+        self.known = KnownKeys()
+        self._calls: dict[object, float] = {}  # when each call under way should have been over
+        self._lock = threading.Lock()
+
+    @property
+    def num_hung(self) -> int:
+        """Calls that are overdue now."""
+        now = time.monotonic()
+        with self._lock:
+            return sum(due < now for due in self._calls.values())
+
+    def contains(self, keys: Sequence[bytes], timeout: float) -> list[bool]:
+        """Which keys are there; remembers it."""
+        found = self._call(lambda: self.tier.contains(keys, timeout=timeout), bool, len(keys), timeout)
+        if found is None:
+            return [False] * len(keys)
+        self.known.add(key for key, there in zip(keys, found, strict=True) if there)
+        self.known.discard(key for key, there in zip(keys, found, strict=True) if not there)
+        return found
+
+    def load(self, keys: Sequence[bytes], out: Sequence[Any], timeout: float) -> list[Outcome]:
+        """Loads values; what is missing or broken is stored again when it comes by."""
+        outcomes = self._call(lambda: self.tier.load(keys, out, timeout=timeout), Outcome, len(keys), timeout)
+        outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+        gone = (Outcome.MISS, Outcome.FAILED)
+        self.known.discard(key for key, outcome in zip(keys, outcomes, strict=True) if outcome in gone)
+        return outcomes
+
+    def store(self, keys: Sequence[bytes], data: Sequence[Any], timeout: float) -> list[Outcome]:
+        """Stores values; remembers those that are there now."""
+        outcomes = self._call(lambda: self.tier.store(keys, data, timeout=timeout), Outcome, len(keys), timeout)
+        outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+        self.known.add(key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.OK)
+        return outcomes
+
+    def _call(self, call: Callable[[], Any], kind: type[_T], count: int, timeout: float) -> list[_T] | None:
+        """What a call to the tier returns; None if it raised or broke the contract. Others see while it is overdue."""
+        number = object()
+        with self._lock:
+            self._calls[number] = time.monotonic() + timeout + GRACE_SECONDS
+        try:
+            answer = call()
+            if isinstance(answer, list) and len(answer) == count and all(isinstance(each, kind) for each in answer):
+                return answer
+            self.tier.report(f"it answered {show(answer)} where {count} of {kind.__name__} were due")
+        except Exception as error:
+            self.tier.report(f"{type(error).__name__}: {error}")
+        finally:
+            with self._lock:
+                del self._calls[number]
+        return None

@@ -1,0 +1,152 @@
+"""Load or compute again: what is chosen before and after measuring, and what a wrong guess costs at most."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvpool.tiers.deciding import PROBE_SECONDS, Decider, TransferSpeed
+from kvpool.tiers.planning import Option
+from managers import Clock
+
+BLOCK_BYTES = 1_000_000
+SIZE = 16
+
+
+def option(num_blocks: int, *blocks_of_tier: int) -> Option:
+    return Option(num_blocks, tuple(count * BLOCK_BYTES for count in blocks_of_tier))
+
+
+def warmed_up(bytes_per_second: float = 1e9, tokens_per_second: float = 1e3, clock: Clock | None = None) -> Decider:
+    decider = Decider(1, clock or Clock())
+    for count in (4, 8, 16):
+        decider.observe_load(0, count * BLOCK_BYTES, count * BLOCK_BYTES / bytes_per_second)
+        decider.observe_prompt(count * SIZE, count * SIZE / tokens_per_second)
+    return decider
+
+
+def test_given_loads_of_several_sizes_then_latency_and_bandwidth_are_told_apart() -> None:
+    speed = TransferSpeed()
+    for num_bytes in (1e6, 8e6, 3e6, 20e6):
+        speed.observe(int(num_bytes), 0.004 + num_bytes / 2e9)
+    assert speed.latency == pytest.approx(0.004)
+    assert speed.bytes_per_second == pytest.approx(2e9)
+    assert speed.predict(40_000_000) == pytest.approx(0.024, rel=0.05)
+
+
+def test_given_loads_of_one_size_then_others_are_expected_in_proportion() -> None:
+    speed = TransferSpeed()
+    for _ in range(3):
+        speed.observe(1_000_000, 0.01)
+    assert speed.expect(2_000_000) == pytest.approx(0.02)
+
+
+def test_given_a_tier_that_becomes_slow_then_the_prediction_follows() -> None:
+    speed = TransferSpeed()
+    for _ in range(20):
+        speed.observe(1_000_000, 0.001)
+    for _ in range(20):
+        speed.observe(1_000_000, 0.1)
+    assert speed.predict(1_000_000) == pytest.approx(0.1, rel=0.2)
+
+
+def test_given_loads_that_bring_nothing_then_they_count_as_latency() -> None:
+    speed = TransferSpeed()
+    for _ in range(4):
+        speed.observe(1, 1.0)
+    assert speed.predict(1_000) >= 1.0
+
+
+def test_given_nothing_measured_then_the_longest_prefix_is_loaded() -> None:
+    decision = Decider(2).decide([option(4, 4, 0), option(8, 4, 4)], 0, SIZE)
+    assert decision.option == option(8, 4, 4)
+    assert not decision.is_prediction
+
+
+def test_given_a_tier_that_was_never_used_then_it_is_tried() -> None:
+    decider = Decider(2)
+    decider.observe_prompt(100, 0.1)
+    decider.observe_load(0, BLOCK_BYTES, 0.001)
+    assert decider.decide([option(4, 4, 0), option(8, 4, 4)], 0, SIZE).option == option(8, 4, 4)
+
+
+def test_given_measurements_then_the_faster_way_is_chosen_with_its_prediction() -> None:
+    decision = warmed_up().decide([option(8, 8)], 0, SIZE)
+    assert decision.option is not None
+    assert decision.load_seconds == pytest.approx(0.008, rel=0.1)
+    assert decision.compute_seconds == pytest.approx(0.128, rel=0.1)
+    assert warmed_up(bytes_per_second=1e7).decide([option(8, 8)], 0, SIZE).option is None
+
+
+def test_given_a_slow_second_tier_then_only_what_the_first_one_has_is_loaded() -> None:
+    decider = Decider(2)
+    for count in (4, 8, 16):
+        decider.observe_prompt(count * SIZE, count * SIZE / 1e3)
+        decider.observe_load(0, count * BLOCK_BYTES, count * BLOCK_BYTES / 1e9)
+        decider.observe_load(1, count * BLOCK_BYTES, count * BLOCK_BYTES / 1e7)
+    assert decider.decide([option(4, 4, 0), option(8, 4, 4)], 0, SIZE).option == option(4, 4, 0)
+
+
+def test_given_a_tier_too_slow_to_use_then_it_is_measured_again_once_in_a_while_and_used_when_it_recovers() -> None:
+    clock = Clock()
+    decider = warmed_up(bytes_per_second=1e6, clock=clock)
+    assert not decider.decide([option(8, 8)], 0, SIZE).probe
+    clock.now = PROBE_SECONDS
+    assert [decider.decide([option(8, 8)], 0, SIZE).probe for _ in range(3)] == [True, False, False]
+    for _ in range(30):
+        decider.observe_load(0, 4 * BLOCK_BYTES, 0.004)
+    assert decider.decide([option(8, 8)], 0, SIZE).option is not None
+    assert decider.stats().probes == 1
+
+
+def test_given_what_happened_then_it_is_compared_with_the_prediction() -> None:
+    decider = warmed_up()
+    decision = decider.decide([option(8, 8)], 0, SIZE)
+    decider.observe_wait(decision, 8 * BLOCK_BYTES, waited=0.02, loading=0.008)
+    stats = decider.stats()
+    assert (stats.loads, stats.slower_than_computing) == (1, 0)
+    assert stats.actual_seconds == 0.02
+    assert stats.predicted_seconds == pytest.approx(0.008, rel=0.1)
+    assert stats.saved_seconds == pytest.approx(0.108, rel=0.1)
+    again = decider.decide([option(8, 8)], 0, SIZE)
+    assert again.load_seconds == pytest.approx(0.02, rel=0.1)  # what it waited besides is expected again
+
+
+def test_given_lookups_that_cost_much_and_bring_nothing_then_they_stop_but_for_one_in_a_while() -> None:
+    clock = Clock()
+    decider = warmed_up(clock=clock)
+    for _ in range(40):
+        decider.observe_lookup(0.1, False)
+    assert not decider.is_worth_looking(64)
+    assert decider.is_worth_looking(100_000)  # 5 % of what computing takes is allowed
+    assert [decider.is_time_to_look(), decider.is_time_to_look()] == [True, False]
+    clock.now = PROBE_SECONDS
+    assert decider.is_time_to_look()
+    for _ in range(20):
+        decider.observe_lookup(0.1, True)
+    assert decider.is_worth_looking(200)
+
+
+@pytest.mark.parametrize("bandwidth", [1e6, 1e7, 5e7, 1e8, 1e9])
+@pytest.mark.parametrize("latency", [0.0, 0.01, 0.5])
+def test_given_a_tier_of_any_speed_then_reuse_costs_at_most_a_twentieth_more_than_computing(
+    bandwidth: float, latency: float
+) -> None:
+    random = np.random.default_rng(0)
+    decider = Decider(1)
+    together = computed = 0.0
+    for number in range(300):
+        blocks = int(random.integers(1, 64))
+        computing = blocks * SIZE / 1e3
+        decision = decider.decide([option(blocks, blocks)], 0, SIZE)
+        took = computing
+        if decision.option is not None:
+            loading = (latency + blocks * BLOCK_BYTES / bandwidth) * float(random.uniform(0.8, 1.2))
+            decider.observe_load(0, blocks * BLOCK_BYTES, loading)
+            decider.observe_wait(decision, blocks * BLOCK_BYTES, loading, loading)
+            took = loading
+        if decision.option is None or number % 4 == 0:
+            decider.observe_prompt(blocks * SIZE, computing)
+        if number >= 30:  # warmed up
+            together, computed = together + took, computed + computing
+    assert together <= 1.05 * computed

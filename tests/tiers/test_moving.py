@@ -1,0 +1,217 @@
+"""The machinery behind tiers: memory on loan, threads that do jobs, calls that hang, what is stored once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvpool.testing import key, value
+from kvpool.tiers import KeyedTier, MemoryTier, Outcome
+from kvpool.tiers.lanes import Lane
+from kvpool.tiers.staging import StagingMemory
+from kvpool.tiers.storing import Storer
+from kvpool.tiers.watching import KnownKeys, WatchedTier
+
+SECONDS = 30.0
+
+
+class GatedTier(MemoryTier):
+    """A tier whose calls wait until the test lets them go."""
+
+    def __init__(self) -> None:
+        super().__init__(2**20)
+        self.gate = threading.Event()
+        self.begun = threading.Event()
+
+    def _store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]:
+        self.begun.set()
+        self.gate.wait(SECONDS)
+        return super()._store(keys, data, deadline)
+
+
+def nothing() -> None:
+    pass
+
+
+def test_given_memory_on_loan_then_no_more_than_the_limit_is_out_and_what_came_back_is_used_again() -> None:
+    made: list[int] = []
+
+    def allocate(num_bytes: int) -> np.ndarray:
+        made.append(num_bytes)
+        return np.empty(num_bytes, np.uint8)
+
+    memory = StagingMemory(100_000, allocate)
+    first = memory.take(60_000)
+    assert first is not None
+    assert memory.take(60_000) is None
+    memory.give(first)
+    again = memory.take(50_000)
+    assert again is not None
+    assert (len(again.data), made, memory.lent_bytes) == (50_000, [60_000], 60_000)
+    memory.give(again)
+    large = memory.take(100_000)
+    assert large is not None
+    assert made == [60_000, 100_000]
+    memory.give(large)
+    assert memory.lent_bytes == 0
+
+
+def test_given_memory_that_cannot_be_had_then_nothing_counts_as_lent() -> None:
+    def allocate(num_bytes: int) -> np.ndarray:
+        raise MemoryError
+
+    memory = StagingMemory(100, allocate)
+    with pytest.raises(MemoryError):
+        memory.take(100)
+    assert memory.lent_bytes == 0
+
+
+def test_given_a_full_lane_then_more_is_refused_and_stopping_drops_what_waits() -> None:
+    lane, gate, begun = Lane("test", 1, 2), threading.Event(), threading.Event()
+    done: list[str] = []
+
+    def first() -> None:
+        begun.set()
+        gate.wait(SECONDS)
+        done.append("first")
+
+    assert lane.submit(first, nothing)
+    assert begun.wait(SECONDS)
+    assert lane.submit(lambda: done.append("second"), lambda: done.append("dropped"))
+    assert lane.submit(lambda: done.append("third"), lambda: done.append("dropped"))
+    assert not lane.submit(nothing, nothing)
+    assert not lane.flush(0.0)
+    assert not lane.stop(0.0)
+    gate.set()
+    assert lane.stop(SECONDS)
+    assert done == ["dropped", "dropped", "first"]
+    assert not lane.submit(nothing, nothing)
+
+
+def test_given_a_job_that_raises_then_the_next_one_runs(caplog: pytest.LogCaptureFixture) -> None:
+    lane, done = Lane("test"), threading.Event()
+    lane.submit(lambda: 1 // 0, nothing)  # type: ignore[arg-type, return-value]
+    lane.submit(done.set, nothing)
+    assert done.wait(SECONDS)
+    assert lane.stop(SECONDS)
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_given_more_keys_than_are_remembered_then_the_oldest_are_forgotten() -> None:
+    known = KnownKeys(3)
+    known.add(key(number) for number in range(3))
+    known.add([key(0)])
+    known.add([key(3)])
+    assert [key(number) in known for number in range(4)] == [True, False, True, True]
+    known.discard([key(3), key(9)])
+    assert len(known) == 2
+
+
+def test_given_a_call_that_does_not_come_back_then_its_tier_counts_as_hung_until_it_does() -> None:
+    tier = GatedTier()
+    watched = WatchedTier(tier)
+    thread = threading.Thread(target=lambda: watched.store([key(1)], [value(1)], 0.001))
+    thread.start()
+    assert tier.begun.wait(SECONDS)
+    while not watched.num_hung:
+        pass
+    tier.gate.set()
+    thread.join(SECONDS)
+    assert watched.num_hung == 0
+    assert key(1) in watched.known
+
+
+class Answers(KeyedTier):
+    """A tier that answers with whatever it is given."""
+
+    def __init__(self, answer: object) -> None:
+        super().__init__("answers")
+        self.answer = answer
+
+    def contains(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
+        return self._given()
+
+    def load(self, keys: Sequence[bytes], out: Sequence[object], *, timeout: float | None = None) -> list[Outcome]:
+        return self._given()
+
+    def store(self, keys: Sequence[bytes], data: Sequence[object], *, timeout: float | None = None) -> list[Outcome]:
+        return self._given()
+
+    def _given(self) -> list:  # type: ignore[type-arg]
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer  # type: ignore[return-value]
+
+    def _contains(self, keys: object, deadline: float) -> list[bool]:
+        raise NotImplementedError
+
+    _load = _store = _remove = _contains  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("answer", [RuntimeError("on fire"), [], [Outcome.OK], None, 3, ["yes", "no"]])
+def test_given_a_tier_that_breaks_the_contract_then_it_has_nothing_and_nobody_hears_of_it(answer: object) -> None:
+    watched = WatchedTier(Answers(answer))
+    keys = [key(1), key(2)]
+    assert watched.contains(keys, 1.0) == [False, False]
+    assert watched.load(keys, [bytearray(4), bytearray(4)], 1.0) == [Outcome.FAILED] * 2
+    assert watched.store(keys, [b"1", b"2"], 1.0) == [Outcome.FAILED] * 2
+    assert watched.num_hung == 0
+
+
+def rows(*numbers: int) -> list[np.ndarray]:
+    return [np.frombuffer(value(number), np.uint8) for number in numbers]
+
+
+def test_given_blocks_on_their_way_then_they_are_not_stored_twice_and_their_memory_comes_back() -> None:
+    tier, memory = GatedTier(), StagingMemory(2**20)
+    storer = Storer([WatchedTier(tier)], memory)
+    for numbers in ((1, 2), (2, 3)):
+        stage = storer.take_memory(100, 2)
+        assert stage is not None
+        storer.store([key(number) for number in numbers], rows(*numbers), stage, nothing)
+    assert not storer.wants(key(2))
+    assert storer.num_waiting == 3
+    tier.gate.set()
+    assert storer.flush(SECONDS)
+    assert tier.contains([key(1), key(2), key(3)]) == [True] * 3
+    stats = storer.stats()
+    assert (stats.stored, stats.failed, stats.dropped) == (3, 0, 0)
+    assert (memory.lent_bytes, storer.num_waiting) == (0, 0)
+    assert not storer.wants(key(3))
+    storer.close(SECONDS)
+
+
+def test_given_no_memory_left_then_blocks_are_dropped_and_counted() -> None:
+    storer = Storer([WatchedTier(MemoryTier(2**20))], StagingMemory(10))
+    assert storer.take_memory(11, 3) is None
+    assert storer.stats().dropped == 3
+
+
+def test_given_a_tier_that_hangs_when_the_storer_is_closed_then_what_waits_is_dropped_and_counted() -> None:
+    tier = GatedTier()
+    storer = Storer([WatchedTier(tier)], StagingMemory(2**20))
+    for number in range(3):
+        stage = storer.take_memory(10, 1)
+        assert stage is not None
+        storer.store([key(number)], rows(number), stage, nothing)
+    assert tier.begun.wait(SECONDS)
+    storer.close(0.0)
+    assert storer.stats().dropped == 2
+    tier.gate.set()
+
+
+def test_given_two_tiers_then_each_gets_what_it_lacks() -> None:
+    fast, slow = MemoryTier(2**20, name="fast"), MemoryTier(2**20, name="slow")
+    watched = [WatchedTier(fast), WatchedTier(slow)]
+    storer = Storer(watched, StagingMemory(2**20))
+    watched[1].known.add([key(1)])
+    stage = storer.take_memory(10, 2)
+    assert stage is not None
+    storer.store([key(1), key(2)], rows(1, 2), stage, nothing)
+    assert storer.flush(SECONDS)
+    assert fast.contains([key(1), key(2)]) == [True, True]
+    assert slow.contains([key(1), key(2)]) == [False, True]
+    storer.close(SECONDS)

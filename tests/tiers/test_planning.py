@@ -1,0 +1,112 @@
+"""What tiers can bring of a prompt: the longest prefix for which every layer group has what is read."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvpool import KVCacheConfig, LayerSpec, ReuseScope
+from kvpool.tiers import Fingerprint, KeySpace
+from kvpool.tiers.planning import (
+    HERE,
+    NOWHERE,
+    BlockKeys,
+    Sources,
+    next_query,
+    prefix_options,
+    read_columns,
+    usable_blocks,
+)
+
+FULL = LayerSpec(kv_heads=1, head_dim=8)
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
+CHUNKED = LayerSpec(kv_heads=1, head_dim=8, chunk=8)
+SINKS = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=4)
+SIZE = 4
+
+
+def config(*layers: LayerSpec) -> KVCacheConfig:
+    return KVCacheConfig(list(layers), block_size=SIZE, gpu_blocks=8)
+
+
+def sources(text: str) -> Sources:
+    """A digit for the tier that has a block, `h` for one that is here, `.` for none."""
+    return np.array([NOWHERE if c == "." else HERE if c == "h" else int(c) for c in text], np.int16)
+
+
+@pytest.mark.parametrize(
+    ("layers", "where", "num_tokens", "blocks"),
+    [
+        ([FULL], ["00000"], 21, 5),
+        ([FULL], ["00.00"], 21, 2),
+        ([FULL], ["....."], 21, 0),
+        ([FULL, SLIDING], ["00000", "...00"], 21, 5),
+        ([FULL, SLIDING], ["00000", "000.0"], 21, 3),  # the window of five blocks has a gap, that of three does not
+        ([FULL, SLIDING], ["00000", "....0"], 21, 0),
+        ([SLIDING], ["...00"], 21, 5),
+        ([FULL, SLIDING], ["000..", "00000"], 21, 3),
+        ([FULL, SINKS], ["00000", "...00"], 21, 0),
+        ([FULL, SINKS], ["00000", "0..00"], 21, 5),
+        ([FULL, CHUNKED], ["0000", "...."], 17, 4),  # the next chunk begins there: nothing before it is read
+        ([FULL, CHUNKED], ["0000", "...."], 16, 2),  # the last token is computed, and it reads its chunk
+        ([FULL, CHUNKED], ["0000", "..00"], 16, 4),
+    ],
+)
+def test_given_blocks_in_tiers_then_the_usable_prefix_has_all_that_is_read(
+    layers: list[LayerSpec], where: list[str], num_tokens: int, blocks: int
+) -> None:
+    groups = config(*layers).groups
+    assert usable_blocks(groups, [sources(each) for each in where], num_tokens, SIZE) == blocks
+
+
+@pytest.mark.parametrize("num_tokens", [33, 32])
+@pytest.mark.parametrize("layer", [SLIDING, SINKS, CHUNKED, LayerSpec(kv_heads=1, head_dim=8, window=9)])
+def test_given_only_the_columns_that_are_read_then_the_prefix_is_usable_and_without_any_of_them_it_is_not(
+    layer: LayerSpec, num_tokens: int
+) -> None:
+    (group,) = config(layer).groups
+    needed = read_columns(group, 0, 8, num_tokens, SIZE)
+    there = np.full(8, NOWHERE, np.int16)
+    there[needed] = 0
+    assert usable_blocks([group], [there], num_tokens, SIZE) == 8
+    for column in needed:
+        gap = there.copy()
+        gap[column] = NOWHERE
+        assert usable_blocks([group], [gap], num_tokens, SIZE) < 8
+
+
+def test_given_a_prompt_that_ends_with_its_last_block_then_its_last_token_is_computed() -> None:
+    assert next_query(8, 32, SIZE) == 31
+    assert next_query(8, 33, SIZE) == 32
+
+
+def test_given_several_tiers_then_there_is_an_option_for_each_that_makes_the_prefix_longer() -> None:
+    groups = config(FULL, SLIDING).groups
+    found = prefix_options(groups, [sources("hh0010"), sources("hh0010")], 2, 25, SIZE, 2)
+    size = groups[0].block_bytes
+    assert [option.num_blocks for option in found] == [4, 6]
+    assert found[0].num_bytes == (4 * size, 0)
+    assert found[1].num_bytes == (3 * size + size, 2 * size)  # the window of six blocks is two, one from each tier
+
+
+def test_given_nothing_beyond_what_is_here_then_there_is_no_option() -> None:
+    groups = config(FULL).groups
+    assert prefix_options(groups, [sources("hh.0")], 2, 17, SIZE, 1) == []
+
+
+def test_given_cross_attention_then_its_blocks_have_no_keys() -> None:
+    layers = config(FULL, LayerSpec(kv_heads=1, head_dim=8, cross_attention=True))
+    keys = BlockKeys(KeySpace(Fingerprint.of(layers, "m", "w")), layers)
+    assert len(keys.of_prompt(np.arange(9, dtype=np.int32), ReuseScope()).keys) == 1
+
+
+def test_given_prompts_with_a_common_beginning_then_their_first_keys_are_equal_in_each_group_and_scope() -> None:
+    layers = config(FULL, SLIDING)
+    keys = BlockKeys(KeySpace(Fingerprint.of(layers, "m", "w")), layers)
+    one = keys.of_prompt(np.array([*range(8), 1, 1, 1, 1, 9], np.int32), ReuseScope())
+    two = keys.of_prompt(np.array([*range(8), 2, 2, 2, 2], np.int32), ReuseScope())
+    other = keys.of_prompt(np.arange(8, dtype=np.int32), ReuseScope(tenant="b"))
+    assert one.num_blocks == two.num_blocks == 3
+    for of_one, of_two in zip(one.keys, two.keys, strict=True):
+        assert [a == b for a, b in zip(of_one, of_two, strict=True)] == [True, True, False]
+    assert not set(one.keys[0]) & {*one.keys[1], *other.keys[0]}
