@@ -15,7 +15,9 @@ from kvpool.engine.thread import EngineThread  # noqa: E402
 
 
 def idle_loop() -> Any:
-    return SimpleNamespace(has_work=False, runner=SimpleNamespace(device=torch.device("cpu")), fail=lambda error: None)
+    runner = SimpleNamespace(device=torch.device("cpu"))
+    nothing = {"has_work": False, "num_held": 0, "patience": None, "tend": lambda: None, "fail": lambda error: None}
+    return SimpleNamespace(runner=runner, **nothing)
 
 
 @pytest.mark.usefixtures("eager_thread_switches")

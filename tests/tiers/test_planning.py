@@ -12,6 +12,7 @@ from kvpool.tiers.planning import (
     NOWHERE,
     BlockKeys,
     Sources,
+    cached_groups,
     next_query,
     prefix_options,
     read_columns,
@@ -55,7 +56,7 @@ def sources(text: str) -> Sources:
 def test_given_blocks_in_tiers_then_the_usable_prefix_has_all_that_is_read(
     layers: list[LayerSpec], where: list[str], num_tokens: int, blocks: int
 ) -> None:
-    groups = config(*layers).groups
+    groups = cached_groups(config(*layers))
     assert usable_blocks(groups, [sources(each) for each in where], num_tokens, SIZE) == blocks
 
 
@@ -64,7 +65,7 @@ def test_given_blocks_in_tiers_then_the_usable_prefix_has_all_that_is_read(
 def test_given_only_the_columns_that_are_read_then_the_prefix_is_usable_and_without_any_of_them_it_is_not(
     layer: LayerSpec, num_tokens: int
 ) -> None:
-    (group,) = config(layer).groups
+    (group,) = cached_groups(config(layer))
     needed = read_columns(group, 0, 8, num_tokens, SIZE)
     there = np.full(8, NOWHERE, np.int16)
     there[needed] = 0
@@ -81,16 +82,16 @@ def test_given_a_prompt_that_ends_with_its_last_block_then_its_last_token_is_com
 
 
 def test_given_several_tiers_then_there_is_an_option_for_each_that_makes_the_prefix_longer() -> None:
-    groups = config(FULL, SLIDING).groups
+    groups = cached_groups(config(FULL, SLIDING))
     found = prefix_options(groups, [sources("hh0010"), sources("hh0010")], 2, 25, SIZE, 2)
-    size = groups[0].block_bytes
+    size = groups[0].spec.block_bytes
     assert [option.num_blocks for option in found] == [4, 6]
     assert found[0].num_bytes == (4 * size, 0)
     assert found[1].num_bytes == (3 * size + size, 2 * size)  # the window of six blocks is two, one from each tier
 
 
 def test_given_nothing_beyond_what_is_here_then_there_is_no_option() -> None:
-    groups = config(FULL).groups
+    groups = cached_groups(config(FULL))
     assert prefix_options(groups, [sources("hh.0")], 2, 17, SIZE, 1) == []
 
 

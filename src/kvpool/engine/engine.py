@@ -87,6 +87,10 @@ class Engine:
     `record` writes a trace for `kvpool replay` to a file, from which no prompt can be read. What `SamplingParams` leave open
     is as the model's `generation_config.json` says (`sampling_defaults`); `model_defaults=False` turns that off.
 
+    Prefixes outlive the process in tiers: `disk` is a directory that holds up to `disk_bytes` (10 GiB), `remote` the address of a
+    store that many engines share (`redis://host`), `tiers` are `KeyedTier`s of your own. They are asked in the order `tiers`,
+    `disk`, `remote`, and a request waits for them `tier_timeout` seconds at most.
+
     Close it, or use it in a `with` statement; one that nobody has any more ends when its requests are over.
     """
 
@@ -112,6 +116,9 @@ class Engine:
         cache: Mapping[str, Any] | None = None,
         record: str | Path | None = None,
         model_defaults: bool = True,
+        disk: str | Path | None = None,
+        disk_bytes: int | None = None,
+        remote: str | None = None,
         tiers: Sequence[KeyedTier] | None = None,
         tier_timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
@@ -131,7 +138,7 @@ class Engine:
             compile=compile,
             model_defaults=model_defaults,
         )
-        tier_settings = TierSettings(tiers, tier_timeout)
+        tier_settings = TierSettings(tiers, disk, disk_bytes, remote, tier_timeout)
         config = scheduler_config(scheduler, draft_tokens)
         loaded = load_model(model, device=device, dtype=dtype)
         self.model = loaded.model

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.config import LayerGroup
 from kvpool.pools.arrays import Int64Array
+from kvpool.pools.groups import Group
 from kvpool.tiers.contract import Outcome
 from kvpool.tiers.deciding import Decider, Decision
 from kvpool.tiers.planning import (
@@ -86,7 +86,7 @@ class Fetcher:
     def __init__(
         self,
         tiers: Sequence[WatchedTier],
-        groups: Sequence[LayerGroup],
+        groups: Sequence[Group],
         block_size: int,
         decider: Decider,
         memory: StagingMemory,
@@ -172,15 +172,15 @@ class Fetcher:
         wanted = [
             read_columns(group, fetch.first, option.num_blocks, prompt.num_tokens, self.block_size) for group in self.groups
         ]
-        ends = np.cumsum([_aligned(len(c) * g.block_bytes) for c, g in zip(wanted, self.groups, strict=True)])
+        ends = np.cumsum([_aligned(len(c) * g.spec.block_bytes) for c, g in zip(wanted, self.groups, strict=True)])
         staged = self.memory.take(int(ends[-1]))
         if staged is None:
             return []
         fetch.stage = SharedStage(self.memory, staged)
         found, start = [], 0
         for columns, group, end in zip(wanted, self.groups, ends.tolist(), strict=True):
-            rows = staged.data[start : start + len(columns) * group.block_bytes].reshape(len(columns), group.block_bytes)
-            found.append(GroupRows(columns, rows))
+            shape = len(columns), group.spec.block_bytes
+            found.append(GroupRows(columns, staged.data[start : start + shape[0] * shape[1]].reshape(shape)))
             start = end
         return found
 
@@ -216,14 +216,14 @@ class Fetcher:
         for index, watched in enumerate(self.tiers):
             places = [(g, int(c)) for g, of_group in enumerate(sources) for c in np.flatnonzero(of_group == index)]
             places = places[:PROBE_BLOCKS]
-            num_bytes = sum(self.groups[g].block_bytes for g, _ in places)
+            num_bytes = sum(self.groups[g].spec.block_bytes for g, _ in places)
             staged = self.memory.take(num_bytes) if places else None
             if staged is None:
                 continue
             rows, at = [], 0
             for g, _ in places:
-                rows.append(staged.data[at : at + self.groups[g].block_bytes])
-                at += self.groups[g].block_bytes
+                rows.append(staged.data[at : at + self.groups[g].spec.block_bytes])
+                at += self.groups[g].spec.block_bytes
             began = time.monotonic()
             watched.load([fetch.prompt.keys[g][c] for g, c in places], rows, watched.tier.timeout)
             self.decider.observe_load(index, num_bytes, time.monotonic() - began)

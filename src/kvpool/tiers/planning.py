@@ -12,10 +12,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.config import KVCacheConfig, LayerGroup
+from kvpool.config import KVCacheConfig, Tier
 from kvpool.config.layers import ceil_div
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.pools.groups import is_cross, longest_valid, sink_blocks, window_start
+from kvpool.pools.groups import Group, kind_of
+from kvpool.pools.pool import BlockPool
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import ReuseScope
 from kvpool.tiers.keys import KeySpace
@@ -38,12 +39,12 @@ class PromptKeys(NamedTuple):
 
 
 class BlockKeys:
-    """Keys of the blocks of one cache: `groups` are those that can be stored, all but cross attention."""
+    """Keys of the blocks of one cache: `groups` are those that enter the prefix tree, all but cross attention."""
 
     def __init__(self, space: KeySpace, config: KVCacheConfig) -> None:
         self.space = space
         self.block_size = config.block_size
-        self.groups: tuple[LayerGroup, ...] = tuple(group for group in config.groups if not is_cross(group))
+        self.groups = cached_groups(config)
 
     def of_prompt(self, tokens: Int32Array, scope: ReuseScope) -> PromptKeys:
         """The keys of all whole blocks of a prompt."""
@@ -58,6 +59,12 @@ class BlockKeys:
         return tuple(self.space.keys(digests, group.index) for group in self.groups)
 
 
+def cached_groups(config: KVCacheConfig) -> tuple[Group, ...]:
+    """The layer groups whose blocks can be stored. They have no pools: they only say which blocks are read."""
+    nothing = [BlockPool(0, tier, 0) for tier in Tier]
+    return tuple(kind_of(spec)(spec, config.block_size, nothing) for spec in config.groups if kind_of(spec).grows)
+
+
 class Option(NamedTuple):
     """A prefix that can be had: how many blocks, and how many bytes each tier brings of it."""
 
@@ -70,29 +77,28 @@ def next_query(num_blocks: int, num_tokens: int, block_size: int) -> int:
     return min(num_blocks * block_size, num_tokens - 1)
 
 
-def usable_blocks(groups: Sequence[LayerGroup], sources: Sequence[Sources], num_tokens: int, block_size: int) -> int:
+def usable_blocks(groups: Sequence[Group], sources: Sequence[Sources], num_tokens: int, block_size: int) -> int:
     """The longest prefix of a prompt, in blocks, for which every layer group has all that is read."""
     length = next_query(num_tokens // block_size, num_tokens, block_size)
     shortened = True
     while shortened and length > 0:
         shortened = False
         for group, of_group in zip(groups, sources, strict=True):
-            valid = longest_valid(group, of_group != NOWHERE, length, block_size)
+            valid = group.longest_valid(of_group != NOWHERE, length)
             if valid < length:
                 length, shortened = valid, True
     return ceil_div(length, block_size) if length > 0 else 0
 
 
-def read_columns(group: LayerGroup, first: int, num_blocks: int, num_tokens: int, block_size: int) -> Int64Array:
+def read_columns(group: Group, first: int, num_blocks: int, num_tokens: int, block_size: int) -> Int64Array:
     """The blocks from `first` on of a prefix of `num_blocks` that a layer group must have."""
     columns = np.arange(first, num_blocks)
-    start = window_start(group, next_query(num_blocks, num_tokens, block_size), block_size)
-    needed: Int64Array = columns[(columns >= start) | (columns < sink_blocks(group, block_size))]
+    needed: Int64Array = columns[group.reads(columns, next_query(num_blocks, num_tokens, block_size))]
     return needed
 
 
 def prefix_options(
-    groups: Sequence[LayerGroup], sources: Sequence[Sources], first: int, num_tokens: int, block_size: int, num_tiers: int
+    groups: Sequence[Group], sources: Sequence[Sources], first: int, num_tokens: int, block_size: int, num_tiers: int
 ) -> list[Option]:
     """Prefixes longer than the `first` blocks that are here: with the fastest tier only, with the two fastest, and so on."""
     found: list[Option] = []
@@ -107,6 +113,6 @@ def prefix_options(
         for group, of_group in zip(groups, within, strict=True):
             tiers = of_group[read_columns(group, first, num_blocks, num_tokens, block_size)]
             for tier in range(num_tiers):
-                num_bytes[tier] += int((tiers == tier).sum()) * group.block_bytes
+                num_bytes[tier] += int((tiers == tier).sum()) * group.spec.block_bytes
         found.append(Option(num_blocks, tuple(num_bytes)))
     return found

@@ -17,6 +17,7 @@ from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Completion
 from kvpool.engine.sampling.model_defaults import described
 from kvpool.engine.sampling.params import SamplingParams
+from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, StorageMemoryError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.terminal import check_files, parse_bytes
@@ -48,6 +49,20 @@ class EngineOptions:
     record: Annotated[
         str | None, typer.Option(help="Write a trace for `kvpool replay`; prompts cannot be read from it.")
     ] = None
+    disk: Annotated[
+        str | None,
+        typer.Option(envvar="KVPOOL_DISK", help="Keep prefixes in this directory: the next start finds them."),
+    ] = None
+    disk_bytes: Annotated[
+        str | None, typer.Option(envvar="KVPOOL_DISK_BYTES", help="As much as --disk may hold: 10GiB.")
+    ] = None
+    remote: Annotated[
+        str | None,
+        typer.Option(envvar="KVPOOL_REMOTE", help="Share prefixes through a store: redis://, rediss://, s3://."),
+    ] = None
+    tier_timeout: Annotated[
+        float, typer.Option(envvar="KVPOOL_TIER_TIMEOUT", help="Seconds that a request waits at most for --disk and --remote.")
+    ] = DEFAULT_TIMEOUT
 
     def make_engine(self, model: Any = None, host_memory: str | None = None, **options: Any) -> Engine:
         """The engine that the options describe; a `model` that is loaded already is used as it is."""
@@ -61,6 +76,10 @@ class EngineOptions:
             host_bytes=0 if host_memory is None else parse_bytes(host_memory, "--host-memory"),
             compile=self.compile_layers,
             record=self.record,
+            disk=self.disk,
+            disk_bytes=None if self.disk_bytes is None else parse_bytes(self.disk_bytes, "--disk-bytes"),
+            remote=self.remote,
+            tier_timeout=self.tier_timeout,
             **options,
         )
 
@@ -118,7 +137,7 @@ _OPTIONS = {
     "model_defaults=False": "--no-model-defaults",
     "n": "-n",
     **{name: f"--{name}" for name in ("temperature", "seed", "stop", "dtype", "device")},
-    **{name: f"--{name.replace('_', '-')}" for name in ("top_p", "kv_dtype", "draft_tokens")},
+    **{name: f"--{name.replace('_', '-')}" for name in ("top_p", "kv_dtype", "draft_tokens", "disk_bytes", "tier_timeout")},
     **{name: f"--{name.replace('_', '-')}" for name in ("max_sequences", "max_tokens_per_step")},
 }
 # A name that is a word, too, is meant only where a value or a demand follows.

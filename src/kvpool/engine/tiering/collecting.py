@@ -73,10 +73,10 @@ class Collector:
         for group, keys in zip(self._keys.groups, self._keys.of_digests(digests), strict=True):
             ids = handle.block_ids(group.index)[start:stop].tolist()
             wanted = [i for i, key in enumerate(keys) if ids[i] >= 0 and self._storer.wants(key)]
-            step = max(1, BATCH_BYTES // group.block_bytes)
+            step = max(1, BATCH_BYTES // group.spec.block_bytes)
             for at in range(0, len(wanted), step):
                 part = wanted[at : at + step]
-                self._send(_Offer(group.index, [keys[i] for i in part], [ids[i] for i in part]), group.block_bytes)
+                self._send(_Offer(group.index, [keys[i] for i in part], [ids[i] for i in part]), group.spec.block_bytes)
 
     def _progress_of(self, sequence: ScheduledSequence) -> _Progress:
         of_request = self._progress.setdefault(sequence.request.id, {})

@@ -1,4 +1,4 @@
-"""From an engine's settings to its tiers: a directory on a disk, a remote store by its URL, tiers of the caller's own."""
+"""From an engine's settings to its tiers: tiers of the caller's own, a directory on a disk, a remote store by its address."""
 
 from __future__ import annotations
 
@@ -7,46 +7,79 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpool.config import KVCacheConfig
-from kvpool.config.layers import check_number, show
+from kvpool.config.layers import MAX_BYTES, check_int, check_number, show
 from kvpool.engine.tiering.identity import model_id, weights_id
 from kvpool.engine.tiering.link import TierLink
 from kvpool.errors import ConfigError
 from kvpool.scheduling import Scheduler
 from kvpool.storage import DataPlane
-from kvpool.tiers import Fingerprint, KeyedTier, KeySpace
+from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, open_tier
 from kvpool.tiers.planning import BlockKeys
 
 DEFAULT_TIMEOUT = 2.0
+DEFAULT_DISK_BYTES = 10 * 2**30
 LONGEST_TIMEOUT = 3600.0
 
 
 class TierSettings:
-    """Which tiers an engine has, checked before a model is loaded."""
+    """Which tiers an engine has, in the order in which they are asked; checked before a model is loaded."""
 
     def __init__(
         self,
         tiers: Sequence[KeyedTier] | None = None,
+        disk: str | os.PathLike[str] | None = None,
+        disk_bytes: int | None = None,
+        remote: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        self.tiers = _checked_tiers(tiers)
-        self.timeout = check_number("tier_timeout", timeout, "a number of seconds above 0")
-        if not 0 < self.timeout <= LONGEST_TIMEOUT:
+        self._given = _checked_tiers(tiers)
+        if disk is not None and (not isinstance(disk, (str, os.PathLike)) or not os.fspath(disk)):
+            raise ConfigError(f"disk must be the path of a directory, got {show(disk)}")
+        if disk_bytes is not None:
+            check_int("disk_bytes", disk_bytes, 1, MAX_BYTES)
+            if disk is None:
+                raise ConfigError(f"disk_bytes={disk_bytes} needs disk, the directory to keep them in")
+        if remote is not None and not isinstance(remote, str):
+            raise ConfigError(f"remote must be the address of a tier, like redis://localhost, got {show(remote)}")
+        self._disk = disk
+        self._disk_bytes = DEFAULT_DISK_BYTES if disk_bytes is None else disk_bytes
+        self._remote = remote
+        self._timeout = check_number("tier_timeout", timeout, "a number of seconds above 0")
+        if not 0 < self._timeout <= LONGEST_TIMEOUT:
             raise ConfigError(f"tier_timeout={timeout} must be above 0 and at most {LONGEST_TIMEOUT:g} seconds")
 
     def link(self, model: Any, config: KVCacheConfig, scheduler: Scheduler, plane: DataPlane) -> TierLink | None:
         """Opens the tiers and joins them to an engine; None if there are none."""
-        if not self.tiers:
+        if not self._given and self._disk is None and self._remote is None:
             return None
         if not config.enable_prefix_caching:
             raise ConfigError("tiers need enable_prefix_caching: what they bring is found by content")
         space = KeySpace(Fingerprint.of(config, model_id(model), weights_id(model)))
-        return TierLink(self.tiers, BlockKeys(space, config), scheduler, plane, timeout=self.timeout)
+        opened = self._open()
+        for tier in (*self._given, *opened):
+            tier.introduce(space)
+        keys = BlockKeys(space, config)
+        return TierLink([*self._given, *opened], keys, scheduler, plane, timeout=self._timeout, owned=opened)
+
+    def _open(self) -> list[KeyedTier]:
+        """The tiers that the engine opens itself, and closes."""
+        opened: list[KeyedTier] = []
+        try:
+            if self._disk is not None:
+                opened.append(DiskTier(self._disk, self._disk_bytes))
+            if self._remote is not None:
+                opened.append(open_tier(self._remote))
+        except BaseException:
+            for tier in opened:
+                tier.close()
+            raise
+        return opened
 
 
 def _checked_tiers(tiers: object) -> tuple[KeyedTier, ...]:
     if tiers is None:
         return ()
-    if isinstance(tiers, (str, os.PathLike, KeyedTier)) or not isinstance(tiers, Sequence):
+    if isinstance(tiers, str) or not isinstance(tiers, Sequence):
         raise ConfigError(f"tiers must be a list of KeyedTier, fastest first, got {show(tiers)}")
     for tier in tiers:
         if not isinstance(tier, KeyedTier):
