@@ -221,6 +221,16 @@ def test_given_parts_in_either_tier_then_they_are_put_together() -> None:
         assert (result.num_cached_tokens, [result.token_ids]) == (119, computed(PROMPT))
 
 
+def test_given_a_prompt_that_is_all_cached_then_no_tier_is_asked() -> None:
+    tier = MemoryTier(2**28)
+    for prompt in (PROMPT, ENDS_WITH_A_BLOCK):
+        with make_engine(tier) as engine:
+            answers(engine, prompt, prompt)
+            lookups = engine.stats().tiers.fetches.lookups  # type: ignore[union-attr]
+            answers(engine, prompt)
+            assert engine.stats().tiers.fetches.lookups == lookups  # type: ignore[union-attr]
+
+
 def test_given_blocks_that_came_from_a_tier_then_they_are_not_stored_there_again() -> None:
     tier = filled(PROMPT)
     stored: list[int] = []

@@ -61,7 +61,7 @@ class EngineOptions:
         typer.Option(envvar="KVPOOL_REMOTE", help="Share prefixes through a store: redis://, rediss://, s3://."),
     ] = None
     tier_timeout: Annotated[
-        float, typer.Option(envvar="KVPOOL_TIER_TIMEOUT", help="Seconds that a request waits at most for --disk and --remote.")
+        float, typer.Option(envvar="KVPOOL_TIER_TIMEOUT", help="Seconds that a request waits for them at most.")
     ] = DEFAULT_TIMEOUT
 
     def make_engine(self, model: Any = None, host_memory: str | None = None, **options: Any) -> Engine:

@@ -139,8 +139,8 @@ class TierLink:
 
     def _hold(self, held: _Held) -> bool:
         prompt, size = held.prompt, self.keys.block_size
-        first = self._manager.match_prefix(held.request.prompt, held.request.scope).num_blocks
-        missing = (prompt.num_blocks - first) * size
+        match = self._manager.match_prefix(held.request.prompt, held.request.scope)
+        first, missing = match.num_blocks, min(prompt.num_blocks * size, prompt.num_tokens - 1) - match.num_tokens
         if missing <= 0 or self._closed or self._is_stuck():
             return False
         now = time.monotonic()
