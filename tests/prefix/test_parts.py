@@ -17,6 +17,7 @@ from kvpool.prefix.context import CacheContext
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.prefix.expiry import Expiry
 from kvpool.prefix.ledger import IdleLedger
+from kvpool.prefix.logits import StoredLogits
 from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, Node
 from kvpool.prefix.orders import EvictionOrders
 from kvpool.prefix.quota import Quota
@@ -331,6 +332,41 @@ def test_given_a_subtree_under_a_reader_when_it_is_detached_then_only_idle_block
     removal.ledger.count_run(idle, 1)
     assert removal.detach(read, EvictionReason.INVALIDATED) == 2
     assert (gpu(context), read.detached, tree.num_runs) == ((15, 0, 0), True, 0)
+
+
+# --- stored logits ---------------------------------------------------------------------------------------------------
+
+
+def test_given_stored_logits_when_their_run_is_cut_then_they_stay_with_the_last_full_block_of_their_prompt() -> None:
+    context = make_context()
+    tree, logits = make_tree(context), StoredLogits(context)
+    run = add_run(context, tree, tree.root_for(ReuseScope()), 1, 2, 3, 4)
+    assert not logits.are_stored
+    assert logits.store(run, tokens_of(1, 2, 3), "of three")
+    assert logits.store(run, tokens_of(1, 2, 3, 4), "of four")
+    upper = tree.split(run, 1)
+    assert (list(upper.logits.values()), list(run.logits.values())) == (["of three"], ["of four"])
+    assert logits.find(run.root, [upper, run], tokens_of(1, 2, 3, 4)) == "of four"
+    assert logits.find(run.root, [upper], tokens_of(1, 2, 9)) is None
+
+
+def test_given_a_prompt_longer_than_what_is_cached_then_its_logits_are_not_stored() -> None:
+    context = make_context()
+    tree, logits = make_tree(context), StoredLogits(context)
+    run = add_run(context, tree, tree.root_for(ReuseScope()), 1, 2)
+    assert not logits.store(run, tokens_of(1, 2, 3, 4), "of four")
+    assert (logits.are_stored, run.logits) == (False, None)
+
+
+def test_given_stored_logits_when_the_block_that_their_prompt_ends_in_is_invalid_then_they_are_forgotten() -> None:
+    context = make_context()
+    tree, logits = make_tree(context), StoredLogits(context)
+    run = add_run(context, tree, tree.root_for(ReuseScope()), 1, 2)
+    logits.store(run, tokens_of(1, 2, 3), "of three")
+    logits.forget_inside(run, 1, tokens_of(4, 4).tobytes())
+    assert logits.find(run.root, [run], tokens_of(1, 2, 3)) == "of three"
+    logits.forget_inside(run, 1, tokens_of(3, 4).tobytes())
+    assert logits.find(run.root, [run], tokens_of(1, 2, 3)) is None
 
 
 # --- tiers, and the whole --------------------------------------------------------------------------------------------

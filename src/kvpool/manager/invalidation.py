@@ -26,6 +26,7 @@ class Invalidation:
         self.cache = state.cache
         self.tree = state.cache.tree
         self.removal = state.cache.removal
+        self.logits = state.cache.logits
         self.rows = state.rows
         self.in_flight = in_flight
         self.pins = pins
@@ -55,7 +56,7 @@ class Invalidation:
             return handle.session == session or session in handle.copied_sessions
 
         for node in nodes:
-            self._forget_logits(node.parent, node.start, node.key)
+            self.logits.forget_inside(node.parent, node.start, node.key)
         return self._remove(nodes, affected, EvictionReason.INVALIDATED)
 
     def below_prefix(self, prefix: Int32Array, scope: ReuseScope) -> int:
@@ -68,7 +69,7 @@ class Invalidation:
         before = self.tree.match(scope, prefix[:start], partial=False)
         if before.root is not None and before.num_blocks == last:
             parent = before.path[-1] if before.path else before.root
-            self._forget_logits(parent, last, prefix[start : start + size].tobytes())
+            self.logits.forget_inside(parent, last, prefix[start : start + size].tobytes())
 
         def affected(handle: KVCacheHandle) -> bool:
             """Whether it has, or is computing, a token of the block: its ids agree with the prefix as far as they go."""
@@ -88,14 +89,6 @@ class Invalidation:
         if node.start < last:
             self.tree.split(node, last - node.start)
         return [node]
-
-    def _forget_logits(self, node: Node, depth: int, key: bytes) -> None:
-        """Forgets the logits of prompts that end inside the block `key` behind `node`, at `depth`."""
-        size = self.state.block_size
-        if node.logits:
-            for length, tail in list(node.logits):
-                if tail and length // size == depth and key.startswith(tail):
-                    del node.logits[length, tail]
 
     def _remove(self, nodes: Sequence[Node], affected: Callable[[KVCacheHandle], bool], reason: EvictionReason) -> int:
         doomed = {part for node in nodes for part in node.subtree()}

@@ -20,15 +20,13 @@ rule is in `manager/guard.py`). What concerns the cache as a whole (pins, quotas
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from kvpool.config import KVCacheConfig
-from kvpool.config.layers import show
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -38,20 +36,29 @@ from kvpool.errors import (
     UnknownRequestError,
 )
 from kvpool.events import EventLog
-from kvpool.eviction import EvictionPolicy, make_policy
+from kvpool.eviction import EvictionPolicy
+from kvpool.manager.arguments import (
+    as_counts,
+    as_policy_factory,
+    check_counts,
+    check_keeping,
+    check_requests,
+    is_among,
+)
 from kvpool.manager.compaction import Compaction
 from kvpool.manager.guard import Guard
 from kvpool.manager.invalidation import Invalidation
-from kvpool.manager.maintenance import DEFAULT_SCOPE, Maintenance, check_scope, check_seconds
+from kvpool.manager.maintenance import DEFAULT_SCOPE, Maintenance, check_scope
 from kvpool.manager.observer import Observer
 from kvpool.manager.pins import Pins
-from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, as_count, as_flag, as_token_array
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count, as_flag, as_token_array
 from kvpool.pools.copies import CopyOp
 from kvpool.prefix.retention import Retention
 from kvpool.prefix.tenants import TenantQuotas
 from kvpool.scope import ReuseScope
 from kvpool.sequences.admission import AdmissionPlanner, PrefixMatch
 from kvpool.sequences.batch import SequenceBatch, as_handles
+from kvpool.sequences.ending import Ending
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.lifecycle import Lifecycle
@@ -93,14 +100,7 @@ class KVCacheManager(Maintenance):
     ) -> None:
         if not isinstance(config, KVCacheConfig):
             raise ConfigError(f"KVCacheManager takes a KVCacheConfig, got {type(config).__name__}")
-        chosen = config.eviction_policy if policy is None else policy
-        if isinstance(chosen, EvictionPolicy):
-            raise ConfigError(
-                "policy takes a name, a class or a factory: each tier and tenant needs an instance of its own"
-            )
-        new_policy = chosen if callable(chosen) else partial(make_policy, chosen)
-        if not isinstance(new_policy(), EvictionPolicy):  # an unknown name is refused here, before anything is built
-            raise ConfigError(f"policy {chosen!r} does not make an EvictionPolicy")
+        new_policy = as_policy_factory(config.eviction_policy if policy is None else policy)
         self.config = config
         self.events = EventLog(max(1, config.event_buffer_size), snapshot_source=self._event_snapshot)
         self._state = CacheState(config, new_policy, clock, self.events)
@@ -111,7 +111,8 @@ class KVCacheManager(Maintenance):
         self._sequences = Lifecycle(self._state, self._admissions, self._in_flight, self._windows)
         self._stepping = Stepping(self._state, self._in_flight, self._windows)
         self._rewinding = Rewinding(self._state, self._in_flight, self._windows)
-        self._swapping = Swapping(self._state, self._sequences)
+        self._ending = Ending(self._state, self._in_flight, self._windows)
+        self._swapping = Swapping(self._state, self._sequences, self._ending, self._in_flight)
         self._compaction = Compaction(self._state)
         self._pins = Pins(self._state)
         self._quotas = TenantQuotas(self._state.cache)
@@ -179,7 +180,7 @@ class KVCacheManager(Maintenance):
         if type(lookahead) is not int or type(cross_tokens) is not int or lookahead or cross_tokens:
             lookahead, cross_tokens = as_count(lookahead, "lookahead"), self._cross_tokens(cross_tokens)
         if ttl is not None or retention is not None or session is not None:
-            _check_keeping(ttl, retention, session)
+            check_keeping(ttl, retention, session)
         if lease is not False:
             lease = as_flag(lease, "lease")
         limit = self.config.max_seq_len
@@ -188,7 +189,7 @@ class KVCacheManager(Maintenance):
             if longest > limit:
                 raise InvalidArgumentError(f"a sequence of {longest} tokens is over max_seq_len={limit}")
         with self._guard:
-            if _is_among(request_id, self._state.requests):
+            if is_among(request_id, self._state.requests):
                 raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
             if scope is not DEFAULT_SCOPE:
                 check_scope(scope)
@@ -215,7 +216,7 @@ class KVCacheManager(Maintenance):
         order, nothing happens in between, and callbacks run once, afterwards. One that is refused stops none behind it.
         Observers are told of every admission.
         """
-        given = _check_requests(requests)
+        given = check_requests(requests, ALLOCATE_ARGUMENTS)
         results: list[KVCacheHandle | KVPoolError] = []
         with self._guard:
             for request in given:
@@ -246,7 +247,7 @@ class KVCacheManager(Maintenance):
         return int(cross_tokens)
 
     def _is_live(self, request_id: Hashable) -> bool:
-        return _is_among(request_id, self._state.requests)
+        return is_among(request_id, self._state.requests)
 
     def get(self, request_id: Hashable) -> KVCacheHandle:
         """The handle of a live request."""
@@ -295,12 +296,12 @@ class KVCacheManager(Maintenance):
         A slot is `block id * block size + offset`. `lookahead` makes room for draft tokens behind them, which a later
         `extend` claims. A block with another reader that is about to be written is copied first (see `take_copies`).
         """
-        counts = _counts(num_tokens)
+        counts = as_counts(num_tokens)
         if type(lookahead) is not int or lookahead:
             lookahead = as_count(lookahead, "lookahead")
         with self._guard:
             chosen = self._batch(batch)
-            _check_counts(counts, len(chosen))
+            check_counts(counts, len(chosen))
             slots = self._stepping.extend(chosen, counts, lookahead, out)
             if self._observers:
                 self._tell("extend_batch", slots, chosen, counts, lookahead)
@@ -326,10 +327,10 @@ class KVCacheManager(Maintenance):
 
     def mark_written(self, batch: BatchLike | KVCacheHandle, num_tokens: int | Sequence[int] = 1) -> None:
         """The next tokens' keys and values are in their blocks, but not final (drafts): `commit` or `rewind` follows."""
-        counts = _counts(num_tokens)
+        counts = as_counts(num_tokens)
         with self._guard:
             chosen = self._batch([batch] if isinstance(batch, KVCacheHandle) else batch)
-            _check_counts(counts, len(chosen))
+            check_counts(counts, len(chosen))
             self._stepping.mark_written(chosen, counts)
             if self._observers:
                 self._tell("mark_written", None, chosen, counts)
@@ -354,7 +355,7 @@ class KVCacheManager(Maintenance):
     def commit_batch(self, batch: BatchLike, tokens: Any, counts: Sequence[int] | None = None) -> None:
         """`commit` for a batch: one token each, or `counts[i]` tokens of sequence i one after the other in `tokens`."""
         ids = None if tokens is None else as_token_array(tokens)
-        numbers = None if counts is None else _counts(counts)
+        numbers = None if counts is None else as_counts(counts)
         with self._guard:
             chosen = self._batch(batch)
             if numbers is None:
@@ -362,7 +363,7 @@ class KVCacheManager(Maintenance):
                     raise InvalidArgumentError("commit_batch needs tokens, or counts for known prompts")
                 self._stepping.commit_step(chosen, ids)
             else:
-                _check_counts(numbers, len(chosen))
+                check_counts(numbers, len(chosen))
                 if not isinstance(numbers, np.ndarray):
                     raise InvalidArgumentError(f"counts must hold one count for every sequence, got {counts!r}")
                 self._stepping.commit_rows(chosen, ids, numbers)
@@ -402,7 +403,7 @@ class KVCacheManager(Maintenance):
             raise InvalidArgumentError("fork needs at least one new request id")
         with self._guard:
             for number, request_id in enumerate(request_ids):
-                if self._is_live(request_id) or _is_among(request_id, request_ids[:number]):
+                if self._is_live(request_id) or is_among(request_id, request_ids[:number]):
                     raise DuplicateRequestError(f"request {request_id!r} is already live; use another id")
             children = self._sequences.fork(handle, request_ids)
             if self._observers:
@@ -414,7 +415,7 @@ class KVCacheManager(Maintenance):
         if keep is not True:
             keep = as_flag(keep, "keep")
         with self._guard:
-            self._sequences.free(handle, keep)
+            self._ending.free(handle, keep)
             if self._observers:
                 self._tell("free", None, handle, keep)
 
@@ -423,7 +424,7 @@ class KVCacheManager(Maintenance):
         keep = as_flag(keep, "keep")
         with self._guard:
             handles = batch.handles if isinstance(batch, SequenceBatch) else as_handles(batch)
-            self._sequences.free_batch(handles, keep)
+            self._ending.free_batch(handles, keep)
             if self._observers:
                 self._tell("free_batch", None, handles, keep)
 
@@ -447,7 +448,10 @@ class KVCacheManager(Maintenance):
             length = handle.num_prompt_tokens if num_tokens is None else as_count(num_tokens, "num_tokens", minimum=1)
             if not length or int(self._state.rows.committed[row]) < length:
                 raise SequenceStateError(f"request {handle.request_id!r}: commit the whole prompt before its logits")
-            stored = handle.publishes and self._admissions.store_logits(row, length, logits)
+            ids, tip = self._state.rows.token_ids(row)[:length], self._state.rows.tips[row]
+            assert tip is not None
+            kept = handle.publishes and self._state.cache.logits.store(tip, ids, logits)
+            stored = kept and self._admissions.is_whole(ids, handle.scope)
             if self._observers:
                 self._tell("store_last_logits", stored, handle, logits, num_tokens)
             return stored
@@ -486,51 +490,3 @@ class KVCacheManager(Maintenance):
             copies = self._state.copies[:]
             self._state.copies.clear()
             return copies
-
-
-def _is_among(request_id: Hashable, request_ids: Container[Hashable]) -> bool:
-    try:
-        return request_id in request_ids
-    except Exception as error:
-        message = f"a request id must be hashable and comparable, got {request_id!r}: {error}"
-        raise InvalidArgumentError(message) from None
-
-
-def _check_requests(requests: Any) -> list[Mapping[str, Any]]:
-    """The requests of `allocate_batch`: names are checked here, before any is admitted, values where each is."""
-    try:
-        given = list(requests)
-    except Exception:
-        raise InvalidArgumentError(f"allocate_batch takes a list of requests, got {show(requests)}") from None
-    for request in given:
-        if not isinstance(request, Mapping):
-            raise InvalidArgumentError(f"a request is a mapping of allocate's arguments, got {show(request)}")
-        if not request.keys() <= ALLOCATE_ARGUMENTS or "request_id" not in request:
-            names = ", ".join(sorted(ALLOCATE_ARGUMENTS))
-            raise InvalidArgumentError(f"a request has a request_id and may have {names}; got {show(list(request))}")
-    return given
-
-
-def _check_keeping(ttl: float | None, retention: Retention | None, session: str | None) -> None:
-    check_seconds(ttl, "ttl")
-    if retention is not None and not isinstance(retention, Retention):
-        raise InvalidArgumentError(f"retention must be a Retention, got {retention!r}")
-    if session is not None and not isinstance(session, str):
-        raise InvalidArgumentError(f"session must be a string, got {session!r}")
-
-
-def _counts(num_tokens: Any) -> int | Int64Array:
-    """Token counts: one for all sequences, or an int64 array with one per sequence."""
-    if isinstance(num_tokens, (int, np.integer)):
-        return as_count(num_tokens, "num_tokens")
-    array = as_array(num_tokens, "num_tokens")
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidArgumentError(f"num_tokens must be an int or one int per sequence, got {num_tokens!r}")
-    if array.size and (int(array.min()) < 0 or int(array.max()) > 2**40):
-        raise InvalidArgumentError(f"num_tokens must not be negative or huge, got {array.tolist()[:8]}")
-    return array.astype(np.int64)
-
-
-def _check_counts(counts: int | Int64Array, batch_size: int) -> None:
-    if isinstance(counts, np.ndarray) and len(counts) != batch_size:
-        raise InvalidArgumentError(f"got {len(counts)} counts for a batch of {batch_size} sequences")

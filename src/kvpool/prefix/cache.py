@@ -20,6 +20,7 @@ from kvpool.prefix.announcing import Announcer
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.expiry import Expiry
 from kvpool.prefix.ledger import IdleLedger
+from kvpool.prefix.logits import StoredLogits
 from kvpool.prefix.moving import TierMover, importance
 from kvpool.prefix.node import MAX_PRIORITY, Node, Root
 from kvpool.prefix.orders import EvictionOrders
@@ -37,8 +38,9 @@ class PrefixCache:
     """Owns the parts; each has a file of its own. It decides what leaves when room is needed, and they carry it out.
 
     `tree` finds and cuts runs, `readers` counts who holds paths, `windows` who reads windowed blocks, `ledger` what is idle,
-    `orders` knows who goes first, `expiry` when somebody must, `mover` changes tiers, `removal` takes out of the index, and
-    `announcer` tells subscribers. No part knows the cache: what it needs of it is given to it as a function.
+    `orders` knows who goes first, `expiry` when somebody must, `mover` changes tiers, `removal` takes out of the index,
+    `logits` keeps what was computed behind whole prompts, `announcer` tells subscribers. No part knows the cache: what it
+    needs of it is given to it as a function.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class PrefixCache:
         self.announcer = Announcer(context)
         self.expiry = Expiry(context, self.announcer, self._drop_expired)
         self.tree = RunTree(context, self.orders.new_root, self.expiry.watch)
+        self.logits = StoredLogits(context)
         self.windows = WindowReaders(context, self.ledger, self.announcer)
         self.readers = PathReaders(context, self.tree, self.ledger, self.expiry, self.windows)
         self.removal = Removal(context, self.tree, self.ledger, self.windows, self.readers, self.announcer, self.expiry)

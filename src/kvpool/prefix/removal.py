@@ -6,6 +6,7 @@ from kvpool.prefix.announcing import Announcer
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.expiry import Expiry
 from kvpool.prefix.ledger import IdleLedger
+from kvpool.prefix.logits import trim_logits
 from kvpool.prefix.node import Node
 from kvpool.prefix.readers import PathReaders
 from kvpool.prefix.tree import RunTree
@@ -63,8 +64,7 @@ class Removal:
         node.tokens = tokens.copy() if rest else tokens
         if node.digests is not None:
             del node.digests[keep:]
-        if node.logits is not None:
-            node.logits = {k: v for k, v in node.logits.items() if k[0] // self.block_size <= node.end}
+        trim_logits(node, self.block_size)
         policy.add(node)
 
     def _note_departure(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.context import CacheContext
+from kvpool.prefix.logits import divide_logits
 from kvpool.prefix.node import Node, Root
 from kvpool.scope import ReuseScope
 
@@ -247,11 +248,7 @@ class RunTree:
             self._tag(upper, node.session, node.copied_sessions)
         if node.digests is not None:
             upper.digests, node.digests = node.digests[:num_blocks], node.digests[num_blocks:]
-        if node.logits is not None:
-            end = node.start + num_blocks
-            stored, size = node.logits, self.block_size
-            upper.logits = {key: value for key, value in stored.items() if key[0] // size <= end}
-            node.logits = {key: value for key, value in stored.items() if key[0] // size > end}
+        divide_logits(node, upper, node.start + num_blocks, self.block_size)
         return upper
 
     # --- sessions ----------------------------------------------------------------------------------------------------

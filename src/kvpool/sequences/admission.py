@@ -10,14 +10,13 @@ from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
-from kvpool.prefix.node import Node, path_ids
+from kvpool.prefix.node import path_ids
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.state import Admission, AllocStatus, CacheState
 
 NO_MATCH = Match(None, [], 0)
-MAX_LOGITS = 64  # prompts that end in one run and have their logits stored; the oldest gives way
 
 
 class PrefixMatch(NamedTuple):
@@ -78,8 +77,8 @@ class AdmissionPlanner:
         self.context = state.context
         self.tree = state.cache.tree
         self.windows = state.cache.windows
+        self.logits = state.cache.logits
         self.in_flight = in_flight
-        self.has_logits = False  # whether logits were ever stored: without, nobody looks for them
 
     # --- reuse -------------------------------------------------------------------------------------------------------
 
@@ -100,8 +99,8 @@ class AdmissionPlanner:
         length = match.num_tokens(size)
         logits = None
         if length == len(tokens):
-            if self.has_logits:
-                logits = self._stored_logits(match, tokens)
+            if self.logits.are_stored:
+                logits = self.logits.find(match.root, match.path, tokens)
             if logits is None:
                 length -= 1
                 if not match.num_partial and self._has_last_block(match):
@@ -130,34 +129,6 @@ class AdmissionPlanner:
     def _has_last_block(self, match: Match) -> bool:
         """Whether every window still has the last matched block: what is not written again must be there."""
         return all(path_ids(match.path, match.num_blocks, group.index)[-1] >= 0 for group in self.context.windowed)
-
-    def _stored_logits(self, match: Match, tokens: Int32Array) -> Any:
-        size = self.state.block_size
-        blocks = len(tokens) // size
-        node: Node | None = next((n for n in reversed(match.path) if n.start < blocks <= n.end), match.root)
-        if node is None or node.logits is None:
-            return None
-        return node.logits.get((len(tokens), tokens[blocks * size :].tobytes()))
-
-    def store_logits(self, row: int, num_tokens: int, logits: Any) -> bool:
-        """Attaches logits to the node that holds the last full block of a row's prompt."""
-        rows, size = self.state.rows, self.state.block_size
-        blocks = num_tokens // size
-        node = rows.tips[row]
-        assert node is not None
-        self.state.context.sync(node)
-        while node is not node.root and node.start >= blocks:
-            node = node.parent
-        if node.end < blocks:
-            return False
-        self.has_logits = True
-        if node.logits is None:
-            node.logits = {}
-        elif len(node.logits) >= MAX_LOGITS:
-            del node.logits[next(iter(node.logits))]
-        ids = rows.token_ids(row)[:num_tokens]
-        node.logits[num_tokens, ids[blocks * size :].tobytes()] = logits
-        return self.best_match(ids, node.root.scope)[0].num_tokens(size) == num_tokens
 
     def _valid_in_windows(self, match: Match, length: int, logits: Any) -> tuple[int, Any]:
         shortened = True
@@ -193,6 +164,10 @@ class AdmissionPlanner:
         if not self.state.context.windowed:
             return whole
         return self._cut(whole, self._valid_in_windows(whole, whole.num_tokens(size), None)[0])
+
+    def is_whole(self, tokens: Int32Array, scope: ReuseScope) -> bool:
+        """Whether all of these tokens could be reused now, the last one included."""
+        return self.best_match(tokens, scope)[0].num_tokens(self.state.block_size) == len(tokens)
 
     def query(self, tokens: Int32Array, scope: ReuseScope) -> PrefixMatch:
         match, logits = self.best_match(tokens, scope)

@@ -1,19 +1,14 @@
-"""The life of a sequence: admitted, forked, freed. (Its steps are in `stepping`, the way back in `rewinding`.)"""
+"""How a sequence begins: admitted, or forked off another. (Its steps are in `stepping`, its end in `ending`.)"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-import numpy as np
-
 from kvpool.config import Tier
-from kvpool.errors import InvalidArgumentError, SequenceStateError
-from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.pool import GPU
-from kvpool.prefix.calendar import NEVER
 from kvpool.prefix.node import Node, path_ids
-from kvpool.prefix.retention import Retention
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
 from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner
@@ -21,7 +16,6 @@ from kvpool.sequences.handle import KVCacheHandle, note_sessions
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.sliding import RowWindows
 from kvpool.sequences.state import CacheState
-from kvpool.stats import EvictionReason
 
 INHERITED = (  # what a fork has in common with its parent
     "retention",
@@ -37,7 +31,7 @@ INHERITED = (  # what a fork has in common with its parent
 
 
 class Lifecycle:
-    """Operations that make, change and end sequences. Each checks everything first and then cannot fail."""
+    """Operations that make sequences. Each checks everything first and then cannot fail."""
 
     def __init__(
         self, state: CacheState, admissions: AdmissionPlanner, in_flight: InFlight, windows: RowWindows
@@ -261,174 +255,3 @@ class Lifecycle:
         child.family.add(row)
         rows.set_shared(source, True)
         rows.set_shared(row, True)
-
-    # --- the end -----------------------------------------------------------------------------------------------------
-
-    def free(self, handle: KVCacheHandle, keep: bool, is_listed: bool = True) -> None:
-        """Ends a sequence; what it published stays cached unless `keep` is False. `is_listed`: the index still has it."""
-        row = self.state.any_row_of(handle)
-        if is_listed:
-            self._forget(handle)
-        tip = self.rows.tips[row]
-        assert tip is not None
-        if handle.swapped is not None:
-            if not keep and handle.publishes:
-                final = self.rows.token_ids(row)[: self.rows.committed.item(row)]
-                tip = next(reversed(self.tree.match(handle.scope, final, partial=False).path), tip)
-            self.free_swapped(handle)
-        else:
-            self.release_gpu(handle, row, keep and self.state.config.cache_unfilled_blocks)
-        if not keep:
-            self._drop_own(tip, handle.serial)
-        self._end(handle, row, tip)
-        self.rows.drop_row(row)
-
-    def _forget(self, handle: KVCacheHandle) -> None:
-        """Takes a request out of the index, first of all: that runs code of its id, which may raise by now."""
-        requests = self.state.requests
-        try:
-            found = requests.pop(handle.request_id, None)
-        except Exception as error:
-            raise InvalidArgumentError(f"a request cannot be freed by its id {handle.request_id!r}: {error}") from None
-        if found is not handle:
-            if found is not None:
-                requests[found.request_id] = found
-            raise InvalidArgumentError(f"its id {handle.request_id!r} is not what it was when the request was admitted")
-
-    def _end(self, handle: KVCacheHandle, row: int, tip: Node) -> None:
-        if handle.inflight is not None:
-            self.in_flight.hand_over(handle)
-        if handle.family is not None:
-            handle.family.discard(row)
-            self.rows.following.pop(row, None)
-            self.state.publisher.publish_postponed(handle.family)
-        handle.row = -1
-        if tip.root.quota is not None:
-            self.cache.enforce_quota(tip.root)
-
-    def free_swapped(self, handle: KVCacheHandle) -> None:
-        """Gives back the host blocks of a swapped-out sequence."""
-        assert handle.swapped is not None
-        for group, ids in enumerate(handle.swapped.ids):
-            self.state.groups[group].on(Tier.HOST).release(ids[ids >= 0])
-        handle.swapped = None
-        tip = self.rows.tips[handle.row]
-        assert tip is not None
-        self.readers.release(tip)
-
-    def release_gpu(self, handle: KVCacheHandle, row: int, keep_remainder: bool = False) -> None:
-        """Lets go of every GPU block of a row: published ones stay in the tree, private ones become free.
-
-        With `keep_remainder` the unfilled last block enters the tree as well.
-        """
-        rows = self.rows
-        tip = rows.tips[row]
-        assert tip is not None
-        if tip.open_row == row:
-            self.state.publisher.close(row)
-        if keep_remainder:
-            tip = self.state.publisher.publish_remainder(row, handle, tip)
-        used, published = rows.num_blocks.item(row), tip.start + tip.num_blocks
-        if used > published or not self.state.is_simple:
-            self._release_groups(handle, row, tip, used, published)
-        if handle.retention is not None and tip is not tip.root:
-            self._apply_retention(handle.retention, tip, handle.num_prompt_tokens)
-        self.readers.release(tip)
-
-    def _release_groups(self, handle: KVCacheHandle, row: int, tip: Node, used: int, published: int) -> None:
-        """Gives back private blocks of a row, between the published ones and `used`, and leaves its windows."""
-        rows, shared = self.rows, handle.family is not None
-        for group in self.state.groups:
-            first, end = (published, used) if group.grows else (0, rows.num_cross_blocks.item(row))
-            if first < end:
-                group.give_back(rows.tables[group.index][row, first:end], shared)
-        self.windows.leave(row, tip, 0, published)
-
-    def _apply_retention(self, retention: Retention, tip: Node, num_prompt_tokens: int) -> None:
-        """Cuts the path where priorities change and sets them."""
-        cache, size = self.cache, self.state.block_size
-        for cut in retention.cuts(num_prompt_tokens, size):
-            node = tip
-            while node.start >= cut:
-                node = node.parent
-            if node.end > cut:
-                self.tree.split(node, cut - node.start)
-        node = tip
-        while node is not node.root:
-            priority, duration = retention.priority_at(node.start * size, num_prompt_tokens)
-            if priority is not None:
-                cache.expiry.set_priority(node, priority, NEVER if duration is None else self.context.now + duration)
-            node = node.parent
-
-    def _drop_own(self, tip: Node, serial: int) -> None:
-        """Drops what a request published and nobody else uses."""
-        node = tip
-        while node.is_candidate() and node.published_by == serial:
-            parent = node.parent
-            self.removal.drop_tail(node, node.num_blocks, EvictionReason.EXPLICIT)
-            node = parent
-
-    def free_batch(self, handles: Sequence[KVCacheHandle], keep: bool) -> None:
-        """Ends many sequences; checked as a whole first."""
-        seen = set()
-        for handle in handles:
-            row = self.state.any_row_of(handle)
-            if row in seen:
-                raise SequenceStateError(f"request {handle.request_id!r} stands twice in the batch to free")
-            seen.add(row)
-        forgotten: list[KVCacheHandle] = []
-        try:
-            for handle in handles:
-                self._forget(handle)
-                forgotten.append(handle)
-        except InvalidArgumentError:
-            self.state.requests.update((handle.request_id, handle) for handle in forgotten)
-            raise
-        simple = keep and self.state.is_simple
-        plain = [h for h in handles if simple and h.swapped is None and h.retention is None and h.family is None]
-        if len(plain) > 1:
-            self._free_plain([h.row for h in plain], plain)
-        for handle in handles:
-            if handle.row >= 0:
-                self.free(handle, keep, is_listed=False)
-
-    def _free_plain(self, row_list: list[int], handles: list[KVCacheHandle]) -> None:
-        """`free` for sequences of one full-attention group without forks, private blocks given back in one go."""
-        rows, size = self.rows, self.state.block_size
-        index = np.array(row_list)
-        used = rows.num_blocks[index]
-        done = (rows.committed[index] // size).tolist()
-        table = rows.tables[0][index, : int(used.max())]  # a copy, of which nodes may keep slices
-        alike = int(used.max()) * len(index) <= 4 * int(used.sum())
-        published = []
-        keep_remainders, publish_remainder = (
-            self.state.config.cache_unfilled_blocks,
-            self.state.publisher.publish_remainder,
-        )
-        for i, row in enumerate(row_list):
-            tip = rows.tips[row]
-            assert tip is not None
-            if tip.open_row == row:
-                end, start = done[i], tip.start
-                tip.open_row = -1
-                tip.num_blocks = end - start
-                tip.tokens = rows.final_token_ids(row, start * size, end * size)
-                tip.ids = [table[i, start:end] if alike else table[i, start:end].copy()]
-            if keep_remainders:
-                tip = rows.tips[row] = publish_remainder(row, handles[i], tip)
-            published.append(tip.start + tip.num_blocks)
-        rows.is_open[index] = False
-        self._give_tails(table, used, np.array(published))
-        release, end_of = self.readers.release, self._end
-        for row, handle in zip(row_list, handles, strict=True):
-            tip = rows.tips[row]
-            assert tip is not None
-            release(tip)
-            end_of(handle, row, tip)
-        rows.drop_rows(index)
-
-    def _give_tails(self, table: Int32Array, used: Int64Array, published: Int64Array) -> None:
-        """Frees what each row of `table` has between its published blocks and its end."""
-        column = np.arange(table.shape[1])
-        tails = (column >= published[:, None]) & (column < used[:, None])
-        self.state.gpu_pools[0].give(table[tails])

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.errors import InvalidArgumentError, SequenceStateError
-from kvpool.pools.arrays import Int32Array, Int64Array, as_array, largest
+from kvpool.pools.arrays import Int32Array, Int64Array, largest
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
@@ -20,6 +20,7 @@ from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.sliding import RowWindows
+from kvpool.sequences.slots import Slots
 from kvpool.sequences.state import CacheState, common_tenant
 
 _any = np.logical_or.reduce  # array.any() without its wrapper
@@ -34,6 +35,7 @@ class Stepping:
         self.cache = state.cache
         self.context = state.context
         self.windows = windows
+        self.slots = Slots(state)
         self.in_flight = in_flight
 
     # --- extend ------------------------------------------------------------------------------------------------------
@@ -54,7 +56,7 @@ class Stepping:
         rows.moves += 1
         self._check_length(new, lookahead)
         if out is not None:
-            self._check_out(out, num_tokens * len(batch) if isinstance(num_tokens, int) else int(num_tokens.sum()))
+            self.slots.check_out(out, num_tokens * len(batch) if isinstance(num_tokens, int) else int(num_tokens.sum()))
         have = rows.num_blocks[selection]
         missing = (new + (lookahead + size - 1)) // size - have
         np.maximum(missing, 0, out=missing)
@@ -63,7 +65,7 @@ class Stepping:
         if num_new or copies:
             self._grow(batch, missing, num_new, copies)
         rows.reserved[selection] = new
-        return self._slots(batch, old, new if isinstance(num_tokens, np.ndarray) or num_tokens != 1 else None, out)
+        return self.slots.between(batch, old, new if isinstance(num_tokens, np.ndarray) or num_tokens != 1 else None, out)
 
     def _extend_by_one(self, batch: SequenceBatch, out: Int32Array | None) -> Int32Array:
         """`extend` for a decoding step of one full-attention group: the next slot follows the last one, or starts a block."""
@@ -72,7 +74,7 @@ class Stepping:
         if self.state.config.max_seq_len is not None:
             self._check_length(new, 0)
         if out is not None:
-            self._check_out(out, len(batch))
+            self.slots.check_out(out, len(batch))
         crossing = (new > rows.num_blocks[selection] * size).nonzero()[0]
         slots = None if batch.moves != rows.moves or batch.last_slots is None else batch.last_slots + 1
         if len(crossing):
@@ -88,7 +90,7 @@ class Stepping:
                 slots[crossing] = ids * size
         rows.reserved[selection] = new
         if slots is None:
-            slots = self._slots(batch, new - 1, None, None)[0]
+            slots = self.slots.between(batch, new - 1, None, None)[0]
             rows.moves += 1  # other batches may hold the same sequences
             batch.moves = rows.moves
             # A spare block that lookahead left behind is entered by its table, not by counting on.
@@ -159,12 +161,6 @@ class Stepping:
             raise InvalidArgumentError(
                 f"a sequence would have {int(new.max()) + lookahead} tokens, over max_seq_len={limit}; free it or raise that"
             )
-
-    def _check_out(self, out: Int32Array, num_slots: int) -> None:
-        shape = (len(self.state.groups), num_slots)
-        if not isinstance(out, np.ndarray) or out.shape != shape or out.dtype != np.int32 or not out.flags.writeable:
-            given = f"{out.dtype} {out.shape}" if isinstance(out, np.ndarray) else repr(out)
-            raise InvalidArgumentError(f"out must be a writeable int32 array of shape {shape}, got {given}")
 
     def _grow(
         self, batch: SequenceBatch, missing: Int64Array, num_new: int, copies: list[tuple[int, Group, int]]
@@ -257,53 +253,15 @@ class Stepping:
             if copies:
                 self._grow(batch, np.zeros(len(batch), np.int64), 0, copies)
 
-    def _slots(
-        self, batch: SequenceBatch, start: Int64Array, stop: Int64Array | None, out: Int32Array | None
-    ) -> Int32Array:
-        """Slots (block id x block size + offset) of positions start..stop of every sequence; `stop` None means one each."""
-        rows, size = self.rows, self.state.block_size
-        if stop is None:
-            positions, owners = start, batch.rows
-        else:
-            counts = stop - start
-            ends = np.cumsum(counts)
-            total = int(ends[-1]) if len(ends) else 0
-            positions = np.arange(total) - np.repeat(ends - counts - start, counts)
-            owners = np.repeat(batch.rows, counts)
-        slots = out if out is not None else np.empty((len(self.state.groups), len(positions)), np.int32)
-        column = positions // size
-        offset = positions - column * size
-        for group in self.state.growing:
-            of_group = slots[group.index]
-            blocks = rows.tables[group.index][owners, column]
-            np.multiply(blocks, size, out=of_group)
-            of_group += offset.astype(np.int32)
-            if group.slides:
-                hidden = group.hidden(column, rows.window_start[group.index][owners])
-                of_group[hidden | (blocks < 0)] = -1
-        slots[len(self.state.growing) :] = -1
-        present = (positions < rows.present[owners]) & (positions >= rows.written[owners])
-        if present.any():
-            # The last token of a fully cached prompt: computed for its logits, not written again.
-            slots[:, present] = -1
-        return slots
-
     def slot_mapping(self, batch: SequenceBatch, start: Any, stop: Any, out: Int32Array | None) -> Int32Array:
         """Slots of the positions start..stop of every sequence."""
         batch.refresh()
-        rows, size = self.rows, self.state.block_size
-        first, last = _positions(start, "start", len(batch)), _positions(stop, "stop", len(batch))
-        capacity = rows.num_blocks[batch.selection] * size
-        if len(batch) and (int(first.min()) < 0 or (last < first).any() or (last > capacity).any()):
-            raise InvalidArgumentError(
-                f"slots were asked for positions {first.tolist()[:8]}..{last.tolist()[:8]}, "
-                f"but the sequences have places for {capacity.tolist()[:8]} tokens; call extend first"
-            )
+        first, last = self.slots.asked(batch, start, stop)
         if out is not None:
-            self._check_out(out, int((last - first).sum()))
-        if (last > rows.written[batch.selection]).any():
+            self.slots.check_out(out, int((last - first).sum()))
+        if (last > self.rows.written[batch.selection]).any():
             self.prepare_write(batch)
-        return self._slots(batch, first, last, out)
+        return self.slots.between(batch, first, last, out)
 
     # --- written and committed ---------------------------------------------------------------------------------------
 
@@ -443,15 +401,6 @@ class Stepping:
                 ids = given[overlap:]
             pieces.append((row, count, ids))
         return pieces
-
-
-def _positions(value: Any, name: str, batch_size: int) -> Int64Array:
-    """One position for all sequences, or one for each, as an array."""
-    array = as_array(value, name)
-    wrong_type = array.size and array.dtype.kind not in "iu"  # an empty list has no type of its own
-    if wrong_type or array.shape not in ((), (batch_size,)) or int(array.max(initial=0)) > 2**40:
-        raise InvalidArgumentError(f"{name} must be one position or one per sequence ({batch_size}), got {value!r}")
-    return np.broadcast_to(array.astype(np.int64), (batch_size,))
 
 
 def _check_same(handle: KVCacheHandle, start: int, given: Int32Array, known: Int32Array) -> None:

@@ -14,7 +14,9 @@ from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
 from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
+from kvpool.sequences.ending import Ending
 from kvpool.sequences.handle import KVCacheHandle, SwappedBlocks, note_sessions
+from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.lifecycle import Lifecycle
 from kvpool.sequences.state import Admission, AllocStatus, CacheState, common_tenant
 
@@ -26,7 +28,7 @@ class Swapping:
     it lasts, and is reused instead of copied back if it is still there at swap-in.
     """
 
-    def __init__(self, state: CacheState, sequences: Lifecycle) -> None:
+    def __init__(self, state: CacheState, sequences: Lifecycle, ending: Ending, in_flight: InFlight) -> None:
         self.state = state
         self.rows = state.rows
         self.cache = state.cache
@@ -34,6 +36,8 @@ class Swapping:
         self.tree = state.cache.tree
         self.readers = state.cache.readers
         self.sequences = sequences
+        self.ending = ending
+        self.in_flight = in_flight
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
@@ -113,13 +117,13 @@ class Swapping:
         rows.keep_token_ids(row)
         root = self.tree.root_for(handle.scope)
         self.readers.hold(root)
-        self.sequences.in_flight.untrack(handle)
+        self.in_flight.untrack(handle)
         node = rows.tips[row]
         assert node is not None
         while node is not node.root:  # the host gets copies of the path, and nobody knows it any more
             note_sessions(handle, node.sessions)
             node = node.parent
-        self.sequences.release_gpu(handle, row)
+        self.ending.release_gpu(handle, row)
         for table in rows.tables:
             table[row, :] = -1
         rows.tips[row] = root
@@ -321,7 +325,7 @@ class Swapping:
             self.rows.set_shared(row, True)
         self.state.publisher.publish(row)
         if handle.publishes:
-            self.sequences.in_flight.track(row)
+            self.in_flight.track(row)
 
 
 def _distinct(of_group: list[Int32Array]) -> Int32Array:

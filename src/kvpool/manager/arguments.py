@@ -1,0 +1,79 @@
+"""What users give to the manager, checked: each mistake is named where it was made, with the value and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Hashable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from kvpool.config.layers import show
+from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.eviction import EvictionPolicy, make_policy
+from kvpool.manager.maintenance import check_seconds
+from kvpool.pools.arrays import Int64Array, as_array, as_count
+from kvpool.prefix.retention import Retention
+
+
+def as_policy_factory(chosen: str | Callable[[], EvictionPolicy]) -> Callable[[], EvictionPolicy]:
+    """What makes the eviction policies: a registered name, a class, or a function."""
+    if isinstance(chosen, EvictionPolicy):
+        raise ConfigError(
+            "policy takes a name, a class or a factory: each tier and tenant needs an instance of its own"
+        )
+    new_policy = chosen if callable(chosen) else partial(make_policy, chosen)
+    if not isinstance(new_policy(), EvictionPolicy):  # an unknown name is refused here, before anything is built
+        raise ConfigError(f"policy {chosen!r} does not make an EvictionPolicy")
+    return new_policy
+
+
+def is_among(request_id: Hashable, request_ids: Container[Hashable]) -> bool:
+    """Whether an id is there; ids that cannot be compared are refused."""
+    try:
+        return request_id in request_ids
+    except Exception as error:
+        message = f"a request id must be hashable and comparable, got {request_id!r}: {error}"
+        raise InvalidArgumentError(message) from None
+
+
+def check_requests(requests: Any, names: frozenset[str]) -> list[Mapping[str, Any]]:
+    """The requests of `allocate_batch`: their `names` are checked here, before any is admitted, values where each is."""
+    try:
+        given = list(requests)
+    except Exception:
+        raise InvalidArgumentError(f"allocate_batch takes a list of requests, got {show(requests)}") from None
+    for request in given:
+        if not isinstance(request, Mapping):
+            raise InvalidArgumentError(f"a request is a mapping of allocate's arguments, got {show(request)}")
+        if not request.keys() <= names or "request_id" not in request:
+            known = ", ".join(sorted(names))
+            raise InvalidArgumentError(f"a request has a request_id and may have {known}; got {show(list(request))}")
+    return given
+
+
+def check_keeping(ttl: float | None, retention: Retention | None, session: str | None) -> None:
+    """How long what a request computes should stay, and the name of its session."""
+    check_seconds(ttl, "ttl")
+    if retention is not None and not isinstance(retention, Retention):
+        raise InvalidArgumentError(f"retention must be a Retention, got {retention!r}")
+    if session is not None and not isinstance(session, str):
+        raise InvalidArgumentError(f"session must be a string, got {session!r}")
+
+
+def as_counts(num_tokens: Any) -> int | Int64Array:
+    """Token counts: one for all sequences, or an int64 array with one per sequence."""
+    if isinstance(num_tokens, (int, np.integer)):
+        return as_count(num_tokens, "num_tokens")
+    array = as_array(num_tokens, "num_tokens")
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidArgumentError(f"num_tokens must be an int or one int per sequence, got {num_tokens!r}")
+    if array.size and (int(array.min()) < 0 or int(array.max()) > 2**40):
+        raise InvalidArgumentError(f"num_tokens must not be negative or huge, got {array.tolist()[:8]}")
+    return array.astype(np.int64)
+
+
+def check_counts(counts: int | Int64Array, batch_size: int) -> None:
+    """Refuses counts that are not one for each sequence."""
+    if isinstance(counts, np.ndarray) and len(counts) != batch_size:
+        raise InvalidArgumentError(f"got {len(counts)} counts for a batch of {batch_size} sequences")
