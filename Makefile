@@ -32,7 +32,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo tour redis test compiled test-compiled fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo tour redis mooncake test compiled test-compiled fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -55,6 +55,12 @@ redis: ## a Redis server for the tests of remote tiers, by apt-get where that ma
 	else export RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive; \
 		{ timeout 60 apt-get update -qq && timeout 90 apt-get install -y -qq redis-server; } >/dev/null || \
 		echo "apt-get could not install redis-server: tests of the Redis tier are skipped"; fi
+
+mooncake: $(VENV)/.stamp-dev ## Mooncake's client and master for the tests of its tier (42 MB); without them they are skipped
+	@if [ "$$(id -u)" -eq 0 ] && command -v apt-get >/dev/null && ! ldconfig -p | grep -q libibverbs.so.1; then \
+		timeout 60 apt-get update -qq && timeout 90 apt-get install -y -qq libibverbs1 >/dev/null; fi
+	@$(PIP_INSTALL) -e '.[mooncake]' || $(PIP_FAILED)
+	@$(PY) -c "import mooncake.store"
 
 compiled: $(VENV)/.stamp-dev ## what `pip install .` gives where there is a C compiler, in build/compiled/site; takes some minutes
 	@rm -rf build/compiled

@@ -194,6 +194,49 @@ class MotoServer(Server):
         return S3Store(name, endpoint=f"http://127.0.0.1:{self.port}", client_options={"allow_http": True}, **keys)
 
 
+class MooncakeMaster(Server):
+    """The master of a Mooncake Store, on loopback."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._metrics_port = free_port()
+
+    def command(self) -> list[str]:
+        import mooncake
+
+        program = Path(mooncake.__file__).parent / "mooncake_master"
+        where = ["--rpc_address=127.0.0.1", f"--rpc_port={self.port}"]
+        return [str(program), *where, "--metrics_host=127.0.0.1", f"--metrics_port={self._metrics_port}"]
+
+    def answers(self) -> bool:
+        socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
+        return True
+
+
+class MooncakeNode(Server):
+    """A process that lends its memory to a Mooncake Store. It listens on all interfaces: run it in a namespace of its own."""
+
+    PROGRAM = """
+import sys, threading
+from mooncake.store import MooncakeDistributedStore
+store = MooncakeDistributedStore()
+assert store.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 16 << 20, "tcp", "", sys.argv[1]) == 0
+open(sys.argv[3], "w").close()
+threading.Event().wait()
+"""
+
+    def __init__(self, folder: Path, master: MooncakeMaster, num_bytes: int) -> None:
+        super().__init__(folder)
+        self._arguments = [f"127.0.0.1:{master.port}", str(num_bytes), str(folder / "ready")]
+
+    def command(self) -> list[str]:
+        (self.folder / "ready").unlink(missing_ok=True)
+        return [sys.executable, "-c", self.PROGRAM, *self._arguments]
+
+    def answers(self) -> bool:
+        return (self.folder / "ready").exists()
+
+
 @contextlib.contextmanager
 def running(server: Server | RedisCluster) -> Iterator[None]:
     """The server runs in the block and is gone afterwards."""

@@ -43,6 +43,11 @@ def test_given_a_redis_address_then_a_redis_tier_opens_although_nobody_listens(s
         ("ftp://user:hidden@host", "this one begins with 'ftp'"),
         ("hidden", "this one has no scheme, and no slash"),
         ("", "this one has no scheme"),
+        ("mooncake://host/path", "mooncake://master:port"),
+        ("mooncake://host?protocol=udp", "must be tcp or rdma"),
+        ("mooncake://host?buffer=1MB", "buffer='1MB' of mooncake://host must be 67,108,864 to"),
+        ("mooncake://host?segment=lots", "segment of mooncake://host is 'lots'"),
+        ("mooncake://host?ttl=1", "no option 'ttl'"),
         ("disk:", "needs a directory"),
         ("disk:some/where", "needs the room that it may take, such as disk:some/where?bytes=50GB"),
         ("./somewhere", "such as disk:./somewhere?bytes=50GB"),
@@ -62,7 +67,7 @@ def test_given_no_address_of_a_tier_then_the_error_says_what_there_is(address: s
 
 @pytest.mark.parametrize(
     ("address", "package", "extra"),
-    [("redis://host", "glide_sync", "redis"), ("s3://bucket", "obstore", "s3")],
+    [("redis://host", "glide_sync", "redis"), ("s3://bucket", "obstore", "s3"), ("mooncake://m", "mooncake", "mooncake")],
 )
 def test_given_a_missing_package_then_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, address: str, package: str, extra: str

@@ -5,6 +5,7 @@ from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.keys import Fingerprint, KeySpace, Shard
 from kvpool.tiers.memory import MemoryTier
 from kvpool.tiers.open import open_tier
+from kvpool.tiers.remote.mooncake import MooncakeTier
 from kvpool.tiers.remote.redis import RedisTier
 from kvpool.tiers.remote.s3 import S3Tier
 
@@ -22,4 +23,5 @@ __all__ = [
     "DiskTier",
     "RedisTier",
     "S3Tier",
+    "MooncakeTier",
 ]

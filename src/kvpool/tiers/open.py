@@ -11,6 +11,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.terminal import parse_bytes
 from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier
 from kvpool.tiers.disk import DiskTier
+from kvpool.tiers.remote.mooncake import MooncakeTier
 from kvpool.tiers.remote.redis import RedisTier
 from kvpool.tiers.remote.s3 import S3Tier
 from kvpool.tiers.url import Options, TierURL
@@ -20,8 +21,8 @@ def open_tier(address: str | os.PathLike[str]) -> KeyedTier:
     """The tier at an address.
 
     `disk:DIRECTORY?bytes=50GB` is a `DiskTier`, also without `disk:` where a slash shows that it is a path; more options are
-    `threads`, `direct`, `read_only` and `timeout`. `redis://…` and `rediss://…` are a `RedisTier`, `s3://…` is an `S3Tier`:
-    see these classes for their options.
+    `threads`, `direct`, `read_only` and `timeout`. `redis://…` and `rediss://…` are a `RedisTier`, `s3://…` is an `S3Tier`,
+    `mooncake://…` a `MooncakeTier`: see these classes for their options.
 
     An address that is wrong raises `InvalidArgumentError` and names the part; a package that is missing raises `ConfigError`
     and says what to install. A server that does not answer raises nothing: the tier says so in `stats().problem`, finds
@@ -62,4 +63,5 @@ _OPENERS: dict[str, Callable[[str], KeyedTier]] = {
     "redis": RedisTier,
     "rediss": RedisTier,
     "s3": S3Tier,
+    "mooncake": MooncakeTier,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, unquote, urlsplit
@@ -10,6 +11,7 @@ from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
 
 MAX_SECONDS = 1e8
+_NAMESPACE = set(string.ascii_letters + string.digits + "._-")
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 
@@ -128,3 +130,12 @@ class Options:
 
     def _wrong(self, name: str, value: str, rule: str) -> InvalidArgumentError:
         return InvalidArgumentError(f"{name}={show(value)} of {self._shown} {rule}")
+
+
+def check_namespace(text: str, url: TierURL) -> str:
+    """The name that keeps values of one user of a store apart from those of others."""
+    if not 0 < len(text) <= 64 or not set(text) <= _NAMESPACE:
+        raise InvalidArgumentError(
+            f"namespace={show(text)} of {url.shown} must be 1 to 64 letters, digits, dots, dashes or underlines"
+        )
+    return text

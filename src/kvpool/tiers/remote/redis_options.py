@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,11 +9,10 @@ from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.tiers.contract import DEFAULT_TIMEOUT
 from kvpool.tiers.remote.breaker import FIRST_PAUSE
-from kvpool.tiers.url import MAX_SECONDS, Options, TierURL
+from kvpool.tiers.url import MAX_SECONDS, Options, TierURL, check_namespace
 
 DEFAULT_PORT = 6379
 MAX_VALUE_BYTES = 512 << 20  # the longest string that Redis takes
-_NAMESPACE = set(string.ascii_letters + string.digits + "._-")
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class RedisOptions:
             seeds=tuple(dict.fromkeys(seeds)),
             database=_database(url, cluster),
             cluster=cluster,
-            namespace=_namespace(options.text("namespace", "default"), url),
+            namespace=check_namespace(options.text("namespace", "default"), url),
             ttl=options.number("ttl", None, low=0.001, high=MAX_SECONDS),
             timeout=options.seconds("timeout", DEFAULT_TIMEOUT),
             max_value_bytes=options.integer("max_value_bytes", MAX_VALUE_BYTES, low=1, high=MAX_VALUE_BYTES),
@@ -86,14 +84,6 @@ def _database(url: TierURL, cluster: bool) -> int:
     if cluster and text not in ("", "0"):
         raise InvalidArgumentError(f"{url.shown}: a cluster has database 0 only; use namespace= to keep values apart")
     return int(text or 0)
-
-
-def _namespace(text: str, url: TierURL) -> str:
-    if not 0 < len(text) <= 64 or not set(text) <= _NAMESPACE:
-        raise InvalidArgumentError(
-            f"namespace={show(text)} of {url.shown} must be 1 to 64 letters, digits, dots, dashes or underlines"
-        )
-    return text
 
 
 def _file(path: str, name: str, url: TierURL) -> bytes | None:

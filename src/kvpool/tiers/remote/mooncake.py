@@ -1,0 +1,296 @@
+"""MooncakeTier: values in the memory that the machines of a Mooncake Store lend each other, over TCP or RDMA.
+
+One object per value: the seal (`tiers/envelope.py`) and then the bytes. Mooncake's calls take no deadline and may block for
+seconds, so they run in threads that a caller need not wait for, on memory of the tier's own (`Staging`): a call that ends
+too late touches nobody else's.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as NotDone
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from kvpool.config.layers import show
+from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.terminal import parse_bytes
+from kvpool.tiers.contract import DEFAULT_TIMEOUT, Outcome
+from kvpool.tiers.envelope import HEADER_BYTES, is_whole, seal
+from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
+from kvpool.tiers.remote.tier import Node, NodeError, RemoteTier, Share
+from kvpool.tiers.url import Options, TierURL, check_namespace
+
+NUM_SLABS = 4
+MIN_BUFFER_BYTES = 64 << 20
+MAX_BUFFER_BYTES = 1 << 40
+
+# What Mooncake's calls return.
+_FULL = -200
+_TOO_SMALL = -600
+_NOT_FOUND = -704
+_NO_MASTER = -900
+
+
+class Staging:
+    """Memory for so many calls at once, each with a slab of its own for as long as it runs."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = np.zeros(num_bytes, np.uint8)
+        self.slab_bytes = num_bytes // NUM_SLABS
+        self._free: queue.SimpleQueue[np.ndarray[Any, Any]] = queue.SimpleQueue()
+        for number in range(NUM_SLABS):
+            self._free.put(self.memory[number * self.slab_bytes : (number + 1) * self.slab_bytes])
+
+    @contextmanager
+    def slab(self, seconds: float) -> Iterator[Slab]:
+        """A slab; raises TimeoutError if none gets free in time."""
+        try:
+            memory = self._free.get(timeout=seconds)
+        except queue.Empty:
+            raise TimeoutError from None
+        slab = Slab(memory)
+        try:
+            yield slab
+        finally:
+            slab.when_unused(lambda: self._free.put(memory))
+
+
+class Slab:
+    """Places for the values of one call, one behind the other."""
+
+    def __init__(self, memory: np.ndarray[Any, Any]) -> None:
+        self._memory = memory
+        self._view = memory.data
+        self._used = 0
+        self._call: Future[Any] | None = None
+
+    def place(self, num_bytes: int) -> tuple[int, memoryview]:
+        """Address and view of the next place, with room for a seal before the bytes."""
+        start, self._used = self._used, self._used + HEADER_BYTES + num_bytes
+        return int(self._memory.ctypes.data) + start, self._view[start : self._used]
+
+    def used_by(self, call: Future[Any]) -> None:
+        """The slab is not free before this call has ended."""
+        self._call = call
+
+    def when_unused(self, give_back: Callable[[], None]) -> None:
+        """Gives the slab back when no call uses it any more, which may be now."""
+        if self._call is None or self._call.cancel():
+            give_back()
+        else:
+            self._call.add_done_callback(lambda _: give_back())
+
+
+class MooncakeTier(RemoteTier[Node]):
+    """Values in a Mooncake Store.
+
+    `mooncake://master[:port]?option=value&…`. Options: `hostname` (of this machine, as the others reach it), `protocol`
+    (`tcp` or `rdma`), `devices` (for RDMA), `metadata` (a metadata server; by default the peers ask each other), `segment`
+    (memory that this process lends the store; none by default), `buffer` (memory for transfers), `namespace`, `timeout`,
+    `pause`. Values leave when the store needs room. Mooncake listens on all interfaces and asks for no password: use it in a
+    network that only your machines can reach.
+    """
+
+    def __init__(self, url: str) -> None:
+        parsed = TierURL.parse(url)
+        if parsed.scheme != "mooncake" or parsed.password is not None or parsed.path.strip("/"):
+            raise InvalidArgumentError(f"a Mooncake tier's address is mooncake://master:port?…, got {parsed.shown}")
+        options = Options(parsed)
+        timeout = options.seconds("timeout", DEFAULT_TIMEOUT)
+        pause = options.seconds("pause", FIRST_PAUSE)
+        self._prefix = f"kvpool:{check_namespace(options.text('namespace', 'default'), parsed)}:"
+        buffer_bytes = _size(options, "buffer", MIN_BUFFER_BYTES, parsed, low=MIN_BUFFER_BYTES)
+        self._master = (parsed.host, parsed.port or 50051)
+        self._settings = _settings(options, parsed, self._master, buffer_bytes)
+        options.finish()
+        self._mooncake = _import_mooncake()
+        super().__init__(parsed.shown, timeout=timeout, max_value_bytes=buffer_bytes // NUM_SLABS - HEADER_BYTES)
+        self._staging = Staging(buffer_bytes)
+        self._calls = ThreadPoolExecutor(NUM_SLABS, thread_name_prefix="kvpool mooncake")
+        self._lock = threading.Lock()
+        self._client: Any = None
+        self._node = Node(parsed.host, NUM_SLABS, Breaker(pause=pause, proven=False))
+        first = self._probe_in_background(self._node)
+        wait([first] if first else [], timeout)
+
+    # --- the client --------------------------------------------------------------------------------------------------
+
+    def _nodes(self) -> list[Node]:
+        return [self._node]
+
+    def _node_of(self, key: bytes) -> Node:
+        return self._node
+
+    def _probe(self, node: Node) -> None:
+        if self._client is None:
+            self._connect()
+        call = self._calls.submit(self._client.batch_is_exist, [self._prefix])
+        try:
+            (answer,) = call.result(self.timeout)
+        except NotDone:
+            raise TimeoutError from None
+        if answer < 0:
+            raise NodeError(_said(answer))
+
+    def _connect(self) -> None:
+        """Joins the store. It runs in the background and may take as long as it likes."""
+        try:
+            socket.create_connection(self._master, self.timeout).close()  # where nobody listens, setup tries for 90 s
+        except OSError as error:
+            raise NodeError(f"no master: {error.strerror or error}") from None
+        client = self._mooncake.MooncakeDistributedStore()
+        code = client.setup(self._settings)
+        if code != 0:
+            raise NodeError(f"Mooncake's setup failed ({code})")
+        memory = self._staging.memory
+        code = client.register_buffer(memory.ctypes.data, memory.nbytes)
+        with self._lock:
+            if code == 0 and not self._closed:
+                self._client = client
+                return
+        client.close()
+        raise NodeError(f"Mooncake could not register {memory.nbytes:,} bytes ({code})" if code else "closed")
+
+    def _call(self, share: Share[Node], slab: Slab | None, function: str, *arguments: object) -> Any:
+        """What a call of the client returns, unless it takes past the deadline; then it goes on alone, with its slab."""
+        with share.node.asking():
+            call = self._calls.submit(getattr(self._client, function), *arguments)
+            if slab is not None:
+                slab.used_by(call)
+            try:
+                answer = call.result(share.seconds_left())
+            except NotDone:
+                call.cancel()
+                raise TimeoutError from None
+            if _NO_MASTER in answer:
+                raise NodeError(_said(_NO_MASTER))
+            return answer
+
+    def _close(self) -> None:
+        super()._close()
+        self._calls.shutdown(wait=True, cancel_futures=True)
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    # --- shares ------------------------------------------------------------------------------------------------------
+
+    def _names(self, keys: Sequence[bytes]) -> list[str]:
+        return [f"{self._prefix}{key.hex()}" for key in keys]
+
+    def _find_share(self, share: Share[Node]) -> None:
+        answers = self._call(share, None, "batch_is_exist", self._names(share.keys))
+        share.outcomes = [Outcome.OK if answer == 1 else Outcome.MISS for answer in answers]
+
+    def _remove_share(self, share: Share[Node]) -> None:
+        answers = self._call(share, None, "batch_remove", self._names(share.keys), True)
+        for place, answer in enumerate(answers):
+            share.outcomes[place] = {0: Outcome.OK, _NOT_FOUND: Outcome.MISS}.get(answer, Outcome.FAILED)
+            self.stale.discard(share.keys[place])
+
+    def _load_share(self, share: Share[Node]) -> None:
+        sizes: dict[bytes, int] = {}  # Mooncake loads a key once per call
+        for key, view in zip(share.keys, share.views, strict=True):
+            sizes[key] = max(view.nbytes, sizes.get(key, 0))
+        with self._staging.slab(share.seconds_left()) as slab:
+            places = {key: slab.place(size) for key, size in sizes.items()}
+            addresses = [address for address, _ in places.values()]
+            lengths = [memory.nbytes for _, memory in places.values()]
+            answers = self._call(share, slab, "batch_get_into", self._names([*places]), addresses, lengths)
+            answered = dict(zip(places, answers, strict=True))
+            for place, (key, view) in enumerate(zip(share.keys, share.views, strict=True)):
+                share.outcomes[place] = self._take(key, answered[key], places[key][1], view)
+
+    def _take(self, key: bytes, answer: int, place: memoryview, view: memoryview) -> Outcome:
+        """Copies a value out of the slab if it is the one that was stored."""
+        if answer == _NOT_FOUND:
+            return Outcome.MISS
+        if answer == _TOO_SMALL or answer > HEADER_BYTES + view.nbytes:
+            return Outcome.FAILED
+        header, data = place[:HEADER_BYTES], place[HEADER_BYTES : max(HEADER_BYTES, answer)]
+        if answer < HEADER_BYTES or not is_whole(header, key, data):
+            self.stale.add(key)
+            return Outcome.FAILED
+        view[: data.nbytes] = data
+        return Outcome.OK
+
+    def _store_share(self, share: Share[Node]) -> None:
+        names = self._names(share.keys)
+        answers = self._call(share, None, "batch_is_exist", names)
+        missing = []
+        for place, answer in enumerate(answers):
+            if answer == 1 and share.keys[place] not in self.stale:
+                share.outcomes[place] = Outcome.OK
+            elif share.node.is_full():
+                share.outcomes[place] = Outcome.REFUSED
+            else:
+                missing.append(place)
+        spoilt = [names[place] for place in missing if answers[place] == 1]
+        if spoilt:
+            self._call(share, None, "batch_remove", spoilt, True)
+        if missing:
+            self._store_missing(share, missing, names)
+
+    def _store_missing(self, share: Share[Node], missing: list[int], names: list[str]) -> None:
+        with self._staging.slab(share.seconds_left()) as slab:
+            addresses, sizes = [], []
+            for place in missing:
+                key, view = share.keys[place], share.views[place]
+                address, memory = slab.place(view.nbytes)
+                memory[:HEADER_BYTES] = seal(key, view)
+                memory[HEADER_BYTES:] = view
+                addresses.append(address)
+                sizes.append(memory.nbytes)
+            stored = [names[place] for place in missing]
+            answers = self._call(share, slab, "batch_put_from", stored, addresses, sizes)
+        for place, answer in zip(missing, answers, strict=True):
+            share.outcomes[place] = {0: Outcome.OK, _FULL: Outcome.REFUSED}.get(answer, Outcome.FAILED)
+            if answer == 0:
+                self.stale.discard(share.keys[place])
+        if _FULL in answers:
+            share.node.refused()
+
+
+def _settings(options: Options, url: TierURL, master: tuple[str, int], buffer_bytes: int) -> dict[str, str]:
+    """What Mooncake's setup is told; all its values are text."""
+    protocol = options.text("protocol", "tcp")
+    if protocol not in ("tcp", "rdma"):
+        raise InvalidArgumentError(f"protocol={show(protocol)} of {url.shown} must be tcp or rdma")
+    return {
+        "local_hostname": options.text("hostname", socket.gethostname()),
+        "metadata_server": options.text("metadata", "P2PHANDSHAKE"),
+        "global_segment_size": str(_size(options, "segment", 0, url, low=0)),
+        "local_buffer_size": str(buffer_bytes),
+        "protocol": protocol,
+        "rdma_devices": options.text("devices", ""),
+        "master_server_addr": f"{master[0]}:{master[1]}",
+    }
+
+
+def _size(options: Options, name: str, default: int, url: TierURL, *, low: int) -> int:
+    text = options.text(name, "")
+    size = parse_bytes(text, f"{name} of {url.shown}") if text else default
+    if not low <= size <= MAX_BUFFER_BYTES:
+        raise InvalidArgumentError(f"{name}={show(text)} of {url.shown} must be {low:,} to {MAX_BUFFER_BYTES:,} bytes")
+    return size
+
+
+def _import_mooncake() -> Any:
+    try:
+        import mooncake.store
+    except ImportError as error:
+        remedy = "apt-get install libibverbs1" if "libibverbs" in str(error) else "pip install 'kvpool[mooncake]'"
+        raise ConfigError(f"mooncake:// tiers need Mooncake's client ({error}): {remedy}") from None
+    return mooncake.store
+
+
+def _said(code: int) -> str:
+    return "the master does not answer" if code == _NO_MASTER else f"Mooncake answered {code}"
