@@ -54,6 +54,29 @@ def test_given_a_swapped_request_whose_prefix_is_cached_then_that_prefix_is_no_r
     manager.check()
 
 
+def test_given_forks_that_share_host_block_0_when_they_come_back_then_they_share_it_again() -> None:
+    manager = make_manager(host_blocks=3)
+    others = [running(manager, name, [number, number]) for number, name in enumerate(("a", "b", "c"), 1)]
+    for other in others:
+        manager.swap_out(other)
+    manager.free_batch(others[::-1])
+    manager.reset_prefix_cache()
+    one = manager.allocate("one", [0] * 6)
+    manager.mark_written(one, 6)
+    manager.commit(one, 2)
+    (fork,) = manager.fork(one, "fork")
+    manager.commit(one, 4)
+    manager.swap_out(one, fork)
+    assert one.swapped is not None
+    assert one.swapped.ids[0].tolist() == [2, 1, 0]
+    manager.evict(1)  # "one" has two blocks left in the cache, its fork may take one of them: both miss the last
+    manager.swap_in(one, fork)
+    manager.check()
+    manager.commit(fork, 4)
+    manager.check()
+    assert one.block_table() == fork.block_table()
+
+
 def test_given_a_longer_cached_run_than_a_swapped_request_had_then_its_tail_is_room() -> None:
     manager = make_manager(gpu_blocks=8, host_blocks=8)
     away = running(manager, "away", range(9))
@@ -295,3 +318,16 @@ def test_given_a_long_run_that_was_cut_short_then_the_rest_keeps_no_memory_of_it
     manager.evict(62)
     (run,) = manager._state.cache.tree.root_for(ReuseScope()).children.values()
     assert (run.num_blocks, run.ids[0].base, run.tokens.base) == (2, None, None)
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+def test_given_a_request_that_decodes_past_its_window_then_what_it_leaves_behind_stays_cached() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=64)
+    handle = running(manager, "a", [0, 1])
+    for token in range(2, 16):
+        manager.extend(handle)
+        manager.commit_batch([handle], [token])
+    assert [manager.match_prefix([*range(length), 99]).num_tokens for length in (2, 6, 10, 14)] == [2, 6, 10, 14]
+    manager.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool.config import DType, GroupKind, LayerSpec, Tier
-from kvpool.config.model_config import config_from_hf, layers_from_hf
+from kvpool.config.model_config import _DEFAULTS, config_from_hf, layers_from_hf
 from kvpool.errors import ConfigError
 
 LLAMA_31_8B: dict[str, Any] = {
@@ -431,3 +432,12 @@ def test_memory_must_be_given_and_unknown_fields_are_refused() -> None:
         config_from_hf(LLAMA_31_8B, gpu_bytes=2 * 2**20 - 1)
     with pytest.raises(TypeError, match="gpu_mem"):
         config_from_hf(LLAMA_31_8B, gpu_mem=5)
+
+
+@pytest.mark.slow  # to import transformers takes as long
+@pytest.mark.parametrize("model_type", sorted(_DEFAULTS))
+def test_what_a_nested_configuration_leaves_out_is_what_transformers_assumes(model_type: str) -> None:
+    known = pytest.importorskip("transformers").CONFIG_MAPPING[model_type]
+    assumed = {name: parameter.default for name, parameter in inspect.signature(known.__init__).parameters.items()}
+    ours = _DEFAULTS[model_type]
+    assert ours == {name: assumed[name] for name in ours}

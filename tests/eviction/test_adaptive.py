@@ -111,6 +111,24 @@ def test_given_many_newcomers_then_only_so_many_wait() -> None:
     assert policy.victim().last_access == 0
 
 
+def test_given_blocks_that_are_followed_then_they_are_exposed_once_at_each_age_they_had() -> None:
+    learned = Experience()
+    learned.follow(0, {0: 5, 1: 2})  # of two kinds
+    learned.follow(2, {0: -1})
+    learned.digest(3)
+    fading = 0.999**3
+    assert np.allclose(learned._exposure[:2, :4] / fading, [[5, 5, 4, 0], [2, 2, 2, 0]])
+    assert np.allclose(learned._exposure[:, 4:], 0)
+
+
+def test_given_reuse_after_256_epochs_then_it_counts_no_more() -> None:
+    learned = Experience()
+    learned.count(0, 256, 1)
+    assert not learned.has_news
+    learned.count(0, 255, 1)
+    assert learned.has_news
+
+
 def test_given_time_in_one_piece_or_in_many_then_the_same_exposure_is_counted() -> None:
     random = np.random.default_rng(3)
     often, once = Experience(), Experience()

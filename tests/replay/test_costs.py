@@ -1,4 +1,4 @@
-"""Costs of a machine: fitted to measured steps, written by `kvpool bench`, read by replay and plan."""
+"""Costs of a machine: written by `kvpool bench`, read by replay and plan."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from kvpool import DType, LayerSpec
 from kvpool.cli import main
-from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.errors import InvalidArgumentError
 from kvpool.replay import TraceBuilder, write_trace
 from kvpool.replay.planning.capacity_plan import PlanRequest, make_plan
 from kvpool.replay.planning.expected_costs import costs_for
 from kvpool.scheduling import LinearCostModel
-from kvpool.scheduling.costs.measured import COSTS, MeasuredStep, Measurement, fit_costs, read_costs
+from kvpool.scheduling.costs.measured import Measurement, read_costs
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
@@ -25,14 +25,6 @@ TRUE = LinearCostModel(
     prefill_seconds_per_token=2e-4, seconds_per_token_pair=3e-8, decode_seconds_per_step=4e-3,
     decode_seconds_per_sequence=5e-4, decode_seconds_per_context_token=6e-7,
 )  # fmt: skip
-
-
-def steps_of(costs: LinearCostModel) -> list[MeasuredStep]:
-    prompts = [
-        MeasuredStep([(n, before)], 0, 0, costs.prefill_seconds(n, before)) for n in (16, 100, 900) for before in (0, 500)
-    ]
-    shapes = [(batch, batch * context) for batch in (1, 8, 32) for context in (10, 700)]
-    return prompts + [MeasuredStep([], batch, context, costs.decode_seconds(batch, context)) for batch, context in shapes]
 
 
 def measurement(**changes: Any) -> Measurement:
@@ -64,25 +56,6 @@ def trace_file(tmp_path: Path) -> Path:
         builder.add(number * 100, [1, 2, 3, 10 + number % 3, 100 + number], 75, 5)
     write_trace(builder.build(), tmp_path / "trace.jsonl")
     return tmp_path / "trace.jsonl"
-
-
-def test_given_steps_of_a_linear_machine_then_its_costs_are_found_again() -> None:
-    costs, errors = fit_costs(steps_of(TRUE), 1e10)
-    for name in COSTS[:5]:
-        assert getattr(costs, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
-    assert max(errors.values()) < 1e-6
-
-
-def test_given_times_that_fall_with_the_context_then_no_cost_is_negative() -> None:
-    odd = [MeasuredStep([], 4, context, 0.01 - context * 1e-6) for context in (10, 500, 1000)]
-    costs, errors = fit_costs([*steps_of(TRUE)[:6], *odd], 1e10)
-    assert costs.decode_seconds_per_context_token == 0
-    assert 0 < errors["decode"] < 0.1
-
-
-def test_given_too_few_steps_then_nothing_is_fitted() -> None:
-    with pytest.raises(ConfigError, match="too few"):
-        fit_costs(steps_of(TRUE)[:4], 1e10)
 
 
 def test_given_a_measurement_when_written_and_read_then_it_is_the_same(costs_file: Path) -> None:

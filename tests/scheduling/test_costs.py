@@ -3,8 +3,14 @@ from __future__ import annotations
 import pytest
 from support import add, make_engine, request
 
-from kvpool.errors import InvalidArgumentError
+from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.scheduling import CostModel, LinearCostModel
+from kvpool.scheduling.costs.measured import COSTS, MeasuredStep, fit_costs
+
+TRUE = LinearCostModel(
+    prefill_seconds_per_token=2e-4, seconds_per_token_pair=3e-8, decode_seconds_per_step=4e-3,
+    decode_seconds_per_sequence=5e-4, decode_seconds_per_context_token=6e-7,
+)  # fmt: skip
 
 
 def test_given_more_context_then_the_same_tokens_cost_more() -> None:
@@ -81,3 +87,33 @@ def test_given_a_wrong_number_then_it_is_refused_by_name(option: dict[str, float
         LinearCostModel(**option)
     with pytest.raises(InvalidArgumentError, match="transfer_latency"):
         LinearCostModel(transfer_latency=-1.0)
+
+
+# --- fitted to measured steps ----------------------------------------------------------------------------------------
+
+
+def steps_of(costs: LinearCostModel) -> list[MeasuredStep]:
+    prompts = [
+        MeasuredStep([(n, before)], 0, 0, costs.prefill_seconds(n, before)) for n in (16, 100, 900) for before in (0, 500)
+    ]
+    shapes = [(batch, batch * context) for batch in (1, 8, 32) for context in (10, 700)]
+    return prompts + [MeasuredStep([], batch, context, costs.decode_seconds(batch, context)) for batch, context in shapes]
+
+
+def test_given_steps_of_a_linear_machine_then_its_costs_are_found_again() -> None:
+    costs, errors = fit_costs(steps_of(TRUE), 1e10)
+    for name in COSTS[:5]:
+        assert getattr(costs, name) == pytest.approx(getattr(TRUE, name), rel=1e-6), name
+    assert max(errors.values()) < 1e-6
+
+
+def test_given_times_that_fall_with_the_context_then_no_cost_is_negative() -> None:
+    odd = [MeasuredStep([], 4, context, 0.01 - context * 1e-6) for context in (10, 500, 1000)]
+    costs, errors = fit_costs([*steps_of(TRUE)[:6], *odd], 1e10)
+    assert costs.decode_seconds_per_context_token == 0
+    assert 0 < errors["decode"] < 0.1
+
+
+def test_given_too_few_steps_then_nothing_is_fitted() -> None:
+    with pytest.raises(ConfigError, match="too few"):
+        fit_costs(steps_of(TRUE)[:4], 1e10)
