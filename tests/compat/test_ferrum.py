@@ -9,12 +9,12 @@ import pytest
 from kvpool import DType, KVCacheConfig, KVCacheManager, LayerSpec, MemoryPressure, create_kv_cache_manager
 from kvpool.compat import (
     AllocationRequest,
+    CompatKVCacheManager,
     FerrumKVCacheManager,
     PagedKvCacheConfig,
     PagedKvCacheHandle,
     PagedKvCacheManager,
     Priority,
-    SeedKVCacheManager,
 )
 from kvpool.errors import (
     ConfigError,
@@ -32,13 +32,13 @@ torch = pytest.importorskip("torch")
 PROMPT = list(range(16))
 
 
-def seed(num_blocks: int = 16, **settings: object) -> SeedKVCacheManager:
+def make_cache(num_blocks: int = 16, **settings: object) -> CompatKVCacheManager:
     return create_kv_cache_manager(2, 2, 8, num_blocks, 4, **settings)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("by_count", [True, False])
 def test_given_a_stored_prefix_when_its_request_is_gone_then_it_is_found_with_its_logits(by_count: bool) -> None:
-    cache = seed()
+    cache = make_cache()
     handle = cache.allocate("a", 16) if by_count else cache.allocate("a", tokens=PROMPT)
     assert cache.find_prefix(PROMPT) is None
     assert cache.store_prefix(PROMPT, handle, last_logits="logits")
@@ -56,7 +56,7 @@ def test_given_a_stored_prefix_when_its_request_is_gone_then_it_is_found_with_it
 
 
 def test_given_an_event_reader_when_a_prefix_is_found_then_its_id_is_the_digest_of_the_events() -> None:
-    cache = seed()
+    cache = make_cache()
     with cache.manager.subscribe() as events:
         cache.store_prefix(PROMPT, cache.allocate("a", tokens=PROMPT))
         stored = events.poll().events[-1]
@@ -66,7 +66,7 @@ def test_given_an_event_reader_when_a_prefix_is_found_then_its_id_is_the_digest_
 
 
 def test_given_other_tokens_when_storing_a_prefix_then_it_is_refused_and_nothing_is_committed() -> None:
-    cache = seed()
+    cache = make_cache()
     handle = cache.allocate("a", tokens=PROMPT)
     with pytest.raises(InvalidArgumentError, match="holds other tokens"):
         cache.store_prefix([9] * 16, handle)
@@ -77,7 +77,7 @@ def test_given_other_tokens_when_storing_a_prefix_then_it_is_refused_and_nothing
 def test_given_a_source_when_sharing_its_prefix_then_full_blocks_are_shared_and_a_cut_one_is_copied(
     num_tokens: int, copied: int
 ) -> None:
-    cache = seed()
+    cache = make_cache()
     cache.store_prefix(PROMPT, cache.allocate("a", tokens=PROMPT))
     child = cache.share_prefix("a", "b", num_tokens)
     cache.extend("b", 1)
@@ -90,7 +90,7 @@ def test_given_a_source_when_sharing_its_prefix_then_full_blocks_are_shared_and_
 
 
 def test_given_an_impossible_share_then_the_target_does_not_exist_afterwards() -> None:
-    cache = seed(num_blocks=4)
+    cache = make_cache(num_blocks=4)
     cache.store_prefix(PROMPT, cache.allocate("a", tokens=PROMPT))
     with pytest.raises(OutOfBlocksError):
         cache.share_prefix("a", "b", 10)  # the cut block would need a copy, and the pool is full
@@ -127,7 +127,7 @@ def test_given_cached_prefixes_when_evicted_collected_or_cleared_then_blocks_bec
 
 
 def test_given_a_second_pressure_callback_then_it_replaces_the_first() -> None:
-    cache = seed()
+    cache = make_cache()
     first: list[MemoryPressure] = []
     second: list[MemoryPressure] = []
     cache.set_pressure_callback(first.append)
@@ -138,7 +138,7 @@ def test_given_a_second_pressure_callback_then_it_replaces_the_first() -> None:
 
 
 def test_given_a_swapped_request_when_deallocated_then_its_host_blocks_are_free_again() -> None:
-    cache = seed(num_cpu_blocks=8)
+    cache = make_cache(num_cpu_blocks=8)
     cache.manager.commit(cache.allocate("a", 16), 16)
     assert cache.swap_out("a") == 4
     assert cache.get_block_table("a") == [None] * 4
@@ -434,7 +434,7 @@ def test_given_a_setting_that_cannot_work_then_the_error_names_it(settings: dict
 
 
 def test_given_handle_statistics_of_any_spelling_then_they_count_what_the_request_holds() -> None:
-    cache = seed()
+    cache = make_cache()
     cache.allocate("a", 6)
     stats = cache.handle_stats("a")
     assert (stats.blocks_allocated, stats.tokens_stored, stats.utilization) == (2, 6, 0.75)

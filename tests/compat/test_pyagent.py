@@ -11,12 +11,12 @@ import pytest
 
 from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec, MemoryPressure, Tier, create_kv_cache_manager
 from kvpool.compat import (
+    CompatKVCacheManager,
     DeviceType,
     KVCacheAllocator,
     KVCacheBlocks,
     KVCacheTransfer,
     PagedKVCache,
-    SeedKVCacheManager,
     pyagent,
 )
 from kvpool.errors import (
@@ -35,7 +35,7 @@ torch = pytest.importorskip("torch")
 PROMPT = list(range(16))
 
 
-def seed(num_blocks: int = 16, **settings: object) -> SeedKVCacheManager:
+def make_cache(num_blocks: int = 16, **settings: object) -> CompatKVCacheManager:
     return create_kv_cache_manager(2, 2, 8, num_blocks, 4, **settings)  # type: ignore[arg-type]
 
 
@@ -47,7 +47,7 @@ def test_given_defaults_when_created_then_the_pool_has_1000_blocks_of_16_float16
 
 
 def test_given_a_half_full_block_when_extending_then_a_block_is_taken_only_past_its_end() -> None:
-    cache = seed()
+    cache = make_cache()
     cache.allocate("a", 6)
     assert cache.extend("a", 2).num_blocks == 2
     assert cache.extend("a", 1).num_blocks == 3
@@ -58,7 +58,7 @@ def test_given_a_half_full_block_when_extending_then_a_block_is_taken_only_past_
 
 def test_given_layers_with_and_without_a_window_then_each_layer_shows_the_table_of_its_group() -> None:
     layers = [LayerSpec(1, 8), LayerSpec(1, 8, window=4)]
-    cache = SeedKVCacheManager(KVCacheManager(KVCacheConfig(layers, 4, gpu_blocks=32)))
+    cache = CompatKVCacheManager(KVCacheManager(KVCacheConfig(layers, 4, gpu_blocks=32)))
     handle = cache.allocate("a", tokens=PROMPT)
     cache.commit(handle, 16)
     assert None not in cache.get_block_table("a", 0)
@@ -68,7 +68,7 @@ def test_given_layers_with_and_without_a_window_then_each_layer_shows_the_table_
 
 
 def test_given_mistakes_then_they_raise_and_change_nothing() -> None:
-    cache = seed()
+    cache = make_cache()
     cache.allocate("a", 8)
     with pytest.raises(DuplicateRequestError):
         cache.allocate("a", 8)
@@ -84,7 +84,7 @@ def test_given_mistakes_then_they_raise_and_change_nothing() -> None:
 
 
 def test_given_pressure_when_it_changes_then_every_callback_hears_it_until_stopped() -> None:
-    cache = seed()
+    cache = make_cache()
     heard: list[MemoryPressure] = []
     stop = cache.on_memory_pressure(lambda change: heard.append(change.level))
     assert cache.can_allocate(60)
@@ -230,7 +230,7 @@ def test_given_a_manager_then_its_parts_have_pyagents_names() -> None:
 
 
 def test_given_a_reused_block_when_only_one_layer_is_written_then_the_other_reads_zeros() -> None:
-    cache = seed(device="cpu")
+    cache = make_cache(device="cpu")
     cache.allocate("a", 4)
     for layer in range(2):
         cache.write("a", layer, 0, np.ones((4, 2, 8)), np.ones((4, 2, 8)))
@@ -247,7 +247,7 @@ def test_given_a_reused_block_when_only_one_layer_is_written_then_the_other_read
 
 
 def test_given_a_shared_or_published_block_when_it_is_written_then_it_is_refused_and_nothing_is_lost() -> None:
-    cache = seed(device="cpu")
+    cache = make_cache(device="cpu")
     cache.allocate("a", tokens=PROMPT)
     ones = torch.ones(16, 2, 8)
     cache.write("a", 0, 0, ones, ones)
@@ -274,7 +274,7 @@ def test_given_a_shared_or_published_block_when_it_is_written_then_it_is_refused
 def test_given_a_wrong_write_then_it_raises_and_no_token_counts_as_written(
     layer: int, start: int, key: Any, value: Any, error: type[Exception]
 ) -> None:
-    cache = seed(device="cpu")
+    cache = make_cache(device="cpu")
     handle = cache.allocate("a", 4)
     with pytest.raises(error):
         cache.write("a", layer, start, key, value)
@@ -386,7 +386,7 @@ def test_given_no_gpu_when_bytes_are_asked_for_there_then_the_error_says_so() ->
 def test_given_no_torch_when_bytes_are_asked_for_then_the_error_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache = seed()
+    cache = make_cache()
     monkeypatch.setitem(sys.modules, "torch", None)
     cache.allocate("a", 4)  # ids need none
     for call in (
@@ -403,7 +403,7 @@ def test_given_a_misspelled_setting_of_the_factory_then_the_error_names_the_near
         with pytest.raises(ConfigError, match=f"no setting '{wrong}'; the nearest: .*{nearest}"):
             create_kv_cache_manager(num_heads=2, **{wrong: 2})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="no setting 'gpu_blocks'"):
-        seed(gpu_blocks=4)
+        make_cache(gpu_blocks=4)
 
 
 def test_given_the_docstrings_then_their_examples_are_right() -> None:

@@ -14,7 +14,7 @@ from kvpool.compat.ferrum import (
 )
 from kvpool.compat.ferrum_handle import AllocationRequest, CacheHandleStats, PagedKvCacheHandle, Priority
 from kvpool.compat.ferrum_manager import PagedKvCacheConfig, PagedKvCacheManager
-from kvpool.compat.pyagent import PagedKVCache, PyAgentKVCacheManager, SeedKVCacheManager, create_kv_cache_manager
+from kvpool.compat.pyagent import CompatKVCacheManager, PagedKVCache, PyAgentKVCacheManager, create_kv_cache_manager
 from kvpool.compat.pyagent_blocks import DeviceType, KVCacheAllocator, KVCacheBlocks, KVCacheTransfer
 from kvpool.compat.trtllm import KvCacheRetentionConfig, TokenRangeRetentionConfig, TrtLlmKVCacheManager
 from kvpool.compat.vllm_v0 import BlockManager, CacheEngine
@@ -26,6 +26,7 @@ __all__ = [
     "CacheGcStats",
     "CacheHandleStats",
     "CacheManagerStats",
+    "CompatKVCacheManager",
     "DeviceType",
     "FerrumKVCacheManager",
     "FoundPrefix",
@@ -40,7 +41,6 @@ __all__ = [
     "PrefixCacheStats",
     "Priority",
     "PyAgentKVCacheManager",
-    "SeedKVCacheManager",
     "TokenRangeRetentionConfig",
     "TrtLlmKVCacheManager",
     "create_kv_cache_manager",

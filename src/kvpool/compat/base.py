@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvpool.storage import DataPlane
 
 
-class SeedSpelling:
+class Spelling:
     """Holds the manager that does the work, and the data plane behind it from the first byte on.
 
     `device` is where the bytes of the GPU tier lie: "cuda" or "cpu"; None takes a GPU if there is one.
@@ -148,7 +148,7 @@ class SeedSpelling:
             self._plane = None
 
 
-class CountingSpelling(SeedSpelling):
+class CountingSpelling(Spelling):
     """`allocate` and `extend` by numbers of tokens, as PyAgent and ferrum spell them."""
 
     def allocate(self, request_id: Hashable, num_tokens: int | None = None, *, tokens: Any = None) -> KVCacheHandle:

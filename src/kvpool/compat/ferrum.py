@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpool.compat.base import CountingSpelling, SeedSpelling
+from kvpool.compat.base import CountingSpelling, Spelling
 from kvpool.compat.ferrum_handle import CacheHandleStats
 from kvpool.compat.ferrum_prefixes import StoredPrefixes, check_evict_count
 from kvpool.config import Tier
@@ -63,7 +63,7 @@ class CacheGcStats(NamedTuple):
     gc_time_ms: float
 
 
-class FerrumCalls(SeedSpelling):
+class FerrumCalls(Spelling):
     """What ferrum's manager answers, but for `allocate` and what returns handles.
 
     At most `max_prefixes` stored prefixes are kept (None: as many as there is room for); what is shorter than

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from kvpool.compat.base import CountingSpelling, SeedSpelling
+from kvpool.compat.base import CountingSpelling, Spelling
 from kvpool.compat.ferrum import FerrumKVCacheManager
 from kvpool.compat.pyagent_blocks import (
     DeviceType,
@@ -42,12 +42,12 @@ __all__ = [
     "KVCacheTransfer",
     "PagedKVCache",
     "PyAgentKVCacheManager",
-    "SeedKVCacheManager",
+    "CompatKVCacheManager",
     "create_kv_cache_manager",
 ]
 
 
-class PyAgentCalls(SeedSpelling):
+class PyAgentCalls(Spelling):
     """What PyAgent's paged cache and its manager both answer."""
 
     def can_allocate(self, num_tokens: int | None = None, *, tokens: Any = None) -> Admission:
@@ -85,7 +85,7 @@ class PyAgentKVCacheManager(PyAgentCalls, CountingSpelling):
     """
 
 
-class SeedKVCacheManager(PyAgentKVCacheManager, FerrumKVCacheManager):
+class CompatKVCacheManager(PyAgentKVCacheManager, FerrumKVCacheManager):
     """PyAgent's calls and ferrum's on one object: they do not collide."""
 
 
@@ -172,7 +172,7 @@ def create_kv_cache_manager(
     num_cpu_blocks: int | None = None,
     device: str | None = None,
     **settings: Any,
-) -> SeedKVCacheManager:
+) -> CompatKVCacheManager:
     """A manager for equal layers with `num_heads` KV heads each; `settings` are other fields of `KVCacheConfig`.
 
     >>> cache = create_kv_cache_manager(num_layers=2, num_heads=4, head_dim=64, num_blocks=8, block_size=4)
@@ -182,4 +182,4 @@ def create_kv_cache_manager(
     """
     layers = [LayerSpec(kv_heads=num_heads, head_dim=head_dim, dtype=stored_type(dtype))] * num_layers
     config = CacheConfig(layers, block_size, gpu_blocks=num_blocks, host_blocks=num_cpu_blocks, **settings)
-    return SeedKVCacheManager(Manager(config), device=device)
+    return CompatKVCacheManager(Manager(config), device=device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from kvpool.compat.base import SeedSpelling
+from kvpool.compat.base import Spelling
 from kvpool.compat.settings import CONFIG_SETTINGS, checked_settings, knows_settings
 from kvpool.compat.trtllm_events import EventTranslator, reuse_scope
 from kvpool.config import DType, KVCacheConfig, LayerSpec, Tier
@@ -58,7 +58,7 @@ class KvCacheRetentionConfig:
         return Retention(ranges, self.decode_retention_priority, _seconds(self.decode_duration_ms))
 
 
-class TrtLlmKVCacheManager(SeedSpelling):
+class TrtLlmKVCacheManager(Spelling):
     """One block manager per attention window, with primary (GPU) and secondary (host) blocks in each pool.
 
     `max_attention_window` is repeated over the layers; None in it, or a window of `max_seq_len` and more, is full

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.compat.base import SeedSpelling
+from kvpool.compat.base import Spelling
 from kvpool.compat.settings import knows_settings
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.errors import ConfigError, DuplicateRequestError, InvalidArgumentError, UnknownRequestError
@@ -37,7 +37,7 @@ class _Encoder:
     holder: KVCacheHandle | None = None
 
 
-class BlockManager(SeedSpelling):
+class BlockManager(Spelling):
     """The block space manager of vLLM V0, sequences named by their ids.
 
     `layers` give the blocks the shape of a model, for `CacheEngine`; without, they are ids only. With `encoder_decoder` (or
