@@ -99,6 +99,7 @@ bench: $(VENV)/.stamp-demo ## all benchmarks that need no GPU, one table each
 	$(PY) benchmarks/engine.py $(ARGS)
 	$(PY) benchmarks/replay.py $(ARGS)
 	$(PY) benchmarks/recorder.py $(ARGS)
+	$(PY) benchmarks/tiers.py $(ARGS)
 
 bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that they run (the real model apart)
 	$(PY) benchmarks/control_plane.py --quick $(ARGS)
@@ -107,6 +108,7 @@ bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that
 	$(PY) benchmarks/traffic.py --quick --only plain $(ARGS)
 	$(PY) benchmarks/replay.py --quick $(ARGS)
 	$(PY) benchmarks/recorder.py --quick --only "15M" $(ARGS)
+	$(PY) benchmarks/tiers.py --quick $(ARGS)
 
 coverage: $(VENV)/.stamp-dev ## test with branch coverage; lines in the terminal, pages in htmlcov/
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal --cov --cov-report=term-missing:skip-covered --cov-report=html $(ARGS)

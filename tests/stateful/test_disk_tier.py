@@ -94,7 +94,7 @@ class DiskTierMachine(RuleBasedStateMachine):
     @invariant()
     def slots_are_free_or_found_and_never_both(self) -> None:
         if hasattr(self, "tier"):
-            catalog = self.tier._catalog
+            catalog = self.tier._state.catalog
             held = sum(int(rows.is_held(slab.records).sum()) for slab in catalog.slabs.values())
             free = sum(len(size.free) for size in catalog.classes.values())
             assert held == len(catalog)

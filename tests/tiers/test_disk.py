@@ -186,7 +186,7 @@ def test_given_much_traffic_then_neither_files_nor_handles_grow(tmp_path: Path) 
             if number == 300:
                 handles = len(os.listdir("/proc/self/fd"))
         assert files_bytes(tmp_path) <= 2**20 + 64
-        assert len(os.listdir("/proc/self/fd")) <= handles + 2 * growth.SLABS_PER_DIRECTORY // 8
+        assert len(os.listdir("/proc/self/fd")) <= handles + 2 * growth.FEW_SLABS
 
 
 # --- who may write -------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,11 @@ def refusing(call: Any, number: int, when: Any = lambda *args: True) -> Any:
     return refuse
 
 
+def a_minute_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 60)
+
+
 def test_given_a_disk_without_room_for_a_slab_then_stores_are_refused_and_the_statistics_say_why(
     filled: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +251,7 @@ def test_given_a_disk_without_room_for_a_slab_then_stores_are_refused_and_the_st
         assert tier.stats().problem == ""
         assert not list(filled.glob("*.new"))
         monkeypatch.undo()
-        monkeypatch.setattr("kvpool.tiers.disk.growth.time.monotonic", lambda: 1e12)  # later
+        a_minute_later(monkeypatch)
         assert store(tier, [7], 200_000) == [Outcome.OK]
 
 
@@ -264,8 +270,7 @@ def test_given_writes_that_fail_then_stores_pause_and_what_is_there_stays(
             for other in range(501, 600):  # they would take the slots of values that are there, for nothing
                 assert store(tier, [other]) == [Outcome.REFUSED]
         assert load(tier, [1, 2, 3, 4])[0] == [Outcome.OK] * 4
-        patched_time = lambda: 1e12  # noqa: E731
-        monkeypatch.setattr("kvpool.tiers.disk.tier.time.monotonic", patched_time)
+        a_minute_later(monkeypatch)
         assert store(tier, [500]) == [Outcome.OK]
         assert load(tier, [500]) == ([Outcome.OK], [value(500)])
         assert tier.stats().problem == ""

@@ -39,6 +39,8 @@ class Catalog:
         self.slabs: dict[int, Slab] = {}
         self.classes: dict[int, SizeClass] = {}
         self.used_bytes = 0
+        self.allocated_bytes = 0
+        """What the files of all slabs take."""
         self._places: dict[bytes, int] = {}
         self._next_number = 0
         self._newest = 0
@@ -46,17 +48,13 @@ class Catalog:
     def __len__(self) -> int:
         return len(self._places)
 
-    @property
-    def allocated_bytes(self) -> int:
-        """What the files of all slabs take."""
-        return sum(slab.num_bytes for slab in self.slabs.values())
-
     # --- slabs -------------------------------------------------------------------------------------------------------
 
     def add(self, slab: Slab) -> None:
         """Takes a slab with its values. Where one of them is elsewhere already, the slot there is free now."""
         number, self._next_number = self._next_number, self._next_number + 1
         self.slabs[number] = slab
+        self.allocated_bytes += slab.num_bytes
         size = self.classes.setdefault(slab.slot_bytes, SizeClass(slab.slot_bytes))
         size.slabs.append(number)
         slab.newest_use = int(slab.records["used"].max())
@@ -99,6 +97,7 @@ class Catalog:
     def retire(self, number: int) -> Slab:
         """Forgets a slab and all its values; nobody may be writing to it."""
         slab = self.slabs.pop(number)
+        self.allocated_bytes -= slab.num_bytes
         slab.retired = True
         held = np.flatnonzero(is_held(slab.records))
         for key in slab.records["key"][held].tolist():
