@@ -13,7 +13,7 @@ from kvpool.manager.pins import Pin
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.pool import ResizeResult
 from kvpool.prefix.retention import Retention, TokenRange
-from kvpool.scope import ReuseScope
+from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.admission import PrefixMatch
 from kvpool.sequences.batch import CSRTable, SequenceBatch
 from kvpool.sequences.handle import BlockTable, KVCacheHandle
@@ -49,6 +49,7 @@ __all__ = [
     "LayerGroup",
     "LayerSpec",
     "MemoryPressure",
+    "MultimodalItem",
     "Pin",
     "PoolStats",
     "PrefixMatch",

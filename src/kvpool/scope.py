@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvpool.errors import InvalidArgumentError
+
+
+class MultimodalItem(NamedTuple):
+    """An image, a clip or another input that stands behind placeholder tokens.
+
+    It takes `length` tokens from `position` on. `key` is its name by content, usually a hash: inputs with equal keys are
+    taken for equal. Blocks up to its first token are shared whatever it is, that one and those behind it only with prompts
+    that have the same item at the same place.
+    """
+
+    position: int
+    length: int
+    key: str | bytes | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,9 +26,10 @@ class ReuseScope:
     """What must be equal, besides the tokens, before one request may reuse the blocks of another.
 
     `tenant` isolates tenants from each other, `adapter` names a LoRA, `weights` a version of the model. `multimodal`
-    lists the inputs behind placeholder tokens as (content hash, token offset); their order counts. `encoder` names the
-    input of an encoder by its content: a decoder's keys and values depend on it, so requests with `cross_tokens` and no
-    such name share nothing. `salt` separates further, within a tenant and its quota.
+    isolates whole prompts by what is behind their placeholder tokens, as (content hash, token offset); their order counts.
+    (To share the text before an image, give `allocate` its `MultimodalItem`s instead.) `encoder` names the input of an
+    encoder by its content: a decoder's keys and values depend on it, so requests with `cross_tokens` and no such name
+    share nothing. `salt` separates further, within a tenant and its quota.
 
     >>> ReuseScope(adapter="sql-lora") == ReuseScope(adapter="sql-lora")
     True

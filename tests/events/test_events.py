@@ -16,7 +16,7 @@ from kvpool.errors import InvalidArgumentError, InvariantError
 from kvpool.events import Created, Event, EventLog, PoolSize, Removed, Stored, Subscription, Updated, to_dict
 from kvpool.events.mirror import CacheMirror
 from kvpool.prefix.digests import chain_digests, root_digest
-from kvpool.scope import ReuseScope
+from kvpool.scope import MultimodalItem, ReuseScope
 
 SCOPE = ReuseScope()
 BLOCK_SIZE = 2
@@ -494,9 +494,10 @@ def test_wrong_arguments_are_refused(log: EventLog, subscription: Subscription) 
 
 def test_every_event_has_a_json_form() -> None:
     scope = ReuseScope("t", "", "", (("image", 3),), "speech")
+    items = (MultimodalItem(-3, 4, "cat"), MultimodalItem(1, 1, b"\x00\xff"))
     events: list[Event] = [
         Created(1, POOLS[:1]),
-        Stored(2, None, (A,), np.array([5, 6], dtype=np.int32), 2, scope, Tier.GPU, 35, 0),
+        Stored(2, None, (A,), np.array([5, 6], dtype=np.int32), 2, scope, Tier.GPU, 35, 0, multimodal=items),
         Removed(3, (A, B), Tier.HOST, 1, "evicted"),
         Updated(4, (A,), 0, Tier.GPU, Tier.HOST),
     ]
@@ -517,6 +518,7 @@ def test_every_event_has_a_json_form() -> None:
             "priority": 35,
             "group": 0,
             "session": None,
+            "multimodal": [[-3, 4, "cat"], [1, 1, "00ff"]],
         },
         {
             "type": "removed",

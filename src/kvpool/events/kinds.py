@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.scope import ReuseScope
+from kvpool.scope import MultimodalItem, ReuseScope
 
 if TYPE_CHECKING:
     from kvpool.config import Tier
@@ -37,7 +37,8 @@ class Stored:
     """Consecutive blocks of one sequence became reusable in one layer group, each the parent of the next.
 
     `parent` is the digest of the block before the first one, None at the start of a sequence. `tokens` holds the tokens
-    of all these blocks; it shares memory with what the producer passed and is read-only.
+    of all these blocks; it shares memory with what the producer passed and is read-only. `multimodal` lists the items that
+    some of them are placeholders of, with positions in `tokens`; one that begins in an earlier block has a negative one.
     """
 
     event_id: int
@@ -50,6 +51,7 @@ class Stored:
     priority: int
     group: int
     session: str | None = None
+    multimodal: tuple[MultimodalItem, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.tokens) != len(self.digests) * self.block_size:

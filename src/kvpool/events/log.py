@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvpool.errors import InvalidArgumentError, InvariantError
 from kvpool.events.kinds import Created, Event, PoolSize, Removed, Stored, Updated
-from kvpool.scope import ReuseScope
+from kvpool.scope import MultimodalItem, ReuseScope
 
 if TYPE_CHECKING:
     from kvpool.config import Tier
@@ -143,6 +143,7 @@ class EventLog:
         priority: int,
         group: int,
         session: str | None = None,
+        multimodal: tuple[MultimodalItem, ...] = (),
     ) -> None:
         """Blocks became reusable. The array is kept, not copied: nobody may write to it later."""
         if not digests:
@@ -150,8 +151,9 @@ class EventLog:
         with self._lock:
             if self.listening:
                 event = Stored(
-                    self._new_id(), parent, tuple(digests), tokens, block_size, scope, tier, priority, group, session
-                )
+                    self._new_id(), parent, tuple(digests), tokens, block_size, scope, tier, priority, group, session,
+                    multimodal,
+                )  # fmt: skip
                 self._append(event, len(digests))
 
     def removed(self, digests: Sequence[bytes], *, tier: Tier, group: int, reason: str) -> None:

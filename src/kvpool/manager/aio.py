@@ -23,10 +23,11 @@ from kvpool.errors import (
 )
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import as_flag, as_token_array
+from kvpool.pools.symbols import as_items
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import Admission, AllocStatus
 
-ADMISSION_OPTIONS = ("num_tokens", "scope", "reserve", "lookahead", "cross_tokens")
+ADMISSION_OPTIONS = ("num_tokens", "scope", "reserve", "lookahead", "cross_tokens", "multimodal")
 
 
 class _Waiter:
@@ -38,6 +39,8 @@ class _Waiter:
         self.request_id = request_id
         self.tokens = None if tokens is None else as_token_array(tokens).copy()  # the caller may change its own
         self.wait_for_prefix = wait_for_prefix
+        if options.get("multimodal") is not None:  # asked for more than once, so it must not be used up
+            options = {**options, "multimodal": as_items(options["multimodal"], self.tokens)}
         self.options = options
         self.future: asyncio.Future[KVCacheHandle] = asyncio.get_running_loop().create_future()
 

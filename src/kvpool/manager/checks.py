@@ -298,6 +298,8 @@ class Checker:
             self.expect(len(policy) == wanted, f"policy {policy.name!r} has {len(policy)} candidates, {wanted} exist")
 
     def check_bookkeeping(self) -> None:
+        unknown = self.state.numbers_in_use() - self.rows.symbols.placeholders.keys()
+        self.expect(not unknown, f"symbols {sorted(unknown)[:8]} of multimodal items are in use, but forgotten")
         runs = sum(not node.detached for node in self.nodes)
         self.expect(runs == self.tree.num_runs, f"{runs} runs are in the tree, {self.tree.num_runs} are counted")
         shared = int(self.rows.shared[self.rows.live_rows()].sum())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -19,12 +19,13 @@ from kvpool.manager.inspection import CachedRun, Inspector, KVCacheBlock
 from kvpool.manager.invalidation import Invalidation
 from kvpool.manager.observer import Observer
 from kvpool.manager.pins import Pin, Pins
-from kvpool.pools.arrays import as_count, as_flag, as_token_array
+from kvpool.pools.arrays import Int32Array, as_count, as_flag, as_token_array
 from kvpool.pools.pool import BlockPool, ResizeResult
+from kvpool.pools.symbols import Key, as_items
 from kvpool.prefix.calendar import NEVER
 from kvpool.prefix.quota import TenantQuota
 from kvpool.prefix.tenants import TenantQuotas
-from kvpool.scope import ReuseScope
+from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.onboarding import Onboarding
@@ -32,6 +33,8 @@ from kvpool.sequences.state import CacheState
 from kvpool.stats import CacheStats, EvictionReason, MemoryPressure
 
 DEFAULT_SCOPE = ReuseScope()
+Items: TypeAlias = Iterable[MultimodalItem | tuple[int, int, Key]]  # what users give for multimodal items
+Ids = TypeVar("Ids", Int32Array, "Int32Array | None")
 
 
 class Maintenance:
@@ -48,9 +51,15 @@ class Maintenance:
     _observers: tuple[Observer, ...]
     events: EventLog
 
+    def _coded(self, ids: Ids, items: tuple[MultimodalItem, ...] | None) -> Ids:
+        """The ids of a question's tokens as the tree holds them; symbols that nobody knows yet are not kept."""
+        return self._state.rows.symbols.encode(ids, items)[0] if items and ids is not None else ids
+
     # --- retention ---------------------------------------------------------------------------------------------------
 
-    def pin(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE, ttl: float | None = None) -> Pin:
+    def pin(
+        self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE, ttl: float | None = None, multimodal: Items | None = None
+    ) -> Pin:
         """Keeps the cached full blocks of `tokens` (or of a handle's committed tokens) from eviction, until `unpin` or `ttl`.
 
         Raises `PinBudgetError` when more than `max_pinned_tokens` would be pinned.
@@ -59,14 +68,18 @@ class Maintenance:
         with self._guard:
             check_scope(scope)
             if isinstance(tokens, KVCacheHandle):
+                if multimodal is not None:
+                    raise InvalidArgumentError("the multimodal items of a request are known; give them with tokens only")
                 row = self._state.any_row_of(tokens)
-                scope = tokens.scope
-                ids = self._state.rows.token_ids(row)[: int(self._state.rows.committed[row])]
+                scope, items = tokens.scope, None
+                coded = self._state.rows.token_ids(row)[: int(self._state.rows.committed[row])]
             else:
-                ids = as_token_array(tokens)
-            pin = self._pins.pin(ids, scope, ttl)
+                tokens = as_token_array(tokens)
+                items = check_items(multimodal, tokens)
+                coded = self._coded(tokens, items)
+            pin = self._pins.pin(coded, scope, ttl)
             if self._observers:
-                self._tell("pin", pin, tokens if isinstance(tokens, KVCacheHandle) else ids, scope, ttl)
+                self._tell("pin", pin, tokens, scope, ttl, items)
             return pin
 
     def unpin(self, pin: Pin) -> None:
@@ -123,12 +136,19 @@ class Maintenance:
             deadline = self._state.cache.expiry.calendar.next
             return None if deadline == NEVER else deadline - self._state.context.now
 
-    def invalidate(self, prefix: Any = None, *, scope: ReuseScope | None = None, session: str | None = None) -> int:
+    def invalidate(
+        self,
+        prefix: Any = None,
+        *,
+        scope: ReuseScope | None = None,
+        session: str | None = None,
+        multimodal: Items | None = None,
+    ) -> int:
         """Removes cached content that must not be reused: below a prefix, in a scope, or made by a session.
 
-        `prefix` (with `scope`, default scope otherwise) removes what follows its last full block match, that block
-        included. What a session made goes with all that others built on it or copied from it. Live requests that hold or
-        compute some of what is removed keep their blocks and go on; they publish nothing more.
+        `prefix` (with `scope`, default scope otherwise, and its items in `multimodal`) removes what follows its last full
+        block match, that block included. What a session made goes with all that others built on it or copied from it. Live
+        requests that hold or compute some of what is removed keep their blocks and go on; they publish nothing more.
         Returns the blocks removed.
         """
         given = [prefix is not None or scope is not None, session is not None]
@@ -139,16 +159,18 @@ class Maintenance:
         if scope is not None:
             check_scope(scope)
         ids = None if prefix is None else as_token_array(prefix, "prefix")
+        items = check_items(multimodal, ids)
         with self._guard:
+            coded = self._coded(ids, items)
             if session is not None:
                 removed = self._invalidation.of_session(session)
-            elif ids is not None:
-                removed = self._invalidation.below_prefix(ids, scope or DEFAULT_SCOPE)
+            elif coded is not None:
+                removed = self._invalidation.below_prefix(coded, scope or DEFAULT_SCOPE)
             else:
                 assert scope is not None
                 removed = self._invalidation.in_scope(scope)
             if self._observers:
-                self._tell("invalidate", removed, ids, scope, session)
+                self._tell("invalidate", removed, ids, scope, session, items)
             return removed
 
     def reset_prefix_cache(self) -> int:
@@ -174,14 +196,15 @@ class Maintenance:
                 self._tell("offload", moved, num_blocks, chosen.index, tier)
             return moved
 
-    def onboard(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE) -> int:
+    def onboard(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE, multimodal: Items | None = None) -> int:
         """Brings the cached prefix of `tokens` up to the GPU ahead of its request; returns how many blocks move."""
         ids = as_token_array(tokens)
         check_scope(scope)
+        items = check_items(multimodal, ids)
         with self._guard:
-            moved = self._onboarding.onboard(ids, scope)
+            moved = self._onboarding.onboard(self._coded(ids, items), scope)
             if self._observers:
-                self._tell("onboard", moved, ids, scope)
+                self._tell("onboard", moved, ids, scope, items)
             return moved
 
     prefetch = onboard
@@ -358,6 +381,10 @@ def check_scope(scope: ReuseScope) -> ReuseScope:
     if not isinstance(scope, ReuseScope):
         raise InvalidArgumentError(f"scope must be a ReuseScope, got {scope!r}")
     return scope
+
+
+def check_items(multimodal: Items | None, ids: Int32Array | None) -> tuple[MultimodalItem, ...] | None:
+    return None if multimodal is None else as_items(multimodal, ids)
 
 
 def check_seconds(value: float | None, name: str) -> None:

@@ -48,7 +48,7 @@ from kvpool.manager.arguments import (
 from kvpool.manager.compaction import Compaction
 from kvpool.manager.guard import Guard
 from kvpool.manager.invalidation import Invalidation
-from kvpool.manager.maintenance import DEFAULT_SCOPE, Maintenance, check_scope
+from kvpool.manager.maintenance import DEFAULT_SCOPE, Items, Maintenance, check_items, check_scope
 from kvpool.manager.observer import Observer
 from kvpool.manager.pins import Pins
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count, as_flag, as_token_array
@@ -73,7 +73,7 @@ from kvpool.sequences.writing import writable_blocks
 BatchLike = SequenceBatch | Sequence[KVCacheHandle]
 ALLOCATE_ARGUMENTS = frozenset({
     *("request_id", "tokens", "num_tokens", "scope", "reserve", "lookahead", "cross_tokens"),
-    *("retention", "ttl", "session", "lease"),
+    *("retention", "ttl", "session", "lease", "multimodal"),
 })  # fmt: skip
 
 
@@ -122,11 +122,15 @@ class KVCacheManager(Maintenance):
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def match_prefix(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE) -> PrefixMatch:
+    def match_prefix(
+        self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE, multimodal: Items | None = None
+    ) -> PrefixMatch:
         """What would a request for `tokens` reuse? Changes nothing, not even the order of eviction."""
         ids = as_token_array(tokens)
+        items = None if multimodal is None else check_items(multimodal, ids)
         with self._guard:
-            return self._admissions.query(ids, check_scope(scope))
+            coded = ids if items is None else self._coded(ids, items)
+            return self._admissions.query(coded, check_scope(scope))
 
     def can_allocate(
         self,
@@ -137,6 +141,7 @@ class KVCacheManager(Maintenance):
         reserve: int | None = None,
         lookahead: int = 0,
         cross_tokens: int = 0,
+        multimodal: Items | None = None,
         wait_for_prefix: bool = False,
     ) -> Admission:
         """Whether `allocate` with the same arguments would fit: OK, LATER or NEVER, with a watermark kept free.
@@ -148,9 +153,11 @@ class KVCacheManager(Maintenance):
         lookahead, cross_tokens = as_count(lookahead, "lookahead"), self._cross_tokens(cross_tokens)
         if wait_for_prefix is not False:
             wait_for_prefix = as_flag(wait_for_prefix, "wait_for_prefix")
+        items = None if multimodal is None else check_items(multimodal, ids)
         with self._guard:
             check_scope(scope)
-            return self._admissions.can_allocate(ids, places, lookahead, cross_tokens, scope, wait_for_prefix)
+            coded = ids if items is None else self._coded(ids, items)
+            return self._admissions.can_allocate(coded, places, lookahead, cross_tokens, scope, wait_for_prefix)
 
     def allocate(
         self,
@@ -166,6 +173,7 @@ class KVCacheManager(Maintenance):
         ttl: float | None = None,
         session: str | None = None,
         lease: bool = False,
+        multimodal: Items | None = None,
     ) -> KVCacheHandle:
         """Admits a request and gives it blocks for its prompt, reusing the longest cached prefix.
 
@@ -173,8 +181,10 @@ class KVCacheManager(Maintenance):
         (chunked prefill: `extend` before each further chunk); `lookahead` adds places for draft tokens; `cross_tokens` are
         the encoder's, whose input `scope.encoder` must name if blocks are to be shared. `retention` and `ttl` say how long
         what it computes should stay cached; `session` names it for `invalidate`. A `lease` is no request and not counted as
-        one: it holds blocks for somebody else, as for bytes that come from a keyed tier. Raises `OutOfBlocksError`
-        (`NeverFitsError` if the pool is too small) and changes nothing.
+        one: it holds blocks for somebody else, as for bytes that come from a keyed tier. `multimodal` lists the images
+        behind placeholder tokens as (position, length, key), see `MultimodalItem`: text before an image is shared, the image
+        and what follows only with prompts that have the same one there. Raises `OutOfBlocksError` (`NeverFitsError` if the
+        pool is too small) and changes nothing.
         """
         ids, places = self._request(tokens, num_tokens, reserve)
         if type(lookahead) is not int or type(cross_tokens) is not int or lookahead or cross_tokens:
@@ -183,6 +193,7 @@ class KVCacheManager(Maintenance):
             check_keeping(ttl, retention, session)
         if lease is not False:
             lease = as_flag(lease, "lease")
+        items = None if multimodal is None else check_items(multimodal, ids)
         limit = self.config.max_seq_len
         if limit is not None:
             longest = max(places + lookahead, 0 if ids is None else len(ids))
@@ -200,11 +211,16 @@ class KVCacheManager(Maintenance):
             handle.encoder_tokens = cross_tokens
             handle.is_lease = lease
             handle.publishes = self.config.enable_prefix_caching and (not cross_tokens or scope.encoder != "")
-            self._sequences.allocate(handle, ids, places, lookahead, cross_tokens)
+            coded, fresh = ids, None
+            if items and ids is not None:
+                coded, fresh = self._state.rows.symbols.encode(ids, items)
+            self._sequences.allocate(handle, coded, places, lookahead, cross_tokens)
+            if fresh:
+                self._state.keep_symbols(fresh)
             if self._observers:
                 options = dict(
                     num_tokens=num_tokens, scope=scope, reserve=reserve, lookahead=lookahead, cross_tokens=cross_tokens,
-                    retention=retention, ttl=ttl, session=session, lease=lease,
+                    retention=retention, ttl=ttl, session=session, lease=lease, multimodal=items,
                 )  # fmt: skip
                 self._tell("allocate", handle, request_id, ids, options)
             return handle
@@ -335,12 +351,15 @@ class KVCacheManager(Maintenance):
             if self._observers:
                 self._tell("mark_written", None, chosen, counts)
 
-    def commit(self, handle: KVCacheHandle, tokens: Any = None) -> None:
+    def commit(self, handle: KVCacheHandle, tokens: Any = None, multimodal: Items | None = None) -> None:
         """The next tokens are written and final; blocks that are full become matchable.
 
         `tokens` are their ids, or a count: then they are the next tokens of the known prompt (None: the reserved rest of
-        it). A count that goes past the known ids is allowed, but what follows cannot be cached.
+        it). A count that goes past the known ids is allowed, but what follows cannot be cached. `multimodal` lists images
+        that come only now, with positions in `tokens`; those of the prompt are known.
         """
+        if multimodal is not None and (tokens is None or isinstance(tokens, (int, np.integer))):
+            raise InvalidArgumentError("multimodal items need the ids of the tokens that stand for them")
         if tokens is None:
             with self._guard:
                 self._stepping.commit_prompt(self._state.row_of(handle))
@@ -350,14 +369,19 @@ class KVCacheManager(Maintenance):
             self.commit_batch([handle], None, [as_count(tokens, "tokens")])
         else:
             ids = as_token_array(tokens)
-            self.commit_batch([handle], ids, [len(ids)])
+            self.commit_batch([handle], ids, [len(ids)], multimodal)
 
-    def commit_batch(self, batch: BatchLike, tokens: Any, counts: Sequence[int] | None = None) -> None:
+    def commit_batch(
+        self, batch: BatchLike, tokens: Any, counts: Sequence[int] | None = None, multimodal: Items | None = None
+    ) -> None:
         """`commit` for a batch: one token each, or `counts[i]` tokens of sequence i one after the other in `tokens`."""
         ids = None if tokens is None else as_token_array(tokens)
         numbers = None if counts is None else as_counts(counts)
+        items = None if multimodal is None else check_items(multimodal, ids)
         with self._guard:
             chosen = self._batch(batch)
+            if numbers is None and items:
+                numbers = np.ones(len(chosen), np.int64)
             if numbers is None:
                 if ids is None:
                     raise InvalidArgumentError("commit_batch needs tokens, or counts for known prompts")
@@ -366,9 +390,10 @@ class KVCacheManager(Maintenance):
                 check_counts(numbers, len(chosen))
                 if not isinstance(numbers, np.ndarray):
                     raise InvalidArgumentError(f"counts must hold one count for every sequence, got {counts!r}")
-                self._stepping.commit_rows(chosen, ids, numbers)
+                self._stepping.commit_rows(chosen, ids, numbers, items or ())
             if self._observers:
-                self._tell("commit_batch", None, chosen, ids, numbers)
+                begun = None if ids is None else self._stepping.incoming.items_begun(chosen, numbers)
+                self._tell("commit_batch", None, chosen, ids, numbers, begun)
 
     def narrow(self, handle: KVCacheHandle, position: int) -> None:
         """Gives back the blocks of windowed groups that the query at `position`, and those behind it, do not read.

@@ -17,7 +17,8 @@ class Observer(Protocol):
         """The manager's method `verb` returned `result` at `now`, by its clock.
 
         `arguments` stand in the order of the method's signature, defaults included, with token lists and counts as the
-        manager converted them. `allocate` gives its keyword arguments as one dictionary behind the tokens. `extend`
+        manager converted them. The multimodal items of a commit are those that begin among its tokens, also where they came
+        with the prompt. `allocate` gives its keyword arguments as one dictionary behind the tokens. `extend`
         and `prefetch` are told as `extend_batch` and `onboard`; `allocate_batch` as one `allocate` for each request;
         `commit` as `commit_batch`, or as `commit` without tokens.
         """

@@ -3,7 +3,8 @@
 One row per live sequence, one block table per layer group, all preallocated and growable. Batch operations index these
 arrays with a whole batch at once, and kernels are handed the table itself. A row keeps the token ids it knows in
 `history` (one growing array per row); ids that arrive one per step go to `recent`, a narrow matrix that a whole batch
-writes in one operation, and move to `history` when the matrix row is full or somebody reads them.
+writes in one operation, and move to `history` when the matrix row is full or somebody reads them. Placeholder tokens of
+multimodal items are kept as `symbols`, here and in the tree.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count
 from kvpool.pools.groups import Group
+from kvpool.pools.symbols import Symbols
 
 RECENT_TOKENS = 128
 
@@ -72,6 +74,7 @@ class SequenceRows(Generic[TipT, HandleT]):
         ] * num_rows  # position of a history's first id; those before are read from the row's path
         self.handles: list[HandleT | None] = [None] * num_rows
         self.serial = 0  # grows with every sequence
+        self.symbols = Symbols()  # what the negative ones among token ids stand for
         self._free_rows = list(range(num_rows - 1, -1, -1))
 
     @property

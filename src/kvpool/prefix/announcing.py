@@ -13,10 +13,13 @@ from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.groups import Group
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.digests import chain_digests, root_digest
+from kvpool.prefix.items import run_content
 from kvpool.prefix.node import Node, Root
+from kvpool.scope import MultimodalItem
 from kvpool.stats import EvictionReason
 
-StoredRun: TypeAlias = tuple[int, "bytes | None", list[bytes], Int32Array]  # group, parent digest, digests, tokens
+# group, parent digest, digests, tokens, multimodal items
+StoredRun: TypeAlias = tuple[int, "bytes | None", list[bytes], Int32Array, tuple[MultimodalItem, ...]]
 
 
 class Announcer:
@@ -33,6 +36,7 @@ class Announcer:
     def digests(self, node: Node) -> list[bytes]:
         """The chained digests of a node's blocks, computed once and only when somebody asks."""
         self.context.sync(node)
+        size = self.block_size
         missing: list[Node] = []
         at = node
         while at is not at.root and len(at.digests or ()) < at.num_blocks:
@@ -46,7 +50,8 @@ class Announcer:
                 parent = root_digest(part.root.scope)
             else:
                 parent = _last_digest(part.parent)
-            known.extend(chain_digests(parent, part.tokens[len(known) * self.block_size :], self.block_size))
+            tokens, items = run_content(self.context.rows.symbols, part, len(known) * size, part.num_blocks * size)
+            known.extend(chain_digests(parent, tokens, size, items))
             part.digests = known
         return node.digests or []
 
@@ -81,13 +86,13 @@ class Announcer:
                     self.digests(node)
                     events.extend(
                         Stored(as_of, parent, tuple(digests), tokens, self.block_size, root.scope, node.tier,
-                               node.priority, group, node.session)
-                        for group, parent, digests, tokens in self._stored_runs(node, 0)
+                               node.priority, group, node.session, items)
+                        for group, parent, digests, tokens, items in self._stored_runs(node, 0)
                     )  # fmt: skip
         return events
 
     def _stored_runs(self, node: Node, first: int) -> Iterator[StoredRun]:
-        """(group, parent digest, digests, tokens) of consecutive blocks from `first` on; digests are known."""
+        """(group, parent digest, digests, tokens, items) of consecutive blocks from `first` on; digests are known."""
         for group in self.groups:
             if group.slides:
                 present = np.flatnonzero(node.ids[group.index][first : node.num_blocks] >= 0) + first
@@ -107,10 +112,11 @@ class Announcer:
             parent = digests[begin - 1]
         else:
             parent = None if node.parent is node.root else _last_digest(node.parent)
-        return group, parent, digests[begin:end], node.tokens[begin * size : end * size]
+        tokens, items = run_content(self.context.rows.symbols, node, begin * size, end * size)
+        return group, parent, digests[begin:end], tokens, items
 
     def _emit(self, node: Node, runs: Iterable[StoredRun]) -> None:
-        for group, parent, digests, tokens in runs:
+        for group, parent, digests, tokens, items in runs:
             self.events.stored(
                 parent,
                 digests,
@@ -121,6 +127,7 @@ class Announcer:
                 priority=node.priority,
                 group=group,
                 session=node.session,
+                multimodal=items,
             )
 
     # --- removed and changed -----------------------------------------------------------------------------------------

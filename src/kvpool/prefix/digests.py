@@ -8,18 +8,23 @@ everything that makes keys and values differ, so equal tokens at another place o
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.scope import ReuseScope
+from kvpool.pools.symbols import encoded_key
+from kvpool.scope import MultimodalItem, ReuseScope
 
 DIGEST_BYTES = 32
 
 # A digest chain starts from this tag, so that a scope can never be mistaken for a block; change it with the encoding.
 _SCOPE_TAG = b"kvpool scope 1\0"
 _SALTED_TAG = b"kvpool salted scope 1\0"
+
+# Stands before each multimodal item of a block: as a token it would be negative, so no block of tokens alone can have it.
+_ITEM_TAG = b"\xff\xff\xff\xff"
 
 
 def root_digest(scope: ReuseScope) -> bytes:
@@ -44,10 +49,14 @@ def root_digest(scope: ReuseScope) -> bytes:
     return hashlib.sha256(message).digest()
 
 
-def chain_digests(parent: bytes, tokens: npt.NDArray[np.int32], block_size: int) -> list[bytes]:
+def chain_digests(
+    parent: bytes, tokens: npt.NDArray[np.int32], block_size: int, multimodal: Sequence[MultimodalItem] = ()
+) -> list[bytes]:
     """One digest per block of `tokens`: SHA-256 of the digest before it and its tokens as little-endian int32.
 
-    `parent` is the digest of the block before the first one, or `root_digest(scope)` at the start of a sequence.
+    `parent` is the digest of the block before the first one, or `root_digest(scope)` at the start of a sequence. The items
+    of `multimodal` that a block has placeholders of count too: where each begins, its length and its key. Positions are
+    those in `tokens`, negative for an item that begins before them.
 
     >>> prompt = np.arange(70, dtype=np.int32)
     >>> whole_blocks = prompt[: len(prompt) // 16 * 16]
@@ -68,7 +77,21 @@ def chain_digests(parent: bytes, tokens: npt.NDArray[np.int32], block_size: int)
     # As a void dtype, tolist() cuts the array into one bytes object per block without a Python step (void, unlike
     # "S", keeps trailing zeros). The fastest of the ways measured; the hashing itself is most of what remains.
     blocks = np.ascontiguousarray(tokens, dtype="<i4").view(f"V{4 * block_size}").tolist()
+    if multimodal:
+        extras = _items_by_block(multimodal, block_size, len(blocks))
+        blocks = [block + extra for block, extra in zip(blocks, extras, strict=True)]
     return [parent := sha256(parent + block).digest() for block in blocks]
+
+
+def _items_by_block(items: Sequence[MultimodalItem], block_size: int, num_blocks: int) -> list[bytes]:
+    """What each block's message says about the items that it has placeholders of."""
+    found = [b""] * num_blocks
+    for position, length, key in items:
+        name = encoded_key(key)
+        for block in range(max(0, position // block_size), min(num_blocks, -(-(position + length) // block_size))):
+            numbers = np.array([position - block * block_size, length, len(name)], "<i8")
+            found[block] += _ITEM_TAG + numbers.tobytes() + name
+    return found
 
 
 def _check_tokens(tokens: object) -> None:

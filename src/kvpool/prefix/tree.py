@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.context import CacheContext
+from kvpool.prefix.items import mark_items_before
 from kvpool.prefix.logits import divide_logits
 from kvpool.prefix.node import Node, Root
 from kvpool.scope import ReuseScope
@@ -173,6 +174,8 @@ class RunTree:
         node.last_access = context.tick
         node.ttl = ttl
         node.published_by = published_by
+        if context.rows.symbols.placeholders:
+            mark_items_before(node)
         if session is not None or copied_sessions:
             self._tag(node, session, copied_sessions)
         return node
@@ -215,6 +218,8 @@ class RunTree:
         node.ids = [ids[num_blocks:] for ids in node.ids]
         node.key = node.tokens[:size].tobytes()
         node.fingerprint = hash((node.root.fingerprint, node.start, node.key))
+        if self.context.rows.symbols.placeholders:
+            mark_items_before(node)
         if not node.detached:
             upper.add_child(node.key, node)
             self.num_runs += 1
@@ -232,6 +237,7 @@ class RunTree:
             upper.ids = [ids[:num_blocks].copy() for ids in node.ids]
         else:
             upper.ids = [ids[:num_blocks] for ids in node.ids]
+        upper.fingerprint = node.fingerprint
         upper.tier = node.tier
         upper.detached = node.detached
         upper.last_access = node.last_access

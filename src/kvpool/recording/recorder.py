@@ -15,7 +15,7 @@ from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int64Array
 from kvpool.recording.lines import open_bytes
 from kvpool.recording.playback import header_of
-from kvpool.recording.writer import RecordingWriter
+from kvpool.recording.writer import Items, RecordingWriter
 from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
 
@@ -145,9 +145,9 @@ def _allocated(handle: KVCacheHandle, _: Hashable, tokens: Any, options: dict[st
     return "a", handle.serial, _copied(tokens), handle.scope, more
 
 
-def _committed(_: None, batch: SequenceBatch, tokens: Any, counts: Int64Array | None) -> Operation:
+def _committed(_: None, batch: SequenceBatch, tokens: Any, counts: Int64Array | None, items: Items) -> Operation:
     before = None if tokens is None else batch.num_committed - (1 if counts is None else counts)
-    return "c", batch.handles, before, _copied(tokens), counts
+    return "c", batch.handles, before, _copied(tokens), counts, items
 
 
 def _copied(values: Any) -> Any:
@@ -173,14 +173,14 @@ _NOTED: dict[str, Callable[..., Operation]] = {
     "store_last_logits": lambda _, handle, logits, num_tokens: ("l", handle.serial, num_tokens),
     "swap_out": lambda _, *handles: ("o", handles),
     "swap_in": lambda _, *handles: ("i", handles),
-    "pin": lambda pin, tokens, scope, ttl: (
-        "t", pin.pin_id, tokens if isinstance(tokens, KVCacheHandle) else _copied(tokens), scope, ttl),
+    "pin": lambda pin, tokens, scope, ttl, items: (
+        "t", pin.pin_id, tokens if isinstance(tokens, KVCacheHandle) else _copied(tokens), scope, ttl, items),
     "unpin": lambda _, pin: ("u", pin.pin_id),
     "set_quota": lambda _, tenant, guaranteed, maximum: ("q", tenant, guaranteed, maximum),
     "evict": lambda _, num_blocks, pool, tier: ("v", num_blocks, pool, int(tier)),
     "offload": lambda _, num_blocks, pool, tier: ("d", num_blocks, pool, int(tier)),
-    "onboard": lambda _, tokens, scope: ("b", _copied(tokens), scope),
-    "invalidate": lambda _, prefix, scope, session: ("x", _copied(prefix), scope, session),
+    "onboard": lambda _, tokens, scope, items: ("b", _copied(tokens), scope, items),
+    "invalidate": lambda _, prefix, scope, session, items: ("x", _copied(prefix), scope, session, items),
     "resize": lambda _, num_blocks, pool, tier: ("h", num_blocks, pool, int(tier)),
     "defragment": lambda _, tier: ("g", int(tier)),
     "reset_prefix_cache": lambda _: ("z",),

@@ -7,6 +7,7 @@ seen, not even how often a word occurs. The key is random, stays in memory and d
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 from array import array
@@ -19,13 +20,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.pools.arrays import MAX_TOKEN_ID, Int32Array, Int64Array, as_token_array
+from kvpool.pools.symbols import encoded_key
 from kvpool.prefix.retention import Retention
 from kvpool.recording.operations import pack
-from kvpool.scope import ReuseScope
+from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 
 UInt64Array = npt.NDArray[np.uint64]
 Handles = Sequence[KVCacheHandle]
+Items = Sequence[MultimodalItem] | None
 
 _TOKEN_BITS, _DROPPED_BITS = np.uint64(31), np.uint64(33)
 _LAST_ID = np.uint64(MAX_TOKEN_ID - 1)  # the largest id stays free: traces end requests with it
@@ -51,11 +54,22 @@ class PrefixHash:
         pairs ^= tokens.astype(np.uint64)
         return self._mix(pairs, self._keys[0])
 
-    def sums(self, tokens: Int32Array, first: int, base: int) -> UInt64Array:
-        """Running sums at positions `first...`, continuing from `base`, the sum before them."""
-        sums = np.cumsum(self.steps(tokens, np.arange(first, first + len(tokens), dtype=np.uint64)))
+    def sums(self, tokens: Int32Array, first: int, base: int, items: Items = None) -> UInt64Array:
+        """Running sums at positions `first...`, continuing from `base`, the sum before them.
+
+        A multimodal item changes what its first token adds, so that everything from there on differs from other items'.
+        """
+        steps = self.steps(tokens, np.arange(first, first + len(tokens), dtype=np.uint64))
+        for item in items or ():
+            steps[item.position] ^= self._named(item)
+        sums = np.cumsum(steps)
         sums += np.uint64(base)
         return sums
+
+    def _named(self, item: MultimodalItem) -> np.uint64:
+        name = b"%d " % item.length + encoded_key(item.key)
+        digest = hashlib.blake2b(name, digest_size=8, key=self._keys[0].tobytes()).digest()
+        return np.uint64(int.from_bytes(digest, "little"))
 
     def ids(self, sums: UInt64Array) -> Int32Array:
         """What is written for tokens with these sums."""
@@ -166,6 +180,7 @@ class RecordingWriter:
         self, serial: int, tokens: Any, scope: ReuseScope, source: int | None, more: dict[str, Any]
     ) -> list[Any]:
         self._requests += 1
+        items: Items = more.pop("multimodal", None)
         if source is not None:
             more["source"] = source
         if (named := self._scope(scope)) is not None:
@@ -177,13 +192,13 @@ class RecordingWriter:
         if tokens is None:
             self._histories[serial] = array("Q")
             return [serial, None, more]
-        sums = self._sums(tokens, scope)
+        sums = self._sums(tokens, scope, items)
         self._histories[serial] = array("Q", sums.tobytes())
         return [serial, self._prefix(sums, serial), more]
 
-    def _sums(self, tokens: Any, scope: ReuseScope) -> UInt64Array:
+    def _sums(self, tokens: Any, scope: ReuseScope, items: Items) -> UInt64Array:
         base = self._scopes.setdefault(scope, len(self._scopes))
-        return self._hash.sums(as_token_array(tokens), 0, base)
+        return self._hash.sums(as_token_array(tokens), 0, base, items)
 
     def _prefix(self, sums: UInt64Array, serial: int | None) -> list[Any]:
         """Tokens as what they share with an earlier prompt, and the rest. Remembered under `serial`, if there is one."""
@@ -208,19 +223,20 @@ class RecordingWriter:
     def _extend(self, handles: Handles, num_tokens: Any, lookahead: int) -> list[Any]:
         return [self._serials(handles), _plain(num_tokens), lookahead]
 
-    def _commit(self, handles: Handles, before: Int64Array | None, tokens: Any, counts: Any) -> list[Any]:
+    def _commit(self, handles: Handles, before: Int64Array | None, tokens: Any, counts: Any, items: Items) -> list[Any]:
         serials, numbers = self._serials(handles), None if counts is None else _plain(counts)
         if before is None:
             return [serials, numbers, None]
         ids = as_token_array(tokens)
-        if numbers is None and (sums := self._decode(handles, before, ids)) is not None:
+        if numbers is None and not items and (sums := self._decode(handles, before, ids)) is not None:
             return [serials, None, pack(self._hash.ids(sums))]
         self._settle()
         written, at = [], 0
         for handle, position, count in zip(handles, before.tolist(), numbers or [1] * len(handles), strict=True):
             history = self._histories[handle.serial]
             del history[position:]
-            sums = self._hash.sums(ids[at : at + count], position, history[-1] if history else 0)
+            own = [item._replace(position=item.position - at) for item in items or () if 0 <= item.position - at < count]
+            sums = self._hash.sums(ids[at : at + count], position, history[-1] if history else 0, own)
             history.frombytes(sums.tobytes())
             written.append(sums)
             at += count
@@ -254,14 +270,17 @@ class RecordingWriter:
             self._histories.pop(handle.serial, None)
         return [self._serials(handles), keep]
 
-    def _pin(self, number: int, pinned: Any, scope: ReuseScope, ttl: float | None) -> list[Any]:
+    def _pin(self, number: int, pinned: Any, scope: ReuseScope, ttl: float | None, items: Items) -> list[Any]:
         if isinstance(pinned, KVCacheHandle):
             return [number, pinned.serial, None, ttl]
-        return [number, self._prefix(self._sums(pinned, scope), None), self._scope(scope), ttl]
+        return [number, self._prefix(self._sums(pinned, scope, items), None), self._scope(scope), ttl]
 
-    def _invalidate(self, prefix: Any, scope: ReuseScope | None, session: str | None) -> list[Any]:
+    def _onboard(self, tokens: Any, scope: ReuseScope, items: Items) -> list[Any]:
+        return [self._prefix(self._sums(tokens, scope, items), None), self._scope(scope)]
+
+    def _invalidate(self, prefix: Any, scope: ReuseScope | None, session: str | None, items: Items) -> list[Any]:
         where = scope or ReuseScope()
-        tokens = None if prefix is None else self._prefix(self._sums(prefix, where), None)
+        tokens = None if prefix is None else self._prefix(self._sums(prefix, where, items), None)
         return [tokens, self._scope(where), self._number("session", session)]
 
 
@@ -286,6 +305,6 @@ _PREPARE: dict[str, Callable[..., list[Any]]] = {
     "s": lambda writer, handles, start, stop: [writer._serials(handles), _plain(start), _plain(stop)],
     "o": lambda writer, handles: [writer._serials(handles)],
     "i": lambda writer, handles: [writer._serials(handles)],
-    "b": lambda writer, tokens, scope: [writer._prefix(writer._sums(tokens, scope), None), writer._scope(scope)],
+    "b": RecordingWriter._onboard,
     "q": lambda writer, tenant, low, high: [writer._number("tenant", tenant), low, high],
 }

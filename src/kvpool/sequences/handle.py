@@ -152,7 +152,7 @@ class KVCacheHandle:
     def token_ids(self) -> Int32Array:
         """The token ids known so far (a copy)."""
         with self._rows.lock:
-            return self._rows.token_ids(self._live_row()).copy()
+            return self._rows.symbols.decode(self._rows.token_ids(self._live_row()).copy())
 
     def block_ids(self, group: int = 0) -> Int32Array:
         """The sequence's row of the block table: a read-only view, −1 where a block left its window.

@@ -15,8 +15,10 @@ from kvpool.pools.copies import CopyOp
 from kvpool.pools.groups import make_groups
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.pools.rows import SequenceRows
+from kvpool.pools.symbols import Fresh, numbers_in
 from kvpool.prefix.cache import PrefixCache
 from kvpool.prefix.context import CacheContext
+from kvpool.prefix.items import numbers_in_tree
 from kvpool.sequences.handle import KVCacheHandle, Rows
 from kvpool.sequences.publishing import Publisher
 from kvpool.stats import Counters, EvictionReason
@@ -104,6 +106,22 @@ class CacheState:
         if handle._rows is not self.rows:
             raise UnknownRequestError(f"the handle of request {handle.request_id!r} belongs to another manager")
         return row
+
+    def keep_symbols(self, fresh: Fresh) -> None:
+        """Notes the symbols of multimodal items that are in a row now, and forgets old ones if there are too many."""
+        symbols = self.rows.symbols
+        if symbols.keep(fresh):
+            symbols.forget_all_but(self.numbers_in_use())
+
+    def numbers_in_use(self) -> set[int]:
+        """The numbers of all symbols in rows and in the tree. Looks at every token."""
+        nodes = [node for root in self.cache.tree.roots.values() for node in root.subtree()]
+        for node in nodes:
+            self.context.sync(node)
+        used = numbers_in_tree(nodes)
+        for row in self.rows.live_rows():
+            used |= numbers_in(self.rows.token_ids(row))
+        return used
 
     def watermark(self, index: int) -> int:
         """Blocks of a GPU pool, as large as it is now, that admission leaves free."""

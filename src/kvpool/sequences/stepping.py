@@ -16,9 +16,10 @@ from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
 from kvpool.pools.rows import RECENT_TOKENS
+from kvpool.scope import MultimodalItem
 from kvpool.sequences.batch import SequenceBatch
-from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.incoming import IncomingIds
 from kvpool.sequences.sliding import RowWindows
 from kvpool.sequences.slots import Slots
 from kvpool.sequences.state import CacheState, common_tenant
@@ -37,6 +38,7 @@ class Stepping:
         self.windows = windows
         self.slots = Slots(state)
         self.in_flight = in_flight
+        self.incoming = IncomingIds(state)
 
     # --- extend ------------------------------------------------------------------------------------------------------
 
@@ -290,7 +292,7 @@ class Stepping:
             raise InvalidArgumentError(f"got {len(tokens)} tokens for a batch of {len(batch)} sequences")
         before = rows.committed[selection]
         known = rows.known[selection]
-        if rows.following or _any(known != before):
+        if rows.following or _any(known != before) or (rows.symbols.placeholders and self.incoming.continue_items(batch)):
             self.commit_rows(batch, tokens, np.ones(len(batch), np.int64))
             return
         committed = before + 1
@@ -321,8 +323,17 @@ class Stepping:
             if self.context.windowed:
                 self.windows.slide(row, self.rows.committed.item(row))
 
-    def commit_rows(self, batch: SequenceBatch, tokens: Int32Array | None, counts: Int64Array) -> None:
-        """`counts[i]` final tokens for sequence i, their ids one after the other in `tokens` (None: the known prompt's)."""
+    def commit_rows(
+        self,
+        batch: SequenceBatch,
+        tokens: Int32Array | None,
+        counts: Int64Array,
+        items: tuple[MultimodalItem, ...] = (),
+    ) -> None:
+        """`counts[i]` final tokens for sequence i, their ids one after the other in `tokens` (None: the known prompt's).
+
+        Some of them may be placeholders of `items`.
+        """
         batch.refresh()
         rows = self.rows
         committed = rows.committed[batch.selection] + counts
@@ -330,10 +341,12 @@ class Stepping:
             self._refuse_over(batch, committed, "committed")
         if tokens is not None and len(tokens) != int(counts.sum()):
             raise InvalidArgumentError(f"got {len(tokens)} tokens, the counts add up to {int(counts.sum())}")
-        pieces = self._pieces(batch, tokens, counts)
+        pieces, fresh = self.incoming.divided(batch, tokens, counts, items)
         for row, _, ids in pieces:  # all ids first: forks that publish compare them
             if ids is not None and len(ids):
                 rows.append_token_ids(row, ids)
+        if fresh:
+            self.state.keep_symbols(fresh)
         for row, count, _ in pieces:
             self._commit_row(row, rows.committed.item(row), rows.committed.item(row) + count)
 
@@ -374,40 +387,3 @@ class Stepping:
             self.state.publisher.close(row)
         handle.publishes = False
         self.in_flight.untrack(handle)
-
-    def _pieces(
-        self, batch: SequenceBatch, tokens: Int32Array | None, counts: Int64Array
-    ) -> list[tuple[int, int, Int32Array | None]]:
-        """Splits the ids by sequence and checks them against those known already. Returns (row, count, new ids)."""
-        rows = self.rows
-        pieces: list[tuple[int, int, Int32Array | None]] = []
-        offset = 0
-        for handle, row, count in zip(batch.handles, batch.rows.tolist(), counts.tolist(), strict=True):
-            ids = None
-            if tokens is not None:
-                given = tokens[offset : offset + count]
-                offset += count
-                committed, known = rows.committed.item(row), rows.known.item(row)
-                if committed > known:
-                    raise SequenceStateError(
-                        f"request {handle.request_id!r} committed {committed - known} tokens without ids; "
-                        f"later ids cannot be placed: pass a count to commit"
-                    )
-                overlap = min(known - committed, count)
-                _check_same(handle, committed, given[:overlap], rows.ids_between(row, committed, committed + overlap))
-                if row in rows.following:
-                    shared = rows.path_ids(row, rows.following[row])[committed : committed + count]
-                    _check_same(handle, committed, given[: len(shared)], shared)
-                ids = given[overlap:]
-            pieces.append((row, count, ids))
-        return pieces
-
-
-def _check_same(handle: KVCacheHandle, start: int, given: Int32Array, known: Int32Array) -> None:
-    """Token ids cannot change once they were announced, or once a fork published the blocks that hold their data."""
-    if len(given) and not np.array_equal(given, known):
-        at = int((given != known).argmax())
-        raise InvalidArgumentError(
-            f"request {handle.request_id!r}: token {start + at} was announced as {int(known[at])} "
-            f"and is committed as {int(given[at])}; rewind before changing it"
-        )
