@@ -30,6 +30,8 @@ from managers import make_manager
         ({"ttl": -1.0}, "ttl"),
         ({"retention": 3}, "retention"),
         ({"session": 3}, "session"),
+        ({"multimodal": [(0, 2, "cat")]}, "there are only 1"),
+        ({"multimodal": "cat"}, "multimodal"),
     ],
 )
 def test_given_a_wrong_value_then_the_request_is_refused_and_names_it(options: dict[str, Any], message: str) -> None:

@@ -64,7 +64,8 @@ class Admissions:
         return sorted([*self.roster.resuming, *waiting], key=lambda sequence: sequence.urgency)
 
     def _cached_tokens(self, sequence: ScheduledSequence) -> int:
-        return self.manager.match_prefix(sequence.tokens, sequence.request.scope).num_tokens
+        request = sequence.request
+        return self.manager.match_prefix(sequence.tokens, request.scope, request.items).num_tokens
 
     def _try(self, sequence: ScheduledSequence, round: Round) -> Verdict:
         if sequence.in_flight:  # preempted while a plan that samples for it is under way
@@ -123,7 +124,7 @@ class Admissions:
     def _allocate(self, sequence: ScheduledSequence, round: Round) -> Verdict:
         """Admits a waiting sequence with the first chunk of its tokens."""
         request, tokens = sequence.request, sequence.tokens
-        match = self.manager.match_prefix(tokens, request.scope)
+        match = self.manager.match_prefix(tokens, request.scope, request.items)
         alone = self._is_alone(sequence)
         if match.in_flight and self.config.wait_for_prefix and not alone:
             if not sequence.waits_for_prefix:
@@ -132,7 +133,8 @@ class Admissions:
             return Verdict.PASSED_OVER
         if round.is_full:
             return Verdict.OUT_OF_TOKENS
-        if (match.has_last_logits or (request.steered and sequence.group.branched)) and len(tokens) > 1:
+        decodes_last = match.has_last_logits or (request.steered and sequence.group.branched)
+        if decodes_last and len(tokens) > 1 and not request.ends_with_item(len(tokens)):
             tokens = tokens[:-1]  # all is cached, or other beams must be there too: it decodes its last token
         start = min(match.num_tokens, len(tokens) - 1)
         stop = round.chunk_stop(start, len(tokens))
@@ -153,7 +155,11 @@ class Admissions:
     def _ask(self, sequence: ScheduledSequence, stop: int) -> Admission:
         request = sequence.request
         return self.manager.can_allocate(
-            sequence.tokens, scope=request.scope, reserve=stop, cross_tokens=request.cross_tokens
+            sequence.tokens,
+            scope=request.scope,
+            reserve=stop,
+            cross_tokens=request.cross_tokens,
+            multimodal=request.items,
         )
 
     def _allocate_at_most(
@@ -172,6 +178,7 @@ class Admissions:
                     retention=request.retention,
                     ttl=request.ttl,
                     session=request.session,
+                    multimodal=request.items,
                 )
             except OutOfBlocksError:
                 if not alone or stop <= start + 1:
@@ -188,7 +195,7 @@ class Admissions:
         """Plans the first chunk of what the cache does not have."""
         running = self.roster.running
         start, stop = handle.num_written, handle.num_reserved
-        if start == len(sequence.tokens):  # a prompt of one token with stored logits
+        if start == len(sequence.tokens):  # a prompt with stored logits, of one token or with an image at its end
             self.manager.rewind(handle, 1)
             start = stop = start - 1
         excess = stop - start - round.budget
@@ -236,13 +243,13 @@ class Admissions:
         for sequence in candidates if self.manager.has_tier(Tier.HOST, Tier.DISK) else ():
             if sequence.state is not SequenceState.WAITING or sequence.in_flight:
                 continue
-            scope = sequence.request.scope
-            match = self.manager.match_prefix(sequence.tokens, scope)
+            scope, items = sequence.request.scope, sequence.request.items
+            match = self.manager.match_prefix(sequence.tokens, scope, items)
             blocks = sum(count for tier, count in match.tokens_by_tier.items() if tier != Tier.GPU) // size
             if not blocks or not self._has_unpromised(blocks, scope.tenant):
                 continue
             try:
-                self.roster.stats.prefetched_blocks += self.manager.onboard(sequence.tokens, scope)
+                self.roster.stats.prefetched_blocks += self.manager.onboard(sequence.tokens, scope, items)
             except OutOfBlocksError:  # other tenants' guarantees are in the way
                 continue
 

@@ -13,8 +13,9 @@ import numpy as np
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, as_count, as_flag, as_token_array
+from kvpool.pools.symbols import as_items
 from kvpool.prefix.retention import Retention
-from kvpool.scope import ReuseScope
+from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 
 MAX_PRIORITY = 2**31
@@ -37,7 +38,7 @@ class Request:
     """A prompt and how to continue it. Times are those of the scheduler's clock, in seconds.
 
     `n` samples share the prompt's blocks. With `steered`, `complete` must say which sequences go on (beam search): they
-    advance together, one step at a time. `retention`, `ttl`, `session` and `cross_tokens` are handed to
+    advance together, one step at a time. `retention`, `ttl`, `session`, `cross_tokens` and `multimodal` are handed to
     `KVCacheManager.allocate`.
 
     >>> Request("r1", [1, 2, 3], max_new_tokens=16, priority=5).num_places
@@ -59,6 +60,7 @@ class Request:
     retention: Retention | None = None
     ttl: float | None = None
     session: str | None = None
+    multimodal: Any = ()  # (position, length, key) of images in the prompt; a tuple of MultimodalItem after construction
     stop_ids: frozenset[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,6 +72,7 @@ class Request:
         if not len(prompt):
             raise InvalidArgumentError(f"request {self.id!r}: the prompt needs at least one token")
         object.__setattr__(self, "prompt", prompt)
+        object.__setattr__(self, "multimodal", as_items(self.multimodal, prompt))
         as_count(self.max_new_tokens, "max_new_tokens", minimum=1)
         as_count(self.n, "n", minimum=1)
         as_count(self.priority, "priority", minimum=-MAX_PRIORITY, maximum=MAX_PRIORITY)
@@ -94,6 +97,15 @@ class Request:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise InvalidArgumentError(f"request {self.id!r}: {name} must be a {kind.__name__}, got {show(value)}")
+
+    @property
+    def items(self) -> tuple[MultimodalItem, ...] | None:
+        """What the manager is told of the images in the prompt: nothing if there are none."""
+        return self.multimodal or None
+
+    def ends_with_item(self, num_tokens: int) -> bool:
+        """Whether the last of `num_tokens` tokens is a placeholder of an image."""
+        return bool(self.multimodal) and self.multimodal[-1].position + self.multimodal[-1].length == num_tokens
 
     @property
     def num_places(self) -> int:

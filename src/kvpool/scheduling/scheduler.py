@@ -147,7 +147,8 @@ class Scheduler:
         self.add(request)
         running, (child,) = self._roster.running, self._group(request.id).sequences
         can_share = parent in running.decoding and not running.lanes.in_flight[parent.lane] and parent.drafts is None
-        plain = request.n == 1 and not request.steered and request.scope == parent.request.scope
+        same = request.scope == parent.request.scope and request.multimodal == parent.request.multimodal
+        plain = request.n == 1 and not request.steered and same
         if not (can_share and plain) or running.num_free_lanes < 1 or self._capacity.guaranteed:
             return False
         (handle,) = self.manager.fork(parent.live_handle(), child.id)
