@@ -49,10 +49,14 @@ class Workload:
         text = self.texts[int(random.integers(len(self.texts)))]
         prompt = text[: int(random.integers(1, len(text) + 1))] + self.some(int(random.integers(1, 7)))
         tenant = ("", "", "a", "b")[int(random.integers(4))]
+        images = [(0, 2, "cat"), (3, 4, "dog"), (3, 4, "cat"), (7, 3, 5)] if random.random() < 0.4 else []
+        start = int(random.integers(4))
+        items = [image for image in images[start : start + 2] if image[0] + image[1] <= len(prompt)]
         return Request(
             number, prompt, int(random.integers(1, 9)), n=int(random.integers(1, 3)), scope=ReuseScope(tenant=tenant),
             retention=Retention([TokenRange(0, 5, priority=80)]) if random.random() < 0.1 else None,
             session="chat" if random.random() < 0.1 else None,
+            multimodal=items[:1] if start == 1 else items,
         )  # fmt: skip
 
     def finished(self, request: Request, generated: list[int]) -> None:
@@ -177,6 +181,32 @@ def test_given_stored_logits_when_replayed_then_prompts_that_need_no_forward_pas
             manager.free(handle)
     again = replay_recording(tmp_path / "t")
     assert again.full_hits_with_logits == manager.stats().full_hits_with_logits == 1
+
+
+def test_given_images_when_replayed_then_prompts_share_what_they_shared(tmp_path: Path) -> None:
+    """They come with the prompt and later, are committed in pieces, cut in two and gone on with, pinned and invalidated."""
+    manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], 4, gpu_blocks=32, host_blocks=8))
+    tokens = [1, 2, *[9] * 8, 3, 4]
+    with TraceRecorder(tmp_path / "t").attach(manager) as recorder:
+        for number, key in enumerate(("cat", "dog", "cat", 7, None, "dog")):
+            items = None if key is None else [(2, 8, key)]
+            handle = manager.allocate(number, tokens, multimodal=items)
+            for position in range(handle.num_committed, 12, 3):  # by ids, without a word about the image
+                manager.commit(handle, tokens[position : position + 3])
+            manager.rewind(handle, 5)
+            manager.extend(handle, 13)
+            manager.commit(handle, [*tokens[7:], *[9] * 6, 5, 6], multimodal=[(7, 4, "later")] if number % 2 else None)
+            manager.commit_batch(manager.batch([*manager.fork(handle, ("fork", number)), handle]), [], [0, 0])
+            manager.free_batch([manager.get(("fork", number)), handle])
+        pin = manager.pin(tokens, multimodal=[(2, 8, "cat")])
+        manager.evict(12)
+        manager.onboard(tokens, multimodal=[(2, 8, "dog")])
+        manager.unpin(pin)
+        manager.invalidate(tokens, multimodal=[(2, 8, 7)])
+    assert recorder.stopped_because is None
+    live = manager.stats()
+    assert live.hit_tokens["GPU"] > 0
+    assert_equal_counters(replay_recording(tmp_path / "t"), live)
 
 
 def test_given_a_tie_between_cached_blocks_when_replayed_then_the_same_one_is_copied(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from item_codes import as_array, codes_of, items_of_run, raw
 from reference import LOCAL_TIERS
 
 from kvpool import CopyOp, GroupKind, KVCacheConfig, KVCacheHandle, KVCacheManager, ReuseScope, Tier
@@ -44,7 +45,7 @@ class Histories:
         return self._number(("named", name))
 
     def chain(self, before: int, tokens: Any) -> Any:
-        """The bytes of `tokens` (an int32 array) that were computed behind `before`, as an array."""
+        """The bytes of `tokens` (codes, as an int32 array) that were computed behind `before`, as an array."""
         key = (before, tokens.tobytes())
         if key not in self._chains:
             values = []
@@ -59,11 +60,12 @@ class Histories:
         values: list[int] = self.chain(self.start(scope), np.array(tokens, np.int32)).tolist()
         return values
 
-    def digests(self, before: bytes, values: Any, tokens: Any, size: int) -> list[bytes]:
+    def digests(self, before: bytes, values: Any, codes: Any, size: int) -> list[bytes]:
         """The digests of whole blocks; kept, because the model asks after every step."""
         key = (int(values[-1]), before)
         if key not in self._digests:
-            self._digests[key] = chain_digests(before, tokens, size)
+            tokens = as_array([raw(code) for code in codes.tolist()])
+            self._digests[key] = chain_digests(before, tokens, size, items_of_run(codes.tolist()))
         return self._digests[key]
 
     def renew_everything(self) -> None:
@@ -87,7 +89,7 @@ class Request:
 
     handle: KVCacheHandle
     scope: ReuseScope
-    tokens: list[int]  # those whose keys and values are written
+    tokens: list[int]  # codes of those whose keys and values are written
     values: list[int]  # and their bytes
     known: list[int]  # those whose ids the manager was told
     reserved: int
@@ -180,14 +182,15 @@ def read_tree(manager: KVCacheManager, histories: Histories) -> list[tuple[Any, 
     listening = manager.events.listening
     found: list[tuple[Any, Any, list[bytes]]] = []
     for scope, root in cache.tree.roots.items():
-        before = {id(root): (histories.start(scope), root_digest(scope) if listening else b"")}
+        before = {id(root): (histories.start(scope), root_digest(scope) if listening else b"", 0)}
         for node in root.subtree():
             if node is root:
                 continue
             manager._state.context.sync(node)
-            value, digest = before[id(node.parent)]
-            values = histories.chain(value, node.tokens)
-            digests = histories.digests(digest, values, node.tokens, size) if listening and not node.is_remainder else []
-            before[id(node)] = int(values[-1]), digests[-1] if digests else b""
+            value, digest, code = before[id(node.parent)]
+            codes = as_array(codes_of(manager._state.rows.symbols, node.tokens, code))
+            values = histories.chain(value, codes)
+            digests = histories.digests(digest, values, codes, size) if listening and not node.is_remainder else []
+            before[id(node)] = int(values[-1]), digests[-1] if digests else b"", int(codes[-1])
             found.append((node, values, digests))
     return found

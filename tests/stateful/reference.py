@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from item_codes import codes_of
+
 from kvpool import GroupKind, KVCacheConfig, KVCacheManager, ReuseScope, Tier
 from kvpool.events.mirror import CacheMirror
 
 LOCAL_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
 CachedBlocks = dict[tuple[ReuseScope, tuple[int, ...]], dict[int, tuple[Tier, int, int]]]
-"""Every cached block by the tokens up to its end: {group: (tier, priority, block id)}."""
+"""Every cached block by the tokens (as codes, see `item_codes`) up to its end: {group: (tier, priority, block id)}."""
 
 
 def mirror_for(config: KVCacheConfig) -> CacheMirror:
@@ -46,8 +49,9 @@ def cached_blocks(manager: KVCacheManager) -> CachedBlocks:
                 continue
             state.context.sync(node)
             prefix: tuple[int, ...] = prefixes[id(node.parent)]
+            codes = codes_of(state.rows.symbols, node.tokens, prefix[-1] if prefix else 0)
             for index in range(node.num_blocks):
-                prefix = prefix + tuple(node.tokens[index * size : (index + 1) * size].tolist())
+                prefix = prefix + tuple(codes[index * size : (index + 1) * size])
                 assert (scope, prefix) not in found, f"the tree holds {prefix} twice"
                 found[scope, prefix] = {
                     group: (node.tier, node.priority, int(node.ids[group][index]))
@@ -65,8 +69,8 @@ def takeable_blocks(manager: KVCacheManager) -> set[tuple[ReuseScope, tuple[int,
     for scope, root in cache.tree.roots.items():
         for node in root.subtree():
             if node is not root and node.tier == Tier.GPU and not (node.children or node.active or node.pins):
-                tokens = [token for part in node.path() for token in part.tokens.tolist()]
-                found.add((scope, tuple(tokens)))
+                tokens = np.concatenate([part.tokens for part in node.path()])
+                found.add((scope, tuple(codes_of(manager._state.rows.symbols, tokens, 0))))
     return found
 
 

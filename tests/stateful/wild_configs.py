@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from item_codes import KINDS, code_of
+
 from kvpool import KVCacheConfig, LayerSpec, ReuseScope, Tier
 from kvpool.eviction import policy_names
 
@@ -21,7 +23,7 @@ class Setting:
     listens: bool
     cuts: list[tuple[int, Tier, int]]  # (pool, tier, blocks): lower tiers resized to what no configuration may say
     scopes: list[ReuseScope]
-    documents: list[list[int]]  # what prompts begin with, so that they share blocks of any size
+    documents: list[list[int]]  # codes that prompts begin with, so that they share blocks of any size
     num_tokens: int  # the longest prompt
 
 
@@ -39,12 +41,27 @@ def draw_setting(rng: Random) -> Setting:
     for _ in range(rng.randrange(1, 4)):
         common = rng.randrange(num_tokens)
         documents.append(root[:common] + [rng.randrange(3) for _ in range(num_tokens - common)])
+    if rng.random() < 0.5:
+        documents = [with_items(rng, document) for document in documents]
     scopes = [
         ReuseScope(),
         *(ReuseScope(tenant=t, adapter=rng.choice(("", "lora"))) for t in TENANTS[: rng.randrange(4)]),
     ]
     listens = bool(config.event_buffer_size) and rng.random() < 0.5
     return Setting(config, listens, cuts, scopes, documents, num_tokens)
+
+
+def with_items(rng: Random, document: list[int]) -> list[int]:
+    """Some tokens of a document become placeholders of images; each says by a code of which (see `item_codes`)."""
+    codes, at = document[:], rng.randrange(len(document))
+    for kind in rng.choices(range(len(KINDS)), k=rng.randrange(1, 4)):
+        length = KINDS[kind][1]
+        if at + length <= len(codes):
+            token = rng.randrange(3)
+            for offset in range(length):
+                codes[at + offset] = code_of(kind, offset, token if rng.random() < 0.9 else rng.randrange(3))
+        at += length + rng.choice((0, 0, 1, 4))
+    return codes
 
 
 def draw_layers(rng: Random, size: int) -> list[LayerSpec]:

@@ -13,11 +13,13 @@ from typing import Any
 
 import numpy as np
 from byte_model import Bytes, Histories, Request, positions_read, read_tree
+from item_codes import KINDS, raw
 from reference import LOCAL_TIERS, mirror_for
 from wild_configs import Setting
 
 from kvpool import GroupKind, KVCacheManager, Pin, Tier
 from kvpool.errors import KVPoolError
+from kvpool.pools.symbols import Symbols
 
 MAX_LIVE = 7
 UNCOUNTED = {"allocation_failures", "extend_failures", "nodes_created"}  # what a refused operation may change
@@ -31,6 +33,8 @@ class WildMachine:
         self.now = 0.0
         self.manager = KVCacheManager(setting.config, clock=lambda: self.now)
         self.state = self.manager._state
+        # So few numbers that other items soon get those that were forgotten, which happens all the time.
+        self.state.rows.symbols = Symbols(num_numbers=len(KINDS) * 3 + 1, min_limit=0)
         self.histories = Histories()
         self.bytes = Bytes(self.manager)
         groups = setting.config.groups
@@ -176,7 +180,7 @@ class WildMachine:
             assert lengths == (
                 request.reserved, request.written, request.committed, request.swapped, request.publishes
             ), f"{handle} {lengths}"  # fmt: skip
-            assert handle.token_ids.tolist() == request.known
+            assert handle.token_ids.tolist() == [raw(code) for code in request.known]
 
     def check_request(self, request: Request) -> None:
         """What later queries of a live request read is what was written for its tokens."""
@@ -265,6 +269,7 @@ class WildMachine:
         counters = [counter for counter in counters if counter[0] not in UNCOUNTED]
         quotas = [(q.tenant, q.guaranteed, q.maximum, q.cached[:], q.pinned[:]) for q in state.cache.orders.quotas.values()]
         events = self.manager.events._buffer.next_id, len(self.manager.events._removed_digests)
+        events = *events, dict(state.rows.symbols.placeholders)
         return pools, requests, cached, copies, counters, quotas, sorted(self.manager._pins.active), events
 
     def finish(self) -> None:

@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import numpy as np
+from item_codes import raw
 from wild_machine import WildMachine
 
 from kvpool import Tier
@@ -46,6 +47,10 @@ def wrong_call(m: WildMachine, rng: Random) -> None:
         (InvalidArgumentError, lambda: manager.invalidate()),
         (InvalidArgumentError, lambda: manager.set_quota("a", guaranteed=4, maximum=1)),
         (InvalidArgumentError, lambda: manager.pin([7, 7, 7])),
+        (InvalidArgumentError, lambda: manager.allocate("x", [1, 2], multimodal=[(0, 2, "cat"), (1, 1, "dog")])),
+        (InvalidArgumentError, lambda: manager.allocate("x", [1, 2], multimodal=[(1, 2, "cat")])),
+        (InvalidArgumentError, lambda: manager.allocate("x", num_tokens=2, multimodal=[(0, 1, "cat")])),
+        (InvalidArgumentError, lambda: manager.match_prefix([1, 2], multimodal=[(0, 1, None)])),
     ]
     if m.config.max_seq_len is None:
         mistakes.append((OutOfBlocksError, lambda: manager.allocate("x", num_tokens=far)))
@@ -97,8 +102,9 @@ def wrong_step(m: WildMachine, rng: Random) -> None:
         (KVPoolError, lambda: manager.swap_out(handle, handle)),
     ]  # fmt: skip
     if request.committed < min(len(request.known), request.reserved):
-        wrong = request.known[request.committed] + 1
-        mistakes.append((InvalidArgumentError, lambda: manager.commit(handle, [wrong])))
+        right = raw(request.known[request.committed])
+        mistakes.append((InvalidArgumentError, lambda: manager.commit(handle, [right + 1])))
+        mistakes.append((InvalidArgumentError, lambda: manager.commit(handle, [right], multimodal=[(0, 1, "bird")])))
     make_one(m, rng, mistakes)
 
 

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from byte_model import Request
+from item_codes import tellable, told
 from reference import CachedBlocks, cached_blocks, expected_hit, takeable_blocks
 from wild_machine import MAX_LIVE, WildMachine
 from wild_steps import advance
@@ -20,7 +21,12 @@ TTLS = (None, None, None, 5.0, 20.0)
 
 
 def draw_prompt(m: WildMachine, rng: Random) -> tuple[list[int], ReuseScope]:
-    """What is cached or what a live request has, the beginning of a document, seldom something new."""
+    """What is cached or what a live request has, the beginning of a document, seldom something new; as codes."""
+    tokens, scope = draw_codes(m, rng)
+    return tellable(tokens), scope
+
+
+def draw_codes(m: WildMachine, rng: Random) -> tuple[list[int], ReuseScope]:
     kind, scope = rng.random(), rng.choice(m.setting.scopes)
     tail = [rng.randrange(3) for _ in range(rng.choice((0, 0, 0, 1, 2, 3 * m.size)))]
     if kind < 0.3 and (cached := list(cached_blocks(m.manager))):  # on whichever tier it lies
@@ -60,7 +66,7 @@ def draw_admission(m: WildMachine, rng: Random) -> tuple[list[int], bool, dict[s
             name = f"audio {rng.randrange(2)} of {options['cross_tokens']}"
             options["scope"] = ReuseScope(scope.tenant, scope.adapter, encoder=name)
     known = rng.random() < 0.9
-    return tokens, known, options | ({"tokens": tokens} if known else {"num_tokens": len(tokens)})
+    return tokens, known, options | (told(tokens) if known else {"num_tokens": len(tokens)})
 
 
 def allocate(m: WildMachine, rng: Random) -> None:
@@ -75,7 +81,7 @@ def allocate(m: WildMachine, rng: Random) -> None:
         return
     cached, takeable = cached_blocks(m.manager), takeable_blocks(m.manager)
     shares = known and (not options.get("cross_tokens") or options["scope"].encoder != "")
-    match = m.ask(lambda: m.manager.match_prefix(tokens, options["scope"])) if shares else None
+    match = m.ask(lambda: m.manager.match_prefix(**told(tokens), scope=options["scope"])) if shares else None
     answer = m.ask(lambda: m.manager.can_allocate(**options))
     admitted, handle = m.attempt(lambda: m.manager.allocate(name, **options, **keeping), OutOfBlocksError)
     if m.config.watermark == 0:
@@ -205,7 +211,7 @@ def store_last_logits(m: WildMachine, rng: Random) -> None:
     )
     assert done == (0 < length <= request.committed), (length, done)
     if done and stored:
-        match = m.manager.match_prefix(request.known[:length], request.scope)
+        match = m.manager.match_prefix(**told(tellable(request.known[:length])), scope=request.scope)
         assert match.has_last_logits == (match.num_tokens == length)
 
 

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any
 
 from byte_model import Request
+from item_codes import FIRST, following, raw, whole_items
 from wild_machine import WildMachine
 
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
@@ -13,16 +14,24 @@ from kvpool.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateE
 MAX_TOKENS = 64  # a request that grows beyond this is left alone
 
 
-def next_tokens(m: WildMachine, rng: Random, request: Request, count: int) -> list[int]:
-    """Known ids where there are any, then mostly what a document says, so that requests compute the same."""
-    tokens = request.tokens[:]
+def next_tokens(m: WildMachine, rng: Random, request: Request, count: int, items: bool = False) -> list[int]:
+    """Known ids where there are any, then mostly what a document says, so that requests compute the same.
+
+    An item that has begun goes on. Another one begins only with `items`, and as a whole: whoever commits must tell it.
+    """
+    tokens, stop = request.tokens[:], len(request.tokens) + count
     document = rng.choice(m.setting.documents)
-    for position in range(len(tokens), len(tokens) + count):
+    whole = {item.position: item.length for item in whole_items(document[:stop])} if items else {}
+    while (position := len(tokens)) < stop:
+        follows = position < len(document) and rng.random() < 0.8
+        token = raw(document[position]) if follows else rng.randrange(2)
+        code = following(tokens[-1], token) if tokens else None
         if position < len(request.known):
             tokens.append(request.known[position])
+        elif code is None and position in whole:
+            tokens += document[position : position + whole[position]]
         else:
-            follows = position < len(document) and rng.random() < 0.8
-            tokens.append(document[position] if follows else rng.randrange(2))
+            tokens.append(token if code is None else code)
     return tokens[request.written :]
 
 
@@ -58,18 +67,35 @@ def advance(m: WildMachine, rng: Random, request: Request, count: int, *, commit
     if not done:
         return
     check_slots(m, request, slots, start, start + count)
-    m.write(request, next_tokens(m, rng, request, count), slots)
+    m.write(request, next_tokens(m, rng, request, count, items=commit and by_ids), slots)
     if not commit:
         m.manager.mark_written(request.handle, count)
         return
-    commit_written(m, request, request.written - request.committed, by_ids)
+    commit_written(m, rng, request, request.written - request.committed, by_ids)
 
 
-def commit_written(m: WildMachine, request: Request, count: int, by_ids: bool) -> None:
-    by_ids = by_ids and request.committed <= len(request.known)
-    tokens = request.tokens[request.committed : request.committed + count]
-    m.manager.commit(request.handle, tokens if by_ids else count)
-    note_commit(m, request, count, by_ids)
+def commit_written(m: WildMachine, rng: Random, request: Request, count: int, by_ids: bool) -> None:
+    if by_ids and request.committed <= len(request.known):
+        m.manager.commit(request.handle, **told_commit(rng, [request], [count]))
+        note_commit(m, request, count, True)
+    else:
+        m.manager.commit(request.handle, count)
+        note_commit(m, request, count, False)
+
+
+def told_commit(rng: Random, requests: list[Request], counts: list[int]) -> dict[str, Any]:
+    """The tokens of a commit and the items that begin among them; those that came with a prompt may be left out."""
+    tokens: list[int] = []
+    items = []
+    for request, count in zip(requests, counts, strict=True):
+        codes = request.tokens[request.committed : request.committed + count]
+        items += [
+            item._replace(position=len(tokens) + item.position)
+            for item in whole_items(codes)
+            if request.committed + item.position >= len(request.known) or rng.random() < 0.5
+        ]
+        tokens += [raw(code) for code in codes]
+    return {"tokens": tokens, "multimodal": items or None}
 
 
 def compute(m: WildMachine, rng: Random) -> None:
@@ -80,7 +106,7 @@ def compute(m: WildMachine, rng: Random) -> None:
 
 def commit_in_pieces(m: WildMachine, rng: Random) -> None:
     if request := m.pick(rng):
-        commit_written(m, request, rng.randrange(request.written - request.committed + 1), rng.random() < 0.5)
+        commit_written(m, rng, request, rng.randrange(request.written - request.committed + 1), rng.random() < 0.5)
 
 
 def extend(m: WildMachine, rng: Random) -> None:
@@ -135,12 +161,11 @@ def decode(m: WildMachine, rng: Random) -> None:
         done, slots = m.attempt(lambda: m.manager.extend_batch(batch), OutOfBlocksError, InvalidArgumentError)
         if not done:
             return
-        tokens = []
+        items = rng.random() < 0.2
         for index, request in enumerate(some):
             request.reserved += 1
-            tokens += next_tokens(m, rng, request, 1)
-            m.write(request, tokens[-1:], slots[:, index : index + 1])
-        m.manager.commit_batch(batch, tokens)
+            m.write(request, next_tokens(m, rng, request, 1, items), slots[:, index : index + 1])
+        m.manager.commit_batch(batch, **told_commit(rng, some, [1] * len(some)))
         for request in some:
             note_commit(m, request, 1, by_ids=True)
 
@@ -158,11 +183,11 @@ def compute_batch(m: WildMachine, rng: Random) -> None:
     for request, start, stop in zip(some, starts, stops, strict=True):
         places = slots[:, offset : offset + stop - start]
         check_slots(m, request, places, start, stop)
-        m.write(request, next_tokens(m, rng, request, stop - start), places)
+        m.write(request, next_tokens(m, rng, request, stop - start, items=by_ids), places)
         offset += stop - start
     counts = [r.written - r.committed for r in some]
-    tokens = [token for r in some for token in r.tokens[r.committed :]] if by_ids else None
-    m.manager.commit_batch(handles, tokens, counts)
+    ids = told_commit(rng, some, counts) if by_ids else {"tokens": None}
+    m.manager.commit_batch(handles, **ids, counts=counts)
     for request, count in zip(some, counts, strict=True):
         note_commit(m, request, count, by_ids)
 
@@ -172,15 +197,37 @@ def rewind(m: WildMachine, rng: Random) -> None:
     if request is None:
         return
     count = min(rng.choice((0, 1, 2, m.size, rng.randrange(3 * m.size + 1))), request.reserved)
+    take_back(m, request, count)
+
+
+def take_back(m: WildMachine, request: Request, count: int) -> bool:
     done, _ = m.attempt(lambda: m.manager.rewind(request.handle, count), OutOfBlocksError, SequenceStateError)
     if not done:
-        return
+        return False
     request.reserved -= count
     del request.ready[max(0, request.reserved - request.written) :]
     del request.tokens[request.reserved :], request.values[request.reserved :]
     if request.committed > request.reserved:
         request.committed = request.reserved
         del request.known[request.reserved :]
+    return True
+
+
+def compute_item_again(m: WildMachine, rng: Random) -> None:
+    """A request is cut off inside an item and goes on: with the rest of it, if nobody begins another one."""
+    places = [
+        (request, at)
+        for request in m.requests()
+        for at, code in enumerate(request.known[: request.committed])
+        if at and max(code, request.known[at - 1]) >= FIRST
+    ]
+    if not places:
+        return
+    request, start = rng.choice(places)
+    count = request.reserved - start
+    if take_back(m, request, count) and m.attempt(lambda: m.manager.extend(request.handle, count), OutOfBlocksError)[0]:
+        request.reserved += count
+        advance(m, rng, request, rng.randrange(1, count + 1), commit=True, by_ids=rng.random() < 0.9)
 
 
 def export(m: WildMachine, rng: Random) -> None:
@@ -200,4 +247,5 @@ def export(m: WildMachine, rng: Random) -> None:
 
 OPERATIONS = {
     compute: 6, commit_in_pieces: 3, extend: 5, extend_batch: 3, decode: 6, compute_batch: 4, rewind: 3, export: 1,
+    compute_item_again: 4,
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+from item_codes import tellable, told
 from reference import cached_blocks
 from wild_configs import TENANTS
 from wild_machine import WildMachine
@@ -25,10 +26,10 @@ def draw_pool(m: WildMachine, rng: Random) -> tuple[int, Tier]:
 def pin(m: WildMachine, rng: Random) -> None:
     tokens, scope = draw_prompt(m, rng)
     request = m.pick(rng, swapped=None)
-    what = request.handle if request is not None and rng.random() < 0.4 else tokens
+    what = {"tokens": request.handle} if request is not None and rng.random() < 0.4 else told(tokens)
     ttl = rng.choice((None, None, 5.0, 20.0))
     done, made = m.attempt(
-        lambda: m.manager.pin(what, scope, ttl), InvalidArgumentError, PinBudgetError, SequenceStateError
+        lambda: m.manager.pin(**what, scope=scope, ttl=ttl), InvalidArgumentError, PinBudgetError, SequenceStateError
     )
     if done:
         m.pins.append(made)
@@ -80,9 +81,9 @@ def offload(m: WildMachine, rng: Random) -> None:
 
 def onboard(m: WildMachine, rng: Random) -> None:
     tokens, scope = draw_prompt(m, rng)
-    done, _ = m.attempt(lambda: m.manager.onboard(tokens, scope), OutOfBlocksError)
+    done, _ = m.attempt(lambda: m.manager.onboard(**told(tokens), scope=scope), OutOfBlocksError)
     if done and m.config.enable_prefix_caching and not m.state.cache.orders.quotas:
-        assert set(m.manager.match_prefix(tokens, scope).tokens_by_tier) <= {Tier.GPU}
+        assert set(m.manager.match_prefix(**told(tokens), scope=scope).tokens_by_tier) <= {Tier.GPU}
 
 
 def defragment(m: WildMachine, rng: Random) -> None:
@@ -117,13 +118,14 @@ def invalidate(m: WildMachine, rng: Random) -> None:
     tokens, scope = draw_prompt(m, rng)
     if m.live and rng.random() < 0.3:
         request = rng.choice(list(m.live.values()))
-        tokens, scope = request.tokens[: rng.randrange(len(request.tokens) + 1)] or tokens, request.scope
+        tokens = tellable(request.tokens[: rng.randrange(len(request.tokens) + 1)]) or tokens
+        scope = request.scope
     cached, ends = cached_blocks(m.manager), m.cached_ends()
     kind = rng.random()
     if kind < 0.4:
         cut = tuple(tokens[: len(tokens) // m.size * m.size])
         gone = {key for key in cached if cut and key[0] == scope and key[1][: len(cut)] == cut}
-        removed = m.manager.invalidate(tokens, scope=scope)
+        removed = m.manager.invalidate(**told(tokens, "prefix"), scope=scope)
         if cut:
             m.histories.renew_prefix(scope, cut)
     elif kind < 0.6:
@@ -143,6 +145,11 @@ def invalidate(m: WildMachine, rng: Random) -> None:
     m.note_invalidation(ends)
 
 
+def forget_items(m: WildMachine, rng: Random) -> None:
+    """What nobody holds is forgotten, what somebody holds is not."""
+    m.state.rows.symbols.forget_all_but(m.state.numbers_in_use())
+
+
 def listen_again(m: WildMachine, rng: Random) -> None:
     """A subscriber leaves, and another one begins with a snapshot."""
     if m.subscription is not None:
@@ -155,5 +162,5 @@ def listen_again(m: WildMachine, rng: Random) -> None:
 
 OPERATIONS = {
     pin: 3, unpin: 2, set_quota: 1, clear_quotas: 1, wait: 2, evict: 3, offload: 5, onboard: 3, defragment: 2, resize: 2,
-    run_copies: 2, invalidate: 3, listen_again: 1,
+    run_copies: 2, invalidate: 3, listen_again: 1, forget_items: 1,
 }  # fmt: skip
