@@ -50,6 +50,7 @@ specs = st.one_of(windowed_specs, st.just(LayerSpec(1, 8)))
 def test_a_group_is_full_windowed_or_cross(spec: LayerSpec, cross: bool, windowed: bool) -> None:
     group = make_group(spec, 4)
     assert (not group.grows, group.slides) == (cross, windowed)
+    assert group.follows("sequence", "encoder") == ("encoder" if cross else "sequence")
     assert kind_of(group.spec) is type(group)
 
 

@@ -102,14 +102,13 @@ class Checker:
         path = tip.path()
         for group in self.state.groups:
             table = rows.tables[group.index]
-            end = used if group.grows else cross
+            first, end = group.follows((tip.end, used), (0, cross))
             self.expect(bool((table[row, end:] < 0).all()), f"{name}: block ids behind its end in group {group.index}")
             ids = table[row, :end]
             if group.slides:
                 self.check_windowed_table(row, group, path, name)
                 continue
             self.expect(bool((ids >= 0).all()), f"{name}: a hole in group {group.index}: {ids.tolist()}")
-            first = tip.end if group.grows else 0
             if first:
                 cached = path_ids(path, first, group.index)
                 self.expect(

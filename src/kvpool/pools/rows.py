@@ -176,7 +176,7 @@ class SequenceRows(Generic[TipT, HandleT]):
 
     def all_blocks(self, group: int, row: int) -> Int32Array:
         """A row's part of a group's table, as a view that may be written."""
-        counts = self.num_blocks if self.all_grow or self.groups[group].grows else self.num_cross_blocks
+        counts = self.groups[group].follows(self.num_blocks, self.num_cross_blocks)
         return self.tables[group][row, : counts.item(row)]
 
     def visible_blocks(self, group: int, row: int) -> Int32Array:

@@ -114,7 +114,7 @@ class SequenceBatch:
         """
         rows = self._state.rows
         kind = rows.group(group)
-        counts = rows.num_blocks if kind.grows else rows.num_cross_blocks
+        counts = kind.follows(rows.num_blocks, rows.num_cross_blocks)
         columns = largest(counts[self.selection]) if len(self.rows) else 0
         table = rows.tables[group]
         if out is not None:

@@ -25,6 +25,8 @@ class Ending:
     def __init__(self, state: CacheState, in_flight: InFlight, windows: RowWindows) -> None:
         self.state = state
         self.rows = state.rows
+        self.requests = state.requests
+        self.keeps_remainders = state.config.cache_unfilled_blocks
         self.cache = state.cache
         self.tree = state.cache.tree
         self.readers = state.cache.readers
@@ -47,7 +49,7 @@ class Ending:
                 tip = next(reversed(self.tree.match(handle.scope, final, partial=False).path), tip)
             self.free_swapped(handle)
         else:
-            self.release_gpu(handle, row, keep and self.state.config.cache_unfilled_blocks)
+            self.release_gpu(handle, row, keep and self.keeps_remainders)
         if not keep:
             self._drop_own(tip, handle.serial)
         self._end(handle, row, tip)
@@ -55,14 +57,13 @@ class Ending:
 
     def _forget(self, handle: KVCacheHandle) -> None:
         """Takes a request out of the index, first of all: that runs code of its id, which may raise by now."""
-        requests = self.state.requests
         try:
-            found = requests.pop(handle.request_id, None)
+            found = self.requests.pop(handle.request_id, None)
         except Exception as error:
             raise InvalidArgumentError(f"a request cannot be freed by its id {handle.request_id!r}: {error}") from None
         if found is not handle:
             if found is not None:
-                requests[found.request_id] = found
+                self.requests[found.request_id] = found
             raise InvalidArgumentError(f"its id {handle.request_id!r} is not what it was when the request was admitted")
 
     def _end(self, handle: KVCacheHandle, row: int, tip: Node) -> None:
@@ -108,8 +109,9 @@ class Ending:
     def _release_groups(self, handle: KVCacheHandle, row: int, tip: Node, used: int, published: int) -> None:
         """Gives back private blocks of a row, between the published ones and `used`, and leaves its windows."""
         rows, shared = self.rows, handle.family is not None
+        cross = rows.num_cross_blocks.item(row)
         for group in self.state.groups:
-            first, end = (published, used) if group.grows else (0, rows.num_cross_blocks.item(row))
+            first, end = group.follows((published, used), (0, cross))
             if first < end:
                 group.give_back(rows.tables[group.index][row, first:end], shared)
         self.windows.leave(row, tip, 0, published)
@@ -152,7 +154,7 @@ class Ending:
                 self._forget(handle)
                 forgotten.append(handle)
         except InvalidArgumentError:
-            self.state.requests.update((handle.request_id, handle) for handle in forgotten)
+            self.requests.update((handle.request_id, handle) for handle in forgotten)
             raise
         simple = keep and self.state.is_simple
         plain = [h for h in handles if simple and h.swapped is None and h.retention is None and h.family is None]
@@ -171,7 +173,6 @@ class Ending:
         table = rows.tables[0][index, : int(used.max())]  # a copy, of which nodes may keep slices
         alike = int(used.max()) * len(index) <= 4 * int(used.sum())
         published = []
-        keep_remainders = self.state.config.cache_unfilled_blocks
         for i, row in enumerate(row_list):
             tip = rows.tips[row]
             assert tip is not None
@@ -181,7 +182,7 @@ class Ending:
                 tip.num_blocks = end - start
                 tip.tokens = rows.final_token_ids(row, start * size, end * size)
                 tip.ids = [table[i, start:end] if alike else table[i, start:end].copy()]
-            if keep_remainders:
+            if self.keeps_remainders:
                 tip = rows.tips[row] = self.publisher.publish_remainder(row, handles[i], tip)
             published.append(tip.start + tip.num_blocks)
         rows.is_open[index] = False

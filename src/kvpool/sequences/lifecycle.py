@@ -248,7 +248,7 @@ class Lifecycle:
         self.readers.hold(tip)
         for group in self.state.groups:
             table = rows.tables[group.index]
-            first, used = (tip.end, num_blocks) if group.grows else (0, cross)
+            first, used = group.follows((tip.end, num_blocks), (0, cross))
             table[row, :used] = table[source, :used]
             group.share(table[row, first:used])
         self.windows.enter(row, tip, tip.end)

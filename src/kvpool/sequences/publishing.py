@@ -27,6 +27,7 @@ class Publisher:
         self.context = cache.context
         self.rows: Rows = cache.context.rows
         self.block_size = cache.context.block_size
+        self.has_one_group = len(cache.context.cached) == 1
         self.tree = cache.tree
         self.readers = cache.readers
         self.windows = cache.windows
@@ -260,5 +261,8 @@ class Publisher:
         node.open_row = -1
         node.num_blocks = end - start
         node.tokens = rows.final_token_ids(row, start * size, end * size)
-        node.ids = [rows.tables[group.index][row, start:end].copy() for group in self.context.cached]
+        if self.has_one_group:
+            node.ids = [rows.tables[0][row, start:end].copy()]
+        else:
+            node.ids = [rows.tables[group.index][row, start:end].copy() for group in self.context.cached]
         rows.is_open[row] = False

@@ -175,7 +175,7 @@ class DataPlane:
         """
         group, index = self._index_in_group[self._layer(layer)]
         spec = self.config.groups[group]
-        length = handle.num_written if kind_of(spec).grows else handle.encoder_tokens
+        length = kind_of(spec).follows(handle.num_written, handle.encoder_tokens)
         start = as_count(start, "start", maximum=length)
         count = length - start if num_tokens is None else as_count(num_tokens, "num_tokens", maximum=length - start)
         self.run_copies()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -11,6 +11,8 @@ from kvpool.config import LayerGroup, Tier
 from kvpool.config.layers import ceil_div
 from kvpool.pools.arrays import BoolArray, Int32Array
 from kvpool.pools.pool import GPU, BlockPool
+
+T = TypeVar("T")
 
 
 class Group(ABC):
@@ -33,6 +35,11 @@ class Group(ABC):
         self.tiers = tiers
         self.gpu = tiers[GPU]
         self.sinks = ceil_div(spec.sink_tokens, block_size)  # leading blocks that stay whatever the window does
+
+    @classmethod
+    def follows(cls, of_sequence: T, of_encoder: T) -> T:
+        """Which of two numbers counts for this kind: that of the sequence's own tokens, or that of its encoder's."""
+        return of_sequence
 
     def on(self, tier: Tier) -> BlockPool:
         """The pool that holds this group's blocks on a tier."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from kvpool.pools.groups.base import T
 from kvpool.pools.groups.counted import CountedGroup
 
 
@@ -11,6 +12,10 @@ class CrossGroup(CountedGroup):
     """All blocks are taken at admission and given back at the end."""
 
     grows: ClassVar[bool] = False
+
+    @classmethod
+    def follows(cls, of_sequence: T, of_encoder: T) -> T:
+        return of_encoder
 
     def held_at_once(self, num_blocks: int, num_fixed: int, num_reused: int, num_reused_tokens: int) -> int:
         return num_fixed
