@@ -1,0 +1,56 @@
+"""Keyed tiers behind an engine on a GPU: blocks leave and come back over the link, beside running steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import random_prompt, tiny_model  # noqa: E402
+
+from kvpool.engine import Engine, SamplingParams  # noqa: E402
+from kvpool.tiers import MemoryTier  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+SECONDS = 60.0
+
+
+def make_engine(family: str, *tiers: MemoryTier, **options: Any) -> Engine:
+    model = tiny_model(family).to("cuda", torch.bfloat16)
+    return Engine(model, kv_blocks=options.pop("kv_blocks", 256), block_size=16, tiers=list(tiers), **options)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_given_prefixes_in_a_tier_then_another_engine_answers_the_same(family: str) -> None:
+    prompts = [random_prompt(180, seed=seed).tolist() for seed in range(6)]
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    tier = MemoryTier(2**28)
+    with make_engine(family, tier) as engine:
+        want = [result.token_ids for result in engine.generate(prompts, params)]
+        engine.manager.check()
+    with make_engine(family, tier, tier_timeout=SECONDS) as engine:
+        results = engine.generate(prompts, params)
+        engine.manager.check()
+        stats = engine.stats().tiers
+        assert stats is not None
+        assert stats.imports == len(prompts)
+        assert (stats.leases, stats.held) == ((), 0)
+    assert all(result.num_cached_tokens >= 160 for result in results)
+    assert [result.token_ids for result in results] == want
+
+
+def test_given_a_pool_that_evicts_all_the_time_then_nothing_that_comes_back_is_wrong() -> None:
+    prompts = [random_prompt(150, seed=seed).tolist() for seed in range(12)]
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    with make_engine("llama", kv_blocks=256) as engine:
+        want = [engine.generate([prompt], params)[0].token_ids for prompt in prompts]
+    tier = MemoryTier(2**28)
+    with make_engine("llama", tier, kv_blocks=40, tier_timeout=SECONDS) as engine:
+        for _ in range(4):
+            for prompt, expected in zip(prompts, want, strict=True):
+                assert engine.generate([prompt], params)[0].token_ids == expected
+        engine.manager.check()
+        assert engine.stats().tiers.prompt_tokens_loaded > 0
