@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -240,6 +241,20 @@ def test_given_blocks_that_came_from_a_tier_then_they_are_not_stored_there_again
     assert stored == []
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_given_blocks_to_be_stored_after_two_uses_then_only_what_came_again_is_stored(family: str) -> None:
+    tier = MemoryTier(2**28)
+    prompts = [[*PROMPT[:64], *random_prompt(40, seed=seed).tolist()] for seed in (5, 6)]
+    with make_engine(tier, family=family, tier_min_uses=2) as engine:
+        answers(engine, prompts[0])
+        assert_at_rest(engine)
+        assert tier.stats().stored == 0
+        answers(engine, prompts[1])
+    with make_engine(tier, family=family) as engine:
+        (result,) = engine.generate([prompts[0]], params())
+        assert (result.num_cached_tokens, [result.token_ids]) == (64, computed(prompts[0], family=family))
+
+
 # --- requests that wait ------------------------------------------------------------------------------------------------
 
 
@@ -447,6 +462,39 @@ def test_given_something_else_than_tiers_then_the_engine_refuses_it(wrong: Any) 
 def test_given_a_wrong_timeout_then_the_engine_refuses_it(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="tier_timeout"):
         Engine(tiny_model("llama"), tiers=[], tier_timeout=wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"disk": 3}, "disk must be the path"),
+        ({"disk": ""}, "disk must be the path"),
+        ({"disk_bytes": 2**30}, "disk_bytes=1073741824 needs disk"),
+        ({"disk": "x", "disk_bytes": 0}, "disk_bytes"),
+        ({"remote": 5}, "remote must be the address"),
+        ({"tier_min_uses": 0}, "tier_min_uses"),
+        ({"tier_min_uses": True}, "tier_min_uses"),
+    ],
+)
+def test_given_a_wrong_disk_or_remote_store_then_the_engine_refuses_it_before_it_loads_a_model(
+    options: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Engine("no/such/model", **options)
+
+
+def test_given_a_disk_then_the_next_engine_finds_what_this_one_computed(tmp_path: Path) -> None:
+    for found in (0, 119):
+        with make_engine(disk=tmp_path / "blocks", disk_bytes=2**24) as engine:
+            (result,) = engine.generate([PROMPT], params())
+            assert (result.num_cached_tokens, [result.token_ids]) == (found, computed(PROMPT))
+            assert_at_rest(engine)
+        assert engine.stats().tiers.tiers[0].stats.problem == "closed"  # type: ignore[union-attr]
+
+
+def test_given_a_directory_in_use_then_the_second_engine_says_so(tmp_path: Path) -> None:
+    with make_engine(disk=tmp_path, disk_bytes=2**24), pytest.raises(ConfigError, match="belongs to process"):
+        make_engine(disk=tmp_path, disk_bytes=2**24)
 
 
 def test_given_tiers_without_a_prefix_cache_then_the_engine_refuses_it() -> None:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct answers the same whatever brings its prefix: the pool, the host, a disk, another process, computing."""
+"""SmolLM2-135M-Instruct answers the same whatever brings its prefix: the pool, the host, a disk, another process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ pytestmark = [
 SRC = Path(__file__).resolve().parents[2] / "src"
 PROMPT = (
     "The museum opens at nine and closes at five. The planetarium on the top floor shows the sky of tonight; the hall of "
-    "water explains rivers, rain, ice and the sea; the garden of machines has levers, pulleys and a steam engine that runs at "
-    "noon. Children under six enter free. If you want to see how rivers are made, you should go to"
+    "water explains rivers, rain, ice and the sea; the garden of machines has levers, pulleys and a steam engine that runs "
+    "at noon. Children under six enter free. If you want to see how rivers are made, you should go to"
 )
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
 BLOCKS = {"device": "cpu", "kv_blocks": 64, "tier_timeout": 60.0}

@@ -89,7 +89,8 @@ class Engine:
 
     Prefixes outlive the process in tiers: `disk` is a directory that holds up to `disk_bytes` (10 GiB), `remote` the address
     of a store that many engines share (`redis://host`), `tiers` are `KeyedTier`s of your own. They are asked in the order
-    `tiers`, `disk`, `remote`, and a request waits for them `tier_timeout` seconds at most.
+    `tiers`, `disk`, `remote`, and a request waits for them `tier_timeout` seconds at most. Every full block is stored at
+    once, or from its `tier_min_uses`-th use on.
 
     Close it, or use it in a `with` statement; one that nobody has any more ends when its requests are over.
     """
@@ -121,6 +122,7 @@ class Engine:
         remote: str | None = None,
         tiers: Sequence[KeyedTier] | None = None,
         tier_timeout: float = DEFAULT_TIMEOUT,
+        tier_min_uses: int = 1,
     ) -> None:
         check_settings(
             cache,
@@ -138,7 +140,7 @@ class Engine:
             compile=compile,
             model_defaults=model_defaults,
         )
-        tier_settings = TierSettings(tiers, disk, disk_bytes, remote, tier_timeout)
+        tier_settings = TierSettings(tiers, disk, disk_bytes, remote, tier_timeout, tier_min_uses)
         config = scheduler_config(scheduler, draft_tokens)
         loaded = load_model(model, device=device, dtype=dtype)
         self.model = loaded.model

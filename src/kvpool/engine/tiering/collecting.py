@@ -6,6 +6,7 @@ the background. Decoding pays for it only in steps in which a sequence fills a b
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from kvpool.scheduling import BatchPlan, ScheduledSequence, Scheduler
 from kvpool.storage import DataPlane
 from kvpool.tiers.planning import BlockKeys
 from kvpool.tiers.storing import Storer
+from kvpool.tiers.watching import KNOWN_KEYS
 
 BATCH_BYTES = 2**25  # that go to a tier in one call
 
@@ -40,14 +42,18 @@ class _Offer(NamedTuple):
 
 
 class Collector:
-    """Offers full blocks to tiers, each once per request."""
+    """Offers full blocks to tiers, each once per request, from the request on that is the `min_uses`-th to use it."""
 
-    def __init__(self, scheduler: Scheduler, plane: DataPlane, keys: BlockKeys, storer: Storer) -> None:
+    def __init__(
+        self, scheduler: Scheduler, plane: DataPlane, keys: BlockKeys, storer: Storer, min_uses: int = 1
+    ) -> None:
         self._scheduler = scheduler
         self._plane = plane
         self._keys = keys
         self._storer = storer
         self._progress: dict[Hashable, dict[int, _Progress]] = {}  # by request and sample
+        self._min_uses = min_uses
+        self._uses: OrderedDict[bytes, int] = OrderedDict()  # by digest, those of late
 
     def collect(self, plan: BatchPlan) -> None:
         """A step has run and is about to be completed: takes the blocks that it filled."""
@@ -70,13 +76,21 @@ class Collector:
         size = self._keys.block_size
         digests = self._keys.digests(progress.digest, tokens[start * size : stop * size])
         progress.num_blocks, progress.digest = stop, digests[-1]
+        used = [self._min_uses == 1 or self._count_use(digest) >= self._min_uses for digest in digests]
         for group, keys in zip(self._keys.groups, self._keys.of_digests(digests), strict=True):
             ids = handle.block_ids(group.index)[start:stop].tolist()
-            wanted = [i for i, key in enumerate(keys) if ids[i] >= 0 and self._storer.wants(key)]
+            wanted = [i for i, key in enumerate(keys) if used[i] and ids[i] >= 0 and self._storer.wants(key)]
             step = max(1, BATCH_BYTES // group.spec.block_bytes)
             for at in range(0, len(wanted), step):
                 part = wanted[at : at + step]
                 self._send(_Offer(group.index, [keys[i] for i in part], [ids[i] for i in part]), group.spec.block_bytes)
+
+    def _count_use(self, digest: bytes) -> int:
+        uses = self._uses.pop(digest, 0) + 1
+        self._uses[digest] = uses
+        if len(self._uses) > KNOWN_KEYS:
+            self._uses.popitem(last=False)
+        return uses
 
     def _progress_of(self, sequence: ScheduledSequence) -> _Progress:
         of_request = self._progress.setdefault(sequence.request.id, {})

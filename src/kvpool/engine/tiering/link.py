@@ -101,6 +101,7 @@ class TierLink:
         plane: DataPlane,
         *,
         timeout: float,
+        min_uses: int = 1,
         owned: Sequence[KeyedTier] = (),
     ) -> None:
         self.keys = keys
@@ -119,7 +120,7 @@ class TierLink:
         self._fetcher = Fetcher(self._watched, keys.groups, keys.block_size, self._decider, self._memory, self._storer)
         self._lane = Lane("fetch", FETCH_THREADS, MAX_HELD)
         self._importer = Importer(self._manager, plane, keys)
-        self._collector = Collector(scheduler, plane, keys, self._storer)
+        self._collector = Collector(scheduler, plane, keys, self._storer, min_uses)
         self._leases = Leases(self._manager)
         self._held: dict[Hashable, _Held] = {}
         self._leaders: dict[bytes, _Held] = {}

@@ -31,6 +31,7 @@ class TierSettings:
         disk_bytes: int | None = None,
         remote: str | None = None,
         timeout: float = DEFAULT_TIMEOUT,
+        min_uses: int = 1,
     ) -> None:
         self._given = _checked_tiers(tiers)
         if disk is not None and (not isinstance(disk, (str, os.PathLike)) or not os.fspath(disk)):
@@ -44,6 +45,7 @@ class TierSettings:
         self._disk = disk
         self._disk_bytes = DEFAULT_DISK_BYTES if disk_bytes is None else disk_bytes
         self._remote = remote
+        self._min_uses = check_int("tier_min_uses", min_uses, 1, 2**31)
         self._timeout = check_number("tier_timeout", timeout, "a number of seconds above 0")
         if not 0 < self._timeout <= LONGEST_TIMEOUT:
             raise ConfigError(f"tier_timeout={timeout} must be above 0 and at most {LONGEST_TIMEOUT:g} seconds")
@@ -59,7 +61,15 @@ class TierSettings:
         for tier in (*self._given, *opened):
             tier.introduce(space)
         keys = BlockKeys(space, config)
-        return TierLink([*self._given, *opened], keys, scheduler, plane, timeout=self._timeout, owned=opened)
+        return TierLink(
+            [*self._given, *opened],
+            keys,
+            scheduler,
+            plane,
+            timeout=self._timeout,
+            min_uses=self._min_uses,
+            owned=opened,
+        )
 
     def _open(self) -> list[KeyedTier]:
         """The tiers that the engine opens itself, and closes."""
