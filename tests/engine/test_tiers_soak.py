@@ -1,4 +1,4 @@
-"""Hours of traffic in a minute: requests overlap and are cancelled, tiers lose blocks and fail now and then, nothing grows."""
+"""Hours of traffic in a minute: requests overlap and are cancelled, tiers lose blocks and fail at times, nothing grows."""
 
 from __future__ import annotations
 
