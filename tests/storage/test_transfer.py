@@ -138,6 +138,20 @@ def test_given_operations_in_a_row_then_independent_ones_are_joined_and_dependen
     assert sizes(op(GPU, HOST, [], [])) == []
 
 
+def test_given_many_blocks_over_the_link_then_each_step_has_a_piece_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = Cache("cpu").stores
+    monkeypatch.setattr("kvpool.storage.steps.PIECE_BYTES", 3 * CONFIG.pools[0].block_bytes)
+
+    def pieces(*ops: CopyOp) -> list[list[int]]:
+        return [step.src.tolist() for step in plan_steps(ops, stores, CONFIG.groups)]
+
+    assert pieces(op(GPU, HOST, [0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0])) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert pieces(op(HOST, GPU, [0, 1], [0, 1]), op(HOST, GPU, [2], [2]), op(HOST, GPU, [3], [3])) == [[0, 1, 2], [3]]
+    assert pieces(op(GPU, GPU, [0, 1, 2, 3], [4, 5, 6, 7])) == [[0, 1, 2, 3]]  # no link
+    (*_, last) = plan_steps([op(GPU, HOST, [0, 1, 2, 3, 4], [0, 1, 2, 3, 4])], stores, CONFIG.groups)
+    assert [part.dst.tolist() for part in last.ops] == [[3, 4]]  # what is tried again if it fails
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -246,6 +260,37 @@ def test_given_blocks_on_their_way_to_the_host_when_the_cpu_moves_them_there_the
     assert (host.data[300:] == 7).all()
     engine.close()
     host.close()
+
+
+@pytest.mark.gpu
+def test_given_an_announced_step_then_transfers_of_other_blocks_run_beside_it_and_those_of_its_own_behind_it() -> None:
+    cache = Cache("cuda")
+    cache.engine.submit([op(GPU, HOST, [0], [0]), op(HOST, GPU, [0], [0])], overlap=True).wait()  # made on first use
+    cache.engine.announce({0: [np.array([1, 2], np.int32)]})
+    torch.cuda._sleep(2_000_000_000)
+    over = torch.cuda.current_stream().record_event()
+    cache.engine.submit([op(GPU, HOST, [3], [4]), op(HOST, GPU, [5], [6])], overlap=True).wait()
+    assert not over.query()
+    cache.engine.submit([op(HOST, GPU, [5], [2])], overlap=True).wait()
+    assert over.query()
+    cache.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", ["never announced", "announced as any block", "without overlap"])
+def test_given_a_step_that_may_touch_any_block_then_transfers_wait_for_it(how: str) -> None:
+    cache = Cache("cuda")
+    if how != "never announced":
+        cache.engine.announce({0: [np.array([1], np.int32)]})
+    if how == "announced as any block":
+        cache.engine.announce(None)
+    if how == "without overlap":
+        cache.engine.submit([])
+    torch.cuda._sleep(500_000_000)
+    over = torch.cuda.current_stream().record_event()
+    cache.engine.submit([op(HOST, GPU, [5], [6])], overlap=True).wait()
+    assert over.query()
+    cache.close()
 
 
 def test_given_a_disk_that_fails_then_the_source_is_kept_until_it_is_tried_again() -> None:

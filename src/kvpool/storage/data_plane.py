@@ -139,10 +139,22 @@ class DataPlane:
         self.run_copies(overlap=True)
         for group in self.config.groups:
             self._check_group(array[group.index], group)
-            written = _blocks(array[group.index], self.config.block_size)
-            read = None if batch is None else _table_blocks(batch, group.index)
-            self.transfers.before_compute(group.pool, written, read)
+        if self.transfers.has_link:
+            self._order(array, batch)
         return StepSlots(upload(array, self.device))
+
+    def _order(self, slots: Int32Array, batch: SequenceBatch | None) -> None:
+        """Puts a step behind the transfers that touch its blocks; transfers of other blocks need not wait for it."""
+        touched: dict[int, list[Int32Array]] = {}
+        needs: list[tuple[int, Int32Array, Int32Array | None]] = []
+        for group in self.config.groups:
+            written = _blocks(slots[group.index], self.config.block_size)
+            read = None if batch is None else _table_blocks(batch, group.index)
+            needs.append((group.pool, written, read))
+            touched.setdefault(group.pool, []).extend(blocks for blocks in (written, read) if blocks is not None)
+        self.transfers.announce(None if batch is None else touched)
+        for need in needs:
+            self.transfers.before_compute(*need)
 
     def write(self, slots: Any, k: Tensor, v: Tensor | None, layer: int) -> None:
         """Stores K and V of many tokens in one layer: k is [token, head, head_dim], v None in a K-only layer.
@@ -298,6 +310,7 @@ class DataPlane:
         self.run_copies(overlap=True)
         spec = self.config.groups[group]
         self._check_group(array, spec)
+        self.transfers.announce(None)
         self.transfers.before_compute(spec.pool, _blocks(array, self.config.block_size), None)
         return upload(array, self.device)
 

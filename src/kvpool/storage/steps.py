@@ -19,6 +19,9 @@ Store: TypeAlias = "BlockStore | DiskStore"
 Stores: TypeAlias = "Mapping[tuple[int, Tier], Store]"
 
 
+PIECE_BYTES = 1 << 26  # over the link in one step: who needs its first blocks does not wait for many others
+
+
 class _Copies(NamedTuple):
     """A checked operation: blocks of one store to blocks of another. The same store twice: no block is on both sides."""
 
@@ -60,6 +63,8 @@ class TransferStep:
         source, target, src, dst = copies
         if source is not self.source or target is not self.target or is_partial != self.is_partial:
             return False
+        if sum(map(len, self._src)) + len(src) > _piece_blocks(source, target):
+            return False
         if is_partial and op.group != self.group:
             return False
         if self._written[dst].any() or (source is target and (self._written[src].any() or self._read[dst].any())):
@@ -96,9 +101,20 @@ def plan_steps(ops: Sequence[CopyOp], stores: Stores, groups: Sequence[LayerGrou
             continue
         copies = _checked(op, stores, groups)
         is_partial = op.num_tokens is not None and op.num_tokens < groups[op.group].block_size
-        if not steps or not steps[-1].join(copies, op, is_partial):
-            steps.append(TransferStep(copies, op, is_partial))
+        size = _piece_blocks(copies.source, copies.target)
+        for start in range(0, len(copies.src), size):
+            src, dst = copies.src[start : start + size], copies.dst[start : start + size]
+            piece, part = copies._replace(src=src, dst=dst), op._replace(src=src, dst=dst)
+            if not steps or not steps[-1].join(piece, part, is_partial):
+                steps.append(TransferStep(piece, part, is_partial))
     return steps
+
+
+def _piece_blocks(source: Store, target: Store) -> int:
+    """The most blocks of a step: all that can be joined, but over the link between GPU and host no more than a piece."""
+    if {source.tier, target.tier} != {Tier.GPU, Tier.HOST}:
+        return max(1, target.num_blocks)
+    return max(1, PIECE_BYTES // source.block_bytes)
 
 
 def _checked(op: CopyOp, stores: Stores, groups: Sequence[LayerGroup]) -> _Copies:

@@ -3,7 +3,8 @@
 Who waits for whom, with a GPU (no wait is device-wide, none blocks the CPU unless a disk is involved):
 
     compute stream   writes, attention, copies inside the GPU
-    out, in          one stream per direction; each transfer first waits for what the compute stream was given so far
+    out, in          one stream per direction; each transfer first waits for what the compute stream was given so far, but
+                     not for a step that was announced and touches none of its blocks: it runs beside that one
     disk worker      one thread; waits for the transfers that it depends on
 
 A transfer waits for every earlier one that is not done and touches the same blocks in a conflicting way. The compute
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple, Protocol, TypeAlias
@@ -126,6 +127,20 @@ class _InFlight(NamedTuple):
         return isinstance(self.completion, _Promised) and self.completion.done() and bool(self.completion.future.exception())
 
 
+class _Announced(NamedTuple):
+    """The newest step on the compute stream."""
+
+    stream: torch.cuda.Stream
+    before: torch.cuda.Event  # all that came earlier
+    blocks: Mapping[int, Sequence[Int32Array]]  # of the GPU tier that it touches, by pool
+
+    def touches(self, step: TransferStep) -> bool:
+        return any(
+            store.tier == Tier.GPU and any(ask(store, blocks) for blocks in self.blocks.get(store.pool, ()))
+            for store, ask in ((step.source, step.reads), (step.target, step.writes))
+        )
+
+
 class TransferEngine:
     """Moves blocks between the stores of one cache. One thread uses it at a time.
 
@@ -142,6 +157,7 @@ class TransferEngine:
         self._checksums = TravellingChecksums(device) if checksums else None
         self._to_verify: list[_Check] = []
         self._in_flight: list[_InFlight] = []
+        self._announced: _Announced | None = None  # None: the compute stream may touch any block
         self._disk_worker = ThreadPoolExecutor(1, thread_name_prefix="kvpool-disk-transfers")
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="kvpool-transfer-callbacks")
         if device.type == "cuda":
@@ -176,6 +192,21 @@ class TransferEngine:
             if step.writes(store, written) or step.reads(store, written) or step.writes(store, read):
                 completion.order()
 
+    @property
+    def has_link(self) -> bool:
+        """Whether there is a lower tier, so that transfers may run beside a step."""
+        return any(store.num_blocks for (_, tier), store in self.stores.items() if tier != Tier.GPU)
+
+    def announce(self, blocks: Mapping[int, Sequence[Int32Array]] | None) -> None:
+        """What follows on the current stream touches these GPU blocks only, by pool (None: any), until the next call.
+
+        Transfers of other blocks that are submitted later run beside it.
+        """
+        self._announced = None
+        if blocks is not None and self.device.type == "cuda":
+            stream = torch.cuda.current_stream(self.device)
+            self._announced = _Announced(stream, stream.record_event(), blocks)
+
     def wait_for(self, store: Store) -> None:
         """Blocks the CPU until no transfer touches this store any more."""
         for step, completion in self._in_flight:
@@ -206,6 +237,7 @@ class TransferEngine:
                 self._in_flight.append(item)
                 started.append(item.completion)
         if not overlap:
+            self.announce(None)  # work that follows need not be announced
             for item in self._in_flight:
                 if Tier.GPU in (item.step.source.tier, item.step.target.tier) and not item.failed():
                     item.completion.order()
@@ -229,7 +261,11 @@ class TransferEngine:
             stream = compute
         else:
             stream = self._out if step.source.tier == Tier.GPU else self._in
-            stream.wait_stream(compute)
+            newest = self._announced
+            if newest is None or newest.stream != compute or newest.touches(step):
+                stream.wait_stream(compute)
+            else:
+                stream.wait_event(newest.before)
         with torch.cuda.stream(stream):
             for completion in before:
                 completion.order()
