@@ -107,8 +107,10 @@ class TritonBackend(AttentionBackend):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.specialised = prefills_on(device)
+        self._beside: torch.cuda.Stream | None = None
         if device.type == "cuda":
             self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            self._beside = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         elif use_interpreter():
             self.num_sms = 4
         else:
@@ -221,15 +223,43 @@ class TritonBackend(AttentionBackend):
         if out is None:
             out = q.new_empty(q.shape[0], spec.q_heads, spec.v_dim)
         with current(q.device):
-            for shape, tile_tokens, items, tiles, partials in plan.launches:
-                if shape == PREFILL_TILE and reads(q, cache):
-                    prefill_items(q, cache, spec, plan.indices, items, shape, out, partials, self.num_sms)
-                else:
-                    shape = _LONG_TILE if shape == PREFILL_TILE else shape
-                    attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, sink_logits)
-                if partials is not None:
-                    merge_partials(spec, tiles, tile_tokens, out, partials, sink_logits)
+            if len(plan.launches) > 1 and self._beside is not None and torch.cuda.is_current_stream_capturing():
+                self._launch_side_by_side(plan, q, cache, sink_logits, out)
+            else:
+                for launch in plan.launches:
+                    self._launch(launch, q, cache, plan, sink_logits, out)
         return out
+
+    def _launch_side_by_side(
+        self, plan: _TritonPlan, q: Tensor, cache: LayerCache, sink_logits: Tensor | None, out: Tensor
+    ) -> None:
+        """Prompts beside those that decode: a few tiles of a prompt leave most of the GPU idle.
+
+        For graphs only: launched one by one, the host has more to do than the device gains.
+        """
+        assert self._beside is not None
+        few, *many = plan.launches
+        stream = torch.cuda.current_stream(q.device)
+        self._beside.wait_stream(stream)
+        with torch.cuda.stream(self._beside):
+            for launch in many:
+                self._launch(launch, q, cache, plan, sink_logits, out)
+        self._launch(few, q, cache, plan, sink_logits, out)
+        stream.wait_stream(self._beside)
+
+    def _launch(
+        self, launch: _Launch, q: Tensor, cache: LayerCache, plan: _TritonPlan, sink_logits: Tensor | None, out: Tensor
+    ) -> None:
+        """The kernel of one tile shape on the current stream, and the merge behind it."""
+        shape, tile_tokens, items, tiles, partials = launch
+        spec = plan.spec
+        if shape == PREFILL_TILE and reads(q, cache):
+            prefill_items(q, cache, spec, plan.indices, items, shape, out, partials, self.num_sms)
+        else:
+            shape = _LONG_TILE if shape == PREFILL_TILE else shape
+            attend_items(q, cache, spec, plan.indices, items, tile_tokens, shape, out, partials, sink_logits)
+        if partials is not None:
+            merge_partials(spec, tiles, tile_tokens, out, partials, sink_logits)
 
     def _divide(
         self,
