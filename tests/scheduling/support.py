@@ -20,12 +20,15 @@ def make_engine(
     costs: CostModel | None = None,
     clock: Clock | None = None,
     drafts: tuple[int, ...] = (),
+    link_steps: int = 0,
     **config: Any,
 ) -> ToyEngine:
     """An engine over a scheduler; `config` is that of the scheduler."""
     options: dict[str, Any] = {"max_tokens_per_step": 64, "max_sequences": 8} | config
-    scheduler = Scheduler(manager or make_manager(), SchedulerConfig(**options), costs, clock or Clock())
-    return ToyEngine(scheduler, depth, drafts)
+    scheduler = Scheduler(
+        manager or make_manager(), SchedulerConfig(**options), costs, clock or Clock(), reports_landings=link_steps > 0
+    )
+    return ToyEngine(scheduler, depth, drafts, link_steps)
 
 
 def request(name: str, num_tokens: int, max_new_tokens: int = 4, first: int = 0, **options: Any) -> Request:

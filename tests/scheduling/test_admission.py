@@ -119,6 +119,20 @@ def test_given_an_offloaded_prefix_when_its_request_is_next_in_line_then_it_is_b
     engine.assert_right(again)
 
 
+def test_given_an_offloaded_prefix_when_there_is_no_room_for_its_request_then_it_stays_below() -> None:
+    manager = make_manager(gpu_blocks=16, host_blocks=16)
+    engine = make_engine(manager, max_sequences=2)
+    add(engine, request("first", 16, 1))
+    engine.drain()
+    manager.offload(16)
+    again = request("again", 40, 2)
+    add(engine, request("running", 32, 4, first=80), again)  # 8 of 16 blocks; the other one needs 10, of which 4 are below
+    plan = engine.step()
+    assert (names(plan.sequences), engine.scheduler.stats.prefetched_blocks) == (["running"], 0)
+    engine.drain()
+    engine.assert_right(again)
+
+
 def test_given_prefetching_switched_off_then_a_prefix_comes_up_with_its_request() -> None:
     manager = make_manager(host_blocks=16)
     engine = make_engine(manager, max_sequences=1, prefetch_requests=0)

@@ -6,7 +6,15 @@ from toy_engine import ToyEngine
 
 from kvpool import ReuseScope
 from kvpool.errors import ConfigError
-from kvpool.scheduling import FairShare, LongestPrefixMatch, RankedPolicy, Request, ScheduledSequence, SchedulerConfig
+from kvpool.scheduling import (
+    FairShare,
+    LongestPrefixMatch,
+    RankedPolicy,
+    Request,
+    ScheduledSequence,
+    SchedulerConfig,
+    SoonestFirstToken,
+)
 from managers import Clock, make_manager
 
 
@@ -52,6 +60,41 @@ def test_given_longest_prefix_match_when_the_queue_is_longer_than_its_window_the
     engine.drain()
     add(engine, request("cold", 8, first=100), request("colder", 8, first=200), request("warm", 12))
     assert order_of_admission(engine) == ["cold", "warm", "colder"]
+
+
+def with_prefixes_on_both_tiers(**config: object) -> ToyEngine:
+    """An engine with tokens 0..8 cached on the GPU and 100..108 on the host."""
+    manager = make_manager(gpu_blocks=32, host_blocks=32)
+    engine = make_engine(manager, max_sequences=1, **config)  # type: ignore[arg-type]
+    add(engine, request("first", 9, 1, first=100))
+    engine.drain()
+    manager.offload(32)
+    add(engine, request("second", 9, 1))
+    engine.drain()
+    return engine
+
+
+def test_given_soonest_first_token_then_what_is_on_the_gpu_goes_before_what_is_on_the_host_before_what_is_computed() -> None:
+    engine = with_prefixes_on_both_tiers(policy="soonest_first_token")
+    add(engine, request("cold", 12, first=200), request("below", 12, first=100), request("warm", 12))
+    assert order_of_admission(engine) == ["warm", "below", "cold"]
+
+
+def test_given_soonest_first_token_when_one_has_waited_long_enough_then_nobody_overtakes_it_any_more() -> None:
+    clock = Clock()
+    engine = with_prefixes_on_both_tiers(policy=lambda: SoonestFirstToken(patience=10.0), clock=clock)
+    add(engine, request("cold", 12, first=200), request("colder", 16, first=300))
+    clock.now += 9.0
+    add(engine, request("warm", 12), request("warmer", 10))
+    assert names(engine.step().admitted) == ["warmer"]
+    clock.now += 1.0
+    assert order_of_admission(engine) == ["cold", "colder", "warm"]
+
+
+@pytest.mark.parametrize("options", [{"patience": 0.0}, {"patience": "long"}, {"window": 0}])
+def test_given_a_wrong_option_of_soonest_first_token_then_it_is_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        SoonestFirstToken(**options)  # type: ignore[arg-type]
 
 
 def of_tenant(tenant: str, name: str, max_new_tokens: int = 2) -> Request:

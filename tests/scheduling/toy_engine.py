@@ -9,10 +9,11 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvpool import GroupKind, KVCacheManager, Tier
+from kvpool import CopyOp, GroupKind, KVCacheManager, Tier
 from kvpool.pools.groups import kind_of
 from kvpool.scheduling import BatchPlan, Finished, Request, Scheduler, StepResult
 
@@ -51,10 +52,28 @@ def expected_beams(request: Request) -> list[list[int]]:
     return sorted(list(beam[len(request.prompt) :]) for beam in beams)
 
 
-class ToyEngine:
-    """Runs plans in the order in which they are launched; keeps up to `depth` of them in flight."""
+@dataclass(eq=False)
+class Coming:
+    """A copy from a lower tier that is on its way: what it brings, and when it is there by itself."""
 
-    def __init__(self, scheduler: Scheduler, depth: int = 1, drafts: Sequence[int] = ()) -> None:
+    plan: BatchPlan
+    op: CopyOp
+    data: np.ndarray
+    due: int
+    arrived: bool = False
+
+
+class ToyEngine:
+    """Runs plans in the order in which they are launched; keeps up to `depth` of them in flight.
+
+    Copies from lower tiers to the GPU take `link_steps` steps. A step that touches their blocks before they are there waits
+    for them, as a device would: its number is then in `waited`.
+    """
+
+    def __init__(self, scheduler: Scheduler, depth: int = 1, drafts: Sequence[int] = (), link_steps: int = 0) -> None:
+        self.link_steps = link_steps
+        self.coming: list[Coming] = []
+        self.waited: list[int] = []
         self.scheduler = scheduler
         self.manager: KVCacheManager = scheduler.manager
         self.depth = depth
@@ -77,9 +96,21 @@ class ToyEngine:
     def launch(self, plan: BatchPlan) -> tuple[list[int], list[int]]:
         """Runs a plan; returns its samples and how many each sampling row has."""
         for op in plan.copies:
-            source, target = self.memory[op.group, op.src_tier], self.memory[op.group, op.dst_tier]
+            for tier, blocks in ((op.src_tier, op.src), (op.dst_tier, op.dst)):
+                if tier == Tier.GPU:
+                    self._finish_copies(op.group, blocks)
             upto = self.size if op.num_tokens is None else op.num_tokens
-            target[op.dst, :upto] = source[op.src, :upto]
+            data = self.memory[op.group, op.src_tier][op.src, :upto]
+            coming = Coming(plan, op, data, plan.number + self.link_steps)
+            if self.link_steps and op.dst_tier == Tier.GPU != op.src_tier:
+                self.coming.append(coming)
+            else:
+                self._arrive(coming)
+        for group in range(len(self.manager.config.groups)):
+            written = plan.slots[group][plan.slots[group] >= 0] // self.size
+            read = plan.batch.padded_table(group) if plan.sequences else written
+            if self._finish_copies(group, np.append(written, read)):
+                self.waited.append(plan.number)
         inputs = plan.token_ids.astype(np.int64)
         owners = np.repeat(plan.lanes, np.diff(plan.query_start))
         inputs[inputs < 0] = self.newest[owners[inputs < 0]]
@@ -95,6 +126,32 @@ class ToyEngine:
             if drawn:
                 self.newest[plan.lanes[row]] = drawn[-1] if plan.num_drafts[row] else drawn[0]
         return samples, counts
+
+    def _arrive(self, coming: Coming) -> None:
+        op = coming.op
+        if not coming.arrived:
+            self.memory[op.group, op.dst_tier][op.dst, : coming.data.shape[1]] = coming.data
+        coming.arrived = True
+
+    def _finish_copies(self, group: int, blocks: np.ndarray) -> bool:
+        """Waits for the copies that bring these blocks to the GPU; whether there are any."""
+        wanted = [
+            coming
+            for coming in self.coming
+            if coming.op.group == group and not coming.arrived and np.isin(coming.op.dst, blocks).any()
+        ]
+        for coming in wanted:
+            self._arrive(coming)
+        return bool(wanted)
+
+    def _land(self) -> None:
+        """Tells the scheduler of the plans whose copies are done before the next step."""
+        number = self.scheduler._num_plans + 1
+        for coming in [coming for coming in self.coming if coming.due <= number]:
+            self._arrive(coming)
+            self.coming.remove(coming)
+            if all(other.plan is not coming.plan for other in self.coming):
+                self.scheduler.landed(coming.plan)
 
     def _search(self, plan: BatchPlan) -> dict[int, list[int]]:
         """The tokens of all rows of steered requests; their beams must be there together."""
@@ -149,6 +206,7 @@ class ToyEngine:
 
     def step(self) -> BatchPlan:
         """Plans and launches one step; completes the oldest one when `depth` are in flight."""
+        self._land()
         plan = self.scheduler.step()
         self._note(plan.finished)
         self.launched.append((plan, *self.launch(plan)))

@@ -90,6 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafts=st.sampled_from([(), (), (0, 2, 1)]),
         slow_link=st.booleans(),
         quotas=st.tuples(*[st.sampled_from(QUOTAS)] * len(TENANTS)),
+        link_steps=st.sampled_from([0, 1, 4]),
     )
     def start(self, **chosen: Any) -> None:
         self.now = 0.0
@@ -105,8 +106,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_draft_tokens=3 if chosen["drafts"] else 0,
         )
         costs = LinearCostModel(transfer_bytes_per_second=1e3 if chosen["slow_link"] else 1e12, transfer_latency=0.0)
-        self.scheduler = Scheduler(self.manager, config, costs, clock=lambda: self.now)
-        self.engine = ToyEngine(self.scheduler, chosen["depth"], chosen["drafts"])
+        reports = chosen["link_steps"] > 0
+        self.scheduler = Scheduler(self.manager, config, costs, clock=lambda: self.now, reports_landings=reports)
+        self.engine = ToyEngine(self.scheduler, chosen["depth"], chosen["drafts"], chosen["link_steps"])
         self.requests: dict[int, Request] = {}
         self.cancelled: dict[int, Finished] = {}
         self.number = 0

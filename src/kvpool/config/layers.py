@@ -144,6 +144,12 @@ def check_bool(name: str, value: object) -> bool:
     return value
 
 
+def check_seconds(name: str, value: object) -> None:
+    """ConfigError unless `value` is a time that passes: a finite number over 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a number of seconds over 0, got {show(value)}")
+
+
 @overload
 def ceil_div(numerator: int, denominator: int) -> int: ...
 @overload

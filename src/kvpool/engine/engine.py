@@ -173,7 +173,7 @@ class Engine:
             )
             runner.warm_up()
             link = {"transfer_bytes_per_second": link_bytes_per_second(self.plane)} if host_bytes else {}
-            made = Scheduler(self.manager, config, LinearCostModel(**link))
+            made = Scheduler(self.manager, config, LinearCostModel(**link), reports_landings=where.type == "cuda")
             self._tiers = tier_settings.link(self.model, self.config, made, self.plane)
             self._loop = EngineLoop(
                 made,

@@ -12,6 +12,7 @@ from kvpool.scheduling.policies import (
     RankedPolicy,
     SchedulingPolicy,
     ShortestRemaining,
+    SoonestFirstToken,
 )
 from kvpool.scheduling.request import Finished, FinishReason, Output, Request, ScheduledSequence, SequenceState
 from kvpool.scheduling.scheduler import Scheduler, StepResult
@@ -44,5 +45,6 @@ __all__ = [
     "SchedulingPolicy",
     "SequenceState",
     "ShortestRemaining",
+    "SoonestFirstToken",
     "StepResult",
 ]

@@ -5,12 +5,14 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from kvpool.config import Tier
+from kvpool.config.layers import ceil_div
 from kvpool.errors import OutOfBlocksError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.request import ScheduledSequence, SequenceState
 from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.steps.round import PromptChunk, Round
+from kvpool.sequences.admission import PrefixMatch
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import Admission
 
@@ -27,6 +29,32 @@ class Verdict(Enum):
     BLOCKED = auto()  # no memory or lane: nobody behind it goes first
 
 
+class Outlook:
+    """What is known of a sequence that waits, for policies."""
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+        self.manager = roster.manager
+
+    def __call__(self, sequence: ScheduledSequence) -> int:
+        return self._match(sequence).num_tokens
+
+    def first_token_seconds(self, sequence: ScheduledSequence) -> float:
+        """Its first token if it were alone: what is cached below the GPU comes up, the rest is computed."""
+        match, costs = self._match(sequence), self.roster.costs
+        below = sum(count for tier, count in match.tokens_by_tier.items() if tier != Tier.GPU)
+        loaded = costs.transfer_seconds(below * self.manager.config.bytes_per_token)
+        return loaded + costs.prefill_seconds(len(sequence.tokens) - match.num_tokens, match.num_tokens)
+
+    def waited_seconds(self, sequence: ScheduledSequence) -> float:
+        """Since its request arrived."""
+        return self.roster.clock() - sequence.group.arrival
+
+    def _match(self, sequence: ScheduledSequence) -> PrefixMatch:
+        request = sequence.request
+        return self.manager.match_prefix(sequence.tokens, request.scope, request.items)
+
+
 class Admissions:
     """Brings sequences onto the GPU, in the order of the policy."""
 
@@ -35,6 +63,7 @@ class Admissions:
         self.capacity = capacity
         self.manager = roster.manager
         self.config = roster.config
+        self._outlook = Outlook(roster)
         self.num_arrivals = 0  # raised by the scheduler whenever a request is added
         self._blocked_at = (-1, -1)  # departures and arrivals when somebody was last found to be blocked
         self._retry_in = 0
@@ -60,12 +89,8 @@ class Admissions:
     def _candidates(self) -> list[ScheduledSequence]:
         """Those to try, in order: more urgent ones first, preempted ones before new ones."""
         limit = self.roster.running.lanes.num_free + SPARE_CANDIDATES
-        waiting = self.roster.policy.candidates(limit, self._cached_tokens)
+        waiting = self.roster.policy.candidates(limit, self._outlook)
         return sorted([*self.roster.resuming, *waiting], key=lambda sequence: sequence.urgency)
-
-    def _cached_tokens(self, sequence: ScheduledSequence) -> int:
-        request = sequence.request
-        return self.manager.match_prefix(sequence.tokens, request.scope, request.items).num_tokens
 
     def _try(self, sequence: ScheduledSequence, round: Round) -> Verdict:
         if sequence.in_flight:  # preempted while a plan that samples for it is under way
@@ -192,7 +217,7 @@ class Admissions:
         self.capacity.promise(self.roster.running.lanes, sequence)
 
     def _start_prompt(self, sequence: ScheduledSequence, handle: KVCacheHandle, round: Round) -> None:
-        """Plans the first chunk of what the cache does not have."""
+        """Plans the first chunk of what the cache does not have, unless what it has is on its way."""
         running = self.roster.running
         start, stop = handle.num_written, handle.num_reserved
         if start == len(sequence.tokens):  # a prompt with stored logits, of one token or with an image at its end
@@ -202,11 +227,16 @@ class Admissions:
         if excess > 0:  # under pressure less was reused than had been found
             self.manager.rewind(handle, excess)
             stop -= excess
-        running.lanes.places[sequence.lane] = stop
-        if start == len(sequence.tokens) - 1 and stop == start:
-            running.decoding.add(sequence)
+        decodes = start == len(sequence.tokens) - 1 and stop == start
+        if round.hold_back(sequence, decodes=decodes):
+            if stop - start > 1:  # it takes them again when it begins; one alone may lie in a block that others read
+                self.manager.rewind(handle, stop - start)
+            running.lanes.places[sequence.lane] = start
             return
-        running.prefilling[sequence] = None
+        running.lanes.places[sequence.lane] = stop
+        running.begin(sequence, decodes=decodes)
+        if decodes:
+            return
         round.plan_chunk(sequence, PromptChunk(start, stop, self.manager.slot_mapping([handle], start, stop)))
 
     # --- swapped -----------------------------------------------------------------------------------------------------
@@ -229,24 +259,27 @@ class Admissions:
         self._enter(sequence, handle)
         self.roster.stats.swapped_in += 1
         round.resumed.append(sequence)
-        if handle.num_reserved < len(sequence.tokens) - 1:
-            running.prefilling[sequence] = None
-        else:
-            running.decoding.add(sequence)
+        decodes = handle.num_reserved >= len(sequence.tokens) - 1
+        if not round.hold_back(sequence, decodes=decodes):
+            running.begin(sequence, decodes=decodes)
         return Verdict.ENTERED
 
     # --- next in line ------------------------------------------------------------------------------------------------
 
     def _prefetch(self, candidates: list[ScheduledSequence]) -> None:
-        """Brings offloaded prefixes of the requests next in line up to the GPU, into room that nobody was promised."""
+        """Brings offloaded prefixes of the requests next in line up to the GPU, into room that nobody was promised.
+
+        All that a request needs must fit there: what comes up for one that must wait for room would be evicted before it runs.
+        """
         size = self.manager.config.block_size
         for sequence in candidates if self.manager.has_tier(Tier.HOST, Tier.DISK) else ():
             if sequence.state is not SequenceState.WAITING or sequence.in_flight:
                 continue
             scope, items = sequence.request.scope, sequence.request.items
             match = self.manager.match_prefix(sequence.tokens, scope, items)
-            blocks = sum(count for tier, count in match.tokens_by_tier.items() if tier != Tier.GPU) // size
-            if not blocks or not self._has_unpromised(blocks, scope.tenant):
+            resident = match.tokens_by_tier.get(Tier.GPU, 0) // size
+            needed = ceil_div(self.capacity.horizon(sequence), size) - resident
+            if sum(match.tokens_by_tier.values()) // size == resident or not self._has_unpromised(needed, scope.tenant):
                 continue
             try:
                 self.roster.stats.prefetched_blocks += self.manager.onboard(sequence.tokens, scope, items)

@@ -1,4 +1,4 @@
-"""Who is served next: an order of waiting sequences behind one small interface, and the five orders that come with kvpool."""
+"""Who is served next: an order of waiting sequences behind one small interface, and the six orders that come with kvpool."""
 
 from __future__ import annotations
 
@@ -6,13 +6,28 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
-from itertools import islice
-from typing import Any, TypeAlias
+from itertools import islice, takewhile
+from typing import Any, Protocol
 
+from kvpool.config.layers import check_int, check_seconds
 from kvpool.errors import ConfigError
 from kvpool.scheduling.request import ScheduledSequence
 
-CachedTokens: TypeAlias = Callable[[ScheduledSequence], int]  # how many tokens of a sequence the prefix cache has now
+MAX_WINDOW = 2**16
+
+
+class CachedTokens(Protocol):
+    """What a policy may ask about a waiting sequence."""
+
+    def __call__(self, sequence: ScheduledSequence, /) -> int:
+        """How many tokens of it the prefix cache has now."""
+
+    def first_token_seconds(self, sequence: ScheduledSequence) -> float:
+        """How long its first token would take if it were alone: cached blocks come up, the rest is computed."""
+
+    def waited_seconds(self, sequence: ScheduledSequence) -> float:
+        """How long ago its request arrived."""
+
 
 
 class OrderedQueue:
@@ -136,6 +151,28 @@ class LongestPrefixMatch(FirstComeFirstServed):
         return [*looked_at, *oldest[self.window :]][:limit]
 
 
+class SoonestFirstToken(FirstComeFirstServed):
+    """What would have its first token soonest goes first, among the `window` requests that have waited longest.
+
+    That is what is on the GPU already, before what must come up from a lower tier, before what must be computed: by the
+    cost model. Nobody is overtaken any more once it has waited for `patience` seconds.
+    """
+
+    def __init__(self, patience: float = 4.0, window: int = 64) -> None:
+        super().__init__()
+        check_seconds("patience", patience)
+        check_int("window", window, 1, MAX_WINDOW)
+        self.patience = patience
+        self.window = window
+
+    def candidates(self, limit: int, cached_tokens: CachedTokens) -> list[ScheduledSequence]:
+        oldest = list(islice(self._queue, max(limit, self.window)))
+        looked_at = oldest[: self.window]
+        overdue = list(takewhile(lambda sequence: cached_tokens.waited_seconds(sequence) >= self.patience, looked_at))
+        others = sorted(looked_at[len(overdue) :], key=cached_tokens.first_token_seconds)
+        return [*overdue, *others, *oldest[self.window :]][:limit]
+
+
 class FairShare(SchedulingPolicy):
     """The tenant that was granted the least work, relative to its weight, goes next; inside a tenant in order of arrival.
 
@@ -201,6 +238,7 @@ POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
     "priority": Priority,
     "longest_prefix_match": LongestPrefixMatch,
     "shortest_remaining": ShortestRemaining,
+    "soonest_first_token": SoonestFirstToken,
     "fair_share": FairShare,
 }
 

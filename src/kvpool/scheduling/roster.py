@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvpool.config import Tier
 from kvpool.manager import KVCacheManager
@@ -18,10 +18,13 @@ from kvpool.sequences.handle import KVCacheHandle
 class Roster:
     """The queues. The policy holds what never ran, `resuming` what was preempted, which goes first if equally urgent."""
 
-    def __init__(self, manager: KVCacheManager, config: SchedulerConfig, costs: CostModel) -> None:
+    def __init__(
+        self, manager: KVCacheManager, config: SchedulerConfig, costs: CostModel, clock: Callable[[], float]
+    ) -> None:
         self.manager = manager
         self.config = config
         self.costs = costs
+        self.clock = clock
         self.policy = make_policy(config.policy)
         self.resuming = OrderedQueue(lambda sequence: sequence.rank)
         self.running = Running(manager, config.max_sequences)
@@ -110,7 +113,8 @@ class Roster:
         """
         handle = sequence.live_handle()
         places = int(self.running.lanes.places[sequence.lane]) - num_planned
-        swap = self._prefers_swap(sequence)
+        # One that was held back before its first token loses nothing: what it reuses stays cached.
+        swap = handle.num_reserved == places + num_planned and self._prefers_swap(sequence)
         if swap:
             if num_planned:
                 self.manager.rewind(handle, num_planned)

@@ -32,6 +32,7 @@ from kvpool.errors import (
 )
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, as_count, as_token_array
+from kvpool.scheduling.arrivals import Arrivals
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.costs.linear import CostModel, LearningCostModel, LinearCostModel
 from kvpool.scheduling.request import (
@@ -65,6 +66,9 @@ class Scheduler:
     works: token ids that are not known yet are -1 in the plan, to be taken from the device. Plans are run and completed in
     the order in which they were made. Not for several threads at once.
 
+    Blocks that come back from a lower tier are on their way for a while. An engine that says when they are there (`landed`)
+    passes `reports_landings`: sequences that read them then join the steps behind, and nobody else waits for them.
+
     >>> from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
     >>> manager = KVCacheManager(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=8))
     >>> scheduler = Scheduler(manager)
@@ -87,6 +91,8 @@ class Scheduler:
         config: SchedulerConfig | None = None,
         cost_model: CostModel | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        reports_landings: bool = False,
     ) -> None:
         if not isinstance(manager, KVCacheManager):
             raise ConfigError(f"Scheduler takes a KVCacheManager, got {type(manager).__name__}")
@@ -101,7 +107,9 @@ class Scheduler:
         self.costs: CostModel = cost_model if cost_model is not None else LinearCostModel()
         self.clock = clock
         self._capacity = Capacity(manager, self.config)
-        self._roster = Roster(manager, self.config, self.costs)
+        self._roster = Roster(manager, self.config, self.costs, clock)
+        if reports_landings:
+            self._roster.running.arrivals = Arrivals()
         self._planner = Planner(self._roster, self._capacity)
         self._groups: dict[Hashable, RequestGroup] = {}
         self._deadlines: list[tuple[float, int, Hashable]] = []
@@ -242,6 +250,11 @@ class Scheduler:
         self._in_flight.popleft()
         return finished
 
+    def landed(self, plan: BatchPlan) -> None:
+        """The copies of a plan are done. Sequences that waited for the blocks join the next step (`reports_landings`)."""
+        if self._roster.running.arrivals is not None:
+            self._roster.running.arrivals.landed(_check_plan(plan).number)
+
     def _require_oldest(self, plan: BatchPlan) -> None:
         if not self._in_flight or plan is not self._in_flight[0]:
             raise SequenceStateError(
@@ -285,6 +298,11 @@ class Scheduler:
     def num_in_flight(self) -> int:
         """Plans that are not completed yet."""
         return len(self._in_flight)
+
+    @property
+    def num_arriving(self) -> int:
+        """Running sequences that are held back until their blocks have come from a lower tier."""
+        return len(self._roster.running.arrivals or ())
 
     @property
     def stats(self) -> SchedulerStats:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from math import inf
 
-from kvpool.config.layers import check_bool, check_int, show
+from kvpool.config.layers import check_bool, check_int, check_seconds
 from kvpool.errors import ConfigError
 from kvpool.scheduling.policies import SchedulingPolicy, make_policy
 
@@ -28,12 +27,6 @@ class PreemptionMode(str, Enum):
     AUTO = "auto"  # what costs less for this one, by the cost model
     SWAP = "swap"  # to the host while it has room, otherwise recompute
     RECOMPUTE = "recompute"
-
-
-def check_seconds(name: str, value: object) -> None:
-    """ConfigError unless `value` is a time that passes: a finite number over 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < inf:
-        raise ConfigError(f"{name} must be a number of seconds over 0, got {show(value)}")
 
 
 @dataclass(frozen=True)

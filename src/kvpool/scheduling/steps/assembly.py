@@ -14,16 +14,17 @@ from kvpool.scheduling.steps.round import DecodeRows, PromptChunk, Round
 from kvpool.scheduling.steps.running import Lanes, Running
 
 
-def assemble(round: Round, number: int) -> BatchPlan:
+def assemble(round: Round) -> BatchPlan:
     """The plan of a round."""
     roster = round.roster
+    round.take_copies()
     running, stats, decode = roster.running, roster.stats, round.decode
     uniform = not round.chunks and decode is not None and decode.counts is None and not running.num_special
     rows = _uniform_rows(decode, running.lanes) if uniform and decode is not None else _mixed_rows(round)
     plan = BatchPlan(
-        number=number,
+        number=round.number,
         is_uniform=uniform,
-        copies=roster.manager.take_copies(),
+        copies=round.copies,
         admitted=round.admitted,
         resumed=round.resumed,
         preempted=round.preempted,

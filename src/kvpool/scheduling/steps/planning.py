@@ -29,19 +29,33 @@ class Planner:
 
     def plan(self, number: int, num_in_flight: int) -> tuple[BatchPlan, Round]:
         """The next step."""
-        round = Round(self.roster)
-        if len(self.running.decoding):
-            self._decode(round)
-            round.limit_prompts()
+        round = Round(self.roster, number)
+        arrivals = self.running.arrivals
+        if arrivals:
+            self._begin(arrivals.take_landed())
         departures = self.running.departures
-        if self.running.prefilling:
-            self._continue_prompts(round)
+        self._go_on(round)
         self.admissions.run(round)
+        if arrivals and round.computes_nothing:  # nobody is kept waiting: the device may wait for what comes first
+            self._begin(arrivals.take_next())
+            self._go_on(round)
         if round.decode is not None and (departures != self.running.departures or self.running.num_steered):
             round.decode = self._settled(round.decode)
         if not num_in_flight and round.is_idle:
             self._break_deadlock(round)
-        return assemble(round, number), round
+        return assemble(round), round
+
+    def _begin(self, arrived: dict[ScheduledSequence, bool]) -> None:
+        for sequence, decodes in arrived.items():
+            self.running.begin(sequence, decodes=decodes)
+
+    def _go_on(self, round: Round) -> None:
+        """Those that run: one token for everybody who decodes, then the next chunks of prompts."""
+        if len(self.running.decoding):
+            self._decode(round)
+            round.limit_prompts()
+        if self.running.prefilling:
+            self._continue_prompts(round)
 
     def _settled(self, rows: DecodeRows) -> DecodeRows | None:
         """What is left of the rows now that some gave way: beams of one request advance together or not at all."""
@@ -149,9 +163,13 @@ class Planner:
                 return
             if not sequence.is_running:  # it gave way to one before it
                 continue
-            start = int(self.running.lanes.places[sequence.lane])
-            stop = round.chunk_stop(start, sequence.prefill_target)
-            slots = self._extend_chunk(sequence, stop - start, round)
+            start, handle = int(self.running.lanes.places[sequence.lane]), sequence.live_handle()
+            slots: Int32Array | None
+            if handle.num_reserved > start:  # it was held back with a place for its only token
+                slots = self.manager.slot_mapping([handle], start, handle.num_reserved)
+            else:
+                stop = round.chunk_stop(start, sequence.prefill_target)
+                slots = self._extend_chunk(sequence, stop - start, round)
             if slots is None:
                 self.roster.stats.stalls += 1
                 continue

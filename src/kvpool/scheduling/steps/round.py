@@ -9,6 +9,7 @@ import numpy as np
 
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.pools.copies import CopyOp
 from kvpool.scheduling.request import ScheduledSequence
 from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.steps.running import make_rows
@@ -44,8 +45,10 @@ class DecodeRows(NamedTuple):
 class Round:
     """The step being planned."""
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, number: int) -> None:
         self.roster = roster
+        self.number = number  # of the plan that it becomes
+        self.copies: list[CopyOp] = []
         self.budget = roster.config.max_tokens_per_step
         self.seconds: float | None = None  # left for prompts; None: as long as they take
         self.decode: DecodeRows | None = None
@@ -56,9 +59,13 @@ class Round:
         self.refused: list[tuple[ScheduledSequence, str]] = []
 
     @property
+    def computes_nothing(self) -> bool:
+        return self.decode is None and not self.chunks
+
+    @property
     def is_idle(self) -> bool:
         """Nothing is computed and nobody came in."""
-        return self.decode is None and not (self.chunks or self.admitted or self.resumed)
+        return self.computes_nothing and not (self.admitted or self.resumed)
 
     @property
     def is_full(self) -> bool:
@@ -71,6 +78,23 @@ class Round:
         if goal is not None and rows is not None:
             context = int(roster.running.lanes.places[rows.lanes].sum())
             self.seconds = goal - roster.costs.decode_seconds(len(rows.lanes), context)
+
+    def take_copies(self) -> None:
+        """Takes over what the manager planned so far; notes what that brings to the GPU."""
+        copies = self.roster.manager.take_copies()
+        self.copies += copies
+        if self.roster.running.arrivals is not None:
+            self.roster.running.arrivals.note(self.number, copies)
+
+    def hold_back(self, sequence: ScheduledSequence, *, decodes: bool) -> bool:
+        """Keeps a sequence out of steps until its blocks are on the GPU; False if they are."""
+        arrivals = self.roster.running.arrivals
+        if arrivals is None:
+            return False
+        self.take_copies()
+        held = arrivals.hold_back(sequence, decodes=decodes)
+        self.roster.stats.arrival_waits += held
+        return held
 
     def plan_chunk(self, sequence: ScheduledSequence, chunk: PromptChunk) -> None:
         self.chunks[sequence] = chunk

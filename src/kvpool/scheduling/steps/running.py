@@ -6,6 +6,7 @@ import numpy as np
 
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
+from kvpool.scheduling.arrivals import Arrivals
 from kvpool.scheduling.request import ScheduledSequence, SequenceState, joined
 from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
@@ -110,9 +111,10 @@ def make_rows(
 
 
 class Running:
-    """Who is on the GPU: those that decode, those whose prompt is not computed yet, and those that wait for a result."""
+    """Who is on the GPU: those that decode, those whose prompt goes on, and those that wait for a result or for blocks."""
 
     def __init__(self, manager: KVCacheManager, max_sequences: int) -> None:
+        self.arrivals: Arrivals | None = None  # where the engine says what has landed
         self.lanes = Lanes(max_sequences)
         self.members: dict[ScheduledSequence, None] = {}
         self.decoding = DecodeSet(manager)
@@ -158,11 +160,20 @@ class Running:
         del self.members[sequence]
         self.decoding.discard(sequence)
         self.prefilling.pop(sequence, None)
+        if self.arrivals is not None:
+            self.arrivals.discard(sequence)
         self.lanes.give(lane)
         self.departures += 1
         self.num_steered -= sequence.request.steered
         if not sequence.group.branched:
             self.lanes_kept -= sequence.request.n - 1
+
+    def begin(self, sequence: ScheduledSequence, *, decodes: bool) -> None:
+        """A sequence with blocks on the GPU decodes from here on, or its prompt goes on."""
+        if decodes:
+            self.decoding.add(sequence)
+        else:
+            self.prefilling[sequence] = None
 
     def branch(self, sequence: ScheduledSequence) -> None:
         """The samples of a running sequence go separate ways from here on."""
