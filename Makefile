@@ -106,6 +106,7 @@ bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that
 	$(PY) benchmarks/data_plane.py --quick $(ARGS)
 	$(PY) benchmarks/engine.py --quick --only 15M $(ARGS)
 	$(PY) benchmarks/traffic.py --quick --only plain $(ARGS)
+	$(PY) benchmarks/onboarding.py --quick $(ARGS)
 	$(PY) benchmarks/replay.py --quick $(ARGS)
 	$(PY) benchmarks/recorder.py --quick --only "15M" $(ARGS)
 	$(PY) benchmarks/tiers.py --quick $(ARGS)

@@ -18,11 +18,14 @@ def prompt_tokens(prompt: Any, tokenizer: Any, vocab_size: int) -> Int32Array:
         prompt = tokenizer(_unicode(prompt))["input_ids"]
     elif isinstance(prompt, (bytes, Mapping)) or prompt is None:
         raise InvalidArgumentError(f"a prompt is a text or token ids, got {show(prompt)}")
-    elif isinstance(prompt, (list, tuple)) and any(isinstance(part, (str, Mapping)) for part in prompt):
-        raise InvalidArgumentError(
-            f"a prompt is a text or token ids, got {show(prompt)}; chat_prompt gives the token ids of a conversation"
-        )
-    tokens = as_token_array(prompt, "prompt")
+    try:
+        tokens = as_token_array(prompt, "prompt")
+    except InvalidArgumentError:
+        if isinstance(prompt, (list, tuple)) and any(isinstance(part, (str, Mapping)) for part in prompt):
+            raise InvalidArgumentError(
+                f"a prompt is a text or token ids, got {show(prompt)}; chat_prompt gives the token ids of a conversation"
+            ) from None
+        raise
     if not len(tokens):
         raise InvalidArgumentError("a prompt needs at least one token")
     if int(tokens.max()) >= vocab_size:

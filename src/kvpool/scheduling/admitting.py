@@ -269,7 +269,7 @@ class Admissions:
     def _prefetch(self, candidates: list[ScheduledSequence]) -> None:
         """Brings offloaded prefixes of the requests next in line up to the GPU, into room that nobody was promised.
 
-        All that a request needs must fit there: what comes up for one that must wait for room would be evicted before it runs.
+        All that a request needs must fit there: otherwise it would wait for room, and what came up be evicted before it runs.
         """
         size = self.manager.config.block_size
         for sequence in candidates if self.manager.has_tier(Tier.HOST, Tier.DISK) else ():
