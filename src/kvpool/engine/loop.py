@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvpool.engine.generation import Generation, TokenLogprob
+from kvpool.engine.landings import Landings
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling.beams import BeamSearch, Ranking
 from kvpool.engine.sampling.choosing import Sampled
@@ -30,7 +31,6 @@ from kvpool.kernels.current_device import whole_device
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
-from kvpool.storage.transfer import Transfer
 from kvpool.tiers.planning import PromptKeys
 
 log = logging.getLogger("kvpool")
@@ -72,8 +72,7 @@ class EngineLoop:
         self._generations: dict[Hashable, Generation] = {}
         self._beams: dict[Hashable, BeamSearch] = {}
         self._flying: deque[_Launched] = deque()
-        self._unstarted: list[BatchPlan] = []  # whose copies are not on their way yet: starting them failed
-        self._copying: list[tuple[list[BatchPlan], Transfer]] = []
+        self._landings = Landings(scheduler, runner.plane)
         self._last_finish = 0.0
         on_gpu = runner.device.type == "cuda"
         self.overlap = on_gpu and not num_draft_tokens if overlap is None else overlap
@@ -155,15 +154,14 @@ class EngineLoop:
         if self.tiers is not None:
             self.tiers.fail(error)
             self.tiers.close()
-        self._unstarted.clear()
-        self._copying.clear()
+        self._landings.clear()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> None:
         """Launches the next step, and finishes the one before it (or this one, where steps do not overlap)."""
-        self._tell_landed()
+        self._landings.tell()
         plan = self.scheduler.step()
         if self.tiers is not None:
             self.tiers.planned(plan)
@@ -200,7 +198,7 @@ class EngineLoop:
 
     def _launch(self, plan: BatchPlan) -> _Launched:
         began = time.perf_counter()
-        self._start_copies(plan)  # first of all: whatever happens to the step, other sequences rely on them
+        self._landings.start(plan)  # first of all: whatever happens to the step, other sequences rely on them
         for sequence in plan.admitted:
             generation = self._generations.get(sequence.request.id)
             if generation is not None and not generation.samples:
@@ -223,22 +221,6 @@ class EngineLoop:
         ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
         return _Launched(plan, began, on_host, rankings, ready)
-
-    def _start_copies(self, plan: BatchPlan) -> None:
-        """Starts the copies of a plan, behind those that could not be started before."""
-        if plan.copies:
-            self._unstarted.append(plan)
-        transfer = self.runner.plane.run_copies(plan.copies, overlap=True)
-        if self._unstarted:
-            self._copying.append((self._unstarted, transfer))
-            self._unstarted = []
-
-    def _tell_landed(self) -> None:
-        """Tells the scheduler whose copies are done, so that it plans with what they brought."""
-        for done in [item for item in self._copying if item[1].done()]:
-            self._copying.remove(done)
-            for plan in done[0]:
-                self.scheduler.landed(plan)
 
     def _rank_beams(self, plan: BatchPlan, logits: Tensor) -> list[tuple[BeamSearch, Ranking]]:
         """Ranks what may follow the beams of each search now, because the next step overwrites the logits."""
