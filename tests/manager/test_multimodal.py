@@ -180,6 +180,19 @@ def test_given_a_waiter_whose_images_come_from_a_generator_then_they_are_not_use
     assert asyncio.run(go()) == len(PROMPT)
 
 
+def test_given_a_lease_that_ends_inside_an_image_then_whoever_has_the_whole_image_hits() -> None:
+    manager = make_manager()
+    with pytest.raises(InvalidArgumentError, match="only 8"):
+        manager.allocate("a", PROMPT[:8], multimodal=CAT)
+    with pytest.raises(InvalidArgumentError, match="only 4"):
+        manager.allocate("a", PROMPT[:4], multimodal=CAT, lease=True)
+    lease = manager.allocate("a", PROMPT[:8], multimodal=CAT, lease=True)
+    manager.commit(lease)
+    assert manager.allocate("b", PROMPT, multimodal=CAT).num_cached_tokens == 8
+    assert manager.allocate("c", PROMPT, multimodal=DOG).num_cached_tokens == len(TEXT)
+    manager.check()
+
+
 # --- upkeep -----------------------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool import KVCacheConfig, LayerSpec, ReuseScope
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, MultimodalItem, ReuseScope
+from kvpool.events import Stored
 from kvpool.tiers import Fingerprint, KeySpace
 from kvpool.tiers.planning import (
     HERE,
@@ -111,3 +112,20 @@ def test_given_prompts_with_a_common_beginning_then_their_first_keys_are_equal_i
     for of_one, of_two in zip(one.keys, two.keys, strict=True):
         assert [a == b for a, b in zip(of_one, of_two, strict=True)] == [True, True, False]
     assert not set(one.keys[0]) & {*one.keys[1], *other.keys[0]}
+
+
+def test_given_images_then_a_prompt_has_the_keys_of_the_blocks_that_a_manager_caches_for_it() -> None:
+    """Whole, and in pieces that begin inside an image, as what a request computes is offered to tiers."""
+    manager = KVCacheManager(config(FULL))
+    tokens, items = np.array([1, 2, *[9] * 9, 3, 4, 5, 6, 7], np.int32), (MultimodalItem(2, 9, "cat"),)
+    handle = manager.allocate("a", tokens, multimodal=items)
+    manager.commit(handle)
+    with manager.subscribe() as subscription:
+        (stored,) = (event for event in subscription.poll().events if isinstance(event, Stored))
+    keys = BlockKeys(KeySpace(Fingerprint.of(manager.config, "model", "weights")), manager.config)
+    (own,) = keys.of_prompt(tokens, ReuseScope(), items).keys
+    assert (own,) == keys.of_digests(stored.digests)
+    rest = keys.digests(stored.digests[0], tokens[4:], [items[0]._replace(position=-2)])
+    assert tuple(rest) == stored.digests[1:]
+    for others in ((items[0]._replace(key="dog"),), ()):
+        assert not set(own) & set(keys.of_prompt(tokens, ReuseScope(), others).keys[0])

@@ -383,8 +383,10 @@ def check_scope(scope: ReuseScope) -> ReuseScope:
     return scope
 
 
-def check_items(multimodal: Items | None, ids: Int32Array | None) -> tuple[MultimodalItem, ...] | None:
-    return None if multimodal is None else as_items(multimodal, ids)
+def check_items(
+    multimodal: Items | None, ids: Int32Array | None, may_be_cut: bool = False
+) -> tuple[MultimodalItem, ...] | None:
+    return None if multimodal is None else as_items(multimodal, ids, may_be_cut)
 
 
 def check_seconds(value: float | None, name: str) -> None:

@@ -183,8 +183,8 @@ class KVCacheManager(Maintenance):
         what it computes should stay cached; `session` names it for `invalidate`. A `lease` is no request and not counted as
         one: it holds blocks for somebody else, as for bytes that come from a keyed tier. `multimodal` lists the images
         behind placeholder tokens as (position, length, key), see `MultimodalItem`: text before an image is shared, the image
-        and what follows only with prompts that have the same one there. Raises `OutOfBlocksError` (`NeverFitsError` if the
-        pool is too small) and changes nothing.
+        and what follows only with prompts that have the same one there. (A lease may end inside one.) Raises
+        `OutOfBlocksError` (`NeverFitsError` if the pool is too small) and changes nothing.
         """
         ids, places = self._request(tokens, num_tokens, reserve)
         if type(lookahead) is not int or type(cross_tokens) is not int or lookahead or cross_tokens:
@@ -193,7 +193,7 @@ class KVCacheManager(Maintenance):
             check_keeping(ttl, retention, session)
         if lease is not False:
             lease = as_flag(lease, "lease")
-        items = None if multimodal is None else check_items(multimodal, ids)
+        items = None if multimodal is None else check_items(multimodal, ids, may_be_cut=lease)
         limit = self.config.max_seq_len
         if limit is not None:
             longest = max(places + lookahead, 0 if ids is None else len(ids))

@@ -144,8 +144,10 @@ def hashed(placeholder: Placeholder) -> int:
     return int.from_bytes(hashlib.sha256(message).digest()[:8], "little")
 
 
-def as_items(multimodal: Any, tokens: Int32Array | None) -> tuple[MultimodalItem, ...]:
+def as_items(multimodal: Any, tokens: Int32Array | None, may_be_cut: bool = False) -> tuple[MultimodalItem, ...]:
     """The multimodal items behind placeholders among `tokens`, checked and in order of their positions.
+
+    With `may_be_cut` the tokens may end inside the last one.
 
     >>> as_items([(3, 4, "cat"), (0, 2, "dog")], np.arange(8, dtype=np.int32))
     (MultimodalItem(position=0, length=2, key='dog'), MultimodalItem(position=3, length=4, key='cat'))
@@ -157,19 +159,19 @@ def as_items(multimodal: Any, tokens: Int32Array | None) -> tuple[MultimodalItem
     except Exception:  # whatever the object raises when it is asked for its values
         message = f"multimodal takes (position, length, key) for every item, got {show(multimodal)}"
         raise InvalidArgumentError(message) from None
-    items = sorted((_as_item(item, len(tokens)) for item in given), key=lambda item: item.position)
+    items = sorted((_as_item(item, len(tokens), may_be_cut) for item in given), key=lambda item: item.position)
     for item, following in pairwise(items):
         if item.position + item.length > following.position:
             raise InvalidArgumentError(f"multimodal items overlap: {show(item)} and {show(following)}")
     return tuple(items)
 
 
-def _as_item(item: tuple[Any, ...], num_tokens: int) -> MultimodalItem:
+def _as_item(item: tuple[Any, ...], num_tokens: int, may_be_cut: bool) -> MultimodalItem:
     if len(item) != 3:
         raise InvalidArgumentError(f"a multimodal item is (position, length, key), got {show(item)}")
     position = as_count(item[0], "the position of a multimodal item")
     length = as_count(item[1], "the length of a multimodal item", minimum=1)
-    if position + length > num_tokens:
+    if position + (1 if may_be_cut else length) > num_tokens:
         raise InvalidArgumentError(
             f"a multimodal item takes tokens {position} to {position + length - 1}, but there are only {num_tokens}"
         )

@@ -18,7 +18,7 @@ from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.groups import Group, kind_of
 from kvpool.pools.pool import BlockPool
 from kvpool.prefix.digests import chain_digests, root_digest
-from kvpool.scope import ReuseScope
+from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.tiers.keys import KeySpace
 
 NOWHERE = -1
@@ -46,13 +46,16 @@ class BlockKeys:
         self.block_size = config.block_size
         self.groups = cached_groups(config)
 
-    def of_prompt(self, tokens: Int32Array, scope: ReuseScope) -> PromptKeys:
-        """The keys of all whole blocks of a prompt."""
-        return PromptKeys(len(tokens), self.of_digests(self.digests(root_digest(scope), tokens)))
+    def of_prompt(
+        self, tokens: Int32Array, scope: ReuseScope, multimodal: Sequence[MultimodalItem] = ()
+    ) -> PromptKeys:
+        """The keys of all whole blocks of a prompt, with the images in it."""
+        return PromptKeys(len(tokens), self.of_digests(self.digests(root_digest(scope), tokens, multimodal)))
 
-    def digests(self, parent: bytes, tokens: Int32Array) -> list[bytes]:
-        """Digests of the whole blocks of tokens that follow `parent`."""
-        return chain_digests(parent, tokens[: len(tokens) // self.block_size * self.block_size], self.block_size)
+    def digests(self, parent: bytes, tokens: Int32Array, multimodal: Sequence[MultimodalItem] = ()) -> list[bytes]:
+        """Digests of the whole blocks of tokens that follow `parent`; items have positions in `tokens`."""
+        whole = tokens[: len(tokens) // self.block_size * self.block_size]
+        return chain_digests(parent, whole, self.block_size, multimodal)
 
     def of_digests(self, digests: Sequence[bytes]) -> tuple[list[bytes], ...]:
         """Keys of blocks, per layer group."""

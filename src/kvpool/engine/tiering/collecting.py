@@ -74,7 +74,8 @@ class Collector:
         if stop <= start:
             return
         size = self._keys.block_size
-        digests = self._keys.digests(progress.digest, tokens[start * size : stop * size])
+        items = [item._replace(position=item.position - start * size) for item in sequence.request.multimodal]
+        digests = self._keys.digests(progress.digest, tokens[start * size : stop * size], items)
         progress.num_blocks, progress.digest = stop, digests[-1]
         used = [self._min_uses == 1 or self._count_use(digest) >= self._min_uses for digest in digests]
         for group, keys in zip(self._keys.groups, self._keys.of_digests(digests), strict=True):

@@ -110,6 +110,7 @@ class Importer:
             ttl=request.ttl,
             session=request.session,
             lease=True,
+            multimodal=[item for item in request.multimodal if item.position < end] or None,
         )
         try:
             if handle.num_cached_blocks < fetch.first:

@@ -132,7 +132,7 @@ class TierLink:
 
     def prompt_keys(self, request: Request) -> PromptKeys:
         """The keys of a prompt. Costs about 2 µs a block, so callers compute it in their own thread."""
-        return self.keys.of_prompt(request.prompt, request.scope)
+        return self.keys.of_prompt(request.prompt, request.scope, request.multimodal)
 
     def hold(self, generation: Generation, request: Request, prompt: PromptKeys) -> bool:
         """Keeps a request back while its prefix is fetched; False: there is nothing to wait for."""
@@ -140,7 +140,7 @@ class TierLink:
 
     def _hold(self, held: _Held) -> bool:
         prompt, size = held.prompt, self.keys.block_size
-        match = self._manager.match_prefix(held.request.prompt, held.request.scope)
+        match = self._manager.match_prefix(held.request.prompt, held.request.scope, held.request.items)
         first, missing = match.num_blocks, min(prompt.num_blocks * size, prompt.num_tokens - 1) - match.num_tokens
         if missing <= 0 or self._closed or self._is_stuck():
             return False
