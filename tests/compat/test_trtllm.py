@@ -237,6 +237,24 @@ def test_given_multimodal_inputs_then_the_block_where_one_begins_names_it() -> N
     assert cache.add_sequence("b", PROMPT, multimodal=[("cafe", 5), ("d00d", 12)]) < 13
 
 
+def test_given_multimodal_inputs_with_lengths_then_blocks_before_another_one_are_reused() -> None:
+    cache = TrtLlmKVCacheManager([2], 8, 4, 64, event_buffer_max_size=64)
+    cache.add_sequence("a", PROMPT, multimodal=[("cafe", 5, 6), ("beef", 12, 2)])
+    cache.store_context_blocks("a")
+    assert [block["mm_keys"] for block in stored_blocks(cache)] == [
+        [],
+        [{"type": "mm_key", "hash": "cafe", "start_offset": 1}],
+        [],
+        [{"type": "mm_key", "hash": "beef", "start_offset": 0}],
+    ]
+    assert cache.add_sequence("b", PROMPT, multimodal=[("cafe", 5, 6), ("d00d", 12, 2)]) == 12
+    assert cache.add_sequence("c", PROMPT, multimodal=[("d00d", 5, 6)]) == 5
+    assert cache.add_sequence("d", PROMPT) == 5
+    for wrong in (("cafe", 5, 99), ("cafe", 5, 6, 7), ("cafe",)):
+        with pytest.raises(InvalidArgumentError, match="multimodal"):
+            cache.add_sequence("wrong", PROMPT, multimodal=[wrong])  # type: ignore[list-item]
+
+
 def test_given_blocks_that_go_and_come_back_then_extra_ids_stay_at_their_tokens() -> None:
     cache = TrtLlmKVCacheManager([2], 8, 4, 4, event_buffer_max_size=256, max_attention_window=[8], watermark=0.0)
     extras = list(range(1, 33))

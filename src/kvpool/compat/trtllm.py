@@ -113,18 +113,22 @@ class TrtLlmKVCacheManager(Spelling):
         *,
         lora_task_id: int | str | None = None,
         cache_salt: str = "",
-        multimodal: Sequence[tuple[str, int]] = (),
+        multimodal: Sequence[tuple[str, int] | tuple[str, int, int]] = (),
         extra_ids: Sequence[int] | None = None,
     ) -> int:
         """Blocks for a prompt; returns the prepopulated length: how many of its tokens come from the cache.
 
-        Blocks are reused where all of this is equal: the LoRA, the salt, the multimodal inputs as (content hash, token
-        offset), and the extra ids of the tokens (p-tuning).
+        Blocks are reused where all of this is equal: the LoRA, the salt, the extra ids of the tokens (p-tuning), and the
+        multimodal inputs up to the block as (content hash, token offset, length). One without its length must be equal in
+        the whole prompt.
         """
         retention = None if retention_config is None else retention_config.retention
         ids = as_token_array(tokens)
-        scope = reuse_scope(lora_task_id, cache_salt, multimodal, extra_ids, len(ids))
-        return self.manager.allocate(request_id, ids, retention=retention, scope=scope).num_cached_tokens
+        whole = [given for given in multimodal if len(given) != 3]
+        items = [(given[1], given[2], given[0]) for given in multimodal if len(given) == 3]
+        scope = reuse_scope(lora_task_id, cache_salt, whole, extra_ids, len(ids))
+        handle = self.manager.allocate(request_id, ids, retention=retention, scope=scope, multimodal=items or None)
+        return handle.num_cached_tokens
 
     def add_token(self, request_id: Hashable) -> None:
         """A place for one more token."""

@@ -21,12 +21,12 @@ _MAX_PAST = 65536
 def reuse_scope(
     lora_task_id: int | str | None,
     cache_salt: str,
-    multimodal: Sequence[tuple[str, int]],
+    multimodal: Sequence[Any],
     extra_ids: Sequence[int] | None,
     num_tokens: int,
 ) -> ReuseScope:
     """TensorRT-LLM's block key, but for the tokens. An extra id holds from the token where it begins to the next."""
-    keys = [(content, start) for content, start in multimodal]
+    keys = [tuple(given) for given in multimodal]  # which `ReuseScope` checks
     if extra_ids is not None:
         if len(extra_ids) != num_tokens or any(type(extra) is not int or extra < 0 for extra in extra_ids):
             raise InvalidArgumentError(f"extra_ids must hold one int >= 0 for each of the {num_tokens} tokens")
@@ -90,6 +90,11 @@ class EventTranslator:
         for i, digest in enumerate(event.digests):
             start = (first + i) * size
             extras, media = _keys_at(scope, start, size)
+            media += [
+                {"type": "mm_key", "hash": item.key, "start_offset": item.position - i * size}
+                for item in event.multimodal
+                if i * size <= item.position < (i + 1) * size
+            ]
             pairs = zip(tokens[i * size : (i + 1) * size], extras, strict=True)
             blocks.append(
                 {
