@@ -17,8 +17,9 @@ import harness
 import kvpool
 from harness import NoPartError, Runner
 from tiers_disk import BARE, BARE_RUNS, disk_cases
+from tiers_engine import ENGINE_RUNS, engine_cases
 
-RUNS: dict[str, Any] = {**BARE_RUNS}
+RUNS: dict[str, Any] = {**BARE_RUNS, **ENGINE_RUNS}
 """Functions that return the runner of a case without kvpool."""
 
 
@@ -45,5 +46,5 @@ class Bare:
 if __name__ == "__main__":
     options = harness.argument_parser(__doc__.splitlines()[0]).parse_args()
     versions = {"kvpool": kvpool.__version__}
-    cases = [*disk_cases()]
+    cases = [*disk_cases(), *engine_cases()]
     sys.exit(harness.main(cases, [Bare()], options, versions, clock="as benchmarks/tiers.py says at its head"))
