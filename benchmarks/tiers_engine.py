@@ -38,7 +38,7 @@ def model() -> tuple[Any, Any]:
 def engine(directory: Path | None) -> Any:
     from kvpool.engine import Engine
 
-    disk = {} if directory is None else {"disk": directory, "disk_bytes": 2**30, "tier_timeout": 60.0}
+    disk: dict[str, Any] = {} if directory is None else {"disk": directory, "disk_bytes": 2**30, "tier_timeout": 60.0}
     return Engine(model()[0], tokenizer=model()[1], kv_blocks=NUM_BLOCKS, **disk)
 
 
@@ -61,7 +61,7 @@ def first_token(disk: bool) -> Runner:
         with engine(directory) as restarted:
             (result,) = restarted.generate([prompt], once)
             assert bool(result.num_cached_tokens) == disk
-            return [1e3 * result.first_token_seconds]
+            return [1e3 * (result.first_token_seconds or 0.0)]
 
     return repeat
 
