@@ -1,5 +1,7 @@
 """Tiers that find blocks by key and outlive a process: disk, Redis or Valkey, Mooncake, S3, and your own. No torch needed."""
 
+from kvpool.tiers.codecs import CompressionStats
+from kvpool.tiers.compression import CompressedTier
 from kvpool.tiers.contract import KEY_BYTES, KeyedTier, Outcome, Room, TierStats
 from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.keys import Fingerprint, KeySpace, Shard
@@ -21,6 +23,8 @@ __all__ = [
     "Shard",
     "MemoryTier",
     "DiskTier",
+    "CompressedTier",
+    "CompressionStats",
     "RedisTier",
     "S3Tier",
     "MooncakeTier",

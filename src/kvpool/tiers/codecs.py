@@ -1,0 +1,225 @@
+"""Codecs: how a value is made smaller. Planes of bytes through zstd or lz4 (exact), or fp8 (half the bytes, an error)."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.config.layers import check_int, show
+from kvpool.errors import ConfigError
+from kvpool.tiers.fp8 import LOWEST_EXPONENT, NUM_EXPONENTS, RELATIVE_ERROR, as_floats, round_to_bfloat16, table
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+GROUP = 64
+"""Values that share a scale in fp8."""
+
+MEASURED = 16
+"""One value in so many is decoded again, to report the error of fp8."""
+
+
+class UnreadableValueError(Exception):
+    """Bytes that this codec did not make."""
+
+
+class Codec(ABC):
+    """Makes values smaller and whole again. `identity` is all that decides the bytes: other settings, other keys."""
+
+    identity: str
+
+    @abstractmethod
+    def encode(self, data: memoryview) -> list[Any]:
+        """Pieces of memory that together are the encoded value."""
+
+    @abstractmethod
+    def decode(self, encoded: memoryview, out: memoryview) -> None:
+        """Fills `out`, which is as long as the value was; `UnreadableValueError` if it cannot."""
+
+    def error(self) -> float:
+        """The largest error so far, as a share of the bound; 0 for codecs that are exact."""
+        return 0.0
+
+
+class Planes(Codec):
+    """The first bytes of all numbers, then their second bytes, and so on, each plane compressed on its own. Exact.
+
+    Exponents of keys and values repeat and lowest bits do not: beside each other they hide it from a compressor.
+    `method` is "zstd" (smaller) or "lz4" (faster).
+    """
+
+    def __init__(self, dtype: str = "bfloat16", method: str = "zstd", level: int = 1) -> None:
+        self._item = _item_bytes(dtype)
+        check_int("level", level, 1, 19 if method == "zstd" else 12)
+        self._level = level
+        self._compress, self._decompress = _functions(method, level)
+        self.identity = f"planes {self._item} {method}"
+
+    def encode(self, data: memoryview) -> list[Any]:
+        """Per plane its length and its bytes; a plane that does not shrink is left as it is; then what is no whole number."""
+        count = data.nbytes // self._item
+        numbers = np.frombuffer(data, np.uint8, count * self._item).reshape(count, self._item)
+        pieces: list[Any] = []
+        for place in range(self._item):
+            plane = np.ascontiguousarray(numbers[:, place])
+            packed = self._compress(plane)
+            if len(packed) >= count:
+                packed = plane.tobytes()
+            pieces += [len(packed).to_bytes(8, "little"), packed]
+        return [*pieces, data[count * self._item :]]
+
+    def decode(self, encoded: memoryview, out: memoryview) -> None:
+        """The planes back to their places."""
+        count, position = out.nbytes // self._item, 0
+        numbers = np.frombuffer(out, np.uint8, count * self._item).reshape(count, self._item)
+        for place in range(self._item):
+            length = int.from_bytes(encoded[position : position + 8], "little")
+            packed = encoded[position + 8 : position + 8 + length]
+            position += 8 + length
+            plane = packed if length == count else self._decompress(packed, count)
+            if len(plane) != count:
+                raise UnreadableValueError(f"a plane of {len(plane)} bytes where {count} belong")
+            numbers[:, place] = np.frombuffer(plane, np.uint8)
+        rest = encoded[position:]
+        if rest.nbytes != out.nbytes - count * self._item:
+            raise UnreadableValueError("cut short, or too long")
+        out[count * self._item :] = rest
+
+
+class Fp8(Codec):
+    """e4m3 with a scale for every 64 numbers: about half the bytes of bfloat16 and float16, a quarter of float32.
+
+    A number is off by at most a sixteenth of itself, or by 2^-17 of the largest of its group if it is very small. Values
+    with infinities, or NaN, are kept as they are. For models whose answers may change a little; see docs/tiers.md.
+    """
+
+    def __init__(self, dtype: str = "bfloat16") -> None:
+        self._item = _item_bytes(dtype)
+        self._dtype = dtype
+        self._table = table("float16" if dtype == "float16" else "bfloat16")
+        self._measuring = threading.Lock()
+        self._num_encoded = 0
+        self._largest_error = 0.0
+        self.identity = f"fp8 {dtype} {GROUP}"
+
+    def encode(self, data: memoryview) -> list[Any]:
+        """Flag 1, exponents, codes and what fills no group; flag 0 and the value where fp8 does not do."""
+        count = data.nbytes // (self._item * GROUP) * GROUP
+        groups = self._bits(data, count)
+        if groups is None:
+            return [b"\0", data]
+        exponents = self._table.exponents(groups)
+        codes = self._table.encode(groups, exponents)
+        self._measure(groups, codes, exponents)
+        return [b"\1", exponents, codes, data[count * self._item :]]
+
+    def decode(self, encoded: memoryview, out: memoryview) -> None:
+        """Numbers in the type that they came from."""
+        count = out.nbytes // (self._item * GROUP) * GROUP
+        rest = out.nbytes - count * self._item
+        flag, body = bytes(encoded[:1]), encoded[1:]
+        if flag == b"\0" and body.nbytes == out.nbytes:
+            out[:] = body
+            return
+        num_groups = count // GROUP
+        if flag != b"\1" or body.nbytes != 2 * num_groups + count + rest:
+            raise UnreadableValueError("cut short, or made by another codec")
+        exponents = np.frombuffer(body, np.int16, num_groups)
+        if (
+            num_groups
+            and not -1 < exponents.min() - LOWEST_EXPONENT <= exponents.max() - LOWEST_EXPONENT < NUM_EXPONENTS
+        ):
+            raise UnreadableValueError("a scale that does not exist")
+        codes = np.frombuffer(body, np.uint8, count, 2 * num_groups).reshape(num_groups, GROUP)
+        bits = self._table.decode(codes, exponents).ravel()
+        if self._item == 4:
+            np.frombuffer(out, np.float32, count)[:] = as_floats(bits, "bfloat16")
+        else:
+            np.frombuffer(out, np.uint16, count)[:] = bits
+        out[count * self._item :] = body[2 * num_groups + count :]
+
+    def error(self) -> float:
+        """The largest error that was measured, as a share of the bound."""
+        return self._largest_error
+
+    def _bits(self, data: memoryview, count: int) -> npt.NDArray[np.uint16] | None:
+        """Sixteen bits of each number, in groups; None if one of them is no finite number."""
+        if self._item == 4:
+            floats = np.frombuffer(data, np.float32, count)
+            if not np.isfinite(floats).all() or (count and np.abs(floats).max() > 3.0e38):
+                return None
+            return round_to_bfloat16(floats).reshape(-1, GROUP)
+        bits = np.frombuffer(data, np.uint16, count)
+        exponent = np.uint16(0x7C00 if self._dtype == "float16" else 0x7F80)
+        return None if ((bits & exponent) == exponent).any() else bits.reshape(-1, GROUP)
+
+    def _measure(
+        self, groups: npt.NDArray[np.uint16], codes: npt.NDArray[np.uint8], exponents: npt.NDArray[np.int16]
+    ) -> None:
+        with self._measuring:
+            self._num_encoded += 1
+            if self._num_encoded % MEASURED != 1 or not groups.size:
+                return
+        before = as_floats(groups, self._table.dtype).astype(np.float64)
+        after = as_floats(self._table.decode(codes, exponents), self._table.dtype)
+        bound = np.maximum(np.abs(before) * RELATIVE_ERROR, np.ldexp(2.0**-10, exponents.astype(int))[:, None])
+        share = float((np.abs(before - after) / bound).max())
+        with self._measuring:
+            self._largest_error = max(self._largest_error, share)
+
+
+@dataclass(frozen=True)
+class CompressionStats:
+    """What compression did since the tier was opened."""
+
+    codec: str
+    bytes_before: int = 0
+    bytes_after: int = 0
+    seconds_encoding: float = 0.0
+    seconds_decoding: float = 0.0
+    largest_error: float = 0.0
+    """Of fp8, measured on one value in sixteen, as a share of the bound; 0 where nothing is lost."""
+
+
+def _item_bytes(dtype: str) -> int:
+    if dtype not in ITEM_BYTES:
+        raise ConfigError(f"dtype={show(dtype)} must be one of {', '.join(ITEM_BYTES)}")
+    return ITEM_BYTES[dtype]
+
+
+def _functions(method: str, level: int) -> tuple[Callable[[Any], bytes], Callable[[Any, int], bytes]]:
+    """Compress, and decompress to so many bytes at most; any number of threads may call them."""
+    try:
+        if method == "zstd":
+            import zstandard
+
+            local = threading.local()
+
+            def pack(plane: Any) -> bytes:
+                if not hasattr(local, "compressor"):
+                    local.compressor = zstandard.ZstdCompressor(level=level)
+                packed: bytes = local.compressor.compress(plane)
+                return packed
+
+            def unpack(packed: Any, length: int) -> bytes:
+                if zstandard.frame_content_size(packed) != length:
+                    raise UnreadableValueError("a plane of another length")
+                plain: bytes = zstandard.ZstdDecompressor().decompress(packed, max_output_size=length)
+                return plain
+
+            return pack, unpack
+        if method == "lz4":
+            import lz4.block
+
+            def unpack_lz4(packed: Any, length: int) -> bytes:
+                plain: bytes = lz4.block.decompress(packed, uncompressed_size=length)
+                return plain
+
+            return (lambda plane: lz4.block.compress(plane, store_size=False, compression=level)), unpack_lz4
+    except ImportError as error:
+        raise ConfigError(f"compression by {method} needs {error.name}: pip install 'kvpool[tiers]'") from None
+    raise ConfigError(f"method={show(method)} must be zstd or lz4")

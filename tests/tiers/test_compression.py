@@ -1,0 +1,187 @@
+"""Compression: exact where it says so, bounded and reported where it does not, and never mixed up with plain values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.errors import ConfigError
+from kvpool.testing import TierContract, key, value
+from kvpool.tiers import CompressedTier, DiskTier, KeyedTier, MemoryTier, Outcome
+from kvpool.tiers.codecs import GROUP, Fp8, Planes
+from kvpool.tiers.fp8 import as_floats, nearest_codes, round_to_bfloat16
+
+CODECS = ["zstd", "lz4", "fp8"]
+
+
+class TestPlanesByZstd(TierContract):
+    def make_tier(self, tmp_path: Path) -> KeyedTier:
+        return CompressedTier(MemoryTier(10**7), "zstd")
+
+
+class TestPlanesByLz4OnADisk(TierContract):
+    def make_tier(self, tmp_path: Path) -> KeyedTier:
+        return CompressedTier(DiskTier(tmp_path, 10**7), "lz4", dtype="float32")
+
+
+def keys_and_values(seed: int, count: int = 4096, dtype: str = "bfloat16") -> bytes:
+    """Numbers like those of a model: normal, with a scale for each channel of 64."""
+    rng = np.random.default_rng(seed)
+    numbers = (rng.normal(size=(count // 64, 64)) * np.exp(rng.normal(size=64))).astype(np.float32)
+    if dtype == "bfloat16":
+        return round_to_bfloat16(numbers.ravel()).tobytes()
+    return numbers.astype(dtype).tobytes()
+
+
+def back_and_forth(tier: KeyedTier, data: bytes) -> bytes:
+    assert tier.store([key(1)], [data]) == [Outcome.OK]
+    out = bytearray(len(data))
+    assert tier.load([key(1)], [out]) == [Outcome.OK]
+    return bytes(out)
+
+
+# --- exact -----------------------------------------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=600), st.sampled_from(["bfloat16", "float32"]), st.sampled_from(["zstd", "lz4"]))
+def test_given_any_bytes_then_planes_bring_them_back_exactly(data: bytes, dtype: str, method: str) -> None:
+    codec = Planes(dtype, method)
+    encoded = b"".join(codec.encode(memoryview(data)))
+    out = bytearray(len(data))
+    codec.decode(memoryview(encoded), memoryview(out))
+    assert bytes(out) == data
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("method", ["zstd", "lz4"])
+def test_given_keys_and_values_then_planes_are_exact_and_smaller_by_zstd(dtype: str, method: str) -> None:
+    tier = CompressedTier(MemoryTier(2**20), method, dtype=dtype)
+    data = keys_and_values(1, 2**15, dtype)
+    assert back_and_forth(tier, data) == data
+    stats = tier.compression()
+    assert stats.bytes_before == len(data)
+    limit = 0.95 * len(data) if method == "zstd" else len(data) + 64  # lz4 finds repetitions only, and these are few
+    assert stats.bytes_after < limit
+    assert stats.largest_error == 0.0
+
+
+# --- fp8 -------------------------------------------------------------------------------------------------------------------
+
+
+def test_given_every_value_of_e4m3_then_it_is_its_own_nearest_code() -> None:
+    magnitudes = [m * 2.0**-9 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1]
+    assert nearest_codes(np.array(magnitudes)).tolist() == list(range(127))
+    assert nearest_codes(-np.array(magnitudes)).tolist() == [code | 128 for code in range(127)]
+    assert nearest_codes(np.array([1e30, -1e30, 17.0, 19.0])).tolist() == [126, 254, 88, 90]  # ties to even
+
+
+def test_given_float32_numbers_then_they_are_rounded_to_the_nearest_bfloat16() -> None:
+    torch = pytest.importorskip("torch")
+    numbers = np.random.default_rng(0).normal(size=10_000).astype(np.float32)
+    expected = torch.from_numpy(numbers).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    assert (round_to_bfloat16(numbers) == expected).all()
+
+
+@given(st.integers(0, 2**32), st.sampled_from(["bfloat16", "float16", "float32"]), st.integers(-20, 14))
+def test_given_any_numbers_then_fp8_stays_within_its_bound(seed: int, dtype: str, exponent: int) -> None:
+    rng = np.random.default_rng(seed)
+    numbers = (rng.normal(size=4 * GROUP) * 2.0**exponent * 2.0 ** -rng.integers(0, 30, 4 * GROUP)).astype(np.float32)
+    if dtype == "bfloat16":
+        bits = round_to_bfloat16(numbers)
+        data, before = bits.tobytes(), as_floats(bits, dtype)
+    else:
+        before = numbers.astype(dtype).astype(np.float32)
+        data = numbers.astype(dtype).tobytes()
+    codec, out = Fp8(dtype), bytearray(len(data))
+    encoded = b"".join(codec.encode(memoryview(data)))
+    codec.decode(memoryview(encoded), memoryview(out))
+    after = (
+        as_floats(np.frombuffer(out, np.uint16), dtype) if dtype != "float32" else np.frombuffer(out, np.float32)
+    ).astype(np.float64)
+    largest = np.abs(before).reshape(-1, GROUP).max(axis=1).repeat(GROUP)
+    slack = 2.0**-9 * np.abs(before) if dtype == "float32" else 0.0  # float32 becomes bfloat16 first
+    smallest = 2.0**-24 if dtype == "float16" else 0.0  # what is smaller cannot be written in float16
+    assert (np.abs(before - after) <= np.maximum(np.abs(before) / 16, largest * 2.0**-17) + slack + smallest).all()
+    assert codec.error() <= 1.0 or dtype == "float16"
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("bfloat16", 0.52), ("float16", 0.52), ("float32", 0.27)])
+def test_given_keys_and_values_then_fp8_halves_them_and_reports_its_error(dtype: str, share: float) -> None:
+    tier = CompressedTier(MemoryTier(2**20), "fp8", dtype=dtype)
+    data = keys_and_values(2, 2**14, dtype)
+    assert back_and_forth(tier, data) != data
+    stats = tier.compression()
+    assert stats.bytes_after <= share * stats.bytes_before
+    assert 0.0 < stats.largest_error <= 1.0
+
+
+def test_given_zeros_then_fp8_brings_zeros_back() -> None:
+    data = bytes(2 * GROUP * 3)
+    assert back_and_forth(CompressedTier(MemoryTier(2**20), "fp8"), data) == data
+
+
+@pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FC0])  # infinities, NaN
+def test_given_what_is_no_finite_number_then_fp8_keeps_the_value_as_it_is(bits: int) -> None:
+    numbers = np.frombuffer(keys_and_values(3), np.uint16).copy()
+    numbers[100] = bits
+    assert back_and_forth(CompressedTier(MemoryTier(2**20), "fp8"), numbers.tobytes()) == numbers.tobytes()
+
+
+def test_given_a_length_that_is_no_multiple_of_a_group_then_fp8_keeps_the_rest_as_it_is() -> None:
+    data = keys_and_values(4) + b"odd"
+    assert back_and_forth(CompressedTier(MemoryTier(2**20), "fp8"), data)[-3:] == b"odd"
+
+
+# --- keys, damage, arguments ---------------------------------------------------------------------------------------------
+
+
+def test_given_one_store_then_plain_values_and_those_of_each_codec_are_never_mixed_up() -> None:
+    inner, data = MemoryTier(10**7), keys_and_values(5)
+    for codec in CODECS:
+        CompressedTier(inner, codec).store([key(1)], [data])
+    assert inner.contains([key(1)]) == [False]  # a plain reader would take the encoded bytes for the value
+    assert inner.stats().num_values == 3
+    for codec in CODECS:
+        for dtype in ("bfloat16", "float32"):
+            assert CompressedTier(inner, codec, dtype=dtype).contains([key(1)]) == [dtype == "bfloat16"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("seed", range(6))
+def test_given_bytes_that_no_codec_made_then_they_are_a_failure(codec: str, seed: int) -> None:
+    inner = MemoryTier(10**7)
+    tier = CompressedTier(inner, codec)
+    rng = np.random.default_rng(seed)
+    length = 2048
+    spoilt = length.to_bytes(8, "little") + (500).to_bytes(8, "little") + rng.bytes(500)
+    inner.store(tier._own([key(1)]), [spoilt])
+    assert tier.load([key(1)], [bytearray(length)]) == [Outcome.FAILED]
+
+
+def test_given_more_than_fits_in_memory_at_once_then_values_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.tiers.compression.AT_ONCE_BYTES", 12_000)
+    tier = CompressedTier(MemoryTier(10**7), "zstd")
+    data = [value(number) for number in range(10)]
+    assert tier.store([key(number) for number in range(10)], data) == [Outcome.OK] * 10
+    out = [bytearray(5000) for _ in data]
+    assert tier.load([key(number) for number in range(11)], [*out, bytearray(9)]) == [Outcome.OK] * 10 + [Outcome.MISS]
+    assert [bytes(buffer) for buffer in out] == data
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: CompressedTier(MemoryTier(10), "gzip"), "codec='gzip' must be one of zstd, lz4, fp8"),
+        (lambda: CompressedTier(MemoryTier(10), "fp8", dtype="int8"), "dtype='int8' must be one of bfloat16"),
+        (lambda: CompressedTier("redis://", "fp8"), "needs a tier to store in"),  # type: ignore[arg-type]
+        (lambda: Planes(method="zip"), "method='zip' must be zstd or lz4"),
+        (lambda: Planes(level=99), "level=99 must be at most 19"),
+    ],
+)
+def test_given_a_wrong_argument_then_it_is_refused_by_name(make: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()  # type: ignore[operator]
