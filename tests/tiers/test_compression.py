@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError
 from kvpool.testing import TierContract, key, value
-from kvpool.tiers import CompressedTier, DiskTier, KeyedTier, MemoryTier, Outcome
+from kvpool.tiers import CompressedTier, DiskTier, KeyedTier, MemoryTier, Outcome, open_tier
 from kvpool.tiers.codecs import GROUP, Fp8, Planes
 from kvpool.tiers.fp8 import as_floats, nearest_codes, round_to_bfloat16
 
@@ -185,3 +185,12 @@ def test_given_more_than_fits_in_memory_at_once_then_values_come_in_parts(monkey
 def test_given_a_wrong_argument_then_it_is_refused_by_name(make: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()  # type: ignore[operator]
+
+
+def test_given_an_address_with_a_codec_then_the_tier_behind_it_is_compressed(tmp_path: Path) -> None:
+    with open_tier(f"disk:{tmp_path}?bytes=1MB&compress=fp8&dtype=float16&threads=2") as tier:
+        assert isinstance(tier, CompressedTier)
+        assert isinstance(tier.inner, DiskTier)
+        assert tier.compression().codec == "fp8 float16 64"
+    with pytest.raises(ConfigError, match="codec='gz' must be one of"):
+        open_tier(f"disk:{tmp_path}?bytes=1MB&compress=gz")

@@ -9,6 +9,7 @@ from pathlib import Path
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.terminal import parse_bytes
+from kvpool.tiers.compression import CompressedTier, make_codec
 from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier
 from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.remote.mooncake import MooncakeTier
@@ -22,7 +23,8 @@ def open_tier(address: str | os.PathLike[str]) -> KeyedTier:
 
     `disk:DIRECTORY?bytes=50GB` is a `DiskTier`, also without `disk:` where a slash shows that it is a path; more options are
     `threads`, `direct`, `read_only` and `timeout`. `redis://…` and `rediss://…` are a `RedisTier`, `s3://…` is an `S3Tier`,
-    `mooncake://…` a `MooncakeTier`: see these classes for their options.
+    `mooncake://…` a `MooncakeTier`: see these classes for their options. With `compress=zstd`, `lz4` or `fp8` behind any of
+    them, and `dtype=` that of keys and values (bfloat16), it is a `CompressedTier` over it.
 
     An address that is wrong raises `InvalidArgumentError` and names the part; a package that is missing raises `ConfigError`
     and says what to install. A server that does not answer raises nothing: the tier says so in `stats().problem`, finds
@@ -30,7 +32,10 @@ def open_tier(address: str | os.PathLike[str]) -> KeyedTier:
     """
     if not isinstance(address, (str, os.PathLike)):
         raise InvalidArgumentError(f"the address of a tier is a string, got {show(address)}")
-    text = os.fspath(address)
+    text, compression = _divided(os.fspath(address))
+    if compression:
+        codec = make_codec(compression.get("compress", ""), compression.get("dtype", "bfloat16"))
+        return CompressedTier(open_tier(text), codec)
     scheme, divider, _ = text.partition(":")
     if divider and scheme in _OPENERS:
         return _OPENERS[scheme](text)
@@ -39,6 +44,15 @@ def open_tier(address: str | os.PathLike[str]) -> KeyedTier:
     known = ", ".join(f"{name}:" for name in _OPENERS)
     named = f"begins with {show(scheme)}" if divider else "has no scheme, and no slash of a path"
     raise InvalidArgumentError(f"the address of a tier begins with one of {known}; this one {named}")
+
+
+def _divided(address: str) -> tuple[str, dict[str, str]]:
+    """An address without the options of compression, and these."""
+    start, _, query = address.partition("?")
+    options = [part.partition("=") for part in query.split("&") if part]
+    ours = {name: value for name, _, value in options if name in ("compress", "dtype")}
+    left = "&".join("".join(option) for option in options if option[0] not in ours)
+    return (f"{start}?{left}" if left else start) if ours else address, ours
 
 
 def _open_disk(address: str) -> DiskTier:
