@@ -395,6 +395,38 @@ def test_given_blocks_read_as_bytes_when_they_are_written_into_others_then_token
             assert torch.equal(ours, theirs)
 
 
+def test_given_whole_blocks_read_or_written_then_later_transfers_do_not_take_them_for_part_of_the_step_before(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = engine.manager.allocate("a", list(range(8)))
+    batch = engine.manager.batch([handle])
+    announced: list[Any] = []
+    monkeypatch.setattr(engine.plane.transfers, "announce", announced.append)
+    for touch in (engine.plane.read_blocks, engine.plane.write_blocks):
+        engine.plane.prepare(engine.manager.slot_mapping([handle], 0, 8), batch)
+        assert announced[-1] is not None
+        touch(handle.block_ids(0).copy(), 0, host_rows(engine, 2))()
+        assert announced[-1] is None
+
+
+@pytest.mark.gpu
+def test_given_whole_blocks_written_behind_a_step_then_an_offload_takes_what_was_written() -> None:
+    engine = Engine("cuda")
+    step, written = (engine.manager.allocate(name, list(range(start, start + 8))) for name, start in (("a", 0), ("b", 50)))
+    rows = host_rows(engine, 2).fill_(7)
+    engine.plane.prepare(engine.manager.slot_mapping([step], 0, 8), engine.manager.batch([step]))
+    torch.cuda._sleep(500_000_000)
+    engine.plane.write_blocks(written.block_ids(0).copy(), 0, rows)
+    engine.manager.commit(written)
+    engine.manager.free(written)
+    engine.manager.offload(2)
+    engine.plane.run_copies(overlap=True).wait()
+    host = engine.plane.stores[0, Tier.HOST]
+    assert isinstance(host, BlockStore)
+    assert int((host.data == 7).all(dim=1).sum()) == 2
+    engine.plane.close()
+
+
 def test_given_an_offload_planned_from_blocks_then_it_runs_before_they_are_written(engine: Engine) -> None:
     kept = engine.prompt("kept", list(range(48)), seed=5)  # the whole pool
     want = engine.plane.read(kept, 1)[0].clone()

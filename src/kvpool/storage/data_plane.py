@@ -251,6 +251,7 @@ class DataPlane:
         if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < store.num_blocks:
             raise InvalidArgumentError(f"blocks {blocks.tolist()[:8]} are not all among the {store.num_blocks} of the store")
         self.run_copies(overlap=True)
+        self.transfers.announce(None)  # what follows is no step that was announced: transfers of these blocks come behind it
         return store
 
     # --- shape -------------------------------------------------------------------------------------------------------
