@@ -243,6 +243,8 @@ class SequenceRows(Generic[TipT, HandleT]):
         """Ids `start..stop` for a node that outlives the row: no larger than it must be."""
         history, base, have = self.history[row], self.history_start[row], self.num_history.item(row)
         if stop <= have:
+            if start == base and stop - base == len(history):
+                return history
             ids = history[start - base : stop - base]
             return ids.copy() if len(history) > 1.25 * len(ids) + 256 else ids
         if stop - base <= len(history):

@@ -52,7 +52,11 @@ class Ending:
             self.release_gpu(handle, row, keep and self.keeps_remainders)
         if not keep:
             self._drop_own(tip, handle.serial)
-        self._end(handle, row, tip)
+        if handle.inflight is not None or handle.family is not None:
+            self._leave_others(handle, row)
+        handle.row = -1
+        if tip.root.quota is not None:
+            self.cache.enforce_quota(tip.root)
         self.rows.drop_row(row)
 
     def _forget(self, handle: KVCacheHandle) -> None:
@@ -66,16 +70,14 @@ class Ending:
                 self.requests[found.request_id] = found
             raise InvalidArgumentError(f"its id {handle.request_id!r} is not what it was when the request was admitted")
 
-    def _end(self, handle: KVCacheHandle, row: int, tip: Node) -> None:
+    def _leave_others(self, handle: KVCacheHandle, row: int) -> None:
+        """Those who wait for the block that it was computing, and the forks that share blocks with it, go on without it."""
         if handle.inflight is not None:
             self.in_flight.hand_over(handle)
         if handle.family is not None:
             handle.family.discard(row)
             self.rows.following.pop(row, None)
             self.publisher.publish_postponed(handle.family)
-        handle.row = -1
-        if tip.root.quota is not None:
-            self.cache.enforce_quota(tip.root)
 
     def free_swapped(self, handle: KVCacheHandle) -> None:
         """Gives back the host blocks of a swapped-out sequence."""
@@ -187,12 +189,16 @@ class Ending:
             published.append(tip.start + tip.num_blocks)
         rows.is_open[index] = False
         self._give_tails(table, used, np.array(published))
-        release, end_of = self.readers.release, self._end
+        release = self.readers.release
         for row, handle in zip(row_list, handles, strict=True):
             tip = rows.tips[row]
             assert tip is not None
             release(tip)
-            end_of(handle, row, tip)
+            if handle.inflight is not None:
+                self._leave_others(handle, row)
+            handle.row = -1
+            if tip.root.quota is not None:
+                self.cache.enforce_quota(tip.root)
         rows.drop_rows(index)
 
     def _give_tails(self, table: Int32Array, used: Int64Array, published: Int64Array) -> None:
