@@ -45,7 +45,7 @@ def test_given_a_redis_address_then_a_redis_tier_opens_although_nobody_listens(s
         ("", "this one has no scheme"),
         ("mooncake://host/path", "mooncake://master:port"),
         ("mooncake://host?protocol=udp", "must be tcp or rdma"),
-        ("mooncake://host?buffer=1MB", "buffer='1MB' of mooncake://host must be 67,108,864 to"),
+        ("mooncake://host?buffer=1MB", "buffer='1MB' of mooncake://host must be 67,239,936 to"),
         ("mooncake://host?segment=lots", "segment of mooncake://host is 'lots'"),
         ("mooncake://host?ttl=1", "no option 'ttl'"),
         ("disk:", "needs a directory"),

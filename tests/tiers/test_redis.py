@@ -85,6 +85,25 @@ def test_given_a_batch_larger_than_a_share_then_every_value_comes_back(server: R
         assert found == [value(number, size) for number in range(8)]
 
 
+def test_given_a_long_prefix_with_gaps_then_every_key_is_found_or_not_as_it_is(server: RedisServer) -> None:
+    with fresh(server.url) as tier:
+        there = [*range(40), *range(48, 64), 70, 99]
+        store(tier, there)
+        keys = [key(number) for number in range(100)]
+        assert tier.contains(keys) == [number in there for number in range(100)]
+        assert tier.contains_prefix(keys) == 40
+        assert tier.contains_prefix(keys[:33]) == 33
+
+
+def test_given_only_seals_or_only_bytes_then_nothing_is_there(server: RedisServer) -> None:
+    with fresh(server.url, namespace="halves") as tier:
+        store(tier, [1, 2, 3, 4])
+        server.ask("DEL", *(names("halves", number)[number % 2] for number in (1, 2, 3, 4)))
+        assert tier.contains([key(number) for number in (1, 2, 3, 4)]) == [False] * 4
+        assert store(tier, [1, 2]) == [Outcome.OK] * 2
+        assert load(tier, [1, 2]) == ([Outcome.OK] * 2, [value(1), value(2)])
+
+
 def test_given_little_time_or_a_large_value_then_it_comes_through_a_copy_and_is_the_same(server: RedisServer) -> None:
     with fresh(server.url, timeout=40) as tier:
         store(tier, [1])

@@ -24,11 +24,11 @@ from kvpool.terminal import parse_bytes
 from kvpool.tiers.contract import DEFAULT_TIMEOUT, Outcome
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole, seal
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
-from kvpool.tiers.remote.tier import Node, NodeError, RemoteTier, Share
+from kvpool.tiers.remote.tier import SHARE_BYTES, SHARE_KEYS, Node, NodeError, RemoteTier, Share
 from kvpool.tiers.url import Options, TierURL, check_namespace
 
 NUM_SLABS = 4
-MIN_BUFFER_BYTES = 64 << 20
+MIN_BUFFER_BYTES = NUM_SLABS * (SHARE_BYTES + SHARE_KEYS * HEADER_BYTES)  # a slab holds any share
 MAX_BUFFER_BYTES = 1 << 40
 
 # What Mooncake's calls return.
@@ -74,6 +74,7 @@ class Slab:
     def place(self, num_bytes: int) -> tuple[int, memoryview]:
         """Address and view of the next place, with room for a seal before the bytes."""
         start, self._used = self._used, self._used + HEADER_BYTES + num_bytes
+        assert self._used <= self._memory.nbytes
         return int(self._memory.ctypes.data) + start, self._view[start : self._used]
 
     def used_by(self, call: Future[Any]) -> None:

@@ -8,7 +8,7 @@ says how many to expect. It is written last: where it is missing, nothing is the
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 
 from kvpool.errors import InvalidArgumentError
@@ -22,6 +22,7 @@ from kvpool.tiers.url import TierURL
 
 PIPELINE_BYTES = 2 << 20
 DIRECT_BYTES = 16 << 20
+GROUP = 16
 
 
 class RedisTier(RemoteTier[RedisNode]):
@@ -107,9 +108,11 @@ class RedisTier(RemoteTier[RedisNode]):
         """Answers of the node, each a value or a `Refusal`."""
         return share.node.run(client, commands, share.seconds_left())
 
-    def _ask(self, share: Share[RedisNode], client: object, commands: list[list[object]]) -> Iterator[tuple[int, object]]:
-        """Place and answer of each command; refused ones are failed, or the node is."""
-        for place, answer in enumerate(self._run(share, client, commands)):
+    def _ask(
+        self, share: Share[RedisNode], client: object, places: Sequence[int], commands: list[list[object]]
+    ) -> Iterator[tuple[int, object]]:
+        """The answer to each place's command; refused ones are failed, or the node is."""
+        for place, answer in zip(places, self._run(share, client, commands), strict=True):
             if not isinstance(answer, Refusal):
                 yield place, answer
                 continue
@@ -122,19 +125,39 @@ class RedisTier(RemoteTier[RedisNode]):
 
     def _find_share(self, share: Share[RedisNode]) -> None:
         with share.node.connection() as client:
-            for place, count in self._ask(share, client, [["EXISTS", *self._names(key)] for key in share.keys]):
-                share.outcomes[place] = Outcome.OK if count == 2 else Outcome.MISS
+            places = self._find_groups(share, client) if self._slots is None else range(len(share.keys))
+            if places:
+                lookups: list[list[object]] = [["EXISTS", *self._names(share.keys[place])] for place in places]
+                for place, count in self._ask(share, client, places, lookups):
+                    share.outcomes[place] = Outcome.OK if count == 2 else Outcome.MISS
+
+    def _find_groups(self, share: Share[RedisNode], client: object) -> list[int]:
+        """Looks up several keys with one command, which counts them. Returns the places of groups that are there in part:
+        of a prefix that is one group, so a long one costs little more than a short one."""
+        groups = [list(range(len(share.keys)))[start : start + GROUP] for start in range(0, len(share.keys), GROUP)]
+        commands: list[list[object]] = [
+            ["EXISTS", *(name for place in group for name in self._names(share.keys[place]))] for group in groups
+        ]
+        divided = []
+        for group, count in zip(groups, self._run(share, client, commands), strict=True):
+            if count in (0, 2 * len(group)):
+                for place in group:
+                    share.outcomes[place] = Outcome.OK if count else Outcome.MISS
+            else:
+                divided += group
+        return divided
 
     def _remove_share(self, share: Share[RedisNode]) -> None:
         with share.node.connection() as client:
-            for place, count in self._ask(share, client, [["UNLINK", *self._names(key)] for key in share.keys]):
+            commands: list[list[object]] = [["UNLINK", *self._names(key)] for key in share.keys]
+            for place, count in self._ask(share, client, range(len(share.keys)), commands):
                 share.outcomes[place] = Outcome.OK if count else Outcome.MISS
                 self.stale.discard(share.keys[place])
 
     def _load_share(self, share: Share[RedisNode]) -> None:
         with share.node.connection() as client:
             seals: list[list[object]] = [["GET", self._names(key)[1]] for key in share.keys]
-            for place, header in list(self._ask(share, client, seals)):
+            for place, header in list(self._ask(share, client, range(len(share.keys)), seals)):
                 if header is None:
                     share.outcomes[place] = Outcome.MISS
                     continue
@@ -175,7 +198,7 @@ class RedisTier(RemoteTier[RedisNode]):
         with share.node.connection() as client:
             lookups: list[list[object]] = [["EXISTS", *self._names(key)] for key in share.keys]
             missing = []
-            for place, count in self._ask(share, client, lookups):
+            for place, count in self._ask(share, client, range(len(share.keys)), lookups):
                 if count == 2 and share.keys[place] not in self.stale:
                     share.outcomes[place] = Outcome.OK
                 elif share.node.is_full():

@@ -21,7 +21,7 @@ from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier, Outcome, Room
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.remote.breaker import Breaker
 
-SHARE_BYTES = 8 << 20
+SHARE_BYTES = 16 << 20
 SHARE_KEYS = 512
 MAX_STALE = 4096
 STALE_SECONDS = 10.0
