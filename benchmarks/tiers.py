@@ -3,8 +3,9 @@
     python benchmarks/tiers.py [--json FILE] [--check] [--quick] [--only WORD]
 
 Blocks are those of a model of 32 layers, 8 KV heads of 128, bfloat16, 16 tokens: 2 MiB each. Figures in GB/s and s are
-wall-clock times, look-ups are CPU time of the calling thread. Files lie below TMPDIR: name a directory on the disk that you
-want to know about. The rows of each tier are in a file of their own; what they are measured against is there too.
+wall-clock times, look-ups on a disk are CPU time of the calling thread, and `CPU` is that of this process and of the server.
+Files lie below TMPDIR: name a directory on the disk that you want to know about. The rows of each tier are in a file of their
+own; what they are measured against is there too.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import kvpool
 from harness import NoPartError, Runner
 from tiers_disk import BARE, BARE_RUNS, disk_cases
 from tiers_engine import ENGINE_RUNS, engine_cases
+from tiers_redis import PLAIN_RUNS, redis_cases
 
-RUNS: dict[str, Any] = {**BARE_RUNS, **ENGINE_RUNS}
+RUNS: dict[str, Any] = {**BARE_RUNS, **PLAIN_RUNS, **ENGINE_RUNS}
 """Functions that return the runner of a case without kvpool."""
 
 
@@ -46,5 +48,5 @@ class Bare:
 if __name__ == "__main__":
     options = harness.argument_parser(__doc__.splitlines()[0]).parse_args()
     versions = {"kvpool": kvpool.__version__}
-    cases = [*disk_cases(), *engine_cases()]
+    cases = [*disk_cases(), *redis_cases(), *engine_cases()]
     sys.exit(harness.main(cases, [Bare()], options, versions, clock="as benchmarks/tiers.py says at its head"))
