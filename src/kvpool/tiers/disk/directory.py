@@ -66,6 +66,22 @@ class Directory:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
+    def owner(self) -> str:
+        """The number of the process that writes to it; empty if none does."""
+        import fcntl
+
+        try:
+            fd = os.open(self.path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return ""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return ""
+        except OSError:
+            return os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+        finally:
+            os.close(fd)
+
     # --- slabs -------------------------------------------------------------------------------------------------------
 
     def slab_paths(self) -> list[Path]:

@@ -1,0 +1,286 @@
+"""`kvpool tier`: ls, stat, verify, compact, purge, warm."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.terminal import check_files, console, progress_bar, write_json
+from kvpool.tiers.contract import Outcome
+from kvpool.tiers.disk.maintenance import Space, Upkeep, remove_everything
+from kvpool.tiers.disk.records import is_held
+from kvpool.tiers.keys import SPACE_BYTES
+from kvpool.tiers.open import open_tier
+
+AT_ONCE = 32
+DirectoryArgument = Annotated[Path, typer.Argument(help="The directory of a disk tier.")]
+Json = Annotated[str | None, typer.Option(help="Write the figures as JSON; - for stdout.")]
+SpaceOption = Annotated[
+    str | None, typer.Option("--space", help="Only the values of this fingerprint, as `kvpool tier ls` shows it.")
+]
+
+
+def register(app: typer.Typer, name: str) -> None:
+    """Adds the group of commands to the application."""
+    group = typer.Typer(help="Look after what outlives a process: disk tiers and remote stores.", no_args_is_help=True)
+    for command in (ls, stat, verify, compact, purge, warm):
+        group.command(command.__name__)(command)
+    app.add_typer(group, name=name)
+
+
+def ls(directory: DirectoryArgument, json: Json = None) -> None:
+    """Whose values lie in a directory: a line for each model, with how many, how large, and when they were last used.
+
+    Works while an engine uses the directory.
+    """
+    from rich.table import Table
+
+    check_files(json)
+    with Upkeep(directory) as upkeep:
+        spaces, notes = upkeep.spaces(), upkeep.notes
+    table = Table(box=None, pad_edge=False)
+    for title, justify in (("space", "left"), ("model", "left"), ("weights", "left"), ("values", "right")):
+        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    table.add_column("bytes", justify="right")
+    table.add_column("last used")
+    for space in spaces:
+        about = space.description or {}
+        weights = str(about.get("weights", "?"))
+        table.add_row(
+            space.prefix.hex(), str(about.get("model", "?")), weights[:16], f"{space.num_values:,}",
+            shown_bytes(space.value_bytes), shown_time(space.last_use),
+        )  # fmt: skip
+    out = console(to_stderr=json == "-")
+    out.print(table if spaces else f"{directory} holds no values")
+    _print_notes(out, notes)
+    if json is not None:
+        write_json(json, {"spaces": [_space_fields(space) for space in spaces], "notes": notes})
+
+
+def stat(
+    address: Annotated[
+        str, typer.Argument(help="A directory, or the address of a remote store (redis://, s3://, ...).")
+    ],
+    json: Json = None,
+) -> None:
+    """How full a tier is: slabs and slots of a directory, or what a remote store says of itself.
+
+    \b
+    kvpool tier stat /var/cache/kvpool
+    kvpool tier stat redis://127.0.0.1:6379
+    """
+    check_files(json)
+    figures = _directory_figures(Path(address)) if Path(address).is_dir() else _remote_figures(address)
+    out = console(to_stderr=json == "-")
+    for name, value in figures.items():
+        if name != "notes" and value not in (None, ""):
+            out.print(f"{name.replace('_', ' '):>18}  {f'{value:,}' if isinstance(value, int) else value}")
+    _print_notes(out, figures.get("notes", []))
+    if json is not None:
+        write_json(json, figures)
+
+
+def verify(
+    directory: DirectoryArgument,
+    repair: Annotated[
+        bool, typer.Option(help="Take out what is damaged; no engine may use the directory then.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+    json: Json = None,
+) -> None:
+    """Read every value and compare it with its checksum. Exit status 1 if something is damaged.
+
+    An engine never returns a damaged value: it looks at the checksum on every load. This tells how well the disk is.
+    """
+    check_files(json)
+    with Upkeep(directory, writing=repair) as upkeep:
+        with progress_bar("verifying", upkeep.num_values, quiet) as progress:
+            result = upkeep.verify(progress, repair=repair)
+        notes = upkeep.notes
+    out = console(to_stderr=json == "-")
+    out.print(f"{result.num_values - len(result.damaged):,} of {result.num_values:,} values are whole, "
+              f"{shown_bytes(result.num_bytes)}")  # fmt: skip
+    for place in result.damaged:
+        out.print(f"damaged: {place}{' (taken out)' if repair else ''}", style="red")
+    _print_notes(out, notes)
+    if json is not None:
+        write_json(json, {**dataclasses.asdict(result), "notes": notes})
+    if result.damaged and not repair:
+        raise typer.Exit(1)
+
+
+def compact(
+    directory: DirectoryArgument,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+    json: Json = None,
+) -> None:
+    """Move values together and give empty slabs back to the disk, for instance after `purge`.
+
+    A tier that runs needs no compaction: it reuses its slots. No engine may use the directory meanwhile.
+    """
+    check_files(json)
+    with Upkeep(directory, writing=True) as upkeep:
+        with progress_bar("moving", upkeep.num_values, quiet) as progress:
+            given_back = upkeep.compact(progress)
+        left = upkeep.num_values
+    console(to_stderr=json == "-").print(f"{shown_bytes(given_back)} given back, {left:,} values are left")
+    if json is not None:
+        write_json(json, {"given_back_bytes": given_back, "num_values": left})
+
+
+def purge(
+    directory: DirectoryArgument,
+    space: SpaceOption = None,
+    unused_days: Annotated[float | None, typer.Option(min=0, help="Only what was not used for so many days.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All files of kvpool, also of older formats.")] = False,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+) -> None:
+    """Take values out: of one model, unused ones, or all. Files that are not kvpool's stay. No engine may use the directory.
+
+    \b
+    kvpool tier purge DIR --space 1f2e3d4c5b6a7988
+    kvpool tier purge DIR --unused-days 30 && kvpool tier compact DIR
+    """
+    out = console(to_stderr=False)
+    if everything:
+        if space is not None or unused_days is not None:
+            raise InvalidArgumentError("--all takes everything; leave out --space and --unused-days")
+        out.print(f"{shown_bytes(remove_everything(directory))} removed")
+        return
+    if space is None and unused_days is None:
+        raise InvalidArgumentError("say what to take out: --space, --unused-days or --all")
+    before = None if unused_days is None else round((time.time() - unused_days * 86_400) * 1e6)
+    with (
+        Upkeep(directory, writing=True) as upkeep,
+        progress_bar("purging", upkeep.num_values, quiet) as progress,
+    ):
+        removed = upkeep.purge(progress, space=_space(space), used_before=before)
+    out.print(f"{removed:,} values removed; `kvpool tier compact {directory}` gives the space back to the disk")
+
+
+def warm(
+    directory: DirectoryArgument,
+    target: Annotated[str, typer.Argument(help="Where to: the address of a tier, for instance redis://HOST:6379.")],
+    space: SpaceOption = None,
+    quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
+    json: Json = None,
+) -> None:
+    """Fill another tier with the values of a directory, those used last first, until it takes no more.
+
+    An engine that starts with the other tier finds them: a new machine, or all machines that share a store. Works while an
+    engine uses the directory.
+
+    \b
+    kvpool tier warm /var/cache/kvpool redis://127.0.0.1:6379
+    kvpool tier warm /mnt/old disk:/mnt/new?bytes=500GB
+    """
+    check_files(json)
+    counts = dict.fromkeys(Outcome, 0)
+    with open_tier(target) as tier, Upkeep(directory) as upkeep:
+        with progress_bar("copying", upkeep.num_values, quiet) as progress:
+            batch: list[tuple[bytes, bytes]] = []
+            for value in upkeep.values(progress, _space(space)):
+                batch.append((value.key, bytes(value.data)))
+                if len(batch) == AT_ONCE:
+                    _send(tier, batch, counts)
+                    batch = []
+                    if counts[Outcome.REFUSED] > counts[Outcome.OK]:
+                        break  # it is full
+            _send(tier, batch, counts)
+        problem = tier.stats().problem
+    _copy_descriptions(upkeep, tier)
+    stored, left = counts[Outcome.OK], sum(counts.values()) - counts[Outcome.OK]
+    out = console(to_stderr=json == "-")
+    out.print(f"{stored:,} values are in {target.partition('?')[0].rpartition('@')[2]}, {left:,} were not taken")
+    if problem:
+        out.print(f"note: {problem}", style="yellow")
+    if json is not None:
+        write_json(json, {"stored": stored, "not_taken": left, "problem": problem})
+    if left and not stored:
+        raise typer.Exit(1)
+
+
+def shown_bytes(count: int) -> str:
+    """A size that people can read."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def shown_time(microseconds: int) -> str:
+    """A time of use; values that were found again by their headers have none."""
+    if not microseconds:
+        return "unknown"
+    return datetime.fromtimestamp(microseconds / 1e6, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _send(tier: Any, batch: list[tuple[bytes, bytes]], counts: dict[Outcome, int]) -> None:
+    if batch:
+        for outcome in tier.store([key for key, _ in batch], [data for _, data in batch], timeout=60.0):
+            counts[outcome] += 1
+
+
+def _copy_descriptions(upkeep: Upkeep, tier: Any) -> None:
+    """Another directory learns whose values it has now."""
+    directory = getattr(tier, "directory", None)
+    if directory is not None:
+        for path in upkeep.directory.path.glob("space-*.json"):
+            target = directory.path / path.name
+            if not target.exists():
+                target.write_bytes(path.read_bytes())
+
+
+def _directory_figures(path: Path) -> dict[str, Any]:
+    with Upkeep(path) as upkeep:
+        slots = sum(slab.num_slots for slab in upkeep.slabs)
+        held = [int(is_held(slab.records).sum()) for slab in upkeep.slabs]
+        return {
+            "slabs": len(upkeep.slabs),
+            "file_bytes": sum(slab.num_bytes for slab in upkeep.slabs),
+            "slots": slots,
+            "values": sum(held),
+            "value_bytes": sum(int(slab.records["length"].sum()) for slab in upkeep.slabs),
+            "free_slots": slots - sum(held),
+            "slot_sizes": ", ".join(shown_bytes(size) for size in sorted({slab.slot_bytes for slab in upkeep.slabs})),
+            "written_by": upkeep.directory.owner(),
+            "notes": upkeep.notes,
+        }
+
+
+def _remote_figures(address: str) -> dict[str, Any]:
+    if "://" not in address and os.sep in address:
+        raise InvalidArgumentError(f"there is no directory {address!r}")
+    with open_tier(address) as tier:
+        tier.contains([bytes(32)])
+        return dataclasses.asdict(tier.stats())
+
+
+def _space(text: str | None) -> bytes:
+    try:
+        prefix = bytes.fromhex(text or "")
+    except ValueError:
+        prefix = b"?"
+    if text is not None and len(prefix) != SPACE_BYTES:
+        raise InvalidArgumentError(
+            f"--space {text!r} must be {2 * SPACE_BYTES} hexadecimal digits; see `kvpool tier ls`"
+        )
+    return prefix
+
+
+def _space_fields(space: Space) -> dict[str, Any]:
+    return {**dataclasses.asdict(space), "prefix": space.prefix.hex()}
+
+
+def _print_notes(out: Any, notes: list[str]) -> None:
+    for note in notes:
+        out.print(f"note: {note}", style="yellow")

@@ -1,0 +1,181 @@
+"""`kvpool tier`: what people do to a directory, also while an engine uses it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from kvpool import KVCacheConfig, LayerSpec
+from kvpool.cli import main
+from kvpool.testing import key, load, store, value
+from kvpool.tiers import DiskTier, Fingerprint, KeySpace, Outcome
+
+SPACE = KeySpace(
+    Fingerprint.of(
+        KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=8), model="tiny", weights="v1"
+    )
+)
+CAPACITY = 2**21
+
+
+def own_keys(count: int) -> list[bytes]:
+    return SPACE.keys([key(number) for number in range(count)])
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Forty values of a known model and ten of an unknown one."""
+    path = tmp_path / "cache"
+    with DiskTier(path, CAPACITY) as tier:
+        tier.introduce(SPACE)
+        tier.store(own_keys(40), [value(number) for number in range(40)])
+        store(tier, list(range(10)))
+    return path
+
+
+def figures(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
+    capsys.readouterr()
+    assert main(["tier", *map(str, words), "--json", "-"]) in (0, 1)
+    return json.loads(capsys.readouterr().out)
+
+
+def damage(directory: Path) -> None:
+    """A flipped bit in the first slot of the first slab that holds something."""
+    for path in sorted(directory.glob("*.kvslab")):
+        content = bytearray(path.read_bytes())
+        if content[4096:4102] == b"kvpool":
+            content[4096 + 4096 + 7] ^= 1
+            path.write_bytes(content)
+            return
+    raise AssertionError("no value")
+
+
+def test_given_a_directory_then_ls_shows_whose_values_lie_in_it(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spaces = {space["prefix"]: space for space in figures(capsys, "ls", directory)["spaces"]}
+    known = spaces.pop(SPACE.prefix.hex())
+    assert (known["description"]["model"], known["num_values"], known["value_bytes"]) == ("tiny", 40, 200_000)
+    assert len(spaces) == 10
+    assert main(["tier", "ls", str(directory)]) == 0
+    shown = capsys.readouterr().out
+    assert "tiny" in shown
+    assert "195.3 KiB" in shown
+
+
+def test_given_an_engine_that_uses_the_directory_then_ls_stat_and_verify_work_and_the_others_name_it(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with DiskTier(directory, CAPACITY):
+        assert figures(capsys, "stat", directory)["written_by"] == str(os.getpid())
+        assert figures(capsys, "verify", directory)["damaged"] == []
+        assert len(figures(capsys, "ls", directory)["spaces"]) == 11
+        for command in (["compact"], ["purge", "--unused-days", "1"], ["verify", "--repair"], ["purge", "--all"]):
+            assert main(["tier", command[0], str(directory), *command[1:]]) == 2
+            assert f"belongs to process {os.getpid()}" in capsys.readouterr().err
+    assert figures(capsys, "stat", directory)["written_by"] == ""
+
+
+def test_given_a_directory_then_stat_counts_slots_and_bytes(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = figures(capsys, "stat", directory)
+    assert (found["values"], found["value_bytes"], found["slot_sizes"]) == (50, 250_000, "12.0 KiB")
+    assert found["slots"] == found["values"] + found["free_slots"]
+    assert found["file_bytes"] == sum(
+        path.stat().st_size for path in directory.iterdir() if path.suffix in (".kvslab", ".kvindex")
+    )
+
+
+def test_given_a_damaged_value_then_verify_names_it_and_repair_takes_it_out(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tier", "verify", str(directory)]) == 0
+    damage(directory)
+    assert main(["tier", "verify", str(directory)]) == 1
+    assert "49 of 50 values are whole" in (shown := capsys.readouterr().out)
+    assert "damaged: slot 0 of slab-" in shown
+    assert main(["tier", "verify", str(directory), "--repair"]) == 0
+    assert figures(capsys, "verify", directory)["num_values"] == 49
+
+
+def test_given_a_purged_model_then_the_others_stay_and_compact_gives_the_space_back(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = figures(capsys, "stat", directory)["file_bytes"]
+    assert main(["tier", "purge", str(directory), "--space", SPACE.prefix.hex()]) == 0
+    assert "40 values removed" in capsys.readouterr().out
+    result = figures(capsys, "compact", directory)
+    after = figures(capsys, "stat", directory)
+    assert result["given_back_bytes"] == before - after["file_bytes"] > 0
+    assert after["values"] == result["num_values"] == 10
+    with DiskTier(directory, CAPACITY) as tier:
+        assert tier.notes == []
+        assert load(tier, list(range(10))) == ([Outcome.OK] * 10, [value(number) for number in range(10)])
+        assert not any(tier.contains(own_keys(40)))
+
+
+def test_given_recently_used_values_then_purge_of_unused_ones_leaves_them(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tier", "purge", str(directory), "--unused-days", "1"]) == 0
+    assert "0 values removed" in capsys.readouterr().out
+    assert main(["tier", "purge", str(directory), "--unused-days", "0"]) == 0
+    assert "50 values removed" in capsys.readouterr().out
+
+
+def test_given_foreign_files_then_purge_of_everything_leaves_them(directory: Path) -> None:
+    (directory / "notes.txt").write_text("mine")
+    (directory / "slab-1.kvslab").write_bytes(b"kvslab\0\0 of an older format")
+    assert main(["tier", "purge", str(directory), "--all"]) == 0
+    assert [path.name for path in directory.iterdir()] == ["notes.txt"]
+
+
+def test_given_another_directory_then_warm_fills_it_with_what_was_used_last(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "new"
+    assert figures(capsys, "warm", directory, f"disk:{other}?bytes=2MB") == {
+        "stored": 50,
+        "not_taken": 0,
+        "problem": "",
+    }
+    assert figures(capsys, "ls", other)["spaces"][0]["num_values"] in (1, 40)
+    with DiskTier(other, CAPACITY) as tier:
+        assert tier.contains_prefix(own_keys(40)) == 40
+        assert list(tier.directory.descriptions()) == [SPACE.prefix]
+    third = tmp_path / "third"
+    words = ["warm", directory, f"disk:{third}?bytes=2MB", "--space", SPACE.prefix.hex()]
+    assert figures(capsys, *words)["stored"] == 40
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["ls", "nowhere"], "there is no directory 'nowhere'"),
+        (["stat", "./nowhere/at/all"], "there is no directory"),
+        (["purge", "."], "say what to take out: --space, --unused-days or --all"),
+        (["purge", ".", "--space", "abc"], "--space 'abc' must be 16 hexadecimal digits"),
+        (["purge", ".", "--all", "--unused-days", "3"], "--all takes everything"),
+        (["warm", ".", "ftp://host"], "the address of a tier begins with one of"),
+    ],
+)
+def test_given_a_wrong_argument_then_one_line_says_what_would_be_right(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["tier", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "compact", "purge", "warm"])
+def test_given_help_then_every_command_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tier", command, "--help"]) == 0
+    assert "engine" in capsys.readouterr().out or command == "stat"
