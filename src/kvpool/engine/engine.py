@@ -26,6 +26,7 @@ from kvpool.config import KVCacheConfig, Tier
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.loop import EngineLoop
+from kvpool.engine.model.compiling import uncompiled
 from kvpool.engine.model.loading import load_model
 from kvpool.engine.model.probing import ModelShape, inspect_model, run_probe
 from kvpool.engine.model.projections import join_projections
@@ -150,13 +151,14 @@ class Engine:
             log.info("the model's own sampling defaults: %s", described(self.sampling_defaults))
         where = self.model.device
         with whole_device, current(where):  # one engine after another: each measures what memory is free
-            self.shape: ModelShape = inspect_model(self.model)
-            if where.type == "cuda":
-                join_projections(self.model, lambda: run_probe(self.model))
-                (separate_norms if compile else fuse_norms)(self.model)
+            with uncompiled(self.model):  # an engine before this one may have compiled its layers
+                self.shape: ModelShape = inspect_model(self.model)
+                if where.type == "cuda":
+                    join_projections(self.model, lambda: run_probe(self.model))
+                    (separate_norms if compile else fuse_norms)(self.model)
+                if kv_blocks is None and kv_bytes is None:
+                    kv_bytes = kv_budget(self.model, self.shape, where, memory_fraction, config)
             layers = self.shape.layer_specs(kv_dtype)
-            if kv_blocks is None and kv_bytes is None:
-                kv_bytes = kv_budget(self.model, self.shape, where, memory_fraction, config)
             fields = cache_fields(cache, self.shape.max_positions, host_bytes)
             self.config = KVCacheConfig(layers, block_size, gpu_blocks=kv_blocks, gpu_bytes=kv_bytes, **fields)
             self.manager = KVCacheManager(self.config)

@@ -25,9 +25,10 @@ from kvpool.engine.graphs import (
     decode_sizes,
     mixed_sizes,
 )
+from kvpool.engine.model.compiling import compile_each_layer
 from kvpool.engine.model.hook import AttentionCall
 from kvpool.engine.model.probing import ModelShape, forward
-from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError, UnsupportedModelError
+from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.scheduling.steps.batch_plan import BatchPlan
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.moving import upload
@@ -58,7 +59,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         if compile_layers:
-            _compile_layers(model, len(shape.layers))
+            compile_each_layer(model, len(shape.layers))
         self.plane = plane
         self.backend = backend
         self.device = plane.device
@@ -199,13 +200,3 @@ class ModelRunner:
     def upload(self, array: npt.NDArray[Any]) -> Tensor:
         """A copy of a host array on the device, without waiting for it."""
         return upload(array, self.device)
-
-
-def _compile_layers(model: Any, num_layers: int) -> None:
-    """Compiles every decoder layer, for any number of tokens; attention stays as it is (see `hook`)."""
-    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == num_layers]
-    if not lists:
-        raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} layers; use compile=False")
-    for layer in lists[0]:
-        if layer._compiled_call_impl is None:  # an engine before this one may have done so
-            layer.compile(dynamic=True)

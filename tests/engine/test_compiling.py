@@ -1,0 +1,61 @@
+"""Compiled layers: nobody who looks at a model has them compiled again, and engines one after another share their code."""
+
+from __future__ import annotations
+
+from functools import partialmethod
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import random_prompt, tiny_model  # noqa: E402
+
+from kvpool.engine import Engine, SamplingParams  # noqa: E402
+from kvpool.engine.model.compiling import compile_each_layer, uncompiled  # noqa: E402
+from kvpool.errors import UnsupportedModelError  # noqa: E402
+
+GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The graphs that torch.compile found in layers; each runs as it is, without a compiler."""
+    found: list[Any] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        found.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch.nn.Module, "compile", partialmethod(torch.nn.Module.compile, backend=keep))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile has much to say
+def test_given_engines_one_after_another_then_the_layers_of_their_model_are_compiled_once(graphs: list[Any]) -> None:
+    model, prompts = tiny_model("llama"), [random_prompt(5, seed=1), random_prompt(3, seed=2)]
+    outputs, counts = [], []
+    for _ in range(3):
+        with Engine(model, kv_blocks=64, compile=True) as engine:
+            outputs.append([output.token_ids for output in engine.generate(prompts, GREEDY)])
+        counts.append(len(graphs))
+    assert 0 < counts[0] == counts[1] == counts[2]
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+def test_given_a_compiled_model_then_who_looks_at_it_runs_its_own_code(graphs: list[Any]) -> None:
+    model = tiny_model("llama")
+    compile_each_layer(model, 2)
+    inputs = torch.tensor([[1, 2, 3]])
+    with uncompiled(model):
+        model(inputs)
+    assert graphs == []
+    model(inputs)
+    assert graphs
+
+
+def test_given_a_model_without_a_list_of_its_layers_then_it_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match="Linear has no list of 2 layers; use compile=False"):
+        compile_each_layer(torch.nn.Linear(2, 2), 2)
