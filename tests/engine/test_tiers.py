@@ -196,6 +196,19 @@ def test_given_a_pool_so_small_that_blocks_are_evicted_then_they_come_back_from_
         assert_at_rest(engine)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_given_a_prefix_larger_than_the_staging_memory_then_it_comes_in_parts(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = filled(PROMPT, family=family)
+    monkeypatch.setattr("kvpool.engine.tiering.link.STAGING_BYTES", 4 * 4 * 2 * 4096)  # four blocks of each group at a time
+    with make_engine(tier, family=family) as engine:
+        (result,) = engine.generate([PROMPT], params())
+        assert (result.num_cached_tokens, [result.token_ids]) == (119, computed(PROMPT, family=family))
+        assert engine.stats().tiers.imports >= 2  # type: ignore[union-attr]
+        assert_at_rest(engine)
+
+
 # --- several tiers -----------------------------------------------------------------------------------------------------
 
 

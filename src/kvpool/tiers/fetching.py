@@ -34,6 +34,7 @@ from kvpool.tiers.storing import SharedStage, Storer
 from kvpool.tiers.watching import WatchedTier
 
 PROBE_BLOCKS = 4
+_SHARES = 4  # of the staging memory that one request may take at a time
 _MARK_BYTES = 16
 _ALIGNMENT = 4096
 _SHORTEST_CALL = 0.001
@@ -59,6 +60,7 @@ class Fetch:
     groups: list[GroupRows] = dataclass_field(default_factory=list)
     loading_seconds: float = 0.0  # that tiers took
     num_bytes: int = 0
+    is_part: bool = False  # more can be had when this is used: staging memory does not hold all at once
     stage: SharedStage | None = None
 
     def release(self) -> None:
@@ -98,6 +100,7 @@ class Fetcher:
         self.decider = decider
         self.memory = memory
         self.storer = storer
+        self._most_bytes = memory.max_bytes // _SHARES
         self._stats = FetchStats()
 
     def run(self, fetch: Fetch, done: Callable[[Fetch], None]) -> None:
@@ -150,9 +153,19 @@ class Fetcher:
         options = prefix_options(self.groups, sources, fetch.first, prompt.num_tokens, size, len(self.tiers))
         decision = fetch.decision = self.decider.decide(options, fetch.first, size)
         self._stats.found += bool(options)
-        if decision.option is None:
+        option = decision.option
+        if option is None:
             return
-        fetch.groups = self._take_rows(fetch, decision.option)
+        if sum(option.num_bytes) > self._most_bytes:
+            part = self._part(fetch, sources)
+            if part is None:
+                self._stats.no_memory += 1
+                return
+            share = (part.num_blocks - fetch.first) / (option.num_blocks - fetch.first)
+            times = share * decision.load_seconds, share * decision.compute_seconds
+            fetch.decision = Decision(part, decision.reason, *times)
+            fetch.is_part, option = True, part
+        fetch.groups = self._take_rows(fetch, option)
         if not fetch.groups:
             self._stats.no_memory += 1
             return
@@ -162,9 +175,17 @@ class Fetcher:
         for index in range(len(self.tiers)):
             self._load_from(index, fetch, sources, loaded)
         fetch.num_blocks = usable_blocks(self.groups, loaded, prompt.num_tokens, size)
-        self._stats.incomplete += fetch.num_blocks < decision.option.num_blocks
+        self._stats.incomplete += fetch.num_blocks < option.num_blocks
         if fetch.num_blocks <= fetch.first:
             fetch.release()
+
+    def _part(self, fetch: Fetch, sources: list[Sources]) -> Option | None:
+        """The longest beginning of what is missing that staging memory holds; None: not even one block of each group."""
+        per_block = sum(_aligned(group.spec.block_bytes) for group in self.groups)
+        end = fetch.first + self._most_bytes // per_block
+        size, shorter = self.block_size, [of_group[:end] for of_group in sources]
+        options = prefix_options(self.groups, shorter, fetch.first, end * size + 1, size, len(self.tiers))
+        return options[-1] if options else None
 
     def _take_rows(self, fetch: Fetch, option: Option) -> list[GroupRows]:
         """Memory for everything that an option loads; nothing if there is none."""

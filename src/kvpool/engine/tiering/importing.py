@@ -103,7 +103,7 @@ class Importer:
         end = fetch.num_blocks * size
         position = next_query(fetch.num_blocks, len(request.prompt), size)
         handle = manager.allocate(
-            ("lease", request.id),
+            ("lease", request.id, fetch.first),
             request.prompt[:end],
             scope=request.scope,
             reserve=min(end, (fetch.first + CHUNK_BLOCKS) * size),

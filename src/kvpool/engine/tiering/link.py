@@ -35,12 +35,12 @@ from kvpool.tiers.fetching import Fetch, Fetcher, FetchStats
 from kvpool.tiers.lanes import Lane
 from kvpool.tiers.planning import BlockKeys, PromptKeys
 from kvpool.tiers.staging import Bytes, StagingMemory, page_aligned
-from kvpool.tiers.storing import Storer, StoreStats
+from kvpool.tiers.storing import SharedStage, Storer, StoreStats
 from kvpool.tiers.watching import WatchedTier
 
 FETCH_THREADS = 2
 MAX_HELD = 256  # requests; more are not held but computed
-STAGING_BYTES = 2**28  # each for what comes and for what goes
+STAGING_BYTES = 2**28  # each for what comes and for what goes; four times as much beside a GPU
 FLUSH_SECONDS = 5.0  # that closing waits for blocks on their way
 GRACE_SECONDS = 0.1  # for threads that are late; then their request goes on without them
 SHORTEST_WAIT = 0.05
@@ -115,8 +115,9 @@ class TierLink:
         self._copies_at_once = plane.device.type == "cpu"
         self._watched = [WatchedTier(tier) for tier in tiers]
         self._decider = Decider(len(tiers))
-        self._storer = Storer(self._watched, StagingMemory(STAGING_BYTES, allocate))
-        self._memory = StagingMemory(STAGING_BYTES, allocate)
+        staging = STAGING_BYTES * (4 if plane.device.type == "cuda" else 1)
+        self._storer = Storer(self._watched, StagingMemory(staging, allocate))
+        self._memory = StagingMemory(staging, allocate)
         self._fetcher = Fetcher(self._watched, keys.groups, keys.block_size, self._decider, self._memory, self._storer)
         self._lane = Lane("fetch", FETCH_THREADS, MAX_HELD)
         self._importer = Importer(self._manager, plane, keys)
@@ -188,13 +189,16 @@ class TierLink:
         if held.is_over:
             fetch.release()
             return
-        if fetch.num_blocks > fetch.first:
-            self._import(held.request, fetch)
-        else:
-            fetch.release()
+        came = fetch.num_blocks > fetch.first and self._import(held.request, fetch)
+        fetch.release()
+        if came and fetch.is_part:  # the rest may come now, as if it were a new request that waits
+            self._forget_keys(held)
+            if self._hold(held):
+                return
         self._let_go(held)
 
-    def _import(self, request: Request, fetch: Fetch) -> None:
+    def _import(self, request: Request, fetch: Fetch) -> bool:
+        """Brings fetched blocks into the cache; whether there was room. The memory they lie in is given back in time."""
         handle, waits = self._importer.bring(request, fetch)
         if handle is None:
             self._no_room += 1
@@ -205,9 +209,13 @@ class TierLink:
         assert fetch.decision is not None
         waited = time.monotonic() - fetch.began
         self._decider.observe_wait(fetch.decision, fetch.num_bytes, waited, fetch.loading_seconds)
-        release = partial(_release_after, waits, fetch)
-        if self._copies_at_once or not self._lane.submit(release, release):
-            release()
+        if waits and not self._copies_at_once and fetch.stage is not None:
+            stage = fetch.stage
+            stage.share()
+            release = partial(_release_after, waits, stage)
+            if not self._lane.submit(release, release):
+                release()
+        return handle is not None
 
     def _let_go(self, held: _Held) -> None:
         """The request goes to the scheduler; those that waited for its load look again."""
@@ -223,12 +231,16 @@ class TierLink:
             if not self._hold(follower):
                 self._let_go(follower)
 
-    def _forget(self, held: _Held) -> list[_Held]:
-        held.is_over = True
-        self._held.pop(held.request.id, None)
+    def _forget_keys(self, held: _Held) -> None:
         for key in held.missing:
             if self._leaders.get(key) is held:
                 del self._leaders[key]
+        held.missing = []
+
+    def _forget(self, held: _Held) -> list[_Held]:
+        held.is_over = True
+        self._held.pop(held.request.id, None)
+        self._forget_keys(held)
         followers, held.followers = held.followers, []
         return followers
 
@@ -338,11 +350,11 @@ class TierLink:
             tier.close()
 
 
-def _release_after(waits: Sequence[Callable[[], None]], fetch: Fetch) -> None:
+def _release_after(waits: Sequence[Callable[[], None]], stage: SharedStage) -> None:
     """Gives fetched bytes back when the device has read them."""
     for wait in waits:
         wait()
-    fetch.release()
+    stage.release()
 
 
 def _pinned(num_bytes: int) -> Bytes:
