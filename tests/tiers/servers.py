@@ -138,12 +138,19 @@ class RedisCluster:
     """Masters without replicas that share the slots; a lost one takes only its own slots with it."""
 
     def __init__(self, folder: Path, num_nodes: int = 3) -> None:
-        self.nodes = []
-        for number in range(num_nodes):
-            bus = ["--cluster-port", str(free_port())]
-            options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-require-full-coverage", "no"]
-            self.nodes.append(RedisServer(folder / f"node-{number}", *options, *bus))
-        self._buses = [node._arguments[-1] for node in self.nodes]
+        self.nodes: list[RedisServer] = []
+        self._folder = folder
+        for _ in range(num_nodes):
+            self._new_node()
+
+    def _new_node(self) -> RedisServer:
+        options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-require-full-coverage", "no"]
+        bus = ["--cluster-port", str(free_port())]
+        self.nodes.append(RedisServer(self._folder / f"node-{len(self.nodes)}", *options, *bus))
+        return self.nodes[-1]
+
+    def _meet(self, node: RedisServer) -> None:
+        assert self.nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", str(node.port), node._arguments[-1]) == "+OK"
 
     @property
     def url(self) -> str:
@@ -156,9 +163,19 @@ class RedisCluster:
             first, last = number * share, min((number + 1) * share, HASH_SLOTS) - 1
             assert node.ask("CLUSTER", "ADDSLOTSRANGE", str(first), str(last)) == "+OK"
             assert node.ask("CLUSTER", "SET-CONFIG-EPOCH", str(number + 1)) == "+OK"
-        for node, bus in zip(self.nodes[1:], self._buses[1:], strict=True):
-            assert self.nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", str(node.port), bus) == "+OK"
+        for node in self.nodes[1:]:
+            self._meet(node)
         eventually(self._is_whole, "the cluster knows all its slots")
+
+    def add_replica(self, master: RedisServer) -> RedisServer:
+        """A node that has everything a master has."""
+        replica = self._new_node()
+        replica.start()
+        self._meet(replica)
+        eventually(self._is_whole, "everybody knows the new node")
+        assert replica.ask("CLUSTER", "REPLICATE", master.ask("CLUSTER", "MYID")) == "+OK"
+        eventually(lambda: "master_link_status:up" in replica.ask("INFO", "replication"), "the replica follows")
+        return replica
 
     def _is_whole(self) -> bool:
         wanted = ["cluster_state:ok", f"cluster_slots_ok:{HASH_SLOTS}", f"cluster_known_nodes:{len(self.nodes)}"]

@@ -187,6 +187,21 @@ def test_given_a_cluster_that_loses_a_master_then_only_its_values_are_gone_and_i
         assert load(tier, numbers) == ([Outcome.OK] * 30, [value(number) for number in numbers])
 
 
+def test_given_a_replica_that_takes_the_place_of_a_lost_master_then_its_values_are_found_there(tmp_path: Path) -> None:
+    cluster = RedisCluster(tmp_path)
+    with running(cluster), opened(cluster.url) as tier:
+        replica = cluster.add_replica(cluster.nodes[1])
+        numbers = list(range(30))
+        eventually(lambda: is_up(tier), "all nodes are up")
+        assert store(tier, numbers) == [Outcome.OK] * 30
+        eventually(lambda: replica.ask("DBSIZE") == cluster.nodes[1].ask("DBSIZE"), "the replica has all values")
+        cluster.nodes[1].kill()
+        assert replica.ask("CLUSTER", "FAILOVER", "TAKEOVER") == "+OK"
+        eventually(lambda: load(tier, numbers)[0] == [Outcome.OK] * 30, "the new master is found")
+        assert load(tier, numbers)[1] == [value(number) for number in numbers]
+        assert tier.stats().problem == ""
+
+
 def test_given_a_cluster_with_a_paused_master_then_the_others_answer_in_the_very_same_call(tmp_path: Path) -> None:
     cluster = RedisCluster(tmp_path)
     with running(cluster), RedisTier(f"{cluster.url}&timeout=2&pause=3600") as tier:
