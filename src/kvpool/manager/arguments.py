@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import EvictionPolicy, make_policy
-from kvpool.manager.maintenance import check_seconds
-from kvpool.pools.arrays import Int64Array, as_array, as_count
+from kvpool.pools.arrays import Int32Array, Int64Array, as_array, as_count
+from kvpool.pools.symbols import Key, as_items
 from kvpool.prefix.retention import Retention
+from kvpool.scope import MultimodalItem, ReuseScope
+
+DEFAULT_SCOPE = ReuseScope()
+Items: TypeAlias = Iterable[MultimodalItem | tuple[int, int, Key]]  # what users give for multimodal items
 
 
 def as_policy_factory(chosen: str | Callable[[], EvictionPolicy]) -> Callable[[], EvictionPolicy]:
@@ -77,3 +81,23 @@ def check_counts(counts: int | Int64Array, batch_size: int) -> None:
     """Refuses counts that are not one for each sequence."""
     if isinstance(counts, np.ndarray) and len(counts) != batch_size:
         raise InvalidArgumentError(f"got {len(counts)} counts for a batch of {batch_size} sequences")
+
+
+def check_scope(scope: ReuseScope) -> ReuseScope:
+    """Refuses what is no scope."""
+    if not isinstance(scope, ReuseScope):
+        raise InvalidArgumentError(f"scope must be a ReuseScope, got {scope!r}")
+    return scope
+
+
+def check_items(
+    multimodal: Items | None, ids: Int32Array | None, may_be_cut: bool = False
+) -> tuple[MultimodalItem, ...] | None:
+    """The multimodal items behind placeholders among `ids`, if any were given."""
+    return None if multimodal is None else as_items(multimodal, ids, may_be_cut)
+
+
+def check_seconds(value: float | None, name: str) -> None:
+    """Refuses what is no duration."""
+    if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+        raise InvalidArgumentError(f"{name} must be a positive number of seconds or None, got {value!r}")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -12,48 +11,37 @@ from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.errors import InvalidArgumentError
 from kvpool.events import Created, Event, EventLog, Subscription
+from kvpool.manager.arguments import DEFAULT_SCOPE, Items, check_items, check_scope, check_seconds
 from kvpool.manager.checks import Checker
 from kvpool.manager.compaction import Compaction
-from kvpool.manager.guard import Guard, PressureChange, contain
+from kvpool.manager.facade import Facade
+from kvpool.manager.guard import PressureChange
 from kvpool.manager.inspection import CachedRun, Inspector, KVCacheBlock
 from kvpool.manager.invalidation import Invalidation
 from kvpool.manager.observer import Observer
 from kvpool.manager.pins import Pin, Pins
-from kvpool.pools.arrays import Int32Array, as_count, as_flag, as_token_array
+from kvpool.pools.arrays import as_count, as_flag, as_token_array
 from kvpool.pools.pool import BlockPool, ResizeResult
-from kvpool.pools.symbols import Key, as_items
 from kvpool.prefix.calendar import NEVER
 from kvpool.prefix.quota import TenantQuota
 from kvpool.prefix.tenants import TenantQuotas
-from kvpool.scope import MultimodalItem, ReuseScope
+from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.onboarding import Onboarding
-from kvpool.sequences.state import CacheState
 from kvpool.stats import CacheStats, EvictionReason, MemoryPressure
 
-DEFAULT_SCOPE = ReuseScope()
-Items: TypeAlias = Iterable[MultimodalItem | tuple[int, int, Key]]  # what users give for multimodal items
-Ids = TypeVar("Ids", Int32Array, "Int32Array | None")
 
-
-class Maintenance:
+class Maintenance(Facade):
     """Verbs that concern the cache as a whole rather than one sequence."""
 
-    _state: CacheState
-    _guard: Guard
     _in_flight: InFlight
     _pins: Pins
     _invalidation: Invalidation
     _compaction: Compaction
     _quotas: TenantQuotas
     _onboarding: Onboarding
-    _observers: tuple[Observer, ...]
     events: EventLog
-
-    def _coded(self, ids: Ids, items: tuple[MultimodalItem, ...] | None) -> Ids:
-        """The ids of a question's tokens as the tree holds them; symbols that nobody knows yet are not kept."""
-        return self._state.rows.symbols.encode(ids, items)[0] if items and ids is not None else ids
 
     # --- retention ---------------------------------------------------------------------------------------------------
 
@@ -289,11 +277,6 @@ class Maintenance:
 
         return stop
 
-    def _tell(self, verb: str, result: Any, *arguments: Any) -> None:
-        """Tells observers what was done. Called inside the lock, so they hear of operations in their order."""
-        for observer in self._observers:
-            contain(partial(observer.done, verb, self._state.context.now, result, arguments))
-
     def _chosen_source(self, run: int) -> int:
         for observer in self._observers:
             run = observer.choose_source(run)
@@ -375,20 +358,3 @@ class Maintenance:
                 Created(as_of, self._state.pool_sizes()),
                 *cache.announcer.snapshot(cache.tree.roots.values(), as_of),
             ]
-
-
-def check_scope(scope: ReuseScope) -> ReuseScope:
-    if not isinstance(scope, ReuseScope):
-        raise InvalidArgumentError(f"scope must be a ReuseScope, got {scope!r}")
-    return scope
-
-
-def check_items(
-    multimodal: Items | None, ids: Int32Array | None, may_be_cut: bool = False
-) -> tuple[MultimodalItem, ...] | None:
-    return None if multimodal is None else as_items(multimodal, ids, may_be_cut)
-
-
-def check_seconds(value: float | None, name: str) -> None:
-    if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
-        raise InvalidArgumentError(f"{name} must be a positive number of seconds or None, got {value!r}")

@@ -1,0 +1,34 @@
+"""What all verbs of the manager share: the state behind its one lock, and the observers who are told what was done."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, TypeVar
+
+from kvpool.manager.guard import Guard, contain
+from kvpool.manager.observer import Observer
+from kvpool.pools.arrays import Int32Array
+from kvpool.scope import MultimodalItem
+from kvpool.sequences.state import CacheState
+
+Ids = TypeVar("Ids", Int32Array, "Int32Array | None")
+
+
+class Facade:
+    """The verbs are in its three heirs, by the reader's question: `Steps`, `Maintenance`, and `KVCacheManager` itself.
+
+    A verb checks its arguments, takes the lock, delegates to the part that does it, and tells observers.
+    """
+
+    _state: CacheState
+    _guard: Guard
+    _observers: tuple[Observer, ...]
+
+    def _coded(self, ids: Ids, items: tuple[MultimodalItem, ...] | None) -> Ids:
+        """The ids of a question's tokens as the tree holds them; symbols that nobody knows yet are not kept."""
+        return self._state.rows.symbols.encode(ids, items)[0] if items and ids is not None else ids
+
+    def _tell(self, verb: str, result: Any, *arguments: Any) -> None:
+        """Tells observers what was done. Called inside the lock, so they hear of operations in their order."""
+        for observer in self._observers:
+            contain(partial(observer.done, verb, self._state.context.now, result, arguments))
