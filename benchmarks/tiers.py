@@ -17,6 +17,7 @@ from typing import Any
 import harness
 import kvpool
 from harness import NoPartError, Runner
+from tiers_compression import compression_cases
 from tiers_disk import BARE, BARE_RUNS, disk_cases
 from tiers_engine import ENGINE_RUNS, engine_cases
 from tiers_redis import PLAIN_RUNS, redis_cases
@@ -48,5 +49,5 @@ class Bare:
 if __name__ == "__main__":
     options = harness.argument_parser(__doc__.splitlines()[0]).parse_args()
     versions = {"kvpool": kvpool.__version__}
-    cases = [*disk_cases(), *redis_cases(), *engine_cases()]
+    cases = [*disk_cases(), *compression_cases(), *redis_cases(), *engine_cases()]
     sys.exit(harness.main(cases, [Bare()], options, versions, clock="as benchmarks/tiers.py says at its head"))
