@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from toy_engine import ToyEngine
 from kvpool import ReuseScope
 from kvpool.errors import NeverFitsError
 from kvpool.scheduling import CapacityMode, FinishReason
+from kvpool.scheduling.supply import Supply
 from managers import cached, make_manager
 
 MINE, YOURS = ReuseScope(tenant="mine"), ReuseScope(tenant="yours")
@@ -141,3 +143,57 @@ def test_prefetching_for_one_tenant_leaves_what_another_was_promised() -> None:
     engine.drain(max_steps=60)
     engine.assert_right(*yours)
     assert (engine.scheduler.stats.preemptions, engine.scheduler.stats.stalls) == (0, 0)
+
+
+# --- how much there is for whom --------------------------------------------------------------------------------------
+
+
+def shared_out() -> Supply:
+    """16 blocks: 8 idle and guaranteed to "mine", 3 to "yours", 5 free."""
+    manager = make_manager()
+    for scope, blocks, first in ((MINE, 8, 1000), (YOURS, 3, 2000)):
+        manager.set_quota(scope.tenant, guaranteed=blocks)
+        cached(manager, 4 * blocks, first=first, scope=scope)
+    return Supply(manager)
+
+
+def of_tenants(*tenants: str) -> list[Any]:
+    """Sequences that run."""
+    return [SimpleNamespace(request=SimpleNamespace(scope=ReuseScope(tenant=tenant))) for tenant in tenants]
+
+
+@pytest.mark.parametrize(
+    ("tenant", "running", "room"),
+    [
+        ("mine", ["mine"], 13),
+        ("mine", ["mine", "yours"], 8),  # as much as is there for "yours"
+        ("mine", ["yours", "none"], 5),
+        ("yours", ["mine"], 8),
+        ("none", ["mine"], 5),
+        ("none", ["other"], 5),
+    ],
+)
+def test_promises_must_fit_into_what_is_there_for_each_tenant_that_runs(
+    tenant: str, running: list[str], room: int
+) -> None:
+    assert shared_out().beside(tenant, of_tenants(*running)) == (room,)
+
+
+def test_idle_blocks_that_a_request_reuses_are_neither_room_nor_kept() -> None:
+    supply = shared_out()
+    admission = supply.manager.can_allocate([*range(1000, 1024), 1], scope=MINE)  # reads 6 of its 8 blocks
+    assert admission.blocks_available == (7,)
+    assert supply.room(admission, "mine", of_tenants("none")) == (5,)
+    assert supply.room(admission, "mine", of_tenants("yours")) == (7,)
+
+
+def test_needs_are_met_from_a_tenants_own_blocks_first_and_then_from_those_that_are_guaranteed_to_nobody() -> None:
+    supply = shared_out()
+    needs = [("mine", (6,)), ("mine", (3,)), ("yours", (4,)), ("none", (3,))]
+    assert supply.num_served(needs) == 4  # 1 of the 5, 1, and 3
+    assert supply.num_served([*needs, ("yours", (0,)), ("mine", (1,)), ("none", (0,))]) == 5
+    supply.manager.set_quota("", guaranteed=2)
+    cached(supply.manager, 8, first=3000)
+    assert supply.num_served([("", (5,))]) == 1
+    assert supply.num_served([("", (6,))]) == supply.num_served([("none", (4,))]) == 0
+    assert supply.num_served([]) == 0
