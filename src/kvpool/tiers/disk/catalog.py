@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvpool.tiers.disk.records import RECORD, Records, fill_record, is_held, microseconds
+from kvpool.tiers.disk.records import RECORD, Records, is_held, microseconds
 from kvpool.tiers.disk.slab import Slab
 
 WASTE = 8
@@ -194,11 +194,11 @@ class Catalog:
         self.at(place)[0].num_writing += 1
         return place
 
-    def fill(self, place: int, key: bytes, length: int, used: int) -> None:
+    def fill(self, place: int, record: Records) -> None:
         """Gives a reserved slot its record; it is not found yet."""
         slab, slot = self.at(place)
-        fill_record(slab.records, slab.slab_id, slot, key, length, used)
-        slab.newest_use = max(slab.newest_use, used)
+        slab.records[slot] = record[0]
+        slab.newest_use = max(slab.newest_use, int(record["used"][0]))
 
     def publish(self, place: int, key: bytes) -> None:
         """From now on the value is found."""

@@ -44,12 +44,17 @@ def is_held(records: Records) -> npt.NDArray[np.bool_]:
     return held
 
 
-def fill_record(records: Records, slab_id: int, slot: int, key: bytes, length: int, used: int) -> None:
-    """Writes the record of one slot, at once."""
+def made_record(slab_id: int, slot: int, key: bytes, length: int, used: int) -> Records:
+    """The record of one slot, as an array of one."""
     row = empty_records(1)
     row[0] = (key, length, used, 0, 0)
     row["check"] = _checks(row, slab_id, slot)
-    records[slot] = row[0]
+    return row
+
+
+def fill_record(records: Records, slab_id: int, slot: int, key: bytes, length: int, used: int) -> None:
+    """Writes the record of one slot, at once."""
+    records[slot] = made_record(slab_id, slot, key, length, used)[0]
 
 
 def microseconds() -> int:

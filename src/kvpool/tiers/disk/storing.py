@@ -14,6 +14,7 @@ import numpy as np
 from kvpool.tiers.contract import Outcome
 from kvpool.tiers.disk.buffers import PAGE, ZEROS, Buffer, Call, Workers, pages
 from kvpool.tiers.disk.growth import Growth
+from kvpool.tiers.disk.records import Records, made_record
 from kvpool.tiers.disk.slab import Slab, slot_bytes_for
 from kvpool.tiers.disk.state import State
 from kvpool.tiers.envelope import seal
@@ -34,7 +35,7 @@ class _Write(NamedTuple):
     slab: Slab
     slot: int
     length: int
-    used: int
+    record: Records
 
 
 class Storing:
@@ -69,8 +70,8 @@ class Storing:
                 self._end(found, Outcome.LATE)
                 outcomes[index + 1 :] = [Outcome.LATE] * (len(keys) - index - 1)
                 break
-            _fill(found, view, buffer)
-            self._workers.submit(partial(self._write, found, buffer))
+            if self._prepared(found, view, buffer):
+                self._workers.submit(partial(self._write, found, buffer))
         _collect(call, outcomes)
         self._flush_if_due()
         return outcomes
@@ -106,31 +107,45 @@ class Storing:
                     slab.num_jobs += 1
                     call.expect()
                     self._waiting[key] = [(call, index)]
-                    return _Write(key, place, slab, slot, length, used)
+                    record = made_record(slab.slab_id, slot, key, length, used)
+                    return _Write(key, place, slab, slot, length, record)
             if not last:
                 self._growth.make_room(slot_bytes)
         return Outcome.REFUSED
+
+    def _prepared(self, write: _Write, view: memoryview, buffer: Buffer) -> bool:
+        """Fills the buffer and empties the record in the file: who is killed from here on leaves none of what was there."""
+        try:
+            _fill(write, view, buffer)
+            write.slab.write_record(write.slot)
+        except OSError as error:
+            self._workers.give_buffer(buffer)
+            self._end(write, self._failed(write, error))
+            return False
+        return True
 
     def _write(self, write: _Write, buffer: Buffer) -> None:
         """In a thread of ours."""
         outcome, slab = Outcome.FAILED, write.slab
         try:
             size = PAGE + pages(write.length)
-            slab.write_record(write.slot)  # empty: whoever is killed from here on leaves no record of what was there
             if os.pwritev(slab.data_fd, [buffer.view(size)], slab.offset(write.slot)) != size:
                 raise OSError(errno.ENOSPC, "only a part of the value was written")
             with self._state.lock:
-                self._state.catalog.fill(write.place, write.key, write.length, write.used)
+                self._state.catalog.fill(write.place, write.record)
             slab.write_record(write.slot)
             outcome = Outcome.OK
         except Exception as error:
-            if isinstance(error, OSError) and error.errno in _FULL:
-                outcome = Outcome.REFUSED
-            self._paused_until = time.monotonic() + PAUSE_SECONDS
-            self._state.refuse(f"{slab.path.name}: {getattr(error, 'strerror', None) or error}")
+            outcome = self._failed(write, error)
         finally:
             self._workers.give_buffer(buffer)
             self._end(write, outcome)
+
+    def _failed(self, write: _Write, error: Exception) -> Outcome:
+        """Pauses stores, and says why."""
+        self._paused_until = time.monotonic() + PAUSE_SECONDS
+        self._state.refuse(f"{write.slab.path.name}: {getattr(error, 'strerror', None) or error}")
+        return Outcome.REFUSED if isinstance(error, OSError) and error.errno in _FULL else Outcome.FAILED
 
     def _end(self, write: _Write, outcome: Outcome) -> None:
         """From here on the value is found, or its slot is free again."""
