@@ -26,6 +26,7 @@ from kvpool.kernels.paged_attention import (
 )
 from kvpool.kernels.paged_spec import AttentionSpec
 from kvpool.kernels.prefill import PREFILL_TILE, prefill_items, prefills, prefills_on, reads
+from kvpool.kernels.upload import upload
 
 _DECODE_ROWS = 16  # the smallest tile that tensor cores take
 _DECODE_BYTES = 2**14  # of keys that one round of decoding takes
@@ -299,7 +300,7 @@ class TritonBackend(AttentionBackend):
             for array, size in ((work.items, room.items * ITEM_FIELDS), (work.tiles, room.tiles * TILE_FIELDS)):
                 target[at : at + array.size] = array.ravel()
                 at += size
-        buffers.memory[: len(host)].copy_(host, non_blocking=True)
+        self._upload(host, buffers.memory[: len(host)])
         plan = _TritonPlan(self, buffers.spec, buffers.max_query_tokens, batch.block_size, buffers.indices)
         plan.launches.extend(buffers.launches)
         return plan
@@ -309,10 +310,17 @@ class TritonBackend(AttentionBackend):
         sizes = [array.size for array in arrays]
         host = self._host(sum(sizes))
         np.concatenate([array.ravel() for array in arrays], out=host.numpy())
-        return list(torch.split(host.to(self.device, non_blocking=True), sizes))
+        sent = torch.empty_like(host, device=self.device)
+        self._upload(host, sent)
+        return list(torch.split(sent, sizes))
+
+    def _upload(self, host: Tensor, target: Tensor) -> None:
+        if self.device.type == "cuda":
+            upload(host, target)
+        else:
+            target.copy_(host)
 
     def _host(self, size: int) -> Tensor:
-        # Torch gives pinned memory to somebody else only after the copies from it are done.
         return torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvpool.kernels.copy_blocks import copy_blocks, copy_tokens
+from kvpool.kernels.upload import upload as send
 from kvpool.pools.arrays import Int32Array
 from kvpool.storage.disk import ByteRows, DiskStore
 from kvpool.storage.dma import copy_over_link
@@ -55,7 +56,11 @@ def _copy(
 def upload(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """A host array on the device, without making the CPU wait."""
     tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return tensor
+    sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    send(tensor.pin_memory(), sent)
+    return sent
 
 
 def _to_disk(source: BlockStore | DiskStore, target: DiskStore, src: Int32Array, dst: Int32Array) -> None:

@@ -5,6 +5,7 @@ Who waits for whom, with a GPU (no wait is device-wide, none blocks the CPU unle
     compute stream   writes, attention, copies inside the GPU
     out, in          one stream per direction; each transfer first waits for what the compute stream was given so far, but
                      not for a step that was announced and touches none of its blocks: it runs beside that one
+    link worker      one thread; hands transfers over the link to the driver, in order
     disk worker      one thread; waits for the transfers that it depends on
 
 A transfer waits for every earlier one that is not done and touches the same blocks in a conflicting way. The compute
@@ -19,13 +20,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from kvpool.config import LayerGroup, Tier
 from kvpool.errors import ChecksumError, TransferError
+from kvpool.kernels.upload import note_transfers, upload_by_kernel
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyOp
 from kvpool.storage.checksums import TravellingChecksums
@@ -64,6 +66,23 @@ class _Recorded:
 
     def order(self) -> None:
         torch.cuda.current_stream(self.device).wait_event(self.event)
+
+
+class _Sent:
+    """A step over the link, which a thread hands to the driver: over when that is done and its event is reached."""
+
+    def __init__(self, event: Future[Any], device: torch.device) -> None:
+        self.future = event
+        self.device = device
+
+    def done(self) -> bool:
+        return self.future.done() and (self.future.exception() is not None or bool(self.future.result().query()))
+
+    def wait(self) -> None:
+        self.future.result().synchronize()
+
+    def order(self) -> None:
+        torch.cuda.current_stream(self.device).wait_event(self.future.result())
 
 
 class _Promised:
@@ -124,7 +143,9 @@ class _InFlight(NamedTuple):
     completion: Ending
 
     def failed(self) -> bool:
-        return isinstance(self.completion, _Promised) and self.completion.done() and bool(self.completion.future.exception())
+        if not isinstance(self.completion, (_Promised, _Sent)) or not self.completion.future.done():
+            return False
+        return self.completion.future.exception() is not None
 
 
 class _Announced(NamedTuple):
@@ -162,6 +183,11 @@ class TransferEngine:
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="kvpool-transfer-callbacks")
         if device.type == "cuda":
             self._out, self._in, self._disk = (_new_stream(device) for _ in range(3))
+            # The driver takes 5 ms for 1 GiB of scattered blocks, which nobody else should wait for.
+            self._link_worker = ThreadPoolExecutor(1, thread_name_prefix="kvpool-link-transfers")
+            if self.has_link:  # compiled now: when it is needed, somebody waits
+                word = torch.zeros(1, dtype=torch.int32)
+                upload_by_kernel(word.pin_memory(), word.to(device))
 
     def submit(self, ops: Sequence[CopyOp], *, overlap: bool = False) -> Transfer:
         """Starts the operations in order and returns at once where a GPU or a disk does the work.
@@ -215,6 +241,9 @@ class TransferEngine:
 
     def close(self) -> None:
         """Waits for what is under way and ends the threads."""
+        if self.device.type == "cuda":
+            self._link_worker.shutdown()
+            note_transfers(self.device, id(self), False)
         self._disk_worker.shutdown()
         for item in self._in_flight:
             if not item.failed():
@@ -245,6 +274,9 @@ class TransferEngine:
 
     def _forget_done(self) -> None:
         self._in_flight = [item for item in self._in_flight if not item.completion.done() or item.failed()]
+        if self.device.type == "cuda":
+            on_link = any(isinstance(item.completion, _Sent) and not item.failed() for item in self._in_flight)
+            note_transfers(self.device, id(self), on_link)
 
     def _start(self, step: TransferStep) -> _InFlight | None:
         """Begins a step behind everything it depends on; None if it is over already."""
@@ -254,23 +286,32 @@ class TransferEngine:
         if self.device.type == "cpu" or Tier.GPU not in (step.source.tier, step.target.tier):
             for completion in before:  # the CPU itself copies
                 completion.wait()
-            self._move_and_note(step)
+            self._to_verify.extend(self._move(step))
             return None
-        compute = torch.cuda.current_stream(self.device)
-        if step.source.tier == step.target.tier == Tier.GPU:
-            stream = compute
-        else:
-            stream = self._out if step.source.tier == Tier.GPU else self._in
-            newest = self._announced
-            if newest is None or newest.stream != compute or newest.touches(step):
-                stream.wait_stream(compute)
-            else:
-                stream.wait_event(newest.before)
-        with torch.cuda.stream(stream):
-            for completion in before:
-                completion.order()
-            self._move_and_note(step)
-            return _InFlight(step, _Recorded(stream))
+        if step.source.tier != step.target.tier:
+            return self._start_on_link(step, before)
+        for completion in before:
+            completion.order()
+        self._to_verify.extend(self._move(step))
+        return _InFlight(step, _Recorded(torch.cuda.current_stream(self.device)))
+
+    def _start_on_link(self, step: TransferStep, before: list[Ending]) -> _InFlight:
+        """Between GPU and host: beside the newest step if that touches none of the blocks, else behind it."""
+        compute, newest, checks = torch.cuda.current_stream(self.device), self._announced, self._to_verify
+        stream = self._out if step.source.tier == Tier.GPU else self._in
+        beside = newest is not None and newest.stream == compute and not newest.touches(step)
+        ready = newest.before if newest is not None and beside else compute.record_event()
+
+        def run() -> Any:
+            with torch.cuda.stream(stream):
+                stream.wait_event(ready)
+                for completion in before:
+                    completion.order()
+                checks.extend(self._move(step))
+                return stream.record_event()
+
+        note_transfers(self.device, id(self), True)
+        return _InFlight(step, _Sent(self._link_worker.submit(run), self.device))
 
     def _start_on_disk(self, step: TransferStep, before: list[Ending]) -> _InFlight:
         for completion in before:
@@ -291,9 +332,6 @@ class TransferEngine:
                 self._disk.synchronize()
 
         return _InFlight(step, _Promised(self._disk_worker.submit(run)))
-
-    def _move_and_note(self, step: TransferStep) -> None:
-        self._to_verify.extend(self._move(step))
 
     def _move(self, step: TransferStep) -> list[_Check]:
         """Moves the bytes; returns what is to be verified once they are there."""
