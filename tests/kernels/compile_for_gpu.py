@@ -25,6 +25,7 @@ from kvpool.kernels.block_bytes import Runs
 from kvpool.kernels.copy_blocks_triton import copy_blocks_triton, copy_tokens_triton
 from kvpool.kernels.quantization import TORCH_DTYPES
 from kvpool.kernels.scatter_triton import write_slots_triton
+from kvpool.kernels.upload_triton import copy_words
 
 HALF: dict[str, Any] = {"dtype": DType.BFLOAT16, "kv_dtype": DType.BFLOAT16}
 SPECS = {
@@ -63,7 +64,7 @@ def attend(
     """Decoding over divided keys, and a chunk of a prompt; or into buffers: decoding, or both with `max_query_tokens`."""
     backend = object.__new__(TritonBackend)  # its constructor wants a GPU
     AttentionBackend.__init__(backend, torch.device("cpu"))
-    backend.num_sms, backend.specialised = 132, specialised
+    backend.num_sms, backend.specialised, backend._beside = 132, specialised, None
     query_lens = [1, 1 if max_sequences is not None and max_query_tokens is None else 200]
     batch = PagedBatch.build([0, 125, 150], list(range(150)), query_lens, [2000, 400], block_size=16)
     buffers = None
@@ -87,6 +88,7 @@ def copy() -> None:
     store, ids = torch.zeros(4, 4096, dtype=torch.uint8), torch.zeros(2, dtype=torch.int32)
     copy_blocks_triton(store, store, ids, ids)
     copy_tokens_triton(store, store, ids, ids, ids, [Runs(0, 2048, 2, 128)])
+    copy_words(ids, ids)
 
 
 def main() -> None:
