@@ -70,7 +70,7 @@ compiled: $(VENV)/.stamp-dev ## what `pip install .` gives where there is a C co
 
 test-compiled: compiled ## the tests of the control plane against the compiled one
 	PYTHONPATH=build/compiled/site OMP_NUM_THREADS=1 $(PY) -m pytest -o pythonpath= -n auto --maxprocesses=4 --dist=worksteal \
-		tests/pools tests/prefix tests/sequences tests/manager tests/recording tests/scheduling tests/test_regressions.py tests/test_rules.py tests/test_bugs_of_earlier_systems.py \
+		tests/eviction tests/events tests/pools tests/prefix tests/sequences tests/manager tests/recording tests/scheduling tests/test_regressions.py tests/test_rules.py tests/test_bugs_of_earlier_systems.py \
 		tests/stateful/test_wild_machine.py tests/stateful/test_scheduler_machine.py tests/test_compiled.py \
 		tests/replay/test_simulate.py $(ARGS)
 

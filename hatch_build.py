@@ -6,6 +6,7 @@ cannot; `0` never compiles. Editable installs are never compiled: their files ch
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -75,6 +76,11 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
         """Compiles copies of the sources; returns what went wrong, in one line."""
         skip = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(Path(self.root, "src", "kvpool"), folder / "kvpool", ignore=skip)
+        (folder / "kvpool" / "__init__.py").write_bytes(b"")  # what it offers is not compiled, and long to read: torch
+        for name in self.config["compile"]:
+            module = folder / name
+            types = frozenset(self.config["unchecked"])
+            module.write_bytes(without_types(module.read_bytes(), types, everywhere=name in self.config["border"]))
         arguments = ["--ignore-missing-imports", *self.config["compile"]]
         (folder / "setup.py").write_text(SETUP.format(arguments=arguments), encoding="utf-8")
         command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "compiled", "--build-temp", "objects"]
@@ -83,6 +89,44 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
             return None
         lines = (result.stdout + result.stderr).strip().splitlines() or ["no output"]
         return "compiling failed: " + next((line for line in lines if "error" in line.lower()), lines[-1])
+
+
+def without_types(source: bytes, types: frozenset[str], everywhere: bool) -> bytes:
+    """A module whose parameters have lost their types: all of them (`everywhere`), or those that name one of `types`.
+
+    Compiled code refuses an argument of another type with a `TypeError` of its own. Where users call, the module itself
+    checks what it is given, and its error names the value and the remedy. Results of `types` go unchecked as well.
+    """
+    lines = source.splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    cuts: list[tuple[int, int]] = []
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)) and not _is_overload(function):
+            given = function.args
+            optional = [parameter for parameter in (given.vararg, given.kwarg) if parameter is not None]
+            for parameter in (*given.posonlyargs, *given.args, *given.kwonlyargs, *optional):
+                kind = parameter.annotation
+                if kind is not None and (everywhere or types & _names(kind)):
+                    begin = starts[parameter.lineno - 1] + parameter.col_offset + len(parameter.arg.encode())
+                    cuts.append((begin, starts[kind.end_lineno - 1] + kind.end_col_offset))  # type: ignore[operator]
+            result = function.returns
+            if result is not None and types & _names(result):
+                begin = source.rindex(b"->", 0, starts[result.lineno - 1] + result.col_offset)
+                cuts.append((begin, starts[result.end_lineno - 1] + result.end_col_offset))  # type: ignore[operator]
+    for begin, end in sorted(cuts, reverse=True):
+        source = source[:begin] + source[end:]
+    return source
+
+
+def _is_overload(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether it only declares a type; the function that follows it is the one that is called."""
+    return any(isinstance(node, ast.Name) and node.id == "overload" for node in function.decorator_list)
+
+
+def _names(annotation: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)}
 
 
 def _wish() -> str:

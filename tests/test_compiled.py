@@ -19,7 +19,12 @@ hatchling = pytest.importorskip("hatchling", reason="the build backend is not in
 
 def compiled_modules() -> list[str]:
     """The sources that pyproject.toml has compiled, as module names."""
-    listed = re.search(r"\ncompile = \[(.*?)\]", (ROOT / "pyproject.toml").read_text("utf-8"), re.DOTALL)
+    return listed_modules("compile")
+
+
+def listed_modules(name: str) -> list[str]:
+    """A list of sources in pyproject.toml, as module names."""
+    listed = re.search(rf"\n{name} = \[(.*?)\]", (ROOT / "pyproject.toml").read_text("utf-8"), re.DOTALL)
     assert listed is not None
     return [path.removesuffix(".py").replace("/", ".") for path in re.findall(r'"([^"]+)"', listed.group(1))]
 
@@ -29,7 +34,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The build hook of this checkout, as hatchling makes it for a wheel."""
     monkeypatch.syspath_prepend(str(ROOT))
     module = importlib.import_module("hatch_build")
-    config = {"compiler": ["mypy"], "compile": ["kvpool/errors.py"]}
+    config = {"compiler": ["mypy"], "compile": ["kvpool/errors.py"], "border": [], "unchecked": []}
     warnings: list[str] = []
     app = type("App", (), {"display_warning": staticmethod(warnings.append)})()
     made = module.CompileHook(str(ROOT), config, None, None, "", "wheel", app)
@@ -43,7 +48,37 @@ def test_given_the_list_of_the_build_then_every_module_in_it_exists() -> None:
         assert (ROOT / "src" / (name.replace(".", "/") + ".py")).exists(), name
 
 
-@pytest.mark.skipif("site" not in Path(kvpool.__file__).parts, reason="kvpool is not the compiled one: make test-compiled")
+def test_given_the_list_of_the_border_then_every_module_of_it_is_compiled() -> None:
+    assert set(listed_modules("border")) <= set(compiled_modules())
+
+
+SOURCE = b"""
+class Facade:
+    def free(self, handle: KVCacheHandle, keep: "bool" = True, *rest: int, at: dict[
+        str, int] | None = None, **named: int) -> None: ...
+    @overload
+    def get(self, index: int) -> int: ...
+    def row(self, handle: list[Given], n\xc3\xb8: int) -> tuple[Given, ...]: ...
+"""
+
+
+def test_given_a_module_of_the_border_then_its_parameters_lose_their_types(hook: Any) -> None:
+    without = importlib.import_module("hatch_build").without_types(SOURCE, frozenset(), everywhere=True)
+    assert without == SOURCE.replace(b": KVCacheHandle", b"").replace(b': "bool"', b"").replace(
+        b"*rest: int", b"*rest"
+    ).replace(b"at: dict[\n        str, int] | None", b"at").replace(b"**named: int", b"**named").replace(
+        b"handle: list[Given], n\xc3\xb8: int", b"handle, n\xc3\xb8"
+    )
+
+
+def test_given_types_that_come_from_users_then_only_these_are_not_checked(hook: Any) -> None:
+    without = importlib.import_module("hatch_build").without_types(SOURCE, frozenset({"Given"}), everywhere=False)
+    assert without == SOURCE.replace(b"handle: list[Given]", b"handle").replace(b" -> tuple[Given, ...]", b" ")
+
+
+@pytest.mark.skipif(
+    "site" not in Path(kvpool.__file__).parts, reason="kvpool is not the compiled one: make test-compiled"
+)
 def test_given_a_compiled_build_then_none_of_its_modules_is_interpreted() -> None:
     assert kvpool.compiled
     assert version_line() == f"kvpool {kvpool.__version__} (compiled)"
@@ -69,9 +104,7 @@ def test_given_no_c_compiler_then_the_wheel_is_built_uncompiled_and_one_line_say
     hook.initialize("standard", build_data)
     hook.finalize("standard", build_data, "")
     assert build_data == {"force_include": {}}
-    assert hook.warnings == [
-        "kvpool is installed uncompiled (no C compiler was found): it does the same, more slowly"
-    ]
+    assert hook.warnings == ["kvpool is installed uncompiled (no C compiler was found): it does the same, more slowly"]
 
 
 def test_given_no_c_compiler_when_a_compiled_wheel_is_demanded_then_the_build_fails(

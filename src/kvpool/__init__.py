@@ -16,7 +16,8 @@ from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.admission import PrefixMatch
 from kvpool.sequences.batch import CSRTable, SequenceBatch
-from kvpool.sequences.handle import BlockTable, KVCacheHandle
+from kvpool.sequences.block_table import BlockTable
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import Admission, AllocStatus
 from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, PoolStats
 from kvpool.version import __version__, compiled

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,5 +96,5 @@ def test_given_a_recording_then_a_batch_replays_as_the_single_admissions_it_is(t
 
 
 def test_the_names_that_a_request_may_have_are_those_of_allocate() -> None:
-    names = [name for name in inspect.signature(KVCacheManager.allocate).parameters if name != "self"]
+    names = [name for name in managers.signature(KVCacheManager.allocate).parameters if name != "self"]
     assert set(names) == ALLOCATE_ARGUMENTS

@@ -15,6 +15,7 @@ from kvpool.errors import KVPoolError
 from kvpool.manager.aio import AsyncKVCacheManager
 from kvpool.scheduling import Request, Scheduler
 from kvpool.sequences.batch import SequenceBatch
+from managers import signature
 
 LAYERS = [LayerSpec(kv_heads=1, head_dim=8), LayerSpec(kv_heads=2, head_dim=8, window=8)]
 
@@ -100,7 +101,7 @@ def public_methods(kind: type) -> list[str]:
 
 
 def parameters(method: Any) -> list[inspect.Parameter]:
-    return [p for p in inspect.signature(method).parameters.values() if p.name not in ("self", "options")]
+    return [p for p in signature(method).parameters.values() if p.name not in ("self", "options")]
 
 
 def call(method: Any, good: dict[str, Any], wrong: str, value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvpool.compiling import tell_apart
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.adaptive import ARCPolicy, TwoQueuePolicy
 from kvpool.eviction.base import EvictionPolicy, KeyedPolicy
@@ -12,6 +13,7 @@ from kvpool.eviction.clock import ClockPolicy, SievePolicy
 from kvpool.eviction.cost import CostAwarePolicy
 from kvpool.eviction.hazard import AdaptivePolicy
 from kvpool.eviction.keyed import FIFOPolicy, LFUPolicy, LRUPolicy, PriorityPolicy
+from kvpool.eviction.remembering import GhostPolicy, RememberingPolicy
 from kvpool.eviction.run import Run
 from kvpool.eviction.s3fifo import S3FIFOPolicy
 
@@ -95,8 +97,10 @@ def _normalised(name: object) -> str:
     return name.strip().lower() if isinstance(name, str) else ""
 
 
+tell_apart(KeyedPolicy, RememberingPolicy, GhostPolicy)
 for _policy in (
     LRUPolicy, LFUPolicy, FIFOPolicy, ClockPolicy, SievePolicy, S3FIFOPolicy, TwoQueuePolicy, ARCPolicy, PriorityPolicy,
     CostAwarePolicy, AdaptivePolicy,
 ):  # fmt: skip
+    tell_apart(_policy)
     register_policy(_policy.name)(_policy)

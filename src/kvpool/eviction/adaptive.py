@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from kvpool.compiling import mypyc_attr
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.queues import GhostList, RunQueue
 from kvpool.eviction.remembering import GhostPolicy, Record
 from kvpool.eviction.run import Run
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class TwoQueuePolicy(GhostPolicy):
     """2Q (VLDB '94): first-time runs are a FIFO, runs that came back after leaving it are an LRU.
 
@@ -50,6 +52,7 @@ class TwoQueuePolicy(GhostPolicy):
             self._out.trim(self._out_fraction * self._capacity)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ARCPolicy(GhostPolicy):
     """ARC (FAST '03): an LRU of runs used once and an LRU of runs used again, with a boundary that learns.
 

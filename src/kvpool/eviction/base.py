@@ -10,10 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from kvpool.eviction.queues import RUN, Key, RunQueue
-from kvpool.eviction.run import Run
+from kvpool.compiling import mypyc_attr
+from kvpool.eviction.queues import RUN, RunQueue
+from kvpool.eviction.run import Key, Run
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class EvictionPolicy(ABC):
     """Orders the candidates. One instance serves one cache, and a run is a candidate of one policy at a time.
 
@@ -53,6 +55,7 @@ class EvictionPolicy(ABC):
         """Whether `run` is a candidate."""
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class KeyedPolicy(EvictionPolicy):
     """Evicts the candidate with the smallest `key`; of equal keys the deepest run, then the oldest.
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from kvpool.compiling import mypyc_attr
 from kvpool.eviction.queues import RunQueue
 from kvpool.eviction.remembering import Record, RememberingPolicy
 from kvpool.eviction.run import Run
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ClockPolicy(RememberingPolicy):
     """Second chance: a visited run is sent to the end of the queue once, then it must be visited again."""
 
@@ -42,6 +44,7 @@ class ClockPolicy(RememberingPolicy):
             self._move(run, record, self._queue, (self._newest, self._moves))
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SievePolicy(RememberingPolicy):
     """SIEVE (NSDI '24): visited runs keep their place while the hand moves from old to new, then starts over.
 

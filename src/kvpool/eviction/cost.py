@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import ClassVar
 
+from kvpool.compiling import mypyc_attr
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.base import KeyedPolicy
 from kvpool.eviction.queues import KEY
@@ -13,6 +14,7 @@ from kvpool.eviction.run import Run
 _MAX_CHECKPOINTS = 4096
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class CostAwarePolicy(KeyedPolicy):
     """Greedy-dual: value = the aging clock when the run was last used + the cost per block of computing it again.
 

@@ -7,13 +7,14 @@ epoch times the number of kinds plus the kind, so that older cohorts come first.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-MAX_AGE = 256  # epochs; older runs are worth as much as this old ones and are not followed
+MAX_AGE: Final = 256  # epochs; older runs are worth as much as this old ones and are not followed
 _DEPTHS, _SIZES, _REUSES = 6, 5, 2
 NUM_KINDS = _DEPTHS * _SIZES * _REUSES
 _HISTORY = 0.999  # weight of what was counted an epoch ago

@@ -13,21 +13,22 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from heapq import heapify, heappop, heappush
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
+from kvpool.compiling import mypyc_attr
 from kvpool.eviction.base import EvictionPolicy
 from kvpool.eviction.experience import BIN_OF_AGE, DEPTH_PART, MAX_AGE, NUM_KINDS, SIZE_PART, Experience
 from kvpool.eviction.queues import BLOCKS, KEY, RUN, START, Item, RunQueue
 from kvpool.eviction.run import Run
 
-EPOCHS_PER_CACHE = 32  # the cache turns over once in so many epochs
-GHOSTS_PER_CACHE = 4  # blocks remembered of runs that have left, in caches
-_MIN_CAPACITY = 64
-MARGIN = 0.5  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
-LEARN_RUNS = 32  # inserted before values are worked out anew: they share the cost
-LEARN_LATE = 8  # times as many if none was reused: there is little to learn
-_MOST_EPOCHS = 64  # that pass before what happened in them is digested, even if no victim is asked for
-MOST_NEWCOMERS = 2048  # runs that are put in order together, at a few microseconds each
+EPOCHS_PER_CACHE: Final = 32  # the cache turns over once in so many epochs
+GHOSTS_PER_CACHE: Final = 4  # blocks remembered of runs that have left, in caches
+_MIN_CAPACITY: Final = 64
+MARGIN: Final = 0.5  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
+LEARN_RUNS: Final = 32  # inserted before values are worked out anew: they share the cost
+LEARN_LATE: Final = 8  # times as many if none was reused: there is little to learn
+_MOST_EPOCHS: Final = 64  # that pass before what happened in them is digested, even if no victim is asked for
+MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few microseconds each
 
 
 class _Cell(RunQueue):
@@ -58,6 +59,7 @@ class _Record:
 _Ghost = tuple[int, int, int]  # cohort, blocks, fingerprint of the run before it: plain, for the collector's sake
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class AdaptivePolicy(EvictionPolicy):
     """Evicts the candidate whose kind and age promise the fewest hits per block and time; retention priorities come first.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from kvpool.compiling import mypyc_attr
 from kvpool.eviction.base import KeyedPolicy
 from kvpool.eviction.run import Run
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LRUPolicy(KeyedPolicy):
     """The run that was not used for the longest time goes first: what everybody ships."""
 
@@ -17,6 +19,7 @@ class LRUPolicy(KeyedPolicy):
         return run.last_access
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class LFUPolicy(KeyedPolicy):
     """The run that the fewest requests reused goes first; of equals the least recently used."""
 
@@ -26,6 +29,7 @@ class LFUPolicy(KeyedPolicy):
         return run.hits, run.last_access
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class FIFOPolicy(KeyedPolicy):
     """The run that was inserted first goes first, however often it was used since."""
 
@@ -35,6 +39,7 @@ class FIFOPolicy(KeyedPolicy):
         return run.created
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class PriorityPolicy(KeyedPolicy):
     """The run with the lowest retention priority goes first; of equals the least recently used."""
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, Final
 
-from kvpool.eviction.run import Run
+from kvpool.eviction.run import Key, Run
 
-Key = int | float | tuple[Any, ...]
 Item = list[Any]  # [key, -start, created, serial, run or None once discarded, blocks]: a list, so that C compares it
-KEY, START, RUN, BLOCKS = 0, 1, 4, 5  # START is negative: of equal keys the deepest comes first
-_SLACK = 64  # discarded items tolerated beyond one per live item
+KEY: Final = 0
+START: Final = 1  # negative: of equal keys the deepest comes first
+RUN: Final = 4
+BLOCKS: Final = 5
+_SLACK: Final = 64  # discarded items tolerated beyond one per live item
 
 
 class RunQueue:

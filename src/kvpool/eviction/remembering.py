@@ -5,9 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+from kvpool.compiling import mypyc_attr
 from kvpool.eviction.base import EvictionPolicy
-from kvpool.eviction.queues import BLOCKS, GhostList, Item, Key, RunQueue
-from kvpool.eviction.run import Run
+from kvpool.eviction.queues import BLOCKS, GhostList, Item, RunQueue
+from kvpool.eviction.run import Key, Run
 
 
 class Record:
@@ -24,6 +25,7 @@ class Record:
         self.credit = 0  # S3-FIFO: further rounds that the run has earned
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class RememberingPolicy(EvictionPolicy):
     """Keeps candidates in one or more queues; a run that was away comes back to its queue and its place in it."""
 
@@ -74,6 +76,7 @@ class RememberingPolicy(EvictionPolicy):
         record.item = queue.push(place, run)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class GhostPolicy(RememberingPolicy):
     """Two queues, and a memory of evicted runs by fingerprint: a run that is computed again is recognised.
 

@@ -1,8 +1,14 @@
-"""A cached run of blocks as eviction policies see it."""
+"""A cached run of blocks as eviction policies see it, and the keys by which they rank it."""
 
 from __future__ import annotations
 
 from typing import Any, Protocol
+
+
+class Key(Protocol):
+    """A rank. Keys of one policy are compared with each other: numbers, or tuples of them."""
+
+    def __lt__(self, other: Any, /) -> bool: ...
 
 
 class Run(Protocol):

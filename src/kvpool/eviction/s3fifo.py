@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from kvpool.compiling import mypyc_attr
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.queues import GhostList, RunQueue
 from kvpool.eviction.remembering import GhostPolicy, Record
@@ -12,6 +13,7 @@ from kvpool.eviction.run import Run
 _MAX_CREDIT = 3
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class S3FIFOPolicy(GhostPolicy):
     """Sizes are counted in blocks: `small_fraction` of the candidate blocks may stand in the small queue.
 

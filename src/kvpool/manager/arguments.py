@@ -99,5 +99,6 @@ def check_items(
 
 def check_seconds(value: float | None, name: str) -> None:
     """Refuses what is no duration."""
-    if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and float(value) > 0):
         raise InvalidArgumentError(f"{name} must be a positive number of seconds or None, got {value!r}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, TypeVar
 
+from kvpool.compiling import mypyc_attr
 from kvpool.manager.guard import Guard, contain
 from kvpool.manager.observer import Observer
 from kvpool.pools.arrays import Int32Array
@@ -14,8 +15,11 @@ from kvpool.sequences.state import CacheState
 Ids = TypeVar("Ids", Int32Array, "Int32Array | None")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Facade:
-    """The verbs are in its three heirs, by the reader's question: `Steps`, `Maintenance`, and `KVCacheManager` itself.
+    """The verbs are in its heirs, by the reader's question: `Maintenance`, `Steps`, and `KVCacheManager` itself.
+
+    Each inherits from the one before, because compiled classes have one base (decision 6).
 
     A verb checks its arguments, takes the lock, delegates to the part that does it, and tells observers.
     """

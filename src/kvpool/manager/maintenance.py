@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.compiling import mypyc_attr
 from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.errors import InvalidArgumentError
@@ -32,6 +33,7 @@ from kvpool.sequences.onboarding import Onboarding
 from kvpool.stats import CacheStats, EvictionReason, MemoryPressure
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Maintenance(Facade):
     """Verbs that concern the cache as a whole rather than one sequence."""
 
@@ -195,7 +197,9 @@ class Maintenance(Facade):
                 self._tell("onboard", moved, ids, scope, items)
             return moved
 
-    prefetch = onboard
+    def prefetch(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE) -> int:
+        """Another name for `onboard`."""
+        return self.onboard(tokens, scope)
 
     # --- shape -------------------------------------------------------------------------------------------------------
 

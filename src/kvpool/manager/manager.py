@@ -24,6 +24,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
+from kvpool.compiling import mypyc_attr
 from kvpool.config import KVCacheConfig
 from kvpool.errors import (
     ConfigError,
@@ -48,7 +49,6 @@ from kvpool.manager.arguments import (
 from kvpool.manager.compaction import Compaction
 from kvpool.manager.guard import Guard
 from kvpool.manager.invalidation import Invalidation
-from kvpool.manager.maintenance import Maintenance
 from kvpool.manager.observer import Observer
 from kvpool.manager.pins import Pins
 from kvpool.manager.steps import BatchLike, Steps
@@ -76,7 +76,8 @@ ALLOCATE_ARGUMENTS = frozenset({
 })  # fmt: skip
 
 
-class KVCacheManager(Steps, Maintenance):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class KVCacheManager(Steps):
     """Paged KV cache for one model: blocks, tables, prefix reuse, forks, swapping.
 
     `policy` overrides `config.eviction_policy`: a registered name, a class, or a function that makes

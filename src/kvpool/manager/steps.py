@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.compiling import mypyc_attr
 from kvpool.errors import InvalidArgumentError, UnknownRequestError
 from kvpool.manager.arguments import Items, as_counts, check_counts, check_items
-from kvpool.manager.facade import Facade
+from kvpool.manager.maintenance import Maintenance
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count, as_token_array
 from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
@@ -21,7 +22,8 @@ from kvpool.sequences.writing import writable_blocks
 BatchLike = SequenceBatch | Sequence[KVCacheHandle]
 
 
-class Steps(Facade):
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Steps(Maintenance):
     """Verbs that an engine calls in every step, for the whole running batch at once."""
 
     _stepping: Stepping

@@ -10,7 +10,7 @@ multimodal items are kept as `symbols`, here and in the tree.
 from __future__ import annotations
 
 import threading
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count
 from kvpool.pools.groups import Group
 from kvpool.pools.symbols import Symbols
 
-RECENT_TOKENS = 128
+RECENT_TOKENS: Final = 128
 
 
 class PathNode(Protocol):

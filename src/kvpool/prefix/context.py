@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvpool.counters import Counters
 from kvpool.events import EventLog
 from kvpool.pools.copies import CopyOp
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool
 from kvpool.pools.rows import SequenceRows
 from kvpool.prefix.node import Node
-from kvpool.stats import Counters
 
 
 class CacheContext:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -13,8 +13,8 @@ from kvpool.prefix.calendar import NEVER
 from kvpool.prefix.sorted_keys import SortedKeys
 from kvpool.scope import ReuseScope
 
-DEFAULT_PRIORITY = 35
-MAX_PRIORITY = 100
+DEFAULT_PRIORITY: Final = 35
+MAX_PRIORITY: Final = 100
 
 
 class Node:

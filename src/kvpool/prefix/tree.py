@@ -8,7 +8,9 @@ the business of the other parts of `PrefixCache`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Final
 
+from kvpool.compiling import mypyc_attr
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.context import CacheContext
@@ -17,9 +19,10 @@ from kvpool.prefix.logits import divide_logits
 from kvpool.prefix.node import Node, Root
 from kvpool.scope import ReuseScope
 
-SHORT_RUN = 8192  # tokens up to which comparing copies of the bytes beats an array of differences
+SHORT_RUN: Final = 8192  # tokens up to which comparing copies of the bytes beats an array of differences
 
 
+@mypyc_attr(acyclic=True)
 class Match:
     """What a prompt shares with the tree. `num_blocks` full blocks along `path`, then `num_partial` tokens of `partial`."""
 

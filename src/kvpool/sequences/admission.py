@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvpool.compiling import mypyc_attr
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
@@ -31,6 +32,7 @@ class PrefixMatch(NamedTuple):
     last_logits: Any = None  # what was stored for exactly this prompt, see `store_last_logits`
 
 
+@mypyc_attr(acyclic=True)
 class AdmissionPlan:
     """An admission, thought through: what is matched and what each GPU pool must supply."""
 

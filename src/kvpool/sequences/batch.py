@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, Int64Array, largest
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.handle import GivenHandle, KVCacheHandle
 
 if TYPE_CHECKING:
     from kvpool.sequences.state import CacheState
@@ -47,7 +47,7 @@ class CSRTable(NamedTuple):
     first_position: Int32Array
 
 
-def as_handles(handles: Sequence[KVCacheHandle]) -> tuple[KVCacheHandle, ...]:
+def as_handles(handles: Sequence[GivenHandle]) -> tuple[GivenHandle, ...]:
     """The members of a batch; whether they are live handles is checked where they are used."""
     try:
         return tuple(handles)
@@ -65,8 +65,8 @@ class SequenceBatch:
 
     __slots__ = ("_epoch", "_state", "handles", "last_slots", "moves", "rows", "selection")
 
-    def __init__(self, state: CacheState, handles: Sequence[KVCacheHandle]) -> None:
-        self._state = state
+    def __init__(self, state: CacheState, handles: Sequence[GivenHandle]) -> None:
+        self._state: CacheState = state
         self.handles = as_handles(handles)
         self.rows: Int64Array = np.array([state.row_of(handle) for handle in self.handles], np.int64)
         if len(set(self.rows.tolist())) != len(self.rows):

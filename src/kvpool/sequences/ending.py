@@ -12,7 +12,7 @@ from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.prefix.calendar import NEVER
 from kvpool.prefix.node import Node
 from kvpool.prefix.retention import Retention
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.handle import GivenHandle, KVCacheHandle
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.sliding import RowWindows
 from kvpool.sequences.state import CacheState
@@ -36,7 +36,7 @@ class Ending:
         self.in_flight = in_flight
         self.windows = windows
 
-    def free(self, handle: KVCacheHandle, keep: bool, is_listed: bool = True) -> None:
+    def free(self, handle: GivenHandle, keep: bool, is_listed: bool = True) -> None:
         """Ends a sequence; what it published stays cached unless `keep` is False. `is_listed`: the index still has it."""
         row = self.state.any_row_of(handle)
         if is_listed:
@@ -142,7 +142,7 @@ class Ending:
             self.removal.drop_tail(node, node.num_blocks, EvictionReason.EXPLICIT)
             node = parent
 
-    def free_batch(self, handles: Sequence[KVCacheHandle], keep: bool) -> None:
+    def free_batch(self, handles: Sequence[GivenHandle], keep: bool) -> None:
         """Ends many sequences; checked as a whole first."""
         seen = set()
         for handle in handles:

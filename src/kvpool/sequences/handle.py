@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, overload
+from collections.abc import Hashable
+from typing import Any, TypeAlias
 
 from kvpool.errors import UnknownRequestError
 from kvpool.pools.arrays import Int32Array
@@ -12,49 +11,11 @@ from kvpool.pools.rows import SequenceRows
 from kvpool.prefix.node import Node
 from kvpool.prefix.retention import Retention
 from kvpool.scope import ReuseScope
+from kvpool.sequences.block_table import BlockTable, SwappedBlocks
 from kvpool.stats import HandleStats
 
 Rows: TypeAlias = SequenceRows[Node, "KVCacheHandle"]
-
-
-class BlockTable(Sequence["int | None"]):
-    """Logical block to block id for one sequence and layer group; None where a block left its window.
-
-    >>> table = BlockTable([4, 7, -1])
-    >>> list(table), len(table)
-    ([4, 7, None], 3)
-    """
-
-    __slots__ = ("_ids",)
-
-    def __init__(self, ids: Sequence[int]) -> None:
-        self._ids = [None if block_id < 0 else block_id for block_id in ids]
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    @overload
-    def __getitem__(self, index: int) -> int | None: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int | None]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
-        return self._ids[index]
-
-    def __iter__(self) -> Iterator[int | None]:
-        return iter(self._ids)
-
-    def __eq__(self, other: object) -> bool:
-        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
-
-    def __repr__(self) -> str:
-        return f"BlockTable({self._ids})"
-
-
-@dataclass(slots=True)
-class SwappedBlocks:
-    """Where a swapped-out sequence keeps its data: host block ids per group and column, -1 where there is none."""
-
-    ids: list[Int32Array]
+GivenHandle: TypeAlias = "KVCacheHandle"  # as a caller gave it: `CacheState` refuses what is no live handle of its own
 
 
 class KVCacheHandle:
@@ -164,7 +125,7 @@ class KVCacheHandle:
             group = rows.group(group).index
         row = self.row if self.row >= 0 else self._live_row()
         view = rows.visible_blocks(group, row)
-        view.flags.writeable = False
+        view.setflags(write=False)
         return view
 
     def block_table(self, group: int = 0) -> BlockTable:

@@ -12,7 +12,7 @@ from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
 from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner
-from kvpool.sequences.handle import KVCacheHandle, note_sessions
+from kvpool.sequences.handle import GivenHandle, KVCacheHandle, note_sessions
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.sliding import RowWindows
 from kvpool.sequences.state import CacheState
@@ -214,7 +214,7 @@ class Lifecycle:
 
     # --- fork --------------------------------------------------------------------------------------------------------
 
-    def fork(self, parent: KVCacheHandle, request_ids: Sequence[Hashable]) -> list[KVCacheHandle]:
+    def fork(self, parent: GivenHandle, request_ids: Sequence[Hashable]) -> list[KVCacheHandle]:
         """Children that share every block of the parent; whoever writes into a shared block gets a copy first."""
         source = self.state.row_of(parent)
         if self.rows.is_open[source]:

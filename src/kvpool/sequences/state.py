@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.config.layers import ceil_div
+from kvpool.counters import Counters
 from kvpool.errors import NeverFitsError, OutOfBlocksError, SequenceStateError, UnknownRequestError
 from kvpool.events import EventLog, PoolSize
 from kvpool.eviction import EvictionPolicy
@@ -19,9 +20,9 @@ from kvpool.pools.symbols import Fresh, numbers_in
 from kvpool.prefix.cache import PrefixCache
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.items import numbers_in_tree
-from kvpool.sequences.handle import KVCacheHandle, Rows
+from kvpool.sequences.handle import GivenHandle, KVCacheHandle, Rows
 from kvpool.sequences.publishing import Publisher
-from kvpool.stats import Counters, EvictionReason
+from kvpool.stats import EvictionReason
 
 LOCAL_TIERS = (GPU, Tier.HOST, Tier.DISK)
 
@@ -89,14 +90,14 @@ class CacheState:
         self._watermarks: dict[tuple[int, int], int] = {}  # by pool and its size: exact fractions take a while
         self.is_simple = len(self.groups) == 1 and len(self.context.full) == 1
 
-    def row_of(self, handle: KVCacheHandle) -> int:
+    def row_of(self, handle: GivenHandle) -> int:
         """The row of a live handle of this manager that is on the GPU."""
         if type(handle) is KVCacheHandle and handle.row >= 0 and handle.swapped is None and handle._rows is self.rows:
             return handle.row
         self.any_row_of(handle)
         raise SequenceStateError(f"request {handle.request_id!r} is swapped out; call swap_in first")
 
-    def any_row_of(self, handle: KVCacheHandle) -> int:
+    def any_row_of(self, handle: GivenHandle) -> int:
         """The row of a live handle of this manager, swapped out or not."""
         if not isinstance(handle, KVCacheHandle):
             raise UnknownRequestError(f"expected a KVCacheHandle from allocate() or fork(), got {handle!r}")

@@ -14,8 +14,9 @@ from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
 from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
+from kvpool.sequences.block_table import SwappedBlocks
 from kvpool.sequences.ending import Ending
-from kvpool.sequences.handle import KVCacheHandle, SwappedBlocks, note_sessions
+from kvpool.sequences.handle import KVCacheHandle, note_sessions
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.lifecycle import Lifecycle
 from kvpool.sequences.state import Admission, AllocStatus, CacheState, common_tenant

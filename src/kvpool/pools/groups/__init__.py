@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from kvpool.compiling import tell_apart
 from kvpool.config import GroupKind, LayerGroup
 from kvpool.pools.groups.base import Group
+from kvpool.pools.groups.counted import CountedGroup
 from kvpool.pools.groups.cross import CrossGroup
 from kvpool.pools.groups.full import FullGroup
-from kvpool.pools.groups.windowed import ChunkedGroup, SlidingGroup
+from kvpool.pools.groups.windowed import ChunkedGroup, SlidingGroup, WindowedGroup
 from kvpool.pools.pool import BlockPool
 
 __all__ = ["Group", "FullGroup", "SlidingGroup", "ChunkedGroup", "CrossGroup", "KINDS", "kind_of", "make_groups"]
@@ -19,6 +21,7 @@ KINDS: dict[GroupKind, type[Group]] = {
     GroupKind.CHUNKED: ChunkedGroup,
     GroupKind.CROSS: CrossGroup,
 }
+tell_apart(CountedGroup, WindowedGroup, *KINDS.values())
 
 
 def kind_of(spec: LayerGroup) -> type[Group]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from kvpool.compiling import mypyc_attr
 from kvpool.config import LayerGroup, Tier
 from kvpool.config.layers import ceil_div
 from kvpool.pools.arrays import BoolArray, Int32Array
@@ -15,6 +16,7 @@ from kvpool.pools.pool import GPU, BlockPool
 T = TypeVar("T")
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class Group(ABC):
     """The blocks of one layer group. As it stands here, every query reads every block.
 

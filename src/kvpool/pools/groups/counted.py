@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from kvpool.compiling import mypyc_attr
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups.base import Group
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class CountedGroup(Group):
     """A private block says how many sequences hold it, also when it is one; tables may have holes (-1)."""
 

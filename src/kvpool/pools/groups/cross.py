@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from kvpool.compiling import mypyc_attr
 from kvpool.pools.groups.base import T
 from kvpool.pools.groups.counted import CountedGroup
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class CrossGroup(CountedGroup):
     """All blocks are taken at admission and given back at the end."""
 

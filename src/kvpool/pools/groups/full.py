@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from kvpool.compiling import mypyc_attr
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups.base import Group
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class FullGroup(Group):
     """Blocks are written by one sequence and read along tree paths, so a single owner is not counted at all.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar
 
+from kvpool.compiling import mypyc_attr
 from kvpool.pools.groups.counted import CountedGroup
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class WindowedGroup(CountedGroup):
     """Blocks that left the window are given up while the sequence runs; published ones stay cached until needed."""
 
@@ -25,6 +27,7 @@ class WindowedGroup(CountedGroup):
         return num_blocks - max(0, given_up)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class SlidingGroup(WindowedGroup):
     """A window of W covers the query itself, so it reaches back to position `num_tokens - W + 1`."""
 
@@ -33,6 +36,7 @@ class SlidingGroup(WindowedGroup):
         return max(0, num_tokens - self.spec.window + 1)
 
 
+@mypyc_attr(allow_interpreted_subclasses=True)
 class ChunkedGroup(WindowedGroup):
     """A chunk of C starts at a multiple of C."""
 
