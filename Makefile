@@ -109,7 +109,8 @@ bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that
 	$(PY) benchmarks/onboarding.py --quick $(ARGS)
 	$(PY) benchmarks/replay.py --quick $(ARGS)
 	$(PY) benchmarks/recorder.py --quick --only "15M" $(ARGS)
-	$(PY) benchmarks/tiers.py --quick $(ARGS)
+	$(PY) benchmarks/tiers.py --quick --only "disk, " $(ARGS)
+	$(PY) benchmarks/tiers.py --quick --only redis $(ARGS)
 
 coverage: $(VENV)/.stamp-dev ## test with branch coverage; lines in the terminal, pages in htmlcov/
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal --cov --cov-report=term-missing:skip-covered --cov-report=html $(ARGS)
