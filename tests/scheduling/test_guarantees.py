@@ -70,6 +70,30 @@ def test_when_a_guarantee_is_set_later_then_a_running_request_ends_with_what_it_
     assert len(engine.finished["a"].token_ids) == 6 * 4 - 8 + 1
 
 
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_when_a_waiting_sample_no_longer_fits_then_its_request_leaves_the_step_that_is_being_planned(
+    chunk: int | None,
+) -> None:
+    manager = make_manager(gpu_blocks=8)
+    engine = make_engine(manager, max_chunk_tokens=chunk)
+    other = request("b", 4, 6, first=100)
+    add(engine, request("a", 8, 21, n=2, scope=YOURS))
+    while not len(engine.scheduler._roster.resuming):
+        engine.step()
+    if chunk is not None:  # the sample that stayed gives way too, and computes its tokens again in chunks
+        (running,) = [sequence for sequence in engine.scheduler.sequences("a") if sequence.is_running]
+        engine.scheduler._roster.preempt(running, 0)
+        manager.evict(8)
+        assert engine.step().num_decode == 0
+    manager.set_quota("mine", guaranteed=4)
+    add(engine, other)
+    plan = engine.step()
+    assert [done.reason for done in plan.finished] == [FinishReason.REFUSED]
+    assert names(plan.sequences) == ["b"]
+    engine.drain(max_steps=60)
+    engine.assert_right(other)
+
+
 @pytest.mark.parametrize("taken_away", ["resize", "guarantee"])
 def test_a_swapped_request_that_no_longer_fits_is_refused(taken_away: str) -> None:
     manager = make_manager(host_blocks=16)

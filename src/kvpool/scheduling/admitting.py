@@ -93,10 +93,12 @@ class Admissions:
         return sorted([*self.roster.resuming, *waiting], key=lambda sequence: sequence.urgency)
 
     def _try(self, sequence: ScheduledSequence, round: Round) -> Verdict:
+        if sequence.is_finished:  # refused with a sibling before it
+            return Verdict.PASSED_OVER
         if sequence.in_flight:  # preempted while a plan that samples for it is under way
             return Verdict.PASSED_OVER
         if self.capacity.has_shrunk() and (reason := self.capacity.why_never(sequence.request)) is not None:
-            round.refused.append((sequence, reason))
+            round.refuse(sequence.group, reason)
             return Verdict.PASSED_OVER
         running = self.roster.running
         lanes_needed = 1 if sequence.group.branched else sequence.request.n

@@ -215,10 +215,8 @@ class Scheduler:
         finished = self._expire()
         self._num_plans += 1
         plan, round = self._planner.plan(self._num_plans, len(self._in_flight))
-        for sequence, reason in round.refused:
-            if not sequence.group.is_finished:  # with a sibling before it
-                finished.append(self._stop(sequence.group, FinishReason.REFUSED, reason))
-        plan.finished = finished
+        refused = (self._report(group, reason) for group, reason in round.refused)
+        plan.finished = [*finished, *(report for report in refused if report is not None)]
         if not plan.is_empty:
             self._in_flight.append(plan)
         return plan

@@ -77,7 +77,7 @@ class Planner:
             highest = min([*self.running.members, *self.roster.resuming], key=lambda sequence: sequence.rank)
             reason = self.capacity.why_never(highest.request)
             if reason is not None:  # it did fit before the pool shrank
-                round.refused.append((highest, reason))
+                round.refuse(highest.group, reason)
             elif lowest.group is not highest.group:
                 round.preempt(lowest)
 

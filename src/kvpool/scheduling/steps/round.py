@@ -10,7 +10,7 @@ import numpy as np
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.copies import CopyOp
-from kvpool.scheduling.request import ScheduledSequence
+from kvpool.scheduling.request import FinishReason, RequestGroup, ScheduledSequence
 from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.steps.running import make_rows
 from kvpool.sequences.batch import SequenceBatch
@@ -56,7 +56,7 @@ class Round:
         self.admitted: list[ScheduledSequence] = []
         self.resumed: list[ScheduledSequence] = []
         self.preempted: list[ScheduledSequence] = []
-        self.refused: list[tuple[ScheduledSequence, str]] = []
+        self.refused: list[tuple[RequestGroup, str]] = []
 
     @property
     def computes_nothing(self) -> bool:
@@ -128,6 +128,23 @@ class Round:
             self._preempt_one(leaving)
 
     def _preempt_one(self, sequence: ScheduledSequence) -> None:
+        num_planned = self._withdraw(sequence)
+        self.roster.preempt(sequence, num_planned)
+        self.preempted.append(sequence)
+
+    def refuse(self, group: RequestGroup, reason: str) -> None:
+        """Ends a request that can never fit; those of its sequences that are in this step leave it."""
+        for sequence in group.sequences:
+            if sequence.is_running:
+                self._withdraw(sequence)
+        self.roster.finish(group.sequences, FinishReason.REFUSED)
+        self.refused.append((group, reason))
+
+    def _withdraw(self, sequence: ScheduledSequence) -> int:
+        """Gives back what this step planned for a running sequence; returns how many of its places that was.
+
+        The rows that decode are sorted out when all is decided: those behind them would have to move.
+        """
         num_planned = 0
         chunk = self.chunks.pop(sequence, None)
         if chunk is not None:
@@ -137,5 +154,4 @@ class Round:
             counts = self.decode.counts
             num_planned = 1 if counts is None else int(counts[self.decode.sequences.index(sequence)])
         self.budget += num_planned
-        self.roster.preempt(sequence, num_planned)
-        self.preempted.append(sequence)
+        return num_planned
