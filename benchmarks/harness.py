@@ -389,10 +389,10 @@ def main(
     results = []
     try:
         for number, case in enumerate(chosen, 1):
-            _progress(f"[{number}/{len(chosen)}] {case.name} ...")
+            say(f"[{number}/{len(chosen)}] {case.name} ...")
             result = measure(case, peers, options.quick)
             shown = [f"{name} {format_value(result.value(name))} {case.unit}" for name in result.samples]
-            _progress(f"    {', '.join(shown) or result.error or ABSENT}")
+            say(f"    {', '.join(shown) or result.error or ABSENT}")
             results.append(result)
     finally:
         for peer in peers:
@@ -408,13 +408,14 @@ def main(
 
 
 def _start(peer: Peer) -> str:
-    _progress(f"starting {peer.name} ...")
+    say(f"starting {peer.name} ...")
     try:
         return peer.start()
     except PeerAbsentError as reason:
-        _progress(f"{peer.name} is absent: {reason}")
+        say(f"{peer.name} is absent: {reason}")
         return ABSENT
 
 
-def _progress(text: str) -> None:
+def say(text: str) -> None:
+    """Tells how far a run is, beside its result."""
     print(text, file=sys.stderr, flush=True)

@@ -22,11 +22,11 @@ import transformers
 
 from engine_gpu import LARGE, gpu_seconds
 from engine_runs import open_engine, random_model, random_prompts
-from harness import Case, Runner, argument_parser, main
+from harness import Case, Runner, argument_parser, main, say
 from kvpool import Tier
 from kvpool.engine import Chunk, Engine, SamplingParams
 from traffic import TINY
-from traffic_runs import StepTimer
+from traffic_runs import StepTimer, mark
 
 ONCE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
@@ -100,7 +100,7 @@ class Bench:
             self.offload()
             loaded.append(self._first_token(prompt))
             self.engine.manager.reset_prefix_cache()
-        _say(f"    first token computed {_ms(computed)}, from the host {_ms(loaded)}")
+        say(f"    first token computed {_ms(computed)}, from the host {_ms(loaded)}")
         return float(np.median(computed)), float(np.median(loaded))
 
     def _first_token(self, prompt: list[int]) -> float:
@@ -125,7 +125,7 @@ class Bench:
         for generation in decoding:
             engine.cancel(generation)
         quiet = float(np.mean([np.mean(before), np.mean(after)]))
-        _say(
+        say(
             f"    {len(prompts)} prefixes of {setting.prefix} tokens at {rate / 1e9:.1f} GB/s, the link has "
             f"{self.link() / 1e9:.1f}; {len(during)} steps of {1e3 * np.mean(during):.2f} ms meanwhile, "
             f"{1e3 * np.mean(before):.2f} ms before, {1e3 * np.mean(after):.2f} ms after"
@@ -174,18 +174,11 @@ class Moves:
         self._transfers._move = self._move  # type: ignore[method-assign]
 
     def _timed(self, step: Any) -> Any:
-        begin = self._mark()
+        begin = mark(self._on_gpu)
         checks = self._move(step)
         if (step.source.tier, step.target.tier) == (Tier.HOST, Tier.GPU):
-            self._seen.append((begin, self._mark(), len(step.src) * step.source.block_bytes))
+            self._seen.append((begin, mark(self._on_gpu), len(step.src) * step.source.block_bytes))
         return checks
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     def bytes_per_second(self) -> float:
         """Of all copies, from the start of the first to the end of the last."""
@@ -241,10 +234,6 @@ def _ratio(over: float, under: float) -> float:
 
 def _ms(seconds: list[float]) -> str:
     return ", ".join(f"{1e3 * each:.1f}" for each in seconds) + " ms"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import transformers
 
 from engine_gpu import LARGE, copy_bandwidth, matrix_rate
 from engine_runs import open_engine, random_model
-from harness import Case, Runner, argument_parser, main
+from harness import Case, Runner, argument_parser, main, say
 from kvpool.engine import Engine, SamplingParams
 from kvpool.scheduling import SchedulerConfig
 from traffic_runs import (
@@ -58,7 +58,7 @@ def full_setting() -> Setting:
     """The 8B shape."""
     model = random_model({**LARGE, "max_position_embeddings": 65536}, "cuda", torch.bfloat16)
     machine = Machine(copy_bandwidth(), matrix_rate())
-    _say(f"measured: {machine.bytes_per_second / 1e12:.2f} TB/s, {machine.operations_per_second / 1e12:.0f} TFLOP/s")
+    say(f"measured: {machine.bytes_per_second / 1e12:.2f} TB/s, {machine.operations_per_second / 1e12:.0f} TFLOP/s")
     tiers = {"kv_bytes": 8 << 30, "host_bytes": 60 << 30}
     return Setting(model, machine, Traffic(), 64, 1500, SIZES, 8, {"kv_bytes": 40 << 30}, tiers)
 
@@ -87,7 +87,7 @@ class Bench:
             made = time.perf_counter()
             self._engine.generate([[5] * 200], SamplingParams(max_new_tokens=1, ignore_eos=True))
             graphs, first = self._engine.graphs, time.perf_counter() - made
-            _say(
+            say(
                 f"    engine made in {made - began:.1f} s, {graphs.seconds:.1f} s and {graphs.num_bytes >> 20} MiB of that "
                 f"for {graphs.num_graphs} graphs; its first request took {1e3 * first:.1f} ms"
             )
@@ -113,7 +113,7 @@ class Bench:
         for size, steps in found.items():
             seconds = float(np.median([step.seconds for step in steps]))
             best = float(np.median([ideal_seconds(step, engine, setting.machine) for step in steps]))
-            _say(f"    {setting.num_decoding} decoding + {size} new: {1e3 * seconds:.1f} ms, ideal {1e3 * best:.1f} ms")
+            say(f"    {setting.num_decoding} decoding + {size} new: {1e3 * seconds:.1f} ms, ideal {1e3 * best:.1f} ms")
             ratios[size] = seconds / best
         return ratios
 
@@ -131,9 +131,9 @@ class Bench:
             seen = run_traffic(engine, setting.traffic)
             steps = timer.steps()
         for line in describe(steps, lambda step: ideal_seconds(step, engine, setting.machine)):
-            _say(f"    {line}")
+            say(f"    {line}")
         gaps = 1e3 * np.array(seen.between_tokens)
-        _say(
+        say(
             f"    {seen.seconds:.2f} s, {sum(ideal_seconds(step, engine, setting.machine) for step in steps):.2f} s at best; "
             f"first token p50 {np.median(seen.first_token):.3f} s, p99 {np.quantile(seen.first_token, 0.99):.3f} s; "
             f"between tokens p50 {np.median(gaps):.1f} ms, p99 {np.quantile(gaps, 0.99):.1f} ms; "
@@ -187,10 +187,6 @@ def cases(bench: Bench) -> list[Case]:
 
 def _bars(limit: float | None) -> tuple[float, ...]:
     return () if limit is None else (limit,)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

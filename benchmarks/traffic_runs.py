@@ -56,6 +56,15 @@ class Conversations:
     cached_share: float = 0.0  # of all prompt tokens
 
 
+def mark(on_gpu: bool) -> Any:
+    """Now: a moment of the current stream, or of the clock."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
 class StepTimer:
     """Times every step of an engine while it is open, by events on a GPU: from where the step before it was over."""
 
@@ -85,21 +94,14 @@ class StepTimer:
         self._marks = []
 
     def _timed(self, plan: Any) -> Any:
-        begin = self._mark()
+        begin = mark(self._on_gpu)
         launched = self._launch(plan)
         if not plan.is_empty:
             contexts = plan.kv_lengths
             pairs = sum(count * (before + (count + 1) // 2) for count, before in plan.prefills())
             shape = (plan.num_tokens, plan.num_prefill_tokens, int(contexts[: plan.num_decode].sum()), pairs)
-            self._marks.append((begin, self._mark(), shape))
+            self._marks.append((begin, mark(self._on_gpu), shape))
         return launched
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
 
 def _draw(rng: np.random.Generator, count: int, vocabulary: int) -> list[int]:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.symbols import encoded_key
 from kvpool.scope import MultimodalItem, ReuseScope
@@ -96,7 +97,7 @@ def _items_by_block(items: Sequence[MultimodalItem], block_size: int, num_blocks
     found = [b""] * num_blocks
     for position, length, key in items:
         name = encoded_key(key)
-        for block in range(max(0, position // block_size), min(num_blocks, -(-(position + length) // block_size))):
+        for block in range(max(0, position // block_size), min(num_blocks, ceil_div(position + length, block_size))):
             numbers = np.array([position - block * block_size, length, len(name)], "<i8")
             found[block] += _ITEM_TAG + numbers.tobytes() + name
     return found

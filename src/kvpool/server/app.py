@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server.access import Access, Caller
 from kvpool.server.caching import CacheDesk
-from kvpool.server.completing import chat, complete, conversation_tokens
+from kvpool.server.completing import chat, complete, named_tokens
 from kvpool.server.exchange import Reception
 from kvpool.server.limits import Gate, Limits
 from kvpool.server.messages import Messages, converse
@@ -146,12 +146,7 @@ def _add_looks(app: FastAPI, server: Server) -> None:
     async def tokenize(body: Tokenize, caller: Caller = caller_of) -> dict[str, Any]:
         """Token ids of a text or a conversation."""
         model = server.model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise Problem(400, "give either a prompt or messages", code="invalid_value", param="prompt")
-        if body.messages is not None:
-            tokens = await conversation_tokens(model, body.messages)
-        else:
-            tokens = await model.tokens(str(body.prompt))
+        tokens = await named_tokens(model, body.prompt, body.messages)
         return {"tokens": tokens.tolist(), "count": len(tokens), "max_model_len": model.engine.config.max_seq_len}
 
     @app.post("/detokenize")

@@ -12,7 +12,7 @@ from kvpool.manager.pins import Pin
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
 from kvpool.server.access import Caller
-from kvpool.server.completing import conversation_tokens
+from kvpool.server.completing import named_tokens
 from kvpool.server.parameters import session_name
 from kvpool.server.problems import Problem, problem_of
 from kvpool.server.schema import CacheQuery
@@ -84,13 +84,7 @@ class CacheDesk:
 
 async def _asked(body: CacheQuery, model: ServedModel, caller: Caller) -> tuple[Int32Array, ReuseScope]:
     """The prompt of a body, and the scope in which the caller may look."""
-    if (body.prompt is None) == (body.messages is None):
-        raise Problem(400, "give either a prompt or messages", code="invalid_value", param="prompt")
-    scope = scope_of(caller.tenant, body.cache_salt)
-    if body.messages is not None:
-        return await conversation_tokens(model, body.messages), scope
-    assert body.prompt is not None
-    return await model.tokens(body.prompt), scope
+    return await named_tokens(model, body.prompt, body.messages), scope_of(caller.tenant, body.cache_salt)
 
 
 async def _quietly(call: Any, *arguments: Any) -> Any:

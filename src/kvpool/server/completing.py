@@ -9,6 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvpool.engine.engine import Prompt
 from kvpool.pools.arrays import Int32Array
 from kvpool.server.access import Caller
 from kvpool.server.answers import ChatAnswer, TextAnswer
@@ -49,6 +50,18 @@ async def chat(
     params = sampling_params(body, reception.gate.limits, most, wanted)
     answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body))
     return await Exchange(request, body, model, caller, reception, answer).run([prompt], params)
+
+
+async def named_tokens(
+    model: ServedModel, prompt: Prompt | None, messages: Sequence[Message] | None
+) -> Int32Array:
+    """The token ids of the prompt, or of the conversation, that a body names."""
+    if (prompt is None) == (messages is None):
+        raise Problem(400, "give either a prompt or messages", code="invalid_value", param="prompt")
+    if messages is not None:
+        return await conversation_tokens(model, messages)
+    assert prompt is not None
+    return await model.tokens(prompt)
 
 
 async def conversation_tokens(

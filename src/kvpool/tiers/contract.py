@@ -85,17 +85,13 @@ class Room:
     problem: str = ""
 
 
-class _Counters:
-    """Sums behind `TierStats`; several threads add to them."""
+class _Moved:
+    """Sums over the calls of one direction; several threads add to them."""
 
     def __init__(self) -> None:
-        self.loads = [0] * len(Outcome)
-        self.stores = [0] * len(Outcome)
-        self.removed = 0
-        self.bytes_loaded = 0
-        self.bytes_stored = 0
-        self.seconds_loading = 0.0
-        self.seconds_storing = 0.0
+        self.outcomes = [0] * len(Outcome)
+        self.num_bytes = 0
+        self.seconds = 0.0
 
 
 class KeyedTier(ABC):
@@ -110,7 +106,8 @@ class KeyedTier(ABC):
     def __init__(self, name: str, *, timeout: float = DEFAULT_TIMEOUT) -> None:
         self.name = name
         self.timeout = _checked_timeout(timeout)
-        self._counters = _Counters()
+        self._loads, self._stores = _Moved(), _Moved()
+        self._removed = 0
         self._counting = threading.Lock()
         self._last_line = -_QUIET_SECONDS
         self._closed = False
@@ -134,38 +131,14 @@ class KeyedTier(ABC):
         A value shorter than its buffer fills the beginning of it; a longer one is `FAILED`. Without `OK` the content of a
         buffer is undefined.
         """
-        _check_keys(keys)
-        views = _views(out, len(keys), writable=True)
-        started = time.monotonic()
-        outcomes = self._guarded(lambda deadline: self._load(keys, views, deadline), timeout)
-        outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
-        with self._counting:
-            counters = self._counters
-            counters.seconds_loading += time.monotonic() - started
-            for outcome, view in zip(outcomes, views, strict=True):
-                counters.loads[outcome] += 1
-                if outcome == Outcome.OK:
-                    counters.bytes_loaded += view.nbytes
-        return outcomes
+        return self._move(self._loads, self._load, keys, _views(out, keys, writable=True), timeout)
 
     def store(self, keys: Sequence[bytes], data: Sequence[Buffer], *, timeout: float | None = None) -> list[Outcome]:
         """Keeps values under their keys. A key that is there already is `OK` and costs nothing.
 
         When the call returns, the caller may change its buffers.
         """
-        _check_keys(keys)
-        views = _views(data, len(keys), writable=False)
-        started = time.monotonic()
-        outcomes = self._guarded(lambda deadline: self._store(keys, views, deadline), timeout)
-        outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
-        with self._counting:
-            counters = self._counters
-            counters.seconds_storing += time.monotonic() - started
-            for outcome, view in zip(outcomes, views, strict=True):
-                counters.stores[outcome] += 1
-                if outcome == Outcome.OK:
-                    counters.bytes_stored += view.nbytes
-        return outcomes
+        return self._move(self._stores, self._store, keys, _views(data, keys, writable=False), timeout)
 
     def remove(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[Outcome]:
         """Forgets values: `OK` or `MISS` for each key; with `FAILED` or `LATE` a value may still be there."""
@@ -173,7 +146,7 @@ class KeyedTier(ABC):
         outcomes = self._guarded(lambda deadline: self._remove(keys, deadline), timeout)
         outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
         with self._counting:
-            self._counters.removed += outcomes.count(Outcome.OK)
+            self._removed += outcomes.count(Outcome.OK)
         return outcomes
 
     def introduce(self, space: KeySpace) -> None:  # noqa: B027  # a tier may have no use for it
@@ -181,15 +154,14 @@ class KeyedTier(ABC):
 
     def stats(self) -> TierStats:
         """Counters, and how full it is where that is known."""
-        counters = self._counters
         with self._counting:
-            loads, stores = list(counters.loads), list(counters.stores)
+            loads, stores = list(self._loads.outcomes), list(self._stores.outcomes)
             sums = dict(
-                removed=counters.removed,
-                bytes_loaded=counters.bytes_loaded,
-                bytes_stored=counters.bytes_stored,
-                seconds_loading=counters.seconds_loading,
-                seconds_storing=counters.seconds_storing,
+                removed=self._removed,
+                bytes_loaded=self._loads.num_bytes,
+                bytes_stored=self._stores.num_bytes,
+                seconds_loading=self._loads.seconds,
+                seconds_storing=self._stores.seconds,
             )
         room = Room() if self._closed else self._look()
         return TierStats(
@@ -241,6 +213,26 @@ class KeyedTier(ABC):
     def _close(self) -> None:  # noqa: B027  # a tier may have nothing to let go of
         """Lets go of files and connections."""
 
+    def _move(
+        self,
+        moved: _Moved,
+        call: Callable[[Sequence[bytes], list[memoryview], float], list[Outcome]],
+        keys: Sequence[bytes],
+        views: list[memoryview],
+        timeout: float | None,
+    ) -> list[Outcome]:
+        """Loads or stores, and adds what came of it to the sums of that direction."""
+        started = time.monotonic()
+        outcomes = self._guarded(lambda deadline: call(keys, views, deadline), timeout)
+        outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+        with self._counting:
+            moved.seconds += time.monotonic() - started
+            for outcome, view in zip(outcomes, views, strict=True):
+                moved.outcomes[outcome] += 1
+                if outcome == Outcome.OK:
+                    moved.num_bytes += view.nbytes
+        return outcomes
+
     # --- errors ------------------------------------------------------------------------------------------------------
 
     def _guarded(self, call: Callable[[float], _T], timeout: float | None) -> _T | None:
@@ -276,10 +268,11 @@ def _check_keys(keys: Sequence[bytes]) -> None:
             raise InvalidArgumentError(f"a key is {KEY_BYTES} bytes, see KeySpace.keys; got {show(key)}")
 
 
-def _views(buffers: Sequence[Buffer], count: int, *, writable: bool) -> list[memoryview]:
-    """The caller's buffers as bytes."""
-    if len(buffers) != count:
-        raise InvalidArgumentError(f"{count} keys need as many buffers, got {len(buffers)}")
+def _views(buffers: Sequence[Buffer], keys: Sequence[bytes], *, writable: bool) -> list[memoryview]:
+    """The caller's buffers as bytes, one for each key."""
+    _check_keys(keys)
+    if len(buffers) != len(keys):
+        raise InvalidArgumentError(f"{len(keys)} keys need as many buffers, got {len(buffers)}")
     views = []
     for buffer in buffers:
         try:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvpool.config.layers import ceil_div
 from kvpool.pools.arrays import Int64Array
 from kvpool.pools.groups import Group
 from kvpool.tiers.contract import Outcome
@@ -268,7 +269,7 @@ def _load_marked(watched: WatchedTier, keys: list[bytes], rows: list[Bytes], tim
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return ceil_div(num_bytes, _ALIGNMENT) * _ALIGNMENT
 
 
 def _is_there() -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from kvpool.config.layers import ceil_div
 from kvpool.tiers.contract import Outcome
 
 PAGE = 4096
@@ -28,7 +29,7 @@ JOIN_SECONDS = 10.0
 
 def pages(num_bytes: int) -> int:
     """Rounded up to whole pages."""
-    return -(-num_bytes // PAGE) * PAGE
+    return ceil_div(num_bytes, PAGE) * PAGE
 
 
 class Buffer:
