@@ -107,6 +107,8 @@ def test_a_pin_ends_once() -> None:
         manager.unpin(pin)
     with pytest.raises(InvalidArgumentError, match="'x'"):
         manager.unpin("x")
+    with pytest.raises(InvalidArgumentError, match="pin\\(\\) returned"):
+        manager.is_pinned("x")
     handle = manager.allocate("a", [1])
     manager.free(handle)
     with pytest.raises(UnknownRequestError):
@@ -119,7 +121,7 @@ def test_a_pin_with_a_time_ends_with_it() -> None:
     tokens = cached(manager, 8)
     brief, lasting = manager.pin(tokens[:4], ttl=5.0), manager.pin(tokens[:4])
     now[0] = 5.0
-    manager.gc()
+    assert (manager.is_pinned(brief), manager.is_pinned(lasting)) == (False, True)
     assert pinned(manager) == 1
     with pytest.raises(InvalidArgumentError):
         manager.unpin(brief)

@@ -234,6 +234,31 @@ def test_given_tenants_then_each_sees_and_changes_its_own_cache_only(serve: Call
     assert call(live, f"/v1/cache/pin/{pin['id']}", None, "sk-a", "DELETE")["pinned_tokens"] == 0
 
 
+def test_given_pins_that_ended_by_themselves_then_the_server_forgets_them(serve: Callable[..., Live]) -> None:
+    live = serve(limits=Limits(pins_per_tenant=2))
+    call(live, "/v1/cache/warm", {"prompt": PROMPT})
+    brief = [call(live, "/v1/cache/pin", {"prompt": PROMPT, "ttl_seconds": 1e-9})["id"] for _ in range(5)]
+    assert [refusal(live, f"/v1/cache/pin/{name}", method="DELETE")[0] for name in brief] == [404] * 5
+    lasting = call(live, "/v1/cache/pin", {"prompt": PROMPT})["id"]
+    call(live, "/v1/cache/invalidate", {})
+    assert refusal(live, f"/v1/cache/pin/{lasting}", method="DELETE")[0] == 404
+
+
+def test_given_as_many_pins_as_a_tenant_may_have_then_the_next_is_refused(serve: Callable[..., Live]) -> None:
+    live = serve(access=access("a", "b"), limits=Limits(pins_per_tenant=2))
+    for tenant in "ab":
+        call(live, "/v1/cache/warm", {"prompt": PROMPT}, f"sk-{tenant}")
+    pins = [call(live, "/v1/cache/pin", {"prompt": PROMPT}, "sk-a")["id"] for _ in range(2)]
+    status, error = refusal(live, "/v1/cache/pin", {"prompt": PROMPT}, "sk-a")
+    assert (status, error["code"]) == (429, "too_many_pins")
+    pins_of_b = [call(live, "/v1/cache/pin", {"prompt": PROMPT}, "sk-b")["id"]]
+    call(live, f"/v1/cache/pin/{pins.pop()}", None, "sk-a", "DELETE")
+    pins.append(call(live, "/v1/cache/pin", {"prompt": PROMPT}, "sk-a")["id"])
+    for tenant, names in (("a", pins), ("b", pins_of_b)):
+        for name in names:
+            call(live, f"/v1/cache/pin/{name}", None, f"sk-{tenant}", "DELETE")
+
+
 # --- what an operator reads -------------------------------------------------------------------------------------------
 
 

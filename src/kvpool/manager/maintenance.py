@@ -74,12 +74,17 @@ class Maintenance(Facade):
 
     def unpin(self, pin: Pin) -> None:
         """Ends a pin."""
-        if not isinstance(pin, Pin):
-            raise InvalidArgumentError(f"unpin takes what pin() returned, got {pin!r}")
+        _check_pin(pin)
         with self._guard:
             self._pins.unpin(pin)
             if self._observers:
                 self._tell("unpin", None, pin)
+
+    def is_pinned(self, pin: Pin) -> bool:
+        """Whether a pin still holds: it was not ended, its time is not over, its prefix was not invalidated."""
+        _check_pin(pin)
+        with self._guard:  # every operation begins with what is due
+            return self._pins.active.get(pin.pin_id) is pin
 
     def set_quota(self, tenant: str, *, guaranteed: float | int = 0, maximum: float | int | None = None) -> None:
         """Limits a tenant's idle cache: blocks (int) or a fraction of each GPU pool (float).
@@ -362,3 +367,8 @@ class Maintenance(Facade):
                 Created(as_of, self._state.pool_sizes()),
                 *cache.announcer.snapshot(cache.tree.roots.values(), as_of),
             ]
+
+
+def _check_pin(pin: object) -> None:
+    if not isinstance(pin, Pin):
+        raise InvalidArgumentError(f"a pin is what pin() returned, got {pin!r}")

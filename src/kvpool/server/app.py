@@ -40,7 +40,7 @@ class Server:
         self.access = access
         self.gate = Gate(limits)
         self.metrics = Metrics(models)
-        self.desk = CacheDesk()
+        self.desk = CacheDesk(limits)
         self.reception = Reception(self.gate, self.metrics.latencies)
 
     def model(self, name: str) -> ServedModel:

@@ -17,6 +17,7 @@ class Limits:
     """`requests` run or wait at once, `requests_per_key` of one key; `samples` is the largest `n`; bodies are in bytes.
 
     `send_seconds` is how long a client may leave the server waiting before its request is cancelled.
+    `pins_per_tenant` hold at once; those that expired or were invalidated do not count.
     """
 
     requests: int = 512
@@ -25,6 +26,7 @@ class Limits:
     body_bytes: int = 4 << 20
     prompt_tokens: int = 1 << 20
     send_seconds: int = 30
+    pins_per_tenant: int = 1024
 
     def __post_init__(self) -> None:
         for item in fields(self):
