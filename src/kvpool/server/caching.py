@@ -75,7 +75,8 @@ class CacheDesk:
     async def _forget_ended(self) -> None:
         """Drops the pins that expired, or whose prompt was invalidated."""
         known = list(self._pins.items())
-        for name in await asyncio.to_thread(lambda: [name for name, kept in known if not kept.holds()]):
+        ended = await asyncio.to_thread(lambda: [name for name, kept in known if not kept.holds()])
+        for name in ended:
             self._pins.pop(name, None)
 
     async def invalidate(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
