@@ -12,7 +12,7 @@ from kvpool.manager.inspection import BlockState, KVCacheBlock
 from kvpool.manager.pins import Pin
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.pool import ResizeResult
-from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.prefix.lifetimes.retention import Retention, TokenRange
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.admission import PrefixMatch
 from kvpool.sequences.batch import CSRTable, SequenceBatch

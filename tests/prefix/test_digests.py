@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.prefix.digests import DIGEST_BYTES, chain_digests, root_digest
+from kvpool.prefix.announcing.digests import DIGEST_BYTES, chain_digests, root_digest
 from kvpool.scope import ReuseScope
 
 ROOT = root_digest(ReuseScope())

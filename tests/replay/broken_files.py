@@ -25,7 +25,7 @@ import zstandard
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope
 from kvpool.config import Tier
 from kvpool.errors import KVPoolError
-from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.prefix.lifetimes.retention import Retention, TokenRange
 from kvpool.recording.playback import play_recording
 from kvpool.replay import ReplayConfig, TraceRecorder, read_trace, write_trace
 from kvpool.replay.planning.capacity_plan import PlanRequest, make_plan

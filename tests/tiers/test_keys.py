@@ -9,7 +9,7 @@ import pytest
 
 from kvpool import KVCacheConfig, LayerSpec, ReuseScope
 from kvpool.errors import InvalidArgumentError
-from kvpool.prefix.digests import chain_digests, root_digest
+from kvpool.prefix.announcing.digests import chain_digests, root_digest
 from kvpool.tiers import Fingerprint, KeySpace, Shard
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole, seal
 

@@ -13,7 +13,7 @@ from kvpool.config import Tier
 from kvpool.errors import SequenceStateError, UnknownRequestError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import as_count, as_token_array
-from kvpool.prefix.digests import chain_digests, root_digest
+from kvpool.prefix.announcing.digests import chain_digests, root_digest
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import MemoryPressure

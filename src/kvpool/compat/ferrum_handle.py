@@ -13,7 +13,7 @@ from kvpool.config import DType, KVCacheConfig, LayerSpec
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
-from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.prefix.lifetimes.retention import Retention, TokenRange
 from kvpool.sequences.block_table import BlockTable
 from kvpool.sequences.handle import KVCacheHandle
 

@@ -53,7 +53,7 @@ from kvpool.errors import KVPoolError, SequenceStateError
 from kvpool.kernels.current_device import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.retention import Retention
+from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.recording import TraceRecorder
 from kvpool.scheduling import LinearCostModel, Request, Scheduler, SchedulerConfig, SchedulerStats
 from kvpool.scope import ReuseScope

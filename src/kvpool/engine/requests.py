@@ -15,7 +15,7 @@ from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.retention import Retention
+from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
 

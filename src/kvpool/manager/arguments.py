@@ -13,7 +13,7 @@ from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import EvictionPolicy, make_policy
 from kvpool.pools.arrays import Int32Array, Int64Array, as_array, as_count
 from kvpool.pools.symbols import Key, as_items
-from kvpool.prefix.retention import Retention
+from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.scope import MultimodalItem, ReuseScope
 
 DEFAULT_SCOPE = ReuseScope()

@@ -11,7 +11,7 @@ from kvpool.errors import InvariantError
 from kvpool.manager.pins import Pins
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool
-from kvpool.prefix.node import Node, path_ids
+from kvpool.prefix.tree.node import Node, path_ids
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.state import CacheState
 

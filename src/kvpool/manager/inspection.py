@@ -11,7 +11,7 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool
-from kvpool.prefix.node import Node
+from kvpool.prefix.tree.node import Node
 from kvpool.sequences.state import LOCAL_TIERS, CacheState
 from kvpool.stats import CacheStats, GroupStats, MemoryPressure, PoolStats
 

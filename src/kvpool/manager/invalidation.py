@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kvpool.manager.pins import Pins
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.node import Node
+from kvpool.prefix.tree.node import Node
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.in_flight import InFlight

@@ -23,9 +23,9 @@ from kvpool.manager.observer import Observer
 from kvpool.manager.pins import Pin, Pins
 from kvpool.pools.arrays import as_count, as_flag, as_token_array
 from kvpool.pools.pool import BlockPool, ResizeResult
-from kvpool.prefix.calendar import NEVER
-from kvpool.prefix.quota import TenantQuota
+from kvpool.prefix.evicting.quota import TenantQuota
 from kvpool.prefix.tenants import TenantQuotas
+from kvpool.prefix.tree.node import NEVER
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.in_flight import InFlight

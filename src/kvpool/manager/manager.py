@@ -54,7 +54,7 @@ from kvpool.manager.pins import Pins
 from kvpool.manager.steps import BatchLike, Steps
 from kvpool.pools.arrays import Int32Array, as_count, as_flag, as_token_array
 from kvpool.pools.copies import CopyOp
-from kvpool.prefix.retention import Retention
+from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.prefix.tenants import TenantQuotas
 from kvpool.scope import ReuseScope
 from kvpool.sequences.admission import AdmissionPlanner, PrefixMatch

@@ -11,8 +11,7 @@ from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, PinBudgetError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
-from kvpool.prefix.calendar import NEVER
-from kvpool.prefix.node import Node
+from kvpool.prefix.tree.node import NEVER, Node
 from kvpool.scope import ReuseScope
 from kvpool.sequences.state import CacheState
 

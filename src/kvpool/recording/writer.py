@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from kvpool.pools.arrays import MAX_TOKEN_ID, Int32Array, Int64Array, as_token_array
 from kvpool.pools.symbols import encoded_key
-from kvpool.prefix.retention import Retention
+from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.recording.operations import pack
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.handle import KVCacheHandle

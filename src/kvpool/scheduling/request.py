@@ -14,7 +14,7 @@ from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, as_count, as_flag, as_token_array
 from kvpool.pools.symbols import as_items
-from kvpool.prefix.retention import Retention
+from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 

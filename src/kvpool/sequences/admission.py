@@ -11,8 +11,8 @@ from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
-from kvpool.prefix.node import path_ids
-from kvpool.prefix.tree import Match
+from kvpool.prefix.tree.node import path_ids
+from kvpool.prefix.tree.run_tree import Match
 from kvpool.scope import ReuseScope
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.state import Admission, AllocStatus, CacheState

@@ -9,9 +9,8 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.prefix.calendar import NEVER
-from kvpool.prefix.node import Node
-from kvpool.prefix.retention import Retention
+from kvpool.prefix.lifetimes.retention import Retention
+from kvpool.prefix.tree.node import NEVER, Node
 from kvpool.sequences.handle import GivenHandle, KVCacheHandle
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.sliding import RowWindows

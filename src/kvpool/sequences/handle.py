@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 from kvpool.errors import UnknownRequestError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.rows import SequenceRows
-from kvpool.prefix.node import Node
-from kvpool.prefix.retention import Retention
+from kvpool.prefix.lifetimes.retention import Retention
+from kvpool.prefix.tree.node import Node
 from kvpool.scope import ReuseScope
 from kvpool.sequences.block_table import BlockTable, SwappedBlocks
 from kvpool.stats import HandleStats

@@ -8,8 +8,8 @@ from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.pool import GPU
-from kvpool.prefix.node import Node, path_ids
-from kvpool.prefix.tree import Match
+from kvpool.prefix.tree.node import Node, path_ids
+from kvpool.prefix.tree.run_tree import Match
 from kvpool.scope import ReuseScope
 from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner
 from kvpool.sequences.handle import GivenHandle, KVCacheHandle, note_sessions

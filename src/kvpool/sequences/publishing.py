@@ -9,7 +9,7 @@ import numpy as np
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
 from kvpool.prefix.cache import PrefixCache
-from kvpool.prefix.node import Node
+from kvpool.prefix.tree.node import Node
 from kvpool.sequences.handle import KVCacheHandle, Rows
 
 _NOBODY: list[int] = []

@@ -10,7 +10,7 @@ from kvpool.config.layers import ceil_div
 from kvpool.errors import OutOfBlocksError
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.pool import GPU
-from kvpool.prefix.node import Node
+from kvpool.prefix.tree.node import Node
 from kvpool.sequences.handle import KVCacheHandle, note_sessions
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.sliding import RowWindows

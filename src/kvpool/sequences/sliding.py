@@ -9,8 +9,8 @@ from kvpool.errors import SequenceStateError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
-from kvpool.prefix.node import Node, path_ids
-from kvpool.prefix.tree import Match
+from kvpool.prefix.tree.node import Node, path_ids
+from kvpool.prefix.tree.run_tree import Match
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import CacheState
 

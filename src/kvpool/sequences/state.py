@@ -18,8 +18,8 @@ from kvpool.pools.pool import GPU, BlockPool
 from kvpool.pools.rows import SequenceRows
 from kvpool.pools.symbols import Fresh, numbers_in
 from kvpool.prefix.cache import PrefixCache
-from kvpool.prefix.context import CacheContext
-from kvpool.prefix.items import numbers_in_tree
+from kvpool.prefix.tree.context import CacheContext
+from kvpool.prefix.tree.items import numbers_in_tree
 from kvpool.sequences.handle import GivenHandle, KVCacheHandle, Rows
 from kvpool.sequences.publishing import Publisher
 from kvpool.stats import EvictionReason

@@ -12,8 +12,8 @@ from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
-from kvpool.prefix.node import Node, path_ids
-from kvpool.prefix.tree import Match
+from kvpool.prefix.tree.node import Node, path_ids
+from kvpool.prefix.tree.run_tree import Match
 from kvpool.sequences.block_table import SwappedBlocks
 from kvpool.sequences.ending import Ending
 from kvpool.sequences.handle import KVCacheHandle, note_sessions

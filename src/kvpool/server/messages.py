@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.prefix.lifetimes.retention import Retention, TokenRange
 from kvpool.server.access import Caller
 from kvpool.server.completing import conversation_tokens
 from kvpool.server.events import as_event

@@ -1,8 +1,8 @@
 """Whose bytes are these? Keys of blocks outside the process, rooted in everything that makes bytes compatible.
 
 A key is the fingerprint's first eight bytes, so that all values of one model can be found together, and 24 bytes of
-SHA-256 over the whole fingerprint, the layer group and the block's digest (`prefix/digests.py`), which is chained over every
-token before it and the reuse scope. Neither a token nor a tenant's name can be read from it.
+SHA-256 over the whole fingerprint, the layer group and the block's digest (`prefix/announcing/digests.py`), which is
+chained over every token before it and the reuse scope. Neither a token nor a tenant's name can be read from it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.digests import root_digest
+from kvpool.prefix.announcing.digests import root_digest
 from kvpool.scheduling import BatchPlan, ScheduledSequence, Scheduler
 from kvpool.storage import DataPlane
 from kvpool.tiers.planning import BlockKeys

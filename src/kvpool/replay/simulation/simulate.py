@@ -20,7 +20,7 @@ from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.prefix.lifetimes.retention import Retention, TokenRange
 from kvpool.replay.traces.trace import Trace
 
 TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.context import CacheContext
-from kvpool.prefix.node import Node, Root
+from kvpool.prefix.tree.context import CacheContext
+from kvpool.prefix.tree.node import Node, Root
 
 MAX_LOGITS = 64  # prompts that end in one run and have their logits stored; the oldest gives way
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvpool.eviction import EvictionPolicy
 from kvpool.pools.pool import GPU, BlockPool
-from kvpool.prefix.node import Node, Root
-from kvpool.prefix.quota import Quota
+from kvpool.prefix.evicting.quota import Quota
+from kvpool.prefix.tree.node import Node, Root
 from kvpool.scope import ReuseScope
 
 

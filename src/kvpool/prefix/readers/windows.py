@@ -20,10 +20,10 @@ import numpy as np
 from kvpool.pools.arrays import BoolArray, Int32Array
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU, BlockPool
-from kvpool.prefix.announcing import Announcer
-from kvpool.prefix.context import CacheContext
-from kvpool.prefix.ledger import IdleLedger
-from kvpool.prefix.node import Node, Root, path_ids
+from kvpool.prefix.announcing.announcer import Announcer
+from kvpool.prefix.readers.ledger import IdleLedger
+from kvpool.prefix.tree.context import CacheContext
+from kvpool.prefix.tree.node import Node, Root, path_ids
 from kvpool.stats import EvictionReason
 
 

@@ -11,13 +11,13 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU, BlockPool
-from kvpool.prefix.announcing import Announcer
-from kvpool.prefix.context import CacheContext
-from kvpool.prefix.ledger import IdleLedger
-from kvpool.prefix.node import Node
-from kvpool.prefix.readers import PathReaders
-from kvpool.prefix.tree import RunTree
-from kvpool.prefix.windows import WindowReaders
+from kvpool.prefix.announcing.announcer import Announcer
+from kvpool.prefix.readers.ledger import IdleLedger
+from kvpool.prefix.readers.paths import PathReaders
+from kvpool.prefix.readers.windows import WindowReaders
+from kvpool.prefix.tree.context import CacheContext
+from kvpool.prefix.tree.node import Node
+from kvpool.prefix.tree.run_tree import RunTree
 from kvpool.stats import EvictionReason
 
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.calendar import NEVER
-from kvpool.prefix.sorted_keys import SortedKeys
+from kvpool.prefix.tree.sorted_keys import SortedKeys
 from kvpool.scope import ReuseScope
 
 DEFAULT_PRIORITY: Final = 35
 MAX_PRIORITY: Final = 100
+NEVER = float("inf")  # the deadline of what has none
 
 
 class Node:

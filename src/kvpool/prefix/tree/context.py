@@ -11,7 +11,7 @@ from kvpool.pools.copies import CopyOp
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool
 from kvpool.pools.rows import SequenceRows
-from kvpool.prefix.node import Node
+from kvpool.prefix.tree.node import Node
 
 
 class CacheContext:

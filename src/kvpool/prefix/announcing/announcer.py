@@ -11,10 +11,10 @@ from kvpool.config import Tier
 from kvpool.events import Stored
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.groups import Group
-from kvpool.prefix.context import CacheContext
-from kvpool.prefix.digests import chain_digests, root_digest
-from kvpool.prefix.items import run_content
-from kvpool.prefix.node import Node, Root
+from kvpool.prefix.announcing.digests import chain_digests, root_digest
+from kvpool.prefix.tree.context import CacheContext
+from kvpool.prefix.tree.items import run_content
+from kvpool.prefix.tree.node import Node, Root
 from kvpool.scope import MultimodalItem
 from kvpool.stats import EvictionReason
 

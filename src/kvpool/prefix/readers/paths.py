@@ -6,12 +6,12 @@ active; idle leaves are offered to the eviction policy and taken back when they 
 
 from __future__ import annotations
 
-from kvpool.prefix.context import CacheContext
-from kvpool.prefix.expiry import Expiry
-from kvpool.prefix.ledger import IdleLedger
-from kvpool.prefix.node import Node
-from kvpool.prefix.tree import RunTree
-from kvpool.prefix.windows import WindowReaders
+from kvpool.prefix.lifetimes.expiry import Expiry
+from kvpool.prefix.readers.ledger import IdleLedger
+from kvpool.prefix.readers.windows import WindowReaders
+from kvpool.prefix.tree.context import CacheContext
+from kvpool.prefix.tree.node import Node
+from kvpool.prefix.tree.run_tree import RunTree
 
 
 class PathReaders:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from kvpool.prefix.announcing import Announcer
-from kvpool.prefix.calendar import NEVER, Calendar
-from kvpool.prefix.context import CacheContext
-from kvpool.prefix.node import DEFAULT_PRIORITY, Node
+from kvpool.prefix.announcing.announcer import Announcer
+from kvpool.prefix.lifetimes.calendar import Calendar
+from kvpool.prefix.tree.context import CacheContext
+from kvpool.prefix.tree.node import DEFAULT_PRIORITY, NEVER, Node
 
 
 class Expiry:

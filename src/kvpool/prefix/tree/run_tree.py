@@ -13,10 +13,10 @@ from typing import Final
 from kvpool.compiling import mypyc_attr
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.context import CacheContext
-from kvpool.prefix.items import mark_items_before
-from kvpool.prefix.logits import divide_logits
-from kvpool.prefix.node import Node, Root
+from kvpool.prefix.tree.context import CacheContext
+from kvpool.prefix.tree.items import mark_items_before
+from kvpool.prefix.tree.logits import divide_logits
+from kvpool.prefix.tree.node import Node, Root
 from kvpool.scope import ReuseScope
 
 SHORT_RUN: Final = 8192  # tokens up to which comparing copies of the bytes beats an array of differences

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Hashable
 from typing import Any
 
-NEVER = float("inf")
+from kvpool.prefix.tree.node import NEVER
 
 
 class Calendar:

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.symbols import Symbols, is_first, numbers_in
-from kvpool.prefix.node import Node
+from kvpool.prefix.tree.node import Node
 from kvpool.scope import MultimodalItem
 
 Content = tuple[Int32Array, tuple[MultimodalItem, ...]]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from kvpool.prefix.announcing import Announcer
-from kvpool.prefix.context import CacheContext
-from kvpool.prefix.expiry import Expiry
-from kvpool.prefix.ledger import IdleLedger
-from kvpool.prefix.logits import trim_logits
-from kvpool.prefix.node import Node
-from kvpool.prefix.readers import PathReaders
-from kvpool.prefix.tree import RunTree
-from kvpool.prefix.windows import WindowReaders
+from kvpool.prefix.announcing.announcer import Announcer
+from kvpool.prefix.lifetimes.expiry import Expiry
+from kvpool.prefix.readers.ledger import IdleLedger
+from kvpool.prefix.readers.paths import PathReaders
+from kvpool.prefix.readers.windows import WindowReaders
+from kvpool.prefix.tree.context import CacheContext
+from kvpool.prefix.tree.logits import trim_logits
+from kvpool.prefix.tree.node import Node
+from kvpool.prefix.tree.run_tree import RunTree
 from kvpool.stats import EvictionReason
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvpool.pools.pool import GPU, BlockPool
-from kvpool.prefix.context import CacheContext
-from kvpool.prefix.node import Node, Root
+from kvpool.prefix.tree.context import CacheContext
+from kvpool.prefix.tree.node import Node, Root
 
 
 class IdleLedger:

@@ -1,0 +1,1 @@
+"""Who reads cached blocks, and how many nobody reads."""
