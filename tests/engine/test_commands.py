@@ -292,3 +292,25 @@ def test_given_a_cache_too_small_to_time_steps_then_the_benchmark_goes_on_withou
 def test_given_a_model_that_is_not_there_then_the_error_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "x", "--model", "nowhere.json"]) == 2
     assert "nowhere.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("generate", "w5 w6 w7", "--max-tokens", "40"), ("bench", "--requests", "1")])
+def test_given_a_configuration_file_then_blocks_go_to_the_disk_that_it_names(
+    words: tuple[str, ...], model_directory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("xxhash")
+    file, blocks = tmp_path / "kvpool.toml", tmp_path / "blocks"
+    file.write_text(f'[tiers]\ndisk = "{blocks}"\ndisk_bytes = "2MB"\ndisk_compression = "lz4"\ntimeout = 5\n')
+    assert run(*words, "--quiet", "--config", str(file), model=model_directory) == 0
+    capsys.readouterr()
+    assert main(["tier", "stat", "--config", str(file), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["values"] > 0
+
+
+def test_given_a_wrong_configuration_then_the_command_says_so_before_it_loads_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "kvpool.toml"
+    file.write_text("[tiers]\ndisk = 'blocks'\ndisk_bytes = 'much'\n")
+    assert run("generate", "w5", "--config", str(file), model="no such model") == 2
+    assert f"{file}: tiers.disk_bytes = 'much' must be" in capsys.readouterr().err

@@ -88,10 +88,11 @@ class Engine:
     `record` writes a trace for `kvpool replay` to a file, from which no prompt can be read. What `SamplingParams` leave open
     is as the model's `generation_config.json` says (`sampling_defaults`); `model_defaults=False` turns that off.
 
-    Prefixes outlive the process in tiers: `disk` is a directory that holds up to `disk_bytes` (10 GiB), `remote` the address
-    of a store that many engines share (`redis://host`), `tiers` are `KeyedTier`s of your own. They are asked in the order
-    `tiers`, `disk`, `remote`, and a request waits for them `tier_timeout` seconds at most. Every full block is stored at
-    once, or from its `tier_min_uses`-th use on.
+    Prefixes outlive the process in tiers: `disk` is a directory that holds up to `disk_bytes` (10 GiB), or an address like
+    `disk:DIR?bytes=50GB&compress=zstd`; `remote` is the address of a store that many engines share (`redis://host`), `tiers`
+    are `KeyedTier`s of your own. `kvpool.tiers.read_tiers(FILE).engine_options()` are these arguments from a file. They are
+    asked in the order `tiers`, `disk`, `remote`, and a request waits for them `tier_timeout` seconds at most. Every full
+    block is stored at once, or from its `tier_min_uses`-th use on.
 
     Close it, or use it in a `with` statement; one that nobody has any more ends when its requests are over.
     """

@@ -7,7 +7,7 @@ import os
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -18,9 +18,16 @@ from kvpool.tiers.disk.maintenance import Space, Upkeep, remove_everything
 from kvpool.tiers.disk.records import is_held
 from kvpool.tiers.keys import SPACE_BYTES
 from kvpool.tiers.open import open_tier
+from kvpool.tiers.settings import PREFIX, read_tiers
 
 AT_ONCE = 32
-DirectoryArgument = Annotated[Path, typer.Argument(help="The directory of a disk tier.")]
+_T = TypeVar("_T")
+DirectoryArgument = Annotated[
+    Path | None, typer.Argument(help="The directory of a disk tier; default: `disk` of the settings.", show_default=False)
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option(envvar="KVPOOL_CONFIG", help="A TOML file with a section [tiers].")
+]
 Json = Annotated[str | None, typer.Option(help="Write the figures as JSON; - for stdout.")]
 SpaceOption = Annotated[
     str | None, typer.Option("--space", help="Only the values of this fingerprint, as `kvpool tier ls` shows it.")
@@ -35,7 +42,7 @@ def register(app: typer.Typer, name: str) -> None:
     app.add_typer(group, name=name)
 
 
-def ls(directory: DirectoryArgument, json: Json = None) -> None:
+def ls(directory: DirectoryArgument = None, config: ConfigOption = None, json: Json = None) -> None:
     """Whose values lie in a directory: a line for each model, with how many, how large, and when they were last used.
 
     Works while an engine uses the directory.
@@ -43,6 +50,7 @@ def ls(directory: DirectoryArgument, json: Json = None) -> None:
     from rich.table import Table
 
     check_files(json)
+    directory = _directory(directory, config)
     with Upkeep(directory) as upkeep:
         spaces, notes = upkeep.spaces(), upkeep.notes
     table = Table(box=None, pad_edge=False)
@@ -66,8 +74,10 @@ def ls(directory: DirectoryArgument, json: Json = None) -> None:
 
 def stat(
     address: Annotated[
-        str, typer.Argument(help="A directory, or the address of a remote store (redis://, s3://, ...).")
-    ],
+        str | None,
+        typer.Argument(help="A directory, or the address of a store; default: `disk` of the settings, else `remote`."),
+    ] = None,
+    config: ConfigOption = None,
     json: Json = None,
 ) -> None:
     """How full a tier is: slabs and slots of a directory, or what a remote store says of itself.
@@ -77,6 +87,10 @@ def stat(
     kvpool tier stat redis://127.0.0.1:6379
     """
     check_files(json)
+    if address is None:
+        settings = read_tiers(config)
+        default = settings.remote_address if settings.directory is None else str(settings.directory)
+        address = _needed(None, default, "a directory or an address", "disk")
     figures = _directory_figures(Path(address)) if Path(address).is_dir() else _remote_figures(address)
     out = console(to_stderr=json == "-")
     for name, value in figures.items():
@@ -88,7 +102,8 @@ def stat(
 
 
 def verify(
-    directory: DirectoryArgument,
+    directory: DirectoryArgument = None,
+    config: ConfigOption = None,
     repair: Annotated[
         bool, typer.Option(help="Take out what is damaged; no engine may use the directory then.")
     ] = False,
@@ -100,7 +115,7 @@ def verify(
     An engine never returns a damaged value: it looks at the checksum on every load. This tells how well the disk is.
     """
     check_files(json)
-    with Upkeep(directory, writing=repair) as upkeep:
+    with Upkeep(_directory(directory, config), writing=repair) as upkeep:
         with progress_bar("verifying", upkeep.num_values, quiet) as progress:
             result = upkeep.verify(progress, repair=repair)
         notes = upkeep.notes
@@ -117,7 +132,8 @@ def verify(
 
 
 def compact(
-    directory: DirectoryArgument,
+    directory: DirectoryArgument = None,
+    config: ConfigOption = None,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
     json: Json = None,
 ) -> None:
@@ -126,7 +142,7 @@ def compact(
     A tier that runs needs no compaction: it reuses its slots. No engine may use the directory meanwhile.
     """
     check_files(json)
-    with Upkeep(directory, writing=True) as upkeep:
+    with Upkeep(_directory(directory, config), writing=True) as upkeep:
         with progress_bar("moving", upkeep.num_values, quiet) as progress:
             given_back = upkeep.compact(progress)
         left = upkeep.num_values
@@ -136,7 +152,8 @@ def compact(
 
 
 def purge(
-    directory: DirectoryArgument,
+    directory: DirectoryArgument = None,
+    config: ConfigOption = None,
     space: SpaceOption = None,
     unused_days: Annotated[float | None, typer.Option(min=0, help="Only what was not used for so many days.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All files of kvpool, also of older formats.")] = False,
@@ -149,6 +166,7 @@ def purge(
     kvpool tier purge DIR --unused-days 30 && kvpool tier compact DIR
     """
     out = console(to_stderr=False)
+    directory = _directory(directory, config)
     if everything:
         if space is not None or unused_days is not None:
             raise InvalidArgumentError("--all takes everything; leave out --space and --unused-days")
@@ -166,8 +184,12 @@ def purge(
 
 
 def warm(
-    directory: DirectoryArgument,
-    target: Annotated[str, typer.Argument(help="Where to: the address of a tier, for instance redis://HOST:6379.")],
+    directory: DirectoryArgument = None,
+    target: Annotated[
+        str | None,
+        typer.Argument(help="Where to: the address of a tier; default: `remote` of the settings.", show_default=False),
+    ] = None,
+    config: ConfigOption = None,
     space: SpaceOption = None,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
     json: Json = None,
@@ -182,6 +204,8 @@ def warm(
     kvpool tier warm /mnt/old disk:/mnt/new?bytes=500GB
     """
     check_files(json)
+    directory = _directory(directory, config)
+    target = _needed(target, read_tiers(config).remote_address, "an address to copy to", "remote")
     counts = dict.fromkeys(Outcome, 0)
     with open_tier(target) as tier, Upkeep(directory) as upkeep:
         with progress_bar("copying", upkeep.num_values, quiet) as progress:
@@ -222,6 +246,20 @@ def shown_time(microseconds: int) -> str:
     if not microseconds:
         return "unknown"
     return datetime.fromtimestamp(microseconds / 1e6, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _directory(given: Path | None, config: Path | None) -> Path:
+    """The directory that was named, or that of the settings."""
+    return given if given is not None else _needed(None, read_tiers(config).directory, "a directory", "disk")
+
+
+def _needed(given: _T | None, configured: _T | None, what: str, key: str) -> _T:
+    """What was named, or what the settings say."""
+    found = configured if given is None else given
+    if found is None:
+        variable = f"{PREFIX}{key.upper()}"
+        raise InvalidArgumentError(f"name {what}, or set `{key}` in the section [tiers] of --config FILE, or {variable}")
+    return found
 
 
 def _send(tier: Any, batch: list[tuple[bytes, bytes]], counts: dict[Outcome, int]) -> None:

@@ -19,13 +19,13 @@ AT_ONCE_BYTES = 2**26
 """Values that are encoded or decoded together: memory beside the caller's."""
 
 _LENGTH_BYTES = 8
-_CODECS = ("zstd", "lz4", "fp8")
+CODECS = ("zstd", "lz4", "fp8")
 
 
 def make_codec(name: str, dtype: str = "bfloat16") -> Codec:
     """`zstd` or `lz4` for planes of bytes (exact), `fp8`; `dtype` is that of keys and values."""
-    if name not in _CODECS:
-        raise ConfigError(f"codec={show(name)} must be one of {', '.join(_CODECS)}")
+    if name not in CODECS:
+        raise ConfigError(f"codec={show(name)} must be one of {', '.join(CODECS)}")
     return Fp8(dtype) if name == "fp8" else Planes(dtype, name)
 
 

@@ -12,8 +12,8 @@ from kvpool.errors import InvalidArgumentError
 
 MAX_SECONDS = 1e8
 _NAMESPACE = set(string.ascii_letters + string.digits + "._-")
-_TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"0", "false", "no", "off"}
+TRUE = {"1", "true", "yes", "on"}
+FALSE = {"0", "false", "no", "off"}
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class Options:
     def flag(self, name: str, default: bool = False) -> bool:
         """An option that is on or off."""
         value = self.text(name, "1" if default else "0").lower()
-        if value not in _TRUE | _FALSE:
+        if value not in TRUE | FALSE:
             raise self._wrong(name, value, "must be 1 or 0")
-        return value in _TRUE
+        return value in TRUE
 
     def number(self, name: str, default: float | None, *, low: float, high: float) -> float | None:
         """An option that is a number of [low, high]."""

@@ -75,6 +75,7 @@ def bench(
             host_memory,
             scheduler=opt.limits(max_tokens_per_step, max_sequences),
             cache={"enable_prefix_caching": caching},
+            keyed_tiers=caching,
             model_defaults=False,  # random prompts: greedy tokens cost the same in every model
         ) as engine:
             rows.append({"prefix_cache": caching, **_measure(engine, **settings, quiet=quiet)})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated, Any, get_type_hints
 
@@ -21,6 +22,7 @@ from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, StorageMemoryError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.terminal import check_files, parse_bytes
+from kvpool.tiers import TierConfig, read_tiers
 
 HostMemory = Annotated[str | None, typer.Option(help="More of it on the host, to swap requests to.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
@@ -49,39 +51,48 @@ class EngineOptions:
     record: Annotated[
         str | None, typer.Option(help="Write a trace for `kvpool replay`; prompts cannot be read from it.")
     ] = None
-    disk: Annotated[
-        str | None,
-        typer.Option(envvar="KVPOOL_DISK", help="Keep prefixes in this directory: the next start finds them."),
+    config: Annotated[
+        Path | None, typer.Option(envvar="KVPOOL_CONFIG", help="A TOML file with a section [tiers]: docs/tiers.md.")
     ] = None
-    disk_bytes: Annotated[
-        str | None, typer.Option(envvar="KVPOOL_DISK_BYTES", help="As much as --disk may hold: 10GiB.")
-    ] = None
+    disk: Annotated[str | None, typer.Option(help="Keep prefixes in this directory: the next start finds them.")] = None
+    disk_bytes: Annotated[str | None, typer.Option(help="As much as --disk may hold: 10GiB.")] = None
     remote: Annotated[
-        str | None,
-        typer.Option(envvar="KVPOOL_REMOTE", help="Share prefixes through a store: redis://, rediss://, s3://."),
+        str | None, typer.Option(help="Share prefixes through a store: redis://, rediss://, s3://, mooncake://.")
     ] = None
     tier_timeout: Annotated[
-        float, typer.Option(envvar="KVPOOL_TIER_TIMEOUT", help="Seconds that a request waits for them at most.")
-    ] = DEFAULT_TIMEOUT
+        float | None, typer.Option(help=f"Seconds that a request waits for them at most: {DEFAULT_TIMEOUT:g}.")
+    ] = None
 
-    def make_engine(self, model: Any = None, host_memory: str | None = None, **options: Any) -> Engine:
+    def make_engine(
+        self,
+        model: Any = None,
+        host_memory: str | None = None,
+        *,
+        cache: Mapping[str, Any] | None = None,
+        keyed_tiers: bool = True,
+        **options: Any,
+    ) -> Engine:
         """The engine that the options describe; a `model` that is loaded already is used as it is."""
         check_files(self.record)
+        tiers = self.tiers(host_memory).engine_options()
+        if not keyed_tiers:
+            tiers = {name: value for name, value in tiers.items() if name in ("host_bytes", "cache")}
         return Engine(
             self.model if model is None else model,
             device=self.device,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
             kv_bytes=None if self.memory is None else parse_bytes(self.memory, "--memory"),
-            host_bytes=0 if host_memory is None else parse_bytes(host_memory, "--host-memory"),
             compile=self.compile_layers,
             record=self.record,
-            disk=self.disk,
-            disk_bytes=None if self.disk_bytes is None else parse_bytes(self.disk_bytes, "--disk-bytes"),
-            remote=self.remote,
-            tier_timeout=self.tier_timeout,
             **options,
+            **{**tiers, "cache": {**tiers.get("cache", {}), **(cache or {})} or None},
         )
+
+    def tiers(self, host_memory: str | None = None) -> TierConfig:
+        """The settings of tiers: of the file, the environment and these options."""
+        given = {"disk": self.disk, "disk_bytes": self.disk_bytes, "remote": self.remote, "timeout": self.tier_timeout}
+        return read_tiers(self.config, options={**given, "host_bytes": host_memory})
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from kvpool.scheduling import Scheduler
 from kvpool.storage import DataPlane
 from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, open_tier
 from kvpool.tiers.planning import BlockKeys
+from kvpool.tiers.settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT
 
 DEFAULT_TIMEOUT = 2.0
-DEFAULT_DISK_BYTES = 10 * 2**30
-LONGEST_TIMEOUT = 3600.0
 
 
 class TierSettings:
@@ -40,6 +39,8 @@ class TierSettings:
             check_int("disk_bytes", disk_bytes, 1, MAX_BYTES)
             if disk is None:
                 raise ConfigError(f"disk_bytes={disk_bytes} needs disk, the directory to keep them in")
+            if _is_address(disk):
+                raise ConfigError(f"disk_bytes={disk_bytes} beside the address of a disk tier: write ?bytes= in the address")
         if remote is not None and not isinstance(remote, str):
             raise ConfigError(f"remote must be the address of a tier, like redis://localhost, got {show(remote)}")
         self._disk = disk
@@ -75,7 +76,9 @@ class TierSettings:
         """The tiers that the engine opens itself, and closes."""
         opened: list[KeyedTier] = []
         try:
-            if self._disk is not None:
+            if self._disk is not None and _is_address(self._disk):
+                opened.append(open_tier(self._disk))
+            elif self._disk is not None:
                 opened.append(DiskTier(self._disk, self._disk_bytes))
             if self._remote is not None:
                 opened.append(open_tier(self._remote))
@@ -84,6 +87,11 @@ class TierSettings:
                 tier.close()
             raise
         return opened
+
+
+def _is_address(disk: str | os.PathLike[str]) -> bool:
+    """Whether this is `disk:DIRECTORY?bytes=…` and not a directory."""
+    return isinstance(disk, str) and disk.startswith("disk:")
 
 
 def _checked_tiers(tiers: object) -> tuple[KeyedTier, ...]:
