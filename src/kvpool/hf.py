@@ -33,7 +33,7 @@ from kvpool.kernels.scatter import read_values
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray
 from kvpool.scope import ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.live.handle import KVCacheHandle
 from kvpool.stats import CacheStats
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.moving import upload

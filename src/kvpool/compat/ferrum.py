@@ -15,7 +15,7 @@ from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import as_count, as_token_array
 from kvpool.prefix.announcing.digests import chain_digests, root_digest
 from kvpool.scope import ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.live.handle import KVCacheHandle
 from kvpool.stats import MemoryPressure
 
 if TYPE_CHECKING:

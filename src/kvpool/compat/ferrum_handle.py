@@ -14,8 +14,8 @@ from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
 from kvpool.prefix.lifetimes.retention import Retention, TokenRange
-from kvpool.sequences.block_table import BlockTable
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.live.block_table import BlockTable
+from kvpool.sequences.live.handle import KVCacheHandle
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,8 +12,8 @@ from kvpool.manager.pins import Pins
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool
 from kvpool.prefix.tree.node import Node, path_ids
-from kvpool.sequences.in_flight import InFlight
-from kvpool.sequences.state import CacheState
+from kvpool.sequences.live.cache_state import CacheState
+from kvpool.sequences.live.in_flight import InFlight
 
 
 class Checker:

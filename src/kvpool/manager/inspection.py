@@ -12,7 +12,7 @@ from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.tree.node import Node
-from kvpool.sequences.state import LOCAL_TIERS, CacheState
+from kvpool.sequences.live.cache_state import LOCAL_TIERS, CacheState
 from kvpool.stats import CacheStats, GroupStats, MemoryPressure, PoolStats
 
 

@@ -27,9 +27,9 @@ from kvpool.prefix.evicting.quota import TenantQuota
 from kvpool.prefix.tenants import TenantQuotas
 from kvpool.prefix.tree.node import NEVER
 from kvpool.scope import ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
-from kvpool.sequences.in_flight import InFlight
-from kvpool.sequences.onboarding import Onboarding
+from kvpool.sequences.beginning.onboarding import Onboarding
+from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.live.in_flight import InFlight
 from kvpool.stats import CacheStats, EvictionReason, MemoryPressure
 
 

@@ -57,18 +57,18 @@ from kvpool.pools.copies import CopyOp
 from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.prefix.tenants import TenantQuotas
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import AdmissionPlanner, PrefixMatch
-from kvpool.sequences.batch import SequenceBatch, as_handles
-from kvpool.sequences.ending import Ending
-from kvpool.sequences.handle import KVCacheHandle
-from kvpool.sequences.in_flight import InFlight
-from kvpool.sequences.lifecycle import Lifecycle
-from kvpool.sequences.onboarding import Onboarding
-from kvpool.sequences.rewinding import Rewinding
-from kvpool.sequences.sliding import RowWindows
-from kvpool.sequences.state import Admission, CacheState
-from kvpool.sequences.stepping import Stepping
-from kvpool.sequences.swapping import Swapping
+from kvpool.sequences.advancing.rewinding import Rewinding
+from kvpool.sequences.advancing.stepping import Stepping
+from kvpool.sequences.beginning.admission import AdmissionPlanner, PrefixMatch
+from kvpool.sequences.beginning.lifecycle import Lifecycle
+from kvpool.sequences.beginning.onboarding import Onboarding
+from kvpool.sequences.leaving.ending import Ending
+from kvpool.sequences.leaving.swapping import Swapping
+from kvpool.sequences.live.batch import SequenceBatch, as_handles
+from kvpool.sequences.live.cache_state import Admission, CacheState
+from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.live.in_flight import InFlight
+from kvpool.sequences.live.sliding import RowWindows
 
 ALLOCATE_ARGUMENTS = frozenset({
     *("request_id", "tokens", "num_tokens", "scope", "reserve", "lookahead", "cross_tokens"),

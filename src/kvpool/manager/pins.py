@@ -13,7 +13,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
 from kvpool.prefix.tree.node import NEVER, Node
 from kvpool.scope import ReuseScope
-from kvpool.sequences.state import CacheState
+from kvpool.sequences.live.cache_state import CacheState
 
 
 @dataclass(slots=True, eq=False)

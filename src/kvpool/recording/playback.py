@@ -16,7 +16,7 @@ from kvpool.prefix.lifetimes.retention import Retention, TokenRange
 from kvpool.recording.lines import Lines
 from kvpool.recording.operations import MAGIC_KEY, VERBS, VERSION, Operations, unpack
 from kvpool.scope import ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.live.handle import KVCacheHandle
 from kvpool.stats import CacheStats
 
 MAX_BLOCKS = 2**26  # of the pools of a manager that is made for a recording

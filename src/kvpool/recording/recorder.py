@@ -16,8 +16,8 @@ from kvpool.pools.arrays import Int64Array
 from kvpool.recording.lines import open_bytes
 from kvpool.recording.playback import header_of
 from kvpool.recording.writer import Items, RecordingWriter
-from kvpool.sequences.batch import SequenceBatch
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.live.batch import SequenceBatch
+from kvpool.sequences.live.handle import KVCacheHandle
 
 DEFAULT_MAX_BYTES = 2**30
 MAX_PENDING = 2**17  # operations that may wait for the writer

@@ -24,7 +24,7 @@ from kvpool.pools.symbols import encoded_key
 from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.recording.operations import pack
 from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.live.handle import KVCacheHandle
 
 UInt64Array = npt.NDArray[np.uint64]
 Handles = Sequence[KVCacheHandle]

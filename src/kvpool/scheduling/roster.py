@@ -12,7 +12,7 @@ from kvpool.scheduling.request import FinishReason, ScheduledSequence, SequenceS
 from kvpool.scheduling.scheduler_config import PreemptionMode, SchedulerConfig
 from kvpool.scheduling.scheduler_stats import SchedulerStats
 from kvpool.scheduling.steps.running import Running
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.live.handle import KVCacheHandle
 
 
 class Roster:

@@ -16,7 +16,7 @@ import torch
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling import Request
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.live.handle import KVCacheHandle
 from kvpool.storage import DataPlane
 from kvpool.tiers.fetching import Fetch
 from kvpool.tiers.planning import BlockKeys, next_query

@@ -13,7 +13,7 @@ from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.copies import CopyOp
 from kvpool.scheduling.costs.linear import CostModel
 from kvpool.scheduling.request import Finished, ScheduledSequence
-from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.live.batch import SequenceBatch
 
 
 @dataclass(eq=False)

@@ -14,7 +14,7 @@ from kvpool.scheduling.steps.assembly import assemble
 from kvpool.scheduling.steps.batch_plan import BatchPlan
 from kvpool.scheduling.steps.round import DecodeRows, PromptChunk, Round
 from kvpool.scheduling.steps.running import make_rows
-from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.live.batch import SequenceBatch
 
 
 class Planner:

@@ -13,7 +13,7 @@ from kvpool.pools.copies import CopyOp
 from kvpool.scheduling.request import FinishReason, RequestGroup, ScheduledSequence
 from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.steps.running import make_rows
-from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.live.batch import SequenceBatch
 
 
 class PromptChunk(NamedTuple):

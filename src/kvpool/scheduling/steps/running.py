@@ -8,8 +8,8 @@ from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.scheduling.arrivals import Arrivals
 from kvpool.scheduling.request import ScheduledSequence, SequenceState, joined
-from kvpool.sequences.batch import SequenceBatch
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.live.batch import SequenceBatch
+from kvpool.sequences.live.handle import KVCacheHandle
 
 
 class Lanes:

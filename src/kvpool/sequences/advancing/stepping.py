@@ -17,12 +17,12 @@ from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
 from kvpool.pools.rows import RECENT_TOKENS
 from kvpool.scope import MultimodalItem
-from kvpool.sequences.batch import SequenceBatch
-from kvpool.sequences.in_flight import InFlight
-from kvpool.sequences.incoming import IncomingIds
-from kvpool.sequences.sliding import RowWindows
-from kvpool.sequences.slots import Slots
-from kvpool.sequences.state import CacheState, common_tenant
+from kvpool.sequences.advancing.incoming import IncomingIds
+from kvpool.sequences.advancing.slots import Slots
+from kvpool.sequences.live.batch import SequenceBatch
+from kvpool.sequences.live.cache_state import CacheState, common_tenant
+from kvpool.sequences.live.in_flight import InFlight
+from kvpool.sequences.live.sliding import RowWindows
 
 _any = np.logical_or.reduce  # array.any() without its wrapper
 

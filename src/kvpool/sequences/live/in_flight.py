@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.tree.node import Node
 from kvpool.prefix.tree.run_tree import Match
-from kvpool.sequences.handle import KVCacheHandle
-from kvpool.sequences.state import CacheState
+from kvpool.sequences.live.cache_state import CacheState
+from kvpool.sequences.live.handle import KVCacheHandle
 
 
 class InFlight:

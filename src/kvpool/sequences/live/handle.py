@@ -11,7 +11,7 @@ from kvpool.pools.rows import SequenceRows
 from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.prefix.tree.node import Node
 from kvpool.scope import ReuseScope
-from kvpool.sequences.block_table import BlockTable, SwappedBlocks
+from kvpool.sequences.live.block_table import BlockTable, SwappedBlocks
 from kvpool.stats import HandleStats
 
 Rows: TypeAlias = SequenceRows[Node, "KVCacheHandle"]

@@ -14,8 +14,8 @@ from kvpool.pools.pool import GPU
 from kvpool.prefix.tree.node import path_ids
 from kvpool.prefix.tree.run_tree import Match
 from kvpool.scope import ReuseScope
-from kvpool.sequences.in_flight import InFlight
-from kvpool.sequences.state import Admission, AllocStatus, CacheState
+from kvpool.sequences.live.cache_state import Admission, AllocStatus, CacheState
+from kvpool.sequences.live.in_flight import InFlight
 
 NO_MATCH = Match(None, [], 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvpool.pools.arrays import BoolArray
-from kvpool.sequences.state import CacheState
+from kvpool.sequences.live.cache_state import CacheState
 
 
 def writable_blocks(state: CacheState, group: int) -> BoolArray:

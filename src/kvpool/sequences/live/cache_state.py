@@ -20,8 +20,8 @@ from kvpool.pools.symbols import Fresh, numbers_in
 from kvpool.prefix.cache import PrefixCache
 from kvpool.prefix.tree.context import CacheContext
 from kvpool.prefix.tree.items import numbers_in_tree
-from kvpool.sequences.handle import GivenHandle, KVCacheHandle, Rows
-from kvpool.sequences.publishing import Publisher
+from kvpool.sequences.live.handle import GivenHandle, KVCacheHandle, Rows
+from kvpool.sequences.live.publishing import Publisher
 from kvpool.stats import EvictionReason
 
 LOCAL_TIERS = (GPU, Tier.HOST, Tier.DISK)

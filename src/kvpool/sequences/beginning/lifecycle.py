@@ -11,11 +11,11 @@ from kvpool.pools.pool import GPU
 from kvpool.prefix.tree.node import Node, path_ids
 from kvpool.prefix.tree.run_tree import Match
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner
-from kvpool.sequences.handle import GivenHandle, KVCacheHandle, note_sessions
-from kvpool.sequences.in_flight import InFlight
-from kvpool.sequences.sliding import RowWindows
-from kvpool.sequences.state import CacheState
+from kvpool.sequences.beginning.admission import AdmissionPlan, AdmissionPlanner
+from kvpool.sequences.live.cache_state import CacheState
+from kvpool.sequences.live.handle import GivenHandle, KVCacheHandle, note_sessions
+from kvpool.sequences.live.in_flight import InFlight
+from kvpool.sequences.live.sliding import RowWindows
 
 INHERITED = (  # what a fork has in common with its parent
     "retention",

@@ -10,7 +10,7 @@ from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
 from kvpool.prefix.cache import PrefixCache
 from kvpool.prefix.tree.node import Node
-from kvpool.sequences.handle import KVCacheHandle, Rows
+from kvpool.sequences.live.handle import KVCacheHandle, Rows
 
 _NOBODY: list[int] = []
 

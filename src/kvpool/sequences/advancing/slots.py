@@ -8,8 +8,8 @@ import numpy as np
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, Int64Array, as_array
-from kvpool.sequences.batch import SequenceBatch
-from kvpool.sequences.state import CacheState
+from kvpool.sequences.live.batch import SequenceBatch
+from kvpool.sequences.live.cache_state import CacheState
 
 
 class Slots:

@@ -9,9 +9,9 @@ from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.symbols import Fresh
 from kvpool.scope import MultimodalItem
-from kvpool.sequences.batch import SequenceBatch
-from kvpool.sequences.handle import KVCacheHandle
-from kvpool.sequences.state import CacheState
+from kvpool.sequences.live.batch import SequenceBatch
+from kvpool.sequences.live.cache_state import CacheState
+from kvpool.sequences.live.handle import KVCacheHandle
 
 Piece = tuple[int, int, "Int32Array | None"]  # row, how many tokens, those of their ids that are new
 

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, Int64Array, largest
-from kvpool.sequences.handle import GivenHandle, KVCacheHandle
+from kvpool.sequences.live.handle import GivenHandle, KVCacheHandle
 
 if TYPE_CHECKING:
-    from kvpool.sequences.state import CacheState
+    from kvpool.sequences.live.cache_state import CacheState
 
 
 _Parameters = ParamSpec("_Parameters")

@@ -11,10 +11,10 @@ from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.prefix.tree.node import NEVER, Node
-from kvpool.sequences.handle import GivenHandle, KVCacheHandle
-from kvpool.sequences.in_flight import InFlight
-from kvpool.sequences.sliding import RowWindows
-from kvpool.sequences.state import CacheState
+from kvpool.sequences.live.cache_state import CacheState
+from kvpool.sequences.live.handle import GivenHandle, KVCacheHandle
+from kvpool.sequences.live.in_flight import InFlight
+from kvpool.sequences.live.sliding import RowWindows
 from kvpool.stats import EvictionReason
 
 

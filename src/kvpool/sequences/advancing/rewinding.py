@@ -11,10 +11,10 @@ from kvpool.errors import OutOfBlocksError
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.pool import GPU
 from kvpool.prefix.tree.node import Node
-from kvpool.sequences.handle import KVCacheHandle, note_sessions
-from kvpool.sequences.in_flight import InFlight
-from kvpool.sequences.sliding import RowWindows
-from kvpool.sequences.state import CacheState
+from kvpool.sequences.live.cache_state import CacheState
+from kvpool.sequences.live.handle import KVCacheHandle, note_sessions
+from kvpool.sequences.live.in_flight import InFlight
+from kvpool.sequences.live.sliding import RowWindows
 
 
 class Rewinding:

@@ -11,8 +11,8 @@ from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
 from kvpool.prefix.tree.node import Node, path_ids
 from kvpool.prefix.tree.run_tree import Match
-from kvpool.sequences.handle import KVCacheHandle
-from kvpool.sequences.state import CacheState
+from kvpool.sequences.live.cache_state import CacheState
+from kvpool.sequences.live.handle import KVCacheHandle
 
 
 class RowWindows:

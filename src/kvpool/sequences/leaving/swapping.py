@@ -14,12 +14,12 @@ from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
 from kvpool.prefix.tree.node import Node, path_ids
 from kvpool.prefix.tree.run_tree import Match
-from kvpool.sequences.block_table import SwappedBlocks
-from kvpool.sequences.ending import Ending
-from kvpool.sequences.handle import KVCacheHandle, note_sessions
-from kvpool.sequences.in_flight import InFlight
-from kvpool.sequences.lifecycle import Lifecycle
-from kvpool.sequences.state import Admission, AllocStatus, CacheState, common_tenant
+from kvpool.sequences.beginning.lifecycle import Lifecycle
+from kvpool.sequences.leaving.ending import Ending
+from kvpool.sequences.live.block_table import SwappedBlocks
+from kvpool.sequences.live.cache_state import Admission, AllocStatus, CacheState, common_tenant
+from kvpool.sequences.live.handle import KVCacheHandle, note_sessions
+from kvpool.sequences.live.in_flight import InFlight
 
 
 class Swapping:

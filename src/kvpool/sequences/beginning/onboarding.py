@@ -7,8 +7,8 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import AdmissionPlanner
-from kvpool.sequences.state import CacheState
+from kvpool.sequences.beginning.admission import AdmissionPlanner
+from kvpool.sequences.live.cache_state import CacheState
 
 
 class Onboarding:

@@ -1,0 +1,1 @@
+"""What every operation on live sequences shares: their state, a sequence as its user sees it, batches, windows."""
