@@ -21,6 +21,7 @@ from kvpool import (
     LayerSpec,
     ReuseScope,
     Tier,
+    eviction,
     register_policy,
 )
 from kvpool.errors import (
@@ -83,7 +84,9 @@ def test_a_policy_may_be_a_name_or_a_class_and_overrides_the_configuration() -> 
         assert KVCacheManager(config, policy=policy)._state.cache.orders.policies[0].name == expected
 
 
-def test_a_policy_of_ones_own_is_used() -> None:
+def test_a_policy_of_ones_own_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eviction, "_POLICIES", dict(eviction._POLICIES))  # tests that draw policies draw the same ones
+
     @register_policy("test-manager-own")
     class Own(LFUPolicy):
         pass
