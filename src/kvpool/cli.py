@@ -29,7 +29,9 @@ COMMANDS = {
     "generate": Command("kvpool.engine.commands.generate", "Complete prompts with a model."),
     "chat": Command("kvpool.engine.commands.chat", "Talk to a model in the terminal."),
     "serve": Command("kvpool.server.commands", "Serve a model to every OpenAI client."),
-    "tier": Command("kvpool.tiers.commands", "Look after disk tiers and remote stores: list, verify, compact, purge, warm."),
+    "tier": Command(
+        "kvpool.tiers.tier_command", "Look after disk tiers and remote stores: list, verify, compact, purge, warm."
+    ),
     "bench": Command("kvpool.engine.commands.bench", "Measure throughput and latency of a model on this machine."),
 }
 

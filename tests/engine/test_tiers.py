@@ -188,7 +188,7 @@ def test_given_a_pool_so_small_that_blocks_are_evicted_then_they_come_back_from_
 ) -> None:
     # On a busy machine this model computes faster than a thread gets to look: have the engine wait and look all the same.
     monkeypatch.setattr("kvpool.engine.tiering.link.SHORTEST_WAIT", 30.0)
-    monkeypatch.setattr("kvpool.tiers.deciding.Decider.is_worth_looking", lambda self, num_tokens: True)
+    monkeypatch.setattr("kvpool.tiers.transport.deciding.Decider.is_worth_looking", lambda self, num_tokens: True)
     prompts = [random_prompt(80, seed=seed).tolist() for seed in range(6)]
     want = computed(*prompts, family=family)
     tier = MemoryTier(2**28)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvpool.tiers.deciding import PROBE_SECONDS, Decider, TransferSpeed
-from kvpool.tiers.planning import Option
+from kvpool.tiers.transport.deciding import PROBE_SECONDS, Decider, TransferSpeed
+from kvpool.tiers.transport.prefix_options import Option
 from managers import Clock
 
 BLOCK_BYTES = 1_000_000

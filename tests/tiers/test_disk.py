@@ -217,7 +217,7 @@ def test_given_a_directory_in_use_when_another_process_wants_to_write_then_it_is
 def test_given_a_writer_when_another_process_reads_then_it_finds_what_is_stored_also_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.tiers.disk.tier.REFRESH_SECONDS", 0.0)
+    monkeypatch.setattr("kvpool.tiers.disk.disk_tier.REFRESH_SECONDS", 0.0)
     with DiskTier(tmp_path, 2**20) as writer, DiskTier(tmp_path, 2**20, read_only=True) as reader:
         assert load(reader, [1])[0] == [Outcome.MISS]
         store(writer, [1, 2])

@@ -10,10 +10,10 @@ import pytest
 
 from kvpool.testing import key, value
 from kvpool.tiers import KeyedTier, MemoryTier, Outcome
-from kvpool.tiers.lanes import Lane
-from kvpool.tiers.staging import StagingMemory
-from kvpool.tiers.storing import Storer
-from kvpool.tiers.watching import KnownKeys, WatchedTier
+from kvpool.tiers.transport.lanes import Lane
+from kvpool.tiers.transport.staging import StagingMemory
+from kvpool.tiers.transport.storing import Storer
+from kvpool.tiers.transport.watching import KnownKeys, WatchedTier
 
 SECONDS = 30.0
 

@@ -8,7 +8,7 @@ import pytest
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, MultimodalItem, ReuseScope
 from kvpool.events import Stored
 from kvpool.tiers import Fingerprint, KeySpace
-from kvpool.tiers.planning import (
+from kvpool.tiers.transport.prefix_options import (
     HERE,
     NOWHERE,
     BlockKeys,

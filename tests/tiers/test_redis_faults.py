@@ -19,7 +19,7 @@ from servers import RedisCluster, RedisServer, eventually, running
 from kvpool.testing import key, load, store, value
 from kvpool.tiers import Outcome
 from kvpool.tiers.remote.redis import RedisTier
-from kvpool.tiers.remote.slots import slot_of
+from kvpool.tiers.remote.slot_map import slot_of
 
 TIMEOUT = 2.0
 HANGS = 20.0

@@ -11,7 +11,7 @@ import pytest
 from kvpool.testing import key, load, store, value
 from kvpool.tiers import Outcome
 from kvpool.tiers.remote.breaker import Breaker
-from kvpool.tiers.remote.tier import MAX_STALE, SHARE_BYTES, Node, NodeError, RemoteTier, Share, Stale
+from kvpool.tiers.remote.remote_tier import MAX_STALE, SHARE_BYTES, Node, NodeError, RemoteTier, Share, Stale
 
 Behaviour = Callable[[Share[Node]], None]
 

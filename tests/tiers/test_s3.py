@@ -18,9 +18,9 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.testing import TierContract, key, load, store, value
 from kvpool.tiers import KeyedTier, Outcome
 from kvpool.tiers.envelope import HEADER_BYTES
-from kvpool.tiers.remote.loop import LoopThread
+from kvpool.tiers.remote.loop_thread import LoopThread
+from kvpool.tiers.remote.remote_tier import NodeError
 from kvpool.tiers.remote.s3 import S3Tier
-from kvpool.tiers.remote.tier import NodeError
 
 HANGS = 20.0
 _buckets = itertools.count()

@@ -31,7 +31,7 @@ from kvpool.kernels.current_device import whole_device
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
-from kvpool.tiers.planning import PromptKeys
+from kvpool.tiers.transport.prefix_options import PromptKeys
 
 log = logging.getLogger("kvpool")
 

@@ -1,11 +1,11 @@
 """Tiers that find blocks by key and outlive a process: disk, Redis or Valkey, Mooncake, S3, and your own. No torch needed."""
 
-from kvpool.tiers.codecs import CompressionStats
-from kvpool.tiers.compression import CompressedTier
+from kvpool.tiers.compression.codecs import CompressionStats
+from kvpool.tiers.compression.compressed_tier import CompressedTier
 from kvpool.tiers.contract import KEY_BYTES, KeyedTier, Outcome, Room, TierStats
 from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.keys import Fingerprint, KeySpace, Shard
-from kvpool.tiers.memory import MemoryTier
+from kvpool.tiers.memory_tier import MemoryTier
 from kvpool.tiers.open import open_tier
 from kvpool.tiers.remote.mooncake import MooncakeTier
 from kvpool.tiers.remote.redis import RedisTier

@@ -22,8 +22,8 @@ from urllib.parse import quote, urlsplit
 from kvpool.config.layers import MAX_BYTES, show
 from kvpool.errors import ConfigError
 from kvpool.terminal import parse_bytes
-from kvpool.tiers.codecs import ITEM_BYTES
-from kvpool.tiers.compression import CODECS
+from kvpool.tiers.compression.codecs import ITEM_BYTES
+from kvpool.tiers.compression.compressed_tier import CODECS
 from kvpool.tiers.url import FALSE, MAX_SECONDS, TRUE
 
 SECTION = "tiers"

@@ -18,9 +18,9 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.announcing.digests import root_digest
 from kvpool.scheduling import BatchPlan, ScheduledSequence, Scheduler
 from kvpool.storage import DataPlane
-from kvpool.tiers.planning import BlockKeys
-from kvpool.tiers.storing import Storer
-from kvpool.tiers.watching import KNOWN_KEYS
+from kvpool.tiers.transport.prefix_options import BlockKeys
+from kvpool.tiers.transport.storing import Storer
+from kvpool.tiers.transport.watching import KNOWN_KEYS
 
 BATCH_BYTES = 2**25  # that go to a tier in one call
 

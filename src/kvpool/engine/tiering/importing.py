@@ -18,8 +18,8 @@ from kvpool.manager import KVCacheManager
 from kvpool.scheduling import Request
 from kvpool.sequences.live.handle import KVCacheHandle
 from kvpool.storage import DataPlane
-from kvpool.tiers.fetching import Fetch
-from kvpool.tiers.planning import BlockKeys, next_query
+from kvpool.tiers.transport.fetching import Fetch
+from kvpool.tiers.transport.prefix_options import BlockKeys, next_query
 
 CHUNK_BLOCKS = 64  # taken at a time: of windowed groups all but the last window is given back before the next ones
 log = logging.getLogger("kvpool")

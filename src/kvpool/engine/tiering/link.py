@@ -30,13 +30,13 @@ from kvpool.errors import KVPoolError
 from kvpool.scheduling import BatchPlan, Request, Scheduler
 from kvpool.storage import DataPlane
 from kvpool.tiers.contract import KeyedTier, TierStats
-from kvpool.tiers.deciding import Decider, DecisionStats
-from kvpool.tiers.fetching import Fetch, Fetcher, FetchStats
-from kvpool.tiers.lanes import Lane
-from kvpool.tiers.planning import BlockKeys, PromptKeys
-from kvpool.tiers.staging import Bytes, StagingMemory, page_aligned
-from kvpool.tiers.storing import SharedStage, Storer, StoreStats
-from kvpool.tiers.watching import WatchedTier
+from kvpool.tiers.transport.deciding import Decider, DecisionStats
+from kvpool.tiers.transport.fetching import Fetch, Fetcher, FetchStats
+from kvpool.tiers.transport.lanes import Lane
+from kvpool.tiers.transport.prefix_options import BlockKeys, PromptKeys
+from kvpool.tiers.transport.staging import Bytes, StagingMemory, page_aligned
+from kvpool.tiers.transport.storing import SharedStage, Storer, StoreStats
+from kvpool.tiers.transport.watching import WatchedTier
 
 FETCH_THREADS = 2
 MAX_HELD = 256  # requests; more are not held but computed

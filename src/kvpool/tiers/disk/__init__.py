@@ -1,5 +1,5 @@
 """Values on a local disk that are there again after a restart: slab files, an index beside each, and who may use them."""
 
-from kvpool.tiers.disk.tier import DiskTier
+from kvpool.tiers.disk.disk_tier import DiskTier
 
 __all__ = ["DiskTier"]

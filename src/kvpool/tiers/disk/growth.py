@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from kvpool.tiers.disk.catalog import SizeClass
+from kvpool.tiers.disk.disk_state import State
 from kvpool.tiers.disk.slab import Slab, slab_bytes
-from kvpool.tiers.disk.state import State
 
 MAX_SLABS, FEW_SLABS = 64, 16
 SMALL_SLAB_BYTES, MAX_SLAB_BYTES = 2**28, 16 * 2**30

@@ -14,7 +14,7 @@ from typing import Any
 from kvpool.errors import ConfigError
 from kvpool.tiers.remote.breaker import Breaker
 from kvpool.tiers.remote.redis_options import RedisOptions
-from kvpool.tiers.remote.tier import Node, NodeError
+from kvpool.tiers.remote.remote_tier import Node, NodeError
 
 _MOVED = ("Moved:", "Ask:", "TryAgain:", "MOVED", "ASK ", "TRYAGAIN")
 

@@ -24,7 +24,7 @@ from kvpool.terminal import parse_bytes
 from kvpool.tiers.contract import DEFAULT_TIMEOUT, Outcome
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole, seal
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
-from kvpool.tiers.remote.tier import SHARE_BYTES, SHARE_KEYS, Node, NodeError, RemoteTier, Share
+from kvpool.tiers.remote.remote_tier import SHARE_BYTES, SHARE_KEYS, Node, NodeError, RemoteTier, Share
 from kvpool.tiers.url import Options, TierURL, check_namespace
 
 NUM_SLABS = 4

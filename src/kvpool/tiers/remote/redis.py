@@ -16,8 +16,8 @@ from kvpool.tiers.contract import Outcome
 from kvpool.tiers.envelope import is_whole, num_bytes, seal
 from kvpool.tiers.remote.glide import RedisNode, Refusal
 from kvpool.tiers.remote.redis_options import RedisOptions
-from kvpool.tiers.remote.slots import SlotMap, slot_of
-from kvpool.tiers.remote.tier import NodeError, RemoteTier, Share
+from kvpool.tiers.remote.remote_tier import NodeError, RemoteTier, Share
+from kvpool.tiers.remote.slot_map import SlotMap, slot_of
 from kvpool.tiers.url import TierURL
 
 PIPELINE_BYTES = 2 << 20

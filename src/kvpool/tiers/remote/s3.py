@@ -18,8 +18,8 @@ from kvpool.tiers.contract import DEFAULT_TIMEOUT, Outcome
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole, num_bytes, seal
 from kvpool.tiers.keys import SPACE_BYTES
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
-from kvpool.tiers.remote.loop import LoopThread
-from kvpool.tiers.remote.tier import Node, NodeError, RemoteTier, Share
+from kvpool.tiers.remote.loop_thread import LoopThread
+from kvpool.tiers.remote.remote_tier import Node, NodeError, RemoteTier, Share
 from kvpool.tiers.url import Options, TierURL
 
 MAX_VALUE_BYTES = (5 << 30) - HEADER_BYTES  # the largest object that one request may bring

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
-from kvpool.tiers.remote.tier import NodeError
+from kvpool.tiers.remote.remote_tier import NodeError
 
 _T = TypeVar("_T")
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from kvpool.tiers.contract import Outcome
 from kvpool.tiers.disk.buffers import PAGE, ZEROS, Buffer, Call, Workers, pages
+from kvpool.tiers.disk.disk_state import State
 from kvpool.tiers.disk.growth import Growth
 from kvpool.tiers.disk.records import Records, made_record
 from kvpool.tiers.disk.slab import Slab, slot_bytes_for
-from kvpool.tiers.disk.state import State
 from kvpool.tiers.envelope import seal
 
 MAX_VALUE_BYTES = 2**30

@@ -13,7 +13,14 @@ import numpy.typing as npt
 
 from kvpool.config.layers import check_int, show
 from kvpool.errors import ConfigError
-from kvpool.tiers.fp8 import LOWEST_EXPONENT, NUM_EXPONENTS, RELATIVE_ERROR, as_floats, round_to_bfloat16, table
+from kvpool.tiers.compression.fp8 import (
+    LOWEST_EXPONENT,
+    NUM_EXPONENTS,
+    RELATIVE_ERROR,
+    as_floats,
+    round_to_bfloat16,
+    table,
+)
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 GROUP = 64

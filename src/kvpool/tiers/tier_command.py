@@ -14,8 +14,8 @@ import typer
 from kvpool.errors import InvalidArgumentError
 from kvpool.terminal import check_files, console, progress_bar, write_json
 from kvpool.tiers.contract import Outcome
-from kvpool.tiers.disk.maintenance import Space, Upkeep, remove_everything
 from kvpool.tiers.disk.records import is_held
+from kvpool.tiers.disk.upkeep import Space, Upkeep, remove_everything
 from kvpool.tiers.keys import SPACE_BYTES
 from kvpool.tiers.open import open_tier
 from kvpool.tiers.settings import PREFIX, read_tiers

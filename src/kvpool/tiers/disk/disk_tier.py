@@ -12,11 +12,11 @@ from kvpool.errors import ConfigError
 from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier, Outcome, Room
 from kvpool.tiers.disk.buffers import Workers
 from kvpool.tiers.disk.directory import Directory
+from kvpool.tiers.disk.disk_state import State
 from kvpool.tiers.disk.growth import Growth
-from kvpool.tiers.disk.loading import Loading
 from kvpool.tiers.disk.slab import supports_direct
-from kvpool.tiers.disk.state import State
-from kvpool.tiers.disk.storing import Storing
+from kvpool.tiers.disk.value_loading import Loading
+from kvpool.tiers.disk.value_storing import Storing
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import KeySpace
 

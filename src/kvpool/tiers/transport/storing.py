@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from kvpool.tiers.contract import Outcome
-from kvpool.tiers.lanes import Lane
-from kvpool.tiers.staging import Bytes, Staged, StagingMemory
-from kvpool.tiers.watching import WatchedTier
+from kvpool.tiers.transport.lanes import Lane
+from kvpool.tiers.transport.staging import Bytes, Staged, StagingMemory
+from kvpool.tiers.transport.watching import WatchedTier
 
 STORE_TIMEOUT = 10.0  # nobody waits for it
 _MAX_BATCHES = 256

@@ -12,8 +12,8 @@ import numpy as np
 
 from kvpool.tiers.contract import Outcome
 from kvpool.tiers.disk.buffers import PAGE, Buffer, Call, Workers, pages
+from kvpool.tiers.disk.disk_state import State
 from kvpool.tiers.disk.slab import Slab
-from kvpool.tiers.disk.state import State
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole
 
 

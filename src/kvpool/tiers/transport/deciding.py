@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from kvpool.tiers.planning import Option
+from kvpool.tiers.transport.prefix_options import Option
 
 SMOOTHING = 0.2  # weight of the newest measurement
 MARGIN = 1.05  # loading must be predicted to be faster by this factor: predictions err

@@ -19,8 +19,8 @@ from kvpool.config.layers import ceil_div
 from kvpool.pools.arrays import Int64Array
 from kvpool.pools.groups import Group
 from kvpool.tiers.contract import Outcome
-from kvpool.tiers.deciding import Decider, Decision
-from kvpool.tiers.planning import (
+from kvpool.tiers.transport.deciding import Decider, Decision
+from kvpool.tiers.transport.prefix_options import (
     HERE,
     NOWHERE,
     Option,
@@ -30,9 +30,9 @@ from kvpool.tiers.planning import (
     read_columns,
     usable_blocks,
 )
-from kvpool.tiers.staging import Bytes, StagingMemory
-from kvpool.tiers.storing import SharedStage, Storer
-from kvpool.tiers.watching import WatchedTier
+from kvpool.tiers.transport.staging import Bytes, StagingMemory
+from kvpool.tiers.transport.storing import SharedStage, Storer
+from kvpool.tiers.transport.watching import WatchedTier
 
 PROBE_BLOCKS = 4
 _SHARES = 4  # of the staging memory that one request may take at a time
