@@ -1,59 +1,23 @@
-"""An engine whose disk or server breaks: every answer is that of computing it, and nobody waits for what does not come."""
+"""An engine whose disk breaks: every answer is that of computing it. Servers that break: test_tiers_server_faults.py."""
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("xxhash")
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tiers"))
 
-from models import random_prompt, tiny_model  # noqa: E402
-from servers import RedisServer, running  # noqa: E402
+from tier_faults import assert_right, make_engine  # noqa: E402
 
-from kvpool.engine import Engine, SamplingParams  # noqa: E402
-
-PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
-PROMPTS = [random_prompt(100, seed=seed).tolist() for seed in range(4)]
 SRC = Path(__file__).resolve().parents[2] / "src"
-
-
-@cache
-def model() -> Any:
-    return tiny_model("gemma2")
-
-
-@cache
-def computed() -> tuple[tuple[int, ...], ...]:
-    with Engine(model(), kv_blocks=128, block_size=8) as engine:
-        return tuple(tuple(result.token_ids) for result in engine.generate(PROMPTS, PARAMS))
-
-
-def make_engine(**options: Any) -> Engine:
-    return Engine(model(), block_size=8, **{"kv_blocks": 128, "tier_timeout": 2.0, **options})
-
-
-def assert_right(engine: Engine) -> int:
-    """Every prompt is answered as if it were computed, one after the other; returns how many tokens were cached."""
-    results = [engine.generate([prompt], PARAMS)[0] for prompt in PROMPTS]
-    assert tuple(tuple(result.token_ids) for result in results) == computed()
-    engine.manager.check()
-    stats = engine.stats().tiers
-    assert stats is not None
-    assert (stats.held, stats.leases) == (0, ())
-    return sum(result.num_cached_tokens for result in results)
 
 
 # --- a disk ------------------------------------------------------------------------------------------------------------
@@ -160,72 +124,3 @@ def test_given_a_process_that_is_killed_while_it_stores_then_the_next_one_answer
     killed.stdout.close()
     with make_engine(disk=tmp_path / "blocks", disk_bytes=2**24) as engine:
         assert_right(engine)
-
-
-# --- a server ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RedisServer]:
-    pytest.importorskip("glide_sync")
-    made = RedisServer(tmp_path / "redis")
-    with running(made):
-        yield made
-
-
-def filled(server: RedisServer) -> str:
-    """The address of a server that holds all prompts."""
-    address = f"{server.url}?timeout=2"
-    with make_engine(remote=address) as engine:
-        assert_right(engine)
-        assert engine._tiers.flush(30.0)  # type: ignore[union-attr]
-    return address
-
-
-def test_given_a_server_then_another_engine_finds_what_the_first_one_stored(server: RedisServer) -> None:
-    with make_engine(remote=filled(server), tier_timeout=60.0) as engine:
-        assert assert_right(engine) >= 4 * 96
-
-
-def test_given_a_server_that_is_killed_then_requests_are_answered(
-    server: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    address = filled(server)
-    with make_engine(remote=address) as engine:
-        server.kill()
-        assert_right(engine)
-    with make_engine(remote=address) as engine:
-        assert_right(engine)
-
-
-def test_given_a_server_that_hangs_then_requests_are_answered_and_go_on_when_it_comes_back(
-    server: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    address = filled(server)
-    with make_engine(remote=address, tier_timeout=0.5) as engine:
-        server.pause()
-        assert_right(engine)
-        server.resume()
-        engine.manager.reset_prefix_cache()
-        assert_right(engine)
-
-
-def test_given_a_server_that_answers_rubbish_then_requests_are_answered(caplog: pytest.LogCaptureFixture) -> None:
-    pytest.importorskip("glide_sync")
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-
-        def babble() -> None:
-            while True:
-                try:
-                    connection, _ = listening.accept()
-                except OSError:
-                    return
-                with connection:
-                    connection.sendall(b"HTTP/1.1 418 I am a teapot\r\n\r\n")
-
-        thread = threading.Thread(target=babble, daemon=True)
-        thread.start()
-        with make_engine(remote=f"redis://127.0.0.1:{listening.getsockname()[1]}?timeout=1", tier_timeout=0.5) as engine:
-            assert_right(engine)
-        listening.shutdown(socket.SHUT_RDWR)
-    thread.join(10)

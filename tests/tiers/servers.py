@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -184,6 +185,45 @@ class RedisCluster:
     def kill(self) -> None:
         for node in self.nodes:
             node.kill()
+
+
+GARBAGE = {
+    "nothing": b"",
+    "noise": b"\x00\xff\xfegarbage\r\n\r\n",
+    "http": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "always OK": b"+OK\r\n",
+    "always a string": b"$5\r\nhello\r\n",
+    "always two": b":2\r\n",
+}
+
+
+class FakeServer:
+    """Listens and says the same to everybody who says something."""
+
+    def __init__(self, says: bytes, port: int = 0) -> None:
+        self._says = says
+        self._listener = socket.create_server(("127.0.0.1", port))
+        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                self._open.append(connection)
+                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
+
+    def _talk(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while connection.recv(65536):
+                connection.sendall(self._says)
+
+    def close(self) -> None:
+        for each in (self._listener, *self._open):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
 
 
 class MotoServer(Server):

@@ -7,14 +7,13 @@ from "hung".
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import RedisCluster, RedisServer, eventually, running
+from servers import GARBAGE, FakeServer, RedisCluster, RedisServer, eventually, running
 
 from kvpool.testing import key, load, store, value
 from kvpool.tiers import Outcome
@@ -253,40 +252,7 @@ def test_given_a_node_of_a_cluster_without_saying_so_then_the_statistics_tell_wh
 # --- servers that are none -------------------------------------------------------------------------------------------
 
 
-class FakeServer:
-    """Listens and says the same to everybody who says something."""
-
-    def __init__(self, says: bytes) -> None:
-        self._says = says
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"redis://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._open: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                self._open.append(connection)
-                threading.Thread(target=self._talk, args=(connection,), daemon=True).start()
-
-    def _talk(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while connection.recv(65536):
-                connection.sendall(self._says)
-
-    def close(self) -> None:
-        for each in (self._listener, *self._open):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
-            each.close()
-
-
-@pytest.mark.parametrize(
-    "says",
-    [b"", b"\x00\xff\xfegarbage\r\n\r\n", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"+OK\r\n", b"$5\r\nhello\r\n", b":2\r\n"],
-    ids=["nothing", "noise", "http", "always OK", "always a string", "always two"],
-)
+@pytest.mark.parametrize("says", GARBAGE.values(), ids=GARBAGE)
 def test_given_a_server_that_answers_garbage_then_nothing_is_taken_for_a_value(says: bytes) -> None:
     fake = FakeServer(says)
     try:

@@ -161,7 +161,7 @@ class TierLink:
         worth = self._decider.is_worth_looking(missing)
         if not worth and not self._decider.is_time_to_look():
             return False
-        fetch = Fetch(prompt, first, held.due)
+        fetch = Fetch(prompt, first, now, held.due)
         if not worth:  # measured again, beside the request
             self._lane.submit(partial(self._fetcher.run, fetch, Fetch.release), fetch.release)
             return False

@@ -54,8 +54,8 @@ class Fetch:
 
     prompt: PromptKeys
     first: int  # blocks that the cache has already
-    due: float  # when the request stops waiting, by `time.monotonic`
-    began: float = dataclass_field(default_factory=time.monotonic)
+    began: float  # by `time.monotonic`
+    due: float  # when the request stops waiting
     decision: Decision | None = None
     num_blocks: int = 0  # of the prefix that can be had now; `first` or less: nothing was loaded
     groups: list[GroupRows] = dataclass_field(default_factory=list)
