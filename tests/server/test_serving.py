@@ -19,7 +19,7 @@ from live import Live, openai_client
 
 from kvpool.errors import ConfigError
 from kvpool.server import Access, Caller, Limits
-from kvpool.server.access import new_key
+from kvpool.server.asking.access import new_key
 
 PROMPT = "w5 w6 w7 w8 w9 w10 w11 w12 w13"
 

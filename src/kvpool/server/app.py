@@ -14,17 +14,17 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.server.access import Access, Caller
-from kvpool.server.caching import CacheDesk
-from kvpool.server.completing import chat, complete, named_tokens
-from kvpool.server.exchange import Reception
-from kvpool.server.limits import Gate, Limits
-from kvpool.server.messages import Messages, converse
-from kvpool.server.metrics import Metrics
-from kvpool.server.problems import Problem, problem_of
-from kvpool.server.responses import Responses, respond
-from kvpool.server.schema import CacheQuery, ChatCompletions, Completions, Detokenize, Tokenize
-from kvpool.server.served import ServedModel
+from kvpool.server.answering.exchange import Reception
+from kvpool.server.answering.metrics import Metrics
+from kvpool.server.asking.access import Access, Caller
+from kvpool.server.asking.limits import Gate, Limits
+from kvpool.server.asking.problems import Problem, problem_of
+from kvpool.server.asking.schema import CacheQuery, ChatCompletions, Completions, Detokenize, Tokenize
+from kvpool.server.asking.served import ServedModel
+from kvpool.server.routes.caching import CacheDesk
+from kvpool.server.routes.completing import chat, complete, named_tokens
+from kvpool.server.routes.messages import Messages, converse
+from kvpool.server.routes.responses import Responses, respond
 from kvpool.version import __version__
 
 

@@ -14,7 +14,7 @@ from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
-from kvpool.server.problems import Problem, problem_of
+from kvpool.server.asking.problems import Problem, problem_of
 
 _T = TypeVar("_T")
 

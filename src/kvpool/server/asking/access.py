@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvpool.errors import ConfigError
-from kvpool.server.problems import Problem
+from kvpool.server.asking.problems import Problem
 
 ENVIRONMENT = "KVPOOL_API_KEYS"
 _ADMIN = "admin"

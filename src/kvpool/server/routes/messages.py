@@ -14,14 +14,14 @@ from starlette.responses import Response
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.lifetimes.retention import Retention, TokenRange
-from kvpool.server.access import Caller
-from kvpool.server.completing import conversation_tokens
-from kvpool.server.events import as_event
-from kvpool.server.exchange import Exchange, Reception
-from kvpool.server.parameters import sampling_params
-from kvpool.server.problems import Problem
-from kvpool.server.schema import Body, Message, Sampling, Stop
-from kvpool.server.served import ServedModel
+from kvpool.server.answering.events import as_event
+from kvpool.server.answering.exchange import Exchange, Reception
+from kvpool.server.asking.access import Caller
+from kvpool.server.asking.parameters import sampling_params
+from kvpool.server.asking.problems import Problem
+from kvpool.server.asking.schema import Body, Message, Sampling, Stop
+from kvpool.server.asking.served import ServedModel
+from kvpool.server.routes.completing import conversation_tokens
 
 KEPT_PRIORITY = 90
 _SECONDS = {"5m": 300.0, "1h": 3600.0}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 
 from kvpool.config.layers import check_int
 from kvpool.errors import InvalidArgumentError
-from kvpool.server.problems import Problem
+from kvpool.server.asking.problems import Problem
 
 
 @dataclass(frozen=True)

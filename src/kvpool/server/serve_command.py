@@ -11,7 +11,7 @@ import typer
 
 from kvpool.engine.commands import options as opt
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.server.access import ENVIRONMENT, Access, new_key
+from kvpool.server.asking.access import ENVIRONMENT, Access, new_key
 
 GRACE_SECONDS = 30
 
@@ -66,8 +66,8 @@ def serve(
         return
     uvicorn = _uvicorn()
     from kvpool.server.app import create_app
-    from kvpool.server.limits import Limits
-    from kvpool.server.served import ServedModel
+    from kvpool.server.asking.limits import Limits
+    from kvpool.server.asking.served import ServedModel
 
     access = Access.read(keys, os.environ, share=share_cache)
     _check_address(host, access, insecure)

@@ -11,13 +11,13 @@ from kvpool.errors import KVPoolError
 from kvpool.manager.pins import Pin
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
-from kvpool.server.access import Caller
-from kvpool.server.completing import named_tokens
-from kvpool.server.limits import Limits
-from kvpool.server.parameters import session_name
-from kvpool.server.problems import Problem, problem_of
-from kvpool.server.schema import CacheQuery
-from kvpool.server.served import ServedModel, scope_of
+from kvpool.server.asking.access import Caller
+from kvpool.server.asking.limits import Limits
+from kvpool.server.asking.parameters import session_name
+from kvpool.server.asking.problems import Problem, problem_of
+from kvpool.server.asking.schema import CacheQuery
+from kvpool.server.asking.served import ServedModel, scope_of
+from kvpool.server.routes.completing import named_tokens
 
 
 class _Kept(NamedTuple):

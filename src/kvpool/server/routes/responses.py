@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpool.engine.generation import Chunk, Generation
-from kvpool.server.access import Caller
-from kvpool.server.completing import FILL_CONTEXT, conversation_tokens
-from kvpool.server.events import as_event
-from kvpool.server.exchange import Exchange, Reception
-from kvpool.server.parameters import sampling_params
-from kvpool.server.problems import Problem
-from kvpool.server.schema import Message, Sampling
-from kvpool.server.served import ServedModel
+from kvpool.server.answering.events import as_event
+from kvpool.server.answering.exchange import Exchange, Reception
+from kvpool.server.asking.access import Caller
+from kvpool.server.asking.parameters import sampling_params
+from kvpool.server.asking.problems import Problem
+from kvpool.server.asking.schema import Message, Sampling
+from kvpool.server.asking.served import ServedModel
+from kvpool.server.routes.completing import FILL_CONTEXT, conversation_tokens
 
 
 class Responses(Sampling):

@@ -13,15 +13,15 @@ from starlette.responses import JSONResponse, Response
 from kvpool.engine.generation import Chunk
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.pools.arrays import Int32Array
-from kvpool.server.access import Caller
-from kvpool.server.answers import Writer
-from kvpool.server.limits import Gate
-from kvpool.server.metrics import Latencies
-from kvpool.server.parameters import request_options
-from kvpool.server.problems import Problem
-from kvpool.server.schema import Sampling
-from kvpool.server.served import LiveRequest, ServedModel
-from kvpool.server.streams import EventStream, unless_gone
+from kvpool.server.answering.answers import Writer
+from kvpool.server.answering.metrics import Latencies
+from kvpool.server.answering.streams import EventStream, unless_gone
+from kvpool.server.asking.access import Caller
+from kvpool.server.asking.limits import Gate
+from kvpool.server.asking.parameters import request_options
+from kvpool.server.asking.problems import Problem
+from kvpool.server.asking.schema import Sampling
+from kvpool.server.asking.served import LiveRequest, ServedModel
 
 
 class Reception(NamedTuple):

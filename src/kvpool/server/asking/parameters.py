@@ -6,11 +6,11 @@ from typing import Any
 
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import KVPoolError
-from kvpool.server.access import Caller
-from kvpool.server.limits import Limits
-from kvpool.server.problems import Problem, problem_of
-from kvpool.server.schema import Sampling
-from kvpool.server.served import scope_of
+from kvpool.server.asking.access import Caller
+from kvpool.server.asking.limits import Limits
+from kvpool.server.asking.problems import Problem, problem_of
+from kvpool.server.asking.schema import Sampling
+from kvpool.server.asking.served import scope_of
 
 
 def sampling_params(body: Sampling, limits: Limits, max_new_tokens: int, logprobs: int | None) -> SamplingParams:

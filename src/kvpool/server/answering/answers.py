@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvpool.engine.generation import Chunk, Generation, Sample, TokenLogprob
-from kvpool.server.events import as_event
+from kvpool.server.answering.events import as_event
 
 # What ended a sample, in OpenAI's words. A request that was cut off has no more than it has: "length".
 _FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", "refused": "length"}

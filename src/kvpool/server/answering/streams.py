@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvpool.server.events import as_event
-from kvpool.server.problems import Problem
+from kvpool.server.answering.events import as_event
+from kvpool.server.asking.problems import Problem
 
 
 class EventStream(Response):

@@ -1,0 +1,1 @@
+"""One module per form of the API: completions and chats, messages, responses, the cache."""
