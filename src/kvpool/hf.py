@@ -29,7 +29,7 @@ from kvpool.config.layers import show
 from kvpool.engine.model import rotary
 from kvpool.engine.model.probing import inspect_model
 from kvpool.errors import InvalidArgumentError, SequenceStateError
-from kvpool.kernels.scatter import read_values
+from kvpool.kernels.scattering.scatter import read_values
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray
 from kvpool.scope import ReuseScope

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvpool.config.layers import LayerGroup, ceil_div
 from kvpool.errors import InvalidArgumentError
-from kvpool.kernels.paged_spec import AttentionSpec
+from kvpool.kernels.paged.paged_spec import AttentionSpec
 from kvpool.sequences.live.batch import CSRTable
 
 Int32Array = npt.NDArray[np.int32]

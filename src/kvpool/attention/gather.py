@@ -7,8 +7,8 @@ import threading
 import torch
 from torch import Tensor
 
-from kvpool.kernels.layer_cache import LayerCache
-from kvpool.kernels.quantization import Quantized, dequantize
+from kvpool.kernels.scattering.layer_cache import LayerCache
+from kvpool.kernels.scattering.quantization import Quantized, dequantize
 
 
 class Scratch(threading.local):

@@ -18,8 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvpool.attention.attention_batch import Int64Array, PagedBatch
 from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.gather import Scratch, TokenPlaces, gather_layer
-from kvpool.kernels.layer_cache import LayerCache
-from kvpool.kernels.paged_spec import AttentionSpec
+from kvpool.kernels.paged.paged_spec import AttentionSpec
+from kvpool.kernels.scattering.layer_cache import LayerCache
 
 _PACKED_QUERIES = 16  # up to so many queries a sequence, the heads of a group share one pass over K
 _TILE_QUERIES = 512

@@ -13,9 +13,9 @@ from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.work import MANY_WAVES, Work, divide_work, max_items, max_partials
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import UnsupportedAttentionError
-from kvpool.kernels.current_device import current
-from kvpool.kernels.layer_cache import LayerCache
-from kvpool.kernels.paged_attention import (
+from kvpool.kernels.copying.current_device import current
+from kvpool.kernels.copying.upload import upload
+from kvpool.kernels.paged.paged_attention import (
     ITEM_FIELDS,
     TILE_FIELDS,
     Partials,
@@ -24,9 +24,9 @@ from kvpool.kernels.paged_attention import (
     merge_partials,
     use_interpreter,
 )
-from kvpool.kernels.paged_spec import AttentionSpec
-from kvpool.kernels.prefill import PREFILL_TILE, prefill_items, prefills, prefills_on, reads
-from kvpool.kernels.upload import upload
+from kvpool.kernels.paged.paged_spec import AttentionSpec
+from kvpool.kernels.paged.prefill import PREFILL_TILE, prefill_items, prefills, prefills_on, reads
+from kvpool.kernels.scattering.layer_cache import LayerCache
 
 _DECODE_ROWS = 16  # the smallest tile that tensor cores take
 _DECODE_BYTES = 2**14  # of keys that one round of decoding takes

@@ -50,7 +50,7 @@ from kvpool.engine.thread import EngineThread
 from kvpool.engine.tiering.link import TieringStats
 from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT, TierSettings
 from kvpool.errors import KVPoolError, SequenceStateError
-from kvpool.kernels.current_device import current, whole_device
+from kvpool.kernels.copying.current_device import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.lifetimes.retention import Retention

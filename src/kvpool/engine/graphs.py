@@ -25,8 +25,8 @@ from kvpool.config.layers import ceil_div
 from kvpool.engine.model.hook import AttentionCall
 from kvpool.engine.model.probing import forward
 from kvpool.errors import KVPoolError
-from kvpool.kernels.current_device import whole_device
-from kvpool.kernels.paged_spec import AttentionSpec
+from kvpool.kernels.copying.current_device import whole_device
+from kvpool.kernels.paged.paged_spec import AttentionSpec
 from kvpool.scheduling.steps.batch_plan import BatchPlan
 from kvpool.storage import DataPlane
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvpool.config import KVCacheConfig, LayerGroup, Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError, SharedBlockError, TransferError
-from kvpool.kernels.scatter import read_slots, read_values, write_slots
+from kvpool.kernels.scattering.scatter import read_slots, read_values, write_slots
 from kvpool.pools.arrays import BoolArray, Int32Array, as_array, as_count
 from kvpool.pools.copies import CopyOp
 from kvpool.pools.groups import kind_of

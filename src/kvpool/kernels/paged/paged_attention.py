@@ -15,9 +15,9 @@ from torch import Tensor
 
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError
-from kvpool.kernels.layer_cache import LayerCache
-from kvpool.kernels.paged_attention_triton import attend_kernel, merge_kernel
-from kvpool.kernels.paged_spec import AttentionSpec
+from kvpool.kernels.paged.paged_attention_triton import attend_kernel, merge_kernel
+from kvpool.kernels.paged.paged_spec import AttentionSpec
+from kvpool.kernels.scattering.layer_cache import LayerCache
 
 LOG2_E = 1.4426950408889634
 

@@ -7,9 +7,9 @@ import triton  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor
 
 from kvpool.config.layers import DType
-from kvpool.kernels.layer_cache import LayerCache
-from kvpool.kernels.paged_attention import LOG2_E, Partials, TileShape
-from kvpool.kernels.paged_spec import AttentionSpec
+from kvpool.kernels.paged.paged_attention import LOG2_E, Partials, TileShape
+from kvpool.kernels.paged.paged_spec import AttentionSpec
+from kvpool.kernels.scattering.layer_cache import LayerCache
 
 PREFILL_TILE = TileShape(128, 128, warps=4, stages=2, programs=1)
 _Q_STAGES = 2
@@ -58,7 +58,7 @@ def prefill_items(
     from triton.experimental.gluon.language import NVMMASharedLayout  # type: ignore[import-untyped, unused-ignore]
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # type: ignore[import-untyped, unused-ignore]
 
-    from kvpool.kernels.prefill_gluon import COLUMNS, GROUP_ROWS, prefill_kernel
+    from kvpool.kernels.paged.prefill_gluon import COLUMNS, GROUP_ROWS, prefill_kernel
 
     if not len(items):
         return

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from kvpool.kernels.current_device import current
+from kvpool.kernels.copying.current_device import current
 
 _BATCH = 64  # uploads by kernels, after which an event tells whether those before them are done
 
@@ -47,7 +47,7 @@ def upload(host: Tensor, target: Tensor) -> None:
 
 def upload_by_kernel(host: Tensor, target: Tensor) -> None:
     """The same without a copy engine; both are contiguous and have a multiple of four bytes."""
-    from kvpool.kernels.upload_triton import copy_words
+    from kvpool.kernels.copying.upload_triton import copy_words
 
     with current(target.device):
         copy_words(host.reshape(-1).view(torch.int32), target.view(-1).view(torch.int32))

@@ -9,8 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvpool.config.layers import DType, ceil_div
-from kvpool.kernels.layer_cache import LayerCache
-from kvpool.kernels.quantization import TORCH_DTYPES
+from kvpool.kernels.scattering.layer_cache import LayerCache
+from kvpool.kernels.scattering.quantization import TORCH_DTYPES
 
 _TILE = 4096  # elements of a program of the converting kernel
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it away rounds to the nearest integer, halves to even

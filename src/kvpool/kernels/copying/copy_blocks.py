@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpool.kernels.block_bytes import Runs, widest_view
-from kvpool.kernels.current_device import current
+from kvpool.kernels.copying.block_bytes import Runs, widest_view
+from kvpool.kernels.copying.current_device import current
 
 _SMALL_BLOCK = 1 << 14  # bytes below which indexing a batch beats a copy per block
 
@@ -19,7 +19,7 @@ def copy_blocks(source: Tensor, target: Tensor, src: Tensor, dst: Tensor) -> Non
     No block stands in both `src` and `dst` of one tensor. On CUDA, `source` or `target` may also be pinned host memory.
     """
     if source.is_cuda or target.is_cuda:
-        from kvpool.kernels.copy_blocks_triton import copy_blocks_triton
+        from kvpool.kernels.copying.copy_blocks_triton import copy_blocks_triton
 
         with current(src.device):
             copy_blocks_triton(source, target, src, dst)
@@ -43,7 +43,7 @@ def copy_tokens(
 ) -> None:
     """Copies the first `num_tokens[i]` tokens of block `src[i]` to block `dst[i]`; the rest of the target is left alone."""
     if source.is_cuda or target.is_cuda:
-        from kvpool.kernels.copy_blocks_triton import copy_tokens_triton
+        from kvpool.kernels.copying.copy_blocks_triton import copy_tokens_triton
 
         with current(src.device):
             copy_tokens_triton(source, target, src, dst, num_tokens, runs)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpool.kernels.layer_cache import LayerCache
-from kvpool.kernels.paged_spec import AttentionSpec
-from kvpool.kernels.quantization import Quantized, dequantize
+from kvpool.kernels.paged.paged_spec import AttentionSpec
+from kvpool.kernels.scattering.layer_cache import LayerCache
+from kvpool.kernels.scattering.quantization import Quantized, dequantize
 
 
 def reference_attention(

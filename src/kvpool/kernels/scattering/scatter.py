@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpool.kernels.block_bytes import widest_view
-from kvpool.kernels.current_device import current
-from kvpool.kernels.layer_cache import LayerCache
-from kvpool.kernels.quantization import Quantized, dequantize, quantize
+from kvpool.kernels.copying.block_bytes import widest_view
+from kvpool.kernels.copying.current_device import current
+from kvpool.kernels.scattering.layer_cache import LayerCache
+from kvpool.kernels.scattering.quantization import Quantized, dequantize, quantize
 
 _FIELDS = {"k": ("k", "k_scale", "k_zero"), "v": ("v", "v_scale", "v_zero")}
 
@@ -22,7 +22,7 @@ def write_slots(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | None) -
     A slot of -1 is skipped. Nothing is checked: on CUDA a slot outside the store is skipped too, on a CPU it raises.
     """
     if k.is_cuda:
-        from kvpool.kernels.scatter_triton import write_slots_triton
+        from kvpool.kernels.scattering.scatter_triton import write_slots_triton
 
         with current(k.device):
             write_slots_triton(cache, slots, k, v)

@@ -1,0 +1,1 @@
+"""Paged attention: what it computes, its reference, and its kernels."""

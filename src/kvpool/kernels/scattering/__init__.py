@@ -1,0 +1,1 @@
+"""Keys and values into their slots and back, converted or quantised on the way."""
