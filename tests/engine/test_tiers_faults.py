@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,9 +13,6 @@ pytest.importorskip("transformers")
 pytest.importorskip("xxhash")
 
 from tier_faults import assert_right, make_engine  # noqa: E402
-
-SRC = Path(__file__).resolve().parents[2] / "src"
-
 
 # --- a disk ------------------------------------------------------------------------------------------------------------
 
@@ -91,36 +85,3 @@ def test_given_a_disk_that_is_full_then_requests_are_answered(
         assert_right(engine)
         engine._tiers.flush(30.0)  # type: ignore[union-attr]
         monkeypatch.undo()
-
-
-PROCESS = """
-import sys
-sys.path.insert(0, sys.argv[2])
-import torch
-torch.set_num_threads(1)
-from models import random_prompt, tiny_model
-from kvpool.engine import Engine, SamplingParams
-
-engine = Engine(tiny_model("gemma2"), block_size=8, kv_blocks=128, disk=sys.argv[1], disk_bytes=2**24)
-number = 0
-while True:
-    prompts = [random_prompt(100, seed=seed).tolist() for seed in (number % 4, 100 + number)]
-    engine.generate(prompts, SamplingParams(max_new_tokens=6, ignore_eos=True))
-    number += 1
-    print(number, flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", [1, 3, 9])
-def test_given_a_process_that_is_killed_while_it_stores_then_the_next_one_answers_right(rounds: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROCESS, str(tmp_path / "blocks"), str(Path(__file__).parent)]
-    killed = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(SRC)})
-    assert killed.stdout is not None
-    for _ in range(rounds):
-        assert killed.stdout.readline()
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    killed.stdout.close()
-    with make_engine(disk=tmp_path / "blocks", disk_bytes=2**24) as engine:
-        assert_right(engine)

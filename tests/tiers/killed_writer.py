@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import sys
 from typing import Any
+
+from deadly_writes import die_in_a_write
 
 from kvpool.testing import key, value
 from kvpool.tiers import DiskTier, Outcome
@@ -29,33 +30,7 @@ def size_of(number: int) -> int:
 def write_and_die(directory: str, capacity: int, seed: int, acknowledged: int) -> None:
     """Stores until the chosen system call, in which the process ends."""
     rng = random.Random(seed)
-    left = rng.randrange(1, 120)
-
-    def deadly(call: Any, cut: Any) -> Any:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left <= 0:
-                if cut is not None and rng.random() < 0.7:
-                    call(*cut(args), **kwargs)
-                os.kill(os.getpid(), signal.SIGKILL)
-            return call(*args, **kwargs)
-
-        return wrapped
-
-    def half_of_pages(args: Any) -> Any:
-        fd, (memory,), offset = args
-        return fd, [memory[: max(1, memory.nbytes // 4096 // 2) * 4096]], offset
-
-    def half_of_bytes(args: Any) -> Any:
-        fd, row, offset = args
-        return fd, row[: len(row) // 2], offset
-
-    os.pwritev = deadly(os.pwritev, half_of_pages)
-    os.pwrite = deadly(os.pwrite, half_of_bytes)
-    os.posix_fallocate = deadly(os.posix_fallocate, lambda args: (*args[:2], args[2] // 2))
-    os.replace = deadly(os.replace, None)
-    os.unlink = deadly(os.unlink, None)
+    die_in_a_write(rng, rng.randrange(1, 120))
     tier = DiskTier(directory, capacity, timeout=60)
     while True:
         numbers = [rng.randrange(NUMBERS) for _ in range(rng.randrange(1, 6))]
