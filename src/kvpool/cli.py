@@ -21,10 +21,12 @@ class Command(NamedTuple):
 
 # To add a command: write a module with `register(app: typer.Typer, name: str)` and name it here.
 COMMANDS = {
-    "trace": Command("kvpool.replay.commands.trace", "Look at, convert and synthesise workload traces."),
-    "replay": Command("kvpool.replay.commands.replay", "Replay a trace: what would a policy, a size or a tier reuse?"),
+    "trace": Command("kvpool.replay.commands.trace_command", "Look at, convert and synthesise workload traces."),
+    "replay": Command(
+        "kvpool.replay.commands.replay_command", "Replay a trace: what would a policy, a size or a tier reuse?"
+    ),
     "plan": Command(
-        "kvpool.replay.commands.plan", "What fits: weights, KV bytes, sequences, tiers, from a config.json."
+        "kvpool.replay.commands.plan_command", "What fits: weights, KV bytes, sequences, tiers, from a config.json."
     ),
     "generate": Command("kvpool.engine.commands.generate", "Complete prompts with a model."),
     "chat": Command("kvpool.engine.commands.chat", "Talk to a model in the terminal."),

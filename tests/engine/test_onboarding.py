@@ -18,8 +18,8 @@ from kvpool.errors import TransferError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 from kvpool.scheduling.arrivals import Arrivals  # noqa: E402
 from kvpool.storage.moving import move  # noqa: E402
-from kvpool.storage.steps import TransferStep  # noqa: E402
 from kvpool.storage.transfer import _InFlight  # noqa: E402
+from kvpool.storage.transfer_steps import TransferStep  # noqa: E402
 
 LINK_STEPS = 3  # that a copy from the host takes
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)

@@ -15,7 +15,7 @@ from kvpool import CopyKind, CopyOp, KVCacheConfig, LayerSpec, Tier  # noqa: E40
 from kvpool.errors import ChecksumError, InvalidArgumentError, TransferError  # noqa: E402
 from kvpool.storage import BlockStore, DiskStore, GroupLayout, TransferEngine  # noqa: E402
 from kvpool.storage.checksums import block_checksums  # noqa: E402
-from kvpool.storage.steps import plan_steps  # noqa: E402
+from kvpool.storage.transfer_steps import plan_steps  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GPU, HOST, DISK = Tier.GPU, Tier.HOST, Tier.DISK
@@ -140,7 +140,7 @@ def test_given_operations_in_a_row_then_independent_ones_are_joined_and_dependen
 
 def test_given_many_blocks_over_the_link_then_each_step_has_a_piece_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     stores = Cache("cpu").stores
-    monkeypatch.setattr("kvpool.storage.steps.PIECE_BYTES", 3 * CONFIG.pools[0].block_bytes)
+    monkeypatch.setattr("kvpool.storage.transfer_steps.PIECE_BYTES", 3 * CONFIG.pools[0].block_bytes)
 
     def pieces(*ops: CopyOp) -> list[list[int]]:
         return [step.src.tolist() for step in plan_steps(ops, stores, CONFIG.groups)]

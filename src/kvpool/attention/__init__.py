@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpool.attention.attention_batch import PagedBatch
-from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.registry import available_backends, create_backend, register_backend
 from kvpool.kernels.paged.paged_spec import AttentionSpec
 

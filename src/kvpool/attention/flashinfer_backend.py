@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import Int64Array, PagedBatch
-from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels.paged.paged_spec import AttentionSpec

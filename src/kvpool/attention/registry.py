@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import PagedBatch
-from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.errors import ConfigError, UnsupportedAttentionError
 from kvpool.kernels.paged.paged_spec import AttentionSpec
 from kvpool.kernels.scattering.layer_cache import LayerCache

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvpool.attention.attention_batch import Int64Array, PagedBatch
-from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.gather import Scratch, TokenPlaces, gather_layer
 from kvpool.kernels.paged.paged_spec import AttentionSpec
 from kvpool.kernels.scattering.layer_cache import LayerCache

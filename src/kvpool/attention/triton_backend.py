@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import Int32Array, Int64Array, PagedBatch
-from kvpool.attention.base import AttentionBackend, AttentionPlan, PlanBuffers
+from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.work import MANY_WAVES, Work, divide_work, max_items, max_partials
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import UnsupportedAttentionError

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpool.compat.base import CountingSpelling, Spelling
 from kvpool.compat.ferrum_handle import CacheHandleStats
 from kvpool.compat.ferrum_prefixes import StoredPrefixes, check_evict_count
+from kvpool.compat.spelling import CountingSpelling, Spelling
 from kvpool.config import Tier
 from kvpool.errors import SequenceStateError, UnknownRequestError
 from kvpool.manager import KVCacheManager

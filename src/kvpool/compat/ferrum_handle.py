@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvpool.compat.settings import checked_settings
+from kvpool.compat.known_settings import checked_settings
 from kvpool.config import DType, KVCacheConfig, LayerSpec
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError

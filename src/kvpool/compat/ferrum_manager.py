@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpool.compat.ferrum import FerrumCalls
 from kvpool.compat.ferrum_handle import AllocationRequest, PagedKvCacheHandle
-from kvpool.compat.settings import checked_settings
+from kvpool.compat.known_settings import checked_settings
 from kvpool.config import DType, KVCacheConfig, LayerSpec
 from kvpool.config.layers import check_bool, check_int, check_number
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError

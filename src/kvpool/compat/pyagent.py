@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from kvpool.compat.base import CountingSpelling, Spelling
 from kvpool.compat.ferrum import FerrumKVCacheManager
+from kvpool.compat.known_settings import CONFIG_SETTINGS, knows_settings
 from kvpool.compat.pyagent_blocks import (
     DeviceType,
     DType,
@@ -21,7 +21,7 @@ from kvpool.compat.pyagent_blocks import (
     KVCacheTransfer,
     stored_type,
 )
-from kvpool.compat.settings import CONFIG_SETTINGS, knows_settings
+from kvpool.compat.spelling import CountingSpelling, Spelling
 from kvpool.config import KVCacheConfig as CacheConfig
 from kvpool.config import LayerSpec
 from kvpool.config.layers import DType as StoredType

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.compat.base import import_torch
-from kvpool.compat.settings import checked_settings
+from kvpool.compat.known_settings import checked_settings
+from kvpool.compat.spelling import import_torch
 from kvpool.config import KVCacheConfig as CacheConfig
 from kvpool.config import LayerSpec, Tier
 from kvpool.config.layers import DType as StoredType

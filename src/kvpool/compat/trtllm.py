@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from kvpool.compat.base import Spelling
-from kvpool.compat.settings import CONFIG_SETTINGS, checked_settings, knows_settings
+from kvpool.compat.known_settings import CONFIG_SETTINGS, checked_settings, knows_settings
+from kvpool.compat.spelling import Spelling
 from kvpool.compat.trtllm_events import EventTranslator, reuse_scope
 from kvpool.config import DType, KVCacheConfig, LayerSpec, Tier
 from kvpool.config.layers import check_int

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.compat.base import Spelling
-from kvpool.compat.settings import knows_settings
+from kvpool.compat.known_settings import knows_settings
+from kvpool.compat.spelling import Spelling
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.errors import ConfigError, DuplicateRequestError, InvalidArgumentError, UnknownRequestError
 from kvpool.manager import KVCacheManager

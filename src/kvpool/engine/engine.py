@@ -23,10 +23,11 @@ import torch
 
 from kvpool.attention import create_backend
 from kvpool.config import KVCacheConfig, Tier
+from kvpool.engine.engine_settings import cache_fields, check_settings, scheduler_config
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.loop import EngineLoop
-from kvpool.engine.model.compiling import uncompiled
+from kvpool.engine.model.compiled_layers import uncompiled
 from kvpool.engine.model.loading import load_model
 from kvpool.engine.model.probing import ModelShape, inspect_model, run_probe
 from kvpool.engine.model.projections import join_projections
@@ -44,7 +45,6 @@ from kvpool.engine.requests import (
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling.model_defaults import described, eos_token_ids, sampling_defaults
 from kvpool.engine.sampling.params import SamplingParams
-from kvpool.engine.settings import cache_fields, check_settings, scheduler_config
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.thread import EngineThread
 from kvpool.engine.tiering.link import TieringStats

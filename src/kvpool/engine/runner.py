@@ -25,7 +25,7 @@ from kvpool.engine.graphs import (
     decode_sizes,
     mixed_sizes,
 )
-from kvpool.engine.model.compiling import compile_each_layer
+from kvpool.engine.model.compiled_layers import compile_each_layer
 from kvpool.engine.model.hook import AttentionCall
 from kvpool.engine.model.probing import ModelShape, forward
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError

@@ -8,11 +8,11 @@ from typing import TypeVar
 from kvpool.compiling import tell_apart
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.adaptive import ARCPolicy, TwoQueuePolicy
-from kvpool.eviction.base import EvictionPolicy, KeyedPolicy
 from kvpool.eviction.clock import ClockPolicy, SievePolicy
 from kvpool.eviction.cost import CostAwarePolicy
 from kvpool.eviction.hazard import AdaptivePolicy
 from kvpool.eviction.keyed import FIFOPolicy, LFUPolicy, LRUPolicy, PriorityPolicy
+from kvpool.eviction.policy import EvictionPolicy, KeyedPolicy
 from kvpool.eviction.remembering import GhostPolicy, RememberingPolicy
 from kvpool.eviction.run import Run
 from kvpool.eviction.s3fifo import S3FIFOPolicy

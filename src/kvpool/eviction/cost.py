@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvpool.compiling import mypyc_attr
 from kvpool.errors import InvalidArgumentError
-from kvpool.eviction.base import KeyedPolicy
+from kvpool.eviction.policy import KeyedPolicy
 from kvpool.eviction.queues import KEY
 from kvpool.eviction.run import Run
 

@@ -16,8 +16,8 @@ from heapq import heapify, heappop, heappush
 from typing import Any, ClassVar, Final
 
 from kvpool.compiling import mypyc_attr
-from kvpool.eviction.base import EvictionPolicy
 from kvpool.eviction.experience import BIN_OF_AGE, DEPTH_PART, MAX_AGE, NUM_KINDS, SIZE_PART, Experience
+from kvpool.eviction.policy import EvictionPolicy
 from kvpool.eviction.queues import BLOCKS, KEY, RUN, START, Item, RunQueue
 from kvpool.eviction.run import Run
 

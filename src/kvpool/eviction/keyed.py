@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvpool.compiling import mypyc_attr
-from kvpool.eviction.base import KeyedPolicy
+from kvpool.eviction.policy import KeyedPolicy
 from kvpool.eviction.run import Run
 
 

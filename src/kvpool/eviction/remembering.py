@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import Any
 
 from kvpool.compiling import mypyc_attr
-from kvpool.eviction.base import EvictionPolicy
+from kvpool.eviction.policy import EvictionPolicy
 from kvpool.eviction.queues import BLOCKS, GhostList, Item, RunQueue
 from kvpool.eviction.run import Key, Run
 

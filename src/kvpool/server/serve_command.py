@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.engine.commands import options as opt
+from kvpool.engine.commands import engine_options as opt
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.server.asking.access import ENVIRONMENT, Access, new_key
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvpool.config import Tier
 from kvpool.kernels.copying.block_bytes import widest_view
 from kvpool.pools.arrays import BoolArray, Int32Array
-from kvpool.storage.steps import Store, TransferStep
 from kvpool.storage.store import BlockStore
+from kvpool.storage.transfer_steps import Store, TransferStep
 
 _CHUNK_BYTES = 1 << 26  # of temporary memory
 _ODD = -7046029254386353131  # 2**64 over the golden ratio, as a signed number

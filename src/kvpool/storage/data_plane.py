@@ -32,9 +32,9 @@ from kvpool.sequences.live.handle import KVCacheHandle
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.layout import GroupLayout, LayerCache
 from kvpool.storage.moving import upload
-from kvpool.storage.steps import Store
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer import Transfer, TransferEngine
+from kvpool.storage.transfer_steps import Store
 from kvpool.storage.whole_blocks import Wait, check_rows, read_out, write_in
 
 KV = tuple[Tensor, "Tensor | None"]

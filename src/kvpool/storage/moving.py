@@ -15,8 +15,8 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.storage.disk import ByteRows, DiskStore
 from kvpool.storage.dma import copy_over_link
 from kvpool.storage.layout import GroupLayout
-from kvpool.storage.steps import TransferStep
 from kvpool.storage.store import BlockStore
+from kvpool.storage.transfer_steps import TransferStep
 
 _STAGING_BYTES = 1 << 26  # that a transfer between a GPU and a disk takes at a time
 

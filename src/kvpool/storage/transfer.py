@@ -33,7 +33,7 @@ from kvpool.pools.copies import CopyOp
 from kvpool.storage.checksums import TravellingChecksums
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.moving import move
-from kvpool.storage.steps import Store, Stores, TransferStep, plan_steps
+from kvpool.storage.transfer_steps import Store, Stores, TransferStep, plan_steps
 
 _log = logging.getLogger(__name__)
 

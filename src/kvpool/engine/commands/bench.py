@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from kvpool.engine.commands import options as opt
+from kvpool.engine.commands import engine_options as opt
 from kvpool.engine.commands.calibration import measure_costs
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Chunk

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from kvpool.engine.commands import options as opt
+from kvpool.engine.commands import engine_options as opt
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Completion
 from kvpool.engine.sampling.params import SamplingParams

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.engine.commands import options as opt
+from kvpool.engine.commands import engine_options as opt
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Completion
 from kvpool.errors import InvalidArgumentError

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from kvpool.compiling import tell_apart
 from kvpool.config import GroupKind, LayerGroup
-from kvpool.pools.groups.base import Group
 from kvpool.pools.groups.counted import CountedGroup
 from kvpool.pools.groups.cross import CrossGroup
 from kvpool.pools.groups.full import FullGroup
+from kvpool.pools.groups.group import Group
 from kvpool.pools.groups.windowed import ChunkedGroup, SlidingGroup, WindowedGroup
 from kvpool.pools.pool import BlockPool
 

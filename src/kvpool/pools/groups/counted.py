@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpool.compiling import mypyc_attr
 from kvpool.pools.arrays import Int32Array
-from kvpool.pools.groups.base import Group
+from kvpool.pools.groups.group import Group
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

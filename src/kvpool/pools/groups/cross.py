@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvpool.compiling import mypyc_attr
-from kvpool.pools.groups.base import T
 from kvpool.pools.groups.counted import CountedGroup
+from kvpool.pools.groups.group import T
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from kvpool.compiling import mypyc_attr
 from kvpool.pools.arrays import Int32Array
-from kvpool.pools.groups.base import Group
+from kvpool.pools.groups.group import Group
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

@@ -11,7 +11,7 @@ import typer
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.recording.playback import play_recording
-from kvpool.replay.commands.options import load_trace, parse_capacities, parse_tiers
+from kvpool.replay.commands.replay_options import load_trace, parse_capacities, parse_tiers
 from kvpool.replay.simulation.bounds import INFINITE, MODELS, OPTIMUM
 from kvpool.replay.simulation.runs import map_over, run_all
 from kvpool.replay.simulation.simulate import ReplayConfig, ReplayResult
