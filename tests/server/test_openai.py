@@ -168,8 +168,3 @@ def test_given_a_prompt_that_never_fits_then_it_is_refused_also_in_a_stream(clie
 def test_given_embeddings_then_they_are_refused_clearly(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="no embeddings"):
         client.embeddings.create(model="tiny", input="w5")
-
-
-def test_given_a_schema_for_the_answer_then_it_is_refused_clearly(client: Any) -> None:
-    with pytest.raises(openai.BadRequestError, match="not supported yet"):
-        client.chat.completions.create(model="tiny", messages=MESSAGES, response_format={"type": "json_object"})

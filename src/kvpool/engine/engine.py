@@ -43,6 +43,7 @@ from kvpool.engine.requests import (
     results_of,
 )
 from kvpool.engine.runner import ModelRunner
+from kvpool.engine.sampling.grammar import Grammar, JsonGrammars
 from kvpool.engine.sampling.model_defaults import described, eos_token_ids, sampling_defaults
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
@@ -200,6 +201,7 @@ class Engine:
             partial(_now, self._loop),
             partial(_cancel, self._thread, self._loop),  # not the engine: requests do not keep it
         )
+        self._grammars = JsonGrammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
         weakref.finalize(self, self._thread.abandon).atexit = False
 
     # --- requests ----------------------------------------------------------------------------------------------------
@@ -298,6 +300,7 @@ class Engine:
 
         def branch() -> Generation:
             forked, request = self._requests.make(parent.token_ids, wanted, **options)
+            forked.goes_on_from(parent)
             self._loop.fork(parent, forked, request)
             return forked
 
@@ -330,6 +333,10 @@ class Engine:
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Int32Array:
         """The token ids of a conversation, up to where the assistant speaks; `template` is what else the template reads."""
         return self.token_ids(chat_tokens(messages, self.tokenizer, **template))
+
+    def json_grammar(self, schema: Mapping[str, Any] | None = None) -> Grammar:
+        """For `SamplingParams(grammar=...)`: an answer that is JSON, valid by a schema (without one: any JSON object)."""
+        return self._grammars.make(schema)
 
     # --- looking at it, ending it ------------------------------------------------------------------------------------
 

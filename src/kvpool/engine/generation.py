@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.config.layers import show
+from kvpool.engine.sampling.grammar import GrammarState, Words
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.engine.sampling.text import Decoder, TextStream
-from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
+from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError, StepError
 from kvpool.pools.arrays import Int32Array
 
 log = logging.getLogger("kvpool")
@@ -121,6 +122,9 @@ class Generation:
         self.notes = notes  # what the engine changed in the request, in words
         self._tokenizer = tokenizer
         self._streams: dict[int, TextStream] = {}
+        self._states: dict[int, GrammarState] = {}  # of samples whose params have a grammar
+        self._answered: tuple[int, ...] = ()  # what the grammar saw before, in the request that this one goes on from
+        self.failure: StepError | None = None  # of its grammar
         self._on_chunk = on_chunk
         self._on_end = on_end
         self._cancel = cancel
@@ -172,8 +176,29 @@ class Generation:
 
     # --- told by the engine ------------------------------------------------------------------------------------------
 
+    def goes_on_from(self, other: Generation) -> None:
+        """A grammar that both requests have goes on where the first sample of the other one stands."""
+        if self.params.grammar is not None and self.params.grammar is other.params.grammar:
+            self._answered = (*other._answered, *other.samples[0].token_ids) if other.samples else other._answered
+
+    def fill_mask(self, index: int, words: Words) -> None:
+        """Writes which tokens may follow a sample. If its grammar fails, `push` raises what it failed with."""
+        if self.has_ended(index):
+            words.fill(-1)  # the token is thrown away
+            return
+        try:
+            self._state(index).fill(words)
+            if not words.any():
+                raise StepError("no token of the vocabulary continues the answer in the form that was asked for")
+        except Exception as error:
+            words.fill(-1)
+            self.failure = _as_step_error(error)
+
     def push(self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> bool:
-        """New tokens of a sample. Returns whether a stop string is complete: the sample should end then."""
+        """New tokens of a sample. Returns whether its text is complete, by a stop string or its grammar: it should end then.
+
+        Raises StepError where its grammar failed.
+        """
         sample = self.samples.setdefault(index, Sample(index))
         if sample.finish_reason is not None:
             return False
@@ -187,11 +212,31 @@ class Generation:
                 text += stream.push(token)
                 if stream.stopped is not None:
                     break
+        is_whole = self.params.grammar is not None and self._follows(index, tokens[:taken])
         sample.token_ids.extend(tokens[:taken])
         sample.logprobs.extend(logprobs[:taken])
         sample.text += text
         self._deliver(Chunk(index, text, tuple(tokens[:taken]), tuple(logprobs[:taken])))
-        return stream is not None and stream.stopped is not None
+        return is_whole or (stream is not None and stream.stopped is not None)
+
+    def _follows(self, index: int, tokens: Sequence[int]) -> bool:
+        """Tells the grammar of a sample; returns whether the text is whole by it."""
+        if self.failure is None:
+            try:
+                state = self._state(index)
+                state.push(tokens)
+                return state.is_complete
+            except Exception as error:
+                self.failure = _as_step_error(error)
+        raise self.failure
+
+    def _state(self, index: int) -> GrammarState:
+        state = self._states.get(index)
+        if state is None:
+            assert self.params.grammar is not None
+            state = self._states[index] = self.params.grammar.start()
+            state.push(self._answered)
+        return state
 
     def has_ended(self, index: int) -> bool:
         """Whether a sample is over. Steps that were on their way still bring tokens for it, which nobody wants."""
@@ -248,3 +293,11 @@ class Generation:
             except BaseException:
                 self._on_chunk = None
                 log.exception("the callback of request %r raised; it is not called again", self.id)
+
+
+def _as_step_error(error: Exception) -> StepError:
+    if isinstance(error, StepError):
+        return error
+    failure = StepError(f"the grammar of this request failed: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -72,6 +72,7 @@ class EngineLoop:
         self._generations: dict[Hashable, Generation] = {}
         self._beams: dict[Hashable, BeamSearch] = {}
         self._flying: deque[_Launched] = deque()
+        self._broken: list[Generation] = []  # requests whose grammar failed in this step
         self._landings = Landings(scheduler, runner.plane)
         self._last_finish = 0.0
         on_gpu = runner.device.type == "cuda"
@@ -180,8 +181,7 @@ class EngineLoop:
 
     def _give_up(self, plan: BatchPlan, error: Exception) -> None:
         """A step could not be launched: its requests end, the others go on, unless nothing can any more."""
-        while self._flying:
-            self._finish(self._flying.popleft())
+        self._catch_up()
         if plan.is_empty:  # nobody to blame: the next step would fail like this one
             raise error
         if self.runner.device.type == "cuda":
@@ -210,7 +210,7 @@ class EngineLoop:
         logits = self.runner.run(plan, self._inputs(plan))
         if not len(plan.sampling_rows):
             return _Launched(plan, began)
-        sampled = self._sampler.sample(plan, logits, self._generations)
+        sampled = self._sampler.sample(plan, logits, self._generations, self._catch_up)
         self._remember(plan, sampled.tokens)
         rankings = self._rank_beams(plan, logits) if plan.is_steered.any() else []
         if self.runner.device.type == "cpu":
@@ -221,6 +221,11 @@ class EngineLoop:
         ready: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         ready.record()
         return _Launched(plan, began, on_host, rankings, ready)
+
+    def _catch_up(self) -> None:
+        """Finishes the steps that are on their way."""
+        while self._flying:
+            self._finish(self._flying.popleft())
 
     def _rank_beams(self, plan: BatchPlan, logits: Tensor) -> list[tuple[BeamSearch, Ranking]]:
         """Ranks what may follow the beams of each search now, because the next step overwrites the logits."""
@@ -350,6 +355,10 @@ class EngineLoop:
                         stopped.append(owner)
             elif self._push(generation, sequence, ids[start:at], sampled, samples_at[start:at]):
                 stopped.append(sequence)
+        for broken in self._broken:
+            with suppress(UnknownRequestError):  # it was its last token: the step ends it
+                self._end(self.scheduler.cancel(broken.id))
+        self._broken.clear()
         for sequence in stopped:  # only now: the last of a request ends it, and all of its samples must have their tokens
             done = self.scheduler.finish(sequence.request.id, sequence.index)
             if done is not None:
@@ -358,13 +367,18 @@ class EngineLoop:
     def _push(
         self, generation: Generation, sequence: ScheduledSequence, tokens: list[int], sampled: Sampled, samples_at: Int64Array
     ) -> bool:
-        """Gives a sample its new tokens. True: a stop string is complete, and the scheduler does not know it yet."""
+        """Gives a sample its new tokens. True: its text is complete, and the scheduler does not know it yet."""
         logprobs: list[TokenLogprob] = []
         if generation.params.logprobs is not None:
             num_top = generation.params.logprobs
             places = zip(samples_at.tolist(), tokens, strict=True)
             logprobs = [logprob_of(sampled, at, token, num_top) for at, token in places]
-        if generation.push(sequence.index, tokens, logprobs):
+        try:
+            is_complete = generation.push(sequence.index, tokens, logprobs)
+        except StepError:
+            self._broken.append(generation)
+            return False
+        if is_complete:
             generation.end_sample(sequence.index, "stop")
             return not sequence.is_finished
         if sequence.finish_reason is not None:  # at once: siblings may go on, and steps on their way bring more of it
@@ -391,13 +405,15 @@ class EngineLoop:
                 generation.end_sample(output.sample, output.reason.value)
         if done.detail:
             failure = OutOfBlocksError(f"request {done.request.id!r} was refused: {done.detail}")
-        generation.end(failure)
+        generation.end(failure or generation.failure)
 
     def _propose(self, plan: BatchPlan) -> None:
         """Guesses for the sequences of the step, to be verified in the next one."""
         for sequence in plan.sequences:
             generation = self._generations.get(sequence.request.id)
-            if generation is None or generation.params.has_penalties or not sequence.is_running:
+            if generation is None or not sequence.is_running:
+                continue
+            if generation.params.has_penalties or generation.params.grammar is not None:  # they follow each token
                 continue
             with suppress(SequenceStateError):  # its prompt is not computed yet, or its beams decide together
                 self.scheduler.propose(sequence, propose(self.scheduler.token_ids(sequence), self.num_draft_tokens))

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.storage.moving import upload
@@ -65,6 +66,24 @@ class SamplingRows:
         return upload(np.array(values, dtype), self.device)
 
 
+class TokenMask(NamedTuple):
+    """Which tokens some rows may choose: bits as `kvpool.engine.sampling.grammar` writes them, for the rows at `rows`."""
+
+    rows: Tensor  # [masked rows] int64
+    words: Tensor  # [masked rows, words] int32
+
+    def applied(self, scores: Tensor) -> Tensor:
+        """The scores, with those of other tokens at minus infinity."""
+        # A byte stands for eight tokens: its row of the table is added. A fifth of the time of `masked_fill` on a CPU.
+        table = upload(_BIAS_OF_BYTE, scores.device)
+        bias = functional.embedding(self.words.view(torch.uint8).int(), table).view(len(self.words), -1)
+        return scores.index_add(0, self.rows, bias[:, : scores.shape[1]].to(scores.dtype))
+
+
+_BIAS_OF_BYTE = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf)
+_BIAS_OF_BYTE = _BIAS_OF_BYTE.astype(np.float32)
+
+
 class TokenCounts:
     """Which tokens each row has seen: in the prompt (1 bit) and in its output (how often). For penalties only."""
 
@@ -93,11 +112,12 @@ def sample(
     uniforms: Tensor | None = None,
     counts: TokenCounts | None = None,
     count_rows: Tensor | None = None,
+    mask: TokenMask | None = None,
 ) -> Sampled:
     """One token for each row of `logits` [rows, vocabulary].
 
     `uniforms` [rows] come from `uniforms_for` (None is enough when every row is greedy); `counts` and the rows of it that
-    belong to these logits are needed when a row has penalties.
+    belong to these logits are needed when a row has penalties. `mask` is for rows that may not choose every token.
     """
     scores = logits
     if rows.num_logprobs is not None or not rows.greedy or rows.penalised or rows.bias_at is not None:
@@ -108,6 +128,8 @@ def sample(
         scores = _penalise(scores, rows, counts, count_rows)
     if rows.bias_at is not None:
         scores = scores.index_put(rows.bias_at, rows.bias, accumulate=True)
+    if mask is not None:
+        scores = mask.applied(scores)
     tokens = _likeliest(scores)
     if not rows.greedy:
         assert uniforms is not None

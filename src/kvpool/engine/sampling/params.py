@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvpool.config.layers import show
+from kvpool.engine.sampling.grammar import Grammar
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import as_count
 
@@ -31,7 +32,8 @@ class SamplingParams:
     Filters apply in the order of transformers: penalties, temperature, `top_k`, `top_p`, `min_p`. `repetition_penalty`
     counts prompt and output, `presence_penalty` and `frequency_penalty` the output only. The same `seed` gives the same
     tokens for the same logits, whatever else is in the batch; None draws a fresh one. `stop` strings end the text before
-    themselves. `logprobs` asks for the log probability of each token and of that many best ones, before any filter.
+    themselves. `grammar` (as `Engine.json_grammar` makes it) allows only tokens that keep the text in a form, and ends it
+    when it is whole. `logprobs` asks for the log probability of each token and of that many best ones, before any filter.
 
     >>> SamplingParams(temperature=0.8, top_p=0.95, seed=7, stop="\\n\\n").stop
     ('\\n\\n',)
@@ -50,6 +52,7 @@ class SamplingParams:
     stop: str | Iterable[str] = ()
     stop_token_ids: Iterable[int] = ()
     ignore_eos: bool = False
+    grammar: Grammar | None = None
     logprobs: int | None = None
     n: int = 1
     num_beams: int = 1
@@ -87,14 +90,16 @@ class SamplingParams:
             for token, value in dict(self.logit_bias).items()
         }
         put(self, "logit_bias", bias)  # a copy of our own; a read-only view of it could not be pickled
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidArgumentError(f"grammar must be what Engine.json_grammar returns, got {show(self.grammar)}")
         if self.num_beams > 1:
             self._check_beams()
 
     def _check_beams(self) -> None:
-        if self.temperature or self.has_penalties or self.logprobs is not None or self.logit_bias:
+        if self.temperature or self.has_penalties or self.logprobs is not None or self.logit_bias or self.grammar is not None:
             raise InvalidArgumentError(
                 f"num_beams={self.num_beams} searches by plain log probabilities: leave temperature, penalties, "
-                f"logit_bias and logprobs at their defaults"
+                f"logit_bias, grammar and logprobs at their defaults"
             )
         if self.n > self.num_beams:
             raise InvalidArgumentError(f"n={self.n} results need at least as many beams, num_beams={self.num_beams}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -11,11 +11,22 @@ import torch
 from torch import Tensor
 
 from kvpool.engine.generation import Generation, TokenLogprob
-from kvpool.engine.sampling.choosing import Sampled, SamplingRows, TokenCounts, sample, seed_of, uniforms_for
+from kvpool.engine.sampling.choosing import Sampled, SamplingRows, TokenCounts, TokenMask, sample, seed_of, uniforms_for
+from kvpool.engine.sampling.grammar import num_words
+from kvpool.engine.sampling.params import SamplingParams
 from kvpool.pools.arrays import Int64Array
 from kvpool.scheduling.request import ScheduledSequence
 from kvpool.scheduling.steps.batch_plan import BatchPlan
 from kvpool.storage.moving import upload
+
+
+class _Masked(NamedTuple):
+    """Samples of a sequence that may not choose every token."""
+
+    generation: Generation
+    sample: int
+    first: int  # row
+    repeat: int  # rows from there on: samples that begin together
 
 
 class _Rows(NamedTuple):
@@ -26,6 +37,7 @@ class _Rows(NamedTuple):
     seeds: npt.NDArray[np.uint64]
     prompt_lengths: Int64Array
     lanes: Tensor
+    masked: tuple[_Masked, ...]
 
 
 class StepSampler:
@@ -47,15 +59,28 @@ class StepSampler:
         length = len(generation.prompt)
         self._counts.start(sequence.lane, tokens[:length], tokens[length:])
 
-    def sample(self, plan: BatchPlan, logits: Tensor, generations: Mapping[Hashable, Generation]) -> Sampled:
-        """One token per sample of the plan, behind each draft too; `generations` are found by request id."""
+    def sample(
+        self,
+        plan: BatchPlan,
+        logits: Tensor,
+        generations: Mapping[Hashable, Generation],
+        catch_up: Callable[[], None],
+    ) -> Sampled:
+        """One token per sample of the plan, behind each draft too; `generations` are found by request id.
+
+        `catch_up` is called where the choice needs every token before it on the host: the device computes logits meanwhile.
+        """
         rows = self._rows(plan, generations)
+        mask = None
+        if rows.masked:
+            catch_up()
+            mask = self._mask(rows.masked)
         if rows.source is not None:
             logits = logits.index_select(0, upload(rows.source, self._device))
         uniforms = None
         if not rows.params.greedy:
             uniforms = upload(uniforms_for(rows.seeds, self._steps(plan, rows)), self._device)
-        sampled = sample(logits, rows.params, uniforms, self._counts, rows.lanes)
+        sampled = sample(logits, rows.params, uniforms, self._counts, rows.lanes, mask)
         if self._counts is not None and rows.params.penalised:
             self._counts.add(rows.lanes, sampled.tokens)
         return sampled
@@ -78,10 +103,13 @@ class StepSampler:
             firsts = np.cumsum(drafts + 1) - (drafts + 1)
             within = np.arange(int(repeats.sum())) - np.repeat(np.cumsum(repeats) - repeats, repeats)
             source = np.repeat(firsts, repeats) + np.where(np.repeat(drafts, repeats) > 0, within, 0)
-        params, seeds, lengths = [], [], []
+        params: list[SamplingParams] = []
+        seeds, lengths, masked = [], [], []
         for row, repeat, draft in zip(chosen.tolist(), repeats.tolist(), drafts.tolist(), strict=True):
             sequence = plan.sequences[row]
             generation, index = generations[sequence.request.id], sequence.index
+            if generation.params.grammar is not None:
+                masked.append(_Masked(generation, index, len(params), repeat))
             params += [generation.params] * repeat
             lengths += [len(generation.prompt)] * repeat
             seeds += [seed_of(generation.seed, index + (0 if draft else number)) for number in range(repeat)]
@@ -91,7 +119,17 @@ class StepSampler:
             np.array(seeds, np.uint64),
             np.array(lengths, np.int64),
             upload(np.repeat(plan.lanes[chosen], repeats), self._device),
+            tuple(masked),
         )
+
+    def _mask(self, masked: tuple[_Masked, ...]) -> TokenMask:
+        """What the grammars of these samples allow now."""
+        words = np.empty((len(masked), num_words(self._vocabulary)), np.int32)
+        for at, each in enumerate(masked):
+            each.generation.fill_mask(each.sample, words[at])
+        repeats = np.array([each.repeat for each in masked])
+        rows = np.concatenate([np.arange(each.first, each.first + each.repeat) for each in masked])
+        return TokenMask(upload(rows, self._device), upload(words.repeat(repeats, axis=0), self._device))
 
     def _steps(self, plan: BatchPlan, rows: _Rows) -> Int64Array:
         """How many tokens each sample's sequence has sampled before."""

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+from kvpool.engine.sampling.grammar import Grammar
 from kvpool.engine.sampling.params import SamplingParams
-from kvpool.errors import KVPoolError
+from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.server.asking.access import Caller
 from kvpool.server.asking.limits import Limits
 from kvpool.server.asking.problems import Problem, problem_of
-from kvpool.server.asking.schema import Sampling
-from kvpool.server.asking.served import scope_of
+from kvpool.server.asking.schema import ResponseFormat, Sampling
+from kvpool.server.asking.served import ServedModel, scope_of
 
 
-def sampling_params(body: Sampling, limits: Limits, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
+async def sampling_params(
+    body: Sampling, model: ServedModel, limits: Limits, max_new_tokens: int, logprobs: int | None
+) -> SamplingParams:
     """How the tokens of an answer are chosen."""
     if body.n > limits.samples:
         raise Problem(
             400, f"n={body.n} is over this server's limit of {limits.samples}", code="invalid_value", param="n"
         )
+    grammar = None if body.response_format is None else await _grammar(body.response_format, model)
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     try:
         return SamplingParams(
@@ -35,9 +40,28 @@ def sampling_params(body: Sampling, limits: Limits, max_new_tokens: int, logprob
             stop=stop,
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=body.ignore_eos,
+            grammar=grammar,
             logprobs=logprobs,
             n=body.n,
         )
+    except KVPoolError as error:
+        raise problem_of(error) from error
+
+
+async def _grammar(wanted: ResponseFormat, model: ServedModel) -> Grammar | None:
+    """What holds the answer to the form that is wanted; compiled in a thread, since the first one takes a second."""
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_schema" and wanted.json_schema is None:
+        raise Problem(
+            400, "response_format 'json_schema' needs json_schema: {name, schema}",
+            code="invalid_value", param="response_format",
+        )  # fmt: skip
+    schema = None if wanted.json_schema is None else wanted.json_schema.of
+    try:
+        return await asyncio.to_thread(model.engine.json_grammar, schema)
+    except InvalidArgumentError as error:
+        raise Problem(400, str(error), code="invalid_json_schema", param="response_format") from error
     except KVPoolError as error:
         raise problem_of(error) from error
 

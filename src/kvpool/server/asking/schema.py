@@ -25,6 +25,20 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+class JsonSchema(Body):
+    """A schema that the answer keeps to, and its name."""
+
+    name: str = ""
+    of: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class ResponseFormat(Body):
+    """The form of the answer: text, any JSON object, or JSON by a schema."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+
 class Sampling(Body):
     """What completions and chats share."""
 
@@ -46,6 +60,7 @@ class Sampling(Body):
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
     ignore_eos: bool = False
+    response_format: ResponseFormat | None = None
     user: str | None = None
     # kvpool's own
     cache_salt: Annotated[str, Field(max_length=256)] = ""
@@ -72,12 +87,6 @@ class Message(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
 
-class ResponseFormat(Body):
-    """What the answer should be."""
-
-    type: Literal["text", "json_object", "json_schema"] = "text"
-
-
 class ChatCompletions(Sampling):
     """`POST /v1/chat/completions`."""
 
@@ -87,7 +96,6 @@ class ChatCompletions(Sampling):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
-    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -29,7 +29,7 @@ async def complete(
     if body.suffix is not None:
         raise Problem(400, "suffix is not supported: the model continues a prompt", code="unsupported", param="suffix")
     prompts = await asyncio.gather(*(model.tokens(prompt) for prompt in _prompts(body.prompt)))
-    params = sampling_params(body, reception.gate.limits, body.max_tokens, body.logprobs)
+    params = await sampling_params(body, model, reception.gate.limits, body.max_tokens, body.logprobs)
     echoes = [model.text_of(prompt.tolist()) for prompt in prompts] if body.echo else []
     answer = TextAnswer(model.name, _pieces(model), _wants_usage(body), echoes, body.n)
     return await Exchange(request, body, model, caller, reception, answer).run(prompts, params)
@@ -39,15 +39,10 @@ async def chat(
     request: Request, body: ChatCompletions, model: ServedModel, caller: Caller, reception: Reception
 ) -> Response:
     """Answers a conversation."""
-    if body.response_format is not None and body.response_format.type != "text":
-        raise Problem(
-            400, f"response_format {body.response_format.type!r} is not supported yet; ask for text",
-            code="unsupported", param="response_format",
-        )  # fmt: skip
     prompt = await conversation_tokens(model, body.messages, body.tools, body.chat_template_kwargs)
     most = body.max_completion_tokens or body.max_tokens or FILL_CONTEXT
     wanted = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, reception.gate.limits, most, wanted)
+    params = await sampling_params(body, model, reception.gate.limits, most, wanted)
     answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body))
     return await Exchange(request, body, model, caller, reception, answer).run([prompt], params)
 

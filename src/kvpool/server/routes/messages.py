@@ -69,7 +69,7 @@ async def converse(
     tools = None if body.tools is None else [_as_function(tool) for tool in body.tools]
     prompt = await conversation_tokens(model, spoken, tools)
     body.stop, body.n = body.stop_sequences, 1
-    params = sampling_params(body, reception.gate.limits, body.max_tokens, None)
+    params = await sampling_params(body, model, reception.gate.limits, body.max_tokens, None)
     retention = await _retention(turns, spoken, prompt, model, tools)
     answer = MessageAnswer(model.name)
     return await Exchange(request, body, model, caller, reception, answer).run([prompt], params, retention=retention)

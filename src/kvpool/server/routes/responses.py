@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -17,9 +17,28 @@ from kvpool.server.answering.exchange import Exchange, Reception
 from kvpool.server.asking.access import Caller
 from kvpool.server.asking.parameters import sampling_params
 from kvpool.server.asking.problems import Problem
-from kvpool.server.asking.schema import Message, Sampling
+from kvpool.server.asking.schema import Body, JsonSchema, Message, ResponseFormat, Sampling
 from kvpool.server.asking.served import ServedModel
 from kvpool.server.routes.completing import FILL_CONTEXT, conversation_tokens
+
+
+class TextFormat(Body):
+    """The form of a text, as this endpoint has it: the schema stands beside the type."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = ""
+    of: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+    def as_response_format(self) -> ResponseFormat:
+        """The same as the other endpoints have it."""
+        schema = None if self.of is None else JsonSchema.model_validate({"name": self.name, "schema": self.of})
+        return ResponseFormat(type=self.type, json_schema=schema)
+
+
+class TextOptions(Body):
+    """How the text of a response should be."""
+
+    format: TextFormat | None = None
 
 
 class Responses(Sampling):
@@ -30,6 +49,7 @@ class Responses(Sampling):
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     previous_response_id: str | None = None
     tools: list[dict[str, Any]] | None = None
+    text: TextOptions | None = None
 
 
 async def respond(
@@ -45,7 +65,11 @@ async def respond(
     if body.instructions:
         turns = [Message(role="system", content=body.instructions), *turns]
     body.n = 1
-    params = sampling_params(body, reception.gate.limits, body.max_output_tokens or FILL_CONTEXT, None)
+    if body.text is not None and body.text.format is not None:
+        body.response_format = body.text.format.as_response_format()
+    params = await sampling_params(
+        body, model, reception.gate.limits, body.max_output_tokens or FILL_CONTEXT, None
+    )
     prompt = await conversation_tokens(model, turns, body.tools)
     return await Exchange(request, body, model, caller, reception, ResponseAnswer(model.name, body)).run(
         [prompt], params

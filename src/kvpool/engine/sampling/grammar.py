@@ -1,0 +1,157 @@
+"""Answers in a given form: which tokens may follow, as a bit for each token of the vocabulary. No torch.
+
+A `Grammar` is shared by all requests with the same wish; `start` gives the state of one sample, which hears every token of
+it. Sampling asks the states of a step for their masks and applies all of them at once. `JsonGrammars` makes grammars out of
+JSON schemas with `llguidance`; a class of your own that keeps to the two protocols works the same.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.config.layers import show
+from kvpool.errors import ConfigError, InvalidArgumentError, StepError
+
+Words = npt.NDArray[np.int32]
+"""The mask of one sample: bit t % 32 of word t // 32 says whether token t may follow."""
+
+
+class GrammarState(Protocol):
+    """Where one sample stands."""
+
+    def fill(self, words: Words) -> None:
+        """Writes which tokens may follow; at least one may."""
+
+    def push(self, tokens: Sequence[int]) -> None:
+        """Tokens followed, each of which the mask before it allowed."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text is whole and nothing but its end may follow."""
+
+
+@runtime_checkable
+class Grammar(Protocol):
+    """What a text may look like, for one vocabulary."""
+
+    def start(self) -> GrammarState:
+        """The state of a text that has not begun."""
+
+
+def num_words(vocabulary: int) -> int:
+    """How many words the mask of a vocabulary has."""
+    return -(-vocabulary // 32)
+
+
+# Between two parts of a JSON text: a line break and an indentation at most. As much as it likes would let a model that is
+# lost write spaces until its tokens are used up.
+_WHITESPACE = r"\n? {0,8}"
+_ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+class JsonGrammars:
+    """Makes grammars for the vocabulary of one model. The first takes a second: the vocabulary is sorted for it."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, stop_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._stop_ids = sorted(stop_ids)
+        self._lock = threading.Lock()
+        self._prepared: Any = None
+
+    def make(self, schema: Mapping[str, Any] | None = None) -> Grammar:
+        """A grammar of the texts that are valid by a JSON schema; without one, of every JSON object.
+
+        What it cannot hold a model to (`uniqueItems`, `not`, ...) is refused, never ignored.
+        """
+        if schema is not None and not isinstance(schema, Mapping):
+            raise InvalidArgumentError(f"a JSON schema is an object, got {show(schema)}")
+        try:
+            text = json.dumps(_ANY_OBJECT if schema is None else dict(schema))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidArgumentError(f"this is no JSON schema: {error}") from None
+        library, tokenizer = self._library()
+        options = {"whitespace_pattern": _WHITESPACE}
+        grammar = library.LLMatcher.grammar_from_json_schema(text, overrides=options)
+        matcher = library.LLMatcher(tokenizer, grammar, log_level=0)
+        if matcher.is_error():
+            reason = " ".join(str(matcher.get_error()).split())
+            raise InvalidArgumentError(f"no answer can be held to this JSON schema: {reason}")
+        return _Compiled(matcher)
+
+    def _library(self) -> tuple[Any, Any]:
+        try:
+            library = importlib.import_module("llguidance")
+        except ModuleNotFoundError:
+            raise ConfigError("answers by a JSON schema need llguidance: pip install 'kvpool[server]'") from None
+        with self._lock:
+            if self._prepared is None:
+                described = _described(self._tokenizer)
+                try:
+                    self._prepared = library.LLTokenizer(described, n_vocab=self._vocabulary, eos_token=self._stop_ids)
+                except ValueError as error:
+                    raise InvalidArgumentError(f"this model's tokenizer cannot be held to a form: {error}") from None
+        return library, self._prepared
+
+
+def _described(tokenizer: Any) -> str:
+    """A tokenizer as `tokenizers` writes it.
+
+    Converted ones may decode in several ways one after the other; where bytes are written as letters, that one counts.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise InvalidArgumentError("answers by a JSON schema need a tokenizer of the package tokenizers, a fast one")
+    described = json.loads(backend.to_str())
+    described.update(padding=None, truncation=None)
+    decoder = described.get("decoder") or {}
+    for part in decoder.get("decoders", ()):
+        if part["type"] == "ByteLevel":
+            described["decoder"] = part
+    return json.dumps(described)
+
+
+class _Compiled:
+    """A compiled grammar: states are copies of its first one."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def start(self) -> GrammarState:
+        """The state of a text that has not begun."""
+        return _Matching(self._matcher.deep_copy())
+
+
+class _Matching:
+    """One text under way."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def fill(self, words: Words) -> None:
+        """Writes which tokens may follow."""
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._check()
+
+    def push(self, tokens: Sequence[int]) -> None:
+        """Tokens followed."""
+        if not self.is_complete:  # behind the end only the token that says so follows
+            self._matcher.consume_tokens(list(tokens))
+            self._check()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text is whole and nothing but its end may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = str(self._matcher.get_error()).partition("<state>")[0]  # behind it is what only its developers read
+            raise StepError(f"the answer could not be kept in the form that was asked for: {' '.join(reason.split())}")
