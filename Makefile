@@ -32,7 +32,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo tour redis mooncake test test-tiers-kill compiled test-compiled fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo tour redis chromium mooncake test test-tiers-kill compiled test-compiled fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -58,6 +58,15 @@ redis: ## a Redis server for the tests of remote tiers, by apt-get where that ma
 	else export RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive; \
 		{ timeout 60 apt-get update -qq && timeout 90 apt-get install -y -qq redis-server; } >/dev/null || \
 		echo "apt-get could not install redis-server: tests of the Redis tier are skipped"; fi
+
+chromium: ## a browser for the tests of the live view, by apt-get where that may; without one they are skipped
+	@if [ -n "$$KVPOOL_CHROMIUM" ] || command -v chromium || command -v google-chrome; then :; \
+	elif [ -n "$(OFFLINE)" ]; then echo "no chromium, and OFFLINE is set: tests of the live view's page are skipped"; \
+	elif [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
+		echo "no chromium, and only root can install it by apt-get: tests of the live view's page are skipped"; \
+	else export DEBIAN_FRONTEND=noninteractive; \
+		{ timeout 60 apt-get update -qq && timeout 100 apt-get install -y -qq --no-install-recommends chromium; } >/dev/null || \
+		echo "apt-get could not install chromium: tests of the live view's page are skipped"; fi
 
 mooncake: $(VENV)/.stamp-dev ## Mooncake's client and master for the tests of its tier (42 MB); without them they are skipped
 	@if [ "$$(id -u)" -eq 0 ] && command -v apt-get >/dev/null && ! ldconfig -p | grep -q libibverbs.so.1; then \

@@ -23,7 +23,7 @@ MODULE_FILES = sorted((SRC / "kvpool").rglob("*.py"))
 LAYERS = (
     *("compiling", "errors", "jsonfile", "terminal", "scope", "config", "stats", "counters", "eviction", "events"),
     *("pools", "prefix", "sequences", "version", "manager", "recording", "scheduling"),
-    *("kernels", "storage", "attention", "tiers", "testing"),
+    *("kernels", "storage", "attention", "tiers", "testing", "view"),
     *("tour", "engine", "server", "hf", "replay", "compat", "cli", "__main__"),
 )
 CONTROL_PLANE = LAYERS[: LAYERS.index("kernels")]

@@ -20,6 +20,7 @@ from kvpool.manager.guard import PressureChange
 from kvpool.manager.inspection import CachedRun, Inspector, KVCacheBlock
 from kvpool.manager.invalidation import Invalidation
 from kvpool.manager.observer import Observer
+from kvpool.manager.picture import Picture, RunsPicture, picture, read_runs, runs_picture
 from kvpool.manager.pins import Pin, Pins
 from kvpool.pools.arrays import as_count, as_flag, as_token_array
 from kvpool.pools.pool import BlockPool, ResizeResult
@@ -332,6 +333,17 @@ class Maintenance(Facade):
         """Every run of cached blocks, with its place and age. Looks at everything: for people and tests."""
         with self._guard:
             return Inspector(self._state).runs()
+
+    def picture(self) -> Picture:
+        """Every block and every live sequence as arrays, at one moment. Changes nothing; cheap enough for many a second."""
+        with self._guard.lock:
+            return picture(self._state)
+
+    def runs_picture(self) -> RunsPicture:
+        """Every cached run as arrays, at one moment. Changes nothing; takes a few microseconds for each run."""
+        with self._guard.lock:
+            read = read_runs(self._state)
+        return runs_picture(read)
 
     def stats(self) -> CacheStats:
         """One consistent snapshot of everything counted."""

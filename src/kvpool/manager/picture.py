@@ -1,0 +1,224 @@
+"""The whole cache as arrays, at one moment: every block of every pool, every live sequence, every cached run.
+
+For those who look at all of it several times a second (the live view): blocks and sequences are a few operations on whole
+arrays, whatever the pool holds; runs cost one step of Python each and are asked for less often. Nothing is changed, nothing
+expires, and nobody is called back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.config import Tier
+from kvpool.counters import Counters
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
+from kvpool.pools.pool import GPU, BlockPool
+from kvpool.prefix.tree.node import Node
+from kvpool.scope import ReuseScope
+from kvpool.sequences.live.cache_state import CacheState
+from kvpool.sequences.live.handle import KVCacheHandle
+
+_COUNTED = (
+    *("requests", "allocation_failures", "extend_failures", "prompt_tokens", "partial_hit_tokens", "blocks_allocated"),
+    *("copies_on_write", "forks", "swaps_out", "swaps_in", "swapped_blocks", "offloaded_blocks", "onboarded_blocks"),
+)
+
+
+class PoolPicture(NamedTuple):
+    """One pool on one tier. A block that is not free and has no holder is cached."""
+
+    pool: int
+    tier: Tier
+    num_referenced: int
+    num_cached: int
+    num_pinned: int
+    is_free: BoolArray  # of every block
+    num_holders: Int32Array  # live sequences that hold a block
+    holder: Int32Array  # the place in `Picture.sequences` of one of them; -1 where nobody does
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.is_free)
+
+
+class SequencePicture(NamedTuple):
+    """One live sequence."""
+
+    serial: int
+    request_id: Hashable
+    scope: ReuseScope
+    session: str | None
+    is_swapped: bool
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_written: int
+    num_reserved: int
+    tables: tuple[Int32Array, ...]  # per layer group; -1 where a block left its window
+
+
+class RunsPicture(NamedTuple):
+    """Every cached run, parents before children; `number` and `start` together name one as long as it lives."""
+
+    number: Int64Array  # of its insertion; both parts of a divided run keep it
+    start: Int64Array  # depth of its first block in the prompt
+    num_blocks: Int64Array
+    parent: Int64Array  # the place of its parent in these arrays; -1 at the top of a scope
+    tier: npt.NDArray[np.uint8]
+    priority: npt.NDArray[np.uint8]
+    is_pinned: BoolArray
+    is_read: BoolArray  # by a live sequence
+    num_hits: Int64Array
+    last_access_at: npt.NDArray[np.float64]
+    scope: Int64Array  # place in `scopes`
+    scopes: tuple[ReuseScope, ...]
+    block_ids: tuple[Int32Array, ...]  # per cached layer group: those of all runs one after the other, -1 where one is gone
+    pools: tuple[int, ...]  # of each of `block_ids`
+    slides: tuple[bool, ...]  # whether a group is windowed: on the GPU, its blocks are pinned one by one
+
+
+class Picture(NamedTuple):
+    """The pools and the live sequences."""
+
+    tick: int  # grows with every operation: equal ticks, equal pictures
+    now: float
+    pools: tuple[PoolPicture, ...]
+    sequences: tuple[SequencePicture, ...]
+    pinned_windows: tuple[tuple[int, Int32Array], ...]  # (pool, ids) of GPU blocks that are pinned one by one
+    counts: dict[str, int]  # totals since the manager was made; of hits by tier, of evictions by reason
+
+
+def picture(state: CacheState) -> Picture:
+    """Pools and live sequences. The caller holds the lock."""
+    handles = [state.rows.handles[row] for row in state.rows.live_rows()]
+    sequences = tuple(_sequence(state, handle) for handle in handles if handle is not None)
+    pools = tuple(
+        _pool(state, pool, sequences)
+        for tiers in state.pools
+        for pool in tiers
+        if pool.num_blocks or pool.tier == GPU
+    )
+    kept = tuple(
+        (index, np.fromiter(ids, np.int32, len(ids))) for index, ids in enumerate(state.cache.windows.pinned) if ids
+    )
+    return Picture(state.context.tick, state.context.clock(), pools, sequences, kept, _counts(state.counters))
+
+
+def _counts(counters: Counters) -> dict[str, int]:
+    counts = {name: getattr(counters, name) for name in _COUNTED}
+    counts |= {f"hit_tokens.{tier.name}": counters.hit_tokens[tier] for tier in Tier}
+    return counts | {f"evictions.{reason}": count for reason, count in counters.evictions.items()}
+
+
+def _sequence(state: CacheState, handle: KVCacheHandle) -> SequencePicture:
+    rows, row = state.rows, handle.row
+    if handle.swapped is not None:
+        tables = tuple(ids.copy() for ids in handle.swapped.ids)
+    else:
+        tables = tuple(rows.visible_blocks(group.index, row).copy() for group in rows.groups)
+    return SequencePicture(
+        handle.serial, handle.request_id, handle.scope, handle.session, handle.swapped is not None,
+        handle.num_prompt_tokens, handle.num_cached_tokens, rows.written.item(row), rows.reserved.item(row), tables,
+    )  # fmt: skip
+
+
+def _pool(state: CacheState, pool: BlockPool, sequences: tuple[SequencePicture, ...]) -> PoolPicture:
+    is_free = np.zeros(pool.num_blocks, np.bool_)
+    is_free[pool.free_ids()] = True
+    count = np.zeros(pool.num_blocks, np.int32)
+    holder = np.full(pool.num_blocks, -1, np.int32)
+    groups = state.config.pools[pool.index].groups
+    held, whose = [], []
+    for place, sequence in enumerate(sequences):
+        if pool.tier == (Tier.HOST if sequence.is_swapped else GPU):
+            for group in groups:
+                held.append(sequence.tables[group])
+                whose.append(place)
+    if held:
+        ids = np.concatenate(held)
+        owners = np.repeat(np.asarray(whose, np.int32), [len(part) for part in held])
+        there = ids >= 0
+        ids, owners = ids[there], owners[there]
+        count += np.bincount(ids, minlength=pool.num_blocks).astype(np.int32)
+        holder[ids] = owners
+    return PoolPicture(
+        pool.index, pool.tier, pool.num_referenced, pool.num_cached, pool.num_pinned, is_free, count, holder
+    )
+
+
+class ReadRuns(NamedTuple):
+    """The runs as they were read under the lock. What is left to do with them needs no lock."""
+
+    nodes: list[tuple[Any, ...]]  # the fields of `_OF_NODE`
+    parents: list[int]
+    scope: list[int]
+    scopes: tuple[ReuseScope, ...]
+    block_ids: tuple[Int32Array, ...]
+    pools: tuple[int, ...]
+    slides: tuple[bool, ...]
+
+
+_OF_NODE = attrgetter(
+    "created", "start", "num_blocks", "tier", "priority", "pins", "active", "hits", "last_access_at"
+)
+
+
+def read_runs(state: CacheState) -> ReadRuns:
+    """Every run that can be found. The caller holds the lock."""
+    context = state.context
+    nodes: list[Node] = []
+    parents: list[int] = []
+    scope: list[int] = []
+    roots = list(state.cache.tree.roots.values())
+    for place, root in enumerate(roots):
+        first = len(nodes)
+        stack: list[tuple[Node, int]] = [(child, -1) for child in (root.children or {}).values()]
+        while stack:
+            node, parent = stack.pop()
+            if node.open_row >= 0:
+                context.sync(node)
+            parents.append(parent)
+            if node.children is not None:
+                mine = len(nodes)
+                stack.extend([(child, mine) for child in node.children.values()])
+            nodes.append(node)
+        scope.extend([place] * (len(nodes) - first))
+    return ReadRuns(
+        list(map(_OF_NODE, nodes)),
+        parents,
+        scope,
+        tuple(root.scope for root in roots),
+        tuple(np.concatenate([_NO_IDS, *[node.ids[group] for node in nodes]]) for group in range(len(context.cached))),
+        tuple(group.pool for group in context.cached),
+        tuple(group.slides for group in context.cached),
+    )
+
+
+def runs_picture(read: ReadRuns) -> RunsPicture:
+    """What was read, as arrays."""
+    columns = list(zip(*read.nodes, strict=True)) or [()] * 9
+    number, start, num_blocks, tier, priority, pins, active, hits, last_access_at = columns
+    return RunsPicture(
+        number=np.array(number, np.int64),
+        start=np.array(start, np.int64),
+        num_blocks=np.array(num_blocks, np.int64),
+        parent=np.array(read.parents, np.int64),
+        tier=np.fromiter(map(int, tier), np.uint8, len(tier)),
+        priority=np.array(priority, np.uint8),
+        is_pinned=np.array(pins, np.int64) > 0,
+        is_read=np.array(active, np.int64) > 0,
+        num_hits=np.array(hits, np.int64),
+        last_access_at=np.array(last_access_at, np.float64),
+        scope=np.array(read.scope, np.int64),
+        scopes=read.scopes,
+        block_ids=read.block_ids,
+        pools=read.pools,
+        slides=read.slides,
+    )
+
+
+_NO_IDS: Int32Array = np.empty(0, np.int32)

@@ -1,0 +1,142 @@
+"""Looks as messages: a snapshot, and after it only what is different from the look before.
+
+A message is a server-sent event named `frame` with one JSON object. The page holds a copy of everything and replaces what a
+frame brings: words of blocks by spans, tables of the sequences that are named, and whole lists for the rest. A field that is
+not there has not changed. No frame holds tokens or text: blocks are named by digest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kvpool.events import Created, Event, Removed, Stored, Updated
+from kvpool.manager.picture import RunsPicture, SequencePicture
+from kvpool.view.sampling import Look, PoolLook
+from kvpool.view.words import changed_spans, id_spans, packed
+
+MAX_SEQUENCES = 256  # that are told one by one, with their tables
+MAX_RUNS = 2000  # of the tree that are told, those nearest to the top
+_MAX_NAME = 80
+
+
+def as_event(name: str, data: Mapping[str, Any]) -> bytes:
+    """A server-sent event."""
+    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+def frame(old: Look | None, new: Look) -> dict[str, Any]:
+    """What the page must know to go from one look to the next; from nothing, if `old` is None."""
+    before = {} if old is None else {(pool.pool, pool.tier): pool for pool in old.pools}
+    content: dict[str, Any] = {
+        "number": new.number,
+        "after": None if old is None else old.number,
+        "now": new.now,
+        "lock_us": round(new.lock_seconds * 1e6),
+        "pools": [_pool(before.get((pool.pool, pool.tier)), pool) for pool in new.pools],
+    }
+    if old is None or old.tenants != new.tenants:
+        content["tenants"] = [tenant[:_MAX_NAME] for tenant in new.tenants]
+    if old is None or old.counts != new.counts:
+        content["counts"] = new.counts
+    if old is None or old.tick != new.tick:
+        content |= _sequences(() if old is None else old.sequences, new.sequences, new.tenants)
+    if new.runs is not None and (old is None or old.runs_number != new.runs_number):
+        content["tree"] = _tree(new.runs, new.tenants)
+    if new.events:
+        content["events"] = [_event(event) for event in new.events]
+        content["num_events"] = new.num_events
+    if old is None or old.more != new.more:
+        content["more"] = new.more
+    return content
+
+
+def _pool(old: PoolLook | None, new: PoolLook) -> dict[str, Any]:
+    spans = changed_spans(None if old is None else old.words, new.words)
+    described: dict[str, Any] = {
+        "pool": new.pool,
+        "tier": new.tier.name,
+        "blocks": len(new.words),
+        "referenced": new.num_referenced,
+        "cached": new.num_cached,
+        "pinned": new.num_pinned,
+    }
+    return described | {"spans": spans.to_json()} if len(spans.start) else described
+
+
+def _sequences(
+    old: tuple[SequencePicture, ...], new: tuple[SequencePicture, ...], tenants: tuple[str, ...]
+) -> dict[str, Any]:
+    known = {sequence.serial: sequence for sequence in old[:MAX_SEQUENCES]}
+    number = {tenant: place for place, tenant in enumerate(tenants)}
+    rows, tables = [], {}
+    for one in new[:MAX_SEQUENCES]:
+        rows.append(
+            [
+                one.serial, str(one.request_id)[:_MAX_NAME], number.get(one.scope.tenant, 0), int(one.is_swapped),
+                one.num_prompt_tokens, one.num_cached_tokens, one.num_written, one.num_reserved,
+            ]
+        )  # fmt: skip
+        before = known.get(one.serial)
+        if before is None or not _same_tables(before, one):
+            tables[one.serial] = [
+                packed(id_spans(ids, np.array([len(ids)], np.int64)).pairs, "<i4") for ids in one.tables
+            ]
+    return {"sequences": rows, "num_sequences": len(new), "tables": tables}
+
+
+def _same_tables(one: SequencePicture, other: SequencePicture) -> bool:
+    return one.is_swapped == other.is_swapped and all(map(np.array_equal, one.tables, other.tables))
+
+
+def _tree(runs: RunsPicture, tenants: tuple[str, ...]) -> dict[str, Any]:
+    """The runs nearest to the top. Whoever is there has its parent there, before it."""
+    level = np.zeros(len(runs.number), np.int64)
+    for _ in range(len(level)):  # a step for each level of the tree
+        deeper = np.where(runs.parent >= 0, level[runs.parent] + 1, 0)
+        if np.array_equal(deeper, level):
+            break
+        level = deeper
+    chosen = np.sort(np.argsort(level, kind="stable")[:MAX_RUNS])
+    place = np.full(len(level) + 1, -1, np.int64)  # the last one stands for no parent
+    place[chosen] = np.arange(len(chosen))
+    number = {tenant: index for index, tenant in enumerate(tenants)}
+    scopes = np.array([number.get(scope.tenant, 0) for scope in runs.scopes], np.int64)
+    flags = runs.tier + 4 * runs.is_pinned + 8 * runs.is_read
+    is_chosen = place[:-1] >= 0
+    spans = id_spans(runs.block_ids[0][np.repeat(is_chosen, runs.num_blocks)], runs.num_blocks[chosen])
+    return {
+        "num_runs": len(level),
+        "number": packed(runs.number[chosen], "<u4"),
+        "start": packed(runs.start[chosen], "<u4"),
+        "blocks": packed(runs.num_blocks[chosen], "<u4"),
+        "parent": packed(place[runs.parent[chosen]], "<i4"),
+        "scope": packed(runs.scope[chosen], "<u4"),
+        "tenant": packed(scopes[runs.scope[chosen]], "<u2"),
+        "priority": packed(runs.priority[chosen], "u1"),
+        "flags": packed(flags[chosen], "u1"),
+        "hits": packed(runs.num_hits[chosen], "<u4"),
+        "ids": packed(spans.pairs, "<i4"),
+        "ids_at": packed(spans.at, "<u4"),
+    }
+
+
+def _event(event: Event) -> dict[str, Any]:
+    """One line of the tail: what happened to how many blocks, the first of them by digest."""
+    line: dict[str, Any] = {"id": event.event_id, "kind": type(event).__name__.lower()}
+    if isinstance(event, Created):
+        return line
+    line |= {"blocks": len(event.digests), "digest": event.digests[0].hex()[:12], "group": event.group}
+    if isinstance(event, Stored):
+        line |= {"tier": event.tier.name, "tenant": event.scope.tenant[:_MAX_NAME], "priority": event.priority}
+    elif isinstance(event, Removed):
+        line |= {"tier": event.tier.name, "reason": str(getattr(event.reason, "value", event.reason))}
+    elif isinstance(event, Updated):
+        if event.old_tier is not None and event.new_tier is not None:
+            line["tiers"] = [event.old_tier.name, event.new_tier.name]
+        if event.old_priority is not None:
+            line["priorities"] = [event.old_priority, event.new_priority]
+    return line

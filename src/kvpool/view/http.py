@@ -1,0 +1,185 @@
+"""The live view of one manager over HTTP, with the standard library alone: for engines that have no server of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import json
+import threading
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
+from kvpool.manager import KVCacheManager
+from kvpool.view.hub import Hub
+from kvpool.view.pages import HEADERS, asset, block_details
+
+_SEND_SECONDS = 30.0  # that a page may take to read a message; then it is gone
+_ASK_SECONDS = 1.0  # how soon a stream notices that the view was closed
+
+
+class LiveView:
+    """A running live view: where it is (`url`), and its end (`close`, or a `with` statement)."""
+
+    def __init__(self, hub: Hub, host: str, port: int, key: str | None) -> None:
+        self.hub = hub
+        self._server = _Server((host, port), hub, key)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="kvpool-view-http", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port it listens at."""
+        return int(self._server.server_address[1])
+
+    @property
+    def url(self) -> str:
+        """Where a browser finds it."""
+        host = str(self._server.server_address[0])
+        return f"http://[{host}]:{self.port}/" if ":" in host else f"http://{host}:{self.port}/"
+
+    def wait(self) -> None:
+        """Returns when it was closed; Ctrl-C ends the waiting."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """Stops listening, ends the streams, and looks at the manager no more."""
+        self._server.closing.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+        self.hub.close()
+
+    def __enter__(self) -> LiveView:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def serve(
+    manager: KVCacheManager,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8077,
+    key: str | None = None,
+    title: str = "kvpool",
+    rate: float = 10.0,
+    events: bool = True,
+    more: Callable[[], Mapping[str, Any]] | None = None,
+) -> LiveView:
+    """Shows a manager in the browser while it works; returns at once, and costs nothing while no page is open.
+
+    The page only looks. It listens to this machine alone unless `key` is given, which the page then asks for. `rate` is how
+    often a second the manager is looked at, at most. `events=False` leaves out the tail of events, for which the manager
+    computes digests of what it stores. `more` is asked at every look for what the manager does not know, and may
+    say who waits: `{"waiting": [[name, tenant, tokens, seconds], ...], "num_waiting": 1}`. Port 0 takes a free one.
+    """
+    if not isinstance(manager, KVCacheManager):
+        raise InvalidArgumentError(f"serve takes a KVCacheManager, got {type(manager).__name__}")
+    if not key and not _is_loopback(host):
+        raise ConfigError(f"host {host!r} can be reached by others: give a key, which the page then asks for")
+    return LiveView(Hub(manager, title=title, rate=rate, events=events, more=more), host, port, key)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], hub: Hub, key: str | None) -> None:
+        self.hub = hub
+        self.digest = hashlib.sha256(key.encode()).digest() if key else None
+        self.closing = threading.Event()
+        super().__init__(address, _Handler)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A page that left in the middle of an answer is no error."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _SEND_SECONDS
+    server_version = "kvpool"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        address = urlsplit(self.path)
+        found = asset(address.path)
+        if found is not None:
+            self._answer(200, found.content, found.kind)
+        elif address.path not in ("/view/stream", "/view/block"):
+            self._problem(404, f"there is nothing at {address.path}")
+        elif not self._is_allowed():
+            self._problem(401, "this view needs its key: send 'Authorization: Bearer KEY'")
+        elif address.path == "/view/stream":
+            self._stream()
+        else:
+            self._block({name: values[0] for name, values in parse_qs(address.query).items()})
+
+    def _is_allowed(self) -> bool:
+        if self.server.digest is None:  # a page of somebody else's must not reach this one under a name of its own
+            name = self.headers.get("host", "").rsplit(":", 1)[0].strip("[]")
+            return _is_loopback(name)
+        scheme, _, given = self.headers.get("authorization", "").partition(" ")
+        digest = hashlib.sha256(given.strip().encode("utf-8", "surrogatepass")).digest()
+        return hmac.compare_digest(digest, self.server.digest) and scheme.lower() == "bearer"
+
+    def _stream(self) -> None:
+        news = threading.Event()
+        try:
+            viewer = self.server.hub.join(news.set)
+        except KVPoolError as error:
+            self._problem(503, str(error))
+            return
+        try:
+            self.send_response(200)
+            self._headers("text/event-stream")
+            self.end_headers()
+            while not self.server.closing.is_set():
+                if news.wait(_ASK_SECONDS):
+                    news.clear()
+                    self.wfile.write(viewer.take())
+        except OSError:  # the page is gone, or does not read
+            self.close_connection = True
+        finally:
+            self.server.hub.leave(viewer)
+
+    def _block(self, asked: dict[str, str]) -> None:
+        try:
+            pool, block_id = int(asked.get("pool", "0")), int(asked.get("id", ""))
+        except ValueError:
+            self._problem(400, "give the numbers of a pool and a block: ?pool=0&tier=GPU&id=7")
+            return
+        try:
+            details = block_details(self.server.hub, pool, asked.get("tier", "GPU"), block_id)
+        except KVPoolError as error:
+            self._problem(400, str(error))
+            return
+        self._answer(200, json.dumps(details).encode(), "application/json")
+
+    def _problem(self, status: int, message: str) -> None:
+        self._answer(status, json.dumps({"error": {"message": message}}).encode(), "application/json")
+
+    def _answer(self, status: int, body: bytes, kind: str) -> None:
+        self.send_response(status)
+        self._headers(kind)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _headers(self, kind: str) -> None:
+        self.send_header("content-type", kind)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing: a look is no event."""

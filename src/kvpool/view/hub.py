@@ -1,0 +1,180 @@
+"""Those who watch one manager: a thread looks at it while anybody does, and each gets what is new at their own pace.
+
+A viewer that reads too slowly loses what it has not read and gets a snapshot of the newest look instead; how often that
+happened is counted and told. Nobody who watches makes the manager, or another viewer, wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.manager import KVCacheManager
+from kvpool.version import __version__
+from kvpool.view.frames import as_event, frame
+from kvpool.view.sampling import Look, Sampler
+
+log = logging.getLogger("kvpool")
+
+MAX_PENDING = 8  # messages that a viewer has not read yet
+MAX_VIEWERS = 16
+_IDLE_SECONDS = 1.0  # at least so often something is sent, so that a page knows that it is connected
+_SHARE_OF_TIME = 0.05  # that looks, with what becomes of them, may take of the time
+
+
+class Viewer:
+    """Somebody who watches. `wake` is called, from any thread, when there is something to read."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._pending: list[bytes] = []
+        self.num_skipped = 0  # messages that were never sent
+
+    def offer(self, message: bytes, snapshot: Callable[[], bytes]) -> None:
+        """Adds a message, or, if too many are unread, puts a snapshot in place of them all."""
+        with self._lock:
+            if len(self._pending) >= MAX_PENDING:
+                self.num_skipped += len(self._pending)
+                self._pending = [as_event("skipped", {"messages": self.num_skipped}), snapshot()]
+            else:
+                self._pending.append(message)
+        self._wake()
+
+    def take(self) -> bytes:
+        """All that is unread."""
+        with self._lock:
+            messages, self._pending = self._pending, []
+        return b"".join(messages)
+
+
+class Hub:
+    """Looks at a manager at most `rate` times a second while somebody watches, and not at all otherwise.
+
+    `more` is asked at every look for what else the page shows (who waits, latencies); it must be quick.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        *,
+        title: str = "kvpool",
+        rate: float = 10.0,
+        events: bool = True,
+        more: Callable[[], Mapping[str, Any]] | None = None,
+        about: Mapping[str, Any] | None = None,
+    ) -> None:
+        if not rate > 0:
+            raise InvalidArgumentError(f"rate must be looks per second, more than 0, got {rate!r}")
+        self.manager = manager
+        self.sampler = Sampler(manager, with_events=events)
+        self._period = 1.0 / rate
+        self._more = more
+        self._about = {"title": title, "version": __version__, "rate": rate, **(about or {})}
+        self._about |= {
+            "block_size": manager.config.block_size,
+            "group_pools": [group.pool for group in manager.config.groups],
+        }
+        self._wake = threading.Condition()  # guards what follows
+        self._viewers: list[Viewer] = []
+        self._thread: threading.Thread | None = None
+        self._look: Look | None = None
+
+    @property
+    def num_viewers(self) -> int:
+        """How many watch now."""
+        return len(self._viewers)
+
+    @property
+    def last_look(self) -> Look | None:
+        """What those who watch have seen last."""
+        return self._look
+
+    def join(self, wake: Callable[[], None]) -> Viewer:
+        """One more watches; its first message says what it watches, its second is a snapshot."""
+        viewer = Viewer(wake)
+        with self._wake:
+            if len(self._viewers) >= MAX_VIEWERS:
+                raise InvalidArgumentError(f"{MAX_VIEWERS} pages watch already; close one of them")
+            viewer.offer(as_event("hello", self._about), bytes)
+            if self._look is not None:
+                viewer.offer(_message(None, self._look), bytes)
+            self._viewers.append(viewer)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="kvpool-view", daemon=True)
+                self._thread.start()
+            self._wake.notify_all()
+        return viewer
+
+    def leave(self, viewer: Viewer) -> None:
+        """Somebody watches no more; the last one to leave ends the looking."""
+        with self._wake:
+            if viewer in self._viewers:
+                self._viewers.remove(viewer)
+            self._wake.notify_all()
+
+    def close(self) -> None:
+        """Ends the looking, whoever still watches."""
+        with self._wake:
+            self._viewers.clear()
+            self._wake.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        self.sampler.start()
+        try:
+            sent = 0.0
+            while True:
+                began = time.perf_counter()
+                sent = self._step(sent)
+                ended = time.perf_counter()
+                pause = max(self._period - (ended - began), (ended - began) / _SHARE_OF_TIME - (ended - began))
+                with self._wake:
+                    self._wake.wait_for(lambda: not self._viewers, pause)
+                    if not self._viewers:
+                        self._end()
+                        return
+        except Exception:
+            log.exception("the live view stopped looking at the manager, which is not affected")
+            with self._wake:
+                self._viewers.clear()
+                self._end()
+
+    def _end(self) -> None:
+        """The thread ends; whoever joins next starts another."""
+        self.sampler.stop()
+        self._thread = self._look = None
+
+    def _step(self, sent: float) -> float:
+        """One look, sent if something is new; returns when something was last sent."""
+        look = self.sampler.look(self._more() if self._more else None)
+        old, now = self._look, time.perf_counter()
+        if old is not None and _is_same(old, look) and now - sent < _IDLE_SECONDS:
+            return sent
+        message = _message(old, look)
+        made: list[bytes] = []  # a snapshot is made once for all who need it
+
+        def snapshot() -> bytes:
+            if not made:
+                made.append(_message(None, look))
+            return made[0]
+
+        with self._wake:
+            for viewer in self._viewers:
+                viewer.offer(message, snapshot)
+            self._look = look
+        return now
+
+
+def _is_same(old: Look, new: Look) -> bool:
+    return old.tick == new.tick and old.runs_number == new.runs_number and old.more == new.more
+
+
+def _message(old: Look | None, new: Look) -> bytes:
+    return as_event("frame", frame(old, new))

@@ -1,0 +1,151 @@
+// The lists beside the grid: figures, requests, what is selected, events, and the flow between tiers.
+
+import { earlierOf, perSecond, rate, short } from "/view/charts.js";
+import { eachId } from "/view/store.js";
+
+const MOST_ROWS = 80;
+
+export function element(name, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(name), properties);
+  made.append(...children);
+  return made;
+}
+
+export function showTiles(list, frames, place) {
+  const frame = frames[place], earlier = frames[Math.max(0, place - 100)];
+  const counts = frame.rest.counts;
+  const gpu = frame.rest.pools.filter((pool) => pool.tier === "GPU");
+  const sum = (field) => gpu.reduce((total, pool) => total + pool[field], 0);
+  const evicted = (all) => Object.keys(all).filter((name) => name.startsWith("evictions.")).reduce((total, name) => total + all[name], 0);
+  const all = { rest: { counts: Object.fromEntries(Object.keys(counts).map((name) => [name, 0])) } };
+  const recent = rate(frame, earlier), ever = rate(frame, all);
+  const waiting = frame.rest.more.num_waiting;
+  const tiles = [
+    [recent === undefined ? "–" : `${recent.toFixed(0)} %`, "of prompt tokens from the cache", ever === undefined ? "" : `${ever.toFixed(0)} % since the start`],
+    [`${((100 * sum("referenced")) / Math.max(sum("blocks"), 1)).toFixed(0)} %`, "of the GPU blocks in use", `${short(sum("referenced"))} of ${short(sum("blocks"))}`],
+    [short(sum("cached")), "blocks cached", `${short(sum("pinned"))} pinned`],
+    [short(frame.rest.numSequences), "requests running", waiting === undefined ? "" : `${short(waiting)} waiting`],
+    [short(perSecond(frame, earlier, (c) => c.prompt_tokens)), "prompt tokens a second", `${short(counts.requests)} requests so far`],
+    [short(perSecond(frame, earlier, evicted)), "blocks evicted a second", `${short(evicted(counts))} so far`],
+  ];
+  if (list.children.length !== tiles.length)
+    list.replaceChildren(...tiles.map(() => element("div", { className: "tile" }, element("b"), element("span"), element("small"))));
+  tiles.forEach((texts, number) => texts.forEach((text, part) => {
+    const target = list.children[number].children[part];
+    if (target.textContent !== text) target.textContent = text;
+  }));
+}
+
+// Keeps a list of rows by key, so that focus and scroll stay where they are.
+function keep(list, wanted, make, fill) {
+  const old = new Map([...list.children].map((row) => [row.dataset.key, row]));
+  let before = null;
+  for (const one of wanted) {
+    let row = old.get(one.key);
+    if (!row) {
+      row = make(one);
+      row.dataset.key = one.key;
+    }
+    old.delete(one.key);
+    fill(row, one);
+    const place = before ? before.nextSibling : list.firstChild;
+    if (place !== row) list.insertBefore(row, place);
+    before = row;
+  }
+  for (const row of old.values()) row.remove();
+}
+
+export function showRequests(list, count, rest, colours, chosen, choose) {
+  const waiting = rest.more.waiting ?? [];
+  const longest = Math.max(1, ...rest.sequences.map((row) => row[7]), ...waiting.map((row) => row[2]));
+  const rows = [
+    ...rest.sequences.map(([serial, name, tenant, swapped, prompt, cached, written, reserved]) => ({
+      key: `s${serial}`, serial, name, tenant: rest.tenants[tenant], colour: colours.tenant(tenant), prompt, cached, written, reserved,
+      state: swapped ? "swapped" : written < prompt ? "prefill" : "decode",
+    })),
+    ...waiting.map(([name, tenant, prompt, seconds], place) => ({
+      key: `w${name}/${place}`, name, tenant, colour: colours.tenant(Math.max(0, rest.tenants.indexOf(tenant))), prompt, cached: 0,
+      written: 0, reserved: prompt, state: "waiting", seconds,
+    })),
+  ];
+  const more = rest.more.num_waiting === undefined ? "" : `, ${rest.more.num_waiting} waiting`;
+  count.textContent = `${rest.numSequences} live${more}${rows.length > MOST_ROWS ? `; ${MOST_ROWS} shown` : ""}`;
+  const part = (tokens) => `${(100 * tokens) / longest}%`;
+  keep(list, rows.slice(0, MOST_ROWS), () => {
+    const button = element("button", { type: "button" },
+      element("i", { className: "swatch" }), element("span", { className: "name" }), element("span", { className: "badge" }),
+      element("span", { className: "tokens" }),
+      element("span", { className: "bar" }, element("i", { className: "b-cached" }), element("i", { className: "b-new" }), element("i", { className: "b-ahead" })));
+    button.addEventListener("click", () => choose(button.parentNode.request));
+    return element("li", {}, button);
+  }, (row, one) => {
+    row.request = one;
+    const [swatch, name, badge, tokens, bar] = row.firstChild.children;
+    row.firstChild.setAttribute("aria-pressed", String(chosen !== null && chosen === one.serial));
+    row.firstChild.disabled = one.serial === undefined;
+    swatch.style.background = one.colour;
+    name.textContent = one.name;
+    badge.textContent = one.state;
+    badge.className = `badge ${one.state}`;
+    tokens.textContent = one.state === "waiting" ? `${short(one.prompt)} tokens, ${one.seconds} s` : `${short(one.written)} tokens, ${short(one.cached)} cached`;
+    const cached = Math.min(one.cached, one.written);
+    bar.children[0].style.width = part(cached);
+    bar.children[1].style.width = part(one.written - cached);
+    bar.children[2].style.width = part(Math.max(0, one.reserved - one.written));
+  });
+}
+
+export function showEvents(list, count, events, total) {
+  count.textContent = total ? `${short(total)} so far` : "none yet";
+  const words = (event) => {
+    const blocks = event.blocks === undefined ? "" : `${event.blocks} block${event.blocks === 1 ? "" : "s"}`;
+    if (event.kind === "stored") return `${blocks} on ${event.tier}${event.tenant ? ` for ${event.tenant}` : ""}`;
+    if (event.kind === "removed") return `${blocks} from ${event.tier}, ${event.reason}`;
+    if (event.tiers) return `${blocks} ${event.tiers[0]} → ${event.tiers[1]}`;
+    if (event.priorities) return `${blocks} priority ${event.priorities[0]} → ${event.priorities[1]}`;
+    return "pools were made or resized";
+  };
+  keep(list, events.slice(0, MOST_ROWS).map((event) => ({ ...event, key: String(event.id) })),
+    (event) => element("li", {},
+      element("span", { className: `badge ${event.kind}`, textContent: event.kind }), element("span", { textContent: words(event) }),
+      element("code", { textContent: event.digest ?? "" })),
+    () => {});
+}
+
+// A list of facts: [[term, description], ...].
+export function facts(pairs) {
+  return element("dl", {}, ...pairs.filter(([, text]) => text !== undefined && text !== "").flatMap(([term, text]) => [
+    element("dt", { textContent: term }), element("dd", {}, text instanceof Node ? text : String(text)),
+  ]));
+}
+
+// A block table, or the blocks of a run, in words: 0–3 → 17–20.
+export function tableWords(pairs) {
+  const parts = [];
+  let column = 0;
+  for (let place = 0; place < pairs.length && parts.length < 60; place += 2) {
+    const [first, many] = [pairs[place], pairs[place + 1]];
+    const span = (from) => (many > 1 ? `${from}–${from + many - 1}` : `${from}`);
+    parts.push(first < 0 ? `${span(column)} → none` : `${span(column)} → ${span(first)}`);
+    column += many;
+  }
+  return parts.join("   ");
+}
+
+export function maskOf(pairs, size) {
+  const mask = new Uint8Array(size);
+  eachId(pairs, (id) => (mask[id] = 1));
+  return mask;
+}
+
+export function showFlow(flow, frames, place) {
+  const frame = frames[place], earlier = earlierOf(frames, place);
+  const down = perSecond(frame, earlier, (counts) => counts.offloaded_blocks + counts.swapped_blocks);
+  const up = perSecond(frame, earlier, (counts) => counts.onboarded_blocks);
+  for (const [name, value] of [["down", down], ["up", up]]) {
+    const line = flow.querySelector(`.${name}`);
+    line.querySelector("b").textContent = short(value);
+    line.classList.toggle("moving", value > 0);
+    line.style.setProperty("--strength", String(Math.min(1, Math.log10(1 + (value || 0)) / 3)));
+  }
+}

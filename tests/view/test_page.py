@@ -1,0 +1,156 @@
+"""The page of the live view in a real browser: what it draws is what the manager holds, by mouse and by keyboard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from chromium import Chromium, Page, find_chromium
+
+from kvpool import Tier
+from kvpool.view import LiveView, serve
+from kvpool.view.demo import Traffic
+
+PROGRAM = find_chromium()
+pytestmark = pytest.mark.skipif(
+    PROGRAM is None, reason="no Chromium: install Debian's package chromium, or name one in KVPOOL_CHROMIUM"
+)
+WORDS = """Object.fromEntries([...kvpool.store.pools].map(([name, pool]) =>
+    [name, [...pool.high].map((high, block) => [high, pool.low[block]])]))"""
+ENTER_KEY = "document.getElementById('key').value = '{}'; document.querySelector('#key-dialog form').requestSubmit()"
+BUTTONS = "document.querySelectorAll('#request-list button:enabled')"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    assert PROGRAM is not None
+    with Chromium(PROGRAM) as made:
+        yield made
+
+
+@pytest.fixture
+def traffic() -> Traffic:
+    made = Traffic(512)
+    for _ in range(120):
+        made.step()
+    return made
+
+
+@pytest.fixture
+def view(traffic: Traffic) -> Iterator[LiveView]:
+    with serve(traffic.manager, port=0, rate=25.0, more=traffic.more) as made:
+        yield made
+
+
+@pytest.fixture
+def page(browser: Chromium, view: LiveView) -> Iterator[Page]:
+    made = browser.open(view.url)
+    made.until("kvpool.grids.size && kvpool.drawn.frames")
+    yield made
+    assert made.problems() == []
+    made.ask("Page.close")
+
+
+def settled(page: Page, traffic: Traffic) -> None:
+    """Waits until the page has seen a frame that was made after now."""
+    number = page.value("kvpool.store.frames.at(-1).number")
+    traffic.manager.evict(0)  # an operation, so that there is something to tell
+    page.until(f"kvpool.store.frames.at(-1).number > {number + 1}")
+    page.until(f"kvpool.store.now.sequences.length == {len(traffic._running)}")
+
+
+def test_given_traffic_when_it_stops_then_the_page_holds_every_block_as_the_manager_does(
+    page: Page, view: LiveView, traffic: Traffic
+) -> None:
+    for _ in range(30):
+        traffic.step()
+    settled(page, traffic)
+    told = page.value(WORDS)
+    look = view.hub.sampler.look()
+    for pool in look.pools:
+        words = np.array(told[f"{pool.tier.name}/{pool.pool}"], np.uint64)
+        states = (pool.words >> np.uint64(32)) & np.uint64(7)
+        assert (words[:, 0] & np.uint64(7)).tolist() == states.tolist()
+    counted = page.value("document.querySelector('.pool .count').textContent")
+    stats = traffic.manager.stats().pool(0, Tier.GPU)
+    assert counted == f"{stats.referenced:,} in use · {stats.cached:,} cached · {stats.free:,} free"
+
+
+def test_given_the_grid_when_arrow_keys_and_enter_are_pressed_then_a_block_is_described(page: Page) -> None:
+    page.value("document.querySelector('.pool canvas').focus()")
+    for key in ("ArrowRight", "ArrowRight", "ArrowRight", "ArrowDown", "ArrowUp"):
+        page.press(key)
+    assert page.value("document.getElementById('announce').textContent").startswith("Block 2: ")
+    page.press("Enter")
+    page.until("document.querySelector('#details h3')?.textContent === 'Block 2 on GPU'")
+    assert page.value("document.querySelector('#details dt').textContent") == "state"
+
+
+def test_given_a_request_when_it_is_clicked_then_its_table_is_told_and_its_blocks_alone_are_bright(page: Page) -> None:
+    page.until(f"{BUTTONS}.length")
+    page.value(f"{BUTTONS}[0].click()")
+    page.until("[...document.querySelectorAll('#details dt')].some((term) => term.textContent === 'block table')")
+    lit = page.until("[...kvpool.grids.get('GPU/0').grid.chosen ?? []].reduce((sum, one) => sum + one, 0)")
+    serial = page.value(f"{BUTTONS}[0].parentNode.request.serial")
+    held = page.value(f"kvpool.store.now.tables.get({serial})[0].reduce((sum, one, at) => sum + (at % 2 ? one : 0), 0)")
+    assert lit == held
+    page.press("Escape")
+    page.until("kvpool.grids.get('GPU/0').grid.chosen === null")
+
+
+def test_given_a_pause_when_time_goes_back_then_the_page_shows_what_was(page: Page, traffic: Traffic) -> None:
+    before, place = page.value("[[...kvpool.store.pools.get('GPU/0').high], kvpool.store.frames.length - 1]")
+    for _ in range(20):
+        traffic.step()
+    settled(page, traffic)
+    assert page.value("[...kvpool.store.pools.get('GPU/0').high]") != before
+    page.value("document.getElementById('pause').click()")
+    page.value(f"kvpool.goTo({place})")
+    page.until("document.getElementById('when-text').textContent.endsWith('s ago')")
+    assert page.value("[...kvpool.grids.get('GPU/0').grid.pool.high]") == before
+    page.value("document.getElementById('forward').click()")
+    assert page.value("kvpool.paused") == place + 1
+    page.value("document.getElementById('back').click()")
+    assert page.value("kvpool.paused") == place
+    page.value("document.getElementById('pause').click()")
+    assert page.value("kvpool.paused") is None
+
+
+@pytest.mark.parametrize("mode", ["state", "tenant", "age", "priority"])
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_given_a_way_of_colouring_when_it_is_chosen_then_the_grid_has_the_colours_of_its_legend(
+    page: Page, mode: str, scheme: str
+) -> None:
+    page.resize(1280, 800, scheme=scheme)
+    page.value(f"document.querySelector('input[value={mode}]').click()")
+    words = {"state": "pinned", "tenant": "acme", "age": "older", "priority": "80–100"}[mode]
+    page.until(f"[...document.querySelectorAll('#legend li')].some((item) => item.textContent === '{words}')")
+    page.until("new Set(kvpool.grids.get('GPU/0').grid.pixels).size >= 3")
+
+
+def test_given_a_phone_when_the_page_is_opened_then_nothing_is_wider_than_it(browser: Chromium, view: LiveView) -> None:
+    page = browser.open(view.url, width=390, height=844, scale=2.0, mobile=True)
+    page.until("kvpool.grids.size && kvpool.drawn.frames")
+    assert page.value("document.documentElement.scrollWidth") == 390
+    assert page.value("document.querySelector('.pool canvas').getBoundingClientRect().right") <= 390
+    assert page.problems() == []
+    page.ask("Page.close")
+
+
+def test_given_everything_that_can_be_used_then_it_has_a_name(page: Page) -> None:
+    unnamed = page.value("""[...document.querySelectorAll('button, input, select, textarea, canvas, [role=region]')]
+        .filter((one) => !(one.getAttribute('aria-label') || one.textContent.trim() || one.labels?.length
+            || one.getAttribute('aria-labelledby'))).map((one) => one.outerHTML.slice(0, 80))""")
+    assert unnamed == []
+
+
+def test_given_a_key_when_the_page_is_opened_then_it_asks_for_it(browser: Chromium, traffic: Traffic) -> None:
+    with serve(traffic.manager, port=0, key="secret") as view:
+        page = browser.open(view.url)
+        page.until("document.getElementById('key-dialog').open")
+        page.value(ENTER_KEY.format("wrong"))
+        page.until("document.getElementById('key-dialog').open && document.getElementById('key-problem').textContent")
+        page.value(ENTER_KEY.format("secret"))
+        page.until("kvpool.drawn.frames")
+        page.ask("Page.close")
