@@ -10,7 +10,7 @@ from chromium import Chromium, Page, find_chromium
 
 from kvpool import Tier
 from kvpool.view import LiveView, serve
-from kvpool.view.demo import Traffic
+from kvpool.view.traffic import Traffic
 
 PROGRAM = find_chromium()
 pytestmark = pytest.mark.skipif(

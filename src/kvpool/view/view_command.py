@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from kvpool.view.demo import Traffic
 from kvpool.view.http import serve
+from kvpool.view.traffic import Traffic
 
 
 def register(app: typer.Typer, name: str) -> None:
