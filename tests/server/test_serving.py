@@ -19,15 +19,15 @@ from live import Live, openai_client
 
 from kvpool.errors import ConfigError
 from kvpool.server import Access, Caller, Limits
-from kvpool.server.asking.access import new_key
+from kvpool.server.asking.access import CacheShare, new_key
 
 PROMPT = "w5 w6 w7 w8 w9 w10 w11 w12 w13"
 
 
-def access(*tenants: str, share: bool = False) -> Access:
+def access(*tenants: str, **options: Any) -> Access:
     """A key `sk-TENANT` for each; the tenant `root` may do everything."""
     digests = {tenant: hashlib.sha256(f"sk-{tenant}".encode()).hexdigest() for tenant in tenants}
-    return Access({digests[t]: Caller(t, t == "root", t) for t in tenants}, share=share)
+    return Access({digests[t]: Caller(t, t == "root", t) for t in tenants}, **options)
 
 
 def call(live: Live, path: str, body: Any = None, key: str = "", method: str | None = None) -> Any:
@@ -232,6 +232,40 @@ def test_given_tenants_then_each_sees_and_changes_its_own_cache_only(serve: Call
     assert refusal(live, "/v1/cache/stats", None, "sk-a")[0] == 403
     assert "tiny" in call(live, "/v1/cache/stats", None, "sk-root")
     assert call(live, f"/v1/cache/pin/{pin['id']}", None, "sk-a", "DELETE")["pinned_tokens"] == 0
+
+
+def test_given_a_quota_then_a_tenant_keeps_no_more_than_its_share(serve: Callable[..., Live], engine: Any) -> None:
+    live = serve(access=access("a", "b", quotas={"a": CacheShare(guaranteed=1, maximum=3)}))
+    try:
+        for tenant in "ab":
+            for start in (0, 20, 40):
+                prompt = " ".join(f"w{start + number}" for number in range(9))
+                call(live, "/v1/cache/warm", {"prompt": prompt}, f"sk-{tenant}")
+        look = engine.stats().cache
+        assert (look.tenants["a"], look.pools[0].cached) == ((3,), 3 + 6)
+        assert engine.manager.quotas()["a"].guaranteed == (1,)
+    finally:
+        engine.manager.set_quota("a")
+
+
+def test_given_a_file_of_keys_with_quotas_then_they_are_read_and_contradictions_refused(tmp_path: Path) -> None:
+    lines = [new_key(tenant)[1] for tenant in ("a", "a", "b")]
+    file = tmp_path / "keys"
+    file.write_text(f"{lines[0]} guaranteed=10% maximum=0.5\n{lines[1]} admin\n{lines[2]} maximum=500\n")
+    assert Access.read(file, {}).quotas == {"a": CacheShare(0.1, 0.5), "b": CacheShare(0, 500)}
+    for wrong, words in (
+        (f"{lines[0]} maximum=10%\n{lines[1]} maximum=20%", "another quota"),
+        (f"{lines[0]} maximum=150%", "write 20%"),
+        (f"{lines[0]} maximum=-1", "write 20%"),
+        (f"{lines[0]} minimum=1", "guaranteed=SHARE"),
+        (f"{lines[0]} maximum=1 maximum=1", "once each"),
+    ):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match=words):
+            Access.read(file, {})
+    file.write_text(f"{lines[0]} maximum=10%")
+    with pytest.raises(ConfigError, match="share one cache"):
+        Access.read(file, {}, share=True)
 
 
 def test_given_pins_that_ended_by_themselves_then_the_server_forgets_them(serve: Callable[..., Live]) -> None:

@@ -37,6 +37,9 @@ class Server:
         self.models = {model.name: model for model in models}
         if len(self.models) < len(models):
             raise ConfigError(f"two models have the same name: {', '.join(model.name for model in models)}")
+        for model in models:
+            for tenant, quota in access.quotas.items():
+                model.engine.manager.set_quota(tenant, guaranteed=quota.guaranteed, maximum=quota.maximum)
         self.access = access
         self.gate = Gate(limits)
         self.metrics = Metrics(models)
