@@ -34,7 +34,7 @@ from harness import Bar, Case, PeerCase, Runner, Times, TimesRecorded, cpu_ms, f
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.events import Stored
 from peers import PeerProcess
-from peers.recorded import FIGURES
+from peers.recorded_figures import FIGURES
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 65_536

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import transformers
 
-from engine_gpu import gpu_cases
-from engine_runs import (
+from cases.engine_gpu import gpu_cases
+from cases.engine_runs import (
     CONTINUOUS,
     ONE_BY_ONE,
     STATIC,

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from engine_runs import Prompts, open_engine, random_prompts
+from cases.engine_runs import Prompts, open_engine, random_prompts
 from harness import Bar, Case, PeerCase, Runner, Times, argument_parser, main
 from kvpool.engine import SamplingParams
 from kvpool.engine.model.default_model import default_model_directory

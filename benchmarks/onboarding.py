@@ -20,13 +20,13 @@ import numpy as np
 import torch
 import transformers
 
-from engine_gpu import LARGE, gpu_seconds
-from engine_runs import open_engine, random_model, random_prompts
+from cases.engine_gpu import LARGE, gpu_seconds
+from cases.engine_runs import open_engine, random_model, random_prompts
+from cases.traffic_runs import StepTimer, mark
 from harness import Case, Runner, argument_parser, main, say
 from kvpool import Tier
 from kvpool.engine import Chunk, Engine, SamplingParams
 from traffic import TINY
-from traffic_runs import StepTimer, mark
 
 ONCE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 

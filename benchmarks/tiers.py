@@ -16,11 +16,11 @@ from typing import Any
 
 import harness
 import kvpool
+from cases.tiers_compression import compression_cases
+from cases.tiers_disk import BARE, BARE_RUNS, disk_cases
+from cases.tiers_engine import ENGINE_RUNS, engine_cases
+from cases.tiers_redis import PLAIN_RUNS, redis_cases
 from harness import NoPartError, Runner
-from tiers_compression import compression_cases
-from tiers_disk import BARE, BARE_RUNS, disk_cases
-from tiers_engine import ENGINE_RUNS, engine_cases
-from tiers_redis import PLAIN_RUNS, redis_cases
 
 RUNS: dict[str, Any] = {**BARE_RUNS, **PLAIN_RUNS, **ENGINE_RUNS}
 """Functions that return the runner of a case without kvpool."""

@@ -20,12 +20,9 @@ import numpy as np
 import torch
 import transformers
 
-from engine_gpu import LARGE, copy_bandwidth, matrix_rate
-from engine_runs import open_engine, random_model
-from harness import Case, Runner, argument_parser, main, say
-from kvpool.engine import Engine, SamplingParams
-from kvpool.scheduling import SchedulerConfig
-from traffic_runs import (
+from cases.engine_gpu import LARGE, copy_bandwidth, matrix_rate
+from cases.engine_runs import open_engine, random_model
+from cases.traffic_runs import (
     Conversations,
     Machine,
     StepTimer,
@@ -35,6 +32,9 @@ from traffic_runs import (
     mixed_steps,
     run_traffic,
 )
+from harness import Case, Runner, argument_parser, main, say
+from kvpool.engine import Engine, SamplingParams
+from kvpool.scheduling import SchedulerConfig
 
 TINY = {**LARGE, "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}

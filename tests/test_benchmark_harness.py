@@ -33,7 +33,7 @@ from harness import (
     table,
 )
 from peers import PeerProcess, vllm_peer
-from peers.recorded import FIGURES
+from peers.recorded_figures import FIGURES
 
 BENCHMARKS = sys.path[0]
 

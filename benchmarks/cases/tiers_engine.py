@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from cases.tiers_disk import BARE, folder
 from harness import Case, PeerAbsentError, PeerCase, Runner, Times
-from tiers_disk import BARE, folder
 
 PROMPT_TOKENS = 400
 NUM_BLOCKS = 512

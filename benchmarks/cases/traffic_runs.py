@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine_gpu import weight_bytes
+from cases.engine_gpu import weight_bytes
 from kvpool.engine import Chunk, Completion, Engine, SamplingParams
 
 BUCKETS = (256, 512, 1024, 2048)  # tokens of a mixed step, up to

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine_runs import CONTINUOUS, STATIC, Prompts, engine_throughput, open_engine, random_model, random_prompts
+from cases.engine_runs import CONTINUOUS, STATIC, Prompts, engine_throughput, open_engine, random_model, random_prompts
 from harness import Case, PeerCase, Recorded, Runner, Times, TimesRecorded
 from kvpool.engine import SamplingParams
 from kvpool.scheduling import SchedulerConfig

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from cases.tiers_disk import BARE, BLOCK_BYTES, key
 from harness import Case, PeerCase, Runner, Times
 from kvpool.tiers import Outcome, RedisTier
-from tiers_disk import BARE, BLOCK_BYTES, key
 
 NUM_BATCHES = 4
 BATCH = 16
