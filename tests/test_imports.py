@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,12 +135,40 @@ def import_graph() -> dict[str, set[str]]:
     return graph
 
 
-def test_given_the_package_then_no_modules_import_each_other_in_a_circle() -> None:
-    graph = {name: used for name, used in import_graph().items() if name != "kvpool"}
+def without_circles(graph: dict[str, set[str]]) -> list[str]:
+    """What is left of a graph when everything that leads to no circle is taken out."""
+    graph = dict(graph)
     while leaves := [name for name, used in graph.items() if not used & graph.keys()]:
         for name in leaves:
             del graph[name]
-    assert sorted(graph) == []
+    return sorted(graph)
+
+
+def test_given_the_package_then_no_modules_import_each_other_in_a_circle() -> None:
+    assert without_circles({name: used for name, used in import_graph().items() if name != "kvpool"}) == []
+
+
+def test_given_a_room_then_its_inner_rooms_do_not_import_each_other_in_a_circle() -> None:
+    rooms: dict[str, set[str]] = {module_name(path): set() for path in MODULE_FILES if path.name == "__init__.py"}
+    for module, used in import_graph().items():
+        for target in used:
+            own, other = module.split("."), target.split(".")
+            depth = next((at for at, (a, b) in enumerate(zip(own, other, strict=False)) if a != b), None)
+            if depth is not None:  # the two rooms in which their paths part
+                pair = ".".join(own[: depth + 1]), ".".join(other[: depth + 1])
+                if rooms.keys() >= set(pair):
+                    rooms[pair[0]].add(pair[1])
+    assert without_circles(rooms) == []
+
+
+def test_given_a_folder_then_it_holds_about_a_dozen_modules_at_most() -> None:
+    sizes = Counter(path.parent for path in MODULE_FILES if path.name != "__init__.py")
+    assert [f"{folder.relative_to(SRC)}: {number}" for folder, number in sizes.items() if number > 14] == []
+
+
+def test_given_a_file_name_then_only_one_module_has_it() -> None:
+    names = Counter(path.name for path in MODULE_FILES if path.name != "__init__.py")
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 @pytest.mark.parametrize("path", MODULE_FILES, ids=module_name)
