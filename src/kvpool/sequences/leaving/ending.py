@@ -19,7 +19,7 @@ from kvpool.stats import EvictionReason
 
 
 class Ending:
-    """`free`, of one sequence or many; also the half of it that a swap needs. Each checks first and then cannot fail."""
+    """`free`, of one sequence or many; also the halves of it that swaps need. Each checks first and then cannot fail."""
 
     def __init__(self, state: CacheState, in_flight: InFlight, windows: RowWindows) -> None:
         self.state = state
@@ -43,10 +43,12 @@ class Ending:
         tip = self.rows.tips[row]
         assert tip is not None
         if handle.swapped is not None:
+            root = tip
             if not keep and handle.publishes:
                 final = self.rows.token_ids(row)[: self.rows.committed.item(row)]
-                tip = next(reversed(self.tree.match(handle.scope, final, partial=False).path), tip)
-            self.free_swapped(handle)
+                tip = next(reversed(self.tree.match(handle.scope, final, partial=False).path), root)
+            self.release_host(handle)
+            self.readers.release(root)
         else:
             self.release_gpu(handle, row, keep and self.keeps_remainders)
         if not keep:
@@ -78,15 +80,12 @@ class Ending:
             self.rows.following.pop(row, None)
             self.publisher.publish_postponed(handle.family)
 
-    def free_swapped(self, handle: KVCacheHandle) -> None:
+    def release_host(self, handle: KVCacheHandle) -> None:
         """Gives back the host blocks of a swapped-out sequence."""
         assert handle.swapped is not None
-        for group, ids in enumerate(handle.swapped.ids):
-            self.state.groups[group].on(Tier.HOST).release(ids[ids >= 0])
+        for group, ids in zip(self.state.groups, handle.swapped.ids, strict=True):
+            group.on(Tier.HOST).release(ids[ids >= 0])
         handle.swapped = None
-        tip = self.rows.tips[handle.row]
-        assert tip is not None
-        self.readers.release(tip)
 
     def release_gpu(self, handle: KVCacheHandle, row: int, keep_remainder: bool = False) -> None:
         """Lets go of every GPU block of a row: published ones stay in the tree, private ones become free.

@@ -316,10 +316,7 @@ class Swapping:
                     member.family = family
 
     def _return_to_gpu(self, handle: KVCacheHandle, row: int) -> None:
-        assert handle.swapped is not None
-        for group, ids in zip(self.state.groups, handle.swapped.ids, strict=True):
-            group.on(Tier.HOST).release(ids[ids >= 0])
-        handle.swapped = None
+        self.ending.release_host(handle)
         self.rows.epoch += 1
         self.rows.moves += 1
         if handle.family is not None:
