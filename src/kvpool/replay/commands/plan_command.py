@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.commands.replay_options import load_trace
+from kvpool.replay.commands.replay_inputs import load_trace
 from kvpool.replay.planning.capacity_plan import GIB, GPU_FRACTION, Plan, PlanRequest, knees, make_plan
 from kvpool.replay.planning.gpus import GPUS
 from kvpool.replay.simulation.runs import run_all

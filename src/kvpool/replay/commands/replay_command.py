@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.recording.playback import play_recording
-from kvpool.replay.commands.replay_options import load_trace, parse_capacities, parse_tiers
+from kvpool.replay.commands import replay_options as opt
+from kvpool.replay.commands.replay_inputs import load_trace, parse_capacities, parse_tiers
 from kvpool.replay.simulation.bounds import INFINITE, MODELS, OPTIMUM
 from kvpool.replay.simulation.runs import map_over, run_all
 from kvpool.replay.simulation.simulate import ReplayConfig, ReplayResult
@@ -31,79 +32,30 @@ def register(app: typer.Typer, name: str) -> None:
     app.command(name)(replay)
 
 
-_SIZES, _SERVING, _RESULTS = "What to compare", "Serving in simulated time", "Results"
-
-
 def replay(
-    trace: Annotated[Path, typer.Argument(help="Mooncake or token JSONL, a kvpool recording; plain, .gz or .zst.")],
-    policy: Annotated[
-        str | None,
-        typer.Option(help="Policies, comma separated; 'all' for every one. Default: lru.", rich_help_panel=_SIZES),
-    ] = None,
-    capacity: Annotated[
-        str, typer.Option(help="Blocks of the cache: 10k, 1k:100k, 1k,5k,inf.", rich_help_panel=_SIZES)
-    ] = DEFAULT_CAPACITIES,
-    tiers: Annotated[
-        str,
-        typer.Option(help="Instead: blocks per tier, gpu=10k,host=50k,disk=1m.", rich_help_panel=_SIZES),
-    ] = "",
-    block_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens per block; default: the trace's, 16 for tokens.", rich_help_panel=_SIZES),
-    ] = None,
-    bounds: Annotated[
-        bool, typer.Option(help="Add the infinite cache and the offline optimum.", rich_help_panel=_SIZES)
-    ] = True,
-    full_blocks_only: Annotated[
-        bool,
-        typer.Option(
-            "--full-blocks-only", help="Leave out partial last blocks, as an engine does.", rich_help_panel=_SIZES
-        ),
-    ] = False,
-    model: Annotated[
-        Path | None, typer.Option(help="A config.json: bytes moved are reported too.", rich_help_panel=_SERVING)
-    ] = None,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="Element type of K and V for --model.", rich_help_panel=_SERVING)
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(help="Serve --model on this GPU: TTFT, throughput, goodput.", rich_help_panel=_SERVING),
-    ] = None,
-    costs: Annotated[
-        Path | None,
-        typer.Option(help="Serve on the machine that `kvpool bench --json FILE` measured.", rich_help_panel=_SERVING),
-    ] = None,
-    slo_ttft: Annotated[
-        float, typer.Option(help="Goodput: seconds to the first token, at most.", rich_help_panel=_SERVING)
-    ] = 2.0,
-    slo_tpot: Annotated[
-        float, typer.Option(help="Goodput: seconds per further token, at most.", rich_help_panel=_SERVING)
-    ] = 0.1,
-    speed: Annotated[
-        float, typer.Option(help="Arrivals come this many times as fast.", rich_help_panel=_SERVING)
-    ] = 1.0,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Of a recording: do every recorded operation again, as it was.")
-    ] = False,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")] = None,
-    max_errors: Annotated[int, typer.Option(min=0, help="Broken lines to skip before giving up.")] = DEFAULT_MAX_ERRORS,
-    workers: Annotated[int | None, typer.Option(min=1, help="Processes; default: one per processor.")] = None,
-    csv: Annotated[
-        str | None, typer.Option(help="Write one row per run; - for stdout.", rich_help_panel=_RESULTS)
-    ] = None,
-    json: Annotated[
-        str | None, typer.Option(help="Write one row per run; - for stdout.", rich_help_panel=_RESULTS)
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Write one self-contained HTML page with pictures.", rich_help_panel=_RESULTS)
-    ] = None,
-    plots: Annotated[
-        Path | None, typer.Option(help="Write the pictures into this folder (.png, .svg).", rich_help_panel=_RESULTS)
-    ] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="No table, no progress.", rich_help_panel=_RESULTS)
-    ] = False,
+    trace: opt.TraceFile,
+    policy: opt.Policy = None,
+    capacity: opt.Capacity = DEFAULT_CAPACITIES,
+    tiers: opt.Tiers = "",
+    block_size: opt.BlockSize = None,
+    bounds: opt.Bounds = True,
+    full_blocks_only: opt.FullBlocksOnly = False,
+    model: opt.Model = None,
+    kv_dtype: opt.KvDtype = None,
+    gpu: opt.Gpu = None,
+    costs: opt.Costs = None,
+    slo_ttft: opt.SloTtft = 2.0,
+    slo_tpot: opt.SloTpot = 0.1,
+    speed: opt.Speed = 1.0,
+    exact: opt.Exact = False,
+    limit: opt.Limit = None,
+    max_errors: opt.MaxErrors = DEFAULT_MAX_ERRORS,
+    workers: opt.Workers = None,
+    csv: opt.Csv = None,
+    json: opt.Json = None,
+    report: opt.Report = None,
+    plots: opt.Plots = None,
+    quiet: opt.Quiet = False,
 ) -> None:
     """Replays a trace through the real control plane, once for every policy and capacity.
 
@@ -123,11 +75,7 @@ def replay(
     machine = _machine(model, kv_dtype, gpu, costs)
     token_bytes = None if machine is None else sum(layer.bytes_per_token for layer in machine.layers)
     started = time.perf_counter()
-    loaded = load_trace(trace, max_errors, limit)
-    if full_blocks_only:
-        loaded = loaded.full_blocks_only()
-    for sentence in loaded.problems.sentences():
-        out.print(f"note: {sentence}", style="yellow")
+    loaded = _read(out, trace, max_errors, limit, full_blocks_only)
     configs = _configs(loaded, sizes, block_size, bounds, token_bytes)
     with progress_bar(f"replaying {loaded.name}", len(configs), quiet) as advance:
         results = run_all(loaded, configs, workers=workers, progress=advance)
@@ -140,17 +88,34 @@ def replay(
         write_csv(csv, rows)
     if json is not None:
         write_json(json, rows)
+    _draw(out, report, plots, loaded, results, configs, rows)
+
+
+def _read(out: Any, path: Path, max_errors: int, limit: int | None, full_blocks_only: bool) -> Trace:
+    loaded = load_trace(path, max_errors, limit)
+    if full_blocks_only:
+        loaded = loaded.full_blocks_only()
+    for sentence in loaded.problems.sentences():
+        out.print(f"note: {sentence}", style="yellow")
+    return loaded
+
+
+def _draw(
+    out: Any, report: Path | None, plots: Path | None, trace: Trace, results: list[ReplayResult],
+    configs: list[ReplayConfig], rows: list[dict[str, Any]],
+) -> None:  # fmt: skip
+    """Writes the page and the pictures that were asked for, and says where they are."""
     if report is not None:
         from kvpool.replay.reporting.report import write_report
 
-        write_report(report, loaded, results, configs, rows)
+        write_report(report, trace, results, configs, rows)
         out.print(f"report: {report}")
     if plots is not None:
         from kvpool.replay.reporting.pictures import absent_pictures, save_pictures
 
-        for path in save_pictures(plots, loaded, results, configs):
+        for path in save_pictures(plots, trace, results, configs):
             out.print(f"picture: {path}")
-        for sentence in absent_pictures(loaded):
+        for sentence in absent_pictures(trace):
             out.print(f"note: {sentence}", style="yellow")
 
 

@@ -1,59 +1,80 @@
-"""Capacities and tiers as people write them; traces and results files, checked before anything runs for long."""
+"""The options of `kvpool replay`, each with its help."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, TypeAlias
 
-from kvpool.errors import InvalidArgumentError, TraceError
-from kvpool.replay.traces.formats import read_trace
-from kvpool.replay.traces.trace import Trace
-from kvpool.terminal import parse_count
+import typer
 
-DEFAULT_STEPS = (1, 2, 3, 5)  # of each power of ten in a range
+_SIZES, _SERVING, _RESULTS = "What to compare", "Serving in simulated time", "Results"
 
-
-def parse_capacities(text: str) -> list[int | None]:
-    """`1k:100k` (steps 1, 2, 3, 5 of each power of ten), `1k,10k`, `inf`.
-
-    >>> parse_capacities("1k:5k,inf")
-    [1000, 2000, 3000, 5000, None]
-    """
-    found: list[int | None] = []
-    for part in text.split(","):
-        low, colon, high = part.strip().partition(":")
-        if low.lower() in ("inf", "infinite", "∞"):
-            found.append(None)
-        elif not colon:
-            found.append(parse_count(low, "--capacity"))
-        else:
-            found.extend(_range(parse_count(low, "--capacity"), parse_count(high, "--capacity")))
-    return list(dict.fromkeys(found))
-
-
-def _range(low: int, high: int) -> list[int]:
-    if low > high:
-        raise InvalidArgumentError(f"the range {low}:{high} is empty; write the smaller number first")
-    inside = [step * 10**power for power in range(16) for step in DEFAULT_STEPS if low < step * 10**power < high]
-    return sorted({low, high, *inside})
-
-
-def parse_tiers(text: str) -> dict[str, int]:
-    """`gpu=10k,host=50k,disk=1m`: blocks per tier."""
-    tiers: dict[str, int] = {}
-    for part in text.split(","):
-        name, equals, value = part.strip().lower().partition("=")
-        if not equals or name not in ("gpu", "host", "disk"):
-            raise InvalidArgumentError(f"--tiers has {part!r}; write gpu=10k,host=50k,disk=1m (blocks)")
-        tiers[name] = parse_count(value, f"--tiers {name}")
-    if "gpu" not in tiers:
-        raise InvalidArgumentError(f"--tiers {text!r} has no gpu tier; write gpu=10k,host=50k")
-    return tiers
-
-
-def load_trace(path: Path, max_errors: int, limit: int | None = None) -> Trace:
-    """A trace with at least one request."""
-    loaded = read_trace(path, max_errors=max_errors, limit=limit)
-    if not len(loaded):
-        reasons = "; ".join(loaded.problems.sentences()[:3]) or "it has no lines behind its first"
-        raise TraceError(f"{path} holds no request that can be read ({reasons})")
-    return loaded
+TraceFile: TypeAlias = Annotated[
+    Path, typer.Argument(help="Mooncake or token JSONL, a kvpool recording; plain, .gz or .zst.")
+]
+Policy: TypeAlias = Annotated[
+    str | None,
+    typer.Option(help="Policies, comma separated; 'all' for every one. Default: lru.", rich_help_panel=_SIZES),
+]
+Capacity: TypeAlias = Annotated[
+    str, typer.Option(help="Blocks of the cache: 10k, 1k:100k, 1k,5k,inf.", rich_help_panel=_SIZES)
+]
+Tiers: TypeAlias = Annotated[
+    str, typer.Option(help="Instead: blocks per tier, gpu=10k,host=50k,disk=1m.", rich_help_panel=_SIZES)
+]
+BlockSize: TypeAlias = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens per block; default: the trace's, 16 for tokens.", rich_help_panel=_SIZES),
+]
+Bounds: TypeAlias = Annotated[
+    bool, typer.Option(help="Add the infinite cache and the offline optimum.", rich_help_panel=_SIZES)
+]
+FullBlocksOnly: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--full-blocks-only", help="Leave out partial last blocks, as an engine does.", rich_help_panel=_SIZES
+    ),
+]
+Model: TypeAlias = Annotated[
+    Path | None, typer.Option(help="A config.json: bytes moved are reported too.", rich_help_panel=_SERVING)
+]
+KvDtype: TypeAlias = Annotated[
+    str | None, typer.Option(help="Element type of K and V for --model.", rich_help_panel=_SERVING)
+]
+Gpu: TypeAlias = Annotated[
+    str | None, typer.Option(help="Serve --model on this GPU: TTFT, throughput, goodput.", rich_help_panel=_SERVING)
+]
+Costs: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(help="Serve on the machine that `kvpool bench --json FILE` measured.", rich_help_panel=_SERVING),
+]
+SloTtft: TypeAlias = Annotated[
+    float, typer.Option(help="Goodput: seconds to the first token, at most.", rich_help_panel=_SERVING)
+]
+SloTpot: TypeAlias = Annotated[
+    float, typer.Option(help="Goodput: seconds per further token, at most.", rich_help_panel=_SERVING)
+]
+Speed: TypeAlias = Annotated[
+    float, typer.Option(help="Arrivals come this many times as fast.", rich_help_panel=_SERVING)
+]
+Exact: TypeAlias = Annotated[
+    bool, typer.Option("--exact", help="Of a recording: do every recorded operation again, as it was.")
+]
+Limit: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Only the first N requests.")]
+MaxErrors: TypeAlias = Annotated[int, typer.Option(min=0, help="Broken lines to skip before giving up.")]
+Workers: TypeAlias = Annotated[int | None, typer.Option(min=1, help="Processes; default: one per processor.")]
+Csv: TypeAlias = Annotated[
+    str | None, typer.Option(help="Write one row per run; - for stdout.", rich_help_panel=_RESULTS)
+]
+Json: TypeAlias = Annotated[
+    str | None, typer.Option(help="Write one row per run; - for stdout.", rich_help_panel=_RESULTS)
+]
+Report: TypeAlias = Annotated[
+    Path | None, typer.Option(help="Write one self-contained HTML page with pictures.", rich_help_panel=_RESULTS)
+]
+Plots: TypeAlias = Annotated[
+    Path | None, typer.Option(help="Write the pictures into this folder (.png, .svg).", rich_help_panel=_RESULTS)
+]
+Quiet: TypeAlias = Annotated[
+    bool, typer.Option("--quiet", "-q", help="No table, no progress.", rich_help_panel=_RESULTS)
+]

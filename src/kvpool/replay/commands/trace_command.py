@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.commands.replay_options import load_trace
+from kvpool.replay.commands.replay_inputs import load_trace
 from kvpool.replay.traces.formats import DEFAULT_MAX_ERRORS, write_trace
 from kvpool.replay.traces.statistics import summary
 from kvpool.terminal import check_files, console, parse_count, write_json
