@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -13,10 +14,11 @@ if TYPE_CHECKING:
 
 
 class Command(NamedTuple):
-    """A command: the module that has `register(app, name)`, and one line of help."""
+    """A command: the module that has `register(app, name)`, one line of help, and commands under its name."""
 
     module: str
     help: str
+    under: Mapping[str, str] = MappingProxyType({})  # their modules
 
 
 # To add a command: write a module with `register(app: typer.Typer, name: str)` and name it here.
@@ -35,7 +37,11 @@ COMMANDS = {
     "tier": Command(
         "kvpool.tiers.tier_command", "Look after disk tiers and remote stores: list, verify, compact, purge, warm."
     ),
-    "bench": Command("kvpool.engine.commands.bench", "Measure throughput and latency of a model on this machine."),
+    "bench": Command(
+        "kvpool.engine.commands.bench",
+        "Measure a model on this machine; `bench serve`: any OpenAI endpoint.",
+        {"serve": "kvpool.replay.commands.bench_serve"},
+    ),
 }
 
 
@@ -50,9 +56,15 @@ def build_app(arguments: Sequence[str]) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    called = next((word for word in arguments if not word.startswith("-")), None)
+    words = [word for word in arguments if not word.startswith("-")]
+    called = words[0] if words else None
     for name, command in COMMANDS.items():
-        if name == called:
+        if name == called and words[1:2] and words[1] in command.under:
+            group = typer.Typer(help=command.help, no_args_is_help=True)
+            group.callback()(_not_called)
+            import_module(command.under[words[1]]).register(group, words[1])
+            app.add_typer(group, name=name)
+        elif name == called:
             import_module(command.module).register(app, name)
         else:
             app.command(name, help=command.help)(_not_called)
