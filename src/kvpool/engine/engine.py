@@ -338,6 +338,25 @@ class Engine:
         """For `SamplingParams(grammar=...)`: an answer that is JSON, valid by a schema (without one: any JSON object)."""
         return self._grammars.make(schema)
 
+    def invalidate(
+        self, prefix: Prompt | None = None, *, scope: ReuseScope | None = None, session: str | None = None
+    ) -> int:
+        """Forgets content that must not be used again: below a prefix, in a scope, or made by a session, here and in tiers.
+
+        It takes what `KVCacheManager.invalidate` takes, which does not reach tiers. This engine never loads such content
+        again, and what it knows the keys of is taken out of its tiers. Returns the blocks that left the cache.
+        """
+        ids = None if prefix is None else self.token_ids(prefix)
+        drop = partial(self.manager.invalidate, ids, scope=scope, session=session)
+        return drop() if self._tiers is None else self._tiers.forgetting.content(drop, ids, scope, session)
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets everything cached, here and in tiers: this engine never loads what was stored before. Returns the number
+        of blocks that left the cache.
+        """
+        drop = self.manager.reset_prefix_cache
+        return drop() if self._tiers is None else self._tiers.forgetting.everything(drop)
+
     # --- looking at it, ending it ------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:

@@ -18,6 +18,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.announcing.digests import root_digest
 from kvpool.scheduling import BatchPlan, ScheduledSequence, Scheduler
 from kvpool.storage import DataPlane
+from kvpool.tiers.transport.forgetting import Lineage
 from kvpool.tiers.transport.prefix_options import BlockKeys
 from kvpool.tiers.transport.storing import Storer
 from kvpool.tiers.transport.watching import KNOWN_KEYS
@@ -27,10 +28,11 @@ BATCH_BYTES = 2**25  # that go to a tier in one call
 
 @dataclass
 class _Progress:
-    """How many blocks of a sequence were offered, and the digest of the last one."""
+    """How many blocks of a sequence were offered, the digest of the last one, and what the next are renamed with."""
 
     num_blocks: int
     digest: bytes
+    salt: bytes | None
 
 
 class _Offer(NamedTuple):
@@ -51,6 +53,7 @@ class Collector:
         self._plane = plane
         self._keys = keys
         self._storer = storer
+        self.lineage = Lineage()
         self._progress: dict[Hashable, dict[int, _Progress]] = {}  # by request and sample
         self._min_uses = min_uses
         self._uses: OrderedDict[bytes, int] = OrderedDict()  # by digest, those of late
@@ -76,9 +79,16 @@ class Collector:
         size = self._keys.block_size
         items = [item._replace(position=item.position - start * size) for item in sequence.request.multimodal]
         digests = self._keys.digests(progress.digest, tokens[start * size : stop * size], items)
-        progress.num_blocks, progress.digest = stop, digests[-1]
+        renamed, salt = self._keys.forgotten.renamed(progress.salt, digests)
+        self.lineage.note(progress.digest, digests, renamed)
+        own = handle.num_cached_blocks  # the first block that it computed
+        if start <= own < stop:
+            for session in (sequence.request.session, *handle.copied_sessions):
+                if session is not None:
+                    self.lineage.begin(session, digests[own - start])
+        progress.num_blocks, progress.digest, progress.salt = stop, digests[-1], salt
         used = [self._min_uses == 1 or self._count_use(digest) >= self._min_uses for digest in digests]
-        for group, keys in zip(self._keys.groups, self._keys.of_digests(digests), strict=True):
+        for group, keys in zip(self._keys.groups, self._keys.of_digests(renamed), strict=True):
             ids = handle.block_ids(group.index)[start:stop].tolist()
             wanted = [i for i, key in enumerate(keys) if used[i] and ids[i] >= 0 and self._storer.wants(key)]
             step = max(1, BATCH_BYTES // group.spec.block_bytes)
@@ -97,7 +107,8 @@ class Collector:
         of_request = self._progress.setdefault(sequence.request.id, {})
         found = of_request.get(sequence.index)
         if found is None:
-            found = of_request[sequence.index] = _Progress(0, root_digest(sequence.request.scope))
+            root = root_digest(sequence.request.scope)
+            found = of_request[sequence.index] = _Progress(0, root, self._keys.forgotten.salt_of(root))
         return found
 
     def _send(self, offer: _Offer, block_bytes: int) -> None:

@@ -25,6 +25,7 @@ import torch
 
 from kvpool.engine.generation import Generation
 from kvpool.engine.tiering.collecting import Collector
+from kvpool.engine.tiering.forgetting import Forgetting
 from kvpool.engine.tiering.importing import Importer, Lease, Leases
 from kvpool.errors import KVPoolError
 from kvpool.scheduling import BatchPlan, Request, Scheduler
@@ -122,6 +123,7 @@ class TierLink:
         self._lane = Lane("fetch", FETCH_THREADS, MAX_HELD)
         self._importer = Importer(self._manager, plane, keys)
         self._collector = Collector(scheduler, plane, keys, self._storer, min_uses)
+        self.forgetting = Forgetting(keys, self._collector.lineage, self._storer)
         self._leases = Leases(self._manager)
         self._held: dict[Hashable, _Held] = {}
         self._leaders: dict[bytes, _Held] = {}
@@ -140,6 +142,8 @@ class TierLink:
         return self._hold(_Held(generation, request, prompt, self._scheduler.clock()))
 
     def _hold(self, held: _Held) -> bool:
+        if held.prompt.version != self.keys.forgotten.version:
+            held.prompt = self.prompt_keys(held.request)
         prompt, size = held.prompt, self.keys.block_size
         match = self._manager.match_prefix(held.request.prompt, held.request.scope, held.request.items)
         first, missing = match.num_blocks, min(prompt.num_blocks * size, prompt.num_tokens - 1) - match.num_tokens
@@ -189,7 +193,9 @@ class TierLink:
         if held.is_over:
             fetch.release()
             return
-        came = fetch.num_blocks > fetch.first and self._import(held.request, fetch)
+        with self.forgetting.lock:
+            is_valid = fetch.num_blocks > fetch.first and self.forgetting.is_valid(held.request, fetch)
+            came = is_valid and self._import(held.request, fetch)
         fetch.release()
         if came and fetch.is_part:  # the rest may come now, as if it were a new request that waits
             self._forget_keys(held)

@@ -81,15 +81,15 @@ class CacheDesk:
 
     async def invalidate(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """Forgets a prompt from its last whole block on, or what a session computed, or everything of the caller's (salt)."""
-        manager = model.engine.manager
+        engine = model.engine
         if body.session_id is not None:
-            removed = await _quietly(lambda: manager.invalidate(session=session_name(caller, str(body.session_id))))
+            removed = await _quietly(lambda: engine.invalidate(session=session_name(caller, str(body.session_id))))
         elif body.prompt is None and body.messages is None:
             scope = scope_of(caller.tenant, body.cache_salt)
-            removed = await _quietly(lambda: manager.invalidate(scope=scope))
+            removed = await _quietly(lambda: engine.invalidate(scope=scope))
         else:
             tokens, scope = await _asked(body, model, caller)
-            removed = await _quietly(lambda: manager.invalidate(tokens, scope=scope))
+            removed = await _quietly(lambda: engine.invalidate(tokens, scope=scope))
         return {"removed_blocks": removed}
 
     async def warm(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:

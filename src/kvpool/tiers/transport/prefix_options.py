@@ -20,6 +20,7 @@ from kvpool.pools.pool import BlockPool
 from kvpool.prefix.announcing.digests import chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.tiers.keys import KeySpace
+from kvpool.tiers.transport.forgetting import Forgotten
 
 NOWHERE = -1
 HERE = -2
@@ -32,6 +33,7 @@ class PromptKeys(NamedTuple):
 
     num_tokens: int
     keys: tuple[list[bytes], ...]  # per layer group, one per whole block
+    version: int = 0  # of what was forgotten, when they were made
 
     @property
     def num_blocks(self) -> int:
@@ -45,12 +47,15 @@ class BlockKeys:
         self.space = space
         self.block_size = config.block_size
         self.groups = cached_groups(config)
+        self.forgotten = Forgotten()
 
     def of_prompt(
         self, tokens: Int32Array, scope: ReuseScope, multimodal: Sequence[MultimodalItem] = ()
     ) -> PromptKeys:
         """The keys of all whole blocks of a prompt, with the images in it."""
-        return PromptKeys(len(tokens), self.of_digests(self.digests(root_digest(scope), tokens, multimodal)))
+        version, root = self.forgotten.version, root_digest(scope)
+        used, _ = self.forgotten.renamed(self.forgotten.salt_of(root), self.digests(root, tokens, multimodal))
+        return PromptKeys(len(tokens), self.of_digests(used), version)
 
     def digests(self, parent: bytes, tokens: Int32Array, multimodal: Sequence[MultimodalItem] = ()) -> list[bytes]:
         """Digests of the whole blocks of tokens that follow `parent`; items have positions in `tokens`."""

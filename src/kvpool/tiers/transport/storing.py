@@ -18,6 +18,7 @@ from kvpool.tiers.transport.watching import WatchedTier
 
 STORE_TIMEOUT = 10.0  # nobody waits for it
 _MAX_BATCHES = 256
+_REMOVE_AT_ONCE = 1024
 
 
 @dataclass
@@ -28,6 +29,8 @@ class StoreStats:
     failed: int = 0  # the tier refused, failed or was late
     dropped: int = 0  # too much waited already, or the engine was closed before
     bytes_stored: int = 0
+    removed: int = 0  # values that were taken out because they were invalidated
+    not_removed: int = 0  # that may still be there: the tier failed, was late, or too much waited
 
 
 class SharedStage:
@@ -134,6 +137,26 @@ class Storer:
             self._pending[index].difference_update(keys)
         self.drop(len(keys))
         stage.release()
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Takes values out of all tiers, behind what is on its way there."""
+        for index, lane in enumerate(self._lanes):
+            for at in range(0, len(keys), _REMOVE_AT_ONCE):
+                part = keys[at : at + _REMOVE_AT_ONCE]
+                drop = partial(self._count_removed, 0, len(part))
+                if not lane.submit(partial(self._remove, index, part), drop):
+                    drop()
+
+    def _remove(self, index: int, keys: Sequence[bytes]) -> None:
+        """In a thread of the tier's lane."""
+        outcomes = self.tiers[index].remove(keys, STORE_TIMEOUT)
+        left = sum(outcome not in (Outcome.OK, Outcome.MISS) for outcome in outcomes)
+        self._count_removed(outcomes.count(Outcome.OK), left)
+
+    def _count_removed(self, removed: int, left: int) -> None:
+        with self._lock:
+            self._stats.removed += removed
+            self._stats.not_removed += left
 
     def drop(self, num_blocks: int) -> None:
         """Counts blocks that were not stored because too much waited."""

@@ -87,6 +87,12 @@ class WatchedTier:
         self.known.add(key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.OK)
         return outcomes
 
+    def remove(self, keys: Sequence[bytes], timeout: float) -> list[Outcome]:
+        """Removes values; they are not known to be there any more, whatever comes of it."""
+        self.known.discard(keys)
+        outcomes = self._call(lambda: self.tier.remove(keys, timeout=timeout), Outcome, len(keys), timeout)
+        return [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+
     def _call(self, call: Callable[[], Any], kind: type[_T], count: int, timeout: float) -> list[_T] | None:
         """What a call to the tier returns; None if it raised or broke the contract. Others see while it is overdue."""
         number = object()

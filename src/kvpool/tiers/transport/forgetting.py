@@ -1,0 +1,139 @@
+"""What was invalidated in this process must not come back from a tier: its blocks get other keys, and old ones are removed.
+
+A tier cannot be asked for all that follows a block, so forgetting does not depend on finding it: every digest behind a
+forgotten one is mixed with random bytes before it becomes a key, and what was stored under the old key is never asked for.
+Values whose keys this process still knows are taken out of the tiers as well, so that others do not find them either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+MAX_MARKS = 65_536
+MAX_KNOWN = 65_536
+
+
+class _Marks(NamedTuple):
+    """One state of `Forgotten`; replaced as a whole, so that readers need no lock."""
+
+    version: int
+    salt: bytes | None  # of everything
+    salts: dict[bytes, bytes]  # of what follows a digest, itself included
+
+
+class Forgotten:
+    """Digests whose descendants count no more. Bounded: with too many of them, everything stored so far is forgotten.
+
+    >>> forgotten = Forgotten()
+    >>> root, first, second = (bytes([number]) * 32 for number in range(3))
+    >>> forgotten.forget([second])
+    >>> used, salt = forgotten.renamed(forgotten.salt_of(root), [first, second])
+    >>> used[0] == first, used[1] == second
+    (True, False)
+    """
+
+    def __init__(self, limit: int = MAX_MARKS) -> None:
+        self._limit = limit
+        self._marks = _Marks(0, None, {})
+        self._lock = threading.Lock()
+
+    @property
+    def version(self) -> int:
+        """Grows with everything that is forgotten; keys made at an earlier one may be old."""
+        return self._marks.version
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """The values of these blocks, or scopes (by their root), and of all that follows them."""
+        with self._lock:
+            salts = {**self._marks.salts, **{digest: secrets.token_bytes(32) for digest in digests}}
+            if len(salts) <= self._limit:
+                self._marks = _Marks(self._marks.version + 1, self._marks.salt, salts)
+                return
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """Everything that was stored before."""
+        with self._lock:
+            self._marks = _Marks(self._marks.version + 1, secrets.token_bytes(32), {})
+
+    def salt_of(self, root: bytes) -> bytes | None:
+        """What digests behind a root are mixed with; None: nothing."""
+        marks = self._marks
+        return _mixed(marks.salt, marks.salts[root]) if root in marks.salts else marks.salt
+
+    def renamed(self, salt: bytes | None, digests: Sequence[bytes]) -> tuple[Sequence[bytes], bytes | None]:
+        """Consecutive digests as keys are made of them, and the salt of those that follow. `salt` is that of the first."""
+        salts = self._marks.salts
+        if salt is None and not salts:
+            return digests, None
+        renamed = []
+        for digest in digests:
+            if digest in salts:
+                salt = _mixed(salt, salts[digest])
+            renamed.append(digest if salt is None else _mixed(salt, digest))
+        return renamed, salt
+
+
+def _mixed(salt: bytes | None, digest: bytes) -> bytes:
+    return hashlib.sha256((salt or b"") + digest).digest()
+
+
+class Lineage:
+    """Which block follows which, of those that this process offered to tiers lately; and where sessions began."""
+
+    def __init__(self, limit: int = MAX_KNOWN) -> None:
+        self._limit = limit
+        self._blocks: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()  # digest: its parent's, and as it was renamed
+        self._sessions: OrderedDict[str, dict[bytes, None]] = OrderedDict()
+        self._num_begun = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def note(self, parent: bytes, digests: Sequence[bytes], renamed: Sequence[bytes]) -> None:
+        """Blocks that follow `parent`, each the one before it."""
+        with self._lock:
+            for digest, used in zip(digests, renamed, strict=True):
+                self._blocks[digest] = parent, used
+                self._blocks.move_to_end(digest)
+                parent = digest
+            while len(self._blocks) > self._limit:
+                self._blocks.popitem(last=False)
+
+    def begin(self, session: str, digest: bytes) -> None:
+        """From this block on, a request computed with content of the session."""
+        with self._lock:
+            begun = self._sessions.setdefault(session, {})
+            self._sessions.move_to_end(session)
+            self._num_begun += digest not in begun
+            begun[digest] = None
+            while self._num_begun > self._limit and len(self._sessions) > 1:
+                self._num_begun -= len(self._sessions.popitem(last=False)[1])
+
+    def of_session(self, session: str) -> list[bytes]:
+        """The blocks with which content of a session begins."""
+        with self._lock:
+            return list(self._sessions.get(session, ()))
+
+    def take(self, marks: Iterable[bytes] | None) -> list[bytes]:
+        """Takes out all that is or follows one of these digests (None: everything); returns them as they were renamed."""
+        with self._lock:
+            if marks is None:
+                doomed = list(self._blocks)
+            else:
+                children: dict[bytes, list[bytes]] = {}
+                for digest, (parent, _) in self._blocks.items():
+                    children.setdefault(parent, []).append(digest)
+                left, doomed = list(dict.fromkeys(marks)), []
+                while left:
+                    digest = left.pop()
+                    left += children.pop(digest, ())
+                    if digest in self._blocks:
+                        doomed.append(digest)
+            return [self._blocks.pop(digest)[1] for digest in dict.fromkeys(doomed)]

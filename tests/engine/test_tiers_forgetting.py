@@ -1,0 +1,172 @@
+"""Content that was invalidated never comes back from a tier in the same process, and leaves the tiers as far as it is known.
+
+Answers are right either way here: what tells that something came back is how many tokens were cached.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import random_prompt, tiny_model  # noqa: E402
+
+from kvpool.engine import Engine, SamplingParams  # noqa: E402
+from kvpool.errors import InvalidArgumentError  # noqa: E402
+from kvpool.scope import ReuseScope  # noqa: E402
+from kvpool.tiers import MemoryTier, Outcome  # noqa: E402
+
+SECONDS = 60.0
+PROMPT = random_prompt(96, seed=1).tolist()
+OTHER = random_prompt(96, seed=2).tolist()
+PARAMS = SamplingParams(max_new_tokens=1, ignore_eos=True)
+TENANT = ReuseScope(tenant="acme")
+
+
+def make_engine(tier: MemoryTier, family: str = "llama") -> Engine:
+    return Engine(tiny_model(family), block_size=8, kv_blocks=128, tier_timeout=SECONDS, tiers=[tier])
+
+
+def cached(engine: Engine, prompt: list[int], **options: Any) -> int:
+    """How many tokens of a prompt need not be computed, with nothing but tiers to bring them."""
+    engine.manager.reset_prefix_cache()
+    (result,) = engine.generate([prompt], PARAMS, **options)
+    assert engine._tiers is not None
+    assert engine._tiers.flush(SECONDS)
+    engine.manager.check()
+    return result.num_cached_tokens
+
+
+INVALIDATIONS: dict[str, tuple[Callable[[Engine], int], dict[str, Any]]] = {
+    "prefix": (lambda engine: engine.invalidate(PROMPT[:8]), {}),
+    "scope": (lambda engine: engine.invalidate(scope=TENANT), {"scope": TENANT}),
+    "prefix in a scope": (lambda engine: engine.invalidate(PROMPT[:8], scope=TENANT), {"scope": TENANT}),
+    "session": (lambda engine: engine.invalidate(session="chat"), {"session": "chat"}),
+    "everything": (lambda engine: engine.reset_prefix_cache(), {}),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("what", INVALIDATIONS)
+def test_given_an_invalidation_then_nothing_of_it_comes_back_from_a_tier_but_what_is_stored_afterwards(
+    what: str, family: str
+) -> None:
+    invalidate, options = INVALIDATIONS[what]
+    tier = MemoryTier(2**28)
+    with make_engine(tier, family) as engine:
+        assert cached(engine, PROMPT, **options) == 0
+        assert cached(engine, PROMPT, **options) >= 88
+        invalidate(engine)
+        assert cached(engine, PROMPT, **options) == 0
+        assert cached(engine, PROMPT, **options) >= 88  # computed since: under other keys
+        invalidate(engine)
+        assert cached(engine, PROMPT, **options) == 0
+
+
+@pytest.mark.parametrize("what", INVALIDATIONS)
+def test_given_an_invalidation_then_values_that_are_known_leave_the_tier_and_the_next_process_finds_none(what: str) -> None:
+    invalidate, options = INVALIDATIONS[what]
+    tier = MemoryTier(2**28)
+    with make_engine(tier) as engine:
+        cached(engine, PROMPT, **options)
+        num_values = tier.stats().num_values
+        invalidate(engine)
+        assert engine._tiers is not None
+        assert engine._tiers.flush(SECONDS)
+        stats = engine.stats().tiers
+        assert stats is not None
+        assert (stats.stores.removed, stats.stores.not_removed) == (num_values, 0)
+        assert tier.stats().num_values == 0
+    with make_engine(tier) as engine:
+        assert cached(engine, PROMPT, **options) == 0
+
+
+def test_given_an_invalidated_prefix_then_what_comes_before_it_and_others_still_come_from_the_tier() -> None:
+    tier = MemoryTier(2**28)
+    with make_engine(tier) as engine:
+        cached(engine, PROMPT)
+        cached(engine, OTHER)
+        engine.invalidate(PROMPT[:52])  # its last whole block is the sixth
+        assert cached(engine, PROMPT) == 40
+        assert cached(engine, OTHER) >= 88
+
+
+def test_given_an_invalidated_session_then_what_it_took_from_others_stays() -> None:
+    tier = MemoryTier(2**28)
+    shared = PROMPT[:48]
+    with make_engine(tier) as engine:
+        engine.generate([shared], PARAMS)
+        engine.generate([PROMPT], PARAMS, session="chat")
+        engine.invalidate(session="chat")
+        assert cached(engine, shared) >= 40
+        assert cached(engine, PROMPT) == 48
+
+
+def test_given_values_whose_keys_are_not_known_then_they_stay_in_the_tier_and_are_not_loaded() -> None:
+    tier = MemoryTier(2**28)
+    with make_engine(tier) as engine:
+        cached(engine, PROMPT)
+    num_values = tier.stats().num_values
+    with make_engine(tier) as engine:
+        engine.invalidate(PROMPT[:8])
+        assert cached(engine, PROMPT) == 0
+        assert tier.stats().num_values == 2 * (num_values or 0)
+
+
+class Waiting(MemoryTier):
+    """Holds loads until the test lets them go."""
+
+    def __init__(self) -> None:
+        super().__init__(2**28)
+        self.begun, self.opened = threading.Event(), threading.Event()
+        self.opened.set()
+
+    def _load(self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float) -> list[Outcome]:
+        found = super()._load(keys, out, deadline)
+        self.begun.set()
+        self.opened.wait(SECONDS)
+        return found
+
+
+@pytest.mark.parametrize("what", INVALIDATIONS)
+def test_given_a_load_on_its_way_when_it_is_invalidated_then_it_is_dropped(what: str) -> None:
+    invalidate, options = INVALIDATIONS[what]
+    tier = Waiting()
+    with make_engine(tier) as engine:
+        cached(engine, PROMPT, **options)
+        engine.manager.reset_prefix_cache()
+        tier.opened.clear()
+        waiting = engine.submit(PROMPT, PARAMS, **options)
+        assert tier.begun.wait(SECONDS)
+        invalidate(engine)
+        tier.opened.set()
+        assert waiting.result(SECONDS).num_cached_tokens == 0
+        assert engine._tiers is not None
+        assert engine._tiers.flush(SECONDS)
+        stats = engine.stats().tiers
+        assert stats is not None
+        assert (stats.held, stats.leases, stats.staging_bytes, stats.imports) == (0, (), 0, 0)
+        engine.manager.check()
+
+
+def test_given_a_wrong_argument_then_nothing_is_forgotten() -> None:
+    tier = MemoryTier(2**28)
+    with make_engine(tier) as engine:
+        cached(engine, PROMPT)
+        for wrong in ({}, {"session": 5}, {"scope": "acme"}, {"session": "a", "scope": TENANT}):
+            with pytest.raises(InvalidArgumentError):
+                engine.invalidate(**wrong)  # type: ignore[arg-type]
+        assert cached(engine, PROMPT) >= 88
+
+
+def test_given_no_tiers_then_an_engine_forgets_what_it_has_cached() -> None:
+    with Engine(tiny_model("llama"), block_size=8, kv_blocks=128) as engine:
+        engine.generate([PROMPT], PARAMS)
+        assert engine.invalidate(PROMPT[:8]) == 12
+        engine.generate([PROMPT], PARAMS)
+        assert engine.reset_prefix_cache() == 12
