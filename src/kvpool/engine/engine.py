@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -76,6 +76,15 @@ class EngineStats(NamedTuple):
     num_running: int
     num_swapped: int
     tiers: TieringStats | None = None
+
+
+class WaitingRequest(NamedTuple):
+    """A request that holds no blocks yet, or none any more."""
+
+    request_id: Hashable
+    tenant: str
+    num_tokens: int
+    seconds: float  # since it came
 
 
 class Engine:
@@ -369,6 +378,18 @@ class Engine:
             if self._thread.is_elsewhere:
                 raise
             return self._look()
+
+    def waiting(self, limit: int = 1000) -> list[WaitingRequest]:
+        """At most `limit` of the requests that wait for blocks, as they are between two steps."""
+
+        def look() -> list[WaitingRequest]:
+            now = self._loop.scheduler.clock()
+            return [
+                WaitingRequest(one.request.id, one.request.scope.tenant, len(one.tokens), now - one.group.arrival)
+                for one in self._loop.scheduler.waiting(limit)
+            ]
+
+        return self._thread.ask(look) if self._thread.has_started else look()
 
     def _look(self) -> EngineStats:
         scheduler = self._loop.scheduler

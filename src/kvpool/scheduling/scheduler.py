@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from heapq import heappop, heappush
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -281,6 +282,11 @@ class Scheduler:
         """Sequences that hold nothing: new ones, and those preempted by recompute."""
         preempted = sum(sequence.state is SequenceState.WAITING for sequence in self._roster.resuming)
         return len(self._roster.policy) + preempted
+
+    def waiting(self, limit: int) -> list[ScheduledSequence]:
+        """At most `limit` of them, those that ran before first."""
+        preempted = [sequence for sequence in self._roster.resuming if sequence.state is SequenceState.WAITING]
+        return [*preempted, *islice(self._roster.policy, limit)][:limit]
 
     @property
     def num_running(self) -> int:

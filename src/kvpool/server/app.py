@@ -23,6 +23,7 @@ from kvpool.server.asking.schema import CacheQuery, ChatCompletions, Completions
 from kvpool.server.asking.served import ServedModel
 from kvpool.server.routes.caching import CacheDesk
 from kvpool.server.routes.completing import chat, complete, named_tokens
+from kvpool.server.routes.live_view import LiveViews
 from kvpool.server.routes.messages import Messages, converse
 from kvpool.server.routes.responses import Responses, respond
 from kvpool.version import __version__
@@ -45,6 +46,7 @@ class Server:
         self.metrics = Metrics(models)
         self.desk = CacheDesk(limits)
         self.reception = Reception(self.gate, self.metrics.latencies)
+        self.views = LiveViews(models, self.metrics.latencies, self.gate)
 
     def model(self, name: str) -> ServedModel:
         """The model of that name; the only one needs no name."""
@@ -79,6 +81,7 @@ def create_app(models: Sequence[ServedModel], access: Access | None = None, limi
     _add_looks(app, server)
     _add_generation(app, server)
     _add_cache(app, server)
+    _add_live_view(app, server)
     return app
 
 
@@ -228,6 +231,33 @@ def _add_cache(app: FastAPI, server: Server) -> None:
         if not caller.is_admin:
             raise Problem(403, "statistics tell of all tenants: they need an admin key", code="forbidden")
         return desk.stats(list(server.models.values()))
+
+
+def _add_live_view(app: FastAPI, server: Server) -> None:
+    caller_of, views = _caller_of(server), server.views
+
+    @app.get("/view/stream", include_in_schema=False)
+    async def stream(model: str = "", caller: Caller = caller_of) -> Response:
+        """What the cache of a model does, as it does it; for administrators."""
+        return await views.stream(server.model(model or next(iter(server.models))), caller)
+
+    @app.get("/view/block", include_in_schema=False)
+    def block(
+        id: int, pool: int = 0, tier: str = "GPU", model: str = "", caller: Caller = caller_of
+    ) -> dict[str, Any]:  # not async: the manager is asked in a thread
+        """Whose a block is; for administrators."""
+        return views.block(server.model(model or next(iter(server.models))), caller, pool, tier, id)
+
+    @app.post("/view/prompt", include_in_schema=False)
+    async def prompt(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
+        """Which tokens of a prompt come from the cache."""
+        return await views.prompt(body, server.model(body.model), caller)
+
+    @app.get("/", include_in_schema=False)
+    @app.get("/view/{name}", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        """The page of the live view, and the files that it loads."""
+        return views.page(request.url.path)
 
 
 class BodyLimit:

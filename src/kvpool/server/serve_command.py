@@ -98,7 +98,8 @@ def _announced(uvicorn: Any, config: Any, name: str, quiet: bool) -> Any:
             for server in self.servers:
                 for socket in server.sockets:
                     where = "http://{}:{}".format(*socket.getsockname()[:2])
-                    opt.tell(f"{name} at {where}/v1 (API), {where}/docs, {where}/metrics; Ctrl-C ends it", quiet)
+                    pages = f"{where}/ (live view), {where}/docs, {where}/metrics"
+                    opt.tell(f"{name} at {where}/v1 (API), {pages}; Ctrl-C ends it", quiet)
 
         async def shutdown(self, sockets: Any = None) -> None:
             self.config.app.state.server.gate.is_draining = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,10 @@ _TOTALS = (
 )
 
 
+_RECENT = 2048  # measurements that are kept
+_RECENT_SECONDS = 30.0
+
+
 class Latencies:
     """Times and counts of requests, as they happen."""
 
@@ -38,6 +43,9 @@ class Latencies:
         self._open = Gauge(
             "kvpool_http_requests_under_way", "Requests that wait or are being answered.", registry=registry
         )
+        self._recent: dict[str, deque[tuple[float, float]]] = {
+            "first_token_ms": deque(maxlen=_RECENT), "between_tokens_ms": deque(maxlen=_RECENT)
+        }  # fmt: skip
         self._generated = Counter("kvpool_generated_tokens", "Tokens that were sampled.", registry=registry)
         self._refused = Counter(
             "kvpool_http_refused", "Requests that were refused, by status.", ["status"], registry=registry
@@ -60,8 +68,21 @@ class Latencies:
         now = time.perf_counter()
         if count:
             self._generated.inc(count)
-            (self._first if running.last is None else self._between).observe(now - (running.last or running.began))
+            seconds = now - (running.last or running.began)
+            (self._first if running.last is None else self._between).observe(seconds)
+            self._recent["first_token_ms" if running.last is None else "between_tokens_ms"].append((now, seconds))
             running.last = now
+
+    def recent(self) -> dict[str, list[float]]:
+        """Median and 99th percentile, in milliseconds, of what was measured in the last half minute."""
+        since = time.perf_counter() - _RECENT_SECONDS
+        found = {}
+        for name, measured in self._recent.items():
+            durations = sorted(seconds for when, seconds in measured.copy() if when > since)
+            if durations:
+                last = len(durations) - 1
+                found[name] = [round(1e3 * durations[int(share * last)], 2) for share in (0.5, 0.99)]
+        return found
 
     def refused(self, status: int) -> None:
         """A request was refused."""

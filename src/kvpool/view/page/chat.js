@@ -32,7 +32,7 @@ export class Chat {
   async #send() {
     const content = this.text.value.trim();
     if (!content || this.busy) return;
-    this.busy = true;
+    this.#setBusy(true);
     this.text.value = "";
     this.messages.push({ role: "user", content });
     const prompt = element("p", { className: "prompt" });
@@ -40,14 +40,20 @@ export class Chat {
     const note = element("small", { className: "count" });
     this.talk.append(element("article", {}, prompt, note, answer));
     try {
-      await this.#showPrompt(prompt, note);
-      await this.#showAnswer(answer);
+      const known = await this.#showPrompt(prompt, note);
+      this.#correct(prompt, note, known, await this.#showAnswer(answer));
     } catch (problem) {
       answer.textContent = problem.message;
       answer.classList.add("bad");
       this.messages.pop();
     }
-    this.busy = false;
+    this.#setBusy(false);
+  }
+
+  #setBusy(busy) {
+    this.busy = busy;
+    this.card.setAttribute("aria-busy", String(busy));
+    for (const button of this.card.querySelectorAll("button")) button.disabled = busy;
   }
 
   async #post(path, body) {
@@ -68,10 +74,23 @@ export class Chat {
     const cached = told.tiers.reduce((sum, [, count]) => sum + count, 0);
     note.textContent = `${cached} of ${told.pieces.length} prompt tokens from the cache`;
     this.talk.scrollTop = this.talk.scrollHeight;
+    return cached;
   }
 
+  // What came from the cache beyond what it knew before was loaded from a disk or a remote store meanwhile.
+  #correct(prompt, note, known, cached) {
+    for (let place = known; place < cached && place < prompt.children.length; place++)
+      Object.assign(prompt.children[place], { className: "token from-DISK", title: "loaded from a disk or a remote store" });
+    for (let place = cached; place < known; place++) Object.assign(prompt.children[place], { className: "token from-none", title: "computed" });
+    note.textContent = `${cached} of ${prompt.children.length} prompt tokens from the cache`;
+  }
+
+  // Streams the answer; returns how many tokens of its prompt came from the cache.
   async #showAnswer(target) {
-    const answer = await this.#post("/v1/chat/completions", { messages: this.messages, stream: true, max_completion_tokens: 256 });
+    const answer = await this.#post("/v1/chat/completions", {
+      messages: this.messages, stream: true, stream_options: { include_usage: true }, max_completion_tokens: 256,
+    });
+    let cached = 0;
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
     let rest = "", text = "";
     for (;;) {
@@ -84,11 +103,13 @@ export class Chat {
         if (!line.startsWith("data: ") || line === "data: [DONE]") continue;
         const part = JSON.parse(line.slice(6));
         if (part.error) throw new Error(part.error.message);
+        cached = part.usage?.prompt_tokens_details?.cached_tokens ?? cached;
         text += part.choices[0]?.delta?.content ?? "";
       }
       target.textContent = text;
       this.talk.scrollTop = this.talk.scrollHeight;
     }
     this.messages.push({ role: "assistant", content: text });
+    return cached;
   }
 }

@@ -1,0 +1,121 @@
+"""`/` and `/view/...`: the live view of the served models. Its stream tells of all tenants, so it needs an admin key."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from kvpool.config import Tier
+from kvpool.engine.engine import Engine
+from kvpool.errors import KVPoolError
+from kvpool.server.answering.metrics import Latencies
+from kvpool.server.answering.streams import EventStream
+from kvpool.server.asking.access import Caller
+from kvpool.server.asking.limits import Gate
+from kvpool.server.asking.problems import Problem, problem_of
+from kvpool.server.asking.schema import CacheQuery
+from kvpool.server.asking.served import ServedModel, scope_of
+from kvpool.server.routes.completing import named_tokens
+from kvpool.view.hub import Hub, Viewer
+from kvpool.view.pages import HEADERS, asset, block_details
+
+_MAX_TOLD = 100  # of those who wait
+_ASK_SECONDS = 0.5  # between two questions of who waits, and until a stream notices that the server ends
+
+
+class LiveViews:
+    """The live views of a server's models, each looked at while somebody watches it."""
+
+    def __init__(self, models: Sequence[ServedModel], latencies: Latencies, gate: Gate) -> None:
+        self._gate = gate
+        names = [model.name for model in models]
+        self._hubs = {
+            model.name: Hub(
+                model.engine.manager,
+                title=model.name,
+                more=_Beside(model.engine, latencies),
+                about={"model": model.name, "models": names, "chat": model.engine.tokenizer is not None},
+            )
+            for model in models
+        }
+
+    def page(self, path: str) -> Response:
+        """The page, or a file that it loads."""
+        found = asset(path)
+        if found is None:
+            raise Problem(404, f"there is nothing at {path}", code="not_found")
+        return Response(found.content, media_type=found.kind, headers=HEADERS)
+
+    async def stream(self, model: ServedModel, caller: Caller) -> Response:
+        """Everything that the cache of a model does, as it does it."""
+        _require_admin(caller)
+        hub, news, loop = self._hubs[model.name], asyncio.Event(), asyncio.get_running_loop()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(news.set)
+
+        try:
+            viewer = await asyncio.to_thread(hub.join, wake)
+        except KVPoolError as error:
+            raise Problem(503, str(error), code="too_many_viewers", retry_after=5) from error
+        return EventStream(self._messages(viewer, news), lambda: hub.leave(viewer), self._gate.limits.send_seconds)
+
+    async def _messages(self, viewer: Viewer, news: asyncio.Event) -> AsyncIterator[bytes]:
+        while not self._gate.is_draining:
+            try:
+                await asyncio.wait_for(news.wait(), _ASK_SECONDS)
+            except TimeoutError:
+                continue
+            news.clear()
+            yield viewer.take()
+
+    def block(self, model: ServedModel, caller: Caller, pool: int, tier: str, block_id: int) -> dict[str, Any]:
+        """Whose a block is, and what hangs on it."""
+        _require_admin(caller)
+        try:
+            return block_details(self._hubs[model.name], pool, tier, block_id)
+        except KVPoolError as error:
+            raise problem_of(error) from error
+
+    async def prompt(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
+        """The pieces of a prompt of the caller's own, and how many of the first come from which tier."""
+        tokens = await named_tokens(model, body.prompt, body.messages)
+        scope = scope_of(caller.tenant, body.cache_salt)
+        match = await asyncio.to_thread(model.engine.manager.match_prefix, tokens, scope)
+        left, tiers = match.num_tokens, []
+        parts = [*sorted(match.tokens_by_tier.items()), (Tier.GPU, match.num_partial_tokens)]
+        for tier, count in parts:
+            taken = min(count, left)
+            if taken:
+                tiers.append([tier.name, taken])
+            left -= taken
+        pieces = await asyncio.to_thread(lambda: [model.text_of([token]) for token in tokens.tolist()])
+        return {"pieces": pieces, "tiers": tiers}
+
+
+def _require_admin(caller: Caller) -> None:
+    if not caller.is_admin:
+        raise Problem(403, "the live view tells of all tenants: it needs an admin key", code="forbidden")
+
+
+class _Beside:
+    """What the page shows of an engine that its manager does not know: who waits, and how long requests take."""
+
+    def __init__(self, engine: Engine, latencies: Latencies) -> None:
+        self._engine = engine
+        self._latencies = latencies
+        self._due = 0.0
+        self._known: Mapping[str, Any] = {}
+
+    def __call__(self) -> Mapping[str, Any]:
+        if time.monotonic() >= self._due:
+            waiting = self._engine.waiting()
+            told = [[str(one.request_id), one.tenant, one.num_tokens, round(one.seconds, 1)] for one in waiting[:_MAX_TOLD]]
+            self._known = {"waiting": told, "num_waiting": len(waiting), "latency": self._latencies.recent()}
+            self._due = time.monotonic() + _ASK_SECONDS
+        return self._known
