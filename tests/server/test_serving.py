@@ -328,3 +328,13 @@ def test_given_a_deadline_that_passes_then_the_answer_ends_early(client: Any) ->
     )
     assert answer.usage.completion_tokens < 490
     assert answer.choices[0].finish_reason == "length"
+
+
+def test_given_a_server_then_top_shows_it(client: Any, live: Live, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvpool.cli import main
+
+    client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3)
+    assert main(["top", "--once", "--url", live.url]) == 0
+    assert "3 tokens   1 requests" in capsys.readouterr().out
+    assert main(["top", "--once", "--url", "http://127.0.0.1:9"]) == 2
+    assert "nobody answers" in capsys.readouterr().err

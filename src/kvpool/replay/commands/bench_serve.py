@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.load.load_client import Endpoint, Outcome, fetch
+from kvpool.replay.load.load_client import Endpoint, Outcome, fetch_text
 from kvpool.replay.load.load_mix import LoadRequest, of_trace, synthetic
 from kvpool.replay.load.load_run import figures, run_load
 from kvpool.terminal import check_files, console, progress_bar, write_json
@@ -51,7 +52,9 @@ def serve(
     between_ms: Annotated[float | None, typer.Option(help="Goodput: the mean time between tokens is within.")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 600.0,
     seed: Annotated[int, typer.Option(help="Of the mix.")] = 0,
-    json: Annotated[str | None, typer.Option(help="Write the figures as JSON; - for stdout.")] = None,
+    json_file: Annotated[
+        str | None, typer.Option("--json", help="Write the figures as JSON; - for stdout.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.")] = False,
 ) -> None:
     """Put load on an OpenAI endpoint, of kvpool or another server, and print how it answers.
@@ -63,7 +66,7 @@ def serve(
 
     Every request is a stream. A first token counts when its text arrives, not when the stream opens.
     """
-    check_files(json)
+    check_files(json_file)
     if api not in ("chat", "completions"):
         raise InvalidArgumentError(f"--api is {api!r}; it is chat or completions")
     if clients is not None and rate is not None:
@@ -80,10 +83,10 @@ def serve(
         num_clients = None if rate is not None else clients or DEFAULT_CLIENTS
     outcomes, seconds = _driven(endpoint, asked, num_clients, timeout, quiet)
     found = figures(outcomes, seconds, first_ms=first_ms, between_ms=between_ms)
-    if json is not None:
+    if json_file is not None:
         settings = {"url": url, "clients": num_clients, "rate": rate, "first_ms": first_ms, "between_ms": between_ms}
-        write_json(json, {"settings": settings, **found})
-    if json != "-":
+        write_json(json_file, {"settings": settings, **found})
+    if json_file != "-":
         _print(found)
     if not found["completed"]:
         raise typer.Exit(1)
@@ -114,7 +117,7 @@ def _driven(
 
 async def _first_model(endpoint: Endpoint) -> str:
     try:
-        listed = await fetch(endpoint, "/v1/models")
+        listed = json.loads(await fetch_text(endpoint, "/v1/models"))
         return str(listed["data"][0]["id"])
     except (OSError, asyncio.TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
         why = str(error) or type(error).__name__

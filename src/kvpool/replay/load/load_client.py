@@ -84,16 +84,16 @@ async def ask(endpoint: Endpoint, request: LoadRequest, timeout: float) -> Outco
     return outcome
 
 
-async def fetch(endpoint: Endpoint, path: str, timeout: float = 10.0) -> Any:
-    """The JSON at a path."""
+async def fetch_text(endpoint: Endpoint, path: str, timeout: float = 10.0) -> str:
+    """The text at a path."""
     status, lines, writer = await asyncio.wait_for(_open(endpoint, "GET", path, b""), timeout)
     try:
-        text = b"".join([line async for line in lines])
+        text = b"\n".join([line async for line in lines]).decode("utf-8", "replace")
     finally:
         writer.close()
     if status != 200:
-        raise InvalidArgumentError(f"{path} answered with status {status}: {text[:200].decode('utf-8', 'replace')}")
-    return json.loads(text)
+        raise InvalidArgumentError(f"{path} answered with status {status}: {text[:200]}")
+    return text
 
 
 async def _follow(endpoint: Endpoint, request: LoadRequest, outcome: Outcome) -> None:
