@@ -151,6 +151,8 @@ class TierContract:
         stats = tier.stats()
         assert (stats.stored, stats.hits, stats.misses, stats.removed) == (2, 2, 1, 1)
         assert (stats.bytes_stored, stats.bytes_loaded) == (2 * VALUE_BYTES, 2 * VALUE_BYTES)
+        assert tier.load([key(1)], [bytearray(VALUE_BYTES + 1000)]) == [Outcome.OK]
+        assert tier.stats().bytes_loaded == 3 * VALUE_BYTES, "of the value, not of its buffer: see left_unfilled"
         assert stats.num_values in (None, 1)
         assert stats.problem == ""
 

@@ -156,6 +156,16 @@ def test_given_another_directory_then_warm_fills_it_with_what_was_used_last(
     assert figures(capsys, *words)["stored"] == 40
 
 
+def test_given_a_compressed_target_then_warm_tells_it_whose_values_they_are(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "smaller"
+    assert figures(capsys, "warm", directory, f"disk:{target}?bytes=2MB&compress=lz4")["stored"] == 50
+    spaces = {space["prefix"]: space for space in figures(capsys, "ls", target)["spaces"]}
+    known = spaces[SPACE.prefix.hex()]
+    assert (known["description"]["model"], known["num_values"]) == ("tiny", 40)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -107,7 +107,7 @@ class KeyedTier(ABC):
         self.name = name
         self.timeout = _checked_timeout(timeout)
         self._loads, self._stores = _Moved(), _Moved()
-        self._removed = 0
+        self._removed = self._unfilled_bytes = 0
         self._counting = threading.Lock()
         self._last_line = -_QUIET_SECONDS
         self._closed = False
@@ -158,7 +158,7 @@ class KeyedTier(ABC):
             loads, stores = list(self._loads.outcomes), list(self._stores.outcomes)
             sums = dict(
                 removed=self._removed,
-                bytes_loaded=self._loads.num_bytes,
+                bytes_loaded=self._loads.num_bytes - self._unfilled_bytes,
                 bytes_stored=self._stores.num_bytes,
                 seconds_loading=self._loads.seconds,
                 seconds_storing=self._stores.seconds,
@@ -209,6 +209,12 @@ class KeyedTier(ABC):
 
     def _look(self) -> Room:
         return Room()
+
+    def left_unfilled(self, num_bytes: int) -> None:
+        """For `_load` to call: a value that was loaded is shorter than its buffer by so many bytes."""
+        if num_bytes:
+            with self._counting:
+                self._unfilled_bytes += num_bytes
 
     def _close(self) -> None:  # noqa: B027  # a tier may have nothing to let go of
         """Lets go of files and connections."""

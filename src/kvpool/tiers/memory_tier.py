@@ -46,6 +46,7 @@ class MemoryTier(KeyedTier):
             return Outcome.FAILED
         self._values.move_to_end(key)
         view[: len(value)] = value
+        self.left_unfilled(len(view) - len(value))
         return Outcome.OK
 
     def _store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]:

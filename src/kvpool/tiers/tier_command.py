@@ -13,6 +13,7 @@ import typer
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.terminal import check_files, console, progress_bar, write_json
+from kvpool.tiers.compression.compressed_tier import CompressedTier
 from kvpool.tiers.contract import Outcome
 from kvpool.tiers.disk.records import is_held
 from kvpool.tiers.disk.upkeep import Space, Upkeep, remove_everything
@@ -269,7 +270,9 @@ def _send(tier: Any, batch: list[tuple[bytes, bytes]], counts: dict[Outcome, int
 
 
 def _copy_descriptions(upkeep: Upkeep, tier: Any) -> None:
-    """Another directory learns whose values it has now."""
+    """Another directory learns whose values it has now; compressed ones too, whose keys begin as they did."""
+    while isinstance(tier, CompressedTier):
+        tier = tier.inner
     directory = getattr(tier, "directory", None)
     if directory is not None:
         for path in upkeep.directory.path.glob("space-*.json"):

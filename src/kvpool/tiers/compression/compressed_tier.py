@@ -129,6 +129,7 @@ class CompressedTier(KeyedTier):
             if not isinstance(error, UnreadableValueError):
                 self.report(f"{type(error).__name__}: {error}")
             return Outcome.FAILED
+        self.left_unfilled(out.nbytes - length)
         return Outcome.OK
 
     def _add(self, what: str, started: float, before: int = 0, after: int = 0) -> None:

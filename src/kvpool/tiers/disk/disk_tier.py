@@ -73,7 +73,7 @@ class DiskTier(KeyedTier):
             self.directory.unlock()
             raise ConfigError(f"cannot read the directory {self.directory.path}: {error.strerror or error}") from None
         self._workers = Workers(io_threads, f"kvpool-{name}")
-        self._loading = Loading(self._state, self._workers)
+        self._loading = Loading(self._state, self._workers, self.left_unfilled)
         growth = Growth(self.directory.path, self._state, self._capacity, direct=self._direct)
         self._storing = Storing(self._state, self._workers, growth)
 

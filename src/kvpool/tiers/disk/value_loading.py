@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -32,9 +32,10 @@ class _Read(NamedTuple):
 class Loading:
     """The loads of a tier; any number of threads may call at a time."""
 
-    def __init__(self, state: State, workers: Workers) -> None:
+    def __init__(self, state: State, workers: Workers, left_unfilled: Callable[[int], None]) -> None:
         self._state = state
         self._workers = workers
+        self._left_unfilled = left_unfilled
 
     def load(self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float) -> list[Outcome]:
         """One outcome per key, at the deadline at the latest."""
@@ -63,6 +64,8 @@ class Loading:
                 if outcome == Outcome.LATE:
                     waiting.appendleft(read._replace(attempt=read.attempt + 1))
             outcomes[read.number] = outcome
+            if outcome == Outcome.OK:
+                self._left_unfilled(out[read.number].nbytes - read.out.nbytes)
         call.leave()
         return outcomes
 

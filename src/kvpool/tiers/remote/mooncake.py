@@ -221,6 +221,7 @@ class MooncakeTier(RemoteTier[Node]):
             self.stale.add(key)
             return Outcome.FAILED
         view[: data.nbytes] = data
+        self.left_unfilled(view.nbytes - data.nbytes)
         return Outcome.OK
 
     def _store_share(self, share: Share[Node]) -> None:

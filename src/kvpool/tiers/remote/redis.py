@@ -170,7 +170,8 @@ class RedisTier(RemoteTier[RedisNode]):
         if length is not None and length > view.nbytes:
             return Outcome.FAILED
         found = -1 if length is None else self._read(share, client, key, view[:length])
-        if found == length and is_whole(header, key, view[:length]):
+        if length is not None and found == length and is_whole(header, key, view[:length]):
+            self.left_unfilled(view.nbytes - length)
             return Outcome.OK
         self.stale.add(key)
         return Outcome.MISS if found is None else Outcome.FAILED

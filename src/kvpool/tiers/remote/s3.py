@@ -145,6 +145,7 @@ class S3Tier(RemoteTier[Node]):
             self.stale.add(key)
             return Outcome.FAILED
         view[: data.nbytes] = data
+        self.left_unfilled(view.nbytes - data.nbytes)
         return Outcome.OK
 
     async def _store_one(self, share: Share[Node], place: int) -> Outcome:
