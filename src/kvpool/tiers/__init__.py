@@ -10,7 +10,7 @@ from kvpool.tiers.open import open_tier
 from kvpool.tiers.remote.mooncake import MooncakeTier
 from kvpool.tiers.remote.redis import RedisTier
 from kvpool.tiers.remote.s3 import S3Tier
-from kvpool.tiers.settings import TierConfig, read_tiers
+from kvpool.tiers.tier_settings import TierConfig, read_tiers
 
 __all__ = [
     "open_tier",

@@ -19,7 +19,7 @@ from kvpool.tiers.disk.records import is_held
 from kvpool.tiers.disk.upkeep import Space, Upkeep, remove_everything
 from kvpool.tiers.keys import SPACE_BYTES
 from kvpool.tiers.open import open_tier
-from kvpool.tiers.settings import PREFIX, read_tiers
+from kvpool.tiers.tier_settings import PREFIX, read_tiers
 
 AT_ONCE = 32
 _T = TypeVar("_T")

@@ -25,8 +25,8 @@ import torch
 
 from kvpool.engine.generation import Generation
 from kvpool.engine.tiering.collecting import Collector
-from kvpool.engine.tiering.forgetting import Forgetting
 from kvpool.engine.tiering.importing import Importer, Lease, Leases
+from kvpool.engine.tiering.invalidating import Forgetting
 from kvpool.errors import KVPoolError
 from kvpool.scheduling import BatchPlan, Request, Scheduler
 from kvpool.storage import DataPlane

@@ -14,7 +14,7 @@ from kvpool.errors import ConfigError
 from kvpool.scheduling import Scheduler
 from kvpool.storage import DataPlane
 from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, open_tier
-from kvpool.tiers.settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT
+from kvpool.tiers.tier_settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT
 from kvpool.tiers.transport.prefix_options import BlockKeys
 
 DEFAULT_TIMEOUT = 2.0

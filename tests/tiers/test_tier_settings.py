@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.tiers import DiskTier, TierConfig, open_tier, read_tiers
-from kvpool.tiers.settings import PREFIX
+from kvpool.tiers.tier_settings import PREFIX
 
 WHOLE = """
 title = "not ours"
