@@ -2,7 +2,8 @@
 
 Sequences with equally many queries and about equally many keys form a bucket: their tokens are gathered with one index
 operation and attended to with one call. A longer chunk of a prompt is a bucket of its own, cut into tiles of queries so
-that no tile computes what causality hides from all of it.
+that no tile computes what causality hides from all of it. On a CPU, blocks that decoding sequences share are read once for
+all of them, and what they give is merged with the rest by the logarithms of their sums.
 """
 
 from __future__ import annotations
@@ -13,20 +14,22 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from kvpool.attention.attention_batch import Int64Array, PagedBatch
+from kvpool.attention.attention_batch import Int64Array, KeyRanges, PagedBatch
 from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
-from kvpool.attention.gather import Scratch, TokenPlaces, gather_layer
+from kvpool.attention.dense import PACKED_QUERIES, attend, attend_with_sums, materialises
+from kvpool.attention.gather import Scratch, TokenPlaces, WholeBlocks, gather_layer
+from kvpool.attention.precision import computing_dtype
+from kvpool.attention.shared_prefix import shared_prefixes
 from kvpool.kernels.paged.paged_spec import AttentionSpec
 from kvpool.kernels.scattering.layer_cache import LayerCache
 
-_PACKED_QUERIES = 16  # up to so many queries a sequence, the heads of a group share one pass over K
-_TILE_QUERIES = 512
+_TILE_QUERIES = {"cpu": 64, "cuda": 512}
 _TILE_SCORES = 2**22  # of one tile, where scores are materialised
 _BUCKET_BYTES = {"cpu": 4 * 2**20, "cuda": 256 * 2**20}  # of gathered K; on a CPU it should stay in the cache
 _FILL = 0.75  # the shortest sequence of a bucket has at least this share of the longest
-_CACHED_MASK = 2**22
+_CACHED_MASK = 2**22  # elements of the masks of a bucket
+_SAVED_READS = 512  # of tokens, from which on reading a shared prefix apart pays
 
 
 @dataclass
@@ -53,14 +56,29 @@ class _Bucket:
     key_positions: Tensor  # [sequences, keys]
     num_keys: Tensor | None  # [sequences]; None where nothing is padded
     tiles: list[_Tile]
+    partial: bool  # the sequences have keys before these, which are read apart
+
+
+@dataclass
+class _SharedKeys:
+    """Keys that all given queries see, whichever sequence they are of."""
+
+    tokens: Tensor  # rows of the query tensor
+    places: TokenPlaces  # of one sequence
 
 
 class _TorchPlan(AttentionPlan):
     def __init__(
-        self, backend: AttentionBackend, spec: AttentionSpec, batch: PagedBatch, buckets: list[_Bucket]
+        self,
+        backend: AttentionBackend,
+        spec: AttentionSpec,
+        batch: PagedBatch,
+        buckets: list[_Bucket],
+        shared: list[_SharedKeys],
     ) -> None:
         super().__init__(backend, spec, batch.num_query_tokens, batch.block_size)
         self.buckets = buckets
+        self.shared = shared
         self.complete = sum(len(bucket.tokens) for bucket in buckets) == self.num_query_tokens
 
 
@@ -82,7 +100,10 @@ class TorchBackend(AttentionBackend):
         if buffers is not None:
             self.reserve(spec, max_sequences=1, max_blocks=1)
         batch.check_for(spec)
-        return _TorchPlan(self, spec, batch, [self._bucket(spec, batch, rows) for rows in self._divide(spec, batch)])
+        skipped = np.zeros(len(batch), np.int64)  # tokens of each sequence that are read with those of others
+        shared = list(self._shared(spec, batch, skipped))
+        buckets = [self._bucket(spec, batch, rows, skipped) for rows in self._divide(spec, batch, skipped)]
+        return _TorchPlan(self, spec, batch, buckets, shared)
 
     def run(
         self,
@@ -101,87 +122,125 @@ class TorchBackend(AttentionBackend):
             out = q.new_empty(q.shape[0], spec.q_heads, spec.v_dim)
         if not plan.complete:
             out.zero_()
+        sums = q.new_empty(q.shape[0], spec.q_heads, dtype=torch.float32) if plan.shared else None
+        compute = computing_dtype(q.dtype, q.device)
         for bucket in plan.buckets:
-            k, v = gather_layer(cache, bucket.places, q.dtype, spec.head_dim, spec.v_dim, self._scratch)
-            queries = q.index_select(0, bucket.tokens).view(bucket.num_sequences, bucket.num_queries, *q.shape[1:])
-            results = [
-                _attend(
-                    queries[:, tile.first : tile.last],
-                    k[:, :, tile.start : tile.end],
-                    v[:, :, tile.start : tile.end],
-                    _mask(spec, bucket, tile),
-                    tile.triangular,
-                    spec,
-                    sink_logits,
-                )
-                for tile in bucket.tiles
-            ]
-            result = results[0] if len(results) == 1 else torch.cat(results, dim=1)
-            out.index_copy_(0, bucket.tokens, result.reshape(-1, *result.shape[2:]))
+            k, v = gather_layer(cache, bucket.places, compute, spec.head_dim, spec.v_dim, self._scratch)
+            queries = q.index_select(0, bucket.tokens).to(compute)
+            queries = queries.view(bucket.num_sequences, bucket.num_queries, *q.shape[1:])
+            if bucket.partial:
+                assert sums is not None
+                result, part = attend_with_sums(queries, k, v, _mask(spec, bucket, bucket.tiles[0], compute), spec)
+                sums.index_copy_(0, bucket.tokens, part)
+            else:
+                result = _attend_tiles(queries, k, v, spec, bucket, sink_logits)
+            out.index_copy_(0, bucket.tokens, result.reshape(-1, *result.shape[2:]).to(q.dtype))
+        for keys in plan.shared:
+            assert sums is not None
+            k, v = gather_layer(cache, keys.places, compute, spec.head_dim, spec.v_dim, self._scratch)
+            result, part = attend_with_sums(q.index_select(0, keys.tokens).to(compute)[None], k, v, None, spec)
+            rest = out.index_select(0, keys.tokens).to(compute)
+            share = torch.sigmoid(part - sums.index_select(0, keys.tokens)).to(compute)
+            out.index_copy_(0, keys.tokens, torch.lerp(rest, result[0], share.unsqueeze(-1)).to(q.dtype))
         return out
 
-    def _divide(self, spec: AttentionSpec, batch: PagedBatch) -> Iterator[Int64Array]:
+    def _shared(self, spec: AttentionSpec, batch: PagedBatch, skipped: Int64Array) -> Iterator[_SharedKeys]:
+        """Prefixes that several sequences with few queries read; notes in `skipped` how long they are."""
+        unbounded = spec.causal and spec.window is None and spec.chunk is None
+        if self.device.type != "cpu" or not unbounded or materialises(spec) or spec.v_dim != spec.head_dim:
+            return
+        rows = np.flatnonzero((batch.query_lens > 0) & (batch.query_lens <= PACKED_QUERIES))
+        starts = np.cumsum(batch.query_lens) - batch.query_lens
+        for prefix in shared_prefixes(batch, rows, _SAVED_READS):
+            skipped[prefix.rows] = prefix.num_tokens
+            queries = [np.arange(starts[row], starts[row] + batch.query_lens[row]) for row in prefix.rows]
+            listed = np.arange(prefix.num_tokens)[None]
+            places = self._places(batch, prefix.rows[:1], listed, np.array([prefix.num_tokens]), in_order=True)
+            yield _SharedKeys(self._tensor(np.concatenate(queries)), places)
+
+    def _divide(self, spec: AttentionSpec, batch: PagedBatch, skipped: Int64Array) -> Iterator[Int64Array]:
         """Rows of the batch, bucket by bucket. Sequences without queries or keys are in none."""
-        first = batch.kv_lens - batch.query_lens
-        ranges = batch.key_ranges(spec, slice(None), first, batch.kv_lens - 1)
+        ranges = _key_ranges(spec, batch, np.arange(len(batch)), skipped)
         num_keys = ranges.sinks + ranges.end - ranges.start
         rows = np.flatnonzero((batch.query_lens > 0) & (num_keys > 0))
-        rows = rows[np.lexsort((num_keys[rows], batch.query_lens[rows]))[::-1]]
+        rows = rows[np.lexsort((num_keys[rows], skipped[rows] > 0, batch.query_lens[rows]))[::-1]]
         max_keys = max(1, _BUCKET_BYTES.get(self.device.type, 2**22) // (4 * spec.kv_heads * spec.head_dim))
         while len(rows):
             longest, queries = int(num_keys[rows[0]]), batch.query_lens[rows[0]]
             count = 1
-            if queries <= _PACKED_QUERIES:
+            if queries <= PACKED_QUERIES:
                 alike = (batch.query_lens[rows] == queries) & (num_keys[rows] >= _FILL * longest)
+                alike &= (skipped[rows] > 0) == (skipped[rows[0]] > 0)
                 count = min(int(alike.argmin()) or len(rows), max(1, max_keys // longest))
             yield rows[:count]
             rows = rows[count:]
 
-    def _bucket(self, spec: AttentionSpec, batch: PagedBatch, rows: Int64Array) -> _Bucket:
-        first = batch.kv_lens[rows] - batch.query_lens[rows]
-        ranges = batch.key_ranges(spec, rows, first, batch.kv_lens[rows] - 1)
+    def _bucket(self, spec: AttentionSpec, batch: PagedBatch, rows: Int64Array, skipped: Int64Array) -> _Bucket:
+        ranges = _key_ranges(spec, batch, rows, skipped)
         num_keys = ranges.sinks + ranges.end - ranges.start
         # Padding repeats the last key of the sequence, so that what is computed and dropped is finite.
         key = np.minimum(np.arange(int(num_keys.max())), num_keys[:, None] - 1)
         listed = np.where(key < ranges.sinks[:, None], key, key - ranges.sinks[:, None] + ranges.start[:, None])
-        blocks = batch.indices[batch.indptr[rows].astype(np.int64)[:, None] + listed // batch.block_size]
         sink_slots = spec.sink_slots(batch.block_size)
         positions = listed + batch.gaps[rows][:, None] * (listed >= sink_slots)
         num_queries = int(batch.query_lens[rows[0]])
         steps = np.arange(num_queries)
         starts = np.cumsum(batch.query_lens) - batch.query_lens
         tokens = (starts[rows][:, None] + steps).ravel()
-        queries = first[:, None] + steps
+        queries = (batch.kv_lens[rows] - batch.query_lens[rows])[:, None] + steps
         padded = self._tensor(num_keys) if int(num_keys.min()) < key.shape[1] else None
-        places = TokenPlaces(self._tensor(blocks.astype(np.int64)), self._tensor(listed % batch.block_size))
+        in_order = not (ranges.sinks.any() or (ranges.start % batch.block_size).any())
+        size = _TILE_QUERIES.get(self.device.type, 512)
+        partial = bool(skipped[rows[0]])
+        whole = len(rows) > 1 or partial
         return _Bucket(
             self._tensor(tokens),
             len(rows),
             num_queries,
-            places,
+            self._places(batch, rows, listed, num_keys, in_order=in_order),
             self._tensor(queries),
             self._tensor(positions),
             padded,
-            list(_tiles(spec, queries[0], positions[0])) if len(rows) == 1 else [_whole(num_queries, key.shape[1])],
+            [_whole(num_queries, key.shape[1])] if whole else list(_tiles(spec, queries[0], positions[0], size)),
+            partial,
         )
+
+    def _places(
+        self, batch: PagedBatch, rows: Int64Array, listed: Int64Array, num_keys: Int64Array, *, in_order: bool
+    ) -> TokenPlaces:
+        """Where the listed tokens [sequence, token] are; `in_order` ones follow each other from the beginning of a block."""
+        size = batch.block_size
+        blocks = batch.indices[batch.indptr[rows].astype(np.int64)[:, None] + listed // size].astype(np.int64)
+        whole = None
+        if in_order:
+            num_tokens = -(-listed.shape[1] // size) * size
+            unread = np.flatnonzero(np.arange(num_tokens) >= num_keys[:, None])
+            whole = WholeBlocks(self._tensor(blocks[:, ::size]), self._tensor(unread))
+        return TokenPlaces(self._tensor(blocks), self._tensor(listed % size), whole)
 
     def _tensor(self, array: Int64Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _key_ranges(spec: AttentionSpec, batch: PagedBatch, rows: Int64Array, skipped: Int64Array) -> KeyRanges:
+    """What the queries of sequences read, without the tokens that are skipped."""
+    last = batch.kv_lens[rows] - 1
+    ranges = batch.key_ranges(spec, rows, last + 1 - batch.query_lens[rows], last)
+    return ranges._replace(start=np.maximum(ranges.start, skipped[rows]))
 
 
 def _whole(num_queries: int, num_keys: int) -> _Tile:
     return _Tile(0, num_queries, 0, num_keys, triangular=False)
 
 
-def _tiles(spec: AttentionSpec, queries: Int64Array, keys: Int64Array) -> Iterator[_Tile]:
+def _tiles(spec: AttentionSpec, queries: Int64Array, keys: Int64Array, size: int) -> Iterator[_Tile]:
     """Cuts the queries of one sequence so that a tile needs few keys that most of its queries do not see."""
     num_queries, num_keys = len(queries), len(keys)
     if not spec.causal:
         yield _whole(num_queries, num_keys)
         return
-    size = _TILE_QUERIES
-    if _materialises(spec):
-        size = max(_PACKED_QUERIES, min(size, _TILE_SCORES // (spec.q_heads * num_keys)))
+    if materialises(spec):
+        size = max(PACKED_QUERIES, min(size, _TILE_SCORES // (spec.q_heads * num_keys)))
     for first in range(0, num_queries, size):
         last = min(first + size, num_queries)
         end = num_keys - (num_queries - last)
@@ -190,8 +249,11 @@ def _tiles(spec: AttentionSpec, queries: Int64Array, keys: Int64Array) -> Iterat
         yield _Tile(first, last, lowest, end, triangular=end - lowest == last - first and reaches_start)
 
 
-def _mask(spec: AttentionSpec, bucket: _Bucket, tile: _Tile) -> Tensor | None:
-    """[sequences, queries, keys]: who sees what; None where everybody sees everything, or the tile is triangular."""
+def _mask(spec: AttentionSpec, bucket: _Bucket, tile: _Tile, dtype: torch.dtype) -> Tensor | None:
+    """[sequences, queries, keys]: who sees what; None where everybody sees everything, or the tile is triangular.
+
+    Boolean where scores are materialised, and otherwise what torch's attention adds to them: 0 or -inf, of type `dtype`.
+    """
     if tile.mask is not None:
         return tile.mask
     if tile.triangular or (bucket.num_keys is None and (bucket.num_queries == 1 or not spec.causal)):
@@ -204,87 +266,27 @@ def _mask(spec: AttentionSpec, bucket: _Bucket, tile: _Tile) -> Tensor | None:
     if bucket.num_keys is not None:
         index = torch.arange(tile.start, tile.end, device=keys.device)
         mask = mask & (index < bucket.num_keys[:, None, None])
-    if mask.numel() <= _CACHED_MASK:
+    if not materialises(spec):
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    if mask.numel() * len(bucket.tiles) <= _CACHED_MASK:
         tile.mask = mask
     return mask
 
 
-def _materialises(spec: AttentionSpec) -> bool:
-    """Whether scores must be computed in the open, because torch's fused attention has no such feature."""
-    return spec.soft_cap is not None or spec.sink_logits
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    triangular: bool,
-    spec: AttentionSpec,
-    sink_logits: Tensor | None,
+def _attend_tiles(
+    queries: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, bucket: _Bucket, sink_logits: Tensor | None
 ) -> Tensor:
-    """[sequences, queries, query heads, v dim] for dense K and V [sequences, KV heads, keys, dim]."""
-    if _materialises(spec):
-        return _attend_openly(q, k, v, mask, triangular, spec, sink_logits)
-    sequences, queries = q.shape[:2]
-    grouped = q.view(sequences, queries, spec.kv_heads, spec.group_size, spec.head_dim)
-    if sequences == 1 and queries > _PACKED_QUERIES:
-        # One batch entry per KV head, one head per query head; K and V are repeated by a stride of 0, not by copying.
-        expand = (spec.kv_heads, spec.group_size, k.shape[2], -1)
-        dense = scaled_dot_product_attention(
-            grouped[0].permute(1, 2, 0, 3),
-            k[0, :, None].expand(*expand),
-            v[0, :, None].expand(*expand),
-            attn_mask=mask,
-            is_causal=triangular,
-            scale=spec.scale,
+    """[sequences, queries, query heads, v dim] of a bucket."""
+    results = [
+        attend(
+            queries[:, tile.first : tile.last],
+            k[:, :, tile.start : tile.end],
+            v[:, :, tile.start : tile.end],
+            _mask(spec, bucket, tile, queries.dtype),
+            tile.triangular,
+            spec,
+            sink_logits,
         )
-        return dense.permute(2, 0, 1, 3).reshape(1, queries, spec.q_heads, spec.v_dim)
-    packed = grouped.permute(0, 2, 1, 3, 4).reshape(sequences, spec.kv_heads, -1, spec.head_dim)
-    if triangular:
-        mask = torch.ones(1, queries, queries, dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        mask = mask if queries == 1 else mask.repeat_interleave(spec.group_size, dim=1)
-        mask = mask[:, None]
-    dense = scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=spec.scale)
-    return _unpack(dense, queries, spec)
-
-
-def _attend_openly(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    triangular: bool,
-    spec: AttentionSpec,
-    sink_logits: Tensor | None,
-) -> Tensor:
-    """The same with soft-capped scores and with sink logits, which only take part in the denominator."""
-    sequences, queries = q.shape[:2]
-    grouped = (q * spec.scale).view(sequences, queries, spec.kv_heads, spec.group_size, spec.head_dim)
-    packed = grouped.permute(0, 2, 1, 3, 4).reshape(sequences, spec.kv_heads, -1, spec.head_dim)
-    scores = torch.matmul(packed, k.transpose(-1, -2)).float()
-    if spec.soft_cap is not None:
-        scores.div_(spec.soft_cap).tanh_().mul_(spec.soft_cap)
-    if triangular:
-        mask = torch.ones(1, queries, queries, dtype=torch.bool, device=q.device).tril()
-    split = scores.view(sequences, spec.kv_heads, queries, spec.group_size, -1)
-    if mask is not None:
-        split.masked_fill_(~mask[:, None, :, None], -torch.inf)
-    highest = split.amax(-1, keepdim=True)
-    if sink_logits is None:
-        weights = split.sub_(highest).exp_()
-        total = weights.sum(-1, keepdim=True)
-    else:
-        sinks = sink_logits.float().view(spec.kv_heads, 1, spec.group_size, 1)
-        highest = torch.maximum(highest, sinks)
-        weights = split.sub_(highest).exp_()
-        total = weights.sum(-1, keepdim=True) + (sinks - highest).exp()
-    dense = torch.matmul(weights.view(scores.shape).to(v.dtype), v)
-    return _unpack(dense / total.flatten(2, 3).to(v.dtype), queries, spec)
-
-
-def _unpack(dense: Tensor, queries: int, spec: AttentionSpec) -> Tensor:
-    """[sequences, KV heads, queries × group, v dim] as [sequences, queries, query heads, v dim]."""
-    split = dense.view(dense.shape[0], spec.kv_heads, queries, spec.group_size, spec.v_dim)
-    return split.permute(0, 2, 1, 3, 4).reshape(dense.shape[0], queries, spec.q_heads, spec.v_dim)
+        for tile in bucket.tiles
+    ]
+    return results[0] if len(results) == 1 else torch.cat(results, dim=1)
