@@ -20,9 +20,13 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SETUP = """
 from mypyc.build import mypycify
-from setuptools import setup
+from setuptools import Extension, setup
 
-setup(name="kvpool-compiled", ext_modules=mypycify({arguments!r}, opt_level="3", multi_file=False))
+modules = mypycify({arguments!r}, opt_level="3", multi_file=False)
+for source in {sources!r}:
+    name = source.removesuffix(".c").replace("/", ".")
+    modules.append(Extension(name, [source], extra_compile_args=["-O3"], optional=True))
+setup(name="kvpool-compiled", ext_modules=modules)
 """
 
 
@@ -82,7 +86,7 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
             types = frozenset(self.config["unchecked"])
             module.write_bytes(without_types(module.read_bytes(), types, everywhere=name in self.config["border"]))
         arguments = ["--ignore-missing-imports", *self.config["compile"]]
-        (folder / "setup.py").write_text(SETUP.format(arguments=arguments), encoding="utf-8")
+        (folder / "setup.py").write_text(SETUP.format(arguments=arguments, sources=self.config["sources"]), encoding="utf-8")
         command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "compiled", "--build-temp", "objects"]
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if result.returncode == 0:

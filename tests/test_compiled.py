@@ -34,7 +34,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The build hook of this checkout, as hatchling makes it for a wheel."""
     monkeypatch.syspath_prepend(str(ROOT))
     module = importlib.import_module("hatch_build")
-    config = {"compiler": ["mypy"], "compile": ["kvpool/errors.py"], "border": [], "unchecked": []}
+    config = {"compiler": ["mypy"], "compile": ["kvpool/errors.py"], "border": [], "unchecked": [], "sources": []}
     warnings: list[str] = []
     app = type("App", (), {"display_warning": staticmethod(warnings.append)})()
     made = module.CompileHook(str(ROOT), config, None, None, "", "wheel", app)

@@ -1,8 +1,15 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import itertools
+import os
+import shutil
 import struct
+import subprocess
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,6 +86,51 @@ def test_strided_and_read_only_tokens_give_the_same_digests() -> None:
     expected = chain_digests(ROOT, tokens, 16)
     assert chain_digests(ROOT, strided, 16) == expected
     assert chain_digests(ROOT, frozen, 16) == expected
+
+
+@pytest.fixture(scope="module")
+def hash_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bytes, bytes, int], list[bytes]]:
+    """What wheels have compiled for runs of blocks, built from its source."""
+    source = Path(__file__).resolve().parents[2] / "src/kvpool/prefix/announcing/_sha256_chain.c"
+    compiler, include = shutil.which("cc"), sysconfig.get_path("include")
+    if compiler is None or os.name != "posix" or not Path(include, "Python.h").exists():
+        pytest.skip("no C compiler was found")
+    built = tmp_path_factory.mktemp("chain") / f"_sha256_chain{sysconfig.get_config_var('EXT_SUFFIX')}"
+    dynamic = ["-undefined", "dynamic_lookup"] if sysconfig.get_platform().startswith("macosx") else []
+    subprocess.run(
+        [compiler, "-O1", "-shared", "-fPIC", f"-I{include}", str(source), "-o", str(built), *dynamic], check=True
+    )
+    spec = importlib.util.spec_from_file_location("_sha256_chain", built)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        module = importlib.util.module_from_spec(spec)
+    except ImportError as error:
+        pytest.skip(str(error))
+    spec.loader.exec_module(module)
+    return module.hash_run  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("block_bytes", [4, 20, 24, 28, 64, 84, 88, 92, 128, 1024])
+def test_given_a_processor_that_hashes_then_the_compiled_chain_is_the_same(
+    hash_run: Callable[[bytes, bytes, int], list[bytes]], block_bytes: int
+) -> None:
+    data = np.random.default_rng(block_bytes).bytes(5 * block_bytes)
+    expected, parent = [], ROOT
+    for start in range(0, len(data), block_bytes):
+        parent = hashlib.sha256(parent + data[start : start + block_bytes]).digest()
+        expected.append(parent)
+    assert hash_run(ROOT, data, block_bytes) == expected
+    assert hash_run(ROOT, b"", block_bytes) == []
+
+
+def test_given_half_a_block_then_the_compiled_chain_refuses_it(
+    hash_run: Callable[[bytes, bytes, int], list[bytes]],
+) -> None:
+    with pytest.raises(ValueError, match="whole blocks"):
+        hash_run(ROOT, bytes(6), 4)
+    with pytest.raises(ValueError, match="32 bytes"):
+        hash_run(b"short", bytes(4), 4)
 
 
 def test_no_tokens_give_no_digests() -> None:

@@ -1,0 +1,3 @@
+from typing import Any
+
+def hash_run(parent: bytes, tokens: Any, block_bytes: int, /) -> list[bytes]: ...
