@@ -147,14 +147,14 @@ def test_ids_for_a_node_are_the_same_wherever_they_lie_and_no_larger_than_they_m
     rows.num_history[row], rows.known[row] = num_history, 6
     rows.recent[row, : 6 - num_history] = ids[num_history:]
     for start, stop in ((0, 6), (4, 6), (0, 4)):
-        assert rows.final_token_ids(row, start, stop).tolist() == ids[start:stop]
+        assert rows.final_token_ids(row, start, stop, rows.num_history.item(row)).tolist() == ids[start:stop]
 
 
 def test_ids_for_a_node_do_not_keep_a_long_history_alive() -> None:
     rows = make_rows()
     row = add(rows)
     rows.set_token_ids(row, np.arange(2000, dtype=np.int32), 0)
-    assert rows.final_token_ids(row, 0, 4).base is None
+    assert rows.final_token_ids(row, 0, 4, rows.num_history.item(row)).base is None
 
 
 def test_a_fork_shares_token_ids_until_one_of_the_two_appends() -> None:

@@ -55,6 +55,7 @@ class Experience:
         self.epoch = 0  # up to which all is counted
         self.has_news = False  # whether anything was reused since the last digest
         self._rows: dict[int, int] = {}  # of the kinds met so far
+        self._reused: dict[int, int] = {}  # blocks since the last digest, by row * bins + bin
         self._hits: Floats = np.zeros((NUM_KINDS, _BINS))
         self._exposure: Floats = np.zeros((NUM_KINDS, _BINS))
         self._alive: Floats = np.zeros((NUM_KINDS, MAX_AGE + 1))  # blocks that are followed, by age; none in the last
@@ -65,7 +66,8 @@ class Experience:
         last_use, kind = divmod(cohort, NUM_KINDS)
         if epoch - last_use < MAX_AGE:
             row = self._rows.setdefault(kind, len(self._rows))
-            self._hits[row, BIN_OF_AGE[epoch - last_use]] += blocks
+            place = row * _BINS + BIN_OF_AGE[epoch - last_use]
+            self._reused[place] = self._reused.get(place, 0) + blocks
             self.has_news = True
 
     def follow(self, epoch: int, changes: Mapping[int, int]) -> None:
@@ -84,6 +86,9 @@ class Experience:
         """
         passed, self.epoch = min(epoch - self.epoch, MAX_AGE), epoch
         self.has_news = False
+        for place, reused in self._reused.items():
+            self._hits[divmod(place, _BINS)] += reused
+        self._reused.clear()
         used = len(self._rows)
         alive = self._alive[:used]
         when, row, last_use, blocks = np.array(self._changes, np.int64).reshape(-1, 4).T

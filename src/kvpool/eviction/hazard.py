@@ -56,7 +56,7 @@ class _Record:
         self.trimmed = trimmed  # blocks that it has lost since its last use
 
 
-_Ghost = tuple[int, int, int]  # cohort, blocks, fingerprint of the run before it: plain, for the collector's sake
+_MOST_BLOCKS: Final = 2**32  # a ghost is one number, cohort * this + blocks: tuples would call the collector
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -95,7 +95,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._learned = Experience()
         self._values = self._learned.values(self._capacity)
         self._changes: defaultdict[int, int] = defaultdict(int)  # in this epoch, of the blocks followed in each cohort
-        self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()  # by fingerprint
+        self._ghosts: OrderedDict[int, int] = OrderedDict()  # by fingerprint
+        self._leaders: dict[int, int] = {}  # fingerprint of a ghost -> of the run before it, if there was one
         self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
         self._ghost_blocks = 0
 
@@ -294,26 +295,29 @@ class AdaptivePolicy(EvictionPolicy):
         fingerprint = run.fingerprint
         if fingerprint in self._ghosts:
             self._forget(fingerprint)
-        above = getattr(run, "parent", None)
-        parent = 0 if above is None else above.fingerprint
-        self._ghosts[fingerprint] = cohort, blocks, parent
-        self._followers[parent] = fingerprint
+        self._ghosts[fingerprint] = cohort * _MOST_BLOCKS + blocks
+        above = getattr(run, "parent", None) if run.start else None
+        if above is not None:
+            self._leaders[fingerprint] = leader = above.fingerprint
+            self._followers[leader] = fingerprint
         self._ghost_blocks += blocks
         while self._ghost_blocks > GHOSTS_PER_CACHE * self._capacity:
             self._forget(next(iter(self._ghosts)))
 
-    def _forget(self, fingerprint: int) -> _Ghost:
-        ghost = cohort, blocks, parent = self._ghosts.pop(fingerprint)
-        if self._followers.get(parent) == fingerprint:
-            del self._followers[parent]
+    def _forget(self, fingerprint: int) -> tuple[int, int]:
+        """Follows a ghost no longer; returns its cohort and blocks."""
+        cohort, blocks = divmod(self._ghosts.pop(fingerprint), _MOST_BLOCKS)
+        leader = self._leaders.pop(fingerprint, None)
+        if leader is not None and self._followers.get(leader) == fingerprint:
+            del self._followers[leader]
         self._ghost_blocks -= blocks
         self._changes[cohort] -= blocks
-        return ghost
+        return cohort, blocks
 
     def _count_ghosts(self, fingerprint: int | None, num_blocks: int) -> None:
         """Content that had left was computed again: its ghost, and those that followed it, as far as it reaches."""
         while num_blocks > 0 and fingerprint is not None and fingerprint in self._ghosts:
-            cohort, blocks, _ = self._forget(fingerprint)
+            cohort, blocks = self._forget(fingerprint)
             self._learned.count(cohort, self._epoch, min(blocks, num_blocks))
             num_blocks -= blocks
             fingerprint = self._followers.get(fingerprint)

@@ -194,29 +194,30 @@ class KVCacheManager(Steps):
         if lease is not False:
             lease = as_flag(lease, "lease")
         items = None if multimodal is None else check_items(multimodal, ids, may_be_cut=lease)
-        limit = self.config.max_seq_len
+        state = self._state
+        limit = state.max_seq_len
         if limit is not None:
             longest = max(places + lookahead, 0 if ids is None else len(ids))
             if longest > limit:
                 raise InvalidArgumentError(f"a sequence of {longest} tokens is over max_seq_len={limit}")
         with self._guard:
-            if is_among(request_id, self._state.requests):
+            if is_among(request_id, state.requests):
                 raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
             if scope is not DEFAULT_SCOPE:
                 check_scope(scope)
-            handle = KVCacheHandle(self._state.rows, request_id, scope)
+            handle = KVCacheHandle(state.rows, request_id, scope)
             handle.retention = retention
-            handle.ttl = ttl if ttl is not None else self.config.default_ttl
+            handle.ttl = ttl if ttl is not None else state.default_ttl
             handle.session = session
             handle.encoder_tokens = cross_tokens
             handle.is_lease = lease
-            handle.publishes = self.config.enable_prefix_caching and (not cross_tokens or scope.encoder != "")
+            handle.publishes = state.caches_prefixes and (not cross_tokens or scope.encoder != "")
             coded, fresh = ids, None
             if items and ids is not None:
-                coded, fresh = self._state.rows.symbols.encode(ids, items)
+                coded, fresh = state.rows.symbols.encode(ids, items)
             self._sequences.allocate(handle, coded, places, lookahead, cross_tokens)
             if fresh:
-                self._state.keep_symbols(fresh)
+                state.keep_symbols(fresh)
             if self._observers:
                 options = dict(
                     num_tokens=num_tokens, scope=scope, reserve=reserve, lookahead=lookahead, cross_tokens=cross_tokens,

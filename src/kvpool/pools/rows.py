@@ -106,7 +106,7 @@ class SequenceRows(Generic[TipT, HandleT]):
         if not self.all_grow:
             used = max(used, self.num_cross_blocks.item(row))
         for table in self.tables:
-            table[row, :used] = -1
+            table[row, :used].fill(-1)
         if self.num_shared:
             self.set_shared(row, False)
         self._forget(row)
@@ -239,9 +239,9 @@ class SequenceRows(Generic[TipT, HandleT]):
         history[have - base : known - base] = tokens
         self.num_history[row] = known
 
-    def final_token_ids(self, row: int, start: int, stop: int) -> Int32Array:
-        """Ids `start..stop` for a node that outlives the row: no larger than it must be."""
-        history, base, have = self.history[row], self.history_start[row], self.num_history.item(row)
+    def final_token_ids(self, row: int, start: int, stop: int, have: int) -> Int32Array:
+        """Ids `start..stop` for a node that outlives the row, whose `num_history` is `have`: no larger than it must be."""
+        history, base = self.history[row], self.history_start[row]
         if stop <= have:
             if start == base and stop - base == len(history):
                 return history
@@ -259,7 +259,10 @@ class SequenceRows(Generic[TipT, HandleT]):
 
     def set_token_ids(self, row: int, tokens: Int32Array, num_cached: int) -> None:
         """Starts a row with the ids of its prompt: a copy, but for the first `num_cached`, which its path holds."""
-        self.history[row] = tokens[num_cached:].copy() if num_cached else tokens.copy()
+        if not num_cached:
+            self.history[row] = tokens.copy()
+        else:
+            self.history[row] = tokens[num_cached:].copy() if num_cached < len(tokens) else _NO_TOKENS
         self.history_start[row] = num_cached
         self.known[row] = self.num_history[row] = len(tokens)
 

@@ -49,11 +49,12 @@ class Removal:
                 policy.evicted(node)
             policy.remove(node)
         self._note_departure(node, num_blocks, reason)
+        leaving = [ids[keep:] for ids in node.ids] if keep else node.ids
         for group in context.full:
-            group.tiers[node.tier].give(node.ids[group.index][keep:])
+            group.tiers[node.tier].give(leaving[group.index])
         self.ledger.count_positions(node, -num_blocks)
         for group in context.windowed:
-            self.windows.free(node, group, node.ids[group.index][keep:])
+            self.windows.free(node, group, leaving[group.index])
         node.num_blocks = keep
         if not keep:
             self._unlink(node)

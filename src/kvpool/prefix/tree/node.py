@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvpool.config import Tier
+from kvpool.eviction import EvictionPolicy
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.tree.sorted_keys import SortedKeys
 from kvpool.scope import ReuseScope
@@ -169,7 +170,7 @@ class Root(Node):
 
     __slots__ = ("policies", "quota", "scope")
 
-    def __init__(self, scope: ReuseScope, policies: list[Any], quota: Any) -> None:
+    def __init__(self, scope: ReuseScope, policies: list[EvictionPolicy], quota: Any) -> None:
         self.fingerprint = hash(scope)
         self.detached = False
         self.root = self

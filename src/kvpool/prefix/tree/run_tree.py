@@ -66,6 +66,7 @@ class RunTree:
         self.on_split = on_split
         self.num_runs = 0  # nodes in the tree, roots and detached ones apart
         self.roots: dict[ReuseScope, Root] = {}
+        self._last_found: Root | None = None  # most requests have the scope of the one before, which takes long to hash
         self.sessions: dict[str, set[Node]] = {}
         # Told which run (`created`) a partial block comes from; answers which one to take.
         self.choose_source: Callable[[int], int] | None = None
@@ -83,6 +84,7 @@ class RunTree:
         """Drops the root of a scope that nobody uses any more."""
         if root.children is None and not root.active and self.roots.get(root.scope) is root:
             del self.roots[root.scope]
+            self._last_found = None
 
     def nodes(self) -> Iterator[Node]:
         """Every node that owns blocks: those in the tree, and detached ones that live sequences still hold."""
@@ -103,10 +105,13 @@ class RunTree:
 
     def match(self, scope: ReuseScope, tokens: Int32Array, partial: bool, only_tier: Tier | None = None) -> Match:
         """The longest run of blocks, and then of tokens inside one block, that `tokens` shares with the tree."""
-        root = self.roots.get(scope)
         path: list[Node] = []
-        if root is None:
-            return Match(None, path, 0, None, 0, tokens[: self.block_size].tobytes())
+        root = self._last_found
+        if root is None or root.scope is not scope:
+            root = self.roots.get(scope)
+            if root is None:
+                return Match(None, path, 0, None, 0, tokens[: self.block_size].tobytes())
+            self._last_found = root
         size = self.block_size
         position, total = 0, len(tokens)
         node: Node = root
@@ -117,13 +122,15 @@ class RunTree:
                 break
             if child.open_row >= 0:
                 self.context.sync(child)
-            equal = self.common_tokens(child, tokens[position:])
+            equal = self.common_tokens(child, tokens[position:] if position else tokens)
             blocks = equal // size
             path.append(child)
             position += blocks * size
             if blocks < child.num_blocks:
                 extra = equal - blocks * size if partial else 0
                 return Match(root, path, position // size, self._source(child) if extra else None, extra)
+            if position == total:
+                return Match(root, path, position // size)
             node = child
             key = tokens[position : position + size].tobytes()
         next_key = key if len(key) == 4 * size else None
@@ -152,9 +159,11 @@ class RunTree:
         length = min(node.num_blocks * self.block_size, len(tokens))
         if length <= self.block_size:
             return length
-        if length <= SHORT_RUN and node.tokens[:length].tobytes() == tokens[:length].tobytes():
+        mine = node.tokens if length == len(node.tokens) else node.tokens[:length]
+        theirs = tokens if length == len(tokens) else tokens[:length]
+        if length <= SHORT_RUN and mine.tobytes() == theirs.tobytes():
             return length
-        differs = node.tokens[:length] != tokens[:length]
+        differs = mine != theirs
         first = int(differs.argmax())
         return first if differs[first] else length
 

@@ -73,7 +73,7 @@ class Stepping:
         """`extend` for a decoding step of one full-attention group: the next slot follows the last one, or starts a block."""
         rows, size, selection = self.rows, self.state.block_size, batch.selection
         new = rows.reserved[selection] + 1
-        if self.state.config.max_seq_len is not None:
+        if self.state.max_seq_len is not None:
             self._check_length(new, 0)
         if out is not None:
             self.slots.check_out(out, len(batch))
@@ -158,7 +158,7 @@ class Stepping:
         return tuple(needs)
 
     def _check_length(self, new: Int64Array, lookahead: int) -> None:
-        limit = self.state.config.max_seq_len
+        limit = self.state.max_seq_len
         if limit is not None and len(new) and int(new.max()) + lookahead > limit:
             raise InvalidArgumentError(
                 f"a sequence would have {int(new.max()) + lookahead} tokens, over max_seq_len={limit}; free it or raise that"
@@ -348,19 +348,20 @@ class Stepping:
         if fresh:
             self.state.keep_symbols(fresh)
         for row, count, _ in pieces:
-            self._commit_row(row, rows.committed.item(row), rows.committed.item(row) + count)
+            start = rows.committed.item(row)
+            self._commit_row(row, start, start + count, rows.known.item(row))
 
     def commit_prompt(self, row: int) -> None:
         """Commits what is reserved and known of a row's prompt."""
         rows = self.rows
-        end = min(rows.known.item(row), rows.reserved.item(row))
-        self._commit_row(row, rows.committed.item(row), end)
+        known, reserved = rows.known.item(row), rows.reserved.item(row)
+        self._commit_row(row, rows.committed.item(row), min(known, reserved), known)
 
-    def _commit_row(self, row: int, start: int, end: int) -> None:
+    def _commit_row(self, row: int, start: int, end: int, known: int) -> None:
+        """Tokens `start..end` of a row are final; the ids of `known` are known."""
         rows, size = self.rows, self.state.block_size
         handle = rows.handles[row]
         assert handle is not None
-        known = rows.known.item(row)
         if end > known and handle.publishes:
             self._stop_publishing(row)
         rows.committed[row] = end

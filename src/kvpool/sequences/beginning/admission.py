@@ -92,7 +92,7 @@ class AdmissionPlanner:
         must still have what the next query reads.
         """
         state = self.state
-        if not state.config.enable_prefix_caching or not len(tokens):
+        if not state.caches_prefixes or not len(tokens):
             return NO_MATCH, None
         match = self.tree.match(scope, tokens, partial=True)
         if not match.path and match.partial is None:
@@ -296,7 +296,7 @@ class AdmissionPlanner:
             if self._below_watermark(whole) is None:
                 plan = whole
         needs, supply = tuple(plan.needs), tuple(plan.supply)
-        limit = state.config.max_seq_len
+        limit = state.max_seq_len
         longest = max(num_tokens + lookahead, 0 if tokens is None else len(tokens))
         if limit is not None and longest > limit:
             reason = f"asks for {longest} tokens, over max_seq_len={limit}"

@@ -74,8 +74,8 @@ class Lifecycle:
             if held_source is not None:
                 self.readers.hold(held_source)
                 self.windows.hold_source(match, +1)
-            for pool, need in zip(state.gpu_pools, plan.needs, strict=True):
-                cache.make_room(pool, need, handle.scope.tenant)
+            for index, pool in enumerate(state.gpu_pools):
+                cache.make_room(pool, plan.needs[index], handle.scope.tenant)
         promoted = self._promote_path(tip) if match.path and match.path[-1].tier != GPU else {}
         row = handle.row = rows.new_row(handle, max(plan.num_blocks, plan.num_cross_blocks))
         rows.tips[row] = tip
@@ -106,7 +106,7 @@ class Lifecycle:
             if handle.publishes:
                 if match.next_key is not None:
                     self.in_flight.track_block(handle, tip, match.next_key)
-                else:
+                elif len(tokens) >= (match.num_blocks + 1) * state.block_size:
                     self.in_flight.track(row)
         state.counters.requests += not handle.is_lease
         state.requests[handle.request_id] = handle
@@ -194,14 +194,11 @@ class Lifecycle:
         if not match.num_blocks and not plan.num_hit_tokens:
             return
         handle.num_cached_tokens, handle.num_cached_blocks = plan.num_hit_tokens, match.num_blocks
-        resident = match.num_blocks - sum(promoted.values()) if promoted else match.num_blocks
-        counters.hit_tokens[GPU] += resident * size
-        counters.hit_blocks[GPU] += resident
-        for tier, num_blocks in promoted.items():
-            counters.hit_tokens[tier] += num_blocks * size
-            counters.hit_blocks[tier] += num_blocks
-            handle.stats.cached_tokens_from_lower_tiers += num_blocks * size
-        counters.hit_tokens[max(promoted, default=GPU)] -= match.num_recomputed
+        if not promoted:
+            counters.hit_tokens[0] += match.num_blocks * size - match.num_recomputed  # GPU, whose name costs more
+            counters.hit_blocks[0] += match.num_blocks
+        else:
+            self._count_promoted(handle, promoted, match)
         if match.partial is not None:
             counters.hit_tokens[match.partial.tier] += match.num_partial
             counters.partial_hit_tokens += match.num_partial
@@ -211,6 +208,18 @@ class Lifecycle:
         if plan.last_logits is not None:
             handle.last_logits = plan.last_logits
             counters.full_hits_with_logits += 1
+
+    def _count_promoted(self, handle: KVCacheHandle, promoted: dict[Tier, int], match: Match) -> None:
+        """Hits of a request some of whose blocks were brought up from lower tiers."""
+        counters, size = self.state.counters, self.state.block_size
+        resident = match.num_blocks - sum(promoted.values())
+        counters.hit_tokens[GPU] += resident * size
+        counters.hit_blocks[GPU] += resident
+        for tier, num_blocks in promoted.items():
+            counters.hit_tokens[tier] += num_blocks * size
+            counters.hit_blocks[tier] += num_blocks
+            handle.stats.cached_tokens_from_lower_tiers += num_blocks * size
+        counters.hit_tokens[max(promoted)] -= match.num_recomputed
 
     # --- fork --------------------------------------------------------------------------------------------------------
 

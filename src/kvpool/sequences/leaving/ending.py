@@ -170,6 +170,7 @@ class Ending:
         index = np.array(row_list)
         used = rows.num_blocks[index]
         done = (rows.committed[index] // size).tolist()
+        have = rows.num_history[index].tolist()
         table = rows.tables[0][index, : int(used.max())]  # a copy, of which nodes may keep slices
         alike = int(used.max()) * len(index) <= 4 * int(used.sum())
         published = []
@@ -180,18 +181,17 @@ class Ending:
                 end, start = done[i], tip.start
                 tip.open_row = -1
                 tip.num_blocks = end - start
-                tip.tokens = rows.final_token_ids(row, start * size, end * size)
+                tip.tokens = rows.final_token_ids(row, start * size, end * size, have[i])
                 tip.ids = [table[i, start:end] if alike else table[i, start:end].copy()]
             if self.keeps_remainders:
                 tip = rows.tips[row] = self.publisher.publish_remainder(row, handles[i], tip)
             published.append(tip.start + tip.num_blocks)
         rows.is_open[index] = False
         self._give_tails(table, used, np.array(published))
-        release = self.readers.release
-        for row, handle in zip(row_list, handles, strict=True):
-            tip = rows.tips[row]
+        for i, row in enumerate(row_list):
+            tip, handle = rows.tips[row], handles[i]
             assert tip is not None
-            release(tip)
+            self.readers.release(tip)
             if handle.inflight is not None:
                 self._leave_others(handle, row)
             handle.row = -1

@@ -66,6 +66,9 @@ class CacheState:
     ) -> None:
         self.config = config
         self.block_size = config.block_size
+        self.max_seq_len = config.max_seq_len  # these are asked for in every operation
+        self.default_ttl = config.default_ttl
+        self.caches_prefixes = config.enable_prefix_caching
         self.counters = Counters()
         self.copies: list[CopyOp] = []
         self.requests: dict[Hashable, KVCacheHandle] = {}

@@ -62,11 +62,15 @@ class Publisher:
             limit, followers = (done, _NOBODY) if handle.family is None else self._followers(row, first, done)
             if limit == first:
                 return
-            tokens = rows.ids_between(row, first * size, limit * size)
-            key = tokens[:size].tobytes()
+            place = handle.inflight
+            if place is not None and place[0] is tip:
+                key: bytes = place[1]
+            else:
+                key = rows.ids_between(row, first * size, (first + 1) * size).tobytes()
             child = tip.children.get(key) if tip.children is not None else None
             if child is not None:
                 self.context.sync(child)
+                tokens = rows.ids_between(row, first * size, limit * size)
                 equal = self.tree.common_tokens(child, tokens) // size
                 if equal < child.num_blocks:
                     child = self.tree.split(child, equal)
@@ -80,7 +84,7 @@ class Publisher:
                 for reader in (row, *followers):
                     rows.tips[reader] = child
             else:
-                self._open(row, handle, tip, key)
+                self._open(row, handle, tip, key, done)
                 return
             for follower in followers:
                 rows.following[follower] = child.end * size
@@ -146,15 +150,14 @@ class Publisher:
                 self.publish(row)
                 self.on_follow(row)
 
-    def _open(self, row: int, handle: KVCacheHandle, tip: Node, key: bytes) -> None:
+    def _open(self, row: int, handle: KVCacheHandle, tip: Node, key: bytes, done: int) -> None:
+        """The row grows in a node of its own behind `tip`, which holds its blocks up to `done`."""
         node = self.tree.new_child(tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
         node.active = 1  # the row held the tip directly; now it does so through this node
         node.open_row = row
         self.rows.tips[row] = node
         self.rows.is_open[row] = True
-        node.num_blocks = (
-            self.rows.committed.item(row) // self.block_size - node.start
-        )  # the rest when it is read: `sync`
+        node.num_blocks = done - node.start  # the rest when it is read: `sync`
         self.tree.add(node)
         if tip.num_remainders:
             self.removal.drop_covered(tip, key)
@@ -174,7 +177,7 @@ class Publisher:
         held = (group.gpu.refs[block[0]] > 1 for group, block in zip(groups, ids, strict=True))
         if handle.family is not None and any(held):
             return tip
-        tokens = rows.final_token_ids(row, start, end)
+        tokens = rows.final_token_ids(row, start, end, rows.num_history.item(row))
         key = tokens.tobytes()
         if tip.children is not None and tip.children.nearest(key)[1] == len(key):
             return tip
@@ -260,7 +263,7 @@ class Publisher:
         start, end = node.start, rows.committed.item(row) // size
         node.open_row = -1
         node.num_blocks = end - start
-        node.tokens = rows.final_token_ids(row, start * size, end * size)
+        node.tokens = rows.final_token_ids(row, start * size, end * size, rows.num_history.item(row))
         if self.has_one_group:
             node.ids = [rows.tables[0][row, start:end].copy()]
         else:
