@@ -67,7 +67,7 @@ def check_keeping(ttl: float | None, retention: Retention | None, session: str |
 
 def as_counts(num_tokens: Any) -> int | Int64Array:
     """Token counts: one for all sequences, or an int64 array with one per sequence."""
-    if isinstance(num_tokens, (int, np.integer)):
+    if type(num_tokens) is int or isinstance(num_tokens, (int, np.integer)):
         return as_count(num_tokens, "num_tokens")
     array = as_array(num_tokens, "num_tokens")
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):

@@ -109,7 +109,7 @@ class SequenceRows(Generic[TipT, HandleT]):
             table[row, :used].fill(-1)
         if self.num_shared:
             self.set_shared(row, False)
-        self._forget(row)
+        self._forget([row])
 
     def drop_rows(self, rows: Int64Array) -> None:
         """`drop_row` for many rows in a few array operations."""
@@ -119,16 +119,17 @@ class SequenceRows(Generic[TipT, HandleT]):
         if self.num_shared:
             self.num_shared -= int(self.shared[rows].sum())
             self.shared[rows] = False
-        for row in rows.tolist():
-            self._forget(row)
+        self._forget(rows.tolist())
 
-    def _forget(self, row: int) -> None:
-        """Makes a row available; its lengths stay, because whoever gets the row next sets all of them."""
-        self.handles[row] = None
-        self.tips[row] = None
-        self.history[row] = _NO_TOKENS
-        self.history_start[row] = 0
-        self._free_rows.append(row)
+    def _forget(self, rows: list[int]) -> None:
+        """Makes rows available; their lengths stay, because whoever gets one of them next sets all of its own."""
+        handles, tips, history, history_start = self.handles, self.tips, self.history, self.history_start
+        for row in rows:
+            handles[row] = None
+            tips[row] = None
+            history[row] = _NO_TOKENS
+            history_start[row] = 0
+        self._free_rows += rows
         self.epoch += 1
 
     def set_shared(self, row: int, shared: bool) -> None:

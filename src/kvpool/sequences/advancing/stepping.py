@@ -72,38 +72,52 @@ class Stepping:
     def _extend_by_one(self, batch: SequenceBatch, out: Int32Array | None) -> Int32Array:
         """`extend` for a decoding step of one full-attention group: the next slot follows the last one, or starts a block."""
         rows, size, selection = self.rows, self.state.block_size, batch.selection
-        new = rows.reserved[selection] + 1
+        if not len(batch.ones):
+            batch.prepare_steps(size)
+        new = rows.reserved[selection] + batch.ones
         if self.state.max_seq_len is not None:
             self._check_length(new, 0)
         if out is not None:
             self.slots.check_out(out, len(batch))
-        crossing = (new > rows.num_blocks[selection] * size).nonzero()[0]
-        slots = None if batch.moves != rows.moves or batch.last_slots is None else batch.last_slots + 1
-        if len(crossing):
-            targets = batch.rows[crossing]
-            columns = rows.num_blocks[targets]
-            longest = largest(columns) + 1
-            if longest > rows.tables[0].shape[1]:
-                rows.ensure_columns(longest)
-            ids = self._take(batch, crossing)
-            rows.tables[0][targets, columns] = ids
-            rows.num_blocks[targets] = columns + 1
-            if slots is not None:
-                slots[crossing] = ids * size
+        crossing = (new > rows.num_blocks[selection] * batch.sizes).nonzero()[0]
+        ids = self._begin_blocks(batch, crossing) if len(crossing) else None
         rows.reserved[selection] = new
-        if slots is None:
-            slots = self.slots.between(batch, new - 1, None, None)[0]
-            rows.moves += 1  # other batches may hold the same sequences
-            batch.moves = rows.moves
-            # A spare block that lookahead left behind is entered by its table, not by counting on.
-            has_spare_block = bool((rows.num_blocks[selection] > (new - 1) // size + 1).any())
-            batch.last_slots = None if has_spare_block else slots
+        slots = batch.last_slots
+        if slots is None or batch.moves != rows.moves:
+            slots = self._first_slots(batch, new)
         else:
-            batch.last_slots = slots
+            of_group = slots[0]
+            np.add(of_group, batch.slot_steps, of_group)
+            if ids is not None:
+                of_group[crossing] = ids * size
         if out is None:
-            return slots[None, :].copy()
-        out[0] = slots
+            return slots.copy()
+        out[...] = slots
         return out
+
+    def _begin_blocks(self, batch: SequenceBatch, crossing: Int64Array) -> Int32Array:
+        """Gives one more block to each of these members of a batch; returns their ids."""
+        rows = self.rows
+        targets = batch.rows[crossing]
+        columns = rows.num_blocks[targets]
+        longest = largest(columns) + 1
+        if longest > rows.tables[0].shape[1]:
+            rows.ensure_columns(longest)
+        ids = self._take(batch, crossing)
+        rows.tables[0][targets, columns] = ids
+        rows.num_blocks[targets] = columns + 1
+        return ids
+
+    def _first_slots(self, batch: SequenceBatch, new: Int64Array) -> Int32Array:
+        """The slots before the lengths `new`, read from the tables; those of the next steps follow from them."""
+        rows = self.rows
+        slots = self.slots.between(batch, new - 1, None, None)
+        rows.moves += 1  # other batches may hold the same sequences
+        batch.moves = rows.moves
+        # A spare block that lookahead left behind is entered by its table, not by counting on.
+        has_spare_block = bool((rows.num_blocks[batch.selection] > (new - 1) // self.state.block_size + 1).any())
+        batch.last_slots = None if has_spare_block else slots
+        return slots
 
     def _take(self, batch: SequenceBatch, crossing: Int64Array) -> Int32Array:
         """A block of the only group for each of these members of a batch, evicting if need be."""

@@ -142,12 +142,10 @@ class Ending:
 
     def free_batch(self, handles: Sequence[GivenHandle], keep: bool) -> None:
         """Ends many sequences; checked as a whole first."""
-        seen = set()
-        for handle in handles:
-            row = self.state.any_row_of(handle)
-            if row in seen:
-                raise SequenceStateError(f"request {handle.request_id!r} stands twice in the batch to free")
-            seen.add(row)
+        row_list = [self.state.any_row_of(handle) for handle in handles]
+        if len(set(row_list)) < len(row_list):
+            twice = next(handle for i, handle in enumerate(handles) if handle.row in row_list[:i])
+            raise SequenceStateError(f"request {twice.request_id!r} stands twice in the batch to free")
         forgotten: list[KVCacheHandle] = []
         try:
             for handle in handles:

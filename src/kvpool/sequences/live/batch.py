@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import update_wrapper
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,21 +16,7 @@ if TYPE_CHECKING:
     from kvpool.sequences.live.cache_state import CacheState
 
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-_Method: TypeAlias = Callable[Concatenate["SequenceBatch", _Parameters], _Result]
-
-
-def _consistent(method: _Method[_Parameters, _Result]) -> _Method[_Parameters, _Result]:
-    """Holds the manager's lock while a batch is read, and checks first that its sequences still live."""
-
-    def run(self: SequenceBatch, /, *args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        with self._state.rows.lock:
-            self.refresh()
-            return method(self, *args, **kwargs)
-
-    update_wrapper(run, method)
-    return run
+_NOT_PREPARED: Int64Array = np.empty(0, np.int64)
 
 
 class CSRTable(NamedTuple):
@@ -63,7 +48,18 @@ class SequenceBatch:
     until a new batch is made.
     """
 
-    __slots__ = ("_epoch", "_state", "handles", "last_slots", "moves", "rows", "selection")
+    __slots__ = (
+        "_epoch",
+        "_state",
+        "handles",
+        "last_slots",
+        "moves",
+        "ones",
+        "rows",
+        "selection",
+        "sizes",
+        "slot_steps",
+    )
 
     def __init__(self, state: CacheState, handles: Sequence[GivenHandle]) -> None:
         self._state: CacheState = state
@@ -79,6 +75,14 @@ class SequenceBatch:
         # The slots of the step before, and `SequenceRows.moves` at that time: while it stands, the next slots follow them.
         self.last_slots: Int32Array | None = None
         self.moves = -1
+        self.ones = self.sizes = _NOT_PREPARED
+        self.slot_steps: Int32Array  # set with them
+
+    def prepare_steps(self, block_size: int) -> None:
+        """Numbers for each sequence that every step adds or multiplies: arrays take numpy half as long as a number does."""
+        self.ones = np.ones(len(self), np.int64)
+        self.sizes = self.ones * block_size
+        self.slot_steps = np.ones(len(self), np.int32)
 
     @property
     def num_committed(self) -> Int64Array:
@@ -99,19 +103,24 @@ class SequenceBatch:
                 self._state.row_of(handle)
             self._epoch = epoch
 
-    @_consistent
     def lengths(self) -> Int64Array:
         """Reserved tokens of each sequence (a copy)."""
-        lengths: Int64Array = self._state.rows.reserved[self.selection].copy()
-        return lengths
+        with self._state.rows.lock:
+            self.refresh()
+            lengths: Int64Array = self._state.rows.reserved[self.selection].copy()
+            return lengths
 
-    @_consistent
     def padded_table(self, group: int = 0, out: Int32Array | None = None) -> Int32Array:
         """Block ids, one row per sequence, -1 behind the last block and where a block left its window.
 
         Without `out`, a full-attention group with consecutive rows gives a read-only view of the manager's own table:
         valid until the next operation. `out` receives a copy and must have enough columns.
         """
+        with self._state.rows.lock:
+            self.refresh()
+            return self._padded_table(group, out)
+
+    def _padded_table(self, group: int, out: Int32Array | None) -> Int32Array:
         rows = self._state.rows
         kind = rows.group(group)
         counts = kind.follows(rows.num_blocks, rows.num_cross_blocks)
@@ -123,17 +132,15 @@ class SequenceBatch:
             target = out[:, :columns]
             target[...] = table[self.selection, :columns]
         else:
-            target = table[self.selection, :columns]
+            target = table[self.selection, :columns]  # an array of its own, whose memory may be the table's
         if kind.slides:
             target = target if out is not None else target.copy()
             starts = rows.window_start[group][self.selection][:, None]
             target[kind.hidden(np.arange(columns), starts)] = -1
         elif out is None:
-            target = target.view()
             target.setflags(write=False)
         return out if out is not None else target
 
-    @_consistent
     def csr(
         self,
         group: int = 0,
@@ -143,6 +150,13 @@ class SequenceBatch:
         last_page_len: Int32Array | None = None,
     ) -> CSRTable:
         """The batch's blocks in CSR form, into the given arrays where there are any (`indices` may be longer)."""
+        with self._state.rows.lock:
+            self.refresh()
+            return self._csr(group, indptr, indices, last_page_len)
+
+    def _csr(
+        self, group: int, indptr: Int32Array | None, indices: Int32Array | None, last_page_len: Int32Array | None
+    ) -> CSRTable:
         rows = self._state.rows
         size = rows.block_size
         kind = rows.group(group)
