@@ -19,10 +19,15 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SETUP = """
+import os
+
 from mypyc.build import mypycify
 from setuptools import Extension, setup
 
 modules = mypycify({arguments!r}, opt_level="3", multi_file=False)
+if os.name == "posix":  # what no other library calls can be called directly, and inlined
+    for module in modules:
+        module.extra_compile_args = [*module.extra_compile_args, "-fvisibility=hidden"]
 for source in {sources!r}:
     name = source.removesuffix(".c").replace("/", ".")
     modules.append(Extension(name, [source], extra_compile_args=["-O3"], optional=True))

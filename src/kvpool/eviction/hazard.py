@@ -257,10 +257,11 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _meet(self, run: Run, hits: int) -> None:
         """A run that is new here: it was computed, perhaps not for the first time."""
-        if run.fingerprint in self._ghosts:
-            self._count_ghosts(run.fingerprint, run.num_blocks)
-        if run.last_access > self._newest:
-            self._newest = run.last_access
+        fingerprint, tick = run.fingerprint, run.last_access
+        if fingerprint in self._ghosts:
+            self._count_ghosts(fingerprint, run.num_blocks)
+        if tick > self._newest:
+            self._newest = tick
         if not hits:
             self._num_met += 1
             self._inserted += run.num_blocks

@@ -47,7 +47,7 @@ class Announcer:
             if known:
                 parent = known[-1]
             elif part.parent is part.root:
-                parent = root_digest(part.root.scope)
+                parent = _scope_digest(part.root)
             else:
                 parent = _last_digest(part.parent)
             tokens, items = run_content(self.context.rows.symbols, part, len(known) * size, part.num_blocks * size)
@@ -154,6 +154,13 @@ class Announcer:
         for group in self.groups:
             digests = self._present_digests(node, group, 0, node.num_blocks)
             self.events.updated(digests, group=group.index, old_priority=old, new_priority=node.priority)
+
+
+def _scope_digest(root: Root) -> bytes:
+    """What the digests of a scope begin with, computed once."""
+    if root.digest is None:
+        root.digest = root_digest(root.scope)
+    return root.digest
 
 
 def _last_digest(node: Node) -> bytes:

@@ -168,7 +168,7 @@ class Node:
 class Root(Node):
     """The empty run at the top of one reuse scope."""
 
-    __slots__ = ("policies", "quota", "scope")
+    __slots__ = ("digest", "policies", "quota", "scope")
 
     def __init__(self, scope: ReuseScope, policies: list[EvictionPolicy], quota: Any) -> None:
         self.fingerprint = hash(scope)
@@ -177,6 +177,7 @@ class Root(Node):
         super().__init__(self, b"", 0, 0, 0.0)
         self.fingerprint = hash(scope)
         self.scope = scope
+        self.digest: bytes | None = None  # of the scope, once somebody asked for it
         self.policies = policies
         self.quota = quota
         self.tokens = np.empty(0, np.int32)
@@ -199,11 +200,12 @@ class ChildIndex(dict[bytes, Node]):
 
     def add(self, key: bytes, child: Node) -> None:
         if key not in self:
-            keys = self._by_token.get(key[:4])
+            first = key[:4]
+            keys = self._by_token.get(first)
             if keys is None:
-                self._by_token[key[:4]] = key
+                self._by_token[first] = key
             elif isinstance(keys, bytes):
-                self._by_token[key[:4]] = SortedKeys([sorted((keys, key))])
+                self._by_token[first] = SortedKeys([sorted((keys, key))])
             else:
                 keys.add(key)
         self[key] = child

@@ -19,7 +19,7 @@ from kvpool.pools.rows import RECENT_TOKENS
 from kvpool.scope import MultimodalItem
 from kvpool.sequences.advancing.incoming import IncomingIds
 from kvpool.sequences.advancing.slots import Slots
-from kvpool.sequences.live.batch import SequenceBatch
+from kvpool.sequences.live.batch import SequenceBatch, prepare_steps
 from kvpool.sequences.live.cache_state import CacheState, common_tenant
 from kvpool.sequences.live.in_flight import InFlight
 from kvpool.sequences.live.sliding import RowWindows
@@ -73,7 +73,7 @@ class Stepping:
         """`extend` for a decoding step of one full-attention group: the next slot follows the last one, or starts a block."""
         rows, size, selection = self.rows, self.state.block_size, batch.selection
         if not len(batch.ones):
-            batch.prepare_steps(size)
+            prepare_steps(batch, size)
         new = rows.reserved[selection] + batch.ones
         if self.state.max_seq_len is not None:
             self._check_length(new, 0)

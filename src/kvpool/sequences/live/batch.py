@@ -78,12 +78,6 @@ class SequenceBatch:
         self.ones = self.sizes = _NOT_PREPARED
         self.slot_steps: Int32Array  # set with them
 
-    def prepare_steps(self, block_size: int) -> None:
-        """Numbers for each sequence that every step adds or multiplies: arrays take numpy half as long as a number does."""
-        self.ones = np.ones(len(self), np.int64)
-        self.sizes = self.ones * block_size
-        self.slot_steps = np.ones(len(self), np.int32)
-
     @property
     def num_committed(self) -> Int64Array:
         """The committed tokens of each sequence."""
@@ -192,6 +186,13 @@ class SequenceBatch:
         np.subtract(lengths, (ends - 1) * size, out=last_page_len, casting="unsafe")
         last_page_len[lengths == 0] = 0
         return CSRTable(indptr, indices, last_page_len, first)
+
+
+def prepare_steps(batch: SequenceBatch, block_size: int) -> None:
+    """Numbers for each sequence that every step adds or multiplies: arrays take numpy half as long as a number does."""
+    batch.ones = np.ones(len(batch), np.int64)
+    batch.sizes = batch.ones * block_size
+    batch.slot_steps = np.ones(len(batch), np.int32)
 
 
 def _array(out: Int32Array | None, length: int, name: str) -> Int32Array:
