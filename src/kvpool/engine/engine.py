@@ -163,10 +163,7 @@ class Engine:
         where = self.model.device
         with whole_device, current(where):  # one engine after another: each measures what memory is free
             with uncompiled(self.model):  # an engine before this one may have compiled its layers
-                self.shape: ModelShape = inspect_model(self.model)
-                if where.type == "cuda":
-                    join_projections(self.model, lambda: run_probe(self.model))
-                    (separate_norms if compile else fuse_norms)(self.model)
+                self.shape = self._prepare_model(compile)
                 if kv_blocks is None and kv_bytes is None:
                     kv_bytes = kv_budget(self.model, self.shape, where, memory_fraction, config)
             layers = self.shape.layer_specs(kv_dtype)
@@ -174,16 +171,7 @@ class Engine:
             self.config = KVCacheConfig(layers, block_size, gpu_blocks=kv_blocks, gpu_bytes=kv_bytes, **fields)
             self.manager = KVCacheManager(self.config)
             self.plane = DataPlane(self.manager, where, check_writes=False)
-            runner = ModelRunner(
-                self.model,
-                self.shape,
-                self.plane,
-                create_backend(attention, where),
-                cuda_graphs=cuda_graphs,
-                max_sequences=config.max_sequences,
-                max_tokens=config.max_tokens_per_step,
-                compile_layers=compile,
-            )
+            runner = self._make_runner(config, attention, cuda_graphs, compile)
             runner.warm_up()
             link = {"transfer_bytes_per_second": link_bytes_per_second(self.plane)} if host_bytes else {}
             made = Scheduler(self.manager, config, LinearCostModel(**link), reports_landings=where.type == "cuda")
@@ -201,17 +189,44 @@ class Engine:
         self._thread = EngineThread(self._loop)  # which does not hold the engine
         if self._tiers is not None:
             self._tiers.tell = self._thread.tell
-        self._requests = RequestMaker(
+        self._requests = self._make_requests()
+        self._grammars = JsonGrammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
+        weakref.finalize(self, self._thread.abandon).atexit = False
+
+    def _prepare_model(self, compile: bool) -> ModelShape:
+        """What the model is; on a GPU its layers are made to start fewer kernels."""
+        shape = inspect_model(self.model)
+        if self.model.device.type == "cuda":
+            join_projections(self.model, lambda: run_probe(self.model))
+            (separate_norms if compile else fuse_norms)(self.model)
+        return shape
+
+    def _make_runner(
+        self, limits: SchedulerConfig, attention: str, cuda_graphs: bool | None, compile: bool
+    ) -> ModelRunner:
+        """What runs steps of at most these sizes on the device."""
+        return ModelRunner(
+            self.model,
+            self.shape,
+            self.plane,
+            create_backend(attention, self.model.device),
+            cuda_graphs=cuda_graphs,
+            max_sequences=limits.max_sequences,
+            max_tokens=limits.max_tokens_per_step,
+            compile_layers=compile,
+        )
+
+    def _make_requests(self) -> RequestMaker:
+        """What makes requests of prompts. It knows the loop and the thread, not the engine: requests do not keep it."""
+        return RequestMaker(
             self.tokenizer,
             self.shape.vocab_size,
             self.config.max_seq_len,
             self.sampling_defaults,
             eos_token_ids(self.model),
             partial(_now, self._loop),
-            partial(_cancel, self._thread, self._loop),  # not the engine: requests do not keep it
+            partial(_cancel, self._thread, self._loop),
         )
-        self._grammars = JsonGrammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
-        weakref.finalize(self, self._thread.abandon).atexit = False
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
