@@ -25,7 +25,7 @@ LAYERS = (
     *("compiling", "errors", "jsonfile", "terminal", "scope", "config", "stats", "counters", "eviction", "events"),
     *("pools", "prefix", "sequences", "version", "manager", "recording", "scheduling"),
     *("kernels", "storage", "attention", "tiers", "testing", "view"),
-    *("tour", "engine", "server", "hf", "replay", "compat", "cli", "__main__"),
+    *("tour", "engine", "server", "hf", "integrations", "replay", "compat", "cli", "__main__"),
 )
 CONTROL_PLANE = LAYERS[: LAYERS.index("kernels")]
 BYTES = ("kernels", "storage", "attention")
@@ -36,7 +36,7 @@ SIBLINGS = {module_path.stem for module_path in (SRC / "kvpool").iterdir()}
 # Everything an extra brings. Trying to import one of these counts, even inside try/except.
 HEAVY = [
     *("torch", "triton", "flashinfer", "transformers", "safetensors"),
-    *("xxhash", "lz4", "glide_sync", "obstore", "mooncake"),
+    *("xxhash", "lz4", "glide_sync", "obstore", "mooncake", "vllm"),
     *("msgspec", "zmq", "prometheus_client", "fastapi", "uvicorn", "llguidance", "typer", "rich"),
 ]
 

@@ -38,6 +38,9 @@ COMMANDS = {
     "tier": Command(
         "kvpool.tiers.tier_command", "Look after disk tiers and remote stores: list, verify, compact, purge, warm."
     ),
+    "doctor": Command(
+        "kvpool.integrations.doctor", "What is installed, which parts work with it, and what to pass to vllm serve."
+    ),
     "bench": Command(
         "kvpool.engine.commands.bench",
         "Measure a model on this machine; `bench serve`: any OpenAI endpoint.",

@@ -1,0 +1,127 @@
+"""Loads: how much of a prompt can be had from the host and the tiers below it, and the orders that bring it into pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpool.errors import OutOfBlocksError
+from kvpool.integrations.connector.lookups import TierLookups
+from kvpool.integrations.connector.messages import Load, Orders
+from kvpool.integrations.connector.tracked import TrackedRequest
+from kvpool.manager import KVCacheManager
+from kvpool.sequences.live.handle import KVCacheHandle
+
+
+@dataclass
+class LoadStats:
+    """Blocks since the connector was made."""
+
+    from_host: int = 0
+    from_tiers: int = 0
+    failed: int = 0  # that were promised and did not come: the engine computes them again
+
+
+@dataclass
+class _LoadJob:
+    tracked: TrackedRequest
+    handle: KVCacheHandle | None
+    first: int
+    num_present: int
+    last: int
+
+
+class Loader:
+    """Everything that goes from the host's rows, and the tiers below, into the engine's pages."""
+
+    def __init__(self, manager: KVCacheManager, block_size: int, lookups: TierLookups | None) -> None:
+        self.stats = LoadStats()
+        self._manager = manager
+        self._block_size = block_size
+        self._lookups = lookups
+        self._jobs: dict[int, _LoadJob] = {}
+
+    def look_up(self, tracked: TrackedRequest, num_computed: int) -> tuple[int | None, bool]:
+        """Tokens behind the engine's own that can be loaded, and whether that takes a while. None: ask again."""
+        first = tracked.num_local = num_computed // self._block_size
+        tracked.waits = False
+        tokens = tracked.tokens()
+        last = (len(tokens) - 1) // self._block_size  # one token must be computed
+        if last <= first:
+            return 0, False
+        found = self._manager.match_prefix(tokens, tracked.scope, tracked.items or None)
+        num_blocks, waits = min(found.num_blocks, last), False
+        if self._lookups is not None and num_blocks < last and not tracked.has_lost:
+            num_below = self._lookups.num_blocks(tracked, max(first, num_blocks), last)
+            if num_below is None:
+                return None, False
+            if num_below > max(first, num_blocks):
+                num_below = self._with_room(tracked, num_blocks, num_below)
+                num_blocks, waits = max(num_blocks, num_below), num_below > num_blocks
+        if num_blocks <= first:
+            return 0, False
+        tracked.waits = waits
+        return (num_blocks - first) * self._block_size, waits
+
+    def _with_room(self, tracked: TrackedRequest, num_present: int, wanted: int) -> int:
+        """As many of the wanted blocks as the host can take now."""
+        tokens = tracked.tokens()[: wanted * self._block_size]
+        answer = self._manager.can_allocate(tokens, scope=tracked.scope)
+        if answer:
+            return wanted
+        return min(wanted, num_present + answer.blocks_available[0])
+
+    def order(self, tracked: TrackedRequest, pages: list[int], num_tokens: int, job: int, orders: Orders) -> None:
+        """The engine has pages for what was looked up: the load goes with the next step."""
+        size, first = self._block_size, tracked.num_local
+        last = first + num_tokens // size
+        handle, num_present = self._take(tracked, last), first
+        if handle is not None:
+            num_present = min(max(handle.num_cached_blocks, first), last)
+        rows = [] if handle is None else handle.block_ids()[first:last].tolist()
+        digests = tracked.digests(last)[num_present:] if tracked.waits and handle is not None else []
+        self._jobs[job] = _LoadJob(tracked, handle, first, num_present, last)
+        tracked.hits = num_present - first, last - num_present
+        request_id, present = tracked.request.request_id, num_present - first
+        orders.loads.append(Load(job, request_id, rows, pages[first:last], present, digests, tracked.waits))
+
+    def _take(self, tracked: TrackedRequest, last: int) -> KVCacheHandle | None:
+        """Holds the rows of a prefix, fresh ones where the host lacks it. None: there is no room after all."""
+        # One id more than is loaded, where there is one: the last token of a lease would count as one to compute.
+        tokens = tracked.tokens()[: last * self._block_size + 1]
+        try:
+            return self._manager.allocate(
+                object(),
+                tokens,
+                scope=tracked.scope,
+                reserve=last * self._block_size,
+                lease=True,
+                multimodal=tracked.items or None,
+            )
+        except OutOfBlocksError:
+            return None
+
+    def confirm(self, job: int, num_blocks: int) -> bool | None:
+        """All workers are done: what tiers brought is published. Whether all of it came; None: this was no load."""
+        done = self._jobs.pop(job, None)
+        if done is None:
+            return None
+        wanted, came = done.last - done.first, min(num_blocks, done.last - done.first)
+        present = done.num_present - done.first
+        self.stats.from_host += min(came, present)
+        self.stats.from_tiers += max(0, came - present)
+        self.stats.failed += wanted - came
+        handle = done.handle
+        if handle is not None:
+            # A gap between what the host had and what was loaded holds nothing: the engine had that part itself.
+            if came > present and handle.num_cached_blocks >= done.first:
+                self._manager.commit(handle, (done.first + came) * self._block_size - handle.num_committed)
+            self._manager.free(handle)
+        if came < wanted:
+            done.tracked.has_lost = True
+            done.tracked.num_below = None
+        return came == wanted
+
+    @property
+    def num_jobs(self) -> int:
+        """Loads on their way."""
+        return len(self._jobs)

@@ -1,0 +1,88 @@
+"""What the two sides of a connector tell each other: orders go to the workers with every step, reports come back.
+
+A *row* is a block of host memory, a *page* a block of the engine's own cache; both are numbers here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvpool.tiers import Fingerprint
+
+
+@dataclass
+class Load:
+    """Bring rows into pages. Rows from `num_present` on are filled from tiers first, by `digests`; without them they fail."""
+
+    job: int
+    request_id: str
+    rows: list[int]
+    pages: list[int]
+    num_present: int
+    digests: list[bytes] = field(default_factory=list)
+    is_async: bool = False  # the request waits outside of steps until this is done
+
+
+@dataclass
+class Store:
+    """Copy pages into rows, once the step has written them."""
+
+    job: int
+    pages: list[int]
+    rows: list[int]
+
+
+@dataclass
+class Spill:
+    """Put rows into the tiers. Only what every worker has confirmed is ordered."""
+
+    job: int
+    rows: list[int]
+    digests: list[bytes]
+
+
+@dataclass
+class Orders:
+    """Everything that a step asks of a worker."""
+
+    loads: list[Load] = field(default_factory=list)
+    stores: list[Store] = field(default_factory=list)
+    spills: list[Spill] = field(default_factory=list)
+    is_idle: bool = False
+    """The step computes nothing, so that waiting a little for loads holds nobody up."""
+
+
+@dataclass
+class Progress:
+    """How a job went: how many workers have done it, and the fewest blocks that one of them got right."""
+
+    num_workers: int
+    num_blocks: int
+
+    def joined(self, other: Progress) -> Progress:
+        """Of two sets of workers."""
+        return Progress(self.num_workers + other.num_workers, min(self.num_blocks, other.num_blocks))
+
+
+@dataclass
+class Report:
+    """Jobs that came to an end in a step."""
+
+    jobs: dict[int, Progress] = field(default_factory=dict)
+
+    def joined(self, other: Report) -> Report:
+        """What two sets of workers report of one step."""
+        jobs = dict(self.jobs)
+        for job, progress in other.jobs.items():
+            jobs[job] = jobs[job].joined(progress) if job in jobs else progress
+        return Report(jobs)
+
+
+@dataclass(frozen=True)
+class Introduction:
+    """What a worker says about itself before the first step."""
+
+    rank: int
+    num_workers: int
+    num_rows: int
+    fingerprint: Fingerprint

@@ -1,0 +1,53 @@
+"""The tiers of a connector, opened and asked. Each worker writes to a directory of its own; others read beside it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvpool.integrations.connector.messages import Introduction
+from kvpool.integrations.connector.settings import ConnectorSettings
+from kvpool.tiers import DiskTier, KeyedTier, KeySpace, open_tier
+from kvpool.tiers.transport.watching import WatchedTier
+
+_SHORTEST_CALL = 0.001
+
+
+def worker_directory(disk: str, rank: int, num_workers: int) -> Path:
+    """Where a worker keeps its part: the directory itself for a single one."""
+    return Path(disk) if num_workers == 1 else Path(disk) / f"rank-{rank}-of-{num_workers}"
+
+
+def open_tiers(settings: ConnectorSettings, worker: Introduction, *, is_reader: bool = False) -> list[KeyedTier]:
+    """The tiers of one worker, fastest first; the disk is read only by a reader, which needs no lock."""
+    opened: list[KeyedTier] = []
+    try:
+        if settings.disk is not None:
+            directory = worker_directory(settings.disk, worker.rank, worker.num_workers)
+            directory.mkdir(parents=True, exist_ok=True)
+            opened.append(DiskTier(directory, settings.disk_bytes, read_only=is_reader))
+        if settings.remote is not None:
+            opened.append(open_tier(settings.remote))
+        for tier in opened:
+            tier.introduce(KeySpace(worker.fingerprint))
+    except BaseException:
+        for tier in opened:
+            tier.close()
+        raise
+    return opened
+
+
+def prefix_from(
+    tiers: Sequence[WatchedTier], number: int, due: float, ask: Callable[[WatchedTier, list[int], float], list[bool]]
+) -> int:
+    """Asks one tier after the other for what those before it lack; returns how many from the first on were had."""
+    there = [False] * number
+    for watched in tiers:
+        lacking = [index for index, known in enumerate(there) if not known]
+        left = due - time.monotonic()
+        if not lacking or left < _SHORTEST_CALL or watched.num_hung:
+            continue
+        for index, found in zip(lacking, ask(watched, lacking, left), strict=True):
+            there[index] = found
+    return there.index(False) if False in there else number

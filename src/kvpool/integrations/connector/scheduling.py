@@ -1,0 +1,169 @@
+"""SchedulerSide: the half of a connector that runs beside the engine's scheduler and decides with numbers. Read this first.
+
+    look_up          what can be loaded for a waiting request: from the host now, from tiers below after a while
+    order_load       the engine made room for it
+    follow, orders   what this step writes is stored; everything ordered goes to the workers with the step
+    take_report      what the workers did: stores become visible, loads are over, confirmed blocks go on to the tiers
+    finish, reset    a request ends; everything is forgotten
+
+Requests are the engine's own objects, read by the attributes that vLLM's have. Bytes are the workers' (`working.py`).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from kvpool.config import KVCacheConfig, LayerSpec
+from kvpool.errors import ConfigError
+from kvpool.integrations.connector.loading import Loader
+from kvpool.integrations.connector.lookups import TierLookups
+from kvpool.integrations.connector.messages import Introduction, Orders, Progress, Report
+from kvpool.integrations.connector.saving import Saver
+from kvpool.integrations.connector.settings import ConnectorSettings
+from kvpool.integrations.connector.tracked import TrackedRequest, items_of, scope_of
+from kvpool.manager import KVCacheManager
+
+
+class SchedulerSide:
+    """Knows which blocks the host and the tiers have. `workers` are the introductions of all of them."""
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        block_size: int,
+        workers: Sequence[Introduction],
+        *,
+        loads: bool = True,
+        stores: bool = True,
+    ) -> None:
+        self.num_workers = len(workers)
+        if not workers or {worker.num_workers for worker in workers} != {len(workers)}:
+            raise ConfigError(f"{len(workers)} workers introduced themselves to the connector; all of them must")
+        self.manager = KVCacheManager(
+            KVCacheConfig(
+                [LayerSpec(kv_heads=1, head_dim=8)],  # bytes are none of its business: rows are counted, not measured
+                block_size=block_size,
+                gpu_blocks=min(worker.num_rows for worker in workers),
+                partial_match=False,
+                watermark=0.0,
+                eviction_policy=settings.policy,
+                default_ttl=settings.ttl,
+                event_buffer_size=0,
+            )
+        )
+        for salt, limits in settings.quotas.items():
+            self.manager.set_quota(salt, **limits)
+        self._lookups = TierLookups(settings, workers) if settings.has_tiers else None
+        self._loader = Loader(self.manager, block_size, self._lookups)
+        self._saver = Saver(self.manager, block_size, settings.has_tiers)
+        self._block_size = block_size
+        self._loads, self._stores = loads, stores
+        self._requests: dict[str, TrackedRequest] = {}
+        self._reports: dict[int, Progress] = {}  # jobs that some workers have done
+        self._orders = Orders()
+        self._num_jobs = 0
+        self._epoch = ""
+
+    # --- loads -------------------------------------------------------------------------------------------------------
+
+    def look_up(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens behind `num_computed_tokens` can be loaded, and whether outside of steps; None: ask again."""
+        tracked = self._tracked(request)
+        if not self._loads or not tracked.is_cached:
+            return 0, False
+        return self._loader.look_up(tracked, num_computed_tokens)
+
+    def order_load(self, request: Any, pages: list[int], num_tokens: int) -> None:
+        """The engine gave the request these pages, so many tokens of which are to be loaded."""
+        tracked = self._tracked(request)
+        tracked.hits = (0, 0)
+        if num_tokens:
+            self._loader.order(tracked, pages, num_tokens, self._job(), self._orders)
+
+    def hit_blocks(self, request: Any) -> tuple[int, int]:
+        """Of the last load of a request: blocks from the host, and from the tiers below."""
+        return self._tracked(request).hits
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def follow(self, request_id: str, new_pages: Sequence[int], num_tokens: int, *, is_new: bool) -> None:
+        """A step computes a request up to so many tokens; with `is_new` these are all its pages, otherwise further ones."""
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        if is_new:
+            tracked.pages, tracked.num_seen = list(new_pages), 0
+        elif new_pages:
+            tracked.pages += new_pages
+        if self._stores and tracked.is_cached and num_tokens // self._block_size > tracked.num_seen:
+            self._saver.save(tracked, num_tokens, self._job(), self._orders)
+
+    def orders(self, *, is_idle: bool) -> Orders:
+        """What goes to the workers with this step."""
+        orders, self._orders = self._orders, Orders()
+        self._saver.order_spills(orders)
+        orders.is_idle = is_idle
+        return orders
+
+    def take_report(self, report: Report) -> None:
+        """What workers did in a step. A job counts when all of them have done it."""
+        over: list[tuple[int, int]] = []
+        for job, progress in sorted(report.jobs.items()):
+            if job in self._reports:
+                progress = self._reports.pop(job).joined(progress)
+            if progress.num_workers < self.num_workers:
+                self._reports[job] = progress
+            else:
+                over.append((job, progress.num_blocks))
+        # Loads first: what was computed behind one that failed must not become visible.
+        rest = [(job, num_blocks) for job, num_blocks in over if not self._end_load(job, num_blocks)]
+        for job, num_blocks in rest:
+            self._saver.confirm(job, num_blocks)
+
+    def _end_load(self, job: int, num_blocks: int) -> bool:
+        came = self._loader.confirm(job, num_blocks)
+        if came is False:
+            self._saver.spoil()
+        return came is not None
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether steps are needed though no request is: something is on its way to the tiers."""
+        return self._saver.has_waiting
+
+    # --- the end -----------------------------------------------------------------------------------------------------
+
+    def finish(self, request_id: str) -> None:
+        """The engine is done with a request; what is on its way from its pages goes on."""
+        self._requests.pop(request_id, None)
+
+    def reset(self) -> None:
+        """Forgets everything: what was stored so far is never found again, on the host or in a tier."""
+        self._saver.spoil()
+        self.manager.reset_prefix_cache()
+        self._epoch = uuid.uuid4().hex
+        for tracked in self._requests.values():
+            tracked.is_cached = False
+
+    def stats(self) -> dict[str, int]:
+        """Blocks stored and loaded so far."""
+        return {**vars(self._saver.stats), **vars(self._loader.stats)}
+
+    def close(self) -> None:
+        """Lets go of the tiers."""
+        if self._lookups is not None:
+            self._lookups.close()
+
+    def _job(self) -> int:
+        self._num_jobs += 1
+        return self._num_jobs
+
+    def _tracked(self, request: Any) -> TrackedRequest:
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            tracked = TrackedRequest(request, self._block_size, scope_of(request, self._epoch), items_of(request))
+            tracked.is_cached = getattr(request, "prompt_embeds", None) is None
+            self._requests[request.request_id] = tracked
+        return tracked

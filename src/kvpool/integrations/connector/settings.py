@@ -1,0 +1,109 @@
+"""What a connector is told: memory of the host, how it is divided and evicted, and the tiers below it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from kvpool.config.layers import MAX_BLOCKS, MAX_BYTES, check_int, check_number, show
+from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.eviction import make_policy
+from kvpool.terminal import parse_bytes
+from kvpool.tiers.settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT
+
+DEFAULT_HOST_BYTES = 4 * 2**30
+_QUOTA_KEYS = {"guaranteed", "maximum"}
+
+
+@dataclass(frozen=True)
+class ConnectorSettings:
+    """Settings of a connector, checked before the engine loads a model.
+
+    >>> ConnectorSettings.of({"host_bytes": "2GB", "disk": "/var/cache/kvpool"}).host_bytes
+    2147483648
+    """
+
+    host_bytes: int = DEFAULT_HOST_BYTES
+    """Memory of the host in each worker."""
+    host_blocks: int | None = None
+    """The same in blocks; instead of `host_bytes`."""
+    policy: str = "adaptive"
+    ttl: float | None = None
+    """Seconds after which an unused block is forgotten by the host."""
+    quotas: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """`{salt: {"guaranteed": 0.2, "maximum": 0.5}}`: shares of the host, or numbers of blocks, by `cache_salt`."""
+    disk: str | None = None
+    disk_bytes: int = DEFAULT_DISK_BYTES
+    remote: str | None = None
+    timeout: float = 2.0
+    """Seconds that a request waits for the tiers below at most."""
+    model_id: str | None = None
+    """Names the weights in tiers, instead of a digest of their files."""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> ConnectorSettings:
+        """From the mapping that an engine hands over; what is unknown or cannot work raises `ConfigError`."""
+        names = [each.name for each in fields(cls)]
+        for key in given:
+            if key not in names:
+                near = difflib.get_close_matches(str(key), names, 1)
+                hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(names)}"
+                raise ConfigError(f"kv_connector_extra_config has no {show(key)}{hint}")
+        if "host_bytes" in given and given.get("host_blocks") is not None:
+            raise ConfigError("host_bytes and host_blocks both size the host; give one of them")
+        if "disk_bytes" in given and given.get("disk") is None:
+            raise ConfigError(f"disk_bytes={show(given['disk_bytes'])} needs disk, the directory to keep them in")
+        values = dict(given)
+        for name in ("host_bytes", "disk_bytes"):
+            if name in values:
+                values[name] = _bytes(name, values[name])
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        check_int("host_bytes", self.host_bytes, 1, MAX_BYTES)
+        if self.host_blocks is not None:
+            check_int("host_blocks", self.host_blocks, 1, MAX_BLOCKS)
+        check_int("disk_bytes", self.disk_bytes, 1, MAX_BYTES)
+        for name in ("policy", "disk", "remote", "model_id"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigError(f"{name} must be text that is not empty, got {show(value)}")
+        make_policy(self.policy)
+        seconds = check_number("timeout", self.timeout, "a number of seconds above 0")
+        if not 0 < seconds <= LONGEST_TIMEOUT:
+            raise ConfigError(f"timeout={self.timeout} must be above 0 and at most {LONGEST_TIMEOUT:g} seconds")
+        if self.ttl is not None and check_number("ttl", self.ttl, "seconds above 0") <= 0:
+            raise ConfigError(f"ttl={self.ttl} must be seconds above 0; leave it out for no limit")
+        _check_quotas(self.quotas)
+
+    @property
+    def has_tiers(self) -> bool:
+        """Whether something lies below the host."""
+        return self.disk is not None or self.remote is not None
+
+    def num_rows(self, block_bytes: int) -> int:
+        """Blocks of the host, of so many bytes each."""
+        if self.host_blocks is not None:
+            return self.host_blocks
+        if self.host_bytes < block_bytes:
+            raise ConfigError(f"host_bytes={self.host_bytes} holds no block: one has {block_bytes} bytes; raise it")
+        return min(self.host_bytes // block_bytes, MAX_BLOCKS)
+
+
+def _bytes(name: str, value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value, name)
+    except InvalidArgumentError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_quotas(quotas: object) -> None:
+    if not isinstance(quotas, Mapping):
+        raise ConfigError(f"quotas={show(quotas)} must map a salt to its guaranteed and maximum share")
+    for salt, limits in quotas.items():
+        if not isinstance(salt, str) or not isinstance(limits, Mapping) or not set(limits) <= _QUOTA_KEYS:
+            raise ConfigError(f"the quota of {show(salt)} must be guaranteed, maximum or both, got {show(limits)}")

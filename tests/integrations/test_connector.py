@@ -1,0 +1,244 @@
+"""Both sides of a connector under a toy engine: what is loaded is what was computed, whatever goes wrong in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("xxhash")
+
+from toy import BLOCK, ToyEngine, ToyRequest, image, lora
+
+PROMPT = list(range(100, 118))  # four whole blocks and two tokens
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., ToyEngine]]:
+    opened: list[ToyEngine] = []
+
+    def make(**options: Any) -> ToyEngine:
+        opened.append(ToyEngine(**options))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+def served(toy: ToyEngine, request: ToyRequest, **options: Any) -> int:
+    """Serves a request and makes sure that its pages are right."""
+    loaded = toy.serve(request, **options)
+    whole = len(request.all_token_ids) // BLOCK
+    assert toy.holds(request, toy.last_pages(request), whole)
+    return loaded
+
+
+def test_given_a_prompt_that_was_computed_when_it_comes_again_then_its_whole_blocks_come_from_the_host(engine: Any) -> None:
+    toy = engine()
+    assert served(toy, ToyRequest("a", PROMPT)) == 0
+    assert served(toy, ToyRequest("b", PROMPT)) == 16
+    assert toy.computed == 18 + 2
+
+
+def test_given_a_prompt_of_whole_blocks_when_it_comes_again_then_its_last_block_is_computed(engine: Any) -> None:
+    toy = engine()
+    served(toy, ToyRequest("a", PROMPT[:16]))
+    assert served(toy, ToyRequest("b", PROMPT[:16])) == 12
+
+
+def test_given_blocks_in_the_engines_own_cache_then_only_those_behind_them_are_loaded(engine: Any) -> None:
+    toy = engine()
+    served(toy, ToyRequest("a", PROMPT))
+    assert served(toy, ToyRequest("b", PROMPT), local_blocks=3) == 4
+
+
+def test_given_a_prompt_in_chunks_then_every_chunk_is_stored(engine: Any) -> None:
+    toy = engine()
+    served(toy, ToyRequest("a", PROMPT), chunk=5)
+    assert served(toy, ToyRequest("b", PROMPT)) == 16
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (dict(cache_salt="ada"), dict(cache_salt="bob")),
+        (dict(lora_request=lora("sql")), dict()),
+        (dict(mm_features=[image("cat", 0, 3)]), dict(mm_features=[image("dog", 0, 3)])),
+    ],
+    ids=["salt", "adapter", "image"],
+)
+def test_given_another_scope_then_nothing_is_shared(engine: Any, one: dict[str, Any], other: dict[str, Any]) -> None:
+    toy = engine()
+    served(toy, ToyRequest("a", PROMPT, **one))
+    assert served(toy, ToyRequest("b", PROMPT, **other)) == 0
+    assert served(toy, ToyRequest("c", PROMPT, **one)) == 16
+
+
+def test_given_two_images_behind_the_same_text_then_the_text_before_them_is_found(engine: Any) -> None:
+    toy = engine()
+    toy.serve(ToyRequest("a", PROMPT, mm_features=[image("cat", 9, 3)]))
+    assert toy.look_up(ToyRequest("b", PROMPT, mm_features=[image("dog", 9, 3)])) == (8, False)
+
+
+def test_given_embeddings_instead_of_tokens_then_nothing_is_stored(engine: Any) -> None:
+    toy = engine()
+    toy.serve(ToyRequest("a", PROMPT, prompt_embeds=object()))
+    assert served(toy, ToyRequest("b", PROMPT)) == 0
+
+
+def test_given_a_host_that_is_smaller_than_the_prompt_then_the_engine_computes_and_nothing_breaks(engine: Any) -> None:
+    toy = engine(host_blocks=2)
+    served(toy, ToyRequest("a", PROMPT))
+    assert served(toy, ToyRequest("b", PROMPT)) == 0
+    assert toy.scheduler.stats()["no_room"] > 0
+
+
+def test_given_a_quota_then_a_salt_keeps_no_more_than_it_may(engine: Any) -> None:
+    toy = engine(host_blocks=16, quotas={"ada": {"maximum": 2}}, policy="lru")
+    served(toy, ToyRequest("a", PROMPT, cache_salt="ada"))
+    served(toy, ToyRequest("b", PROMPT, cache_salt="bob"))
+    served(toy, ToyRequest("c", list(range(50)), cache_salt="bob"))
+    assert toy.scheduler.manager.quotas()["ada"].maximum
+    assert served(toy, ToyRequest("d", PROMPT, cache_salt="ada")) <= 2 * BLOCK
+
+
+def test_given_a_reset_then_nothing_that_was_stored_is_found_not_even_in_a_tier(engine: Any, tmp_path: Path) -> None:
+    toy = engine(disk=str(tmp_path))
+    served(toy, ToyRequest("a", PROMPT))
+    toy.scheduler.reset()
+    assert served(toy, ToyRequest("b", PROMPT)) == 0
+    assert served(toy, ToyRequest("c", PROMPT)) == 16
+
+
+# --- unconfirmed and failed ------------------------------------------------------------------------------------------
+
+
+def test_given_a_store_that_no_worker_confirmed_then_nobody_finds_it(engine: Any) -> None:
+    toy = engine()
+    request = ToyRequest("a", PROMPT)
+    toy.look_up(request)
+    toy.scheduler.follow("a", [0, 1, 2, 3, 4], 18, is_new=True)
+    orders = toy.scheduler.orders(is_idle=False)
+    assert len(orders.stores) == 1
+    assert toy.look_up(ToyRequest("b", PROMPT)) == (0, False)
+
+
+def test_given_two_workers_then_a_store_counts_when_both_have_confirmed_it(engine: Any) -> None:
+    toy = engine(num_workers=2)
+    request = ToyRequest("a", PROMPT)
+    toy.look_up(request)
+    toy.scheduler.follow("a", [0, 1, 2, 3, 4], 18, is_new=True)
+    orders = toy.scheduler.orders(is_idle=False)
+    for worker, expected in zip(toy.workers, (0, 16), strict=True):
+        worker.store(orders)
+        toy.scheduler.take_report(worker.take_report())
+        assert toy.look_up(ToyRequest("b", PROMPT))[0] == expected
+
+
+def test_given_a_load_that_fails_in_a_step_then_what_the_step_computed_behind_it_is_not_published(engine: Any) -> None:
+    toy = engine()
+    served(toy, ToyRequest("a", PROMPT))
+    longer = ToyRequest("b", PROMPT[:16] + list(range(8)))
+    toy.look_up(longer)
+    toy.scheduler.order_load(longer, list(range(10, 16)), 16)
+    toy.scheduler.follow("b", list(range(10, 16)), 24, is_new=True)
+    orders = toy.scheduler.orders(is_idle=False)
+    orders.loads[0].num_present = 1  # the worker finds only one of them
+    for worker in toy.workers:
+        worker.load(orders)
+        worker.store(orders)
+    assert toy.workers[0].take_failed_pages() == {11, 12, 13}
+    toy._report()
+    assert toy.look_up(ToyRequest("c", longer.all_token_ids)) == (16, False)  # of "a", which is right
+    assert toy.scheduler.stats()["spoiled"] == 2
+
+
+# --- tiers -----------------------------------------------------------------------------------------------------------
+
+
+def test_given_a_disk_when_the_engine_is_started_again_then_the_prompt_comes_from_there(engine: Any, tmp_path: Path) -> None:
+    first = engine(disk=str(tmp_path))
+    served(first, ToyRequest("a", PROMPT))
+    first.close()
+    second = engine(disk=str(tmp_path))
+    assert served(second, ToyRequest("b", PROMPT)) == 16
+    assert second.scheduler.stats()["from_tiers"] == 4
+    assert served(second, ToyRequest("c", PROMPT)) == 16
+    assert second.scheduler.stats()["from_host"] == 4
+
+
+def test_given_two_workers_and_a_disk_then_each_brings_its_own_part(engine: Any, tmp_path: Path) -> None:
+    first = engine(disk=str(tmp_path), num_workers=2)
+    served(first, ToyRequest("a", PROMPT))
+    first.close()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
+    assert served(engine(disk=str(tmp_path), num_workers=2), ToyRequest("b", PROMPT)) == 16
+
+
+def test_given_another_layout_then_blocks_on_the_disk_are_not_found(engine: Any, tmp_path: Path) -> None:
+    first = engine(disk=str(tmp_path))
+    served(first, ToyRequest("a", PROMPT))
+    first.close()
+    assert served(engine(disk=str(tmp_path), layout="toy 2"), ToyRequest("b", PROMPT)) == 0
+
+
+def test_given_damage_on_the_disk_then_the_engine_computes_from_there_on(engine: Any, tmp_path: Path) -> None:
+    first = engine(disk=str(tmp_path))
+    served(first, ToyRequest("a", PROMPT))
+    first.close()
+    from toy import content
+
+    damaged = content(PROMPT[:12], 0, "//[]") * 2
+    slabs = [path for path in tmp_path.rglob("*") if path.is_file() and damaged in path.read_bytes()]
+    assert len(slabs) == 1
+    data = bytearray(slabs[0].read_bytes())
+    data[data.index(damaged)] ^= 1
+    slabs[0].write_bytes(data)
+    second = engine(disk=str(tmp_path))
+    assert served(second, ToyRequest("b", PROMPT)) == 16  # promised, of which two blocks came
+    assert second.scheduler.stats()["failed"] == 2
+    assert second.computed == 18 - 8
+    assert served(second, ToyRequest("c", PROMPT)) == 16
+
+
+def test_given_more_in_the_engines_own_cache_than_on_the_host_then_what_tiers_bring_is_right(engine: Any, tmp_path: Path) -> None:
+    first = engine(disk=str(tmp_path))
+    served(first, ToyRequest("a", PROMPT))
+    first.close()
+    second = engine(disk=str(tmp_path))
+    assert served(second, ToyRequest("b", PROMPT), local_blocks=2) == 8
+    assert served(second, ToyRequest("c", PROMPT)) == 16
+
+
+def test_given_a_full_host_then_no_more_is_loaded_from_tiers_than_it_takes(engine: Any, tmp_path: Path) -> None:
+    first = engine(disk=str(tmp_path))
+    served(first, ToyRequest("a", PROMPT))
+    first.close()
+    assert served(engine(disk=str(tmp_path), host_blocks=3), ToyRequest("b", PROMPT)) == 12
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_given_random_prompts_with_common_beginnings_then_every_page_is_right(
+    engine: Any, tmp_path: Path, seed: int, num_workers: int
+) -> None:
+    rng = random.Random(seed)
+    begins = [[rng.randrange(9) for _ in range(rng.randrange(8, 30))] for _ in range(6)]
+    for life in range(2):
+        toy = engine(disk=str(tmp_path), host_blocks=12, num_workers=num_workers)
+        for number in range(40):
+            tokens = rng.choice(begins)[: rng.randrange(8, 40)] + [rng.randrange(9) for _ in range(rng.randrange(1, 6))]
+            request = ToyRequest(str(number), tokens, cache_salt=rng.choice([None, "ada"]))
+            own = rng.choice([0, 0, (len(tokens) - 1) // BLOCK // 2])
+            served(toy, request, local_blocks=own, chunk=rng.choice([3, 8, 1000]))
+            if life and rng.random() < 0.05:
+                toy.scheduler.reset()
+        stats = toy.scheduler.stats()
+        toy.close()
+        assert stats["from_host"]
+    assert stats["from_tiers"]

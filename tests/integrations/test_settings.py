@@ -1,0 +1,49 @@
+"""Settings of a connector: what cannot work is refused with one line, before a model is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.integrations.connector.settings import ConnectorSettings
+
+
+def test_given_sizes_as_text_then_they_are_bytes() -> None:
+    settings = ConnectorSettings.of({"host_bytes": "2GB", "disk": "/somewhere", "disk_bytes": "50GB"})
+    assert (settings.host_bytes, settings.disk_bytes) == (2 * 2**30, 50 * 2**30)
+    assert settings.has_tiers
+
+
+def test_given_host_bytes_then_rows_are_as_many_blocks_as_fit() -> None:
+    assert ConnectorSettings.of({"host_bytes": 1000}).num_rows(300) == 3
+    assert ConnectorSettings.of({"host_blocks": 7}).num_rows(300) == 7
+    with pytest.raises(ConfigError, match="one has 2000 bytes"):
+        ConnectorSettings.of({"host_bytes": 1000}).num_rows(2000)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"host_byte": 1}, "did you mean host_bytes"),
+        ({"zzz": 1}, "there are host_bytes, "),
+        ({"host_bytes": "much"}, "write a size"),
+        ({"host_bytes": 0}, "host_bytes"),
+        ({"host_bytes": 10, "host_blocks": 10}, "give one of them"),
+        ({"disk_bytes": "1GB"}, "needs disk"),
+        ({"disk": ""}, "disk must be text"),
+        ({"remote": 7}, "remote must be text"),
+        ({"timeout": 0}, "timeout=0"),
+        ({"ttl": -1}, "ttl=-1"),
+        ({"quotas": {"ada": {"most": 1}}}, "guaranteed, maximum or both"),
+        ({"quotas": 3}, "must map a salt"),
+    ],
+)
+def test_given_settings_that_cannot_work_then_one_line_says_why(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        ConnectorSettings.of(given)
+    assert "\n" not in str(caught.value)
+
+
+def test_given_an_unknown_policy_then_the_known_ones_are_named() -> None:
+    with pytest.raises(InvalidArgumentError, match="known: .*lru"):
+        ConnectorSettings.of({"policy": "newest"})

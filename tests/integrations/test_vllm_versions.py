@@ -1,0 +1,49 @@
+"""Which vLLM? An unknown one, or one whose interface moved, gets one clear line and never a wrong answer."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.integrations.vllm_versions.choosing import ADAPTERS, adapter_name, check_signatures
+
+
+class Base:
+    def load(self, context: object, **kwargs: object) -> None: ...
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu"])
+def test_given_a_known_minor_version_then_its_adapter_is_taken(version: str) -> None:
+    assert adapter_name(version) == ADAPTERS["0.32"]
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.3.2", "1.32.0"])
+def test_given_another_version_then_the_ones_that_work_are_named(version: str) -> None:
+    with pytest.raises(ConfigError, match=rf"vLLM {version}; versions that work: 0\.32\.x"):
+        adapter_name(version)
+
+
+def test_given_no_vllm_then_one_line_says_so() -> None:
+    with pytest.raises(ConfigError, match="not installed; versions that work"):
+        adapter_name(None)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_given_no_vllm_when_the_connector_is_imported_then_the_line_is_raised() -> None:
+    with pytest.raises(ConfigError, match="needs vLLM"):
+        importlib.import_module("kvpool.integrations.vllm")
+
+
+def test_given_the_expected_signatures_then_nothing_is_said() -> None:
+    check_signatures(Base, {"load": ("context", "kwargs")}, "0.32.0")
+
+
+@pytest.mark.parametrize(
+    ("expected", "message"),
+    [({"load": ("context",)}, r"takes \(context, kwargs\)"), ({"store": ()}, "store is gone")],
+)
+def test_given_other_signatures_then_the_method_is_named(expected: dict[str, tuple[str, ...]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_signatures(Base, expected, "0.32.0")

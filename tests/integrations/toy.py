@@ -1,0 +1,204 @@
+"""An engine with pages and no model: what a page holds is a digest of every token before its end, so that wrong bytes show.
+
+It drives both sides of a connector as vLLM does: looks up, makes room, loads, computes, stores, reports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvpool.integrations.connector.messages import Introduction, Report
+from kvpool.integrations.connector.pages import EnginePages
+from kvpool.integrations.connector.scheduling import SchedulerSide
+from kvpool.integrations.connector.settings import ConnectorSettings
+from kvpool.integrations.connector.working import WorkerSide
+from kvpool.tiers import Fingerprint, Shard
+
+BLOCK = 4
+PAGE_BYTES = 32
+LAYERS = 2
+
+
+def introduction(num_rows: int, rank: int = 0, num_workers: int = 1, layout: str = "toy") -> Introduction:
+    """What a worker of the toy engine says of itself."""
+    groups = (f"{LAYERS * PAGE_BYTES} bytes",)
+    shard = Shard(rank, num_workers)
+    return Introduction(rank, num_workers, num_rows, Fingerprint("toy", "v1", BLOCK, groups, layout, shard))
+
+
+@dataclass
+class ToyRequest:
+    """The attributes of vLLM's request that a connector reads."""
+
+    request_id: str
+    all_token_ids: list[int]
+    cache_salt: str | None = None
+    lora_request: Any = None
+    mm_features: list[Any] = field(default_factory=list)
+    prompt_embeds: Any = None
+
+
+def lora(name: str, path: str = "") -> Any:
+    return SimpleNamespace(lora_name=name, lora_path=path)
+
+
+def image(key: str, offset: int, length: int) -> Any:
+    return SimpleNamespace(identifier=key, mm_position=SimpleNamespace(offset=offset, length=length))
+
+
+def content(tokens: Sequence[int], rank: int = 0, salt: str = "") -> bytes:
+    """What a page must hold whose last token is the last of these."""
+    message = f"{list(tokens)} {rank} {salt}".encode()
+    return hashlib.sha256(message).digest()
+
+
+class ToyEngine:
+    """Serves one request at a time; `pages` are reused at once, so that nothing is found in them by luck."""
+
+    def __init__(
+        self, *, num_workers: int = 1, host_blocks: int = 16, num_pages: int = 32, layout: str = "toy", **extra: Any
+    ) -> None:
+        settings = ConnectorSettings.of({"host_blocks": host_blocks, **extra})
+        self.layers = [
+            {f"layer {n}": torch.zeros((num_pages, PAGE_BYTES), dtype=torch.uint8) for n in range(LAYERS)}
+            for _ in range(num_workers)
+        ]
+        workers = [introduction(host_blocks, rank, num_workers, layout) for rank in range(num_workers)]
+        self.workers = [
+            WorkerSide(settings, EnginePages(layers, num_pages), worker)
+            for layers, worker in zip(self.layers, workers, strict=True)
+        ]
+        self.scheduler = SchedulerSide(settings, BLOCK, workers)
+        self.num_pages = num_pages
+        self.computed = 0  # tokens
+        self._at = 0
+        self._ended: dict[str, int] = {}  # workers that are done with the load of a request
+
+    def close(self) -> None:
+        self.scheduler.close()
+        for worker in self.workers:
+            worker.close()
+
+    def serve(self, request: ToyRequest, *, local_blocks: int = 0, chunk: int = 1000) -> int:
+        """Prefills a request; returns the tokens that were loaded. The first blocks may be in the engine's own cache."""
+        tokens = request.all_token_ids
+        count, waits = self.look_up(request, local_blocks * BLOCK)
+        pages = [(self._at + n) % self.num_pages for n in range(-(-len(tokens) // BLOCK))]
+        self._at += len(pages)
+        for page in pages:
+            self._fill(page, b"\xee" * PAGE_BYTES, b"\xee" * PAGE_BYTES)
+        for block in range(local_blocks):
+            self._compute(request, pages, block)
+        self.scheduler.order_load(request, pages, count)
+        done = local_blocks * BLOCK + count
+        if waits:
+            failed: set[int] = set()
+            while request.request_id not in self._step_loads(failed):
+                pass
+            done = self._first_failed(pages, failed, done)
+        self._prefill(request, pages, done, chunk)
+        self.scheduler.finish(request.request_id)
+        self.idle()
+        return count
+
+    def look_up(self, request: ToyRequest, num_computed: int = 0) -> tuple[int, bool]:
+        while True:
+            count, waits = self.scheduler.look_up(request, num_computed)
+            if count is not None:
+                return count, waits
+
+    def idle(self) -> None:
+        """Steps without requests, as long as the connector wants them."""
+        while self.scheduler.has_waiting:
+            self._step_loads(set())
+        self.scheduler.manager.check()
+
+    def _prefill(self, request: ToyRequest, pages: list[int], done: int, chunk: int) -> None:
+        is_new, total = True, len(request.all_token_ids)
+        while done < total:
+            upto = min(total, done + chunk)
+            self.scheduler.follow(request.request_id, pages if is_new else (), upto, is_new=is_new)
+            orders, is_new = self.scheduler.orders(is_idle=False), False
+            for worker in self.workers:
+                worker.load(orders)
+            for block in range(done // BLOCK, upto // BLOCK):
+                self._compute(request, pages, block)
+            self.computed += upto - done
+            for worker in self.workers:
+                worker.store(orders)
+                worker.poll(is_idle=False)
+            failed = set().union(*(worker.take_failed_pages() for worker in self.workers))
+            self._report()
+            done = self._first_failed(pages, failed, upto)
+
+    def _compute(self, request: ToyRequest, pages: list[int], block: int) -> None:
+        """A page depends on the page before it, as attention does: garbage in, garbage out."""
+        for rank, layers in enumerate(self.layers):
+            before = b""
+            if block:
+                before = layers["layer 0"][pages[block - 1]].numpy().tobytes()
+            tokens = request.all_token_ids[: (block + 1) * BLOCK]
+            salt = _salt(request)
+            right = content(tokens[:-BLOCK], rank, salt) if block else b""
+            value = content(tokens, rank, salt) if before == right else b"\xbb" * PAGE_BYTES
+            for layer in layers.values():
+                layer[pages[block]] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+
+    def holds(self, request: ToyRequest, pages: list[int], num_blocks: int) -> bool:
+        return all(
+            layer[pages[block]].numpy().tobytes() == content(request.all_token_ids[: (block + 1) * BLOCK], rank, _salt(request))
+            for rank, layers in enumerate(self.layers)
+            for layer in layers.values()
+            for block in range(num_blocks)
+        )
+
+    def last_pages(self, request: ToyRequest) -> list[int]:
+        """Of the request that was served last."""
+        number = -(-len(request.all_token_ids) // BLOCK)
+        return [(self._at - number + n) % self.num_pages for n in range(number)]
+
+    def _fill(self, page: int, *values: bytes) -> None:
+        for layers in self.layers:
+            for layer, value in zip(layers.values(), values, strict=True):
+                layer[page] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+
+    def _step_loads(self, failed: set[int]) -> set[str]:
+        """A step that computes nothing; requests whose loads all workers have ended."""
+        orders = self.scheduler.orders(is_idle=True)
+        over = []
+        for worker in self.workers:
+            worker.load(orders)
+            worker.store(orders)
+            worker.poll(is_idle=True)
+            for request_id in worker.take_loaded():
+                self._ended[request_id] = self._ended.get(request_id, 0) + 1
+                if self._ended[request_id] == len(self.workers):
+                    del self._ended[request_id]
+                    over.append(request_id)
+            failed |= worker.take_failed_pages()
+        self._report()
+        return set(over)
+
+    def _report(self) -> None:
+        reports = [report for worker in self.workers if (report := worker.take_report()) is not None]
+        if reports:
+            joined = Report()
+            for report in reports:
+                joined = joined.joined(report)
+            self.scheduler.take_report(joined)
+        self.scheduler.manager.check()
+
+    def _first_failed(self, pages: list[int], failed: set[int], done: int) -> int:
+        lost = [block for block, page in enumerate(pages) if page in failed]
+        return min(done, lost[0] * BLOCK) if lost else done
+
+
+def _salt(request: ToyRequest) -> str:
+    adapter = "" if request.lora_request is None else request.lora_request.lora_name
+    return f"{request.cache_salt or ''}/{adapter}/{[(each.identifier, each.mm_position.offset) for each in request.mm_features]}"
