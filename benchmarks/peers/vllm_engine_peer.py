@@ -33,7 +33,7 @@ _walls: list[float] = []
 
 def _engine(model: str, dtype: str, compile: bool) -> Any:
     """The engine for this kind of numbers; the one before gives its memory back."""
-    from vllm import LLM  # type: ignore[import-not-found]
+    from vllm import LLM
 
     if (dtype, compile) not in _loaded:
         _loaded.clear()

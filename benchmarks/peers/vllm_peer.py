@@ -39,19 +39,19 @@ class Engine:
 
     def __init__(self, num_blocks: int = 65_536, events: bool = False) -> None:
         import torch  # type: ignore[import-not-found, unused-ignore]
-        from vllm.sampling_params import SamplingParams  # type: ignore[import-not-found]
-        from vllm.utils.hashing import get_hash_fn_by_name  # type: ignore[import-not-found]
-        from vllm.v1.core.kv_cache_manager import KVCacheManager  # type: ignore[import-not-found]
-        from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found]
+        from vllm.sampling_params import SamplingParams
+        from vllm.utils.hashing import get_hash_fn_by_name
+        from vllm.v1.core.kv_cache_manager import KVCacheManager
+        from vllm.v1.core.kv_cache_utils import (
             get_request_block_hasher,
             init_none_hash,
         )
-        from vllm.v1.kv_cache_interface import (  # type: ignore[import-not-found]
+        from vllm.v1.kv_cache_interface import (
             FullAttentionSpec,
             KVCacheConfig,
             KVCacheGroupSpec,
         )
-        from vllm.v1.request import Request, RequestStatus  # type: ignore[import-not-found]
+        from vllm.v1.request import Request, RequestStatus
 
         spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=8, head_size=128, dtype=torch.bfloat16)
         group = KVCacheGroupSpec([f"layer{index}" for index in range(32)], spec)
@@ -80,7 +80,7 @@ class Engine:
 
     def ready(self) -> Engine:
         """Builds the pool and freezes the heap, as EngineCore does at its start."""
-        from vllm.envs import enable_envs_cache  # type: ignore[import-not-found]
+        from vllm.envs import enable_envs_cache
 
         gc.unfreeze()
         self.build()
@@ -319,7 +319,7 @@ CASES: dict[str, Callable[..., Runner]] = {
 
 
 def _version() -> str:
-    import vllm.v1.core.kv_cache_manager  # type: ignore[import-not-found]  # noqa: F401
+    import vllm.v1.core.kv_cache_manager  # noqa: F401
 
     try:
         return version("vllm")

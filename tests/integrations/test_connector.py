@@ -206,7 +206,9 @@ def test_given_damage_on_the_disk_then_the_engine_computes_from_there_on(engine:
     assert served(second, ToyRequest("c", PROMPT)) == 16
 
 
-def test_given_more_in_the_engines_own_cache_than_on_the_host_then_what_tiers_bring_is_right(engine: Any, tmp_path: Path) -> None:
+def test_given_more_in_the_engines_own_cache_than_on_the_host_then_what_tiers_bring_is_right(
+    engine: Any, tmp_path: Path
+) -> None:
     first = engine(disk=str(tmp_path))
     served(first, ToyRequest("a", PROMPT))
     first.close()

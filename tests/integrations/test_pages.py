@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+
+import torch
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.identity import config_id, weights_id

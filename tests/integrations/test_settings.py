@@ -45,5 +45,5 @@ def test_given_settings_that_cannot_work_then_one_line_says_why(given: dict[str,
 
 
 def test_given_an_unknown_policy_then_the_known_ones_are_named() -> None:
-    with pytest.raises(InvalidArgumentError, match="known: .*lru"):
+    with pytest.raises(InvalidArgumentError, match=r"known: .*lru"):
         ConnectorSettings.of({"policy": "newest"})

@@ -151,8 +151,10 @@ class ToyEngine:
                 layer[pages[block]] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
 
     def holds(self, request: ToyRequest, pages: list[int], num_blocks: int) -> bool:
+        """Whether the first blocks of a request are in its pages, for all workers and layers."""
+        tokens, salt = request.all_token_ids, _salt(request)
         return all(
-            layer[pages[block]].numpy().tobytes() == content(request.all_token_ids[: (block + 1) * BLOCK], rank, _salt(request))
+            layer[pages[block]].numpy().tobytes() == content(tokens[: (block + 1) * BLOCK], rank, salt)
             for rank, layers in enumerate(self.layers)
             for layer in layers.values()
             for block in range(num_blocks)
@@ -201,4 +203,5 @@ class ToyEngine:
 
 def _salt(request: ToyRequest) -> str:
     adapter = "" if request.lora_request is None else request.lora_request.lora_name
-    return f"{request.cache_salt or ''}/{adapter}/{[(each.identifier, each.mm_position.offset) for each in request.mm_features]}"
+    images = [(each.identifier, each.mm_position.offset) for each in request.mm_features]
+    return f"{request.cache_salt or ''}/{adapter}/{images}"
