@@ -7,7 +7,7 @@ import shlex
 
 import pytest
 
-from kvpool.integrations.connector.settings import ConnectorSettings
+from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.doctor import diagnosis
 
 

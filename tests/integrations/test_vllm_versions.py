@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.vllm_versions.choosing import ADAPTERS, adapter_name, check_signatures
+from kvpool.integrations.vllm_versions.installed import ADAPTERS, adapter_name, check_signatures
 
 
 class Base:

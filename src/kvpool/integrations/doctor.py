@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.vllm_versions.choosing import adapter_name, installed_version
+from kvpool.integrations.vllm_versions.installed import adapter_name, installed_version
 from kvpool.version import __version__, compiled
 
 if TYPE_CHECKING:

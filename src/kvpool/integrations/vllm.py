@@ -5,7 +5,7 @@ Importing this needs vLLM; with a version that is not known it raises one line t
 
 from __future__ import annotations
 
-from kvpool.integrations.vllm_versions.choosing import load_adapter
+from kvpool.integrations.vllm_versions.installed import load_adapter
 
 KVPoolConnector = load_adapter().KVPoolConnector
 

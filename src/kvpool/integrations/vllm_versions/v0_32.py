@@ -19,12 +19,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.connector.identity import config_id, weights_id
-from kvpool.integrations.connector.messages import Introduction, Orders, Report
-from kvpool.integrations.connector.pages import EnginePages
-from kvpool.integrations.connector.scheduling import SchedulerSide
-from kvpool.integrations.connector.settings import ConnectorSettings
-from kvpool.integrations.connector.working import WorkerSide
+from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.engine_pages import EnginePages
+from kvpool.integrations.connector.scheduler_side import SchedulerSide
+from kvpool.integrations.connector.step_orders import Introduction, Orders, Report
+from kvpool.integrations.connector.weights_digest import config_id, weights_id
+from kvpool.integrations.connector.worker_side import WorkerSide
 from kvpool.tiers import Fingerprint, Shard
 
 EXPECTED = {

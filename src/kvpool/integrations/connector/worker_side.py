@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpool.integrations.connector.messages import Introduction, Load, Orders, Progress, Report, Spill
-from kvpool.integrations.connector.opening import open_tiers, prefix_from
-from kvpool.integrations.connector.pages import EnginePages, HostRows
-from kvpool.integrations.connector.settings import ConnectorSettings
+from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.connector_tiers import open_tiers, prefix_from
+from kvpool.integrations.connector.engine_pages import EnginePages, HostRows
+from kvpool.integrations.connector.step_orders import Introduction, Load, Orders, Progress, Report, Spill
 from kvpool.tiers import KeySpace, Outcome, TierStats
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import StagingMemory

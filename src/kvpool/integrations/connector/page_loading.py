@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.errors import OutOfBlocksError
-from kvpool.integrations.connector.lookups import TierLookups
-from kvpool.integrations.connector.messages import Load, Orders
-from kvpool.integrations.connector.tracked import TrackedRequest
+from kvpool.integrations.connector.step_orders import Load, Orders
+from kvpool.integrations.connector.tier_lookups import TierLookups
+from kvpool.integrations.connector.tracked_request import TrackedRequest
 from kvpool.manager import KVCacheManager
 from kvpool.sequences.live.handle import KVCacheHandle
 

@@ -6,7 +6,7 @@
     take_report      what the workers did: stores become visible, loads are over, confirmed blocks go on to the tiers
     finish, reset    a request ends; everything is forgotten
 
-Requests are the engine's own objects, read by the attributes that vLLM's have. Bytes are the workers' (`working.py`).
+Requests are the engine's own objects, read by the attributes that vLLM's have. Bytes are the workers' (`worker_side.py`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 from kvpool.config import KVCacheConfig, LayerSpec
 from kvpool.errors import ConfigError
-from kvpool.integrations.connector.loading import Loader
-from kvpool.integrations.connector.lookups import TierLookups
-from kvpool.integrations.connector.messages import Introduction, Orders, Progress, Report
-from kvpool.integrations.connector.saving import Saver
-from kvpool.integrations.connector.settings import ConnectorSettings
-from kvpool.integrations.connector.tracked import TrackedRequest, items_of, scope_of
+from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.page_loading import Loader
+from kvpool.integrations.connector.page_saving import Saver
+from kvpool.integrations.connector.step_orders import Introduction, Orders, Progress, Report
+from kvpool.integrations.connector.tier_lookups import TierLookups
+from kvpool.integrations.connector.tracked_request import TrackedRequest, items_of, scope_of
 from kvpool.manager import KVCacheManager
 
 

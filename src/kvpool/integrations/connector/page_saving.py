@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvpool.errors import OutOfBlocksError
-from kvpool.integrations.connector.messages import Orders, Spill, Store
-from kvpool.integrations.connector.tracked import Saving, TrackedRequest
+from kvpool.integrations.connector.step_orders import Orders, Spill, Store
+from kvpool.integrations.connector.tracked_request import Saving, TrackedRequest
 from kvpool.manager import KVCacheManager
 
 

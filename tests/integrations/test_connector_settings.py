@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.integrations.connector.settings import ConnectorSettings
+from kvpool.integrations.connector.connector_settings import ConnectorSettings
 
 
 def test_given_sizes_as_text_then_they_are_bytes() -> None:

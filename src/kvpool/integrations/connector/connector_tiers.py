@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvpool.integrations.connector.messages import Introduction
-from kvpool.integrations.connector.settings import ConnectorSettings
+from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.step_orders import Introduction
 from kvpool.tiers import DiskTier, KeyedTier, KeySpace, open_tier
 from kvpool.tiers.transport.watching import WatchedTier
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from kvpool.integrations.connector.messages import Introduction
-from kvpool.integrations.connector.opening import open_tiers, prefix_from
-from kvpool.integrations.connector.settings import ConnectorSettings
-from kvpool.integrations.connector.tracked import TrackedRequest
+from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.connector_tiers import open_tiers, prefix_from
+from kvpool.integrations.connector.step_orders import Introduction
+from kvpool.integrations.connector.tracked_request import TrackedRequest
 from kvpool.tiers import KeyedTier, KeySpace
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.watching import WatchedTier
