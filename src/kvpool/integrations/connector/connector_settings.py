@@ -11,7 +11,7 @@ from kvpool.config.layers import MAX_BLOCKS, MAX_BYTES, check_int, check_number,
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import make_policy
 from kvpool.terminal import parse_bytes
-from kvpool.tiers.settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT
+from kvpool.tiers.tier_settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT
 
 DEFAULT_HOST_BYTES = 4 * 2**30
 _QUOTA_KEYS = {"guaranteed", "maximum"}
