@@ -24,14 +24,19 @@ def test_given_a_process_when_it_is_told_to_end_then_the_answer_under_way_is_fin
 
     word_tokenizer().save_pretrained(tmp_path)
     tiny_model("llama").save_pretrained(tmp_path)
-    command = [sys.executable, "-m", "kvpool", "serve", "--model", str(tmp_path), "--port", "0", "--memory", "4MiB"]
+    models = "".join(f'[[models]]\nname = "{name}"\nmodel = "{tmp_path}"\nmemory = "4MiB"\n' for name in ("one", "two"))
+    config = tmp_path / "kvpool.toml"
+    config.write_text(f"[server]\nport = 0\nmax_requests = 9\n{models}")
+    command = [sys.executable, "-m", "kvpool", "serve", "--config", str(config)]
     environment = {**os.environ, "PYTHONPATH": SRC, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([*command, "--device", "cpu"], stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
         url = next(found[1] for line in lines if (found := re.search(r" at (http://127.0.0.1:\d+)/v1", line)))
-        body = json.dumps({"prompt": "w5 w6", "max_tokens": 300, "ignore_eos": True, "stream": True}).encode()
+        with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
+            assert [model["id"] for model in json.load(answer)["data"]] == ["one", "two"]
+        body = json.dumps({"model": "two", "prompt": "w5 w6", "max_tokens": 300, "ignore_eos": True, "stream": True}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
             answer.readline()

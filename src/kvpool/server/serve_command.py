@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,9 +28,10 @@ def serve(
     engine_options: opt.EngineOptions,
     host_memory: opt.HostMemory = None,
     host: Annotated[
-        str, typer.Option(help="The address to listen at. Others than this machine's own need keys.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8000,
+        str | None,
+        typer.Option(help="The address to listen at: 127.0.0.1. Others than this machine's own need keys."),
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="8000; 0 takes a free one.", min=0, max=65535)] = None,
     name: Annotated[str | None, typer.Option(help="What clients call the model; default: its file's name.")] = None,
     keys: Annotated[
         Path | None,
@@ -42,19 +44,20 @@ def serve(
         typer.Option("--new-key", help="Print a new key of a tenant and its line for the file of keys, and end."),
     ] = None,
     share_cache: Annotated[
-        bool, typer.Option(help="Let tenants reuse each other's prefixes; their timing tells.")
-    ] = False,
-    insecure: Annotated[bool, typer.Option(help="Listen at any address without keys.")] = False,
+        bool | None, typer.Option(help="Let tenants reuse each other's prefixes; their timing tells.")
+    ] = None,
+    insecure: Annotated[bool | None, typer.Option(help="Listen at any address without keys.")] = None,
     max_requests: Annotated[
-        int, typer.Option(help="Requests that run or wait at once; more get status 429.", min=1)
-    ] = 512,
-    max_sequences: Annotated[int, typer.Option(help="Sequences in one step.", min=1)] = 256,
+        int | None, typer.Option(help="Requests that run or wait at once: 512; more get status 429.", min=1)
+    ] = None,
+    max_sequences: Annotated[int | None, typer.Option(help="Sequences in one step: 256.", min=1)] = None,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Serve a model to every OpenAI client.
+    """Serve models to every OpenAI client.
 
     \b
     kvpool serve --model DIR
+    kvpool serve --config kvpool.toml       # several models, keys, limits and tiers in one file: docs/server.md
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 
@@ -66,27 +69,31 @@ def serve(
         return
     uvicorn = _uvicorn()
     from kvpool.server.app import create_app
-    from kvpool.server.asking.limits import Limits
     from kvpool.server.asking.served import ServedModel
+    from kvpool.server.serve_settings import read_serve
 
-    access = Access.read(keys, os.environ, share=share_cache)
-    _check_address(host, access, insecure)
-    opt.tell("loading the model ...", quiet)
-    limits = Limits(requests=max_requests, requests_per_key=max_requests)
-    scheduler = opt.limits(None, max_sequences)
-    with engine_options.make_engine(host_memory=host_memory, scheduler=scheduler) as engine:
-        served = ServedModel(name or _name_of(engine_options.model), engine)
-        app = create_app([served], access, limits)
+    given = {"host": host, "port": port, "keys": keys, "share_cache": share_cache, "insecure": insecure}
+    given |= {"max_requests": max_requests, "max_sequences": max_sequences}
+    settings, models = read_serve(engine_options, host_memory, name, given)
+    access = Access.read(settings.keys, os.environ, share=settings.share_cache)
+    _check_address(settings.host, access, settings.insecure)
+    with ExitStack() as stack:
+        served = []
+        for model in models:
+            opt.tell(f"loading {model.name} ...", quiet)
+            scheduler = opt.limits(None, model.max_sequences)
+            engine = model.options.make_engine(host_memory=model.host_memory, scheduler=scheduler)
+            served.append(ServedModel(model.name, stack.enter_context(engine)))
         config = uvicorn.Config(
-            app,
-            host,
-            port,
+            create_app(served, access, settings.limits),
+            settings.host,
+            settings.port,
             log_level="warning",
             timeout_graceful_shutdown=GRACE_SECONDS,
             lifespan="on",
             access_log=False,
         )
-        _announced(uvicorn, config, served.name, quiet).run()
+        _announced(uvicorn, config, ", ".join(model.name for model in served), quiet).run()
 
 
 def _announced(uvicorn: Any, config: Any, name: str, quiet: bool) -> Any:
@@ -126,11 +133,6 @@ def _check_address(host: str, access: Access, insecure: bool) -> None:
             f"--host {host} can be reached by others, and there are no keys: give --keys FILE or {ENVIRONMENT}, or "
             f"--insecure if a proxy in front checks them"
         )
-
-
-def _name_of(model: str | None) -> str:
-    """What clients call a model that has no other name: the last part of its path."""
-    return "SmolLM2-135M-Instruct" if model is None else Path(model).resolve().name
 
 
 def _uvicorn() -> Any:

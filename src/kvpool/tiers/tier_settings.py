@@ -27,6 +27,7 @@ from kvpool.tiers.compression.compressed_tier import CODECS
 from kvpool.tiers.url import FALSE, MAX_SECONDS, TRUE
 
 SECTION = "tiers"
+OTHER_SECTIONS = frozenset({"server", "models"})  # of `kvpool serve`: a file of those needs none of tiers
 PREFIX = "KVPOOL_TIERS_"
 DEFAULT_DISK_BYTES = 10 * 2**30
 LONGEST_TIMEOUT = 3600.0
@@ -143,7 +144,8 @@ def read_tiers(
 # --- sources -----------------------------------------------------------------------------------------------------------
 
 
-def _of_file(path: Path) -> dict[str, _Setting]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file holds; ConfigError with the file where it is none."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -152,9 +154,14 @@ def _of_file(path: Path) -> dict[str, _Setting]:
         raise ConfigError(f"the configuration {path} is no text in UTF-8") from None
     toml = _toml()
     try:
-        section = toml.loads(text).get(SECTION)
+        return dict(toml.loads(text))
     except toml.TOMLDecodeError as error:
         raise ConfigError(f"the configuration {path} is not TOML: {error}") from None
+
+
+def _of_file(path: Path) -> dict[str, _Setting]:
+    file = read_toml(path)
+    section = file.get(SECTION, {} if OTHER_SECTIONS.intersection(file) else None)
     if not isinstance(section, dict):
         raise ConfigError(f"the configuration {path} has no section [{SECTION}]")
     for name in section:

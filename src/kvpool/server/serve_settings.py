@@ -1,0 +1,140 @@
+"""Settings of `kvpool serve` in a TOML file: where it listens, who may ask, how much, and which models it serves.
+
+    [server]
+    port = 8000
+    keys = "keys.txt"
+
+    [[models]]
+    name = "small"
+    model = "models/small"
+    memory = "2GiB"
+
+Options of the command override the file. `[tiers]` of the same file is for all models: docs/tiers.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from kvpool.config.layers import check_int, show
+from kvpool.engine.commands.engine_options import EngineOptions
+from kvpool.errors import ConfigError
+from kvpool.server.asking.limits import Limits
+from kvpool.tiers.tier_settings import read_toml
+
+# Keys of a model that are options of an engine, and what those are called here.
+_OF_ENGINE = {
+    **{name: name for name in ("model", "device", "dtype", "kv_dtype", "memory", "record", "disk", "disk_bytes", "remote")},
+    "tier_timeout": "tier_timeout",
+    "compile": "compile_layers",
+}
+_MODEL_KINDS: dict[str, type] = {
+    **dict.fromkeys(("name", *_OF_ENGINE, "host_memory"), str),
+    "compile": bool,
+    "tier_timeout": float,
+    "max_sequences": int,
+}
+_LIMITS = {"max_requests": "requests", "max_requests_per_key": "requests_per_key"} | {
+    each.name: each.name for each in fields(Limits) if not each.name.startswith("requests")
+}
+_SERVER_KINDS: dict[str, type] = {
+    **{"host": str, "port": int, "keys": str, "share_cache": bool, "insecure": bool, "max_sequences": int},
+    **dict.fromkeys(_LIMITS, int),
+}
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """A model and what clients call it; `options` make its engine."""
+
+    name: str
+    options: EngineOptions
+    host_memory: str | None
+    max_sequences: int
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """Everything but the models."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: Path | None = None
+    share_cache: bool = False
+    insecure: bool = False
+    max_sequences: int = 256
+    limits: Limits = Limits()  # noqa: RUF009 - it is frozen
+
+
+def read_serve(
+    options: EngineOptions, host_memory: str | None, name: str | None, given: Mapping[str, Any]
+) -> tuple[ServeSettings, list[ModelSettings]]:
+    """The settings of a server and of its models; `given` are options of the command, None where they were not.
+
+    `--model` serves that model instead of those in the file.
+    """
+    file = {} if options.config is None else read_toml(options.config)
+    server = _checked(file.get("server", {}), f"{options.config}: [server]", _SERVER_KINDS)
+    server |= {option: value for option, value in given.items() if value is not None}
+    limits = {_LIMITS[key]: server.pop(key) for key in list(server) if key in _LIMITS}
+    if "requests" in limits:
+        limits.setdefault("requests_per_key", limits["requests"])
+    if "keys" in server:
+        server["keys"] = Path(server["keys"])
+    check_int("[server] port", server.get("port", 0), 0, 65535)
+    settings = ServeSettings(**server, limits=Limits(**limits))
+    options.tiers(host_memory)  # checks them before a model is loaded
+    tables = file.get("models", [])
+    if not isinstance(tables, list):
+        raise ConfigError(f"{options.config}: write [[models]], once for each model")
+    if options.model is not None or not tables:
+        called = name or ("SmolLM2-135M-Instruct" if options.model is None else Path(options.model).resolve().name)
+        return settings, [ModelSettings(called, options, host_memory, settings.max_sequences)]
+    if name is not None:
+        raise ConfigError(f"--name is for --model; the models of {options.config} have names there")
+    return settings, _models(tables, options, host_memory, settings.max_sequences)
+
+
+def _models(
+    tables: list[Any], options: EngineOptions, host_memory: str | None, max_sequences: int
+) -> list[ModelSettings]:
+    """The models of a file. A disk tier belongs to one engine: each of several gets a directory in that of `[tiers]`."""
+    found: list[ModelSettings] = []
+    shared_disk = options.tiers(host_memory).disk
+    if options.record is not None and len(tables) > 1:
+        raise ConfigError("--record writes one model's trace; set record in each of [[models]] instead")
+    for number, table in enumerate(tables, 1):
+        where = f"{options.config}: model {number} of [[models]]"
+        keys = _checked(table, where, _MODEL_KINDS)
+        if "name" not in keys or "model" not in keys:
+            raise ConfigError(f"{where} needs name and model")
+        if keys["name"] in {each.name for each in found}:
+            raise ConfigError(f"{where} has the name {keys['name']!r} of one before it")
+        own = {_OF_ENGINE[key]: value for key, value in keys.items() if key in _OF_ENGINE}
+        if shared_disk is not None and len(tables) > 1:
+            own.setdefault("disk", str(Path(shared_disk) / keys["name"]))
+        engine = replace(options, **own)
+        engine.tiers(host_memory)  # checks those of its own
+        found.append(
+            ModelSettings(
+                keys["name"], engine, keys.get("host_memory", host_memory), keys.get("max_sequences", max_sequences)
+            )
+        )
+    return found
+
+
+def _checked(table: Any, where: str, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """A table of a file, if it has known keys with values of their kinds."""
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} must be a section, got {show(table)}")
+    for key, value in table.items():
+        if key not in kinds:
+            raise ConfigError(f"{where} has no key {show(key)}; it has {', '.join(kinds)}")
+        kind = kinds[key]
+        fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+        if not fits:
+            raise ConfigError(f"{where}: {key} must be of type {kind.__name__}, got {show(value)}")
+    return dict(table)
