@@ -161,6 +161,8 @@ class Soak:
             found.append(f"held {link.held}, leases {link.leases}, waiting {link.blocks_waiting}, lent {link.staging_bytes}")
         if any(pool.referenced for pool in stats.cache.pools):
             found.append("blocks are referenced, and no request runs")
+        if self.engine._tiers._collector._progress:
+            found.append(f"{len(self.engine._tiers._collector._progress)} requests are remembered that are over")
         if link.stores.stored != sum(measured.stats.stored for measured in link.tiers) - self.stored_before:
             found.append("engine and tiers count stored blocks differently")
         half = self.looks[len(self.looks) // 2 :]
@@ -190,8 +192,10 @@ def main() -> int:
         tiers: list[KeyedTier] = [DiskTier(folder, options.blocks * 8192)]
         tiers += [open_tier(options.remote)] if options.remote else []
         fill(tiers[0], options.blocks)
-        sizes = dict(block_size=BLOCK_SIZE, kv_blocks=options.blocks)
-        with Engine(model, **sizes) as plain, Engine(model, tiers=tiers, **sizes) as engine:
+        with (
+            Engine(model, block_size=BLOCK_SIZE, kv_blocks=128) as plain,  # whose memory is all in use soon
+            Engine(model, block_size=BLOCK_SIZE, kv_blocks=options.blocks, tiers=tiers) as engine,
+        ):
             soak = Soak(engine, plain, options.seed)
             with progress_bar("requests", requests) as advance:
                 soak.run(requests, advance)
