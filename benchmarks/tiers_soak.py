@@ -43,6 +43,7 @@ PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 SECONDS = 300.0  # until an answer that does not come is a failure
 MOST_GROWTH = 0.02  # of the memory at the beginning of the second hour
 VOCABULARY = 160
+TABLE_LIMIT = 16_384  # keys that the engine remembers, of 65,536: so many come within the first hour
 VALUE_BYTES = 4096  # of the model below
 
 
@@ -100,6 +101,9 @@ class Soak:
         self.plain = plain
         assert engine._tiers is not None  # a model so small computes faster than anything loads: never measured, it is loaded
         engine._tiers._decider.observe_prompt = lambda num_tokens, seconds: None  # type: ignore[method-assign]
+        engine._tiers._collector.lineage._limit = TABLE_LIMIT
+        for watched in engine._tiers._watched:
+            watched.known._limit = TABLE_LIMIT
         self.stored_before = sum(measured.stats.stored for measured in engine._tiers.stats().tiers)
         self.traffic = Traffic(seed)
         self.looks: list[Look] = []
