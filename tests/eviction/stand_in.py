@@ -15,4 +15,8 @@ class StandInRun:
     hits: int = 0
     priority: int = 35
     fingerprint: int = 0
+    turn: int = 0
+    fan_out: int = 0
+    last_access_at: float = 0.0
+    parent: Any = None
     entry: Any = None

@@ -8,10 +8,11 @@ from stand_in import StandInRun
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.eviction import AdaptivePolicy, make_policy
-from kvpool.eviction.experience import BIN_OF_AGE, NUM_KINDS, Experience
+from kvpool.eviction.experience import BIN_OF_AGE, LOWEST, NUM_KINDS, Experience, as_shared, kind_of
 from kvpool.eviction.hazard import MOST_NEWCOMERS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.replay.simulation.bounds import run_model
+from managers import make_manager
 
 
 def scan_and_chat(num_rounds: int = 150) -> Trace:
@@ -25,6 +26,29 @@ def scan_and_chat(num_rounds: int = 150) -> Trace:
             document = [next(fresh) for _ in range(24)]
             builder.add(number * 1000.0, document, 16 * len(document), 0)
     return builder.build()
+
+
+def chats_and_strays(num_rounds: int = 400) -> Trace:
+    """Questions that nobody follows up beside chats whose second turn always comes: only the turn tells them apart."""
+    builder = TraceBuilder("chats and strays", unit=16)
+    fresh = iter(range(1000, 10**7))
+    system, waiting = [1, 2, 3, 4], []
+    for number in range(num_rounds):
+        begun = [*system, *(next(fresh) for _ in range(4))]
+        waiting.append([*begun, *(next(fresh) for _ in range(4))])
+        strays = [[*system, *(next(fresh) for _ in range(8))] for _ in range(3)]
+        goes_on = [waiting[-2], [*waiting.pop(0), next(fresh)]] if len(waiting) > 12 else []
+        for prompt in [begun, *strays, *goes_on]:
+            builder.add(number * 1000.0, prompt, 16 * len(prompt), 0)
+    return builder.build()
+
+
+def kind(run: StandInRun) -> int:
+    """The kind that a policy without experience gives a run."""
+    policy = AdaptivePolicy()
+    policy.add(run)
+    policy.victim()
+    return int(run.entry.cohort % NUM_KINDS)
 
 
 def test_given_the_name_then_it_is_made() -> None:
@@ -100,6 +124,77 @@ def test_given_a_newcomer_that_is_hit_then_it_counts_as_new_when_it_came_and_as_
         each._learned.digest(1)
     assert policy._learned._hits.tolist() == other._learned._hits.tolist()
     assert policy._learned._hits.sum() > 0
+
+
+def test_a_run_is_of_the_kind_of_the_request_that_published_it() -> None:
+    first = kind(StandInRun(num_blocks=8, fingerprint=1))
+    second = kind(StandInRun(num_blocks=8, start=8, turn=1, fan_out=1, fingerprint=1))
+    branch = kind(StandInRun(num_blocks=8, start=8, fan_out=5, fingerprint=1))
+    longer = kind(StandInRun(num_blocks=16, fingerprint=1))
+    assert len({first, second, branch, longer}) == 4
+    assert kind(StandInRun(num_blocks=9, fingerprint=1)) == first  # powers of two
+
+
+def test_a_run_of_the_lowest_priority_is_a_kind_of_its_own() -> None:
+    assert kind(StandInRun(num_blocks=8, priority=0, fingerprint=1)) == LOWEST
+    assert kind(StandInRun(num_blocks=1, start=8, turn=3, priority=0, fingerprint=1)) == LOWEST
+
+
+def test_when_what_had_left_comes_back_then_its_turn_is_counted_on() -> None:
+    policy = AdaptivePolicy()
+    left = StandInRun(num_blocks=8, turn=2, fingerprint=7, last_access=1)
+    policy.add(left)
+    assert policy.victim() is left
+    policy.evicted(left)
+    policy.remove(left)
+    back = StandInRun(num_blocks=11, fingerprint=7, last_access=2)
+    policy.add(back)
+    assert policy.victim() is back
+    assert (back.turn, back.fan_out) == (3, 1)
+    assert back.entry.cohort % NUM_KINDS == kind_of(num_known=8, fan_out=1, turn=3, num_new=3)
+
+
+def test_what_a_run_shares_is_judged_by_the_request_that_shared_it_last() -> None:
+    policy = AdaptivePolicy()
+    shared = StandInRun(num_blocks=8, hits=1, fingerprint=1, last_access=5)
+    new = StandInRun(num_blocks=4, start=8, turn=1, fan_out=1, fingerprint=2, last_access=5)
+    new.parent = shared
+    policy.add(new)
+    assert policy.victim() is new
+    policy.evicted(new)
+    policy.remove(new)
+    policy.add(shared)
+    assert shared.entry.cohort % NUM_KINDS == as_shared(kind_of(num_known=8, fan_out=1, turn=1, num_new=4))
+
+
+def test_given_a_clock_then_time_in_which_nothing_is_inserted_makes_runs_older() -> None:
+    def age_after(pause: float) -> int:
+        policy = AdaptivePolicy()
+        for tick in range(200):
+            policy.add(StandInRun(last_access=tick, last_access_at=float(tick), fingerprint=tick))
+        policy.add(StandInRun(last_access=200, last_access_at=200.0 + pause, fingerprint=200))
+        policy.victim()
+        return policy._epoch
+
+    assert age_after(1000.0) > age_after(0.0) + 32
+
+
+def test_given_a_clock_that_stands_still_then_inserted_blocks_are_the_time() -> None:
+    policy = AdaptivePolicy()
+    for tick in range(200):
+        policy.add(StandInRun(last_access=tick, fingerprint=tick))
+    policy.victim()
+    assert policy._epoch > 32
+
+
+def test_given_chats_that_go_on_then_they_are_kept_over_questions_that_nobody_follows_up() -> None:
+    trace = chats_and_strays()
+    lru, adaptive, best = (
+        result.hit_blocks
+        for result in (replay(trace, ReplayConfig("lru", 160)), replay(trace, ReplayConfig("adaptive", 160)),
+                       run_model(trace, "optimum", 160))
+    )  # fmt: skip
+    assert adaptive - lru > 0.8 * (best - lru)
 
 
 def test_given_many_newcomers_then_only_so_many_wait() -> None:
@@ -196,3 +291,22 @@ def test_runs_that_come_back_at_once_or_hardly_ever_have_a_value_at_every_age() 
     assert all(0.0 < value <= 0.9 + 1e-9 for value in values)
     late = values[BIN_OF_AGE[128]]
     assert late < 0.01 < 0.5 < values[0]  # though almost nothing of it is left by then
+
+
+def test_runs_know_the_turn_of_their_request_and_how_many_went_on_from_the_same_place() -> None:
+    manager = make_manager(gpu_blocks=64)
+
+    def serve(prompt: list[int]) -> tuple[int, int]:
+        handle = manager.allocate(len(prompt), prompt)
+        manager.commit(handle)
+        node = manager._state.rows.tips[handle.row]
+        manager.free(handle)
+        return node.turn, node.fan_out
+
+    chat = list(range(12))
+    assert serve(chat) == (0, 0)
+    for turn in (1, 2, 3):
+        chat += range(100 * turn, 100 * turn + 8)
+        assert serve(chat) == (turn, 1)
+    others = [serve([*range(12), *range(1000 * other, 1000 * other + 8)]) for other in (1, 2)]
+    assert others == [(0, 4), (0, 5)]  # three turns of the chat had passed there

@@ -15,15 +15,30 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 MAX_AGE: Final = 256  # epochs; older runs are worth as much as this old ones and are not followed
-_DEPTHS, _SIZES, _REUSES = 6, 5, 2
-NUM_KINDS = _DEPTHS * _SIZES * _REUSES
+_FANS, _TURNS, _SIZES = 4, 4, 11
+_KINDS_PER_FAN = _TURNS * _SIZES
+_SHARED: Final = _FANS * _KINDS_PER_FAN  # the first kind of what a request shares with others
+LOWEST: Final = 2 * _SHARED  # the kind of what has the lowest priority, whoever published it
+NUM_KINDS = LOWEST + 1
+_HOT: Final = (_SHARED // _KINDS_PER_FAN, _SHARED // _KINDS_PER_FAN + _FANS - 1)  # first or much shared: it comes again
 _HISTORY = 0.999  # weight of what was counted an epoch ago
-_KIND_PRIOR = 1.0  # exposure, in caches x epochs, that a kind borrows from all kinds together
-_PRIOR = 4.0  # the same, that all kinds borrow from the assumption that reuse gets rarer with age
+_KIND_PRIOR = 1.0  # exposure, in caches x epochs, that a kind borrows from those with the same fan-out
+_PRIOR = 4.0  # the same, that a family of kinds borrows from the assumption that reuse gets rarer with age
 
-# The parts of a kind that follow from the bits of a run's depth and of its length, both in blocks: powers of four.
-DEPTH_PART = [min((bits + 1) // 2, _DEPTHS - 1) * _SIZES * _REUSES for bits in range(65)]
-SIZE_PART = [min(max(bits - 1, 0) // 2, _SIZES - 1) * _REUSES for bits in range(65)]
+
+def kind_of(num_known: int, fan_out: int, turn: int, num_new: int) -> int:
+    """The kind of what a request adds: `num_new` blocks behind `num_known` that had been there before.
+
+    Kinds are told apart by how many requests had gone on from the same place (none could, nobody else, few, many), by the
+    turn, and by how much is new, in powers of two. `as_shared` is the kind of the blocks before it.
+    """
+    fan = 0 if num_known <= 1 else 1 if fan_out <= 1 else 2 if fan_out <= 3 else 3
+    return (fan * _TURNS + min(turn, _TURNS - 1)) * _SIZES + min(num_new.bit_length(), _SIZES - 1)
+
+
+def as_shared(kind: int) -> int:
+    """The kind of what a request shares with those before it, by the kind of what it adds."""
+    return kind if kind >= _SHARED else kind + _SHARED
 
 
 def _age_bins() -> tuple[list[int], list[int]]:
@@ -106,19 +121,48 @@ class Experience:
 
     def values(self, capacity: int) -> list[list[float]]:
         """For every kind and age bin: the most hits per block and epoch that keeping a run for some time can bring."""
-        used = len(self._rows)
-        hits, exposure = self._hits[:used], self._exposure[:used]
-        all_hits, all_exposure = np.add.reduce(hits), np.add.reduce(exposure)
-        usual = (np.add.reduce(all_hits) + 1.0) / (np.add.reduce(all_exposure) + 100.0)
-        prior, kind_prior = _PRIOR * capacity, _KIND_PRIOR * capacity
-        hazard = np.empty((used + 1, _BINS))
-        overall = np.divide(all_hits + prior * usual * _FALLING, all_exposure + prior, out=hazard[-1])
-        np.divide(hits + kind_prior * overall, exposure + kind_prior, out=hazard[:-1])
-        *best, unseen = _best_rates(hazard)
+        kinds = np.array(list(self._rows), np.int64)
+        hits, exposure = self._hits[: len(kinds)], self._exposure[: len(kinds)]
+        usual = (hits.sum() + 1.0) / (exposure.sum() + 100.0)
+        fans = kinds // _KINDS_PER_FAN
+        is_hot = np.isin(fans, _HOT)
+        shapes = [_shape(hits[of_family], exposure[of_family], usual, capacity) for of_family in (~is_hot, is_hot)]
+        hazard = np.array(shapes)[is_hot.astype(np.int64)]
+        hazard *= _factors(hits.sum(axis=1), (exposure * hazard).sum(axis=1), fans, _KIND_PRIOR * capacity * usual)[:, None]
+        *best, unseen = _best_rates(np.vstack([hazard, shapes[0]]))
         values = [unseen] * NUM_KINDS  # kinds of which nothing is known are all alike
         for kind, rates in zip(self._rows, best, strict=True):
             values[kind] = rates
         return values
+
+
+def _shape(hits: Floats, exposure: Floats, usual: float, capacity: int) -> Floats:
+    """The hazard by age that all kinds of a family have in common: it rises to one age and falls behind it."""
+    prior = _PRIOR * capacity
+    reused = hits.sum(axis=0) + prior * usual * _FALLING
+    exposed = exposure.sum(axis=0) + prior
+    peak = int((reused / exposed).argmax())
+    rising = _falling_rates(reused[:peak][::-1], exposed[:peak][::-1])[::-1]
+    return np.array(rising + _falling_rates(reused[peak:], exposed[peak:]))
+
+
+def _falling_rates(reused: Floats, exposed: Floats) -> list[float]:
+    """Rates that never rise, nearest to `reused / exposed`: neighbours that rise are put together."""
+    groups: list[tuple[float, float, int]] = []
+    for hits, time in zip(reused.tolist(), exposed.tolist(), strict=True):
+        bins = 1
+        while groups and hits * groups[-1][1] > groups[-1][0] * time:
+            more_hits, more_time, more_bins = groups.pop()
+            hits, time, bins = hits + more_hits, time + more_time, bins + more_bins
+        groups.append((hits, time, bins))
+    return [hits / time for hits, time, bins in groups for _ in range(bins)]
+
+
+def _factors(seen: Floats, expected: Floats, fans: npt.NDArray[np.int64], few: float) -> Floats:
+    """How much more often kinds are reused than their family; a kind of which little was seen takes after its fan-out."""
+    seen_by_fan, expected_by_fan = np.bincount(fans, seen) + few, np.bincount(fans, expected) + few
+    factors: Floats = (seen + few * (seen_by_fan / expected_by_fan)[fans]) / (expected + few)
+    return factors
 
 
 def _best_rates(hazard: Floats) -> list[list[float]]:

@@ -1,11 +1,12 @@
 """The adaptive policy: learns when runs like this one are reused, and evicts what earns the least for its place.
 
 Reuse of a prompt depends on its age in a way that differs by kind: the next turn of a chat comes after a while or never, a
-system prompt comes again and again. For each kind of run the policy counts reuses and exposure by age, also of runs that
+system prompt comes again and again. What tells kinds apart is the request, not the run: its turn, how many others had gone
+on from the same place, how much it added. For each kind the policy counts reuses and exposure by age, also of runs that
 have left (ghosts), and derives from them the best rate of hits per block and time that keeping a run can still achieve
 (its Gittins index, see `experience`). The candidate with the smallest index is the victim, unless the oldest one is hardly
-worth more. Age is counted in blocks inserted since the last use, in units of the cache: under load it runs faster, and no
-clock is needed. How it was found, and what it gains and loses, is in docs/decisions/0005-eviction-policy.md.
+worth more. Age is time on the manager's clock, in units that follow how fast the cache turns over. How it was found, and
+what it gains and loses, is in docs/decisions/0005-eviction-policy.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from heapq import heapify, heappop, heappush
 from typing import Any, ClassVar, Final
 
 from kvpool.compiling import mypyc_attr
-from kvpool.eviction.experience import BIN_OF_AGE, DEPTH_PART, MAX_AGE, NUM_KINDS, SIZE_PART, Experience
+from kvpool.eviction.experience import BIN_OF_AGE, LOWEST, MAX_AGE, NUM_KINDS, Experience, as_shared, kind_of
 from kvpool.eviction.policy import EvictionPolicy
 from kvpool.eviction.queues import BLOCKS, KEY, RUN, START, Item, RunQueue
 from kvpool.eviction.run import Run
@@ -56,16 +57,19 @@ class _Record:
         self.trimmed = trimmed  # blocks that it has lost since its last use
 
 
-_MOST_BLOCKS: Final = 2**32  # a ghost is one number, cohort * this + blocks: tuples would call the collector
+# A ghost is one number, made of its cohort, blocks, turn and uses: tuples would call the collector.
+_MOST_BLOCKS: Final = 2**24
+_MOST_TURNS: Final = 4
+_MOST_USES: Final = 8
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
 class AdaptivePolicy(EvictionPolicy):
     """Evicts the candidate whose kind and age promise the fewest hits per block and time; retention priorities come first.
 
-    Kinds are told apart by how deep a run starts, how long it is and whether it was reused: powers of four, so that they
-    mean the same for any block size. With nothing learned the order is that of LRU. Runs that are inserted while nobody
-    asks for a victim only wait in a list, so a cache that fills costs nothing more than with LRU.
+    Kinds are told apart by the request that published a run or shared it last (`kind_of`). With nothing learned the order
+    is that of LRU. Runs that are inserted while nobody asks for a victim only wait in a list, so a cache that fills costs
+    nothing more than with LRU.
     """
 
     name: ClassVar[str] = "adaptive"
@@ -91,6 +95,9 @@ class AdaptivePolicy(EvictionPolicy):
         self._epoch_ticks = [0]  # the first tick of each epoch, the current one last
         self._newest = 0
         self._inserted = 0  # blocks since the epoch began
+        self._turned_over = 0  # blocks inserted since the cache last turned over
+        self._turnover_at = self._epoch_at = 0.0  # when that was, and when the epoch began
+        self._step = 0.0  # seconds of an epoch; 0 while they are not known
         self._num_met = 0  # runs inserted since values were worked out
         self._learned = Experience()
         self._values = self._learned.values(self._capacity)
@@ -99,6 +106,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._leaders: dict[int, int] = {}  # fingerprint of a ghost -> of the run before it, if there was one
         self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
         self._ghost_blocks = 0
+        self._last_left = 0, -1, 0  # fingerprint of the run before the one that left last, its tick, its kind when shared
 
     # --- candidates --------------------------------------------------------------------------------------------------
 
@@ -146,6 +154,10 @@ class AdaptivePolicy(EvictionPolicy):
         self._len -= 1
         self._num_blocks -= blocks
         self._bury(run, record.cohort, blocks + record.trimmed)
+        kind = record.cohort % NUM_KINDS
+        above = getattr(run, "parent", None)
+        if above is not None and kind != LOWEST:
+            self._last_left = above.fingerprint, run.last_access, as_shared(kind)
 
     def victim(self) -> Run:
         if self._newcomers:
@@ -176,12 +188,22 @@ class AdaptivePolicy(EvictionPolicy):
         for run in newcomers:
             self._meet(run, 0)
 
-    def _cohort(self, run: Run, hits: int) -> int:
+    def _cohort(self, run: Run, hits: int, num_known: int = 0) -> int:
         tick, epoch = run.last_access, self._epoch
         if tick < self._epoch_ticks[-1]:  # the oldest epoch that is told apart, at least
             epoch -= len(self._epoch_ticks) - max(1, bisect_right(self._epoch_ticks, tick))
-        kind = DEPTH_PART[run.start.bit_length()] + SIZE_PART[run.num_blocks.bit_length()] + (hits > 0)
-        return epoch * NUM_KINDS + kind
+        return epoch * NUM_KINDS + self._kind(run, hits, num_known)
+
+    def _kind(self, run: Run, hits: int, num_known: int) -> int:
+        """The kind of a run: by the request that published it, or the last one that shared it."""
+        if not run.priority:
+            return LOWEST
+        if not hits:
+            return kind_of(run.start + num_known, run.fan_out, run.turn, run.num_blocks - num_known)
+        fingerprint, tick, kind = self._last_left
+        if fingerprint == run.fingerprint and tick == run.last_access:
+            return kind
+        return as_shared(kind_of(run.start + run.num_blocks, hits, run.turn + 1 if hits <= 1 else 0, 0))
 
     def _put_in(self, run: Run, hits: int, cohort: int, trimmed: int) -> None:
         cell = self._cells.get((run.priority, cohort))
@@ -257,25 +279,44 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _meet(self, run: Run, hits: int) -> None:
         """A run that is new here: it was computed, perhaps not for the first time."""
-        fingerprint, tick = run.fingerprint, run.last_access
+        fingerprint, tick, num_known = run.fingerprint, run.last_access, 0
         if fingerprint in self._ghosts:
-            self._count_ghosts(fingerprint, run.num_blocks)
+            num_known, turn, num_uses = self._count_ghosts(fingerprint, run.num_blocks)
+            run.turn, run.fan_out = turn + 1 if num_uses <= 1 else 0, num_uses  # as if its beginning had stayed
         if tick > self._newest:
             self._newest = tick
         if not hits:
             self._num_met += 1
-            self._inserted += run.num_blocks
-            if self._inserted * EPOCHS_PER_CACHE >= self._capacity:
-                self._next_epoch()
-        self._put_in(run, hits, self._cohort(run, hits), 0)
+            self._advance(run.num_blocks, run.last_access_at)
+        self._put_in(run, hits, self._cohort(run, hits, num_known), 0)
 
-    def _next_epoch(self) -> None:
-        """Time goes on. What follows from it is worked out for the next victim, or when much has come together."""
+    def _advance(self, num_inserted: int, now: float) -> None:
+        """Time goes on: by the clock, in steps of which there lately were `EPOCHS_PER_CACHE` while the cache turned over.
+
+        Where the clock stands still, inserted blocks are the time.
+        """
+        self._inserted += num_inserted
+        self._turned_over += num_inserted
+        if self._turned_over >= self._capacity:
+            step = (now - self._turnover_at) / EPOCHS_PER_CACHE
+            self._step = (self._step + step) / 2 if self._step else step
+            self._turned_over, self._turnover_at = 0, now
+        if self._step > 0:
+            num_epochs = int((now - self._epoch_at) / self._step)
+            if num_epochs > 0:
+                self._pass(num_epochs)
+                self._epoch_at += num_epochs * self._step
+        elif self._inserted * EPOCHS_PER_CACHE >= self._capacity:
+            self._pass(1)
+            self._epoch_at = now
+
+    def _pass(self, num_epochs: int) -> None:
+        """Epochs go by. What follows from it is worked out for the next victim, or when much has come together."""
         self._learned.follow(self._epoch, self._changes)
         self._changes.clear()
         self._inserted = 0
-        self._epoch += 1
-        self._epoch_ticks.append(self._newest)
+        self._epoch += num_epochs
+        self._epoch_ticks += [self._newest] * min(num_epochs, MAX_AGE)
         del self._epoch_ticks[:-MAX_AGE]
         self._is_ordered = False
         if self._epoch - self._learned.epoch >= _MOST_EPOCHS:
@@ -296,7 +337,8 @@ class AdaptivePolicy(EvictionPolicy):
         fingerprint = run.fingerprint
         if fingerprint in self._ghosts:
             self._forget(fingerprint)
-        self._ghosts[fingerprint] = cohort * _MOST_BLOCKS + blocks
+        followed = min(run.turn, _MOST_TURNS - 1) * _MOST_USES + min(run.hits + 1, _MOST_USES - 1)
+        self._ghosts[fingerprint] = (cohort * _MOST_BLOCKS + blocks) * (_MOST_TURNS * _MOST_USES) + followed
         above = getattr(run, "parent", None) if run.start else None
         if above is not None:
             self._leaders[fingerprint] = leader = above.fingerprint
@@ -305,23 +347,30 @@ class AdaptivePolicy(EvictionPolicy):
         while self._ghost_blocks > GHOSTS_PER_CACHE * self._capacity:
             self._forget(next(iter(self._ghosts)))
 
-    def _forget(self, fingerprint: int) -> tuple[int, int]:
-        """Follows a ghost no longer; returns its cohort and blocks."""
-        cohort, blocks = divmod(self._ghosts.pop(fingerprint), _MOST_BLOCKS)
+    def _forget(self, fingerprint: int) -> tuple[int, int, int, int]:
+        """Follows a ghost no longer; returns its cohort, blocks, turn and uses."""
+        content, followed = divmod(self._ghosts.pop(fingerprint), _MOST_TURNS * _MOST_USES)
+        cohort, blocks = divmod(content, _MOST_BLOCKS)
         leader = self._leaders.pop(fingerprint, None)
         if leader is not None and self._followers.get(leader) == fingerprint:
             del self._followers[leader]
         self._ghost_blocks -= blocks
         self._changes[cohort] -= blocks
-        return cohort, blocks
+        turn, num_uses = divmod(followed, _MOST_USES)
+        return cohort, blocks, turn, num_uses
 
-    def _count_ghosts(self, fingerprint: int | None, num_blocks: int) -> None:
-        """Content that had left was computed again: its ghost, and those that followed it, as far as it reaches."""
-        while num_blocks > 0 and fingerprint is not None and fingerprint in self._ghosts:
-            cohort, blocks = self._forget(fingerprint)
-            self._learned.count(cohort, self._epoch, min(blocks, num_blocks))
-            num_blocks -= blocks
+    def _count_ghosts(self, fingerprint: int | None, num_blocks: int) -> tuple[int, int, int]:
+        """Content that had left was computed again: its ghost, and those that followed it, as far as it reaches.
+
+        Returns how many blocks that were, the turn of the last ghost, and how many requests had used it.
+        """
+        left, turn, num_uses = num_blocks, 0, 0
+        while left > 0 and fingerprint is not None and fingerprint in self._ghosts:
+            cohort, blocks, turn, num_uses = self._forget(fingerprint)
+            self._learned.count(cohort, self._epoch, min(blocks, left))
+            left -= blocks
             fingerprint = self._followers.get(fingerprint)
+        return num_blocks - max(0, left), turn, num_uses
 
 
 _NO_CELL = _Cell(0)

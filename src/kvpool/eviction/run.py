@@ -12,9 +12,11 @@ class Key(Protocol):
 
 
 class Run(Protocol):
-    """A cached run of blocks as policies see it. Policies read these attributes and write only `entry`."""
+    """A cached run of blocks as policies see it. Policies read these attributes and write only the first three."""
 
     entry: Any  # belongs to the policy that holds the run; None at first
+    turn: int  # requests that went the same way alone before the one which published it: its place in a conversation
+    fan_out: int  # requests that had reused the run before it by then, that one included
 
     @property
     def num_blocks(self) -> int: ...
@@ -30,6 +32,10 @@ class Run(Protocol):
     @property
     def last_access(self) -> int:
         """Logical tick of the last use; never newer than the parent's."""
+
+    @property
+    def last_access_at(self) -> float:
+        """Time of the last use, in seconds of the manager's clock."""
 
     @property
     def hits(self) -> int:

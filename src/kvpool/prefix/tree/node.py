@@ -21,6 +21,9 @@ NEVER = float("inf")  # the deadline of what has none
 class Node:
     """`num_blocks` full blocks of tokens that follow `parent`, all on one tier.
 
+    `turn` and `fan_out` say where the request stood that published it: how many before it went the same way alone, and how
+    many had reused the parent by then, itself included.
+
     `active` counts the sequences whose deepest node this is plus the children that are active, so a node is unreferenced
     exactly when `active` is 0, and holding a path costs one step per node that was idle. `pins` counts in the same way.
 
@@ -42,6 +45,7 @@ class Node:
         "digests",
         "entry",
         "expires_at",
+        "fan_out",
         "fingerprint",
         "hits",
         "ids",
@@ -65,6 +69,7 @@ class Node:
         "tier",
         "tokens",
         "ttl",
+        "turn",
     )
 
     parent: Node
@@ -80,6 +85,8 @@ class Node:
     entry: Any
     detached: bool
     fingerprint: int
+    turn: int
+    fan_out: int
 
     def __init__(self, parent: Node, key: bytes, start: int, created: int, now: float) -> None:
         self.parent = parent
@@ -101,6 +108,8 @@ class Node:
         self.created_at = now
         self.last_access_at = now
         self.hits = 0
+        self.fan_out = parent.hits
+        self.turn = parent.turn + 1 if start > 1 and parent.hits <= 1 else 0
         self.priority = DEFAULT_PRIORITY
         self.priority_until = NEVER
         self.published_by = 0
@@ -173,6 +182,7 @@ class Root(Node):
     def __init__(self, scope: ReuseScope, policies: list[EvictionPolicy], quota: Any) -> None:
         self.fingerprint = hash(scope)
         self.detached = False
+        self.hits = self.turn = 0
         self.root = self
         super().__init__(self, b"", 0, 0, 0.0)
         self.fingerprint = hash(scope)
