@@ -22,7 +22,7 @@ LOWEST: Final = 2 * _SHARED  # the kind of what has the lowest priority, whoever
 NUM_KINDS = LOWEST + 1
 _HOT: Final = (_SHARED // _KINDS_PER_FAN, _SHARED // _KINDS_PER_FAN + _FANS - 1)  # first or much shared: it comes again
 _HISTORY = 0.999  # weight of what was counted an epoch ago
-_KIND_PRIOR = 1.0  # exposure, in caches x epochs, that a kind borrows from those with the same fan-out
+_KIND_PRIOR = 2.0  # exposure, in caches x epochs, that a kind borrows from those with the same fan-out
 _PRIOR = 4.0  # the same, that a family of kinds borrows from the assumption that reuse gets rarer with age
 
 
