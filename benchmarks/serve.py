@@ -1,0 +1,92 @@
+"""What the server adds to the engine: CPU time a token over HTTP, tokens a second of a core, and a soak with bad clients.
+
+    python benchmarks/serve.py [--json FILE] [--check] [--quick] [--only WORD]
+
+The server runs in this process, its clients (`kvpool bench serve`) in others; CPU time is that of the server's process, so
+that a busy machine does not change it much. "overhead" is what a load of streams costs over HTTP more than the same prompts
+cost the engine by itself, in percent: HTTP, JSON, templates, tokens of prompts and events. "tokens a second" is how many
+streamed tokens one core's second of CPU time brings, with a model so small that the rest counts. The soak mixes streams with
+clients that leave and requests that are nonsense or too large: nothing but the intended may come, and no block may stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+import harness
+import kvpool
+from cases.serve_runs import Load, Server, Soaked, soak
+from harness import Case, Runner
+
+TINY: dict[str, Any] = {
+    "model_type": "llama", "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+}  # fmt: skip
+SMALL = TINY | {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6}
+SMALL |= {"num_attention_heads": 6, "num_key_value_heads": 6}
+
+
+def overhead(model: Any, load: Load) -> Runner:
+    """Percent of CPU time that HTTP adds to the engine's."""
+    torch.set_num_threads(1)
+    server = Server(model, load.streams)
+    server.generated(load)  # what is made on first use
+
+    def repeat() -> list[float]:
+        own = server.generated(load)
+        over_http, _ = server.answered(load)
+        return [100 * (over_http / own - 1)]
+
+    return repeat
+
+
+def tokens_per_second(model: Any, load: Load) -> Runner:
+    """Streamed tokens for each second of CPU time of the server's process."""
+    torch.set_num_threads(1)
+    server = Server(model, load.streams)
+    server.generated(load)
+
+    def repeat() -> list[float]:
+        seconds, told = server.answered(load)
+        return [told["output_tokens"] / seconds]
+
+    return repeat
+
+
+@cache
+def soaked(num_clients: int, seconds: float) -> Soaked:
+    """One soak, of which both cases tell."""
+    torch.set_num_threads(1)
+    return soak(Server(TINY, 64), num_clients, seconds)
+
+
+def cases(quick: bool) -> list[Case]:
+    """All cases, in the order of the table."""
+    few, clients, seconds = (8, 32, 2.0) if quick else (64, 200, 60.0)
+    smol = partial(overhead, None, Load(32, 60, 16))
+    small = partial(overhead, SMALL, Load(32, 60, few))
+    tiny = partial(tokens_per_second, TINY, Load(64, 20, 4 * few))
+
+    def soaking(figure: Callable[[Soaked], float]) -> Callable[[], Runner]:
+        return lambda: lambda: [figure(soaked(clients, seconds))]
+
+    once: dict[str, Any] = dict(repeats=1, quick_repeats=1, warmups=0)
+    unintended, health = soaking(lambda found: float(found.unintended)), soaking(lambda found: found.health_ms)
+    return [
+        Case("overhead, SmolLM2-135M, 32 streams", "%", "lower", smol, (10.0,), repeats=3, quick_repeats=1, warmups=0),
+        Case("overhead, 6-layer Llama, 32 streams", "%", "lower", small, repeats=3),
+        Case("tokens a second, tiny Llama, 64 streams", "/s", "higher", tiny, (3000.0,), repeats=3),
+        Case(f"soak, {clients} clients, unintended", "", "lower", unintended, (0.0,), **once),
+        Case(f"soak, {clients} clients, p99 of /health", "ms", "lower", health, (100.0,), **once),
+    ]
+
+
+if __name__ == "__main__":
+    options = harness.argument_parser(__doc__.splitlines()[0]).parse_args()
+    versions = {"kvpool": getattr(kvpool, "__version__", "from source")}
+    sys.exit(harness.main(cases(options.quick), [], options, versions))
