@@ -102,7 +102,7 @@ def test_given_nothing_happened_when_a_frame_is_made_then_it_brings_nothing() ->
     sampler = Sampler(manager)
     old, new = sampler.look(), sampler.look()
     told = sent(old, new)
-    assert set(told) == {"number", "after", "now", "lock_us", "pools"}
+    assert set(told) == {"number", "after", "now", "look_us", "pools"}
     assert all("spans" not in pool for pool in told["pools"])  # type: ignore[attr-defined]
 
 

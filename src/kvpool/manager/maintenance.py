@@ -340,10 +340,8 @@ class Maintenance(Facade):
             return picture(self._state)
 
     def runs_picture(self) -> RunsPicture:
-        """Every cached run as arrays, at one moment. Changes nothing; takes a few microseconds for each run."""
-        with self._guard.lock:
-            read = read_runs(self._state)
-        return runs_picture(read)
+        """Every cached run as arrays. Changes nothing; takes a few microseconds for each run, and lets others in between."""
+        return runs_picture(read_runs(self._state, self._guard.lock))
 
     def stats(self) -> CacheStats:
         """One consistent snapshot of everything counted."""

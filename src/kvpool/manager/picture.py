@@ -1,15 +1,17 @@
-"""The whole cache as arrays, at one moment: every block of every pool, every live sequence, every cached run.
+"""The whole cache as arrays: every block of every pool, every live sequence, every cached run.
 
-For those who look at all of it several times a second (the live view): blocks and sequences are a few operations on whole
-arrays, whatever the pool holds; runs cost one step of Python each and are asked for less often. Nothing is changed, nothing
-expires, and nobody is called back.
+For those who look at all of it several times a second (the live view). Blocks and sequences, at one moment, are a few
+operations on whole arrays; runs cost a step of Python each, so they are asked for less often and read in pieces. Nothing is
+changed, nothing expires, and nobody is called back.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable
+from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,8 @@ from kvpool.prefix.tree.node import Node
 from kvpool.scope import ReuseScope
 from kvpool.sequences.live.cache_state import CacheState
 from kvpool.sequences.live.handle import KVCacheHandle
+
+PIECE: Final = 256  # runs that are read while the lock is held
 
 _COUNTED = (
     *("requests", "allocation_failures", "extend_failures", "prompt_tokens", "partial_hit_tokens", "blocks_allocated"),
@@ -62,7 +66,7 @@ class SequencePicture(NamedTuple):
 
 
 class RunsPicture(NamedTuple):
-    """Every cached run, parents before children; `number` and `start` together name one as long as it lives."""
+    """Cached runs, parents before children; `number` and `start` together name one as long as it lives."""
 
     number: Int64Array  # of its insertion; both parts of a divided run keep it
     start: Int64Array  # depth of its first block in the prompt
@@ -151,7 +155,7 @@ def _pool(state: CacheState, pool: BlockPool, sequences: tuple[SequencePicture, 
 
 
 class ReadRuns(NamedTuple):
-    """The runs as they were read under the lock. What is left to do with them needs no lock."""
+    """The runs as they were read. What is left to do with them needs no lock."""
 
     nodes: list[tuple[Any, ...]]  # the fields of `_OF_NODE`
     parents: list[int]
@@ -167,35 +171,43 @@ _OF_NODE = attrgetter(
 )
 
 
-def read_runs(state: CacheState) -> ReadRuns:
-    """Every run that can be found. The caller holds the lock."""
+def read_runs(state: CacheState, lock: AbstractContextManager[Any]) -> ReadRuns:
+    """Every run that can be found, read in pieces, so that the lock is never held for long.
+
+    What is added, divided or taken out between two pieces may be missing; each run that is there is as it was at one moment.
+    """
     context = state.context
-    nodes: list[Node] = []
+    nodes: list[tuple[Any, ...]] = []
     parents: list[int] = []
     scope: list[int] = []
-    roots = list(state.cache.tree.roots.values())
-    for place, root in enumerate(roots):
-        first = len(nodes)
-        stack: list[tuple[Node, int]] = [(child, -1) for child in (root.children or {}).values()]
-        while stack:
-            node, parent = stack.pop()
-            if node.open_row >= 0:
-                context.sync(node)
-            parents.append(parent)
-            if node.children is not None:
-                mine = len(nodes)
-                stack.extend([(child, mine) for child in node.children.values()])
-            nodes.append(node)
-        scope.extend([place] * (len(nodes) - first))
+    ids: list[list[Int32Array]] = [[_NO_IDS] for _ in context.cached]
+    with lock:
+        roots = list(state.cache.tree.roots.values())
+        stack = [(child, -1, place) for place, root in enumerate(roots) for child in (root.children or {}).values()]
+    while stack:
+        with lock:
+            piece: list[Node] = []
+            while stack and len(piece) < PIECE:
+                node, parent, place = stack.pop()
+                if node.detached:  # since its parent was read
+                    continue
+                if node.open_row >= 0:
+                    context.sync(node)
+                if node.children is not None:
+                    mine = len(nodes) + len(piece)
+                    stack.extend([(child, mine, place) for child in node.children.values()])
+                parents.append(parent)
+                scope.append(place)
+                piece.append(node)
+            nodes.extend(map(_OF_NODE, piece))
+            if piece:
+                for group, parts in enumerate(ids):
+                    parts.append(np.concatenate([node.ids[group] for node in piece]))
+        time.sleep(0)  # whoever waits for the lock gets it
     return ReadRuns(
-        list(map(_OF_NODE, nodes)),
-        parents,
-        scope,
-        tuple(root.scope for root in roots),
-        tuple(np.concatenate([_NO_IDS, *[node.ids[group] for node in nodes]]) for group in range(len(context.cached))),
-        tuple(group.pool for group in context.cached),
-        tuple(group.slides for group in context.cached),
-    )
+        nodes, parents, scope, tuple(root.scope for root in roots), tuple(map(np.concatenate, ids)),
+        tuple(group.pool for group in context.cached), tuple(group.slides for group in context.cached),
+    )  # fmt: skip
 
 
 def runs_picture(read: ReadRuns) -> RunsPicture:

@@ -35,7 +35,7 @@ def frame(old: Look | None, new: Look) -> dict[str, Any]:
         "number": new.number,
         "after": None if old is None else old.number,
         "now": new.now,
-        "lock_us": round(new.lock_seconds * 1e6),
+        "look_us": round(new.seconds * 1e6),
         "pools": [_pool(before.get((pool.pool, pool.tier)), pool) for pool in new.pools],
     }
     if old is None or old.tenants != new.tenants:

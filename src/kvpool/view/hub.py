@@ -23,7 +23,7 @@ log = logging.getLogger("kvpool")
 MAX_PENDING = 8  # messages that a viewer has not read yet
 MAX_VIEWERS = 16
 _IDLE_SECONDS = 1.0  # at least so often something is sent, so that a page knows that it is connected
-_SHARE_OF_TIME = 0.05  # that looks, with what becomes of them, may take of the time
+_SHARE_OF_TIME = 0.1  # that looks, with what becomes of them, may take of one core
 
 
 class Viewer:
@@ -131,10 +131,10 @@ class Hub:
         try:
             sent = 0.0
             while True:
-                began = time.perf_counter()
+                began, used = time.perf_counter(), time.thread_time()
                 sent = self._step(sent)
-                ended = time.perf_counter()
-                pause = max(self._period - (ended - began), (ended - began) / _SHARE_OF_TIME - (ended - began))
+                used = time.thread_time() - used
+                pause = max(self._period, used / _SHARE_OF_TIME) - (time.perf_counter() - began)
                 with self._wake:
                     self._wake.wait_for(lambda: not self._viewers, pause)
                     if not self._viewers:

@@ -55,7 +55,7 @@ class Look(NamedTuple):
     counts: Mapping[str, int]
     events: tuple[Event, ...]
     num_events: int  # all since the look before; the last of them are in `events`
-    lock_seconds: float  # that this look held the manager's lock, or less
+    seconds: float  # that it took to read blocks and sequences, waiting for the manager included
     more: Mapping[str, Any]
 
 
@@ -66,8 +66,11 @@ class _Known:
     tenant: npt.NDArray[np.uint32]
     priority: npt.NDArray[np.uint8]
     touched: npt.NDArray[np.uint32]
-    is_pinned: npt.NDArray[np.bool_]
-    was_held: npt.NDArray[np.bool_]
+    is_pinned: npt.NDArray[np.bool_]  # with its run
+    was_pinned: npt.NDArray[np.bool_]  # with its run or by itself, at the last look
+    is_free: npt.NDArray[np.bool_]
+    num_holders: npt.NDArray[np.int32]
+    words: Words  # of the last look, as many as there were blocks
 
     @classmethod
     def of_size(cls, num_blocks: int) -> _Known:
@@ -77,6 +80,9 @@ class _Known:
             np.full(num_blocks, _TOUCHED_ZERO, np.uint32),
             np.zeros(num_blocks, np.bool_),
             np.zeros(num_blocks, np.bool_),
+            np.ones(num_blocks, np.bool_),
+            np.zeros(num_blocks, np.int32),
+            np.empty(0, np.uint64),
         )
 
 
@@ -118,7 +124,7 @@ class Sampler:
         picture = self.manager.picture()
         seconds = time.perf_counter() - began
         if began >= self._runs_due and picture.tick != self._runs_tick:
-            seconds += self._walk(picture.tick)
+            self._walk(picture.tick)
         pools = tuple(self._pool(pool, picture) for pool in picture.pools)
         events, num_events = self._events()
         return Look(
@@ -126,13 +132,13 @@ class Sampler:
             tuple(self._tenants), picture.counts, events, num_events, seconds, more or {},
         )  # fmt: skip
 
-    def _walk(self, tick: int) -> float:
-        """Reads the runs anew; returns how long that took."""
-        began = time.perf_counter()
+    def _walk(self, tick: int) -> None:
+        """Reads the runs anew."""
+        began = time.thread_time()
         runs = self.manager.runs_picture()
-        ended = time.perf_counter()
+        seconds = time.thread_time() - began
         self._runs, self._runs_number, self._runs_tick = runs, self._number, tick
-        self._runs_due = ended + max(self.runs_seconds, (ended - began) / SHARE_OF_TIME)
+        self._runs_due = time.perf_counter() + max(self.runs_seconds, seconds / SHARE_OF_TIME)
         tenants = np.array([self._tenant(scope.tenant) for scope in runs.scopes], np.uint32)[runs.scope]
         touched = self._tenths(runs.last_access_at)
         block_run = np.repeat(np.arange(len(runs.number)), runs.num_blocks)
@@ -145,7 +151,6 @@ class Sampler:
                 known.priority[at] = runs.priority[run]
                 known.touched[at] = touched[run]
                 known.is_pinned[at] = runs.is_pinned[run] if tier != Tier.GPU or not slides else False
-        return ended - began
 
     def _known_of(self, pool: int, tier: Tier, num_blocks: int) -> _Known:
         """What is known of a pool, for at least so many blocks; what is new has the usual values."""
@@ -154,32 +159,42 @@ class Sampler:
             grown = _Known.of_size(num_blocks)
             if known is not None:
                 for name, old in vars(known).items():
-                    getattr(grown, name)[: len(old)] = old
+                    if name != "words":
+                        getattr(grown, name)[: len(old)] = old
             known = self._known[pool, tier] = grown
         return known
 
     def _pool(self, pool: PoolPicture, picture: Picture) -> PoolLook:
-        size = pool.num_blocks
+        """The words of a pool: those of the look before, and new ones for the blocks that changed."""
+        size, now = pool.num_blocks, self._tenths(picture.now)
         known = self._known_of(pool.pool, pool.tier, size)
         is_held = pool.num_holders > 0
-        left = np.flatnonzero(known.was_held[:size] & ~is_held)
-        fresh = left[known.touched[left] < self._tenths(picture.now)] if self._runs_number != self._number else left[:0]
-        known.touched[fresh] = self._tenths(picture.now)
+        changed = (pool.num_holders != known.num_holders[:size]) | (pool.is_free != known.is_free[:size])
+        if self._runs_number != self._number:  # the walk did not see what became idle since the last look
+            left = np.flatnonzero((known.num_holders[:size] > 0) & ~is_held)
+            known.touched[left] = np.maximum(known.touched[left], now)
         held = np.flatnonzero(is_held)
         if len(held):
             names = [self._tenant(sequence.scope.tenant) for sequence in picture.sequences]
-            known.tenant[held] = np.array(names, np.uint32)[pool.holder[held]]
-        known.was_held[:size] = is_held
-        is_pinned = known.is_pinned[:size].copy()
-        if pool.tier == Tier.GPU:
-            for index, ids in picture.pinned_windows:
-                if index == pool.pool:
-                    is_pinned[ids] = True
+            tenants = np.array(names, np.uint32)[pool.holder[held]]
+            changed[held] |= tenants != known.tenant[held]
+            known.tenant[held] = tenants
+        known.num_holders[:size] = pool.num_holders
+        known.is_free[:size] = pool.is_free
         known.is_pinned[:size][pool.is_free] = False
-        state = np.where(is_pinned, PINNED, CACHED)
-        state[is_held] = REFERENCED
-        state[pool.is_free] = FREE
-        words = pack_words(state, pool.num_holders, known.priority[:size], known.tenant[:size], known.touched[:size])
+        is_pinned = known.is_pinned[:size]
+        if pool.tier == Tier.GPU and (kept := [ids for index, ids in picture.pinned_windows if index == pool.pool]):
+            is_pinned = is_pinned.copy()
+            is_pinned[kept[0]] = True
+        changed |= is_pinned != known.was_pinned[:size]
+        known.was_pinned[:size] = is_pinned
+        at = np.arange(size) if self._runs_number == self._number or len(known.words) != size else np.flatnonzero(changed)
+        state = np.where(is_pinned[at], PINNED, CACHED)
+        state[is_held[at]] = REFERENCED
+        state[pool.is_free[at]] = FREE
+        words = known.words.copy() if len(known.words) == size else np.zeros(size, np.uint64)
+        words[at] = pack_words(state, pool.num_holders[at], known.priority[at], known.tenant[at], known.touched[at])
+        known.words = words
         return PoolLook(pool.pool, pool.tier, pool.num_referenced, pool.num_cached, pool.num_pinned, words)
 
     def _events(self) -> tuple[tuple[Event, ...], int]:

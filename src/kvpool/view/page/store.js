@@ -56,7 +56,7 @@ export class Store {
     this.now = this.#rest(frame);
     const whole = snapshot || resized.length || this.seen % WHOLE_EVERY === 0;
     this.frames.push({
-      time: Date.now(), number: frame.number, now: frame.now, lock: frame.lock_us, changes, rest: this.now,
+      time: Date.now(), number: frame.number, now: frame.now, changes, rest: this.now,
       whole: whole ? this.#copy() : null,
     });
     this.seen++;
