@@ -41,7 +41,8 @@ class Chromium:
                 program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--mute-audio",
                 "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking", "--disable-extensions",
                 "--disable-component-update", "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}",
-                "about:blank",
+                "--disable-background-timer-throttling", "--disable-backgrounding-occluded-windows",
+                "--disable-renderer-backgrounding", "about:blank",
             ],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             preexec_fn=become, pass_fds=(3, 4),
@@ -102,6 +103,7 @@ class Chromium:
         page.ask("Runtime.enable")
         page.ask("Log.enable")
         page.resize(width, height, **options)
+        page.ask("Page.bringToFront")
         page.ask("Page.navigate", url=url)
         return page
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -133,7 +134,12 @@ def test_given_a_phone_when_the_page_is_opened_then_nothing_is_wider_than_it(bro
     page = browser.open(view.url, width=390, height=844, scale=2.0, mobile=True)
     page.until("kvpool.grids.size && kvpool.drawn.frames")
     assert page.value("document.documentElement.scrollWidth") == 390
-    assert page.value("document.querySelector('.pool canvas').getBoundingClientRect().right") <= 390
+    box = page.value("document.querySelector('.pool canvas').getBoundingClientRect().toJSON()")
+    assert 0 <= box["left"] < 40
+    assert 320 < box["right"] <= 390
+    edges = page.value("""[...document.querySelectorAll('main > section:not([hidden])')].map((card) => {
+        const { top, bottom } = card.getBoundingClientRect(); return [top, bottom]; })""")
+    assert all(above[1] <= below[0] for above, below in pairwise(edges)), "cards stand one below the other"
     assert page.problems() == []
     page.ask("Page.close")
 

@@ -72,7 +72,7 @@ def _sequences(
 ) -> dict[str, Any]:
     known = {sequence.serial: sequence for sequence in old[:MAX_SEQUENCES]}
     number = {tenant: place for place, tenant in enumerate(tenants)}
-    rows, tables = [], {}
+    rows, changed = [], []
     for one in new[:MAX_SEQUENCES]:
         rows.append(
             [
@@ -82,10 +82,19 @@ def _sequences(
         )  # fmt: skip
         before = known.get(one.serial)
         if before is None or not _same_tables(before, one):
-            tables[one.serial] = [
-                packed(id_spans(ids, np.array([len(ids)], np.int64)).pairs, "<i4") for ids in one.tables
-            ]
-    return {"sequences": rows, "num_sequences": len(new), "tables": tables}
+            changed.append(one)
+    return {"sequences": rows, "num_sequences": len(new), "tables": _tables(changed)}
+
+
+def _tables(sequences: list[SequencePicture]) -> dict[int, list[str]]:
+    """The block tables of sequences, one for each layer group, as spans."""
+    tables: dict[int, list[str]] = {one.serial: [] for one in sequences}
+    for of_group in zip(*(one.tables for one in sequences), strict=True):
+        spans = id_spans(np.concatenate(of_group), np.array([len(ids) for ids in of_group], np.int64))
+        ends = (2 * spans.at).tolist()
+        for place, one in enumerate(sequences):
+            tables[one.serial].append(packed(spans.pairs[ends[place] : ends[place + 1]], "<i4"))
+    return tables
 
 
 def _same_tables(one: SequencePicture, other: SequencePicture) -> bool:

@@ -25,6 +25,8 @@ MAX_VIEWERS = 16
 _IDLE_SECONDS = 1.0  # at least so often something is sent, so that a page knows that it is connected
 _SHARE_OF_TIME = 0.1  # that looks, with what becomes of them, may take of one core
 
+_LOOKS_IN_MEAN = 20
+
 
 class Viewer:
     """Somebody who watches. `wake` is called, from any thread, when there is something to read."""
@@ -129,12 +131,12 @@ class Hub:
     def _run(self) -> None:
         self.sampler.start()
         try:
-            sent = 0.0
+            sent = usual = 0.0
             while True:
                 began, used = time.perf_counter(), time.thread_time()
                 sent = self._step(sent)
-                used = time.thread_time() - used
-                pause = max(self._period, used / _SHARE_OF_TIME) - (time.perf_counter() - began)
+                usual += (time.thread_time() - used - usual) / _LOOKS_IN_MEAN
+                pause = max(self._period, usual / _SHARE_OF_TIME) - (time.perf_counter() - began)
                 with self._wake:
                     self._wake.wait_for(lambda: not self._viewers, pause)
                     if not self._viewers:

@@ -24,6 +24,7 @@ BLOCK_SIZE = 16
 _VOCABULARY = 32_000
 _MAX_WAITING = 12
 _NUM_CHATS = 400
+_ARRIVALS = 2  # a step, at most
 
 
 @dataclass
@@ -62,7 +63,8 @@ class Traffic:
     def step(self) -> None:
         """One step of an engine: some arrive, some are admitted, all that run get a few tokens, some end."""
         with self._lock:
-            self._arrive()
+            for _ in range(_ARRIVALS):
+                self._arrive()
             self._admit()
             self._decode()
 
@@ -114,7 +116,7 @@ class Traffic:
             self._waiting.popleft()
             self.manager.take_copies()
             self.manager.commit(handle)
-            if chat % 40 == 0:
+            if chat % 20 == 0:
                 self._pin(tokens[:first], scope)
             length = int(self._turn * (0.2 + self._random.random()))
             self._running.append(_Running(chat, handle, tokens, max(length, 8)))

@@ -10,6 +10,8 @@ import typer
 from kvpool.view.http import serve
 from kvpool.view.traffic import Traffic
 
+_STEPS_AHEAD = 200  # so that there is something to see
+
 
 def register(app: typer.Typer, name: str) -> None:
     """Adds the command to the application."""
@@ -30,6 +32,8 @@ def view(
     For your own: `kvpool serve` shows its model at /, and kvpool.view.serve(manager) any manager in your process.
     """
     traffic, stop = Traffic(blocks, seed), threading.Event()
+    for _ in range(_STEPS_AHEAD):
+        traffic.step()
     with serve(traffic.manager, port=port, title="made-up traffic", more=traffic.more) as page:
         working = threading.Thread(target=traffic.run, args=(stop,), daemon=True)
         working.start()

@@ -4,7 +4,7 @@ import { Charts } from "/view/charts.js";
 import { Chat } from "/view/chat.js";
 import { Colours, describe } from "/view/colours.js";
 import { Grid } from "/view/grid.js";
-import { element, facts, maskOf, showEvents, showFlow, showRequests, showTiles, tableWords } from "/view/panels.js";
+import { element, facts, many, maskOf, showEvents, showFlow, showRequests, showTiles, tableWords } from "/view/panels.js";
 import { Store } from "/view/store.js";
 import { follow, headers, keepKey } from "/view/stream.js";
 import { Tree } from "/view/tree.js";
@@ -227,7 +227,7 @@ async function drawDetails() {
     target.replaceChildren(element("h3", { textContent: "Cached run" }),
       run < 0 ? element("p", { className: "hint", textContent: "It is not cached any more." })
         : facts([["tenant", frame.rest.tenants[told.tenant[run]]], ["begins at", `token ${told.start[run] * about.block_size}`], ["blocks", told.blocks[run]],
-          ["with what follows", `${told.weight[run]} blocks`], ["continued by", `${told.children[run].length} runs`], ["used again", `${told.hits[run]} times`],
+          ["with what follows", many(told.weight[run], "block")], ["continued by", many(told.children[run].length, "run")], ["used again", many(told.hits[run], "time")],
           ["priority", told.priority[run]], ["tier", TIER_NAMES[TIERS[told.flags[run] & 3]]],
           ["now", [told.flags[run] & 8 ? "read by a request" : "idle", told.flags[run] & 4 ? "pinned" : ""].filter(Boolean).join(", ")],
           ["block ids", element("code", { textContent: tableWords(told.ids.subarray(2 * told.idsAt[run], 2 * told.idsAt[run + 1])) })]]));
@@ -254,8 +254,8 @@ async function drawDetails() {
     ["state", told.state], ["position", told.position === null ? "" : `tokens ${told.position}–${told.position + about.block_size - 1}`],
     ["held by", told.num_requests ? `${told.requests.join(", ")}${told.num_requests > told.requests.length ? " …" : ""}` : "nobody"],
     ["found by content", told.published ? "yes" : "no"],
-    ...(run ? [["tenant", run.tenant || "none"], ["priority", run.priority], ["pinned", run.pinned ? "yes" : "no"], ["last used", `${run.idle_seconds} s ago`], ["its run", `${run.blocks} blocks from block ${run.start} of the prompt, used again ${run.hits} times`],
-      ["above it", `${run.runs_above} runs`], ["hangs on it", `${run.runs_below} runs with ${run.blocks_below} blocks`]] : []),
+    ...(run ? [["tenant", run.tenant || "none"], ["priority", run.priority], ["pinned", run.pinned ? "yes" : "no"], ["last used", `${run.idle_seconds} s ago`], ["its run", `${many(run.blocks, "block")} from block ${run.start} of the prompt, used again ${many(run.hits, "time")}`],
+      ["above it", many(run.runs_above, "run")], ["hangs on it", `${many(run.runs_below, "run")} with ${many(run.blocks_below, "block")}`]] : []),
   ]));
 }
 
@@ -271,7 +271,7 @@ function point(name, id, spoken = false) {
 const tree = new Tree(find("tree-canvas"), colours, {
   move: (run, spoken) => {
     const told = shown()?.rest.tree;
-    const words = run >= 0 && told ? `${told.blocks[run]} blocks from token ${told.start[run] * about.block_size}, tenant ${shown().rest.tenants[told.tenant[run]] || "none"}, used again ${told.hits[run]} times, ${told.children[run].length} continuations` : "\u00a0";
+    const words = run >= 0 && told ? `${many(told.blocks[run], "block")} from token ${told.start[run] * about.block_size}, tenant ${shown().rest.tenants[told.tenant[run]] || "none"}, used again ${many(told.hits[run], "time")}, ${many(told.children[run].length, "continuation")}` : "\u00a0";
     find("tree-hint").textContent = words;
     if (spoken) find("announce").textContent = words;
   },

@@ -5,6 +5,8 @@ import { eachId } from "/view/store.js";
 
 const MOST_ROWS = 80;
 
+export const many = (count, word) => `${short(count)} ${word}${count === 1 ? "" : "s"}`;
+
 export function element(name, properties = {}, ...children) {
   const made = Object.assign(document.createElement(name), properties);
   made.append(...children);
@@ -21,7 +23,7 @@ export function showTiles(list, frames, place) {
   const recent = rate(frame, earlier), ever = rate(frame, all);
   const waiting = frame.rest.more.num_waiting;
   const tiles = [
-    [recent === undefined ? "–" : `${recent.toFixed(0)} %`, "of prompt tokens from the cache", ever === undefined ? "" : `${ever.toFixed(0)} % since the start`],
+    [recent === undefined ? "–" : `${recent.toFixed(0)} %`, "of prompts from the cache", ever === undefined ? "" : `${ever.toFixed(0)} % since the start`],
     [`${((100 * sum("referenced")) / Math.max(sum("blocks"), 1)).toFixed(0)} %`, "of the GPU blocks in use", `${short(sum("referenced"))} of ${short(sum("blocks"))}`],
     [short(sum("cached")), "blocks cached", `${short(sum("pinned"))} pinned`],
     [short(frame.rest.numSequences), "requests running", waiting === undefined ? "" : `${short(waiting)} waiting`],

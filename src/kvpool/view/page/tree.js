@@ -89,7 +89,7 @@ export class Tree {
 
   #box({ run, scope, x, y, width }) {
     const { context, tree, colours } = this;
-    const wide = Math.max(width - 1, 0.5);
+    const wide = width > 4 ? width - 1 : width;
     const faded = this.chosen && !this.chosen.has(run);
     context.globalAlpha = faded ? 0.25 : 1;
     context.fillStyle = run < 0 ? colours.tenant(scope.tenant) : this.#colour(run);
@@ -101,7 +101,7 @@ export class Tree {
     }
     context.globalAlpha = faded ? 0.35 : 1;
     if (width > 34) {
-      const words = run < 0 ? this.tenants[scope.tenant] || "no tenant" : `${tree.blocks[run]}`;
+      const words = run < 0 ? this.tenants[scope.tenant] || "no tenant" : `${tree.blocks[run]}${width > 80 ? " blocks" : ""}`;
       context.fillStyle = "#fff";
       context.save();
       context.beginPath();
