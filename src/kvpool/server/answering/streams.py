@@ -16,7 +16,10 @@ from kvpool.server.asking.problems import Problem
 
 
 class EventStream(Response):
-    """Sends what `parts` yields. `leave` is called at the end, however it comes; each send may take `seconds`."""
+    """Sends what `parts` yields. `leave` is called at the end, however it comes.
+
+    A send that takes more than `seconds` ends the stream, at the latest after twice as many.
+    """
 
     media_type = "text/event-stream"
 
@@ -26,18 +29,20 @@ class EventStream(Response):
         self._parts = parts
         self._leave = leave
         self._seconds = seconds
+        self._sends = 0
+        self._is_sending = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))
-        leaving = asyncio.ensure_future(gone(receive))
+        tasks = (sending, asyncio.ensure_future(gone(receive)), asyncio.ensure_future(self._stalled()))
         try:
-            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
         finally:
-            for task in (sending, leaving):
+            for task in tasks:
                 task.cancel()
-                with suppress(asyncio.CancelledError, OSError, TimeoutError):
+                with suppress(asyncio.CancelledError, OSError):
                     await task
             self._leave()
 
@@ -45,12 +50,21 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for body in self._parts:
-                await asyncio.wait_for(
-                    send({"type": "http.response.body", "body": body, "more_body": True}), self._seconds
-                )
+                self._sends += 1
+                self._is_sending = True
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                self._is_sending = False
         except Problem as problem:  # the status is out already: OpenAI's clients raise on an event like this
             await send({"type": "http.response.body", "body": as_event(problem.body()), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _stalled(self) -> None:
+        """Returns when one send has taken `seconds`: the client does not read. A timer for each costs more than a send."""
+        while True:
+            before = self._sends
+            await asyncio.sleep(self._seconds)
+            if self._is_sending and self._sends == before:
+                return
 
 
 async def gone(receive: Receive) -> None:
