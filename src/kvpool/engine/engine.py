@@ -30,6 +30,7 @@ from kvpool.engine.loop import EngineLoop
 from kvpool.engine.model.compiled_layers import uncompiled
 from kvpool.engine.model.loading import load_model
 from kvpool.engine.model.probing import ModelShape, inspect_model, run_probe
+from kvpool.engine.model.products import choose_products, plain_products
 from kvpool.engine.model.projections import join_projections
 from kvpool.engine.norms import fuse_norms, separate_norms
 from kvpool.engine.prompts import chat_tokens, prompt_tokens
@@ -194,8 +195,11 @@ class Engine:
         weakref.finalize(self, self._thread.abandon).atexit = False
 
     def _prepare_model(self, compile: bool) -> ModelShape:
-        """What the model is; on a GPU its layers are made to start fewer kernels."""
+        """What the model is; on a GPU its layers are made to start fewer kernels, on a CPU to multiply as it does best."""
         shape = inspect_model(self.model)
+        plain_products(self.model)  # an engine before this one may have run it elsewhere, or uncompiled
+        if self.model.device.type == "cpu" and not compile:
+            choose_products(self.model)
         if self.model.device.type == "cuda":
             join_projections(self.model, lambda: run_probe(self.model))
             (separate_norms if compile else fuse_norms)(self.model)

@@ -1,0 +1,151 @@
+"""Matrix products on a CPU: every way gives the same, the fastest is taken, and the model stays what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from kvpool.engine.model import products
+from kvpool.engine.model.products import ChosenLinear, Way, choose_products, in_float32, plain, plain_products, swapped
+
+ROWS = (1, 4, 16, 64)
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[Way, int], float]) -> list[tuple[int, list[Way]]]:
+    """Products take so long, from now on; the list fills with what is measured."""
+    asked: list[tuple[int, list[Way]]] = []
+
+    def times(x: Tensor, weights: Sequence[Tensor], ways: Sequence[Way]) -> list[list[float]]:
+        asked.append((len(x), list(ways)))
+        return [[seconds(way, len(x))] for way in ways]
+
+    monkeypatch.setattr(products, "_interleaved", times)
+    monkeypatch.setattr(products, "_measured", {})
+    return asked
+
+
+def two_layers(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256, bias=False)).to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("way", [plain, swapped, in_float32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_given_any_way_then_the_product_is_that_of_linear(way: Way, dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, 700).to(dtype), torch.randn(1100, 700).to(dtype)  # in_float32 takes three parts
+
+    product = way(x, weight)
+
+    assert product.dtype == dtype
+    assert product.is_contiguous()
+    exact = linear(x.double(), weight.double())
+    bound = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    assert (product.double() - exact).norm() < bound * exact.norm()
+
+
+def test_given_a_way_that_is_faster_for_some_rows_then_it_is_taken_for_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, lambda way, rows: 0.5 if way is swapped and rows == 16 else 1.0)
+    model = two_layers()
+    expected = [model(torch.ones(rows, 256)) for rows in (1, 17, 300)]
+
+    assert choose_products(model) == 2
+
+    assert model[0].ways == (plain, plain, swapped, plain)
+    with torch.inference_mode():
+        for rows, wanted in zip((1, 17, 300), expected, strict=True):
+            torch.testing.assert_close(model(torch.ones(rows, 256)), wanted)
+            torch.testing.assert_close(model(torch.ones(1, rows, 256)), wanted[None])
+
+
+def test_given_chosen_products_then_parameters_are_untouched_and_it_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, lambda way, rows: 0.5 if way is swapped else 1.0)
+    model = two_layers()
+    before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+    choose_products(model)
+    assert all(type(layer) is ChosenLinear for layer in model)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == before
+    assert list(model.state_dict()) == list(two_layers().state_dict())
+
+    plain_products(model)
+    assert all(type(layer) is nn.Linear and "ways" not in vars(layer) for layer in model)
+
+
+def test_given_a_gain_within_noise_then_the_plain_product_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, lambda way, rows: 0.95 if way is swapped else 1.0)
+    model = two_layers()
+
+    assert choose_products(model) == 0
+    assert all(type(layer) is nn.Linear for layer in model)
+
+
+def test_given_a_way_that_is_hopeless_then_it_is_not_tried_with_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = measured(monkeypatch, lambda way, rows: 1.0 if way is in_float32 else 100.0)
+
+    choose_products(nn.Sequential(two_layers(torch.bfloat16)[0]))
+
+    assert asked[0] == (1, [plain, swapped, in_float32])
+    assert asked[1:] == [(rows, [in_float32]) for rows in ROWS[1:]]
+
+
+def test_given_no_more_time_then_larger_products_are_done_like_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = measured(monkeypatch, lambda way, rows: 0.5 if way is swapped else 1.0)
+    monkeypatch.setattr(products, "_MOST_SECONDS", -1.0)
+    model = two_layers()
+
+    choose_products(model)
+
+    assert [rows for rows, _ in asked] == [1, 1]  # once for each shape
+    assert model[0].ways == (swapped,) * len(ROWS)
+
+
+def test_given_a_shape_that_was_met_before_then_it_is_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = measured(monkeypatch, lambda way, rows: 1.0)
+    choose_products(two_layers())
+    first = len(asked)
+
+    choose_products(two_layers())
+
+    assert first
+    assert len(asked) == first
+
+
+def test_given_modules_that_are_small_hooked_or_of_another_class_then_they_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Own(nn.Linear):
+        pass
+
+    measured(monkeypatch, lambda way, rows: 0.5 if way is swapped else 1.0)
+    hooked = nn.Linear(512, 512)
+    hooked.register_forward_hook(lambda *_: None)
+
+    assert choose_products(nn.Sequential(nn.Linear(8, 8), hooked, Own(512, 512), nn.ReLU())) == 0
+
+
+def test_given_gradients_are_wanted_then_they_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, lambda way, rows: 0.5 if way is swapped else 1.0)
+    model = two_layers().requires_grad_(True)
+    choose_products(model)
+
+    model(torch.ones(16, 256)).sum().backward()
+
+    assert model[0].weight.grad is not None
+
+
+def test_given_a_real_measurement_then_every_number_of_rows_has_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_measured", {})
+
+    choose_products(two_layers())
+
+    assert all(len(ways) == len(ROWS) for ways in products._measured.values())
+    assert len(products._measured) == 2
