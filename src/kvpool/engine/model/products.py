@@ -94,10 +94,9 @@ def choose_products(model: nn.Module) -> int:
 
 def plain_products(model: nn.Module) -> None:
     """Undoes `choose_products`."""
-    for module in model.modules():
-        if isinstance(module, ChosenLinear):
-            del module.ways
-            module.__class__ = nn.Linear
+    for module in [each for each in model.modules() if isinstance(each, ChosenLinear)]:
+        del module.ways
+        object.__setattr__(module, "__class__", nn.Linear)
 
 
 def _is_plain(module: nn.Linear) -> bool:
