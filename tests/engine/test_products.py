@@ -7,13 +7,18 @@ from collections.abc import Callable, Sequence
 import pytest
 
 pytest.importorskip("torch")
+pytest.importorskip("transformers")
 
 import torch
+from models import tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from kvpool.engine import Engine
+from kvpool.engine import engine as engine_module
 from kvpool.engine.model import products
 from kvpool.engine.model.products import ChosenLinear, Way, choose_products, in_float32, plain, plain_products, swapped
+from kvpool.errors import UnsupportedModelError
 
 ROWS = (1, 4, 16, 64)
 
@@ -149,3 +154,23 @@ def test_given_a_real_measurement_then_every_number_of_rows_has_a_way(monkeypatc
 
     assert all(len(ways) == len(ROWS) for ways in products._measured.values())
     assert len(products._measured) == 2
+
+
+def test_given_a_model_that_is_refused_when_it_was_tried_with_chosen_products_then_they_are_plain_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured(monkeypatch, lambda way, rows: 0.5 if way is swapped else 1.0)
+    monkeypatch.setattr(products, "_SMALLEST", 1)
+    model = tiny_model("llama")
+    seen: list[bool] = []
+
+    def refuse(tried: nn.Module) -> None:
+        seen.append(any(isinstance(module, ChosenLinear) for module in tried.modules()))
+        raise UnsupportedModelError("not this one")
+
+    monkeypatch.setattr(engine_module, "inspect_model", refuse)
+    with pytest.raises(UnsupportedModelError, match="not this one"):
+        Engine(model, kv_blocks=16)
+
+    assert seen == [True]  # trying a model takes minutes where its plain products do
+    assert not any(isinstance(module, ChosenLinear) for module in model.modules())

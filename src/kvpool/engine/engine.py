@@ -196,10 +196,14 @@ class Engine:
 
     def _prepare_model(self, compile: bool) -> ModelShape:
         """What the model is; on a GPU its layers are made to start fewer kernels, on a CPU to multiply as it does best."""
-        shape = inspect_model(self.model)
         plain_products(self.model)  # an engine before this one may have run it elsewhere, or uncompiled
         if self.model.device.type == "cpu" and not compile:
-            choose_products(self.model)
+            choose_products(self.model)  # first: where plain products are slow, looking at the model takes minutes
+        try:
+            shape = inspect_model(self.model)
+        except BaseException:
+            plain_products(self.model)  # a refused model is as it was
+            raise
         if self.model.device.type == "cuda":
             join_projections(self.model, lambda: run_probe(self.model))
             (separate_norms if compile else fuse_norms)(self.model)
