@@ -67,6 +67,14 @@ class Chromium:
         os.close(self._out)
         self._profile.cleanup()
 
+    def runs(self) -> bool:
+        """Whether the browser starts at all: it may lack libraries, or be refused by the machine."""
+        try:
+            self.ask("Browser.getVersion")
+        except (AssertionError, OSError):
+            return False
+        return True
+
     def ask(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
         """One call of the debugging protocol."""
         number = next(self._ids)

@@ -28,6 +28,8 @@ BUTTONS = "document.querySelectorAll('#request-list button:enabled')"
 def browser() -> Iterator[Chromium]:
     assert PROGRAM is not None
     with Chromium(PROGRAM) as made:
+        if not made.runs():
+            pytest.skip(f"{PROGRAM} is there and does not start: name another in KVPOOL_CHROMIUM")
         yield made
 
 
