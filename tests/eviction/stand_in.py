@@ -17,6 +17,5 @@ class StandInRun:
     fingerprint: int = 0
     turn: int = 0
     fan_out: int = 0
-    last_access_at: float = 0.0
     parent: Any = None
     entry: Any = None

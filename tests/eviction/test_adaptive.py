@@ -167,26 +167,6 @@ def test_what_a_run_shares_is_judged_by_the_request_that_shared_it_last() -> Non
     assert shared.entry.cohort % NUM_KINDS == as_shared(kind_of(num_known=8, fan_out=1, turn=1, num_new=4))
 
 
-def test_given_a_clock_then_time_in_which_nothing_is_inserted_makes_runs_older() -> None:
-    def age_after(pause: float) -> int:
-        policy = AdaptivePolicy()
-        for tick in range(200):
-            policy.add(StandInRun(last_access=tick, last_access_at=float(tick), fingerprint=tick))
-        policy.add(StandInRun(last_access=200, last_access_at=200.0 + pause, fingerprint=200))
-        policy.victim()
-        return policy._epoch
-
-    assert age_after(1000.0) > age_after(0.0) + 32
-
-
-def test_given_a_clock_that_stands_still_then_inserted_blocks_are_the_time() -> None:
-    policy = AdaptivePolicy()
-    for tick in range(200):
-        policy.add(StandInRun(last_access=tick, fingerprint=tick))
-    policy.victim()
-    assert policy._epoch > 32
-
-
 def test_given_chats_that_go_on_then_they_are_kept_over_questions_that_nobody_follows_up() -> None:
     trace = chats_and_strays()
     lru, adaptive, best = (

@@ -122,5 +122,18 @@ def test_given_an_answer_since_the_question_then_the_node_is_busy_and_not_dead(b
     breaker.succeeded()
     breaker.failed("timed out", asked_at=asked_at)
     assert breaker.allows()
-    breaker.failed("timed out", asked_at=clock.now)
+    clock.now += 1.0
+    breaker.failed("timed out", asked_at=clock.now - 1.0)
+    assert not breaker.allows()
+
+
+def test_given_hardly_any_time_to_answer_then_it_takes_many_failures_to_open(breaker: Breaker, clock: Clock) -> None:
+    for _ in range(2):
+        for _ in range(4):
+            clock.now += 0.01
+            breaker.failed("no answer in 0.01 s", asked_at=clock.now - 0.01)
+            assert breaker.allows()
+        breaker.succeeded()
+    clock.now += 0.06
+    breaker.failed("no answer in 0.06 s", asked_at=clock.now - 0.06)
     assert not breaker.allows()

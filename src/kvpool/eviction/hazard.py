@@ -5,8 +5,8 @@ system prompt comes again and again. What tells kinds apart is the request, not 
 on from the same place, how much it added. For each kind the policy counts reuses and exposure by age, also of runs that
 have left (ghosts), and derives from them the best rate of hits per block and time that keeping a run can still achieve
 (its Gittins index, see `experience`). The candidate with the smallest index is the victim, unless the oldest one is hardly
-worth more. Age is time on the manager's clock, in units that follow how fast the cache turns over. How it was found, and
-what it gains and loses, is in docs/decisions/0005-eviction-policy.md.
+worth more. Age is counted in blocks inserted since the last use, in units of the cache: under load it runs faster, and no
+clock is needed. How it was found, and what it gains and loses, is in docs/decisions/0005-eviction-policy.md.
 """
 
 from __future__ import annotations
@@ -95,9 +95,6 @@ class AdaptivePolicy(EvictionPolicy):
         self._epoch_ticks = [0]  # the first tick of each epoch, the current one last
         self._newest = 0
         self._inserted = 0  # blocks since the epoch began
-        self._turned_over = 0  # blocks inserted since the cache last turned over
-        self._turnover_at = self._epoch_at = 0.0  # when that was, and when the epoch began
-        self._step = 0.0  # seconds of an epoch; 0 while they are not known
         self._num_met = 0  # runs inserted since values were worked out
         self._learned = Experience()
         self._values = self._learned.values(self._capacity)
@@ -287,36 +284,18 @@ class AdaptivePolicy(EvictionPolicy):
             self._newest = tick
         if not hits:
             self._num_met += 1
-            self._advance(run.num_blocks, run.last_access_at)
+            self._inserted += run.num_blocks
+            if self._inserted * EPOCHS_PER_CACHE >= self._capacity:
+                self._next_epoch()
         self._put_in(run, hits, self._cohort(run, hits, num_known), 0)
 
-    def _advance(self, num_inserted: int, now: float) -> None:
-        """Time goes on: by the clock, in steps of which there lately were `EPOCHS_PER_CACHE` while the cache turned over.
-
-        Where the clock stands still, inserted blocks are the time.
-        """
-        self._inserted += num_inserted
-        self._turned_over += num_inserted
-        if self._turned_over >= self._capacity:
-            step = (now - self._turnover_at) / EPOCHS_PER_CACHE
-            self._step = (self._step + step) / 2 if self._step else step
-            self._turned_over, self._turnover_at = 0, now
-        if self._step > 0:
-            num_epochs = int((now - self._epoch_at) / self._step)
-            if num_epochs > 0:
-                self._pass(num_epochs)
-                self._epoch_at += num_epochs * self._step
-        elif self._inserted * EPOCHS_PER_CACHE >= self._capacity:
-            self._pass(1)
-            self._epoch_at = now
-
-    def _pass(self, num_epochs: int) -> None:
-        """Epochs go by. What follows from it is worked out for the next victim, or when much has come together."""
+    def _next_epoch(self) -> None:
+        """Time goes on. What follows from it is worked out for the next victim, or when much has come together."""
         self._learned.follow(self._epoch, self._changes)
         self._changes.clear()
         self._inserted = 0
-        self._epoch += num_epochs
-        self._epoch_ticks += [self._newest] * min(num_epochs, MAX_AGE)
+        self._epoch += 1
+        self._epoch_ticks.append(self._newest)
         del self._epoch_ticks[:-MAX_AGE]
         self._is_ordered = False
         if self._epoch - self._learned.epoch >= _MOST_EPOCHS:

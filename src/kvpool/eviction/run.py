@@ -34,10 +34,6 @@ class Run(Protocol):
         """Logical tick of the last use; never newer than the parent's."""
 
     @property
-    def last_access_at(self) -> float:
-        """Time of the last use, in seconds of the manager's clock."""
-
-    @property
     def hits(self) -> int:
         """How many requests reused the run since it was inserted."""
 

@@ -285,6 +285,7 @@ class Scheduler:
 
     def waiting(self, limit: int) -> list[ScheduledSequence]:
         """At most `limit` of them, those that ran before first."""
+        limit = as_count(limit, "limit")
         preempted = [sequence for sequence in self._roster.resuming if sequence.state is SequenceState.WAITING]
         return [*preempted, *islice(self._roster.policy, limit)][:limit]
 

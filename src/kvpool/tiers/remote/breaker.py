@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
+FAIR_SECONDS = 0.05  # to answer in: less, all in all since the last answer, says nothing of a node
 
 
 class Breaker:
@@ -44,6 +45,7 @@ class Breaker:
         self._open_until = None if proven else clock()
         self._probing = False
         self._last_success = -float("inf")
+        self._waited = 0.0  # since then, in vain
         self._problem = "" if proven else "not asked yet"
 
     def allows(self) -> bool:
@@ -62,6 +64,7 @@ class Breaker:
         """The node answered."""
         with self._lock:
             self._last_success = self._clock()
+            self._waited = 0.0
             if self._open_until is None:
                 return
             if not self._probing:
@@ -72,13 +75,20 @@ class Breaker:
             self._problem = ""
 
     def failed(self, problem: str, *, asked_at: float | None = None) -> None:
-        """The node did not answer a question of `asked_at`. If it answered another one since, it is busy and not dead."""
+        """The node did not answer a question of `asked_at`. If it answered another one since, it is busy and not dead.
+
+        Nor is one to blame that was asked at the end of a deadline which others used up (`FAIR_SECONDS`).
+        """
         with self._lock:
             if not self._probing:
                 if self._open_until is not None:
                     return  # others asked at the same time: one failure, one pause
-                if asked_at is not None and self._last_success > asked_at:
-                    return
+                if asked_at is not None:
+                    if self._last_success > asked_at:
+                        return
+                    self._waited += self._clock() - asked_at
+                    if self._waited < FAIR_SECONDS:
+                        return
             else:
                 self._pause = min(self._pause * 2, self._longest)
             self._probing = False
