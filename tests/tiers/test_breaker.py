@@ -130,8 +130,8 @@ def test_given_an_answer_since_the_question_then_the_node_is_busy_and_not_dead(b
 def test_given_hardly_any_time_to_answer_then_it_takes_many_failures_to_open(breaker: Breaker, clock: Clock) -> None:
     for _ in range(2):
         for _ in range(4):
-            clock.now += 0.01
-            breaker.failed("no answer in 0.01 s", asked_at=clock.now - 0.01)
+            clock.now += 0.004
+            breaker.failed("no answer in 0.00 s", asked_at=clock.now - 0.004)
             assert breaker.allows()
         breaker.succeeded()
     clock.now += 0.06

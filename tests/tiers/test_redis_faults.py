@@ -131,8 +131,8 @@ def test_given_a_deadline_shorter_than_the_tiers_then_the_call_ends_at_its_own(s
         server.pause()
         try:
             with bounded():
-                assert tier.load([key(1)], [bytearray(5000)], timeout=0.05) == [Outcome.LATE]
-                assert tier.store([key(2)], [value(2)], timeout=0.05) == [Outcome.FAILED]
+                assert tier.load([key(1)], [bytearray(5000)], timeout=0.2) == [Outcome.LATE]
+                assert tier.store([key(2)], [value(2)], timeout=0.2) == [Outcome.FAILED]
         finally:
             server.resume()
 

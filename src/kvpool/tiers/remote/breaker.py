@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 30.0
-FAIR_SECONDS = 0.05  # to answer in: less, all in all since the last answer, says nothing of a node
+FAIR_SECONDS = 0.02  # to answer in: less, all in all since the last answer, says nothing of a node
 
 
 class Breaker:
