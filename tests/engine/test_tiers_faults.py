@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("xxhash")
 
 from tier_faults import (  # noqa: E402
+    ALL_CACHED,
     MODULES_WITH_TIME,
     PARAMS,
     PROMPTS,
@@ -28,8 +29,6 @@ from tier_faults import (  # noqa: E402
 
 from kvpool.engine.tiering.link import GRACE_SECONDS  # noqa: E402
 from kvpool.tiers import DiskTier  # noqa: E402
-
-ALL_CACHED = 4 * 96
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tiers"))
 from servers import GARBAGE, FakeServer, RedisCluster, RedisServer, eventually, running  # noqa: E402
 from test_mooncake import namespace_command  # noqa: E402
 from tier_faults import (  # noqa: E402
+    ALL_CACHED,
     MODULES_WITH_TIME,
     PARAMS,
     PROMPTS,
@@ -39,7 +40,6 @@ from kvpool.engine.tiering import link  # noqa: E402
 from kvpool.testing import key  # noqa: E402
 from kvpool.tiers import TierStats, open_tier  # noqa: E402
 
-ALL_CACHED = 4 * 96
 DEADLINE = 0.5
 
 

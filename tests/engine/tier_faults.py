@@ -13,6 +13,7 @@ from kvpool.tiers import KeyedTier, Outcome
 
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 PROMPTS = [random_prompt(100, seed=seed).tolist() for seed in range(4)]
+ALL_CACHED = 4 * 96  # their tokens in whole blocks
 FLUSH_SECONDS = 30.0
 
 
