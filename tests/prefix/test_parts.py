@@ -238,9 +238,9 @@ def test_given_the_end_of_a_run_then_its_last_window_is_needed_and_what_lies_bef
     tree, windows = make_tree(context), windows_of(context)
     run = add_run(context, tree, tree.root_for(ReuseScope()), *range(12))
     assert windows.needed(run, context.groups[0]).tolist() == [False, False, False, False, True, True]
-    assert windows.is_usable(run, 0)
+    assert windows.is_usable(run, 0, run.num_blocks)
     run.ids[0][-1] = -1
-    assert not windows.is_usable(run, 5)
+    assert not windows.is_usable(run, 5, run.num_blocks)
 
 
 # --- readers of paths ------------------------------------------------------------------------------------------------

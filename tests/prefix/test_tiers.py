@@ -5,12 +5,16 @@ from functools import partial
 import pytest
 
 import managers
-from kvpool import CopyKind, KVCacheManager, LayerSpec, Tier
+from kvpool import CopyKind, KVCacheManager, LayerSpec, Retention, Tier, TokenRange
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 from kvpool.events.mirror import CacheMirror
 from managers import FULL, cached
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
+
+
+def keeping(priority: int) -> Retention:
+    return Retention([TokenRange(0, None, priority)])
 
 
 make_manager = partial(managers.make_manager, gpu_blocks=4, host_blocks=4, disk_blocks=4)
@@ -77,8 +81,8 @@ def test_offloading_moves_no_more_than_there_is_and_than_fits() -> None:
     tokens = cached(manager, 16)
     assert manager.offload(0) == 0
     assert manager.offload(1) == 1
-    assert manager.offload(100) == 0  # a run of three does not fit into two host blocks
-    assert tiers(manager, tokens) == {"GPU": 3, "HOST": 1}
+    assert manager.offload(100) == 1  # of a run of three the last one: one host block is left
+    assert tiers(manager, tokens) == {"GPU": 2, "HOST": 2}
     assert make_manager().offload(4) == 0
 
 
@@ -89,6 +93,36 @@ def test_a_full_lower_tier_makes_room_by_its_own_order() -> None:
     third = cached(manager, 8, 200)
     manager.offload(2)
     assert [tiers(manager, prompt) for prompt in (first, second, third)] == [{}, {"HOST": 2}, {"HOST": 2}]
+
+
+def test_of_an_evicted_run_that_is_longer_than_the_tier_below_the_first_part_goes_down() -> None:
+    manager = make_manager(host_blocks=3, disk_blocks=0)
+    tokens = cached(manager, 16)
+    assert manager.evict(4) == 4
+    assert tiers(manager, tokens) == {"HOST": 3}
+    assert manager.stats().evictions["explicit"] == 4
+
+
+@pytest.mark.parametrize("policy", ["priority", "adaptive"])
+def test_what_gives_way_to_a_run_gives_way_to_the_part_of_it_that_fits_beside_more_important_ones(policy: str) -> None:
+    manager = make_manager(disk_blocks=0, eviction_policy=policy)
+    important = cached(manager, 8, retention=keeping(90))
+    low = cached(manager, 8, 100, retention=keeping(0))
+    manager.offload(4)
+    usual = cached(manager, 16, 200)
+    cached(manager, 16, 300)
+    assert [tiers(manager, prompt) for prompt in (important, low, usual)] == [{"HOST": 2}, {}, {"HOST": 2}]
+
+
+def test_offloading_uses_the_room_that_gave_way_and_leaves_the_rest_where_it_is() -> None:
+    manager = make_manager(disk_blocks=0, eviction_policy="priority")
+    important = cached(manager, 8, retention=keeping(90))
+    low = cached(manager, 8, 100, retention=keeping(0))
+    manager.offload(4)
+    usual = cached(manager, 16, 200)
+    assert manager.offload(4) == 2
+    assert [tiers(manager, prompt) for prompt in (important, low)] == [{"HOST": 2}, {}]
+    assert tiers(manager, usual) == {"GPU": 2, "HOST": 2}
 
 
 def test_there_is_nothing_below_the_last_tier() -> None:
@@ -227,12 +261,11 @@ def test_a_mirror_follows_windowed_runs_through_all_tiers() -> None:
     assert [len(blocks) for blocks in mirror.blocks.values()] == [0, 0]
 
 
-def test_several_pools_move_together_or_not_at_all() -> None:
+def test_several_pools_move_together() -> None:
     wide = LayerSpec(kv_heads=2, head_dim=8)
     manager = make_manager(FULL, wide, gpu_blocks=(8, 8), host_blocks=(8, 2), disk_blocks=0)
     tokens = cached(manager, 16)
-    assert manager.offload(3) == 0  # the second pool of the host has room for two
-    assert manager.offload(2) == 2
+    assert manager.offload(3) == 2  # the second pool of the host has room for two
     assert tiers(manager, tokens) == {"GPU": 2, "HOST": 2}
 
 

@@ -146,12 +146,29 @@ class PrefixCache:
 
     def _evict_tail(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
         """The last blocks of an idle leaf move down if that is wanted and possible; else they leave the index."""
-        if self.offload_on_evict and self.mover.lower_tier[node.tier] is not None:
-            worth_it = not self.context.windowed or self.windows.is_usable(node, node.num_blocks - num_blocks)
-            if worth_it and importance(node) >= self.offload_min_priority and self.mover.demote(node, num_blocks):
+        goes_down = self.offload_on_evict and self.mover.lower_tier[node.tier] is not None
+        if goes_down and importance(node) >= self.offload_min_priority:
+            num_blocks = self._move_down(node, num_blocks, reason)
+        if num_blocks:
+            self.removal.drop_tail(node, num_blocks, reason, evicted=True)
+
+    def _move_down(self, node: Node, num_blocks: int, reason: EvictionReason) -> int:
+        """Moves the last blocks of an idle leaf one tier down, or their first part if only that fits; drops what is behind.
+
+        Returns how many of them must still leave: all that fits is of no use, or nothing does.
+        """
+        keep = node.num_blocks - num_blocks
+        for evicting in (True, False):  # then with the room that was made, if more important runs are in the way of more
+            part = min(num_blocks, self.mover.num_fitting(node.tier, evicting))
+            if not part or (self.context.windowed and not self.windows.is_usable(node, keep, keep + part)):
+                break
+            if part < num_blocks:
+                self.removal.drop_tail(node, num_blocks - part, reason)
+                num_blocks = part
+            if self.mover.demote(node, part):
                 self.context.counters.evictions[reason.value] += self.context.num_present(node, 0)
-                return
-        self.removal.drop_tail(node, num_blocks, reason, evicted=True)
+                return 0
+        return num_blocks
 
     def enforce_quota(self, root: Root) -> None:
         """Evicts a tenant's own idle blocks while it is over its maximum."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvpool.config import Tier
+from kvpool.config.layers import MAX_BLOCKS
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
@@ -60,10 +61,22 @@ class TierMover:
 
     # --- down --------------------------------------------------------------------------------------------------------
 
+    def num_fitting(self, tier: Tier, evicting: bool) -> int:
+        """For how many positions of full groups the tier below `tier` has room, or could make it by `evicting`."""
+        below = self.lower_tier[tier]
+        assert below is not None
+        fitting = MAX_BLOCKS
+        for index, per_position in self.context.full_per_pool:
+            pool = self.context.pools[index][below]
+            room = pool.num_free + (self.evictable(pool) if evicting else 0)
+            fitting = min(fitting, room // per_position)
+        return fitting
+
     def demote(self, node: Node, num_blocks: int) -> bool:
         """Moves the last `num_blocks` of an idle leaf one tier down; False when there is no room.
 
-        Of windowed groups only what the end of a run needs goes along. Runs of a higher priority do not give way.
+        Of windowed groups only what the end of a run needs goes along. Runs of a higher priority do not give way; others
+        may have done so when it turns out that the room is not enough: ask `num_fitting` again, and move what fits.
         """
         target = self.lower_tier[node.tier]
         if target is None:

@@ -162,14 +162,15 @@ class WindowReaders:
         wanted: BoolArray = (depths >= self._needed_from(node, group)) | (depths < group.sinks)
         return wanted & (node.ids[group.index][first:] >= 0)
 
-    def is_usable(self, node: Node, first: int) -> bool:
-        """Whether a prompt can still end in this run behind its block `first`, or has a run of a lower tier below it."""
-        if node.children is not None:
+    def is_usable(self, node: Node, first: int, end: int) -> bool:
+        """Whether a prompt can still end in blocks `first..end` of this run; at its end also in a lower tier's run below."""
+        whole = end == node.num_blocks
+        if whole and node.children is not None:
             return True
         path, size = node.path(), self.block_size
-        length = node.start * size + len(node.tokens)
+        length = node.start * size + (len(node.tokens) if whole else end * size)
         for group in self.windowed:
-            present = path_ids(path, node.end, group.index) >= 0
+            present = path_ids(path, node.start + end, group.index) >= 0
             length = min(length, group.longest_valid(present, length))
         return length > (node.start + first) * size
 

@@ -28,12 +28,18 @@ class Onboarding:
             raise InvalidArgumentError(
                 f"there is no tier below {source.tier.name}: configure host_blocks or disk_blocks"
             )
-        before = source.num_free
-        while source.num_free - before < num_blocks:
+        before, mover = source.num_free, cache.mover
+        while (moved := source.num_free - before) < num_blocks:
             victim = cache.orders.victim(source, None)
-            wanted = ceil_div(num_blocks - (source.num_free - before), cache.blocks_per_position[source.index])
-            if victim is None or not cache.mover.demote(victim, min(victim.num_blocks, wanted)):
+            if victim is None:
                 break
+            wanted = min(victim.num_blocks, ceil_div(num_blocks - moved, cache.blocks_per_position[source.index]))
+            if mover.demote(victim, wanted):
+                continue
+            part = min(wanted, mover.num_fitting(source.tier, evicting=False))
+            if part:  # more would push out below what has just gone there
+                mover.demote(victim, part)
+            break
         return source.num_free - before
 
     def onboard(self, tokens: Int32Array, scope: ReuseScope) -> int:
