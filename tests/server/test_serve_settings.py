@@ -103,6 +103,8 @@ def test_given_a_wrong_file_then_the_error_names_it(read: Read, text: str, words
 
 
 def test_given_options_that_fit_one_model_only_then_they_are_refused_for_several(read: Read) -> None:
+    with pytest.raises(ConfigError, match="--publish"):
+        read(TWO, publish="tcp://127.0.0.1:0")
     with pytest.raises(ConfigError, match="--record"):
         read(TWO, record="x.kvtrace")
     with pytest.raises(ConfigError, match="--name"):

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpool.attention import create_backend
+from kvpool.cluster.wire.publisher import EventPublisher, check_publishing
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.engine.engine_settings import cache_fields, check_settings, scheduler_config
 from kvpool.engine.generation import Chunk, Completion, Generation
@@ -105,6 +106,8 @@ class Engine:
     asked in the order `tiers`, `disk`, `remote`, and a request waits for them `tier_timeout` seconds at most. Every full
     block is stored at once, or from its `tier_min_uses`-th use on.
 
+    `publish` is where to announce what is cached, as `tcp://127.0.0.1:5557`, for routers: docs/cluster.md.
+
     Close it, or use it in a `with` statement; one that nobody has any more ends when its requests are over.
     """
 
@@ -136,6 +139,7 @@ class Engine:
         tiers: Sequence[KeyedTier] | None = None,
         tier_timeout: float = DEFAULT_TIMEOUT,
         tier_min_uses: int = 1,
+        publish: str | None = None,
     ) -> None:
         check_settings(
             cache,
@@ -153,6 +157,7 @@ class Engine:
             compile=compile,
             model_defaults=model_defaults,
         )
+        check_publishing(publish)
         tier_settings = TierSettings(tiers, disk, disk_bytes, remote, tier_timeout, tier_min_uses)
         config = scheduler_config(scheduler, draft_tokens)
         loaded = load_model(model, device=device, dtype=dtype)
@@ -185,6 +190,7 @@ class Engine:
                 overlap=overlap,
                 tiers=self._tiers,
             )
+        self._publisher = self._start_publishing(publish)
         self._recorder = None if record is None else TraceRecorder(record).attach(self.manager)
         self._closing = threading.Lock()
         self._thread = EngineThread(self._loop)  # which does not hold the engine
@@ -223,6 +229,25 @@ class Engine:
             max_tokens=limits.max_tokens_per_step,
             compile_layers=compile,
         )
+
+    def _start_publishing(self, endpoint: str | None) -> EventPublisher | None:
+        """Announces what is cached. A port that is taken is the one thing here that a user meets: nothing stays open then."""
+        if endpoint is None:
+            return None
+        try:
+            publisher = EventPublisher(self.manager, endpoint)
+        except BaseException:
+            if self._tiers is not None:
+                self._tiers.close()
+            self.plane.close()
+            raise
+        weakref.finalize(self, publisher.close).atexit = False
+        return publisher
+
+    @property
+    def publishes(self) -> EventPublisher | None:
+        """What announces its cache, with the ports that it took; None without `publish`."""
+        return self._publisher
 
     def _make_requests(self) -> RequestMaker:
         """What makes requests of prompts. It knows the loop and the thread, not the engine: requests do not keep it."""
@@ -445,6 +470,9 @@ class Engine:
             if self._recorder is not None:
                 self._recorder.close()
                 self._recorder = None
+            if self._publisher is not None:
+                self._publisher.close()
+                self._publisher = None
             if self._tiers is not None:
                 self._tiers.close()
             self.plane.close()

@@ -27,7 +27,8 @@ from kvpool.tiers.tier_settings import read_toml
 
 # Keys of a model that are options of an engine, and what those are called here.
 _OF_ENGINE = {
-    **{name: name for name in ("model", "device", "dtype", "kv_dtype", "memory", "record", "disk", "disk_bytes", "remote")},
+    **{name: name for name in ("model", "device", "dtype", "kv_dtype", "memory", "record", "publish")},
+    **{name: name for name in ("disk", "disk_bytes", "remote")},
     "tier_timeout": "tier_timeout",
     "compile": "compile_layers",
 }
@@ -106,6 +107,8 @@ def _models(
     shared_disk = options.tiers(host_memory).disk
     if options.record is not None and len(tables) > 1:
         raise ConfigError("--record writes one model's trace; set record in each of [[models]] instead")
+    if options.publish is not None and len(tables) > 1:
+        raise ConfigError("--publish announces one model's cache; set publish in each of [[models]] instead")
     for number, table in enumerate(tables, 1):
         where = f"{options.config}: model {number} of [[models]]"
         keys = _checked(table, where, _MODEL_KINDS)

@@ -63,6 +63,10 @@ class EngineOptions:
         float | None, typer.Option(help=f"Seconds that a request waits for them at most: {DEFAULT_TIMEOUT:g}.")
     ] = None
 
+    publish: Annotated[
+        str | None, typer.Option(help="Announce what is cached to routers, at tcp://127.0.0.1:5557: docs/cluster.md.")
+    ] = None
+
     def make_engine(
         self,
         model: Any = None,
@@ -85,6 +89,7 @@ class EngineOptions:
             kv_bytes=None if self.memory is None else parse_bytes(self.memory, "--memory"),
             compile=self.compile_layers,
             record=self.record,
+            publish=self.publish,
             **options,
             **{**tiers, "cache": {**tiers.get("cache", {}), **(cache or {})} or None},
         )

@@ -1,0 +1,1 @@
+"""Cache events between processes: the form of the field, publishing and subscribing."""
