@@ -100,9 +100,9 @@ class Soak:
         self.engine = engine
         self.plain = plain
         assert engine._tiers is not None  # a model so small computes faster than anything loads: never measured, it is loaded
-        engine._tiers._decider.observe_prompt = lambda num_tokens, seconds: None  # type: ignore[method-assign]
-        engine._tiers._collector.lineage._limit = TABLE_LIMIT
-        for watched in engine._tiers._watched:
+        engine._tiers._movers.decider.observe_prompt = lambda num_tokens, seconds: None  # type: ignore[method-assign]
+        engine._tiers._movers.offers.lineage._limit = TABLE_LIMIT
+        for watched in engine._tiers._movers.watched:
             watched.known._limit = TABLE_LIMIT
         self.stored_before = sum(measured.stats.stored for measured in engine._tiers.stats().tiers)
         self.traffic = Traffic(seed)

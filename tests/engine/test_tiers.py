@@ -187,7 +187,7 @@ def test_given_a_pool_so_small_that_blocks_are_evicted_then_they_come_back_from_
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # On a busy machine this model computes faster than a thread gets to look: have the engine wait and look all the same.
-    monkeypatch.setattr("kvpool.engine.tiering.link.SHORTEST_WAIT", 30.0)
+    monkeypatch.setattr("kvpool.engine.tiering.movers.SHORTEST_WAIT", 30.0)
     monkeypatch.setattr("kvpool.tiers.transport.deciding.Decider.is_worth_looking", lambda self, num_tokens: True)
     prompts = [random_prompt(80, seed=seed).tolist() for seed in range(6)]
     want = computed(*prompts, family=family)
@@ -206,7 +206,7 @@ def test_given_a_prefix_larger_than_the_staging_memory_then_it_comes_in_parts(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = filled(PROMPT, family=family)
-    monkeypatch.setattr("kvpool.engine.tiering.link.STAGING_BYTES", 4 * 4 * 2 * 4096)  # four blocks of each group at a time
+    monkeypatch.setattr("kvpool.engine.tiering.movers.STAGING_BYTES", 4 * 4 * 2 * 4096)  # four blocks of each group at a time
     with make_engine(tier, family=family) as engine:
         (result,) = engine.generate([PROMPT], params())
         assert (result.num_cached_tokens, [result.token_ids]) == (119, computed(PROMPT, family=family))
@@ -448,7 +448,7 @@ def test_given_a_store_that_hangs_then_closing_the_engine_waits_for_so_long_at_m
     engine = make_engine(Wrapped(MemoryTier(2**28), store=gate))
     assert answers(engine, PROMPT) == computed(PROMPT)
     began = time.monotonic()
-    engine._tiers._storer.close(0.01)  # type: ignore[union-attr]
+    engine._tiers._movers.storer.close(0.01)  # type: ignore[union-attr]
     engine.close()
     gate.opened.set()
     assert time.monotonic() - began < SECONDS

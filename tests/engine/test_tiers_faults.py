@@ -27,7 +27,7 @@ from tier_faults import (  # noqa: E402
     make_engine,
 )
 
-from kvpool.engine.tiering.link import GRACE_SECONDS  # noqa: E402
+from kvpool.engine.tiering.movers import GRACE_SECONDS  # noqa: E402
 from kvpool.tiers import DiskTier  # noqa: E402
 
 

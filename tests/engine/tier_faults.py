@@ -74,7 +74,10 @@ class Clock:
         return self.now
 
 
-MODULES_WITH_TIME = ("kvpool.engine.tiering.link", "kvpool.tiers.transport.fetching", "kvpool.tiers.transport.watching")
+MODULES_WITH_TIME = (
+    *("kvpool.engine.tiering.link", "kvpool.engine.tiering.movers"),
+    *("kvpool.tiers.transport.fetching", "kvpool.tiers.transport.watching"),
+)
 
 
 class SlowestAllowed(KeyedTier):

@@ -50,7 +50,8 @@ from kvpool.engine.sampling.model_defaults import described, eos_token_ids, samp
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.thread import EngineThread
-from kvpool.engine.tiering.link import TieringStats
+from kvpool.engine.tiering.link import TierLink
+from kvpool.engine.tiering.movers import TieringStats
 from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT, TierSettings
 from kvpool.errors import KVPoolError, SequenceStateError
 from kvpool.kernels.copying.current_device import current, whole_device
@@ -181,7 +182,8 @@ class Engine:
             runner.warm_up()
             link = {"transfer_bytes_per_second": link_bytes_per_second(self.plane)} if host_bytes else {}
             made = Scheduler(self.manager, config, LinearCostModel(**link), reports_landings=where.type == "cuda")
-            self._tiers = tier_settings.link(self.model, self.config, made, self.plane)
+            opened = tier_settings.open(self.model, self.config)
+            self._tiers = None if opened is None else TierLink(opened, made, self.plane)
             self._loop = EngineLoop(
                 made,
                 runner,

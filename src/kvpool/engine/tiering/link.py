@@ -18,63 +18,22 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
-
-import numpy as np
-import torch
 
 from kvpool.engine.generation import Generation
 from kvpool.engine.tiering.collecting import Collector
-from kvpool.engine.tiering.importing import Importer, Lease, Leases
+from kvpool.engine.tiering.importing import Leases
 from kvpool.engine.tiering.invalidating import Forgetting
+from kvpool.engine.tiering.movers import FLUSH_SECONDS, GRACE_SECONDS, Movers, TieringStats
+from kvpool.engine.tiering.opening import OpenedTiers
 from kvpool.errors import KVPoolError
 from kvpool.scheduling import BatchPlan, Request, Scheduler
 from kvpool.storage import DataPlane
-from kvpool.tiers.contract import KeyedTier, TierStats
-from kvpool.tiers.transport.deciding import Decider, DecisionStats
-from kvpool.tiers.transport.fetching import Fetch, Fetcher, FetchStats
-from kvpool.tiers.transport.lanes import Lane
-from kvpool.tiers.transport.prefix_options import BlockKeys, PromptKeys
-from kvpool.tiers.transport.staging import Bytes, StagingMemory, page_aligned
-from kvpool.tiers.transport.storing import SharedStage, Storer, StoreStats
-from kvpool.tiers.transport.watching import WatchedTier
-
-FETCH_THREADS = 2
-MAX_HELD = 256  # requests; more are not held but computed
-STAGING_BYTES = 2**28  # each for what comes and for what goes; four times as much beside a GPU
-FLUSH_SECONDS = 5.0  # that closing waits for blocks on their way
-GRACE_SECONDS = 0.1  # for threads that are late; then their request goes on without them
-SHORTEST_WAIT = 0.05
+from kvpool.tiers.transport.fetching import Fetch
+from kvpool.tiers.transport.prefix_options import PromptKeys
+from kvpool.tiers.transport.storing import SharedStage
 
 log = logging.getLogger("kvpool")
 Tell = Callable[[Callable[[], None], Callable[[KVPoolError], None]], None]
-
-
-class MeasuredTier(NamedTuple):
-    """One tier: its own counters, and how fast it was of late."""
-
-    stats: TierStats
-    latency: float
-    bytes_per_second: float
-
-
-class TieringStats(NamedTuple):
-    """One look at the tiers of an engine."""
-
-    tiers: tuple[MeasuredTier, ...]
-    decisions: DecisionStats
-    fetches: FetchStats
-    stores: StoreStats
-    held: int  # requests that wait for their prefix
-    joined: int  # that waited for a load of another request
-    timed_out: int  # that stopped waiting
-    crowded: int  # that were computed because too many waited
-    prompt_tokens_loaded: int
-    imports: int
-    imports_without_room: int
-    leases: tuple[Lease, ...]
-    blocks_waiting: int  # on their way into tiers
-    staging_bytes: int  # in use
 
 
 class _Held:
@@ -92,44 +51,26 @@ class _Held:
 
 
 class TierLink:
-    """Joins one engine to keyed tiers, fastest first. `close` closes those that are `owned`."""
+    """Joins one engine to keyed tiers, fastest first."""
 
-    def __init__(
-        self,
-        tiers: Sequence[KeyedTier],
-        keys: BlockKeys,
-        scheduler: Scheduler,
-        plane: DataPlane,
-        *,
-        timeout: float,
-        min_uses: int = 1,
-        owned: Sequence[KeyedTier] = (),
-    ) -> None:
-        self.keys = keys
-        self.timeout = timeout
+    def __init__(self, opened: OpenedTiers, scheduler: Scheduler, plane: DataPlane) -> None:
+        self.keys = opened.keys
         self.enqueue: Callable[[Generation, Request], None] = lambda generation, request: None  # set by the loop
         self.tell: Tell = lambda run, fail: run()  # set by the engine: into its thread
-        self._owned = tuple(owned)
         self._scheduler = scheduler
         self._manager = scheduler.manager
-        allocate = _pinned if plane.device.type == "cuda" else page_aligned
         self._copies_at_once = plane.device.type == "cpu"
-        self._watched = [WatchedTier(tier) for tier in tiers]
-        self._decider = Decider(len(tiers))
-        staging = STAGING_BYTES * (4 if plane.device.type == "cuda" else 1)
-        self._storer = Storer(self._watched, StagingMemory(staging, allocate))
-        self._memory = StagingMemory(staging, allocate)
-        self._fetcher = Fetcher(self._watched, keys.groups, keys.block_size, self._decider, self._memory, self._storer)
-        self._lane = Lane("fetch", FETCH_THREADS, MAX_HELD)
-        self._importer = Importer(self._manager, plane, keys)
-        self._collector = Collector(scheduler, plane, keys, self._storer, min_uses)
-        self.forgetting = Forgetting(keys, self._collector.lineage, self._storer)
+        self._movers = Movers(opened, self._manager, plane)
+        self._collector = Collector(scheduler, self._movers.offers)
         self._leases = Leases(self._manager)
         self._held: dict[Hashable, _Held] = {}
         self._leaders: dict[bytes, _Held] = {}
         self._joined = self._timed_out = self._crowded = 0
-        self._tokens_loaded = self._imports = self._no_room = 0
         self._closed = False
+
+    @property
+    def forgetting(self) -> Forgetting:
+        return self._movers.forgetting
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -147,13 +88,11 @@ class TierLink:
         prompt, size = held.prompt, self.keys.block_size
         match = self._manager.match_prefix(held.request.prompt, held.request.scope, held.request.items)
         first, missing = match.num_blocks, min(prompt.num_blocks * size, prompt.num_tokens - 1) - match.num_tokens
-        if missing <= 0 or self._closed or self._is_stuck():
+        if missing <= 0 or self._closed or self._movers.is_stuck:
             return False
         now = time.monotonic()
         if not held.due:
-            computing = self._decider.compute_seconds(missing)
-            wait = self.timeout if computing is None else min(self.timeout, max(SHORTEST_WAIT, computing))
-            held.due = now + wait
+            held.due = now + self._movers.patience(missing)
         elif held.due <= now:
             return False
         leader = self._leaders.get(prompt.keys[0][first])
@@ -162,14 +101,14 @@ class TierLink:
             leader.followers.append(held)
             self._held[held.request.id] = held
             return True
-        worth = self._decider.is_worth_looking(missing)
-        if not worth and not self._decider.is_time_to_look():
+        worth = self._movers.decider.is_worth_looking(missing)
+        if not worth and not self._movers.decider.is_time_to_look():
             return False
         fetch = Fetch(prompt, first, now, held.due)
         if not worth:  # measured again, beside the request
-            self._lane.submit(partial(self._fetcher.run, fetch, Fetch.release), fetch.release)
+            self._movers.fetch(fetch, Fetch.release, fetch.release)
             return False
-        if not self._lane.submit(partial(self._fetcher.run, fetch, partial(self._tell_arrived, held)), fetch.release):
+        if not self._movers.fetch(fetch, partial(self._tell_arrived, held), fetch.release):
             self._crowded += 1
             return False
         held.missing = prompt.keys[0][first:]
@@ -177,10 +116,6 @@ class TierLink:
             self._leaders.setdefault(key, held)
         self._held[held.request.id] = held
         return True
-
-    def _is_stuck(self) -> bool:
-        """Whether no thread is left to fetch: all of them are in calls that do not come back."""
-        return sum(watched.num_hung for watched in self._watched) >= FETCH_THREADS
 
     def _tell_arrived(self, held: _Held, fetch: Fetch) -> None:
         """In a thread that fetches: hands over to the engine's."""
@@ -193,9 +128,7 @@ class TierLink:
         if held.is_over:
             fetch.release()
             return
-        with self.forgetting.lock:
-            is_valid = fetch.num_blocks > fetch.first and self.forgetting.is_valid(held.request, fetch)
-            came = is_valid and self._import(held.request, fetch)
+        came = self._import(held.request, fetch)
         fetch.release()
         if came and fetch.is_part:  # the rest may come now, as if it were a new request that waits
             self._forget_keys(held)
@@ -204,22 +137,15 @@ class TierLink:
         self._let_go(held)
 
     def _import(self, request: Request, fetch: Fetch) -> bool:
-        """Brings fetched blocks into the cache; whether there was room. The memory they lie in is given back in time."""
-        handle, waits = self._importer.bring(request, fetch)
-        if handle is None:
-            self._no_room += 1
-        else:
-            self._imports += 1
-            self._tokens_loaded += (fetch.num_blocks - fetch.first) * self.keys.block_size
+        """Brings fetched blocks into the cache; whether they came. The memory they lie in is given back in time."""
+        handle, waits = self._movers.bring(request, fetch)
+        if handle is not None:
             self._leases.keep(request.id, handle)
-        assert fetch.decision is not None
-        waited = time.monotonic() - fetch.began
-        self._decider.observe_wait(fetch.decision, fetch.num_bytes, waited, fetch.loading_seconds)
         if waits and not self._copies_at_once and fetch.stage is not None:
             stage = fetch.stage
             stage.share()
             release = partial(_release_after, waits, stage)
-            if not self._lane.submit(release, release):
+            if not self._movers.lane.submit(release, release):
                 release()
         return handle is not None
 
@@ -293,7 +219,7 @@ class TierLink:
         """A step took this long: what it computed of prompts tells what loading must beat."""
         num_tokens = plan.num_prefill_tokens
         if num_tokens >= self.keys.block_size and 2 * num_tokens >= plan.num_tokens:
-            self._decider.observe_prompt(num_tokens, seconds)
+            self._movers.decider.observe_prompt(num_tokens, seconds)
 
     def collect(self, plan: BatchPlan) -> None:
         """A step has run and is about to be completed."""
@@ -313,27 +239,17 @@ class TierLink:
 
     def stats(self) -> TieringStats:
         """Counters of everything here, and of each tier."""
-        measured = zip(self._watched, self._decider.speeds, strict=True)
-        return TieringStats(
-            tuple(MeasuredTier(watched.tier.stats(), speed.latency, speed.bytes_per_second) for watched, speed in measured),
-            self._decider.stats(),
-            self._fetcher.stats(),
-            self._storer.stats(),
-            len(self._held),
-            self._joined,
-            self._timed_out,
-            self._crowded,
-            self._tokens_loaded,
-            self._imports,
-            self._no_room,
-            self._leases.view(),
-            self._storer.num_waiting,
-            self._memory.lent_bytes + self._storer.memory.lent_bytes,
+        return self._movers.stats(
+            held=len(self._held),
+            joined=self._joined,
+            timed_out=self._timed_out,
+            crowded=self._crowded,
+            leases=self._leases.view(),
         )
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
         """Waits until everything on its way into tiers is there, for so long at most; whether it is. From any thread."""
-        return self._storer.flush(seconds)
+        return self._movers.storer.flush(seconds)
 
     def fail(self, error: KVPoolError) -> None:
         """Ends every request that waits."""
@@ -349,11 +265,7 @@ class TierLink:
             return
         self._closed = True
         self._leases.end_all()
-        self._lane.stop(0.0)
-        self._storer.close(FLUSH_SECONDS)
-        self._lane.stop(self.timeout + GRACE_SECONDS)
-        for tier in self._owned:
-            tier.close()
+        self._movers.close()
 
 
 def _release_after(waits: Sequence[Callable[[], None]], stage: SharedStage) -> None:
@@ -361,9 +273,3 @@ def _release_after(waits: Sequence[Callable[[], None]], stage: SharedStage) -> N
     for wait in waits:
         wait()
     stage.release()
-
-
-def _pinned(num_bytes: int) -> Bytes:
-    """Page-locked memory, which a GPU reads by itself."""
-    found: Bytes = torch.empty(max(1, num_bytes), dtype=torch.uint8, pin_memory=True).numpy()[:num_bytes]
-    return np.asarray(found)

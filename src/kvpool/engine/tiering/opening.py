@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpool.config import KVCacheConfig
 from kvpool.config.layers import MAX_BYTES, check_int, check_number, show
 from kvpool.engine.tiering.identity import model_id, weights_id
-from kvpool.engine.tiering.link import TierLink
 from kvpool.errors import ConfigError
-from kvpool.scheduling import Scheduler
-from kvpool.storage import DataPlane
 from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, open_tier
 from kvpool.tiers.tier_settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT
 from kvpool.tiers.transport.prefix_options import BlockKeys
 
 DEFAULT_TIMEOUT = 2.0
+
+
+class OpenedTiers(NamedTuple):
+    """Tiers in the order in which they are asked, and how they are used."""
+
+    tiers: Sequence[KeyedTier]
+    keys: BlockKeys
+    timeout: float
+    min_uses: int
+    owned: Sequence[KeyedTier]  # those that whoever uses them closes
 
 
 class TierSettings:
@@ -51,29 +58,21 @@ class TierSettings:
         if not 0 < self._timeout <= LONGEST_TIMEOUT:
             raise ConfigError(f"tier_timeout={timeout} must be above 0 and at most {LONGEST_TIMEOUT:g} seconds")
 
-    def link(self, model: Any, config: KVCacheConfig, scheduler: Scheduler, plane: DataPlane) -> TierLink | None:
-        """Opens the tiers and joins them to an engine; None if there are none."""
+    def open(self, model: Any, config: KVCacheConfig) -> OpenedTiers | None:
+        """Opens the tiers for the keys and values of a model; None if there are none."""
         if not self._given and self._disk is None and self._remote is None:
             return None
         if not config.enable_prefix_caching:
             raise ConfigError("tiers need enable_prefix_caching: what they bring is found by content")
         space = KeySpace(Fingerprint.of(config, model_id(model), weights_id(model)))
         opened = self._open()
-        for tier in (*self._given, *opened):
+        tiers = [*self._given, *opened]
+        for tier in tiers:
             tier.introduce(space)
-        keys = BlockKeys(space, config)
-        return TierLink(
-            [*self._given, *opened],
-            keys,
-            scheduler,
-            plane,
-            timeout=self._timeout,
-            min_uses=self._min_uses,
-            owned=opened,
-        )
+        return OpenedTiers(tiers, BlockKeys(space, config), self._timeout, self._min_uses, opened)
 
     def _open(self) -> list[KeyedTier]:
-        """The tiers that the engine opens itself, and closes."""
+        """The tiers that are opened here, to be closed by whoever uses them."""
         opened: list[KeyedTier] = []
         try:
             if self._disk is not None and _is_address(self._disk):

@@ -1,0 +1,148 @@
+"""Movers: what brings blocks from keyed tiers and takes them there. An engine and a pool of transformers use it alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvpool.engine.tiering.importing import Importer, Lease
+from kvpool.engine.tiering.invalidating import Forgetting
+from kvpool.engine.tiering.offering import Offers
+from kvpool.engine.tiering.opening import OpenedTiers
+from kvpool.manager import KVCacheManager
+from kvpool.scheduling import Request
+from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.storage import DataPlane
+from kvpool.tiers.contract import TierStats
+from kvpool.tiers.transport.deciding import Decider, DecisionStats
+from kvpool.tiers.transport.fetching import Fetch, Fetcher, FetchStats
+from kvpool.tiers.transport.lanes import Lane
+from kvpool.tiers.transport.staging import Bytes, StagingMemory, page_aligned
+from kvpool.tiers.transport.storing import Storer, StoreStats
+from kvpool.tiers.transport.watching import WatchedTier
+
+FETCH_THREADS = 2
+MAX_HELD = 256  # requests; more are not held but computed
+STAGING_BYTES = 2**28  # each for what comes and for what goes; four times as much beside a GPU
+FLUSH_SECONDS = 5.0  # that closing waits for blocks on their way
+GRACE_SECONDS = 0.1  # for threads that are late; then their request goes on without them
+SHORTEST_WAIT = 0.05
+
+
+class MeasuredTier(NamedTuple):
+    """One tier: its own counters, and how fast it was of late."""
+
+    stats: TierStats
+    latency: float
+    bytes_per_second: float
+
+
+class TieringStats(NamedTuple):
+    """One look at the tiers of an engine or a pool."""
+
+    tiers: tuple[MeasuredTier, ...]
+    decisions: DecisionStats
+    fetches: FetchStats
+    stores: StoreStats
+    held: int  # requests that wait for their prefix
+    joined: int  # that waited for a load of another request
+    timed_out: int  # that stopped waiting
+    crowded: int  # that were computed because too many waited
+    prompt_tokens_loaded: int
+    imports: int
+    imports_without_room: int
+    leases: tuple[Lease, ...]
+    blocks_waiting: int  # on their way into tiers
+    staging_bytes: int  # in use
+
+
+class Movers:
+    """Fetches prefixes, writes them into blocks, and stores blocks. `close` closes the tiers that are owned."""
+
+    def __init__(self, opened: OpenedTiers, manager: KVCacheManager, plane: DataPlane) -> None:
+        self.keys = keys = opened.keys
+        self.timeout = opened.timeout
+        self.watched = [WatchedTier(tier) for tier in opened.tiers]
+        self.decider = Decider(len(opened.tiers))
+        allocate = _pinned if plane.device.type == "cuda" else page_aligned
+        staging = STAGING_BYTES * (4 if plane.device.type == "cuda" else 1)
+        self.memory = StagingMemory(staging, allocate)
+        self.storer = Storer(self.watched, StagingMemory(staging, allocate))
+        self.fetcher = Fetcher(self.watched, keys.groups, keys.block_size, self.decider, self.memory, self.storer)
+        self.lane = Lane("fetch", FETCH_THREADS, MAX_HELD)
+        self.offers = Offers(plane, keys, self.storer, opened.min_uses)
+        self.forgetting = Forgetting(keys, self.offers.lineage, self.storer)
+        self._importer = Importer(manager, plane, keys)
+        self._owned = opened.owned
+        self._tokens_loaded = self._imports = self._no_room = 0
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether no thread is left to fetch: all of them are in calls that do not come back."""
+        return sum(watched.num_hung for watched in self.watched) >= FETCH_THREADS
+
+    def patience(self, num_tokens: int) -> float:
+        """Seconds that a request waits for so many tokens: no longer than computing them takes, once that is known."""
+        computing = self.decider.compute_seconds(num_tokens)
+        return self.timeout if computing is None else min(self.timeout, max(SHORTEST_WAIT, computing))
+
+    def fetch(self, fetch: Fetch, done: Callable[[Fetch], None], drop: Callable[[], None]) -> bool:
+        """Has a prefix fetched in the background; False if too many wait. `drop` is called instead of `done` at the end."""
+        return self.lane.submit(partial(self.fetcher.run, fetch, done), drop)
+
+    def bring(self, request: Request, fetch: Fetch) -> tuple[KVCacheHandle | None, list[Callable[[], None]]]:
+        """Writes fetched blocks into the cache, unless they were forgotten meanwhile; what `Importer.bring` returns."""
+        with self.forgetting.lock:
+            if fetch.num_blocks <= fetch.first or not self.forgetting.is_valid(request, fetch):
+                return None, []
+            handle, waits = self._importer.bring(request, fetch)
+        if handle is None:
+            self._no_room += 1
+        else:
+            self._imports += 1
+            self._tokens_loaded += (fetch.num_blocks - fetch.first) * self.keys.block_size
+        assert fetch.decision is not None
+        waited = time.monotonic() - fetch.began
+        self.decider.observe_wait(fetch.decision, fetch.num_bytes, waited, fetch.loading_seconds)
+        return handle, waits
+
+    def stats(
+        self, *, held: int = 0, joined: int = 0, timed_out: int = 0, crowded: int = 0, leases: tuple[Lease, ...] = ()
+    ) -> TieringStats:
+        """Counters of everything here, of each tier, and of the requests that wait, which the caller knows."""
+        measured = zip(self.watched, self.decider.speeds, strict=True)
+        return TieringStats(
+            tuple(MeasuredTier(watched.tier.stats(), speed.latency, speed.bytes_per_second) for watched, speed in measured),
+            self.decider.stats(),
+            self.fetcher.stats(),
+            self.storer.stats(),
+            held,
+            joined,
+            timed_out,
+            crowded,
+            self._tokens_loaded,
+            self._imports,
+            self._no_room,
+            leases,
+            self.storer.num_waiting,
+            self.memory.lent_bytes + self.storer.memory.lent_bytes,
+        )
+
+    def close(self) -> None:
+        """Stores what is on its way, for a few seconds at most, and ends threads and owned tiers."""
+        self.lane.stop(0.0)
+        self.storer.close(FLUSH_SECONDS)
+        self.lane.stop(self.timeout + GRACE_SECONDS)
+        for tier in self._owned:
+            tier.close()
+
+
+def _pinned(num_bytes: int) -> Bytes:
+    """Page-locked memory, which a GPU reads by itself."""
+    found: Bytes = torch.empty(max(1, num_bytes), dtype=torch.uint8, pin_memory=True).numpy()[:num_bytes]
+    return np.asarray(found)
