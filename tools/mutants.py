@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 # What moves bytes or draws: not the control plane. Name one with --module to change it all the same.
 LEFT_OUT = (
-    *("attention", "engine", "hf.py", "kernels", "storage", "server", "cluster", "integrations", "tiers"),
+    *("attention", "engine", "hf", "kernels", "storage", "server", "cluster", "integrations", "tiers"),
     *("cli.py", "tour.py", "terminal.py", "compat", "replay", "__main__.py", "version.py"),
 )
 APART = ("scheduling", "recording", "replay", "compat")  # packages whose own tests are enough beside a machine

@@ -1,22 +1,10 @@
-"""For people who stay with transformers: `model.generate(..., past_key_values=PagedCache(pool))` reuses prefixes.
-
-    pool = CachePool(model, num_bytes=2**30)
-    model.generate(ids, past_key_values=PagedCache(pool))            # computes the whole prompt
-    model.generate(longer_ids, past_key_values=PagedCache(pool))     # computes only what is new
-
-The pool watches the model's forward passes: it sees the token ids, cuts off what is cached already, and makes what was
-computed findable. A model wants its keys and values back as rectangles [batch, head, token, element], so each layer gathers
-them from their blocks in every step; `kvpool.engine` reads them in place and is the faster way to serve.
-"""
+"""PagedCache: the `past_key_values` of calls of a model of transformers, in the blocks of a pool."""
 
 from __future__ import annotations
 
-import itertools
+import time
 import weakref
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,93 +12,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvpool.config import KVCacheConfig
 from kvpool.config.layers import show
-from kvpool.engine.model import rotary
-from kvpool.engine.model.probing import inspect_model
+from kvpool.engine.tiering.offering import Progress
 from kvpool.errors import InvalidArgumentError, SequenceStateError
+from kvpool.hf.cache_pool import CachePool
+from kvpool.hf.pool_tiers import PoolTiers
 from kvpool.kernels.scattering.scatter import read_values
-from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray
 from kvpool.scope import ReuseScope
 from kvpool.sequences.live.handle import KVCacheHandle
-from kvpool.stats import CacheStats
-from kvpool.storage.data_plane import DataPlane, StepSlots
+from kvpool.storage.data_plane import StepSlots
 from kvpool.storage.moving import upload
-
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-class CachePool:
-    """Paged memory for one model, shared by the `PagedCache`s of many calls.
-
-    Give `num_blocks` or `num_bytes`; other fields of `KVCacheConfig` (`host_bytes`, `eviction_policy`, ...) may follow.
-    Every layer keeps all tokens here, also those with a sliding window: the model's own masks apply the window. Sequences end
-    where the model's positions do, unless `max_seq_len` says otherwise.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        *,
-        num_blocks: int | None = None,
-        num_bytes: int | None = None,
-        block_size: int = 16,
-        dtype: Any = None,
-        **config: Any,
-    ) -> None:
-        if (num_blocks is None) == (num_bytes is None):
-            raise InvalidArgumentError("give the size of the pool once: num_blocks or num_bytes")
-        own_attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
-        shape = inspect_model(model)
-        model.set_attn_implementation(own_attention)
-        rotary.thaw(model)  # `max_positions` ends where they change, and the model may run longer texts without a cache
-        layers = [replace(spec, window=None, sink_tokens=0) for spec in shape.layer_specs(dtype)]
-        fields: dict[str, Any] = {"max_seq_len": shape.max_positions, **config}
-        self.manager = KVCacheManager(KVCacheConfig(layers, block_size, gpu_blocks=num_blocks, gpu_bytes=num_bytes, **fields))
-        self.plane = DataPlane(self.manager, model.device)
-        self.is_closed = False
-        self._ids = itertools.count()
-        self._gone: deque[list[KVCacheHandle]] = deque()  # sequences of caches that nobody has any more
-        self_or_gone = weakref.ref(self)  # the model must not keep a pool that nobody uses
-        self._hooks = (
-            model.register_forward_pre_hook(partial(_before_forward, self_or_gone), with_kwargs=True),
-            model.register_forward_hook(partial(_after_forward, self_or_gone), with_kwargs=True),
-        )
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.manager.config.layers)
-
-    def next_id(self) -> int:
-        """A request id that no sequence of this pool has had."""
-        return next(self._ids)
-
-    def stats(self) -> CacheStats:
-        """What is cached and how much was reused."""
-        self.free_gone()
-        return self.manager.stats()
-
-    def let_go(self, handles: list[KVCacheHandle]) -> None:
-        """Notes sequences to be freed later: garbage may be collected in the middle of an operation of the manager."""
-        self._gone.append(handles)
-
-    def free_gone(self) -> None:
-        """Ends the sequences of caches that nobody has any more."""
-        while self._gone:
-            try:
-                handles = self._gone.popleft()
-            except IndexError:  # another thread was faster
-                return
-            _release(self, handles)
-
-    def close(self) -> None:
-        """Stops watching the model and gives the memory back."""
-        self.free_gone()
-        self.is_closed = True
-        for hook in self._hooks:
-            hook.remove()
-        self.plane.close()
 
 
 class PagedCache(Cache):  # type: ignore[misc]
@@ -138,6 +50,8 @@ class PagedCache(Cache):  # type: ignore[misc]
         self.length = 0  # tokens of each row that the model may look back at
         self.num_cached_tokens = 0  # of the first prompt, per row
         self._irregular: BoolArray = np.zeros(0, np.bool_)  # rows of this pass that others must not find
+        self._offered: dict[Hashable, Progress] = {}  # what of each sequence went to tiers
+        self._began = 0.0
         self._step: StepSlots | None = None
         self._places: Tensor | None = None  # slots of every token of every row, flat
         self._closer = weakref.finalize(self, pool.let_go, self.handles)
@@ -167,16 +81,26 @@ class PagedCache(Cache):  # type: ignore[misc]
             self._cut(self.length)  # a pass that failed left places behind
             self.pool.manager.extend_batch(self.handles, num_tokens)
         self._prepare(num_tokens - cached)
+        self._began = time.monotonic()
         return cached
 
     def _allocate(self, tokens: Any, irregular: BoolArray) -> None:
-        manager = self.pool.manager
+        manager, tiers = self.pool.manager, None if irregular.any() else self.pool.tiers
+        latest = 0.0 if tiers is None else time.monotonic() + tiers.movers.timeout
         try:
             for row, ids in enumerate(tokens):
                 known = {"num_tokens": len(ids)} if irregular[row] else {"tokens": ids}
-                self.handles.append(manager.allocate(self.pool.next_id(), scope=self.scope, **known))
+                request_id = self.pool.next_id()
+                lease = None if tiers is None else tiers.bring(request_id, ids, self.scope, latest)
+                try:
+                    self.handles.append(manager.allocate(request_id, scope=self.scope, **known))
+                finally:
+                    if lease is not None:
+                        manager.free(lease)
+                if not self.handles[-1].num_written:
+                    tiers = None  # a batch is a rectangle: nothing is reused now
         except Exception:
-            _release(self.pool, self.handles)
+            self.pool.release(self.handles)
             raise
 
     def _prepare(self, num_new: int) -> None:
@@ -210,8 +134,22 @@ class PagedCache(Cache):  # type: ignore[misc]
             if done < stop:
                 known = handle.publishes and not self._irregular[row]  # without their ids, tokens are not cached
                 manager.commit(handle, tokens[row, done - self.length :] if known else stop - done)
+        if self.pool.tiers is not None:
+            if num_new > 1:
+                self.pool.tiers.observe(num_new * len(self.handles), time.monotonic() - self._began)
+            self._offer(self.pool.tiers)
         self.length = stop
         self._step = self._places = None
+
+    def _offer(self, tiers: PoolTiers) -> None:
+        """What this pass filled goes to tiers."""
+        before, self._offered = self._offered, {}
+        for handle in self.handles:
+            progress = before.get(handle.request_id)
+            if progress is None:
+                progress = tiers.begin_offers(self.scope)
+            tiers.offer(handle, progress)
+            self._offered[handle.request_id] = progress
 
     def write_and_gather(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Stores this pass's K and V of a layer; returns all of it, [row, head, token, element]."""
@@ -265,11 +203,14 @@ class PagedCache(Cache):  # type: ignore[misc]
         for handle in self.handles:
             if handle.num_reserved > length:
                 self.pool.manager.rewind(handle, handle.num_reserved - length)
+                progress = self._offered.get(handle.request_id)
+                if progress is not None and progress.num_blocks * self.pool.manager.config.block_size > length:
+                    del self._offered[handle.request_id]  # other tokens may follow here
         self.length = length
 
     def reset(self) -> None:
         """Ends its sequences; the next call starts afresh."""
-        _release(self.pool, self.handles)
+        self.pool.release(self.handles)
         self.length = self.num_cached_tokens = 0
 
     def close(self) -> None:
@@ -313,85 +254,6 @@ class _PagedLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def get_max_length(self) -> int:
         return -1
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _before_forward(
-    pool: weakref.ref[CachePool], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> _Arguments | None:
-    """The pool's look at a forward pass of its model: room for the new tokens, without those that are cached already."""
-    cache = _cache_of(pool, kwargs)
-    if cache is None:
-        return None
-    if kwargs.get("use_cache") is False:
-        raise InvalidArgumentError("use_cache=False sends all tokens in every step; a PagedCache takes them for new ones")
-    token_ids = _input_ids(args, kwargs)
-    if not token_ids.numel():
-        raise InvalidArgumentError(
-            f"input_ids of shape {tuple(token_ids.shape)} hold no new token: this PagedCache has {cache.length} of each row "
-            "already; give it longer rows, or reset() it for others"
-        )
-    irregular = _irregular_rows(kwargs, cache.length, *token_ids.shape)
-    skip = cache.begin(token_ids, irregular, _num_logits(kwargs, token_ids.shape[1]))
-    if not skip:
-        return None
-    for name in ("input_ids", "position_ids", "cache_position", "token_type_ids"):
-        if kwargs.get(name) is not None:
-            kwargs[name] = kwargs[name][..., skip:]
-    return (args[0][:, skip:], *args[1:]) if args else args, kwargs
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _after_forward(
-    pool: weakref.ref[CachePool], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-) -> None:
-    cache = _cache_of(pool, kwargs)
-    if cache is not None:
-        cache.end(_input_ids(args, kwargs))
-
-
-def _cache_of(pool: weakref.ref[CachePool], kwargs: dict[str, Any]) -> PagedCache | None:
-    """The cache of a pass, if it belongs to this pool: a model may have several."""
-    cache = kwargs.get("past_key_values")
-    return cache if isinstance(cache, PagedCache) and cache.pool is pool() else None
-
-
-def _num_logits(kwargs: dict[str, Any], num_tokens: int) -> int:
-    """How many of the last tokens need logits."""
-    wanted = kwargs.get("logits_to_keep")
-    if isinstance(wanted, Tensor) or kwargs.get("labels") is not None:  # of which tokens: counted from the first one
-        return num_tokens
-    return wanted or 1  # a caller that does not say so wants the next token
-
-
-def _irregular_rows(kwargs: dict[str, Any], start: int, num_rows: int, num_tokens: int) -> BoolArray:
-    """Rows whose keys depend on more than the ids up to them: some tokens are masked, or lie at unusual positions."""
-    irregular = torch.zeros(num_rows, dtype=torch.bool)
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if isinstance(mask, Tensor) and mask.ndim == 2:
-        irregular = (mask == 0).any(-1)
-    elif mask is not None:  # a mask of the caller's own making, which may say anything
-        irregular.fill_(True)
-    if positions is not None:
-        usual = torch.arange(start, start + num_tokens, device=positions.device)
-        unusual = (positions != usual).any(-1).reshape(-1, positions.shape[-2]).any(0)
-        irregular = irregular.to(unusual.device) | unusual
-    return irregular.cpu().numpy()  # at once, at the end: a GPU is waited for
-
-
-def _input_ids(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    token_ids = kwargs.get("input_ids", args[0] if args else None)
-    if not isinstance(token_ids, Tensor):
-        raise InvalidArgumentError("a PagedCache finds prompts by their token ids: pass input_ids, not inputs_embeds")
-    if token_ids.ndim != 2:
-        raise InvalidArgumentError(f"input_ids must be [row, token], got shape {tuple(token_ids.shape)}")
-    return token_ids
-
-
-def _release(pool: CachePool, handles: list[KVCacheHandle]) -> None:
-    """Ends sequences and empties the list."""
-    pool.manager.free_batch([handle for handle in handles if handle.is_live])
-    handles.clear()
 
 
 def _on_host(token_ids: Tensor) -> Any:

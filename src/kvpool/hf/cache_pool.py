@@ -1,0 +1,211 @@
+"""CachePool: paged memory for one model of transformers. It watches the model's forward passes and tells their cache."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvpool.config import KVCacheConfig
+from kvpool.engine.model import rotary
+from kvpool.engine.model.probing import inspect_model
+from kvpool.engine.tiering.movers import TieringStats
+from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT, TierSettings
+from kvpool.errors import InvalidArgumentError
+from kvpool.hf.passes import input_ids, irregular_rows, num_logits
+from kvpool.hf.pool_tiers import PoolTiers
+from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import BoolArray, as_token_array
+from kvpool.scope import ReuseScope
+from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.stats import CacheStats
+from kvpool.storage.data_plane import DataPlane
+from kvpool.tiers import KeyedTier
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class PooledCache(Protocol):
+    """A cache in a pool, as the pool's look at a forward pass knows it."""
+
+    length: int
+
+    def begin(self, token_ids: Tensor, irregular: BoolArray, num_needed: int = 1) -> int: ...
+
+    def end(self, token_ids: Tensor) -> None: ...
+
+
+class CachePool:
+    """Paged memory for one model, shared by the `PagedCache`s of many calls.
+
+    Give `num_blocks` or `num_bytes`; other fields of `KVCacheConfig` (`host_bytes`, `eviction_policy`, ...) may follow.
+    Every layer keeps all tokens here, also those with a sliding window: the model's own masks apply the window. Sequences end
+    where the model's positions do, unless `max_seq_len` says otherwise.
+
+    Prefixes outlive the process in tiers, as those of the `Engine` do: `disk` is a directory that holds up to `disk_bytes`
+    (10 GiB), or an address like `disk:DIR?bytes=50GB&compress=zstd`; `remote` is the address of a store that many processes
+    share (`redis://host`), `tiers` are `KeyedTier`s of your own. They are asked in the order `tiers`, `disk`, `remote`; a
+    call waits for them `tier_timeout` seconds at most, and a tier that fails is a miss. The model's weights must not
+    change while the pool lives: they are part of what its blocks are called. `close` stores what is on its way.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        num_blocks: int | None = None,
+        num_bytes: int | None = None,
+        block_size: int = 16,
+        dtype: Any = None,
+        disk: str | os.PathLike[str] | None = None,
+        disk_bytes: int | None = None,
+        remote: str | None = None,
+        tiers: Sequence[KeyedTier] | None = None,
+        tier_timeout: float = DEFAULT_TIMEOUT,
+        tier_min_uses: int = 1,
+        **config: Any,
+    ) -> None:
+        if (num_blocks is None) == (num_bytes is None):
+            raise InvalidArgumentError("give the size of the pool once: num_blocks or num_bytes")
+        tier_settings = TierSettings(tiers, disk, disk_bytes, remote, tier_timeout, tier_min_uses)
+        own_attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
+        shape = inspect_model(model)
+        model.set_attn_implementation(own_attention)
+        rotary.thaw(model)  # `max_positions` ends where they change, and the model may run longer texts without a cache
+        layers = [replace(spec, window=None, sink_tokens=0) for spec in shape.layer_specs(dtype)]
+        fields: dict[str, Any] = {"max_seq_len": shape.max_positions, **config}
+        self.manager = KVCacheManager(
+            KVCacheConfig(layers, block_size, gpu_blocks=num_blocks, gpu_bytes=num_bytes, **fields)
+        )
+        self.plane = DataPlane(self.manager, model.device)
+        opened = tier_settings.open(model, self.manager.config)
+        self.tiers = None if opened is None else PoolTiers(opened, self.manager, self.plane)
+        if self.tiers is not None:
+            weakref.finalize(self, self.tiers.close)  # also at the end of the process: what was computed is stored
+        self.is_closed = False
+        self._ids = itertools.count()
+        self._gone: deque[list[KVCacheHandle]] = deque()  # sequences of caches that nobody has any more
+        self_or_gone = weakref.ref(self)  # the model must not keep a pool that nobody uses
+        self._hooks = (
+            model.register_forward_pre_hook(partial(_before_forward, self_or_gone), with_kwargs=True),
+            model.register_forward_hook(partial(_after_forward, self_or_gone), with_kwargs=True),
+        )
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.manager.config.layers)
+
+    def next_id(self) -> int:
+        """A request id that no sequence of this pool has had."""
+        return next(self._ids)
+
+    def stats(self) -> CacheStats:
+        """What is cached and how much was reused."""
+        self.free_gone()
+        return self.manager.stats()
+
+    def tier_stats(self) -> TieringStats | None:
+        """What came from tiers and went there; None without tiers."""
+        return None if self.tiers is None else self.tiers.stats()
+
+    def invalidate(self, prefix: Any = None, *, scope: ReuseScope | None = None) -> int:
+        """Forgets content that must not be used again, here and in tiers, as `Engine.invalidate` does: what follows the
+        token ids of `prefix`, or a whole scope. Returns the blocks that left the cache.
+        """
+        ids = None if prefix is None else as_token_array(_plain(prefix), "prefix")
+        drop = partial(self.manager.invalidate, ids, scope=scope)
+        return drop() if self.tiers is None else self.tiers.movers.forgetting.content(drop, ids, scope, None)
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets everything cached, here and in tiers. Returns the blocks that left the cache."""
+        drop = self.manager.reset_prefix_cache
+        return drop() if self.tiers is None else self.tiers.movers.forgetting.everything(drop)
+
+    def let_go(self, handles: list[KVCacheHandle]) -> None:
+        """Notes sequences to be freed later: garbage may be collected in the middle of an operation of the manager."""
+        self._gone.append(handles)
+
+    def release(self, handles: list[KVCacheHandle]) -> None:
+        """Ends sequences and empties the list."""
+        self.manager.free_batch([handle for handle in handles if handle.is_live])
+        handles.clear()
+
+    def free_gone(self) -> None:
+        """Ends the sequences of caches that nobody has any more."""
+        while self._gone:
+            try:
+                handles = self._gone.popleft()
+            except IndexError:  # another thread was faster
+                return
+            self.release(handles)
+
+    def close(self) -> None:
+        """Stops watching the model, stores what is on its way to tiers and gives the memory back."""
+        self.free_gone()
+        self.is_closed = True
+        for hook in self._hooks:
+            hook.remove()
+        if self.tiers is not None:
+            self.tiers.close()
+        self.plane.close()
+
+    def __enter__(self) -> CachePool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_forward(
+    pool: weakref.ref[CachePool], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _Arguments | None:
+    """The pool's look at a forward pass of its model: room for the new tokens, without those that are cached already."""
+    cache = _cache_of(pool, kwargs)
+    if cache is None:
+        return None
+    if kwargs.get("use_cache") is False:
+        raise InvalidArgumentError(
+            "use_cache=False sends all tokens in every step; a PagedCache takes them for new ones"
+        )
+    token_ids = input_ids(args, kwargs)
+    if not token_ids.numel():
+        raise InvalidArgumentError(
+            f"input_ids of shape {tuple(token_ids.shape)} hold no new token: this PagedCache has {cache.length} of each row "
+            "already; give it longer rows, or reset() it for others"
+        )
+    irregular = irregular_rows(kwargs, cache.length, *token_ids.shape)
+    skip = cache.begin(token_ids, irregular, num_logits(kwargs, token_ids.shape[1]))
+    if not skip:
+        return None
+    for name in ("input_ids", "position_ids", "cache_position", "token_type_ids"):
+        if kwargs.get(name) is not None:
+            kwargs[name] = kwargs[name][..., skip:]
+    return (args[0][:, skip:], *args[1:]) if args else args, kwargs
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after_forward(
+    pool: weakref.ref[CachePool], module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    cache = _cache_of(pool, kwargs)
+    if cache is not None:
+        cache.end(input_ids(args, kwargs))
+
+
+def _cache_of(pool: weakref.ref[CachePool], kwargs: dict[str, Any]) -> PooledCache | None:
+    """The cache of a pass, if it belongs to this pool: a model may have several."""
+    cache, own = kwargs.get("past_key_values"), pool()
+    return cache if own is not None and getattr(cache, "pool", None) is own else None
+
+
+def _plain(tokens: Any) -> Any:
+    return tokens.flatten().tolist() if isinstance(tokens, Tensor) else tokens

@@ -1,0 +1,151 @@
+"""Keyed tiers behind a pool: the prefix of a call comes from them before it is computed, and what it computed goes to them.
+
+A call waits for its prefix, `timeout` seconds at most and no longer than computing it would take once that is known. A tier
+that fails, is late or hangs brings nothing, and the model computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Hashable
+
+from kvpool.engine.tiering.movers import GRACE_SECONDS, Movers, TieringStats
+from kvpool.engine.tiering.offering import Progress
+from kvpool.engine.tiering.opening import OpenedTiers
+from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import Int32Array
+from kvpool.scheduling import Request
+from kvpool.scope import ReuseScope
+from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.storage.data_plane import DataPlane
+from kvpool.tiers.transport.fetching import Fetch
+
+log = logging.getLogger("kvpool")
+
+
+class PoolTiers:
+    """Joins one pool to keyed tiers, fastest first. Several threads may call it."""
+
+    def __init__(self, opened: OpenedTiers, manager: KVCacheManager, plane: DataPlane) -> None:
+        self.movers = Movers(opened, manager, plane)
+        self._manager = manager
+        self._timed_out = self._crowded = 0
+        self._closing = threading.Lock()
+        self._closed = False
+
+    # --- prefixes come -----------------------------------------------------------------------------------------------
+
+    def bring(self, request_id: Hashable, tokens: Int32Array, scope: ReuseScope, latest: float) -> KVCacheHandle | None:
+        """Has as much of a prompt cached as tiers can bring by a time; a lease on it, to be freed. None: nothing came."""
+        if len(tokens) <= self.movers.keys.block_size:
+            return None
+        request = Request(request_id, tokens, 1, scope=scope)
+        lease: KVCacheHandle | None = None
+        while True:
+            fetch = self._begin(request, latest)
+            if fetch is None:
+                return lease
+            latest = fetch.due
+            arrival = _Arrival()
+            if not self.movers.fetch(fetch, arrival.come, arrival.drop):
+                self._crowded += 1
+                return lease
+            if not arrival.wait(fetch):
+                self._timed_out += 1
+                return lease
+            handle, waits = self.movers.bring(request, fetch)
+            for wait in waits:
+                wait()
+            fetch.release()
+            if handle is None:
+                return lease
+            if lease is not None:
+                self._manager.free(lease)
+            lease = handle
+            if not fetch.is_part:  # else the rest may come, now that this is used
+                return lease
+
+    def _begin(self, request: Request, latest: float) -> Fetch | None:
+        """What to ask tiers for; None: nothing, or it does not pay."""
+        movers, size, now = self.movers, self.movers.keys.block_size, time.monotonic()
+        match = self._manager.match_prefix(request.prompt, request.scope)
+        num_blocks = len(request.prompt) // size
+        missing = min(num_blocks * size, len(request.prompt) - 1) - match.num_tokens
+        if missing <= 0 or self._closed or movers.is_stuck or latest <= now:
+            return None
+        worth = movers.decider.is_worth_looking(missing)
+        if not worth and not movers.decider.is_time_to_look():
+            return None
+        prompt = movers.keys.of_prompt(request.prompt, request.scope)
+        fetch = Fetch(prompt, match.num_blocks, now, min(latest, now + movers.patience(missing)))
+        if worth:
+            return fetch
+        movers.fetch(fetch, Fetch.release, fetch.release)  # measured again, beside the call
+        return None
+
+    # --- blocks go ---------------------------------------------------------------------------------------------------
+
+    def begin_offers(self, scope: ReuseScope) -> Progress:
+        """Of a sequence of which nothing was offered."""
+        return self.movers.offers.begin(scope)
+
+    def offer(self, handle: KVCacheHandle, progress: Progress) -> None:
+        """Full blocks of a sequence go to tiers, in the background."""
+        num_full = handle.num_committed // self.movers.keys.block_size
+        if num_full <= progress.num_blocks or not handle.publishes or self._closed:
+            return
+        try:
+            self.movers.offers.offer(handle, handle.token_ids[: handle.num_committed], progress)
+        except Exception:
+            log.exception("blocks could not be copied for tiers; they are not stored")
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A pass computed so many tokens of prompts in so long: what loading must beat."""
+        if num_tokens >= self.movers.keys.block_size:
+            self.movers.decider.observe_prompt(num_tokens, seconds)
+
+    # --- looking at it, ending it ------------------------------------------------------------------------------------
+
+    def stats(self) -> TieringStats:
+        """Counters of everything here, and of each tier."""
+        return self.movers.stats(timed_out=self._timed_out, crowded=self._crowded)
+
+    def close(self) -> None:
+        """Stores what is on its way, for a few seconds at most, and ends threads and owned tiers. May be called twice."""
+        with self._closing:
+            if not self._closed:
+                self._closed = True
+                self.movers.close()
+
+
+class _Arrival:
+    """A call waits for a fetch, or gives up and leaves it to the thread that fetches."""
+
+    def __init__(self) -> None:
+        self._there = threading.Condition()
+        self._has_come = self._has_left = False
+
+    def come(self, fetch: Fetch) -> None:
+        """In a thread that fetches."""
+        with self._there:
+            self._has_come = True
+            self._there.notify()
+            if not self._has_left:
+                return
+        fetch.release()
+
+    def drop(self) -> None:
+        """Nobody fetches any more."""
+        with self._there:
+            self._has_come = self._has_left = True
+            self._there.notify()
+
+    def wait(self, fetch: Fetch) -> bool:
+        """Whether it came before the call had to go on."""
+        with self._there:
+            self._there.wait_for(lambda: self._has_come, max(0.0, fetch.due + GRACE_SECONDS - time.monotonic()))
+            came = self._has_come and not self._has_left
+            self._has_left = True
+            return came
