@@ -139,8 +139,12 @@ def test_given_the_list_of_models_then_it_names_them(client: Any) -> None:
         (dict(max_tokens=0), "max_tokens"),
         (dict(logit_bias={"9999": 1}), "logit_bias names token 9999"),
         (dict(logit_bias={"no": 1}), "logit_bias"),
-        (dict(prompt=""), "at least one token"),
-        (dict(prompt=[]), "prompt"),
+        (dict(prompt=""), "prompt: String should have at least 1 character"),
+        (dict(prompt=[]), "List should have at least 1 item"),
+        (dict(prompt=[5, "w5"]), "prompt.1: Input should be a valid integer"),
+        (dict(prompt=["w5"] * 257), "257 prompts are over this server's limit of 256"),
+        (dict(max_tokens="5"), "max_tokens: Input should be a valid integer"),
+        (dict(echo="yes"), "echo: Input should be a valid boolean"),
         (dict(prompt=[999]), "the vocabulary has 160"),
         (dict(stop=[""]), "stop"),
         (dict(suffix="w1"), "suffix is not supported"),
@@ -151,6 +155,22 @@ def test_given_a_wrong_field_then_it_is_named(client: Any, wrong: dict[str, Any]
         client.completions.create(**(dict(model="tiny", prompt=PROMPT) | wrong))
     assert words in refused.value.message
     assert refused.value.type == "invalid_request_error"
+
+
+def test_given_null_then_a_field_is_as_if_it_were_not_there(client: Any) -> None:
+    nothing = dict.fromkeys(("max_tokens", "n", "stream", "echo", "presence_penalty", "logit_bias", "cache_salt", "stop"))
+    answer = client.completions.create(model="tiny", prompt=PROMPT, extra_body={**nothing, "seed": 3.0})
+    assert (answer.usage.completion_tokens, len(answer.choices)) == (16, 1)
+
+
+def test_given_a_choice_of_tools_then_none_hides_them_and_a_forced_call_is_refused(client: Any) -> None:
+    wanted = dict(model="tiny", messages=MESSAGES, max_completion_tokens=1)
+    tools = [{"type": "function", "function": {"name": "w33", "parameters": {}}}]
+    plain = client.chat.completions.create(**wanted)
+    hidden = client.chat.completions.create(**wanted, tools=tools, tool_choice="none")
+    assert hidden.usage.prompt_tokens == plain.usage.prompt_tokens
+    with pytest.raises(openai.BadRequestError, match="the model sees the tools and decides"):
+        client.chat.completions.create(**wanted, tools=tools, tool_choice="required")
 
 
 def test_given_an_unknown_model_then_the_answer_names_those_that_are_there(client: Any) -> None:

@@ -38,6 +38,14 @@ def test_given_an_input_then_the_response_is_the_chats_answer(client: Any) -> No
     assert answer.usage.output_tokens == 4
 
 
+def test_given_tools_of_a_response_then_the_template_sees_them(client: Any) -> None:
+    tools = [{"type": "function", "name": "w33", "parameters": {}, "strict": False}]
+    plain = client.responses.create(model="tiny", input=SAID, max_output_tokens=1)
+    told = client.responses.create(model="tiny", input=SAID, max_output_tokens=1, tools=tools)
+    assert told.usage.input_tokens == plain.usage.input_tokens + 1
+    assert told.tools[0].name == "w33"
+
+
 def test_given_instructions_then_they_are_the_system_message(client: Any) -> None:
     answer = client.responses.create(model="tiny", input=TURNS, instructions="w3", max_output_tokens=3, temperature=0)
     messages = [{"role": "system", "content": "w3"}, *TURNS]

@@ -100,8 +100,8 @@ def test_given_a_file_of_keys_then_it_is_read_and_a_wrong_line_is_named(tmp_path
     key, line = new_key("acme")
     file.write_text(f"# who may ask\n{line}\n{new_key('root')[1]} admin\n")
     read = Access.read(file, {"KVPOOL_API_KEYS": "other:sk-1,root:sk-2:admin"})
-    assert read.caller(f"Bearer {key}") == Caller("acme", False, f"acme/{line.split()[1][:8]}")
-    assert (read.caller("Bearer sk-1").tenant, read.caller(None, "sk-2").is_admin) == ("other", True)
+    assert read.caller(key) == Caller("acme", False, f"acme/{line.split()[1][:8]}")
+    assert (read.caller("sk-1").tenant, read.caller("sk-2").is_admin) == ("other", True)
     assert key not in line
     for wrong in ("acme", "acme short", f"{line} boss", f"{line} admin more"):
         file.write_text(f"\n{wrong}\n")
@@ -316,6 +316,37 @@ def test_given_texts_and_tokens_then_each_becomes_the_other(live: Live) -> None:
     said = call(live, "/tokenize", {"messages": [{"role": "w1", "content": "w5"}]})
     assert said["tokens"] == [1, 5]
     assert refusal(live, "/tokenize", {})[0] == 400
+
+
+def test_given_several_prompts_then_each_counts_as_a_request(serve: Callable[..., Live]) -> None:
+    live = serve(limits=Limits(requests=3, requests_per_key=3))
+    assert call(live, "/v1/completions", {"prompt": ["w5", "w6", "w7"], "max_tokens": 1})["usage"]["prompt_tokens"] == 3
+    status, error = refusal(live, "/v1/completions", {"prompt": ["w5"] * 4, "max_tokens": 1})
+    assert (status, error["param"]) == (400, "prompt")
+    with openai_client(live) as client:
+        stream = client.completions.create(
+            model="tiny", prompt=["w5", "w6"], max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        assert refusal(live, "/v1/completions", {"prompt": ["w5", "w6"]})[0] == 429
+        assert call(live, "/v1/completions", {"prompt": "w5", "max_tokens": 1})["choices"]
+        stream.close()
+        until(lambda: call(live, "/ready")["under_way"] == 0)
+
+
+def test_given_a_wrong_method_then_the_answer_names_the_right_one(live: Live) -> None:
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        call(live, "/v1/completions")
+    with refused.value:
+        assert (refused.value.code, refused.value.headers["allow"]) == (405, "POST")
+
+
+def test_given_a_failure_of_ours_then_it_is_told_in_the_same_form(
+    live: Live, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "token_ids", lambda prompt: 1 // 0)
+    status, error = refusal(live, "/tokenize", {"prompt": "w5"})
+    assert (status, error["type"], error["message"]) == (500, "server_error", "this server failed: ZeroDivisionError")
 
 
 def test_given_an_unknown_path_then_it_is_refused_in_the_same_form(live: Live) -> None:

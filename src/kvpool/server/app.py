@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Header, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server.answering.exchange import Reception
 from kvpool.server.answering.metrics import Metrics
+from kvpool.server.answering.pin_book import PinBook
 from kvpool.server.asking.access import Access, Caller
+from kvpool.server.asking.body_limit import BodyLimit
 from kvpool.server.asking.limits import Gate, Limits
-from kvpool.server.asking.problems import Problem, problem_of
+from kvpool.server.asking.problems import Problem, problem_of, problem_of_body
 from kvpool.server.asking.schema import CacheQuery, ChatCompletions, Completions, Detokenize, Tokenize
 from kvpool.server.asking.served import ServedModel
 from kvpool.server.routes.caching import CacheDesk
 from kvpool.server.routes.completing import chat, complete, named_tokens
+from kvpool.server.routes.describing import REFUSALS, STREAMED
 from kvpool.server.routes.live_view import LiveViews
 from kvpool.server.routes.messages import Messages, converse
 from kvpool.server.routes.responses import Responses, respond
@@ -44,8 +46,9 @@ class Server:
         self.access = access
         self.gate = Gate(limits)
         self.metrics = Metrics(models)
-        self.desk = CacheDesk(limits)
-        self.reception = Reception(self.gate, self.metrics.latencies)
+        pins = PinBook(limits.pins_per_tenant)
+        self.desk = CacheDesk(pins)
+        self.reception = Reception(self.gate, self.metrics.latencies, pins)
         self.views = LiveViews(models, self.metrics.latencies, self.gate)
 
     def model(self, name: str) -> ServedModel:
@@ -74,9 +77,9 @@ def create_app(models: Sequence[ServedModel], access: Access | None = None, limi
         yield
         server.gate.is_draining = True
 
-    app = FastAPI(title="kvpool", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="kvpool", version=__version__, lifespan=lifespan, responses=REFUSALS)
     app.state.server = server
-    app.add_middleware(BodyLimit, limit=server.gate.limits.body_bytes)
+    app.add_middleware(BodyLimit, limit=server.gate.limits.body_bytes, refuse=server.refusal)
     _add_refusals(app, server)
     _add_looks(app, server)
     _add_generation(app, server)
@@ -86,10 +89,14 @@ def create_app(models: Sequence[ServedModel], access: Access | None = None, limi
 
 
 def _caller_of(server: Server) -> Any:
+    if server.access.is_open:
+        return Depends(lambda: Caller())  # not Caller itself, whose fields would become parameters
+
     def caller(
-        authorization: Annotated[str | None, Header()] = None, x_api_key: Annotated[str | None, Header()] = None
+        bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
+        key: Annotated[str | None, Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
     ) -> Caller:
-        return server.access.caller(authorization, x_api_key)
+        return server.access.caller(key if bearer is None else bearer.credentials)
 
     return Depends(caller)
 
@@ -105,17 +112,17 @@ def _add_refusals(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(_: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        message = f"{place}: {first['msg']}" if place else str(first["msg"])
-        return server.refusal(Problem(400, message, code="invalid_value", param=place or None))
+        return server.refusal(problem_of_body(error.errors(), error.body))
 
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return server.refusal(
-            Problem(error.status_code, message, code="not_found" if error.status_code == 404 else None)
-        )
+        code = "not_found" if error.status_code == 404 else None
+        return server.refusal(Problem(error.status_code, message, code=code, headers=error.headers))
+
+    @app.exception_handler(Exception)
+    async def admit(request: Request, error: Exception) -> Response:  # its traceback is logged by the server
+        return server.refusal(Problem(500, f"this server failed: {type(error).__name__}", code="failed"))
 
 
 def _add_looks(app: FastAPI, server: Server) -> None:
@@ -170,27 +177,27 @@ def _described(model: ServedModel) -> dict[str, Any]:
 def _add_generation(app: FastAPI, server: Server) -> None:
     caller_of = _caller_of(server)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(request: Request, body: ChatCompletions, caller: Caller = caller_of) -> Response:
         """Answers a conversation, as OpenAI's endpoint does."""
         return await chat(request, body, server.model(body.model), caller, server.reception)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=STREAMED)
     async def completions(request: Request, body: Completions, caller: Caller = caller_of) -> Response:
         """Continues prompts, as OpenAI's endpoint does."""
         return await complete(request, body, server.model(body.model), caller, server.reception)
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=STREAMED)
     async def responses(request: Request, body: Responses, caller: Caller = caller_of) -> Response:
         """Answers a conversation, as OpenAI's newer endpoint does."""
         return await respond(request, body, server.model(body.model), caller, server.reception)
 
-    @app.post("/v1/messages")
+    @app.post("/v1/messages", responses=STREAMED)
     async def messages(request: Request, body: Messages, caller: Caller = caller_of) -> Response:
         """Answers a conversation, as Anthropic's endpoint does."""
         return await converse(request, body, server.model(body.model), caller, server.reception)
 
-    @app.post("/v1/embeddings")
+    @app.post("/v1/embeddings", include_in_schema=False)
     async def embeddings(caller: Caller = caller_of) -> Response:
         """Refused: these models write text."""
         raise Problem(400, "this server generates text; it has no embeddings", code="unsupported")
@@ -208,6 +215,11 @@ def _add_cache(app: FastAPI, server: Server) -> None:
     async def pin(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
         """Keeps a cached prompt."""
         return await desk.pin(body, server.model(body.model), caller)
+
+    @app.get("/v1/cache/pin")
+    async def pins(caller: Caller = caller_of) -> dict[str, Any]:
+        """The caller's own pins."""
+        return await desk.pins(caller)
 
     @app.delete("/v1/cache/pin/{name}")
     async def unpin(name: str, caller: Caller = caller_of) -> dict[str, Any]:
@@ -258,46 +270,3 @@ def _add_live_view(app: FastAPI, server: Server) -> None:
     async def page(request: Request) -> Response:
         """The page of the live view, and the files that it loads."""
         return views.page(request.url.path)
-
-
-class BodyLimit:
-    """Refuses bodies that are too large before they are in memory."""
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app = app
-        self._limit = limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        length = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if length.isdigit() and int(length) > self._limit:
-            await self._refuse(send)
-            return
-        taken, is_refused = 0, False
-
-        async def counted() -> Message:
-            nonlocal taken, is_refused
-            message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > self._limit and message["type"] == "http.request":
-                is_refused = True
-                return {"type": "http.disconnect"}
-            return message
-
-        async def answer(message: Message) -> None:
-            if not is_refused:
-                await send(message)
-
-        try:
-            await self._app(scope, counted, answer)
-        finally:
-            if is_refused:
-                await self._refuse(send)
-
-    async def _refuse(self, send: Send) -> None:
-        problem = Problem(413, f"the body is over this server's limit of {self._limit} bytes", code="too_large")
-        headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-        await send({"type": "http.response.start", "status": problem.status, "headers": headers})
-        await send({"type": "http.response.body", "body": json.dumps(problem.body()).encode()})

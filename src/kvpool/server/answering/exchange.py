@@ -15,20 +15,22 @@ from kvpool.engine.sampling.params import SamplingParams
 from kvpool.pools.arrays import Int32Array
 from kvpool.server.answering.answers import Writer
 from kvpool.server.answering.metrics import Latencies
+from kvpool.server.answering.pin_book import PinBook
 from kvpool.server.answering.streams import EventStream, unless_gone
 from kvpool.server.asking.access import Caller
 from kvpool.server.asking.limits import Gate
-from kvpool.server.asking.parameters import request_options
+from kvpool.server.asking.parameters import pins_of, request_options
 from kvpool.server.asking.problems import Problem
 from kvpool.server.asking.schema import Sampling
-from kvpool.server.asking.served import LiveRequest, ServedModel
+from kvpool.server.asking.served import LiveRequest, ServedModel, scope_of
 
 
 class Reception(NamedTuple):
-    """Where requests come in: how many may be under way, and how long they take."""
+    """Where requests come in: how many may be under way, how long they take, and what they keep."""
 
     gate: Gate
     latencies: Latencies
+    pins: PinBook
 
 
 class Exchange:
@@ -49,7 +51,9 @@ class Exchange:
         self._caller = caller
         self._gate = reception.gate
         self._latencies = reception.latencies
+        self._pins = reception.pins
         self._answer = answer
+        self._headers: dict[str, str] = {}
         self._running: list[LiveRequest] = []
         self._stack = ExitStack()
 
@@ -61,22 +65,28 @@ class Exchange:
                 raise Problem(
                     400, f"the prompt has {len(prompt)} tokens, the limit is {limit}", code="context_length_exceeded"
                 )
-        self._enter(self._gate.passed(self._caller.key))
+        options = request_options(self._body, self._caller)
+        options |= {name: value for name, value in more.items() if value is not None}
+        if pins_of(self._body):
+            if len(prompts) > 1:
+                raise Problem(400, "retention pins the prompt of a request with one", code="invalid_value", param="retention")
+            await self._pins.check_room(self._caller.tenant)
+        self._enter(self._gate.passed(self._caller.key, len(prompts)))
         try:
             self._enter(self._latencies.request())
-            options = request_options(self._body, self._caller) | more
             for prompt in prompts:
                 self._running.append(self._model.start(prompt, params, **options))
             if self._body.stream:
                 parts = self._events()
                 first = await anext(parts)  # what is refused at once is refused with a status
-                return EventStream(_after(first, parts), self._leave, self._gate.limits.send_seconds)
+                seconds = self._gate.limits.send_seconds
+                return EventStream(_after(first, parts), self._leave, seconds, self._headers)
             result = await unless_gone(self._request, self._whole())
         except BaseException:
             self._leave()
             raise
         self._leave()
-        return Response(status_code=499) if result is None else JSONResponse(result)
+        return Response(status_code=499) if result is None else JSONResponse(result, headers=self._headers)
 
     def _enter(self, context: AbstractContextManager[Any]) -> None:
         self._stack.enter_context(context)
@@ -87,17 +97,33 @@ class Exchange:
             running.cancel()
         self._stack.close()
 
+    async def _pin(self, running: LiveRequest) -> None:
+        """Pins what was asked for, at the first token: the prompt is computed, and the request still holds its blocks."""
+        made = []
+        for kept in pins_of(self._body):
+            tokens = running.generation.prompt[: kept.end]
+            scope = scope_of(self._caller.tenant, self._body.cache_salt)
+            made.append(await self._pins.pin(self._caller.tenant, self._model, tokens, scope, kept.ttl_seconds))
+        if made:
+            self._headers["x-kvpool-pins"] = ",".join(pin["id"] for pin in made)
+
+    async def _note(self, running: LiveRequest, news: Sequence[Chunk]) -> None:
+        """New tokens of a request arrived."""
+        if running.last is None and self._body.retention:
+            await self._pin(running)
+        self._latencies.tokens(running, news)
+
     async def _whole(self) -> dict[str, Any]:
         for running in self._running:
             async for news in running:
-                self._latencies.tokens(running, news)
+                await self._note(running, news)
         return self._answer.whole([running.generation for running in self._running])
 
     async def _events(self) -> AsyncIterator[bytes]:
         """The events of the stream; those that come together go out together."""
         async for number, news in _merged(self._running):
             running = self._running[number]
-            self._latencies.tokens(running, news)
+            await self._note(running, news)
             first = number * self._body.n
             yield b"".join(self._answer.part(first + chunk.sample, chunk, running.generation) for chunk in news)
         yield self._answer.end([running.generation for running in self._running])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -23,8 +23,15 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, parts: AsyncIterator[bytes], leave: Callable[[], None], seconds: float) -> None:
-        super().__init__(media_type=self.media_type, headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+    def __init__(
+        self,
+        parts: AsyncIterator[bytes],
+        leave: Callable[[], None],
+        seconds: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        usual = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(media_type=self.media_type, headers={**usual, **(headers or {})})
         del self.headers["content-length"]
         self._parts = parts
         self._leave = leave

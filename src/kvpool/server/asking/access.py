@@ -39,7 +39,7 @@ class Access:
     """The callers by the SHA-256 of their keys. An access without keys lets everybody in.
 
     >>> access = Access({hashlib.sha256(b"sk-1").hexdigest(): Caller("acme", False, "acme")})
-    >>> access.caller("Bearer sk-1").tenant
+    >>> access.caller("sk-1").tenant
     'acme'
     """
 
@@ -61,12 +61,10 @@ class Access:
         """Whether no key is needed."""
         return not self._callers
 
-    def caller(self, authorization: str | None, api_key: str | None = None) -> Caller:
-        """The caller behind `Authorization: Bearer KEY` or, as Anthropic's clients send it, `x-api-key: KEY`."""
+    def caller(self, key: str | None) -> Caller:
+        """The caller with that key: `Authorization: Bearer KEY` or, as Anthropic's clients send it, `x-api-key: KEY`."""
         if self.is_open:
             return Caller()
-        scheme, _, given = (authorization or "").partition(" ")
-        key = given.strip() if scheme.lower() == "bearer" else api_key
         if not key:
             raise Problem(401, "this server needs a key: send 'Authorization: Bearer KEY'", code="missing_api_key")
         digest = hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()

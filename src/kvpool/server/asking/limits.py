@@ -16,6 +16,7 @@ from kvpool.server.asking.problems import Problem
 class Limits:
     """`requests` run or wait at once, `requests_per_key` of one key; `samples` is the largest `n`; bodies are in bytes.
 
+    A request with several prompts counts as so many.
     `send_seconds` is how long a client may leave the server waiting before its request is cancelled.
     `pins_per_tenant` hold at once; those that expired or were invalidated do not count.
     """
@@ -27,6 +28,11 @@ class Limits:
     prompt_tokens: int = 1 << 20
     send_seconds: int = 30
     pins_per_tenant: int = 1024
+
+    @property
+    def prompts(self) -> int:
+        """The most that one request may bring: more could never pass the gate."""
+        return min(self.requests, self.requests_per_key)
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -43,27 +49,30 @@ class Gate:
         self._by_key: Counter[str] = Counter()
 
     @contextmanager
-    def passed(self, key: str) -> Iterator[None]:
-        """One request, from when it is accepted to when its answer is over."""
+    def passed(self, key: str, prompts: int = 1) -> Iterator[None]:
+        """One request, from when it is accepted to when its answer is over; each of its prompts counts."""
         if self.is_draining:
             raise Problem(503, "the server is shutting down; ask another one", code="draining", retry_after=5)
-        if self.under_way >= self.limits.requests:
-            raise Problem(
-                429, f"{self.under_way} requests are under way, which is the limit", code="busy", retry_after=1
-            )
-        if self._by_key[key] >= self.limits.requests_per_key:
+        if self.under_way + prompts > self.limits.requests:
             raise Problem(
                 429,
-                f"this key has {self._by_key[key]} requests under way, which is its limit",
+                f"{self.under_way} requests are under way, and the limit is {self.limits.requests}",
                 code="busy",
                 retry_after=1,
             )
-        self.under_way += 1
-        self._by_key[key] += 1
+        if self._by_key[key] + prompts > self.limits.requests_per_key:
+            raise Problem(
+                429,
+                f"this key has {self._by_key[key]} requests under way, and its limit is {self.limits.requests_per_key}",
+                code="busy",
+                retry_after=1,
+            )
+        self.under_way += prompts
+        self._by_key[key] += prompts
         try:
             yield
         finally:
-            self.under_way -= 1
-            self._by_key[key] -= 1
+            self.under_way -= prompts
+            self._by_key[key] -= prompts
             if not self._by_key[key]:
                 del self._by_key[key]

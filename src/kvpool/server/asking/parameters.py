@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from kvpool.engine.sampling.grammar import Grammar
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, KVPoolError
+from kvpool.prefix.lifetimes.retention import Retention, TokenRange
 from kvpool.server.asking.access import Caller
 from kvpool.server.asking.limits import Limits
 from kvpool.server.asking.problems import Problem, problem_of
-from kvpool.server.asking.schema import ResponseFormat, Sampling
+from kvpool.server.asking.schema import KeptTokens, ResponseFormat, Sampling
 from kvpool.server.asking.served import ServedModel, scope_of
 
 
@@ -69,11 +71,52 @@ async def _grammar(wanted: ResponseFormat, model: ServedModel) -> Grammar | None
 def request_options(body: Sampling, caller: Caller) -> dict[str, Any]:
     """What the engine is told besides the prompt and the parameters."""
     return {
+        "retention": _retention(body.retention or ()),
         "priority": body.priority,
         "scope": scope_of(caller.tenant, body.cache_salt),
         "session": None if body.session_id is None else session_name(caller, body.session_id),
         "deadline": None if body.deadline_ms is None else body.deadline_ms / 1e3,
     }
+
+
+def _retention(kept: Sequence[KeptTokens]) -> Retention | None:
+    """How long the tokens of a request stay cached; what is pinned only is not in it."""
+    ranges, of_answer = [], []
+    for number, each in enumerate(kept):
+        wrong = _wrong(each)
+        if wrong:
+            raise Problem(400, f"retention.{number}: {wrong}", code="invalid_value", param=f"retention.{number}")
+        if each.part == "answer":
+            of_answer.append(each)
+        elif each.priority is not None:
+            ranges.append(TokenRange(each.start, each.end, each.priority, each.ttl_seconds))
+    if len(of_answer) > 1:
+        raise Problem(400, "retention has two entries for the answer", code="invalid_value", param="retention")
+    last = of_answer[0] if of_answer else None
+    try:
+        if last is not None:
+            return Retention(ranges, last.priority, last.ttl_seconds)
+        return Retention(ranges) if ranges else None
+    except KVPoolError as error:
+        raise Problem(400, f"retention: {error}", code="invalid_value", param="retention") from error
+
+
+def _wrong(kept: KeptTokens) -> str:
+    """What is wrong with an entry of `retention`; nothing, in most cases."""
+    if kept.priority is None and not kept.pin:
+        return "give a priority, or pin"
+    if kept.end is not None and kept.end <= kept.start:
+        return f"tokens {kept.start} to {kept.end} are none: end is exclusive"
+    if kept.part == "answer" and (kept.pin or kept.start or kept.end is not None):
+        return "tokens of the answer have a priority and a time, no range and no pin"
+    if kept.pin and kept.start:
+        return f"a pin begins at the first token of the prompt, not at {kept.start}: what follows is of no use without it"
+    return ""
+
+
+def pins_of(body: Sampling) -> list[KeptTokens]:
+    """The pins that a request asks for."""
+    return [kept for kept in body.retention or () if kept.pin]
 
 
 def session_name(caller: Caller, session_id: str) -> str:

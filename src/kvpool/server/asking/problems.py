@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpool.errors import (
@@ -26,12 +27,15 @@ class Problem(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
-        self.retry_after = retry_after
+        self.headers = dict(headers or {})
+        if retry_after is not None:
+            self.headers["retry-after"] = str(retry_after)
 
     @property
     def kind(self) -> str:
@@ -42,10 +46,6 @@ class Problem(Exception):
     def body(self) -> dict[str, Any]:
         """The answer's body."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
 
 
 def problem_of(error: KVPoolError) -> Problem:
@@ -59,3 +59,34 @@ def problem_of(error: KVPoolError) -> Problem:
     if isinstance(error, SequenceStateError):
         return Problem(503, str(error), code="unavailable", retry_after=5)
     return Problem(500, str(error), code="failed")
+
+
+def problem_of_body(errors: Sequence[Mapping[str, Any]], body: Any) -> Problem:
+    """What is wrong with a body that does not fit its description: the field, and what it should be.
+
+    A field that may have several forms has an error for each; those that got furthest are told.
+
+    >>> errors = [{"loc": ("body", "stop", "str"), "msg": "no text"}, {"loc": ("body", "stop", "list", 1), "msg": "too long"}]
+    >>> str(problem_of_body(errors, {"stop": ["a", "b"]}))
+    'stop.1: too long'
+    """
+    placed = [(_place(error["loc"], body), str(error["msg"])) for error in errors]
+    furthest = max((place for place, _ in placed), key=len)
+    messages = dict.fromkeys(message for place, message in placed if place == furthest)
+    where = ".".join(str(part) for part in furthest)
+    what = " or ".join(messages)
+    return Problem(400, f"{where}: {what}" if where else what, code="invalid_value", param=where or None)
+
+
+def _place(location: Sequence[str | int], body: Any) -> list[str | int]:
+    """The part of an error's location that is in the body: it also names the forms that a field may have."""
+    found: list[str | int] = []
+    for part in location[1:]:
+        if isinstance(body, dict) and isinstance(part, str) and (part in body or part == location[-1]):
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        else:
+            continue
+        found.append(part)
+    return found

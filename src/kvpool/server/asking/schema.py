@@ -4,19 +4,54 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from kvpool.engine.sampling.params import MAX_LOGPROBS, MAX_STOPS
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI has it; a chat may fill the context
+
+
+def _whole(value: Any) -> Any:
+    """5.0 is the integer 5 in JSON; everything else stays what it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[Int, Field(ge=1, lt=2**31)]
+Token = Annotated[Int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """Fields that we do not know are ignored, as other servers do: clients send many."""
+    """Values have the types of the document: "1" is no number. Fields that we do not know are ignored, as other servers
+    do: clients send many.
+    """
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        """null leaves a field as it is without it: many clients send it for what was not said."""
+        if not isinstance(data, dict):
+            return data
+        needed = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in data.items() if value is not None or name in needed}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The document says so, too."""
+        found = handler.resolve_ref_schema(handler(core_schema))
+        needed = found.get("required", ())
+        for name, field in found.get("properties", {}).items():
+            if name not in needed and {"type": "null"} not in field.get("anyOf", ()):
+                kept = {key: field.pop(key) for key in ("title", "default") if key in field}
+                found["properties"][name] = {"anyOf": [field, {"type": "null"}], **kept}
+        return found
 
 
 class StreamOptions(Body):
@@ -39,16 +74,31 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
 
+class KeptTokens(Body):
+    """How long tokens stay cached: by a priority from 0 (go first) to 100 (stay longest), or pinned.
+
+    Tokens `start` to `end` of the prompt, or those of the answer. `ttl_seconds` count from the end of the request; a pin
+    begins at the first token of the prompt and, without them, ends when it is ended.
+    """
+
+    part: Literal["prompt", "answer"] = "prompt"
+    start: Token = 0
+    end: Count | None = None
+    priority: Annotated[Int, Field(ge=0, le=100)] | None = None
+    ttl_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    pin: bool = False
+
+
 class Sampling(Body):
     """What completions and chats share."""
 
     model: str = ""
-    n: Annotated[int, Field(ge=1, le=2**16)] = 1
+    n: Annotated[Int, Field(ge=1, le=2**16)] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[Int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -56,25 +106,26 @@ class Sampling(Body):
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], Annotated[float, Field(ge=-100, le=100)]] | None = (
         None
     )
-    seed: int | None = None
+    seed: Int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = None
+    stop_token_ids: list[Token] | None = None
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
     user: str | None = None
     # kvpool's own
     cache_salt: Annotated[str, Field(max_length=256)] = ""
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] = 0
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     deadline_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    retention: Annotated[list[KeptTokens], Field(max_length=64)] | None = None
 
 
 class Completions(Sampling):
     """`POST /v1/completions`."""
 
-    prompt: str | Tokens | Annotated[list[str], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] = DEFAULT_MAX_TOKENS
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    prompt: Text | Tokens | Annotated[list[Text], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)]
+    max_tokens: Count = DEFAULT_MAX_TOKENS
+    logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool = False
     suffix: str | None = None
 
@@ -87,15 +138,34 @@ class Message(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
 
+Conversation = Annotated[list[Message], Field(min_length=1)]
+
+
+class Function(BaseModel):
+    """What a tool is called and takes; all of its fields go to the model's template."""
+
+    model_config = ConfigDict(extra="allow")
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Tool(BaseModel):
+    """A function that the model may ask to call."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"]
+    function: Function
+
+
 class ChatCompletions(Sampling):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    messages: Conversation
+    max_completion_tokens: Count | None = None
+    max_tokens: Count | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tools: list[dict[str, Any]] | None = None
+    top_logprobs: Annotated[Int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -103,8 +173,8 @@ class Tokenize(Body):
     """`POST /tokenize`: a text, or a conversation by the model's template."""
 
     model: str = ""
-    prompt: str | None = None
-    messages: list[Message] | None = None
+    prompt: Text | None = None
+    messages: Conversation | None = None
 
 
 class Detokenize(Body):
@@ -118,8 +188,8 @@ class CacheQuery(Body):
     """A prompt whose place in the cache is asked for, or changed."""
 
     model: str = ""
-    prompt: str | Tokens | None = None
-    messages: list[Message] | None = None
+    prompt: Text | Tokens | None = None
+    messages: Conversation | None = None
     cache_salt: Annotated[str, Field(max_length=256)] = ""
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     ttl_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None

@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import KVPoolError
-from kvpool.manager.pins import Pin
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
+from kvpool.server.answering.pin_book import PinBook
 from kvpool.server.asking.access import Caller
-from kvpool.server.asking.limits import Limits
 from kvpool.server.asking.parameters import session_name
-from kvpool.server.asking.problems import Problem, problem_of
+from kvpool.server.asking.problems import problem_of
 from kvpool.server.asking.schema import CacheQuery
 from kvpool.server.asking.served import ServedModel, scope_of
 from kvpool.server.routes.completing import named_tokens
 
 
-class _Kept(NamedTuple):
-    """A pin that was asked for."""
-
-    tenant: str
-    model: ServedModel
-    pin: Pin
-
-    def holds(self) -> bool:
-        return self.model.engine.manager.is_pinned(self.pin)
-
-
 class CacheDesk:
-    """Answers questions about the caches of a server's models, and remembers the pins that were asked for."""
+    """Answers questions about the caches of a server's models."""
 
-    def __init__(self, limits: Limits) -> None:
-        self._limit = limits.pins_per_tenant
-        self._pins: dict[str, _Kept] = {}
-        self._numbers = itertools.count(1)
+    def __init__(self, pins: PinBook) -> None:
+        self._pins = pins
 
     async def query(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """How much of a prompt is cached, and where. Changes nothing."""
@@ -52,32 +37,15 @@ class CacheDesk:
     async def pin(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """Keeps the cached blocks of a prompt until `unpin`, or for `ttl_seconds`."""
         tokens, scope = await _asked(body, model, caller)
-        await self._forget_ended()
-        if sum(kept.tenant == caller.tenant for kept in self._pins.values()) >= self._limit:
-            raise Problem(
-                429, f"{self._limit} pins hold, which is the limit; end one", code="too_many_pins", retry_after=1
-            )
-        pin = await _quietly(model.engine.manager.pin, tokens, scope, body.ttl_seconds)
-        name = f"pin-{next(self._numbers)}"
-        self._pins[name] = _Kept(caller.tenant, model, pin)
-        return {"id": name, "pinned_tokens": pin.num_tokens}
+        return await self._pins.pin(caller.tenant, model, tokens, scope, body.ttl_seconds)
 
     async def unpin(self, name: str, caller: Caller) -> dict[str, Any]:
         """Ends a pin of the caller's own."""
-        await self._forget_ended()
-        kept = self._pins.get(name)
-        if kept is None or kept.tenant != caller.tenant:
-            raise Problem(404, f"there is no pin {name!r}", code="not_found")
-        del self._pins[name]
-        await _quietly(kept.model.engine.manager.unpin, kept.pin)
-        return {"id": name, "pinned_tokens": 0}
+        return await self._pins.unpin(caller.tenant, name)
 
-    async def _forget_ended(self) -> None:
-        """Drops the pins that expired, or whose prompt was invalidated."""
-        known = list(self._pins.items())
-        ended = await asyncio.to_thread(lambda: [name for name, kept in known if not kept.holds()])
-        for name in ended:
-            self._pins.pop(name, None)
+    async def pins(self, caller: Caller) -> dict[str, Any]:
+        """The caller's own pins."""
+        return {"pins": await self._pins.of(caller.tenant)}
 
     async def invalidate(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
         """Forgets a prompt from its last whole block on, or what a session computed, or everything of the caller's (salt)."""

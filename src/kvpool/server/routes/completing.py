@@ -28,7 +28,13 @@ async def complete(
     """Answers a request for completions, of one prompt or several."""
     if body.suffix is not None:
         raise Problem(400, "suffix is not supported: the model continues a prompt", code="unsupported", param="suffix")
-    prompts = await asyncio.gather(*(model.tokens(prompt) for prompt in _prompts(body.prompt)))
+    given = _prompts(body.prompt)
+    most = reception.gate.limits.prompts
+    if len(given) > most:
+        raise Problem(
+            400, f"{len(given)} prompts are over this server's limit of {most} at once", code="invalid_value", param="prompt"
+        )
+    prompts = await asyncio.gather(*(model.tokens(prompt) for prompt in given))
     params = await sampling_params(body, model, reception.gate.limits, body.max_tokens, body.logprobs)
     echoes = [model.text_of(prompt.tolist()) for prompt in prompts] if body.echo else []
     answer = TextAnswer(model.name, _pieces(model), _wants_usage(body), echoes, body.n)
@@ -39,12 +45,23 @@ async def chat(
     request: Request, body: ChatCompletions, model: ServedModel, caller: Caller, reception: Reception
 ) -> Response:
     """Answers a conversation."""
-    prompt = await conversation_tokens(model, body.messages, body.tools, body.chat_template_kwargs)
+    tools = offered([tool.model_dump() for tool in body.tools or ()], body.tool_choice)
+    prompt = await conversation_tokens(model, body.messages, tools, body.chat_template_kwargs)
     most = body.max_completion_tokens or body.max_tokens or FILL_CONTEXT
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     params = await sampling_params(body, model, reception.gate.limits, most, wanted)
     answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body))
     return await Exchange(request, body, model, caller, reception, answer).run([prompt], params)
+
+
+def offered(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
+    """The tools that the template is told of. What the model writes is the answer, so nothing can make it call one."""
+    if choice is None or choice in ("auto", "none"):
+        return [] if choice == "none" else tools
+    raise Problem(
+        400, "tool_choice can be 'auto' or 'none': the model sees the tools and decides", code="unsupported",
+        param="tool_choice",
+    )  # fmt: skip
 
 
 async def named_tokens(
@@ -62,7 +79,7 @@ async def named_tokens(
 async def conversation_tokens(
     model: ServedModel,
     messages: Sequence[Message],
-    tools: list[dict[str, Any]] | None = None,
+    tools: Sequence[dict[str, Any]] = (),
     template: dict[str, Any] | None = None,
 ) -> Int32Array:
     """The token ids of a conversation; parts of a message that are texts are joined."""
@@ -71,7 +88,7 @@ async def conversation_tokens(
         turn = message.model_dump(exclude_none=True)
         turn["content"] = _text_of(message.content, number)
         spoken.append(turn)
-    more = {**(template or {}), **({"tools": tools} if tools else {})}
+    more = {**(template or {}), **({"tools": list(tools)} if tools else {})}
     return await model.chat_tokens(spoken, **more)
 
 

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpool.engine.generation import Chunk, Generation
+from kvpool.engine.sampling.params import MAX_STOPS
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.lifetimes.retention import Retention, TokenRange
 from kvpool.server.answering.events import as_event
@@ -19,9 +20,9 @@ from kvpool.server.answering.exchange import Exchange, Reception
 from kvpool.server.asking.access import Caller
 from kvpool.server.asking.parameters import sampling_params
 from kvpool.server.asking.problems import Problem
-from kvpool.server.asking.schema import Body, Message, Sampling, Stop
+from kvpool.server.asking.schema import Body, Count, Message, Sampling, Stop
 from kvpool.server.asking.served import ServedModel
-from kvpool.server.routes.completing import conversation_tokens
+from kvpool.server.routes.completing import conversation_tokens, offered
 
 KEPT_PRIORITY = 90
 _SECONDS = {"5m": 300.0, "1h": 3600.0}
@@ -36,7 +37,7 @@ class CacheControl(Body):
 
 
 class TextBlock(Body):
-    """A part of a message."""
+    """A part of a message; what is no text is refused by name."""
 
     type: str
     text: str | None = None
@@ -50,14 +51,34 @@ class Turn(Body):
     content: str | Annotated[list[TextBlock], Field(min_length=1)]
 
 
+class MessageTool(Body):
+    """A tool as this endpoint has it."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str = ""
+    input_schema: dict[str, Any] | None = None
+
+    def as_function(self) -> dict[str, Any]:
+        """The same as the templates of models know it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class ToolChoice(Body):
+    """Whether the model may call a tool."""
+
+    type: str = "auto"
+
+
 class Messages(Sampling):
     """`POST /v1/messages`."""
 
     messages: Annotated[list[Turn], Field(min_length=1)]
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)]
+    max_tokens: Count
     system: str | list[TextBlock] | None = None
-    stop_sequences: list[Stop] | None = None
-    tools: list[dict[str, Any]] | None = None
+    stop_sequences: Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
+    tools: list[MessageTool] | None = None
+    tool_choice: ToolChoice | None = None
 
 
 async def converse(
@@ -66,11 +87,14 @@ async def converse(
     """Answers a conversation as Anthropic's endpoint does."""
     turns = [*([] if not body.system else [Turn(role="system", content=body.system)]), *body.messages]
     spoken = [Message(role=turn.role, content=_text_of(turn, number)) for number, turn in enumerate(turns)]
-    tools = None if body.tools is None else [_as_function(tool) for tool in body.tools]
+    choice = None if body.tool_choice is None else body.tool_choice.type
+    tools = offered([tool.as_function() for tool in body.tools or ()], choice)
     prompt = await conversation_tokens(model, spoken, tools)
     body.stop, body.n = body.stop_sequences, 1
     params = await sampling_params(body, model, reception.gate.limits, body.max_tokens, None)
     retention = await _retention(turns, spoken, prompt, model, tools)
+    if retention is not None and body.retention:
+        raise Problem(400, "give cache_control or retention, not both", code="invalid_value", param="retention")
     answer = MessageAnswer(model.name)
     return await Exchange(request, body, model, caller, reception, answer).run([prompt], params, retention=retention)
 
@@ -88,18 +112,8 @@ def _text_of(turn: Turn, number: int) -> str:
     return "".join(part.text or "" for part in turn.content)
 
 
-def _as_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool as the templates of models know it."""
-    function = {
-        "name": tool.get("name"),
-        "description": tool.get("description", ""),
-        "parameters": tool.get("input_schema"),
-    }
-    return {"type": "function", "function": function}
-
-
 async def _retention(
-    turns: Sequence[Turn], spoken: Sequence[Message], prompt: Int32Array, model: ServedModel, tools: Any
+    turns: Sequence[Turn], spoken: Sequence[Message], prompt: Int32Array, model: ServedModel, tools: Sequence[dict[str, Any]]
 ) -> Retention | None:
     """The marks of a conversation as ranges of tokens; a mark inside a message counts from the message's end."""
     ranges: list[TokenRange] = []

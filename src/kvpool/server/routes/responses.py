@@ -17,9 +17,19 @@ from kvpool.server.answering.exchange import Exchange, Reception
 from kvpool.server.asking.access import Caller
 from kvpool.server.asking.parameters import sampling_params
 from kvpool.server.asking.problems import Problem
-from kvpool.server.asking.schema import Body, JsonSchema, Message, ResponseFormat, Sampling
+from kvpool.server.asking.schema import (
+    Body,
+    Conversation,
+    Count,
+    Function,
+    JsonSchema,
+    Message,
+    ResponseFormat,
+    Sampling,
+    Text,
+)
 from kvpool.server.asking.served import ServedModel
-from kvpool.server.routes.completing import FILL_CONTEXT, conversation_tokens
+from kvpool.server.routes.completing import FILL_CONTEXT, conversation_tokens, offered
 
 
 class TextFormat(Body):
@@ -41,14 +51,25 @@ class TextOptions(Body):
     format: TextFormat | None = None
 
 
+class ResponseTool(Function):
+    """A function as this endpoint has it: its name stands beside the type."""
+
+    type: Literal["function"]
+
+    def as_function(self) -> dict[str, Any]:
+        """The same as the templates of models know it."""
+        return {"type": "function", "function": self.model_dump(exclude={"type"})}
+
+
 class Responses(Sampling):
     """`POST /v1/responses`."""
 
-    input: str | Annotated[list[Message], Field(min_length=1)]
+    input: Text | Conversation
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_output_tokens: Count | None = None
     previous_response_id: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Any = None
     text: TextOptions | None = None
 
 
@@ -70,7 +91,8 @@ async def respond(
     params = await sampling_params(
         body, model, reception.gate.limits, body.max_output_tokens or FILL_CONTEXT, None
     )
-    prompt = await conversation_tokens(model, turns, body.tools)
+    tools = offered([tool.as_function() for tool in body.tools or ()], body.tool_choice)
+    prompt = await conversation_tokens(model, turns, tools)
     return await Exchange(request, body, model, caller, reception, ResponseAnswer(model.name, body)).run(
         [prompt], params
     )
@@ -155,7 +177,7 @@ class ResponseAnswer:
             "temperature": body.temperature,
             "top_p": body.top_p,
             "tool_choice": "auto",
-            "tools": body.tools or [],
+            "tools": [tool.model_dump() for tool in body.tools or ()],
             "usage": None,
         }
 

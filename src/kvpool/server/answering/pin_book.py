@@ -1,0 +1,86 @@
+"""Pins that clients asked for: each has a name, belongs to a tenant, and is forgotten once it does not hold any more."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any, NamedTuple
+
+from kvpool.errors import KVPoolError
+from kvpool.manager.pins import Pin
+from kvpool.pools.arrays import Int32Array
+from kvpool.scope import ReuseScope
+from kvpool.server.asking.problems import Problem, problem_of
+from kvpool.server.asking.served import ServedModel
+
+
+class _Kept(NamedTuple):
+    """A pin that was asked for."""
+
+    tenant: str
+    model: ServedModel
+    pin: Pin
+
+    def holds(self) -> bool:
+        return self.model.engine.manager.is_pinned(self.pin)
+
+
+class PinBook:
+    """The pins of a server's models; a tenant has `limit` at most."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._pins: dict[str, _Kept] = {}
+        self._numbers = itertools.count(1)
+
+    async def check_room(self, tenant: str) -> None:
+        """Raises a `Problem` if the tenant has as many pins as it may have."""
+        await self._forget_ended()
+        if sum(kept.tenant == tenant for kept in self._pins.values()) >= self._limit:
+            raise Problem(
+                429, f"{self._limit} pins hold, which is the limit; end one", code="too_many_pins", retry_after=1
+            )
+
+    async def pin(
+        self, tenant: str, model: ServedModel, tokens: Int32Array, scope: ReuseScope, seconds: float | None
+    ) -> dict[str, Any]:
+        """Keeps the cached blocks of a prompt until `unpin`, or for so many seconds."""
+        await self.check_room(tenant)
+        pin = await _in_thread(model.engine.manager.pin, tokens, scope, seconds)
+        name = f"pin-{next(self._numbers)}"
+        self._pins[name] = _Kept(tenant, model, pin)
+        return self._told(name)
+
+    async def unpin(self, tenant: str, name: str) -> dict[str, Any]:
+        """Ends a pin of the tenant's own."""
+        await self._forget_ended()
+        kept = self._pins.get(name)
+        if kept is None or kept.tenant != tenant:
+            raise Problem(404, f"there is no pin {name!r}", code="not_found")
+        del self._pins[name]
+        await _in_thread(kept.model.engine.manager.unpin, kept.pin)
+        return {"id": name, "model": kept.model.name, "pinned_tokens": 0}
+
+    async def of(self, tenant: str) -> list[dict[str, Any]]:
+        """The pins of a tenant, oldest first."""
+        await self._forget_ended()
+        return [self._told(name) for name, kept in self._pins.items() if kept.tenant == tenant]
+
+    def _told(self, name: str) -> dict[str, Any]:
+        kept = self._pins[name]
+        return {"id": name, "model": kept.model.name, "pinned_tokens": kept.pin.num_tokens}
+
+    async def _forget_ended(self) -> None:
+        """Drops the pins that expired, or whose prompt was invalidated."""
+        known = list(self._pins.items())
+        ended = await asyncio.to_thread(lambda: [name for name, kept in known if not kept.holds()])
+        for name in ended:
+            self._pins.pop(name, None)
+
+
+async def _in_thread(call: Any, *arguments: Any) -> Any:
+    """The manager's answer; in a thread, since its lock may be held for a moment."""
+    try:
+        return await asyncio.to_thread(call, *arguments)
+    except KVPoolError as error:
+        raise problem_of(error) from error
