@@ -132,6 +132,7 @@ bench: $(VENV)/.stamp-demo ## all benchmarks that need no GPU, one table each
 	$(PY) benchmarks/replay.py $(ARGS)
 	$(PY) benchmarks/recorder.py $(ARGS)
 	$(PY) benchmarks/tiers.py $(ARGS)
+	$(PY) benchmarks/connector.py $(ARGS)
 	$(PY) benchmarks/serve.py $(ARGS)
 
 bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that they run (the real model apart)
@@ -144,6 +145,7 @@ bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that
 	$(PY) benchmarks/recorder.py --quick --only "15M" $(ARGS)
 	$(PY) benchmarks/tiers.py --quick --only "disk, " $(ARGS)
 	$(PY) benchmarks/tiers.py --quick --only redis $(ARGS)
+	$(PY) benchmarks/connector.py --quick $(ARGS)
 	$(PY) benchmarks/serve.py --quick --only soak $(ARGS)
 
 coverage: $(VENV)/.stamp-dev ## test with branch coverage; lines in the terminal, pages in htmlcov/

@@ -123,7 +123,10 @@ class ToyEngine:
         is_new, total = True, len(request.all_token_ids)
         while done < total:
             upto = min(total, done + chunk)
-            self.scheduler.follow(request.request_id, pages if is_new else (), upto, is_new=is_new)
+            if is_new:
+                self.scheduler.follow(request.request_id, pages, upto)
+            else:
+                self.scheduler.follow_on([(request.request_id, None, upto)])
             orders, is_new = self.scheduler.orders(is_idle=False), False
             for worker in self.workers:
                 worker.load(orders)

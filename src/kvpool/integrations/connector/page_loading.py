@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvpool.errors import OutOfBlocksError
@@ -33,8 +34,11 @@ class _LoadJob:
 class Loader:
     """Everything that goes from the host's rows, and the tiers below, into the engine's pages."""
 
-    def __init__(self, manager: KVCacheManager, block_size: int, lookups: TierLookups | None) -> None:
+    def __init__(
+        self, manager: KVCacheManager, block_size: int, lookups: TierLookups | None, make_room: Callable[[], bool]
+    ) -> None:
         self.stats = LoadStats()
+        self._make_room = make_room  # lets go of rows that are held and not needed; False: there were none
         self._manager = manager
         self._block_size = block_size
         self._lookups = lookups
@@ -66,6 +70,8 @@ class Loader:
         """As many of the wanted blocks as the host can take now."""
         tokens = tracked.tokens()[: wanted * self._block_size]
         answer = self._manager.can_allocate(tokens, scope=tracked.scope)
+        if not answer and self._make_room():
+            answer = self._manager.can_allocate(tokens, scope=tracked.scope)
         if answer:
             return wanted
         return min(wanted, num_present + answer.blocks_available[0])
@@ -88,17 +94,19 @@ class Loader:
         """Holds the rows of a prefix, fresh ones where the host lacks it. None: there is no room after all."""
         # One id more than is loaded, where there is one: the last token of a lease would count as one to compute.
         tokens = tracked.tokens()[: last * self._block_size + 1]
-        try:
-            return self._manager.allocate(
-                object(),
-                tokens,
-                scope=tracked.scope,
-                reserve=last * self._block_size,
-                lease=True,
-                multimodal=tracked.items or None,
-            )
-        except OutOfBlocksError:
-            return None
+        while True:
+            try:
+                return self._manager.allocate(
+                    object(),
+                    tokens,
+                    scope=tracked.scope,
+                    reserve=last * self._block_size,
+                    lease=True,
+                    multimodal=tracked.items_within(len(tokens)),
+                )
+            except OutOfBlocksError:
+                if not self._make_room():
+                    return None
 
     def confirm(self, job: int, num_blocks: int) -> bool | None:
         """All workers are done: what tiers brought is published. Whether all of it came; None: this was no load."""

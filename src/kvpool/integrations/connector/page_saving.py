@@ -1,18 +1,29 @@
 """Stores: which pages go to the host, what becomes visible when the workers confirm it, what then goes on to the tiers.
 
     ordered    the step that writes the pages carries the copy; the rows are held, nobody can find them
-    confirmed  by all workers: published, and ordered to the tiers below, if there are any
-    done       the tiers' side has its own copy of the bytes: the rows are let go, and stay cached
+    confirmed  by all workers; published together with others, at the latest when somebody looks for anything
+    published  ordered to the tiers below, if there are any
+    done       the tiers' side has its own copy of the bytes: nothing is on its way
+
+A request that runs keeps its rows, and a few more for its next blocks, so that a step which fills blocks costs no look-up.
+They are let go when it ends, when somebody needs the room, and when all of them are more than a quarter of the host
+(`held_rows.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvpool.errors import OutOfBlocksError
+from kvpool.integrations.connector.held_rows import HeldRows
 from kvpool.integrations.connector.step_orders import Orders, Spill, Store
 from kvpool.integrations.connector.tracked_request import Saving, TrackedRequest
 from kvpool.manager import KVCacheManager
+
+_MANY = 32  # confirmed blocks that are published at once even if nobody asks
 
 
 @dataclass
@@ -26,6 +37,7 @@ class SaveStats:
 
 @dataclass
 class _StoreJob:
+    number: int
     saving: Saving
     first: int
     last: int
@@ -34,118 +46,148 @@ class _StoreJob:
 class Saver:
     """Everything that goes from the engine's pages into the host's rows."""
 
-    def __init__(self, manager: KVCacheManager, block_size: int, has_tiers: bool) -> None:
+    def __init__(
+        self, manager: KVCacheManager, block_size: int, num_rows: int, has_tiers: bool, new_job: Callable[[], int]
+    ) -> None:
         self.stats = SaveStats()
         self._manager = manager
+        self._held = HeldRows(manager, block_size, num_rows)
         self._block_size = block_size
         self._has_tiers = has_tiers
+        self._new_job = new_job
+        self._due: list[tuple[TrackedRequest, int]] = []  # requests that the planned step fills blocks of
         self._stores: dict[int, _StoreJob] = {}
+        self._confirmed: list[_StoreJob] = []
+        self._num_confirmed = 0  # blocks of them
         self._spills: dict[int, Saving] = {}
         self._waiting: list[Spill] = []
 
     @property
     def has_waiting(self) -> bool:
         """Whether something is on its way that a further step must carry or confirm."""
-        return bool(self._waiting or self._spills)
+        return bool(self._waiting or self._spills or (self._has_tiers and self._confirmed))
 
-    def save(self, tracked: TrackedRequest, num_tokens: int, job: int, orders: Orders) -> None:
-        """Orders the copies of whole blocks below `num_tokens` that the host lacks; the step that is planned writes them."""
-        tokens = tracked.tokens()
-        last = min(num_tokens, len(tokens)) // self._block_size
-        if last <= tracked.num_seen or last > len(tracked.pages):
-            return
-        saving = tracked.saving
-        if saving is None:
-            saving = self._begin(tracked, last)
-        elif last <= saving.num_ordered:  # it was preempted and computes again what is on its way
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def save(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """The step that is planned computes a request up to so many tokens: its whole blocks are to be stored."""
+        last = min(num_tokens, tracked.num_ids) // self._block_size
+        if tracked.num_seen < last <= len(tracked.pages) and tracked.is_known:
+            self._due.append((tracked, last))
+
+    def order(self, orders: Orders) -> None:
+        """Orders the copies of what the host lacks, and hands what was published over to the tiers' side."""
+        if orders.is_idle or self._num_confirmed >= _MANY:
+            self.publish()
+        orders.spills, self._waiting = self._waiting, []
+        due, self._due = self._due, []
+        growing: list[tuple[Saving, int]] = []
+        beginning: list[tuple[TrackedRequest, int]] = []
+        for tracked, last in due:
+            saving = tracked.saving
+            if saving is None:
+                beginning.append((tracked, last))
+            elif last <= saving.num_ordered:  # it was preempted and computes again what is there or on its way
+                tracked.num_seen = last
+            elif not saving.is_spoiled:  # otherwise it is looked at again in the next step
+                growing.append((saving, last))
+        if growing:
+            self._held.grow(growing)
+        for saving, last in growing:
+            if last <= len(saving.rows):
+                saving.owner.num_seen = last
+                self._order(saving, last, orders)
+        for tracked, last in beginning:  # these may take the rows of others to which nothing is on its way
+            if (saving := self._begin(tracked, last)) is not None:
+                self._order(saving, last, orders)
             tracked.num_seen = last
-            return
-        elif saving.is_spoiled or not self._grow(saving, last):
-            return  # looked at again in the next step
-        tracked.num_seen = last
-        if saving is None:
-            return
-        first, saving.num_ordered = saving.num_ordered, last
-        rows = saving.handle.block_ids()[first:last].tolist()
-        saving.num_jobs += 1
-        self._stores[job] = _StoreJob(saving, first, last)
-        orders.stores.append(Store(job, tracked.pages[first:last], rows))
 
     def _begin(self, tracked: TrackedRequest, last: int) -> Saving | None:
         """Takes rows for what the host lacks; None if it lacks nothing, or has no room."""
-        tokens, places = tracked.tokens(), last * self._block_size
+        self.publish()
+        tokens = tracked.tokens(last * self._block_size)
         try:
-            handle = self._manager.allocate(
-                object(), tokens, scope=tracked.scope, reserve=places, lease=True, multimodal=tracked.items or None
-            )
+            handle = self._held.take(tracked, tokens)
         except OutOfBlocksError:
             self.stats.no_room += last - tracked.num_seen
             return None
         if handle.num_cached_blocks >= last:
             self._manager.free(handle)
             return None
-        tracked.saving = Saving(tracked, handle, handle.num_cached_blocks)
-        return tracked.saving
+        return self._held.keep(tracked, handle)
 
-    def _grow(self, saving: Saving, last: int) -> bool:
-        """Takes rows for further blocks of the prompt; False if that must wait for what is on its way."""
-        handle, places = saving.handle, last * self._block_size
-        if places > handle.num_prompt_tokens:  # ids that it does not know: a new lease will
-            return False
-        try:
-            self._manager.extend(handle, places - handle.num_reserved)
-        except OutOfBlocksError:
-            return False
-        return True
+    def _order(self, saving: Saving, last: int, orders: Orders) -> None:
+        first, saving.num_ordered = saving.num_ordered, last
+        job = _StoreJob(self._new_job(), saving, first, last)
+        saving.num_jobs += 1
+        self._stores[job.number] = job
+        orders.stores.append(Store(job.number, saving.owner.pages[first:last], saving.rows[first:last]))
 
-    def confirm(self, job: int, num_blocks: int) -> bool:
-        """All workers are done with a job; whether it was one of ours."""
+    # --- what the workers did ----------------------------------------------------------------------------------------
+
+    def confirm(self, job: int, num_blocks: int) -> None:
+        """All workers are done with a job and got so many blocks right."""
         if job in self._spills:
             self._let_go(self._spills.pop(job))
-            return True
-        done = self._stores.pop(job, None)
-        if done is None:
-            return False
-        saving = done.saving
+            return
+        done = self._stores.pop(job)
         if num_blocks < done.last - done.first:
-            saving.is_spoiled = True
-        if saving.is_spoiled:
-            self.stats.spoiled += done.last - done.first
+            done.saving.is_spoiled = True
+        if done.saving.is_spoiled:
+            self._drop(done)
         else:
-            handle = saving.handle
-            self._manager.commit(handle, done.last * self._block_size - handle.num_committed)
+            self._confirmed.append(done)
+            self._num_confirmed += done.last - done.first
+
+    def publish(self) -> None:
+        """Makes what was confirmed findable, of all requests at once, and sends it on to the tiers."""
+        if not self._confirmed:
+            return
+        confirmed, self._confirmed, self._num_confirmed = self._confirmed, [], 0
+        upto = {id(done.saving): done for done in confirmed}  # the last of each
+        ids, counts = [], []
+        for done in upto.values():
+            start, end = done.saving.num_published * self._block_size, done.last * self._block_size
+            ids.append(done.saving.owner.tokens(end)[start:])
+            counts.append(end - start)
+            done.saving.num_published = done.last
+        self._manager.commit_batch([done.saving.handle for done in upto.values()], np.concatenate(ids), counts)
+        for done in confirmed:
             self.stats.stored += done.last - done.first
             if self._has_tiers:
-                self._spill(done, job)
-                return True
-        self._let_go(saving)
-        return True
+                self._spill(done)
+            else:
+                self._let_go(done.saving)
 
-    def _spill(self, done: _StoreJob, job: int) -> None:
+    def _spill(self, done: _StoreJob) -> None:
         """The rows as they are now: publishing may have put a block that was there already in place of ours."""
         rows = done.saving.handle.block_ids()[done.first : done.last].tolist()
-        owner = done.saving.owner
-        self._waiting.append(Spill(job, rows, owner.digests(done.last)[done.first :]))
-        self._spills[job] = done.saving
-        if owner.saving is done.saving and done.saving.num_jobs == 1:
-            owner.saving = None  # what comes next begins anew, and finds this
-
-    def _let_go(self, saving: Saving) -> None:
-        saving.num_jobs -= 1
-        if saving.num_jobs:
-            return
-        self._manager.free(saving.handle)
-        owner = saving.owner
-        if owner.saving is saving:
-            owner.saving = None
-            if saving.is_spoiled:
-                owner.num_seen = 0  # the pages are looked at again, and were computed again where they were wrong
-
-    def order_spills(self, orders: Orders) -> None:
-        """Hands what was confirmed over to the tiers' side."""
-        orders.spills, self._waiting = self._waiting, []
+        self._waiting.append(Spill(done.number, rows, done.saving.owner.digests(done.last)[done.first :]))
+        self._spills[done.number] = done.saving
 
     def spoil(self) -> None:
         """What is on its way may be computed from pages that were not loaded, or is out of date: it is not published."""
         for job in self._stores.values():
             job.saving.is_spoiled = True
+
+    def _drop(self, done: _StoreJob) -> None:
+        self.stats.spoiled += done.last - done.first
+        self._let_go(done.saving)
+
+    def _let_go(self, saving: Saving) -> None:
+        """One thing less is on its way to or from these rows."""
+        saving.num_jobs -= 1
+        self._held.rest(saving)
+
+    def make_room(self) -> bool:
+        """Lets go of rows that are only held for what may come; whether there were any."""
+        self.publish()
+        return self._held.make_room()
+
+    def finish(self, tracked: TrackedRequest) -> None:
+        """A request has ended; what is on its way from its pages goes on."""
+        tracked.is_over = True
+        if tracked.saving is not None:
+            self.publish()
+        if tracked.saving is not None:
+            self._held.rest(tracked.saving)

@@ -12,7 +12,7 @@ Requests are the engine's own objects, read by the attributes that vLLM's have. 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvpool.config import KVCacheConfig, LayerSpec
@@ -41,11 +41,12 @@ class SchedulerSide:
         self.num_workers = len(workers)
         if not workers or {worker.num_workers for worker in workers} != {len(workers)}:
             raise ConfigError(f"{len(workers)} workers introduced themselves to the connector; all of them must")
+        num_rows = min(worker.num_rows for worker in workers)
         self.manager = KVCacheManager(
             KVCacheConfig(
                 [LayerSpec(kv_heads=1, head_dim=8)],  # bytes are none of its business: rows are counted, not measured
                 block_size=block_size,
-                gpu_blocks=min(worker.num_rows for worker in workers),
+                gpu_blocks=num_rows,
                 partial_match=False,
                 watermark=0.0,
                 eviction_policy=settings.policy,
@@ -56,8 +57,8 @@ class SchedulerSide:
         for salt, limits in settings.quotas.items():
             self.manager.set_quota(salt, **limits)
         self._lookups = TierLookups(settings, workers) if settings.has_tiers else None
-        self._loader = Loader(self.manager, block_size, self._lookups)
-        self._saver = Saver(self.manager, block_size, settings.has_tiers)
+        self._saver = Saver(self.manager, block_size, num_rows, settings.has_tiers, self._job)
+        self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room)
         self._block_size = block_size
         self._loads, self._stores = loads, stores
         self._requests: dict[str, TrackedRequest] = {}
@@ -71,8 +72,9 @@ class SchedulerSide:
     def look_up(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens behind `num_computed_tokens` can be loaded, and whether outside of steps; None: ask again."""
         tracked = self._tracked(request)
-        if not self._loads or not tracked.is_cached:
+        if not self._loads or not tracked.is_known:
             return 0, False
+        self._saver.publish()
         return self._loader.look_up(tracked, num_computed_tokens)
 
     def order_load(self, request: Any, pages: list[int], num_tokens: int) -> None:
@@ -88,23 +90,33 @@ class SchedulerSide:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def follow(self, request_id: str, new_pages: Sequence[int], num_tokens: int, *, is_new: bool) -> None:
-        """A step computes a request up to so many tokens; with `is_new` these are all its pages, otherwise further ones."""
-        tracked = self._requests.get(request_id)
-        if tracked is None:
-            return
-        if is_new:
-            tracked.pages, tracked.num_seen = list(new_pages), 0
-        elif new_pages:
-            tracked.pages += new_pages
-        if self._stores and tracked.is_cached and num_tokens // self._block_size > tracked.num_seen:
-            self._saver.save(tracked, num_tokens, self._job(), self._orders)
+    def follow(self, request_id: str, pages: Sequence[int], num_tokens: int) -> None:
+        """A step computes a request, new or resumed, up to so many tokens; these are all its pages."""
+        if (tracked := self._requests.get(request_id)) is not None:
+            tracked.pages, tracked.num_seen = list(pages), 0
+            self._consider(tracked, num_tokens)
+
+    def follow_on(self, steps: Iterable[tuple[str, Sequence[int] | None, int]]) -> None:
+        """The same for requests that run: further pages, if they got any, and how far the step computes them."""
+        requests, size = self._requests, self._block_size
+        for request_id, new_pages, num_tokens in steps:
+            tracked = requests.get(request_id)
+            if tracked is None:
+                continue
+            if new_pages:
+                tracked.pages += new_pages
+            if num_tokens >= (tracked.num_seen + 1) * size:
+                self._consider(tracked, num_tokens)
+
+    def _consider(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        if self._stores:
+            self._saver.save(tracked, num_tokens)
 
     def orders(self, *, is_idle: bool) -> Orders:
         """What goes to the workers with this step."""
         orders, self._orders = self._orders, Orders()
-        self._saver.order_spills(orders)
         orders.is_idle = is_idle
+        self._saver.order(orders)
         return orders
 
     def take_report(self, report: Report) -> None:
@@ -137,11 +149,13 @@ class SchedulerSide:
 
     def finish(self, request_id: str) -> None:
         """The engine is done with a request; what is on its way from its pages goes on."""
-        self._requests.pop(request_id, None)
+        if (tracked := self._requests.pop(request_id, None)) is not None:
+            self._saver.finish(tracked)
 
     def reset(self) -> None:
         """Forgets everything: what was stored so far is never found again, on the host or in a tier."""
         self._saver.spoil()
+        self._saver.make_room()
         self.manager.reset_prefix_cache()
         self._epoch = uuid.uuid4().hex
         for tracked in self._requests.values():

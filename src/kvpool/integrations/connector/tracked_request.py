@@ -32,12 +32,14 @@ def items_of(request: Any) -> tuple[MultimodalItem, ...]:
 
 @dataclass
 class Saving:
-    """Blocks of the host that a request's pages are being copied to. They are held until nothing is on its way."""
+    """Rows of one request. Those below `num_published` may have been replaced by equal ones; ask the handle."""
 
     owner: TrackedRequest
     handle: KVCacheHandle
     num_ordered: int  # blocks from the first on that are there or were ordered
-    num_jobs: int = 0
+    num_published: int  # of them, that can be found
+    rows: list[int] = field(default_factory=list)
+    num_jobs: int = 0  # on their way
     is_spoiled: bool = False  # something went wrong: what is on its way is not published
 
 
@@ -60,24 +62,43 @@ class TrackedRequest:
     pages: list[int] = field(default_factory=list)
     num_seen: int = 0  # whole blocks that were considered for storing
     saving: Saving | None = None
+    is_over: bool = False  # the engine is done with it
     _ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     _num_ids: int = 0
     _digests: list[bytes] = field(default_factory=list)
 
-    def tokens(self) -> Int32Array:
-        """The ids known so far; a view that the next call may outgrow."""
-        total = len(self.request.all_token_ids)
-        if total < self._num_ids:  # the engine took sampled ids back
-            self._num_ids = 0
+    @property
+    def is_known(self) -> bool:
+        """Whether its tokens and items say what it computes; a session may have got further images meanwhile."""
+        return self.is_cached and len(self.request.mm_features or ()) == len(self.items)
+
+    @property
+    def num_ids(self) -> int:
+        """Tokens whose ids the engine knows."""
+        return len(self.request.all_token_ids)
+
+    def tokens(self, upto: int | None = None) -> Int32Array:
+        """The first `upto` ids, or all; a view that the next call may outgrow.
+
+        What was asked for is taken as final, apart from the last id: an engine may take back what it sampled and did not use.
+        """
+        given = self.request.all_token_ids
+        total, known = len(given) if upto is None else upto, self._num_ids
+        if known > len(given) or (known and given[known - 1] != self._ids[known - 1]):
+            self._num_ids = known = 0
             self._digests.clear()
-        if total > self._num_ids:
+        if total > known:
             if total > len(self._ids):
                 grown = np.empty(total + max(_ROOM, total // 4), np.int32)
-                grown[: self._num_ids] = self._ids[: self._num_ids]
+                grown[:known] = self._ids[:known]
                 self._ids = grown
-            self._ids[self._num_ids : total] = self.request.all_token_ids[self._num_ids :]
+            self._ids[known:total] = given[known:total]
             self._num_ids = total
         return self._ids[:total]
+
+    def items_within(self, num_tokens: int) -> tuple[MultimodalItem, ...] | None:
+        """Those that begin among the first tokens."""
+        return tuple(item for item in self.items if item.position < num_tokens) or None
 
     def digests(self, num_blocks: int) -> list[bytes]:
         """The digests of the first blocks, each computed once."""
@@ -86,5 +107,5 @@ class TrackedRequest:
             size = self.block_size
             parent = self._digests[-1] if done else root_digest(self.scope)
             items = [item._replace(position=item.position - done * size) for item in self.items]
-            self._digests += chain_digests(parent, self.tokens()[done * size : num_blocks * size], size, items)
+            self._digests += chain_digests(parent, self.tokens(num_blocks * size)[done * size :], size, items)
         return self._digests[:num_blocks]

@@ -174,14 +174,17 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """A step is planned: what it writes is stored, and everything ordered goes with it."""
         side, scheduled = self._ready_scheduler, scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
-            num_tokens = new.num_computed_tokens + scheduled[new.req_id]
-            side.follow(new.req_id, new.block_ids[0], num_tokens, is_new=True)
+            side.follow(new.req_id, new.block_ids[0], new.num_computed_tokens + scheduled[new.req_id])
         cached = scheduler_output.scheduled_cached_reqs
-        for request_id, pages, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            is_new = request_id in cached.resumed_req_ids
-            side.follow(request_id, pages[0] if pages else (), computed + scheduled[request_id], is_new=is_new)
+        running = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        going_on = []
+        for name, pages, computed in running:
+            num_tokens = computed + scheduled[name]
+            if name in cached.resumed_req_ids:
+                side.follow(name, pages[0], num_tokens)
+            else:
+                going_on.append((name, pages[0] if pages else None, num_tokens))
+        side.follow_on(going_on)
         return StepMetadata(side.orders(is_idle=not scheduled))
 
     def update_connector_output(self, connector_output: Any) -> None:
