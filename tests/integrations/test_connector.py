@@ -39,7 +39,9 @@ def served(toy: ToyEngine, request: ToyRequest, **options: Any) -> int:
     return loaded
 
 
-def test_given_a_prompt_that_was_computed_when_it_comes_again_then_its_whole_blocks_come_from_the_host(engine: Any) -> None:
+def test_given_a_prompt_that_was_computed_when_it_comes_again_then_its_whole_blocks_come_from_the_host(
+    engine: Any,
+) -> None:
     toy = engine()
     assert served(toy, ToyRequest("a", PROMPT)) == 0
     assert served(toy, ToyRequest("b", PROMPT)) == 16
@@ -162,7 +164,9 @@ def test_given_a_load_that_fails_in_a_step_then_what_the_step_computed_behind_it
 # --- tiers -----------------------------------------------------------------------------------------------------------
 
 
-def test_given_a_disk_when_the_engine_is_started_again_then_the_prompt_comes_from_there(engine: Any, tmp_path: Path) -> None:
+def test_given_a_disk_when_the_engine_is_started_again_then_the_prompt_comes_from_there(
+    engine: Any, tmp_path: Path
+) -> None:
     first = engine(disk=str(tmp_path))
     served(first, ToyRequest("a", PROMPT))
     first.close()

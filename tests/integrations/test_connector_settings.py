@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from kvpool.errors import ConfigError, InvalidArgumentError
@@ -47,3 +49,15 @@ def test_given_settings_that_cannot_work_then_one_line_says_why(given: dict[str,
 def test_given_an_unknown_policy_then_the_known_ones_are_named() -> None:
     with pytest.raises(InvalidArgumentError, match=r"known: .*lru"):
         ConnectorSettings.of({"policy": "newest"})
+
+
+def test_given_a_disk_that_is_a_file_then_one_line_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from toy import introduction
+
+    from kvpool.integrations.connector.connector_tiers import open_tiers
+
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"disk='.*file' cannot be used: File exists"):
+        open_tiers(ConnectorSettings.of({"disk": str(file)}), introduction(4))

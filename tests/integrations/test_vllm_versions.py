@@ -13,6 +13,9 @@ from kvpool.integrations.vllm_versions.installed import ADAPTERS, adapter_name, 
 class Base:
     def load(self, context: object, **kwargs: object) -> None: ...
 
+    @classmethod
+    def metrics(cls, labels: list[str]) -> None: ...
+
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1", "0.32.0+cpu"])
 def test_given_a_known_minor_version_then_its_adapter_is_taken(version: str) -> None:
@@ -37,7 +40,7 @@ def test_given_no_vllm_when_the_connector_is_imported_then_the_line_is_raised() 
 
 
 def test_given_the_expected_signatures_then_nothing_is_said() -> None:
-    check_signatures(Base, {"load": ("context", "kwargs")}, "0.32.0")
+    check_signatures(Base, {"load": ("context", "kwargs"), "metrics": ("labels",)}, "0.32.0")
 
 
 @pytest.mark.parametrize(

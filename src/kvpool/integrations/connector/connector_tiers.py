@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvpool.errors import ConfigError
 from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.connector.step_orders import Introduction
 from kvpool.tiers import DiskTier, KeyedTier, KeySpace, open_tier
@@ -25,8 +26,7 @@ def open_tiers(settings: ConnectorSettings, worker: Introduction, *, is_reader: 
     try:
         if settings.disk is not None:
             directory = worker_directory(settings.disk, worker.rank, worker.num_workers)
-            directory.mkdir(parents=True, exist_ok=True)
-            opened.append(DiskTier(directory, settings.disk_bytes, read_only=is_reader))
+            opened.append(_open_disk(settings, directory, is_reader=is_reader))
         if settings.remote is not None:
             opened.append(open_tier(settings.remote))
         for tier in opened:
@@ -36,6 +36,14 @@ def open_tiers(settings: ConnectorSettings, worker: Introduction, *, is_reader: 
             tier.close()
         raise
     return opened
+
+
+def _open_disk(settings: ConnectorSettings, directory: Path, *, is_reader: bool) -> DiskTier:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return DiskTier(directory, settings.disk_bytes, read_only=is_reader)
+    except OSError as error:
+        raise ConfigError(f"disk={settings.disk!r} cannot be used: {error.strerror or error}") from None
 
 
 def prefix_from(

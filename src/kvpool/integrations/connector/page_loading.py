@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from kvpool.errors import OutOfBlocksError
 from kvpool.integrations.connector.step_orders import Load, Orders
 from kvpool.integrations.connector.tier_lookups import TierLookups
-from kvpool.integrations.connector.tracked_request import TrackedRequest
+from kvpool.integrations.requests.tracked_request import TrackedRequest
 from kvpool.manager import KVCacheManager
 from kvpool.sequences.live.handle import KVCacheHandle
 
 
 @dataclass
 class LoadStats:
-    """Blocks since the connector was made."""
+    """Blocks since the connector was made, after requests."""
 
+    requests: int = 0  # that were looked up
+    hits: int = 0  # for which something was loaded
     from_host: int = 0
     from_tiers: int = 0
     failed: int = 0  # that were promised and did not come: the engine computes them again
@@ -115,6 +117,7 @@ class Loader:
             return None
         wanted, came = done.last - done.first, min(num_blocks, done.last - done.first)
         present = done.num_present - done.first
+        self.stats.hits += came > 0
         self.stats.from_host += min(came, present)
         self.stats.from_tiers += max(0, came - present)
         self.stats.failed += wanted - came

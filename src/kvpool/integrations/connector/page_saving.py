@@ -20,7 +20,7 @@ import numpy as np
 from kvpool.errors import OutOfBlocksError
 from kvpool.integrations.connector.held_rows import HeldRows
 from kvpool.integrations.connector.step_orders import Orders, Spill, Store
-from kvpool.integrations.connector.tracked_request import Saving, TrackedRequest
+from kvpool.integrations.requests.tracked_request import Saving, TrackedRequest
 from kvpool.manager import KVCacheManager
 
 _MANY = 32  # confirmed blocks that are published at once even if nobody asks

@@ -22,7 +22,9 @@ from kvpool.integrations.connector.page_loading import Loader
 from kvpool.integrations.connector.page_saving import Saver
 from kvpool.integrations.connector.step_orders import Introduction, Orders, Progress, Report
 from kvpool.integrations.connector.tier_lookups import TierLookups
-from kvpool.integrations.connector.tracked_request import TrackedRequest, items_of, scope_of
+from kvpool.integrations.reports.connector_counts import Increments
+from kvpool.integrations.reports.unfound_prefixes import UnfoundPrefixes
+from kvpool.integrations.requests.tracked_request import TrackedRequest, items_of, scope_of
 from kvpool.manager import KVCacheManager
 
 
@@ -59,6 +61,8 @@ class SchedulerSide:
         self._lookups = TierLookups(settings, workers) if settings.has_tiers else None
         self._saver = Saver(self.manager, block_size, num_rows, settings.has_tiers, self._job)
         self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room)
+        self._unfound = UnfoundPrefixes(block_size, num_rows, self.stats)
+        self._increments = Increments()
         self._block_size = block_size
         self._loads, self._stores = loads, stores
         self._requests: dict[str, TrackedRequest] = {}
@@ -75,7 +79,12 @@ class SchedulerSide:
         if not self._loads or not tracked.is_known:
             return 0, False
         self._saver.publish()
-        return self._loader.look_up(tracked, num_computed_tokens)
+        num_tokens, waits = self._loader.look_up(tracked, num_computed_tokens)
+        if num_tokens is not None and not tracked.was_looked_up:
+            tracked.was_looked_up = True
+            self._loader.stats.requests += 1
+            self._unfound.looked(tracked, tracked.num_local, num_tokens // self._block_size)
+        return num_tokens, waits
 
     def order_load(self, request: Any, pages: list[int], num_tokens: int) -> None:
         """The engine gave the request these pages, so many tokens of which are to be loaded."""
@@ -151,19 +160,26 @@ class SchedulerSide:
         """The engine is done with a request; what is on its way from its pages goes on."""
         if (tracked := self._requests.pop(request_id, None)) is not None:
             self._saver.finish(tracked)
+            if self._loads:
+                self._unfound.ended(tracked)
 
     def reset(self) -> None:
         """Forgets everything: what was stored so far is never found again, on the host or in a tier."""
         self._saver.spoil()
         self._saver.make_room()
+        self._unfound.forget()
         self.manager.reset_prefix_cache()
         self._epoch = uuid.uuid4().hex
         for tracked in self._requests.values():
             tracked.is_cached = False
 
     def stats(self) -> dict[str, int]:
-        """Blocks stored and loaded so far."""
+        """Requests so far, and blocks stored and loaded."""
         return {**vars(self._saver.stats), **vars(self._loader.stats)}
+
+    def take_counts(self) -> dict[str, int]:
+        """What `stats` have grown by since the last call."""
+        return self._increments.since(self.stats())
 
     def close(self) -> None:
         """Lets go of the tiers."""

@@ -12,6 +12,7 @@ from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.connector.connector_tiers import open_tiers, prefix_from
 from kvpool.integrations.connector.engine_pages import EnginePages, HostRows
 from kvpool.integrations.connector.step_orders import Introduction, Load, Orders, Progress, Report, Spill
+from kvpool.integrations.reports.connector_counts import Increments
 from kvpool.tiers import KeySpace, Outcome, TierStats
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import StagingMemory
@@ -23,6 +24,7 @@ CLOSE_SECONDS = 10.0
 _STAGING_BLOCKS = 64
 _STAGING_BYTES = 256 * 2**20
 _QUIET_SECONDS = 60.0
+_COUNT_SECONDS = 1.0
 
 _log = logging.getLogger("kvpool")
 
@@ -56,6 +58,8 @@ class WorkerSide:
         self._loaded: set[str] = set()
         self._failed_pages: set[int] = set()
         self._last_line = -_QUIET_SECONDS
+        self._increments = Increments()
+        self._next_counts = 0.0
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -126,6 +130,16 @@ class WorkerSide:
     def tier_stats(self) -> list[TierStats]:
         """Counters of the tiers."""
         return [watched.tier.stats() for watched in self._tiers]
+
+    def take_counts(self) -> dict[str, int]:
+        """What failed in tiers since the last call, looked at once a second."""
+        if not self._tiers or (now := time.monotonic()) < self._next_counts:
+            return {}
+        self._next_counts = now + _COUNT_SECONDS
+        each = self.tier_stats()
+        loads = sum(stats.load_failures + stats.late_loads for stats in each)
+        stores = sum(stats.store_failures + stats.late_stores for stats in each)
+        return self._increments.since({"tier_load_failures": loads, "tier_store_failures": stores})
 
     # --- tiers -------------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,8 @@ def check_signatures(base: type, expected: Mapping[str, tuple[str, ...]], versio
     """Refuses a vLLM whose methods take other arguments than the adapter was written for."""
     for method, arguments in expected.items():
         found = getattr(base, method, None)
-        taken = tuple(inspect.signature(found).parameters)[1:] if callable(found) else None
+        first = 0 if inspect.ismethod(found) else 1  # a method of the class is bound already
+        taken = tuple(inspect.signature(found).parameters)[first:] if callable(found) else None
         if taken != arguments:
             shown = "is gone" if taken is None else f"takes ({', '.join(taken)})"
             raise ConfigError(

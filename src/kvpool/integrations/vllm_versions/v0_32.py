@@ -25,6 +25,7 @@ from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.step_orders import Introduction, Orders, Report
 from kvpool.integrations.connector.weights_digest import config_id, weights_id
 from kvpool.integrations.connector.worker_side import WorkerSide
+from kvpool.integrations.vllm_versions.connector_stats import ConnectorMetrics, ConnectorStats
 from kvpool.tiers import Fingerprint, Shard
 
 EXPECTED = {
@@ -47,6 +48,9 @@ EXPECTED = {
     "request_finished": ("request", "block_ids"),
     "has_pending_push_work": (),
     "reset_cache": (),
+    "get_kv_connector_stats": (),
+    "build_kv_connector_stats": ("data",),
+    "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
     "shutdown": (),
 }
 
@@ -221,6 +225,26 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         for side in (self._worker, self._scheduler):
             if side is not None:
                 side.close()
+
+    # --- what it counts ----------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """What either side counted since vLLM asked last."""
+        side = self._scheduler or self._worker
+        counts = {} if side is None else side.take_counts()
+        return ConnectorStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        """For vLLM's log."""
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> ConnectorMetrics:
+        """For `/metrics`."""
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 

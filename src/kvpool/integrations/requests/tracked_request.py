@@ -52,6 +52,7 @@ class TrackedRequest:
     scope: ReuseScope
     items: tuple[MultimodalItem, ...]
     is_cached: bool = True  # False: its tokens do not say what it computes, or it asked to be left alone
+    was_looked_up: bool = False
     num_local: int = 0  # that the engine's own cache had at the last look-up
     num_below: int | None = None  # that tiers have, behind `asked_from`; None: not asked yet
     asked_from: int = 0

@@ -1,0 +1,1 @@
+"""What a connector tells people and other programs about itself."""

@@ -1,0 +1,1 @@
+"""Requests of an engine as a connector sees them."""
