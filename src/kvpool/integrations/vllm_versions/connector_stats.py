@@ -1,4 +1,4 @@
-"""The connector's counters in vLLM's log and at its `/metrics`; these classes are the same in all versions that are served."""
+"""The connector's counters in the log and at `/metrics` of vLLM. These classes are the same in all versions that are known."""
 
 from __future__ import annotations
 

@@ -1,0 +1,77 @@
+"""A real vLLM with small random models, many lives in one process: the same answers, wherever pages come from.
+
+`make test-vllm`. It runs in a process of the Python that `KVPOOL_VLLM_PYTHON` names; without that the tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parent.parent / "src"
+PATIENCE = 1500.0
+CHECKS = ["plain_and_host", "poisoned"]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.environ.get("KVPOOL_VLLM_PYTHON"), reason="needs vLLM: run make test-vllm"),
+]
+
+
+def environment() -> dict[str, str]:
+    """For processes that run vLLM on a CPU and reach nothing else."""
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{SOURCES}{os.pathsep}{HERE}",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What all checks saw, in one process."""
+    task = json.dumps({"checks": CHECKS, "folder": str(tmp_path_factory.mktemp("lives"))})
+    command = [os.environ["KVPOOL_VLLM_PYTHON"], str(HERE / "vllm_lives.py"), task]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment(), check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+    results: dict[str, Any] = json.loads(lines[-1])
+    return results
+
+
+def of(seen: dict[str, Any], name: str) -> Any:
+    """What one check saw; its error fails the test."""
+    result = seen[name]
+    assert not (isinstance(result, dict) and "error" in result), result["error"]
+    return result
+
+
+def test_given_the_connector_then_vllm_answers_as_without_it_cold_and_from_the_host(seen: Any) -> None:
+    result = of(seen, "plain_and_host")
+    assert result["differ"] == 3
+    assert result["cold"]
+    assert result["host"]
+    assert result["cached"] == [448] * 3
+
+
+def test_given_requests_then_vllms_metrics_count_them(seen: Any) -> None:
+    assert of(seen, "plain_and_host")["metrics"] == {
+        "vllm:kvpool_requests": 6,
+        "vllm:kvpool_hits": 3,
+        "vllm:kvpool_stored": 42,
+        "vllm:kvpool_from_host": 42,
+    }
+
+
+def test_given_a_connector_that_brings_zeros_then_all_answers_differ(seen: Any) -> None:
+    assert of(seen, "poisoned") == {"cached": [448] * 3, "same": 0}

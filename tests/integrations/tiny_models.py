@@ -1,0 +1,49 @@
+"""Small random models on disk, for engines whose answers only have to be the same: `write(kind, directory)`.
+
+Their weights are drawn wide, so that every answer depends on the whole prompt: a wrong page shows after a token or two.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=4096,
+    tie_word_embeddings=False,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+
+
+def write(kind: str, directory: Path, seed: int = 7) -> str:
+    """Writes a model of a kind (`llama`, `gemma2`) and returns its directory."""
+    import torch
+    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    if kind == "llama":
+        model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **COMMON))
+    else:
+        model = Gemma2ForCausalLM(
+            Gemma2Config(num_hidden_layers=4, sliding_window=96, query_pre_attn_scalar=32, **COMMON)
+        )
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if "norm" not in name:
+                weights.normal_(0.0, 1.0 if "embed" in name or "lm_head" in name else 0.25)
+    model.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["torch_dtype"] = "float32"
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)

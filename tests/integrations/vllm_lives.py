@@ -1,0 +1,196 @@
+"""Several lives of a real vLLM in one process, run by the Python that has it: `python vllm_lives.py '{"checks": […], …}'`.
+
+A life is an engine with a small random model that ends before the next begins, in the same process, so that a start costs
+a few seconds. Each check is a function below and returns what it saw; the last line of the output is all of that as JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tiny_models
+
+BLOCK = 32
+CHECKS: dict[str, Callable[[Path], Any]] = {}
+
+
+def check(function: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """Registers a check under its name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+class Life:
+    """One engine, from its start to its end."""
+
+    def __init__(self, model: str, extra: dict[str, Any] | None = None, **options: Any) -> None:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        connector = options.pop("connector", "KVPoolConnector")
+        module = options.pop("module", "kvpool.integrations.vllm")
+        if extra is not None:
+            options["kv_transfer_config"] = KVTransferConfig(
+                kv_connector=connector,
+                kv_connector_module_path=module,
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config=extra,
+            )
+        given = {"max_model_len": 2048, "num_gpu_blocks_override": 256, "disable_log_stats": False, **options}
+        self.engine = LLM(
+            model, enforce_eager=True, dtype="float32", block_size=BLOCK, skip_tokenizer_init=True, **given
+        )
+
+    @property
+    def connector(self) -> Any:
+        """The connector beside the scheduler."""
+        return self.engine.llm_engine.engine_core.engine_core.scheduler.connector
+
+    @property
+    def side(self) -> Any:
+        """kvpool's half of it."""
+        return self.connector._scheduler
+
+    def answers(self, prompts: Sequence[Sequence[int]], *, num_new: int = 8, **options: Any) -> list[list[int]]:
+        """The tokens that the engine generates behind each prompt, all of them asked at once."""
+        return [each[0] for each in self.asked(prompts, num_new=num_new, **options)]
+
+    def asked(
+        self, prompts: Sequence[Sequence[int]], *, num_new: int = 8, salt: str | None = None, params: Any = None
+    ) -> list[tuple[list[int], int]]:
+        """The same, and how many tokens of each prompt were cached."""
+        from vllm import SamplingParams
+
+        extra = None if params is None else {"kv_transfer_params": params}
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=num_new, detokenize=False, ignore_eos=True, extra_args=extra
+        )
+        given = [{"prompt_token_ids": list(prompt), **({"cache_salt": salt} if salt else {})} for prompt in prompts]
+        outputs = self.engine.generate(given, sampling, use_tqdm=False)
+        return [(list(each.outputs[0].token_ids), each.num_cached_tokens or 0) for each in outputs]
+
+    def forget(self) -> None:
+        """Empties vLLM's own cache, and not the connector's."""
+        self.engine.reset_prefix_cache()
+
+    def settle(self, seconds: float = 20.0) -> None:
+        """Steps without requests, until nothing is on its way to the tiers."""
+        core = self.engine.llm_engine.engine_core.engine_core
+        due = time.monotonic() + seconds
+        while self.connector.has_pending_push_work() and time.monotonic() < due:
+            core.step_fn()
+        for worker in workers():
+            if worker._storer is not None:
+                worker._storer.flush(seconds)
+
+    def end(self) -> None:
+        """Shuts the engine down."""
+        self.engine.llm_engine.engine_core.shutdown()
+        self.engine = None
+        gc.collect()
+
+
+def workers() -> list[Any]:
+    """kvpool's half in the workers of this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    worker = get_kv_transfer_group()._worker
+    return [] if worker is None else [worker]
+
+
+@contextmanager
+def life(model: str, extra: dict[str, Any] | None = None, **options: Any) -> Iterator[Life]:
+    """An engine that is ended whatever happens."""
+    alive = Life(model, extra, **options)
+    try:
+        yield alive
+    finally:
+        alive.end()
+
+
+def prompts(seed: int, number: int, length: int) -> list[list[int]]:
+    """Random prompts that share nothing."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, tiny_models.VOCABULARY) for _ in range(length)] for _ in range(number)]
+
+
+def model(kind: str, folder: Path) -> str:
+    """A model of a kind, written once."""
+    directory = folder / kind
+    return str(directory) if directory.exists() else tiny_models.write(kind, directory)
+
+
+PROMPTS = prompts(1, 3, 450)
+WHOLE = 448  # tokens of whole blocks in each of them
+
+
+@check
+def plain_and_host(folder: Path) -> Any:
+    """vLLM alone, then with the connector: cold, from the host, and what it counted."""
+    llama = model("llama", folder)
+    with life(llama) as alone:
+        expected = alone.answers(PROMPTS)
+    with life(llama, {"host_bytes": "64MB"}) as with_host:
+        cold = with_host.asked(PROMPTS)
+        with_host.forget()
+        host = with_host.asked(PROMPTS)
+        metrics = {
+            each.name: each.value
+            for each in with_host.engine.get_metrics()
+            if each.name.startswith("vllm:kvpool_") and each.value
+        }
+    return {
+        "differ": len({tuple(answer) for answer in expected}),
+        "cold": [answer for answer, _ in cold] == expected,
+        "host": [answer for answer, _ in host] == expected,
+        "cached": [cached for _, cached in host],
+        "metrics": metrics,
+    }
+
+
+@check
+def poisoned(folder: Path) -> Any:
+    """A connector that brings zeros: the answers must differ, or the other checks prove nothing."""
+    llama = model("llama", folder)
+    with life(llama, {"host_bytes": "64MB"}, connector="Poisoned", module="poisoned") as each:
+        cold = each.answers(PROMPTS)
+        each.forget()
+        loaded = each.asked(PROMPTS)
+    return {
+        "cached": [cached for _, cached in loaded],
+        "same": sum(answer == right for (answer, _), right in zip(loaded, cold, strict=True)),
+    }
+
+
+def main() -> None:
+    """Runs the checks that were named and prints what they saw."""
+    task = json.loads(sys.argv[1])
+    seen: dict[str, Any] = {}
+    for name in task["checks"]:
+        started = time.monotonic()
+        try:
+            seen[name] = CHECKS[name](Path(task["folder"]))
+        except Exception:
+            seen[name] = {"error": traceback.format_exc()[-3000:]}
+        print(f"{name}: {time.monotonic() - started:.1f} s", file=sys.stderr)
+    print(json.dumps(seen), flush=True)
+    os._exit(0)  # whatever an engine left behind must not keep the process
+
+
+if __name__ == "__main__":
+    main()
