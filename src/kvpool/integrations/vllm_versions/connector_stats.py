@@ -1,4 +1,4 @@
-"""The connector's counters in the log and at `/metrics` of vLLM. These classes are the same in all versions that are known."""
+"""The counters of the connector in the log of vLLM and at `/metrics`: one counter for each of `COUNTS`."""
 
 from __future__ import annotations
 
