@@ -12,7 +12,7 @@ import torch
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.engine_pages import EnginePages, HostRows
-from kvpool.integrations.connector.weights_digest import config_id, weights_id
+from kvpool.integrations.requests.weights_digest import config_id, weights_id
 
 LAYOUTS = {
     "packed": lambda: torch.randn(6, 2, 4, 8),

@@ -16,7 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 SOURCES = HERE.parent.parent / "src"
 PATIENCE = 1500.0
-CHECKS = ["plain_and_host", "poisoned"]
+CHECKS = ["plain_and_host", "poisoned", "wishes"]
 
 pytestmark = [
     pytest.mark.slow,
@@ -75,3 +75,12 @@ def test_given_requests_then_vllms_metrics_count_them(seen: Any) -> None:
 
 def test_given_a_connector_that_brings_zeros_then_all_answers_differ(seen: Any) -> None:
     assert of(seen, "poisoned") == {"cached": [448] * 3, "same": 0}
+
+
+def test_given_salts_resets_and_requests_that_are_not_to_be_stored_then_vllm_finds_what_it_may(seen: Any) -> None:
+    assert of(seen, "wishes") == {
+        "no_store": [0, 0, 448],
+        "salted": [0, 0, 448],
+        "wrong": [0, 448],
+        "reset": 0,
+    }

@@ -42,6 +42,11 @@ class ToyRequest:
     lora_request: Any = None
     mm_features: list[Any] = field(default_factory=list)
     prompt_embeds: Any = None
+    kv_transfer_params: Any = None
+    num_prompt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.all_token_ids)
 
 
 def lora(name: str, path: str = "") -> Any:

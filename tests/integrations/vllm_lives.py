@@ -177,6 +177,23 @@ def poisoned(folder: Path) -> Any:
     }
 
 
+@check
+def wishes(folder: Path) -> Any:
+    """Requests that are not to be stored, that have a salt, and a reset that is final."""
+    with life(model("llama", folder), {"host_bytes": "64MB"}) as each:
+
+        def cached(prompt: list[int], **options: Any) -> int:
+            number = each.asked([prompt], **options)[0][1]
+            each.forget()
+            return number
+
+        no_store = [cached(PROMPTS[0], params={"kvpool": {"no_store": True}}), cached(PROMPTS[0]), cached(PROMPTS[0])]
+        salted = [cached(PROMPTS[0], salt="ada"), cached(PROMPTS[0], salt="bob"), cached(PROMPTS[0], salt="ada")]
+        wrong = [cached(PROMPTS[1], params={"kvpool": {"ttl": -1}}), cached(PROMPTS[1])]
+        each.engine.reset_prefix_cache(reset_connector=True)
+        return {"no_store": no_store, "salted": salted, "wrong": wrong, "reset": cached(PROMPTS[0])}
+
+
 def main() -> None:
     """Runs the checks that were named and prints what they saw."""
     task = json.loads(sys.argv[1])

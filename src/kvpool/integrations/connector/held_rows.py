@@ -29,7 +29,13 @@ class HeldRows:
         while True:
             try:
                 return self._manager.allocate(
-                    object(), tokens, scope=tracked.scope, lease=True, multimodal=tracked.items_within(len(tokens))
+                    object(),
+                    tokens,
+                    scope=tracked.scope,
+                    lease=True,
+                    multimodal=tracked.items_within(len(tokens)),
+                    retention=tracked.wishes.retention(),
+                    ttl=tracked.wishes.ttl,
                 )
             except OutOfBlocksError:
                 if not self.make_room():

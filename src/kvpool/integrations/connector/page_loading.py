@@ -105,6 +105,8 @@ class Loader:
                     reserve=last * self._block_size,
                     lease=True,
                     multimodal=tracked.items_within(len(tokens)),
+                    retention=tracked.wishes.retention(),
+                    ttl=tracked.wishes.ttl,
                 )
             except OutOfBlocksError:
                 if not self._make_room():

@@ -154,7 +154,7 @@ class Saver:
         self._manager.commit_batch([done.saving.handle for done in upto.values()], np.concatenate(ids), counts)
         for done in confirmed:
             self.stats.stored += done.last - done.first
-            if self._has_tiers:
+            if self._has_tiers and done.saving.owner.wishes.ttl is None:
                 self._spill(done)
             else:
                 self._let_go(done.saving)

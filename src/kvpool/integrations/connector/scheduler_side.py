@@ -11,6 +11,7 @@ Requests are the engine's own objects, read by the attributes that vLLM's have. 
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -24,8 +25,12 @@ from kvpool.integrations.connector.step_orders import Introduction, Orders, Prog
 from kvpool.integrations.connector.tier_lookups import TierLookups
 from kvpool.integrations.reports.connector_counts import Increments
 from kvpool.integrations.reports.unfound_prefixes import UnfoundPrefixes
+from kvpool.integrations.requests.prompt_pins import PromptPins
 from kvpool.integrations.requests.tracked_request import TrackedRequest, items_of, scope_of
+from kvpool.integrations.requests.wishes import NO_WISHES, Wishes
 from kvpool.manager import KVCacheManager
+
+_log = logging.getLogger("kvpool")
 
 
 class SchedulerSide:
@@ -62,6 +67,7 @@ class SchedulerSide:
         self._saver = Saver(self.manager, block_size, num_rows, settings.has_tiers, self._job)
         self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room)
         self._unfound = UnfoundPrefixes(block_size, num_rows, self.stats)
+        self._pins = PromptPins(self.manager, block_size)
         self._increments = Increments()
         self._block_size = block_size
         self._loads, self._stores = loads, stores
@@ -79,6 +85,7 @@ class SchedulerSide:
         if not self._loads or not tracked.is_known:
             return 0, False
         self._saver.publish()
+        self._pins.apply()
         num_tokens, waits = self._loader.look_up(tracked, num_computed_tokens)
         if num_tokens is not None and not tracked.was_looked_up:
             tracked.was_looked_up = True
@@ -118,7 +125,7 @@ class SchedulerSide:
                 self._consider(tracked, num_tokens)
 
     def _consider(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        if self._stores:
+        if self._stores and not tracked.wishes.no_store:
             self._saver.save(tracked, num_tokens)
 
     def orders(self, *, is_idle: bool) -> Orders:
@@ -126,6 +133,7 @@ class SchedulerSide:
         orders, self._orders = self._orders, Orders()
         orders.is_idle = is_idle
         self._saver.order(orders)
+        self._pins.apply()
         return orders
 
     def take_report(self, report: Report) -> None:
@@ -162,12 +170,15 @@ class SchedulerSide:
             self._saver.finish(tracked)
             if self._loads:
                 self._unfound.ended(tracked)
+            if tracked.wishes.pin is not None and tracked.is_known:
+                self._pins.add(tracked)
 
     def reset(self) -> None:
         """Forgets everything: what was stored so far is never found again, on the host or in a tier."""
         self._saver.spoil()
         self._saver.make_room()
         self._unfound.forget()
+        self._pins.end_all()
         self.manager.reset_prefix_cache()
         self._epoch = uuid.uuid4().hex
         for tracked in self._requests.values():
@@ -195,5 +206,14 @@ class SchedulerSide:
         if tracked is None:
             tracked = TrackedRequest(request, self._block_size, scope_of(request, self._epoch), items_of(request))
             tracked.is_cached = getattr(request, "prompt_embeds", None) is None
+            tracked.wishes = self._wishes(request)
             self._requests[request.request_id] = tracked
         return tracked
+
+    def _wishes(self, request: Any) -> Wishes:
+        """A wish that cannot be understood must not stop the engine: it is told, and the request is served as any other."""
+        try:
+            return Wishes.of(request.kv_transfer_params)
+        except ConfigError as error:
+            _log.warning("kvpool connector: request %s: %s", request.request_id, error)
+            return NO_WISHES

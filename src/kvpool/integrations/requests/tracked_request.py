@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.integrations.requests.weights_digest import adapter_id
+from kvpool.integrations.requests.wishes import NO_WISHES, Wishes
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.announcing.digests import chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
@@ -18,7 +20,7 @@ _ROOM = 256  # tokens that the array of ids has to spare when it grows
 def scope_of(request: Any, epoch: str) -> ReuseScope:
     """What must be equal besides the tokens: `cache_salt` is the tenant; `epoch` changes with every reset."""
     lora = request.lora_request
-    adapter = "" if lora is None else f"{lora.lora_name}\0{getattr(lora, 'lora_path', '')}"
+    adapter = "" if lora is None else f"{lora.lora_name}\0{adapter_id(getattr(lora, 'lora_path', ''))}"
     return ReuseScope(tenant=request.cache_salt or "", adapter=adapter, weights=epoch)
 
 
@@ -51,7 +53,8 @@ class TrackedRequest:
     block_size: int
     scope: ReuseScope
     items: tuple[MultimodalItem, ...]
-    is_cached: bool = True  # False: its tokens do not say what it computes, or it asked to be left alone
+    wishes: Wishes = NO_WISHES
+    is_cached: bool = True  # False: its tokens do not say what it computes
     was_looked_up: bool = False
     num_local: int = 0  # that the engine's own cache had at the last look-up
     num_below: int | None = None  # that tiers have, behind `asked_from`; None: not asked yet
@@ -77,6 +80,11 @@ class TrackedRequest:
     def num_ids(self) -> int:
         """Tokens whose ids the engine knows."""
         return len(self.request.all_token_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of its prompt."""
+        return int(self.request.num_prompt_tokens)
 
     def tokens(self, upto: int | None = None) -> Int32Array:
         """The first `upto` ids, or all; a view that the next call may outgrow.

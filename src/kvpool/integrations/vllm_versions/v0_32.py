@@ -23,8 +23,8 @@ from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.connector.engine_pages import EnginePages
 from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.step_orders import Introduction, Orders, Report
-from kvpool.integrations.connector.weights_digest import config_id, weights_id
 from kvpool.integrations.connector.worker_side import WorkerSide
+from kvpool.integrations.requests.weights_digest import config_id, weights_id
 from kvpool.integrations.vllm_versions.connector_stats import ConnectorMetrics, ConnectorStats
 from kvpool.tiers import Fingerprint, Shard
 

@@ -6,6 +6,7 @@ trained further differs everywhere; one of which a few small tensors were change
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from pathlib import Path
@@ -45,6 +46,24 @@ def weights_id(path: str | Path) -> str:
     except OSError as error:
         raise ConfigError(f"cannot read the weights in {root}: {error.strerror or error}") from None
     return digest.hexdigest()
+
+
+def adapter_id(path: str) -> str:
+    """A digest of the files of an adapter, taken again when they change; the path itself where there are none here."""
+    root = Path(path) if path else None
+    if root is None or not root.is_dir():
+        return path
+    try:
+        files = sorted(each for each in root.iterdir() if each.suffix in _SUFFIXES)
+        state = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+        return _adapter_digest(path, state) if files else path
+    except (OSError, ConfigError):
+        return path
+
+
+@functools.lru_cache(maxsize=1024)
+def _adapter_digest(path: str, state: tuple[tuple[str, int, int], ...]) -> str:
+    return weights_id(path)
 
 
 def _sample(file: Path, digest: Any) -> None:
