@@ -302,6 +302,7 @@ def test_given_traffic_then_the_metrics_tell_of_it(client: Any, live: Live) -> N
     text = call(live, "/metrics")
     assert "kvpool_generated_tokens_total 6.0" in text
     assert "kvpool_first_token_seconds_count 2.0" in text
+    assert "kvpool_queue_seconds_count 2.0" in text
     assert 'kvpool_hit_tokens_total{model="tiny",tier="GPU"}' in text
     assert 'kvpool_blocks{model="tiny",pool="0",state="free",tier="GPU"}' in text
     from prometheus_client.parser import text_string_to_metric_families

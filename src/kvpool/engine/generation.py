@@ -130,6 +130,7 @@ class Generation:
         self._cancel = cancel
         self._process = os.getpid()
         self._submitted = time.monotonic()
+        self._admitted: float | None = None
         self._first_token: float | None = None
         self._finished: float | None = None
         self._error: KVPoolError | None = None
@@ -138,6 +139,16 @@ class Generation:
     @property
     def is_over(self) -> bool:
         return self._over.is_set()
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """From when it was submitted to when it first got blocks; None while it waits."""
+        return None if self._admitted is None else self._admitted - self._submitted
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From when it was submitted to its first token; None before that."""
+        return None if self._first_token is None else self._first_token - self._submitted
 
     @property
     def token_ids(self) -> Int32Array:
@@ -169,12 +180,17 @@ class Generation:
         if self._error is not None:
             raise self._error
         assert self._finished is not None
-        first = None if self._first_token is None else self._first_token - self._submitted
         samples = tuple(self.samples[index] for index in sorted(self.samples))
         seconds = self._finished - self._submitted
-        return Completion(self.prompt, samples, self.num_cached_tokens, first, seconds, self.notes)
+        return Completion(self.prompt, samples, self.num_cached_tokens, self.first_token_seconds, seconds, self.notes)
 
     # --- told by the engine ------------------------------------------------------------------------------------------
+
+    def admit(self, num_cached_tokens: int) -> None:
+        """It has blocks now, and so many tokens from the cache; again after a preemption before its first token."""
+        self.num_cached_tokens = num_cached_tokens
+        if self._admitted is None:
+            self._admitted = time.monotonic()
 
     def goes_on_from(self, other: Generation) -> None:
         """A grammar that both requests have goes on where the first sample of the other one stands."""

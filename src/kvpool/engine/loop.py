@@ -131,7 +131,7 @@ class EngineLoop:
         self._register(generation, request)
         if shares:
             (child,) = self.scheduler.sequences(request.id)
-            generation.num_cached_tokens = child.live_handle().num_cached_tokens
+            generation.admit(child.live_handle().num_cached_tokens)
             self._track(child)
 
     def cancel(self, generation: Generation) -> None:
@@ -202,7 +202,7 @@ class EngineLoop:
         for sequence in plan.admitted:
             generation = self._generations.get(sequence.request.id)
             if generation is not None and not generation.samples:
-                generation.num_cached_tokens = sequence.live_handle().num_cached_tokens
+                generation.admit(sequence.live_handle().num_cached_tokens)
         for sequence in (*plan.admitted, *plan.resumed):
             self._track(sequence)
         if plan.is_empty:

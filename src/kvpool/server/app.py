@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
@@ -16,10 +17,12 @@ from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server.answering.exchange import Reception
 from kvpool.server.answering.metrics import Metrics
 from kvpool.server.answering.pin_book import PinBook
+from kvpool.server.answering.tracing import Tracing
 from kvpool.server.asking.access import Access, Caller
 from kvpool.server.asking.body_limit import BodyLimit
 from kvpool.server.asking.limits import Gate, Limits
 from kvpool.server.asking.problems import Problem, problem_of, problem_of_body
+from kvpool.server.asking.request_ids import RequestIds
 from kvpool.server.asking.schema import CacheQuery, ChatCompletions, Completions, Detokenize, Tokenize
 from kvpool.server.asking.served import ServedModel
 from kvpool.server.routes.caching import CacheDesk
@@ -34,7 +37,9 @@ from kvpool.version import __version__
 class Server:
     """What the routes share: the models, who may ask, how much at once, and the counts."""
 
-    def __init__(self, models: Sequence[ServedModel], access: Access, limits: Limits) -> None:
+    def __init__(
+        self, models: Sequence[ServedModel], access: Access, limits: Limits, tracing: Tracing | None = None
+    ) -> None:
         if not models:
             raise ConfigError("a server needs at least one model")
         self.models = {model.name: model for model in models}
@@ -48,7 +53,7 @@ class Server:
         self.metrics = Metrics(models)
         pins = PinBook(limits.pins_per_tenant)
         self.desk = CacheDesk(pins)
-        self.reception = Reception(self.gate, self.metrics.latencies, pins)
+        self.reception = Reception(self.gate, self.metrics.latencies, pins, tracing)
         self.views = LiveViews(models, self.metrics.latencies, self.gate)
 
     def model(self, name: str) -> ServedModel:
@@ -68,18 +73,29 @@ class Server:
         return JSONResponse(problem.body(), problem.status, problem.headers)
 
 
-def create_app(models: Sequence[ServedModel], access: Access | None = None, limits: Limits | None = None) -> FastAPI:
-    """An ASGI application that serves the models. Without `access` everybody may ask; `kvpool serve` decides on that."""
-    server = Server(models, access or Access(), limits or Limits())
+def create_app(
+    models: Sequence[ServedModel],
+    access: Access | None = None,
+    limits: Limits | None = None,
+    tracing: Tracing | None = None,
+) -> FastAPI:
+    """An ASGI application that serves the models. Without `access` everybody may ask; `kvpool serve` decides on that.
+
+    `tracing` sends spans of requests to OpenTelemetry; it is closed with the application.
+    """
+    server = Server(models, access or Access(), limits or Limits(), tracing)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         server.gate.is_draining = True
+        if tracing is not None:
+            await asyncio.to_thread(tracing.close)
 
     app = FastAPI(title="kvpool", version=__version__, lifespan=lifespan, responses=REFUSALS)
     app.state.server = server
     app.add_middleware(BodyLimit, limit=server.gate.limits.body_bytes, refuse=server.refusal)
+    app.add_middleware(RequestIds)
     _add_refusals(app, server)
     _add_looks(app, server)
     _add_generation(app, server)
@@ -99,6 +115,11 @@ def _caller_of(server: Server) -> Any:
         return server.access.caller(key if bearer is None else bearer.credentials)
 
     return Depends(caller)
+
+
+def _require_admin(caller: Caller) -> None:
+    if not caller.is_admin:
+        raise Problem(403, "statistics tell of all tenants: they need an admin key", code="forbidden")
 
 
 def _add_refusals(app: FastAPI, server: Server) -> None:
@@ -141,8 +162,9 @@ def _add_looks(app: FastAPI, server: Server) -> None:
         return {"status": "ready", "under_way": server.gate.under_way}
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    def metrics() -> Response:  # not async: the engines are asked in a thread
-        """Everything counted, for Prometheus."""
+    def metrics(caller: Caller = caller_of) -> Response:  # not async: the engines are asked in a thread
+        """Everything counted, for Prometheus; for administrators, since it tells of all tenants."""
+        _require_admin(caller)
         return PlainTextResponse(server.metrics.text(), media_type="text/plain; version=0.0.4")
 
     @app.get("/v1/models")
@@ -240,8 +262,7 @@ def _add_cache(app: FastAPI, server: Server) -> None:
     @app.get("/v1/cache/stats")
     def stats(caller: Caller = caller_of) -> dict[str, Any]:  # not async: the engines are asked in a thread
         """What the caches count; for administrators, since it tells of all tenants."""
-        if not caller.is_admin:
-            raise Problem(403, "statistics tell of all tenants: they need an admin key", code="forbidden")
+        _require_admin(caller)
         return desk.stats(list(server.models.values()))
 
 

@@ -50,6 +50,9 @@ def serve(
     max_requests: Annotated[
         int | None, typer.Option(help="Requests that run or wait at once: 512; more get status 429.", min=1)
     ] = None,
+    traces: Annotated[
+        str | None, typer.Option(help="Send a span of each request to this OpenTelemetry collector: http://HOST:4318/v1/traces.")
+    ] = None,
     max_sequences: Annotated[int | None, typer.Option(help="Sequences in one step: 256.", min=1)] = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -68,15 +71,17 @@ def serve(
         _print_key(new_key_for)
         return
     uvicorn = _uvicorn()
+    from kvpool.server.answering.tracing import Tracing
     from kvpool.server.app import create_app
     from kvpool.server.asking.served import ServedModel
     from kvpool.server.serve_settings import read_serve
 
     given = {"host": host, "port": port, "keys": keys, "share_cache": share_cache, "insecure": insecure}
-    given |= {"max_requests": max_requests, "max_sequences": max_sequences}
+    given |= {"max_requests": max_requests, "max_sequences": max_sequences, "traces": traces}
     settings, models = read_serve(engine_options, host_memory, name, given)
     access = Access.read(settings.keys, os.environ, share=settings.share_cache)
     _check_address(settings.host, access, settings.insecure)
+    tracing = None if settings.traces is None else Tracing.to(settings.traces)
     with ExitStack() as stack:
         served = []
         for model in models:
@@ -85,7 +90,7 @@ def serve(
             engine = model.options.make_engine(host_memory=model.host_memory, scheduler=scheduler)
             served.append(ServedModel(model.name, stack.enter_context(engine)))
         config = uvicorn.Config(
-            create_app(served, access, settings.limits),
+            create_app(served, access, settings.limits, tracing),
             settings.host,
             settings.port,
             log_level="warning",

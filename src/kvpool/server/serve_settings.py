@@ -42,7 +42,7 @@ _LIMITS = {"max_requests": "requests", "max_requests_per_key": "requests_per_key
     each.name: each.name for each in fields(Limits) if not each.name.startswith("requests")
 }
 _SERVER_KINDS: dict[str, type] = {
-    **{"host": str, "port": int, "keys": str, "share_cache": bool, "insecure": bool, "max_sequences": int},
+    **{"host": str, "port": int, "keys": str, "traces": str, "share_cache": bool, "insecure": bool, "max_sequences": int},
     **dict.fromkeys(_LIMITS, int),
 }
 
@@ -64,6 +64,7 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: Path | None = None
+    traces: str | None = None
     share_cache: bool = False
     insecure: bool = False
     max_sequences: int = 256

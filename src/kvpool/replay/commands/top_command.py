@@ -21,6 +21,9 @@ def register(app: typer.Typer, name: str) -> None:
 def top(
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    key: Annotated[
+        str, typer.Option(envvar="KVPOOL_API_KEY", help="An admin's API key, where there are keys.", show_default=False)
+    ] = "",
     once: Annotated[bool, typer.Option("--once", help="Print one look and end.")] = False,
 ) -> None:
     """Watch a running server: its blocks, requests, reuse and latencies. Ctrl-C ends it.
@@ -32,7 +35,7 @@ def top(
 
     from kvpool.replay.watching.top_screen import screen
 
-    endpoint = Endpoint.at(url)
+    endpoint = Endpoint.at(url, key=key)
     look, before = _look(endpoint), None
     if once:
         Console().print(screen(url, look, None))
@@ -54,6 +57,8 @@ def top(
 def _look(endpoint: Endpoint) -> Look:
     try:
         text = asyncio.run(fetch_text(endpoint, "/metrics"))
+    except InvalidArgumentError:
+        raise
     except (OSError, asyncio.TimeoutError, ValueError, asyncio.IncompleteReadError) as error:
         where = f"{endpoint.host}:{endpoint.port}"
         raise InvalidArgumentError(f"nobody answers at {where}: {str(error) or type(error).__name__}") from None

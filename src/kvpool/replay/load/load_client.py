@@ -91,6 +91,8 @@ async def fetch_text(endpoint: Endpoint, path: str, timeout: float = 10.0) -> st
         text = b"\n".join([line async for line in lines]).decode("utf-8", "replace")
     finally:
         writer.close()
+    if status in (401, 403):
+        raise InvalidArgumentError(f"{path} needs an admin's key: give --key ({_message(text)})")
     if status != 200:
         raise InvalidArgumentError(f"{path} answered with status {status}: {text[:200]}")
     return text

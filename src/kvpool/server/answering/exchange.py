@@ -17,6 +17,7 @@ from kvpool.server.answering.answers import Writer
 from kvpool.server.answering.metrics import Latencies
 from kvpool.server.answering.pin_book import PinBook
 from kvpool.server.answering.streams import EventStream, unless_gone
+from kvpool.server.answering.tracing import RequestTrace, Tracing
 from kvpool.server.asking.access import Caller
 from kvpool.server.asking.limits import Gate
 from kvpool.server.asking.parameters import pins_of, request_options
@@ -26,11 +27,12 @@ from kvpool.server.asking.served import LiveRequest, ServedModel, scope_of
 
 
 class Reception(NamedTuple):
-    """Where requests come in: how many may be under way, how long they take, and what they keep."""
+    """Where requests come in: how many may be under way, how long they take, what they keep, and who follows them."""
 
     gate: Gate
     latencies: Latencies
     pins: PinBook
+    tracing: Tracing | None = None
 
 
 class Exchange:
@@ -52,6 +54,9 @@ class Exchange:
         self._gate = reception.gate
         self._latencies = reception.latencies
         self._pins = reception.pins
+        self._tracing = reception.tracing
+        self._trace: RequestTrace | None = None
+        self._trouble = ""  # what ended it before its time
         self._answer = answer
         self._headers: dict[str, str] = {}
         self._running: list[LiveRequest] = []
@@ -74,6 +79,10 @@ class Exchange:
         self._enter(self._gate.passed(self._caller.key, len(prompts)))
         try:
             self._enter(self._latencies.request())
+            if self._tracing is not None:
+                request, path = self._request, self._request.url.path
+                names = (request.state.id, self._model.name, self._caller.tenant)
+                self._trace = self._tracing.begin(request.headers, f"POST {path}", *names)
             for prompt in prompts:
                 self._running.append(self._model.start(prompt, params, **options))
             if self._body.stream:
@@ -82,7 +91,8 @@ class Exchange:
                 seconds = self._gate.limits.send_seconds
                 return EventStream(_after(first, parts), self._leave, seconds, self._headers)
             result = await unless_gone(self._request, self._whole())
-        except BaseException:
+        except BaseException as error:
+            self._trouble = str(error) or type(error).__name__
             self._leave()
             raise
         self._leave()
@@ -93,6 +103,11 @@ class Exchange:
 
     def _leave(self) -> None:
         """The answer is over or nobody wants it: what still runs ends."""
+        if self._trace is not None:
+            is_over = all(running.generation.is_over for running in self._running)
+            trouble = self._trouble or ("" if is_over else "the client left")
+            self._trace.end([running.generation for running in self._running], trouble)
+            self._trace = None
         for running in self._running:
             running.cancel()
         self._stack.close()
@@ -111,7 +126,9 @@ class Exchange:
         """New tokens of a request arrived."""
         if running.last is None and self._body.retention:
             await self._pin(running)
-        self._latencies.tokens(running, news)
+        seconds = self._latencies.tokens(running, news)
+        if self._trace is not None and seconds is not None:
+            self._trace.step(seconds)
 
     async def _whole(self) -> dict[str, Any]:
         for running in self._running:
@@ -121,11 +138,15 @@ class Exchange:
 
     async def _events(self) -> AsyncIterator[bytes]:
         """The events of the stream; those that come together go out together."""
-        async for number, news in _merged(self._running):
-            running = self._running[number]
-            await self._note(running, news)
-            first = number * self._body.n
-            yield b"".join(self._answer.part(first + chunk.sample, chunk, running.generation) for chunk in news)
+        try:
+            async for number, news in _merged(self._running):
+                running = self._running[number]
+                await self._note(running, news)
+                first = number * self._body.n
+                yield b"".join(self._answer.part(first + chunk.sample, chunk, running.generation) for chunk in news)
+        except Problem as problem:
+            self._trouble = str(problem)
+            raise
         yield self._answer.end([running.generation for running in self._running])
 
 

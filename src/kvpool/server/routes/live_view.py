@@ -69,7 +69,7 @@ class LiveViews:
         while not self._gate.is_draining:
             try:
                 await asyncio.wait_for(news.wait(), _ASK_SECONDS)
-            except TimeoutError:
+            except asyncio.TimeoutError:  # another class than TimeoutError in Python 3.10
                 continue
             news.clear()
             yield viewer.take()

@@ -1,0 +1,106 @@
+"""Spans of requests for OpenTelemetry: who waited how long for what. Off unless `kvpool serve --traces` names a collector."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvpool.engine.generation import Generation
+from kvpool.errors import ConfigError
+from kvpool.version import __version__
+
+_MAX_STEPS = 4096  # whose times a span holds
+
+
+class Tracing:
+    """Makes the spans of requests; `provider` is a TracerProvider of opentelemetry."""
+
+    def __init__(self, provider: Any) -> None:
+        from opentelemetry import trace
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._trace = trace
+        self._tracer = provider.get_tracer("kvpool", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+        self._provider = provider
+
+    @classmethod
+    def to(cls, url: str) -> Tracing:
+        """Spans go to the collector at an address such as http://127.0.0.1:4318/v1/traces, in batches, in a thread."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"traces need {error.name}: pip install 'kvpool[traces]'") from None
+        provider = TracerProvider(resource=Resource.create({"service.name": "kvpool"}))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=url)))
+        return cls(provider)
+
+    def begin(self, headers: Mapping[str, str], name: str, request_id: str, model: str, tenant: str) -> RequestTrace:
+        """A request came; its span is part of the caller's trace if its headers name one (`traceparent`)."""
+        span = self._tracer.start_span(
+            name,
+            self._propagator.extract(dict(headers)),
+            self._trace.SpanKind.SERVER,
+            {"kvpool.request_id": request_id, "kvpool.model": model, "kvpool.tenant": tenant},
+        )
+        return RequestTrace(self, span)
+
+    def part(self, span: Any, name: str, start: int, end: int, attributes: Mapping[str, Any] | None = None) -> None:
+        """A span below another one, whose times are known."""
+        context = self._trace.set_span_in_context(span)
+        self._tracer.start_span(name, context, attributes=attributes, start_time=start).end(end)
+
+    def failed(self, span: Any, words: str) -> None:
+        """Says that what the span is about went wrong."""
+        span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, words))
+
+    def close(self) -> None:
+        """Sends what waits."""
+        self._provider.shutdown()
+
+
+class RequestTrace:
+    """The span of one request while it runs, and what it will say."""
+
+    def __init__(self, tracing: Tracing, span: Any) -> None:
+        self._tracing = tracing
+        self._span = span
+        self._began = time.time_ns()
+        self._steps: list[float] = []
+
+    def step(self, seconds: float) -> None:
+        """New tokens came, so long after those before them."""
+        if len(self._steps) < _MAX_STEPS:
+            self._steps.append(seconds)
+
+    def end(self, generations: Sequence[Generation], trouble: str = "") -> None:
+        """The answer is over: one span each for waiting, for the prompt and for the tokens after the first."""
+        now, span = time.time_ns(), self._span
+        span.set_attribute("kvpool.prompt_tokens", sum(len(one.prompt) for one in generations))
+        span.set_attribute("kvpool.cached_tokens", sum(one.num_cached_tokens for one in generations))
+        samples = [sample for one in generations for sample in one.samples.values()]
+        span.set_attribute("kvpool.generated_tokens", sum(len(sample.token_ids) for sample in samples))
+        span.set_attribute("kvpool.finish_reasons", [sample.finish_reason or "" for sample in samples])
+        for one in generations:
+            self._parts(one, now)
+        if trouble:
+            self._tracing.failed(span, trouble)
+        span.end(now)
+
+    def _parts(self, one: Generation, now: int) -> None:
+        waited, first = one.queue_seconds, one.first_token_seconds
+        admitted = now if waited is None else self._began + int(waited * 1e9)
+        self._tracing.part(self._span, "queue", self._began, admitted)
+        if waited is None:
+            return
+        self._span.set_attribute("kvpool.queue_seconds", waited)
+        told = now if first is None else self._began + int(first * 1e9)
+        tokens = {"kvpool.prompt_tokens": len(one.prompt), "kvpool.cached_tokens": one.num_cached_tokens}
+        self._tracing.part(self._span, "prompt", admitted, told, tokens)
+        if first is not None:
+            self._span.set_attribute("kvpool.first_token_seconds", first)
+            self._tracing.part(self._span, "decode", told, now, {"kvpool.step_seconds": self._steps})

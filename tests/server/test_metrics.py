@@ -1,0 +1,70 @@
+"""/metrics has every number of an engine's statistics, of tiers too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live import Live, word_tokenizer
+from models import tiny_model
+from prometheus_client.parser import text_string_to_metric_families
+from test_serving import access, call, refusal
+
+from kvpool.engine.tiering.movers import TieringStats
+from kvpool.scheduling import SchedulerStats
+from kvpool.stats import CacheStats
+from kvpool.tiers.contract import TierStats
+
+# What has another name among the metrics, or is the sum of what they say.
+SAID_OTHERWISE = {
+    "pools": "blocks", "groups": "group_blocks", "num_sequences": "sequences", "num_swapped": "sequences",
+    "num_cached_runs": "cached_runs", "tenants": "tenant_cached_blocks", "pressure": "memory_pressure",
+}  # fmt: skip
+PARTS = {"decisions": "tiering_decisions_", "fetches": "tiering_fetches_", "stores": "tiering_stores_", "tiers": "tier_"}
+
+
+@pytest.fixture
+def tiered(tmp_path: Path) -> Iterator[Live]:
+    """A server whose model has a disk tier."""
+    from kvpool.engine import Engine
+    from kvpool.server import ServedModel, create_app
+
+    with Engine(
+        tiny_model("llama"), tokenizer=word_tokenizer(), device="cpu", kv_blocks=32, block_size=4, disk=str(tmp_path)
+    ) as engine:
+        live = Live(create_app([ServedModel("tiny", engine)]))
+        yield live
+        live.stop()
+
+
+def test_given_an_engine_with_tiers_then_every_number_of_its_statistics_is_a_metric(tiered: Live) -> None:
+    call(tiered, "/v1/completions", {"prompt": "w5 w6 w7 w8 w9 w10", "max_tokens": 2})
+    names = {family.name for family in text_string_to_metric_families(call(tiered, "/metrics"))}
+    wanted = {SAID_OTHERWISE.get(field.name, field.name) for field in fields(CacheStats)}
+    wanted |= {f"scheduler_{field.name}" for field in fields(SchedulerStats)}
+    wanted |= {f"tiering_{name}" for name in TieringStats._fields if name not in PARTS}
+    wanted |= {f"tier_{field.name}" for field in fields(TierStats)} - {"tier_name", "tier_problem"} | {"tier_works"}
+    assert {f"kvpool_{name}" for name in wanted} - names == set()
+    assert {part for part, start in PARTS.items() if not any(name.startswith(f"kvpool_{start}") for name in names)} == set()
+
+
+def test_given_keys_then_metrics_and_statistics_need_an_admins(serve: Callable[..., Live]) -> None:
+    live = serve(access=access("a", "root"))
+    for path in ("/metrics", "/v1/cache/stats"):
+        assert refusal(live, path)[0] == 401
+        assert refusal(live, path, key="sk-a")[0] == 403
+        assert call(live, path, key="sk-root")
+
+
+def test_given_keys_then_top_is_told_one(serve: Callable[..., Live], capsys: Any, monkeypatch: Any) -> None:
+    from kvpool.cli import main
+
+    live = serve(access=access("root"))
+    assert main(["top", "--once", "--url", live.url]) == 2
+    assert "give --key" in capsys.readouterr().err
+    assert main(["top", "--once", "--url", live.url, "--key", "sk-root"]) == 0
+    monkeypatch.setenv("KVPOOL_API_KEY", "sk-root")
+    assert main(["top", "--once", "--url", live.url]) == 0
