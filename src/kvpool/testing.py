@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.tiers import KeyedTier, Outcome
+from kvpool.scope import ReuseScope
+from kvpool.tiers import KeyedTier, KeyPattern, Outcome
+from kvpool.tiers.keys import scope_tag
 
 VALUE_BYTES = 5000  # no power of two, no multiple of a sector
 
@@ -111,6 +113,23 @@ class TierContract:
         store(tier, [1, 2])
         assert tier.remove([key(1), key(3)]) == [Outcome.OK, Outcome.MISS]
         assert tier.contains([key(1), key(2)]) == [False, True]
+
+    def test_given_a_purge_then_all_that_it_means_is_gone_and_nothing_else(self, tier: KeyedTier) -> None:
+        scopes = [ReuseScope("acme"), ReuseScope("acme", salt="s"), ReuseScope("other"), ReuseScope("acme")]
+        keys = [bytes([place // 3]) * 8 + scope_tag(scope) + bytes(20) for place, scope in enumerate(scopes)]
+        assert tier.store(keys, [value(number) for number in range(4)]) == [Outcome.OK] * 4
+        for pattern, left in (
+            (KeyPattern.of_tenant("nobody"), [True, True, True, True]),
+            (KeyPattern.of_scope(scopes[1]), [True, False, True, True]),
+            (KeyPattern.of_tenant("acme", bytes([1]) * 8), [True, False, True, False]),
+            (KeyPattern.of_tenant("acme"), [False, False, True, False]),
+            (KeyPattern(bytes(8)), [False, False, False, False]),
+        ):
+            purged = tier.purge(pattern)
+            assert purged.is_complete
+            assert tier.contains(keys) == left
+        assert purged.removed == 1
+        assert tier.stats().removed == 4
 
     def test_given_buffers_that_are_parts_of_one_array_then_only_those_are_touched(self, tier: KeyedTier) -> None:
         rows = np.frombuffer(value(1) + value(2) + value(3), np.uint8).reshape(3, -1).copy()

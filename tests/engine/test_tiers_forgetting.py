@@ -107,15 +107,36 @@ def test_given_an_invalidated_session_then_what_it_took_from_others_stays() -> N
         assert cached(engine, PROMPT) == 48
 
 
-def test_given_values_whose_keys_are_not_known_then_they_stay_in_the_tier_and_are_not_loaded() -> None:
+def test_given_values_of_another_process_behind_a_prefix_then_its_last_block_leaves_the_tier_and_none_is_loaded() -> None:
     tier = MemoryTier(2**28)
     with make_engine(tier) as engine:
         cached(engine, PROMPT)
     num_values = tier.stats().num_values
+    assert num_values is not None
     with make_engine(tier) as engine:
-        engine.invalidate(PROMPT[:8])
-        assert cached(engine, PROMPT) == 0
-        assert tier.stats().num_values == 2 * (num_values or 0)
+        engine.invalidate(PROMPT[:16])
+        assert cached(engine, PROMPT) == 8
+        assert tier.stats().num_values == 2 * num_values - 2
+    with make_engine(tier) as engine:  # which knows nothing of it
+        assert cached(engine, PROMPT) == 8
+
+
+def test_given_values_of_another_process_in_a_scope_then_all_of_them_leave_the_tier_and_others_stay() -> None:
+    tier = MemoryTier(2**28)
+    with make_engine(tier) as engine:
+        cached(engine, PROMPT)
+        others = tier.stats().num_values
+        cached(engine, PROMPT, scope=TENANT)
+    with make_engine(tier) as engine:
+        engine.invalidate(scope=TENANT)
+        assert engine._tiers is not None
+        assert engine._tiers.flush(SECONDS)
+        assert tier.stats().num_values == others
+        tiers = engine.stats().tiers
+        assert tiers is not None
+        assert (tiers.stores.removed, tiers.stores.not_removed) == (others, 0)
+        assert cached(engine, PROMPT, scope=TENANT) == 0
+        assert cached(engine, PROMPT, scope=TENANT) > 80  # what is stored afterwards stays
 
 
 class Waiting(MemoryTier):

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from servers import RedisServer, running
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 from kvpool import KVCacheConfig, LayerSpec
 from kvpool.cli import main
+from kvpool.scope import ReuseScope
 from kvpool.testing import key, load, store, value
-from kvpool.tiers import DiskTier, Fingerprint, KeySpace, Outcome
+from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome, open_tier
 
 SPACE = KeySpace(
     Fingerprint.of(
@@ -122,6 +126,64 @@ def test_given_a_purged_model_then_the_others_stay_and_compact_gives_the_space_b
         assert not any(tier.contains(own_keys(40)))
 
 
+SCOPES = [ReuseScope("acme"), ReuseScope("acme", salt="chat-1"), ReuseScope("other")]
+TEXTS = [SPACE.of_tokens(np.arange(12, dtype=np.int32), scope) for scope in SCOPES]
+
+
+def fill(tier: KeyedTier) -> None:
+    for keys in TEXTS:
+        assert tier.store(keys, [value(number) for number in range(3)]) == [Outcome.OK] * 3
+
+
+@pytest.fixture(params=["directory", "redis"])
+def store_of_tenants(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A directory or the address of a server on loopback, with three blocks in each of some scopes."""
+    if request.param == "directory":
+        with DiskTier(tmp_path / "tenants", CAPACITY) as tier:
+            fill(tier)
+        yield str(tmp_path / "tenants")
+        return
+    pytest.importorskip("glide_sync")
+    server = RedisServer(tmp_path)
+    with running(server):
+        with open_tier(server.url) as tier:
+            fill(tier)
+        yield server.url
+
+
+def contained(address: str) -> list[int]:
+    """How many of the three blocks of each scope a tier has."""
+    with open_tier(address if "://" in address else f"disk:{address}?bytes=2MB") as tier:
+        return [sum(tier.contains(keys, timeout=60.0)) for keys in TEXTS]
+
+
+def test_given_a_store_of_many_tenants_then_a_text_a_session_and_a_tenant_can_be_taken_out(
+    store_of_tenants: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids, known = tmp_path / "ids.json", tmp_path / "known.json"
+    ids.write_text(json.dumps(list(range(8))))
+    known.write_text(json.dumps({"spaces": [{"description": SPACE.fingerprint.describe()}]}))
+    for options, said, left in (
+        (["--tenant", "nobody"], "0 values removed", [3, 3, 3]),
+        (["--tenant", "acme", "--tokens", str(ids), "--fingerprints", str(known)], "2 values removed", [1, 3, 3]),
+        (["--tenant", "acme", "--salt", "chat-1"], "3 values removed", [1, 0, 3]),
+        (["--tenant", "acme", "--space", "00" * 8], "0 values removed", [1, 0, 3]),
+        (["--tenant", "acme"], "1 values removed", [0, 0, 3]),
+        (["--space", SPACE.prefix.hex()], "3 values removed", [0, 0, 0]),
+    ):
+        assert main(["tier", "purge", store_of_tenants, *options]) == 0
+        assert said in capsys.readouterr().out
+        assert contained(store_of_tenants) == left
+
+
+def test_given_a_store_that_is_down_then_the_command_says_that_some_may_be_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("glide_sync")
+    assert main(["tier", "purge", "redis://127.0.0.1:1?timeout=0.2", "--tenant", "acme"]) == 1
+    assert "some may be left" in capsys.readouterr().out
+
+
 def test_given_recently_used_values_then_purge_of_unused_ones_leaves_them(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,7 +233,11 @@ def test_given_a_compressed_target_then_warm_tells_it_whose_values_they_are(
     [
         (["ls", "nowhere"], "there is no directory 'nowhere'"),
         (["stat", "./nowhere/at/all"], "there is no directory"),
-        (["purge", "."], "say what to take out: --space, --unused-days or --all"),
+        (["purge", "."], "say what to take out: --space, --tenant, --tokens, --unused-days or --all"),
+        (["purge", ".", "--salt", "s"], "--adapter and --salt are those of a --tenant"),
+        (["purge", ".", "--space", "0" * 16, "--fingerprints", "f"], "--fingerprints says whose the --tokens are"),
+        (["purge", ".", "--tokens", "nowhere.json"], "cannot read nowhere.json"),
+        (["purge", "redis://127.0.0.1:1", "--unused-days", "1"], "--unused-days is for directories"),
         (["purge", ".", "--space", "abc"], "--space 'abc' must be 16 hexadecimal digits"),
         (["purge", ".", "--all", "--unused-days", "3"], "--all takes everything"),
         (["warm", ".", "ftp://host"], "the address of a tier begins with one of"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,8 +12,9 @@ import pytest
 from kvpool import KVCacheConfig, LayerSpec, ReuseScope
 from kvpool.errors import InvalidArgumentError
 from kvpool.prefix.announcing.digests import chain_digests, root_digest
-from kvpool.tiers import Fingerprint, KeySpace, Shard
+from kvpool.tiers import Fingerprint, KeyPattern, KeySpace, Shard
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole, seal
+from kvpool.tiers.keys import named
 
 EVERYBODY = ReuseScope()
 
@@ -48,7 +51,7 @@ def test_given_two_processes_with_the_same_model_then_their_keys_are_equal() -> 
         space(config(dtype="int8")),
         space(config(kv_heads=4)),
         space(config(head_dim=16)),
-        KeySpace(dataclasses.replace(space().fingerprint, version=2)),
+        KeySpace(dataclasses.replace(space().fingerprint, version=99)),
     ],
 )
 def test_given_anything_that_changes_bytes_then_no_key_is_equal(other: KeySpace) -> None:
@@ -68,6 +71,44 @@ def test_given_another_layer_group_prefix_or_scope_then_the_keys_differ() -> Non
 def test_given_a_scope_then_its_names_are_in_no_key() -> None:
     secret = ReuseScope(tenant="acme-salt-1234")
     assert all(b"acme" not in key for key in space().keys(digests([1, 2, 3, 4], secret)))
+
+
+def test_given_a_tenant_or_a_scope_then_its_keys_are_alike_and_nobody_elses() -> None:
+    scopes = [ReuseScope("a"), ReuseScope("a", salt="s"), ReuseScope("a", adapter="x"), ReuseScope("b")]
+    keys = [space().keys(named(scope, digests([1, 2, 3, 4], scope)))[0] for scope in scopes]
+    for pattern, meant in (
+        (KeyPattern(), [True] * 4),
+        (KeyPattern(space().prefix), [True] * 4),
+        (KeyPattern(bytes(8)), [False] * 4),
+        (KeyPattern.of_tenant("a"), [True, True, True, False]),
+        (KeyPattern.of_tenant("a", bytes(8)), [False] * 4),
+        (KeyPattern.of_scope(scopes[1]), [False, True, False, False]),
+        (KeyPattern.of_scope(scopes[3], space().prefix), [False, False, False, True]),
+    ):
+        assert [pattern.matches(key) for key in keys] == meant
+
+
+def test_given_a_text_then_its_keys_are_those_of_its_whole_blocks_in_every_layer_group() -> None:
+    scope = ReuseScope("a")
+    tokens = np.arange(10, dtype=np.int32)
+    names = named(scope, digests(list(range(8)), scope))
+    assert space().of_tokens(tokens, scope) == [key for group in (0, 1) for key in space().keys(names, group)]
+    assert space().of_tokens(tokens[:3], scope) == []
+
+
+def test_given_a_description_then_the_fingerprint_is_had_back_or_it_is_refused() -> None:
+    known = space().fingerprint
+    assert Fingerprint.from_description(json.loads(json.dumps(known.describe()))) == known
+    for wrong in (None, {}, {"model": "m"}, {**known.describe(), "shard": {"rank": 2, "of": 1}}, {**known.describe(), "x": 1},
+                  {**known.describe(), "block_size": "4"}):  # fmt: skip
+        with pytest.raises(InvalidArgumentError, match="describes no fingerprint"):
+            Fingerprint.from_description(wrong)
+
+
+@pytest.mark.parametrize("wrong", [dict(space=b"short"), dict(space="text" * 2), dict(tag=b"abc"), dict(tag=None)])
+def test_given_a_pattern_that_cannot_be_then_it_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"KeyPattern.{next(iter(wrong))}"):
+        KeyPattern(**wrong)
 
 
 @pytest.mark.parametrize("wrong", [dict(model=""), dict(weights=""), dict(model=None), dict(layout=7)])

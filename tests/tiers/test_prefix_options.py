@@ -8,6 +8,7 @@ import pytest
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, MultimodalItem, ReuseScope
 from kvpool.events import Stored
 from kvpool.tiers import Fingerprint, KeySpace
+from kvpool.tiers.keys import named
 from kvpool.tiers.transport.prefix_options import (
     HERE,
     NOWHERE,
@@ -124,7 +125,7 @@ def test_given_images_then_a_prompt_has_the_keys_of_the_blocks_that_a_manager_ca
         (stored,) = (event for event in subscription.poll().events if isinstance(event, Stored))
     keys = BlockKeys(KeySpace(Fingerprint.of(manager.config, "model", "weights")), manager.config)
     (own,) = keys.of_prompt(tokens, ReuseScope(), items).keys
-    assert (own,) == keys.of_digests(stored.digests)
+    assert (own,) == keys.of_digests(named(ReuseScope(), stored.digests))
     rest = keys.digests(stored.digests[0], tokens[4:], [items[0]._replace(position=-2)])
     assert tuple(rest) == stored.digests[1:]
     for others in ((items[0]._replace(key="dog"),), ()):

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 
 from kvpool.testing import key, load, store, value
-from kvpool.tiers import Outcome
+from kvpool.tiers import KeyPattern, Outcome, Purged
 from kvpool.tiers.remote.breaker import Breaker
-from kvpool.tiers.remote.remote_tier import MAX_STALE, SHARE_BYTES, Node, NodeError, RemoteTier, Share, Stale
+from kvpool.tiers.remote.remote_tier import MAX_STALE, SHARE_BYTES, Node, NodeError, Purging, RemoteTier, Share, Stale
 
 Behaviour = Callable[[Share[Node]], None]
 
@@ -26,6 +26,7 @@ class Puppet(RemoteTier[Node]):
         self.shares: list[Share[Node]] = []
         self.probed = threading.Event()
         self.probe: Callable[[], None] = lambda: None
+        self.purge_behaviour: Callable[[Purging[Node]], None] = lambda purging: None
 
     def _nodes(self) -> list[Node]:
         return self.nodes
@@ -43,6 +44,10 @@ class Puppet(RemoteTier[Node]):
         self.shares.append(share)
         with share.node.asking():
             self.behaviour(share)
+
+    def _purge_share(self, purging: Purging[Node]) -> None:
+        purging.removed += 5
+        self.purge_behaviour(purging)
 
     _find_share = _load_share = _store_share = _remove_share = _serve_one
 
@@ -80,6 +85,27 @@ def test_given_a_node_that_cannot_serve_then_its_keys_fail_at_once_from_then_on(
         assert load(tier, [LEFT[0], RIGHT[0]])[0] == wanted
         assert [share.node.name for share in tier.shares].count("left") == 1
         assert tier.stats().problem == "left: gone fishing (asked again in 3600 s)"
+
+
+def test_given_a_purge_then_every_node_is_looked_through_and_one_that_fails_is_told() -> None:
+    def refuses(purging: Purging[Node]) -> None:
+        purging.num_left += 1
+
+    def fails(purging: Purging[Node]) -> None:
+        if purging.node.name == "left":
+            raise NodeError("gone fishing")
+
+    def is_late(purging: Purging[Node]) -> None:
+        raise TimeoutError
+
+    with Puppet(works) as tier:
+        assert tier.purge(KeyPattern()) == Purged(10, is_complete=True)
+        for behaviour in (refuses, fails, is_late):
+            tier.purge_behaviour = behaviour
+            assert tier.purge(KeyPattern()) == Purged(10, is_complete=False)
+        assert tier.stats().removed == 40
+        tier.nodes[0].breaker.failed("down")
+        assert tier.purge(KeyPattern()) == Purged(5, is_complete=False)
 
 
 def test_given_a_share_that_is_late_half_way_then_what_was_reached_counts() -> None:

@@ -44,7 +44,7 @@ def name_of(tier: S3Tier) -> str:
 
 
 def path_of(number: int) -> str:
-    return f"some/where/{key(number)[:8].hex()}/{key(number)[8:].hex()}"
+    return "some/where/" + "/".join(key(number)[a:b].hex() for a, b in ((0, 8), (8, 10), (10, 12), (12, 32)))
 
 
 class TestS3(TierContract):

@@ -2,9 +2,9 @@
 
 from kvpool.tiers.compression.codecs import CompressionStats
 from kvpool.tiers.compression.compressed_tier import CompressedTier
-from kvpool.tiers.contract import KEY_BYTES, KeyedTier, Outcome, Room, TierStats
+from kvpool.tiers.contract import KEY_BYTES, KeyedTier, Outcome, Purged, Room, TierStats
 from kvpool.tiers.disk import DiskTier
-from kvpool.tiers.keys import Fingerprint, KeySpace, Shard
+from kvpool.tiers.keys import Fingerprint, KeyPattern, KeySpace, Shard
 from kvpool.tiers.memory_tier import MemoryTier
 from kvpool.tiers.open import open_tier
 from kvpool.tiers.remote.mooncake import MooncakeTier
@@ -19,10 +19,12 @@ __all__ = [
     "KeyedTier",
     "Outcome",
     "Room",
+    "Purged",
     "TierStats",
     "KEY_BYTES",
     "Fingerprint",
     "KeySpace",
+    "KeyPattern",
     "Shard",
     "MemoryTier",
     "DiskTier",

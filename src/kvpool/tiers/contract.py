@@ -21,10 +21,11 @@ from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from kvpool.tiers.keys import KeySpace
+    from kvpool.tiers.keys import KeyPattern, KeySpace
 
 KEY_BYTES = 32
 DEFAULT_TIMEOUT = 1.0
+PURGE_TIMEOUT = 60.0
 _QUIET_SECONDS = 60.0
 
 Buffer: TypeAlias = Any
@@ -73,6 +74,15 @@ class TierStats:
     capacity_bytes: int | None = None
     problem: str = ""
     """Why it answers nothing at the moment, in words; empty while it works."""
+
+
+@dataclass(frozen=True)
+class Purged:
+    """What became of a purge."""
+
+    removed: int = 0
+    is_complete: bool = False
+    """Whether everything was looked at and nothing that was meant is left; else it may be called again."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +159,17 @@ class KeyedTier(ABC):
             self._removed += outcomes.count(Outcome.OK)
         return outcomes
 
+    def purge(self, pattern: KeyPattern, *, timeout: float = PURGE_TIMEOUT) -> Purged:
+        """Looks through the tier and takes out all values whose keys are alike: a tenant's, a scope's, a model's.
+
+        Slow where there are many values. A tier of your own that cannot do this says so by `is_complete`.
+        """
+        purged = self._guarded(lambda deadline: self._purge(pattern, deadline), timeout)
+        purged = Purged() if purged is None else purged
+        with self._counting:
+            self._removed += purged.removed
+        return purged
+
     def introduce(self, space: KeySpace) -> None:  # noqa: B027  # a tier may have no use for it
         """Tells the tier whose keys will come; one that people look into keeps the fingerprint. Never raises."""
 
@@ -206,6 +227,10 @@ class KeyedTier(ABC):
 
     @abstractmethod
     def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]: ...
+
+    def _purge(self, pattern: KeyPattern, deadline: float) -> Purged:
+        self.report("it cannot look for the values of a tenant, a scope or a model")
+        return Purged()
 
     def _look(self) -> Room:
         return Room()

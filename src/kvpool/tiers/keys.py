@@ -1,26 +1,36 @@
 """Whose bytes are these? Keys of blocks outside the process, rooted in everything that makes bytes compatible.
 
-A key is the fingerprint's first eight bytes, so that all values of one model can be found together, and 24 bytes of
-SHA-256 over the whole fingerprint, the layer group and the block's digest (`prefix/announcing/digests.py`), which is
-chained over every token before it and the reuse scope. Neither a token nor a tenant's name can be read from it.
+    fingerprint (8) | tenant (2) | scope (2) | SHA-256 of fingerprint, layer group and digest of the block (20)
+
+The first bytes let all values of one model, tenant or scope be found together, to take them out (decision 12). The
+digest (`prefix/announcing/digests.py`) is chained over every token before the block and the reuse scope. Neither a token
+nor a tenant's name can be read from a key.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvpool.config import KVCacheConfig, LayerGroup
 from kvpool.config.layers import check_int, show
 from kvpool.errors import InvalidArgumentError
+from kvpool.prefix.announcing.digests import DIGEST_BYTES, chain_digests, root_digest
+from kvpool.scope import MultimodalItem, ReuseScope
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Grows when the bytes of a block or the making of a key change; older values are then never found."""
 
 SPACE_BYTES = 8
+TENANT_BYTES = 2
+TAG_BYTES = 4
+_NO_TAG = bytes(TAG_BYTES)
 MAX_SHARDS = 2**16
 
 
@@ -77,6 +87,17 @@ class Fingerprint:
         """Its fields as JSON-able values, for people who look into a tier."""
         return asdict(self)
 
+    @classmethod
+    def from_description(cls, fields: Any) -> Fingerprint:
+        """The fingerprint that `describe` described."""
+        try:
+            shard = Shard(**fields["shard"])
+            found = cls(**{**fields, "groups": tuple(fields["groups"]), "shard": shard})
+            check_int("block_size", found.block_size, 1, 2**20, InvalidArgumentError)
+        except (TypeError, KeyError, InvalidArgumentError):
+            raise InvalidArgumentError(f"this describes no fingerprint: {show(fields)}") from None
+        return found
+
 
 def _described(group: LayerGroup) -> str:
     """What decides the bytes of a block of this layer group."""
@@ -90,6 +111,62 @@ def _described(group: LayerGroup) -> str:
         "bytes": group.block_bytes,
     }
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+
+
+def tenant_tag(tenant: str) -> bytes:
+    """What keys say about a tenant: two bytes, which one in 65,536 others share."""
+    return hashlib.sha256(b"kvpool tenant\0" + tenant.encode("utf-8", "surrogatepass")).digest()[:TENANT_BYTES]
+
+
+def scope_tag(scope: ReuseScope) -> bytes:
+    """What keys say about a scope: its tenant's bytes, and two of its own."""
+    own = hashlib.sha256(b"kvpool scope\0" + root_digest(scope)).digest()[: TAG_BYTES - TENANT_BYTES]
+    return tenant_tag(scope.tenant) + own
+
+
+def named(scope: ReuseScope, digests: Iterable[bytes]) -> list[bytes]:
+    """Digests of blocks with the tag of their scope before them, as `KeySpace.keys` takes them."""
+    tag = scope_tag(scope)
+    return [tag + digest for digest in digests]
+
+
+@dataclass(frozen=True)
+class KeyPattern:
+    """Keys that are alike in their first bytes: of one model, of a tenant, of a scope, or of both.
+
+    A tag is short, so a few values of others may be among them: one in 65,536 tenants, one in four billion scopes.
+
+    >>> KeyPattern.of_tenant("acme").matches(bytes(8) + tenant_tag("acme") + bytes(22))
+    True
+    """
+
+    space: bytes | None = None
+    """The first bytes of a fingerprint; None: of all models."""
+    tag: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.space is not None and (not isinstance(self.space, bytes) or len(self.space) != SPACE_BYTES):
+            raise InvalidArgumentError(f"KeyPattern.space must be {SPACE_BYTES} bytes or None, got {show(self.space)}")
+        if not isinstance(self.tag, bytes) or len(self.tag) not in (0, TENANT_BYTES, TAG_BYTES):
+            raise InvalidArgumentError(f"KeyPattern.tag must be a tag of a tenant or a scope, got {show(self.tag)}")
+
+    @classmethod
+    def of_tenant(cls, tenant: str, space: bytes | None = None) -> KeyPattern:
+        """All that a tenant stored, whatever its adapters and salts."""
+        if not isinstance(tenant, str):
+            raise InvalidArgumentError(f"a tenant is named by a string, got {show(tenant)}")
+        return cls(space, tenant_tag(tenant))
+
+    @classmethod
+    def of_scope(cls, scope: ReuseScope, space: bytes | None = None) -> KeyPattern:
+        """All that was stored in exactly this scope."""
+        if not isinstance(scope, ReuseScope):
+            raise InvalidArgumentError(f"scope must be a ReuseScope, got {show(scope)}")
+        return cls(space, scope_tag(scope))
+
+    def matches(self, key: bytes) -> bool:
+        """Whether a key is meant."""
+        return (self.space is None or key.startswith(self.space)) and key.startswith(self.tag, SPACE_BYTES)
 
 
 class KeySpace:
@@ -113,11 +190,24 @@ class KeySpace:
         ]
 
     def keys(self, digests: Iterable[bytes], group: int = 0) -> list[bytes]:
-        """The keys of blocks of one layer group, from their digests in the prefix cache."""
+        """The keys of blocks of one layer group, from their digests in the prefix cache, which `named` put a tag before.
+
+        Without a tag they belong to no tenant or scope that could be taken out.
+        """
         root, prefix = self._roots[group], self.prefix
         keys = []
         for digest in digests:
+            tag = digest[:-DIGEST_BYTES] or _NO_TAG
             hashed = root.copy()
-            hashed.update(digest)
-            keys.append(prefix + hashed.digest()[: 32 - SPACE_BYTES])
+            hashed.update(digest[-DIGEST_BYTES:])
+            keys.append(prefix + tag + hashed.digest()[: 32 - SPACE_BYTES - TAG_BYTES])
         return keys
+
+    def of_tokens(
+        self, tokens: npt.NDArray[np.int32], scope: ReuseScope, multimodal: Sequence[MultimodalItem] = ()
+    ) -> list[bytes]:
+        """The keys of all whole blocks of a text, of all layer groups: what to remove to take it out of a tier."""
+        size = self.fingerprint.block_size
+        whole = tokens[: len(tokens) // size * size]
+        names = named(scope, chain_digests(root_digest(scope), whole, size, multimodal))
+        return [key for group in range(len(self._roots)) for key in self.keys(names, group)]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 from kvpool.config.layers import MAX_BYTES, check_int
 from kvpool.errors import InvalidArgumentError
-from kvpool.tiers.contract import KeyedTier, Outcome, Room
+from kvpool.tiers.contract import KeyedTier, Outcome, Purged, Room
+from kvpool.tiers.keys import KeyPattern
 
 
 class MemoryTier(KeyedTier):
@@ -68,6 +69,11 @@ class MemoryTier(KeyedTier):
     def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
         with self._lock:
             return [self._remove_one(key) for key in keys]
+
+    def _purge(self, pattern: KeyPattern, deadline: float) -> Purged:
+        with self._lock:
+            found = [key for key in self._values if pattern.matches(key)]
+            return Purged(sum(self._remove_one(key) == Outcome.OK for key in found), is_complete=True)
 
     def _remove_one(self, key: bytes) -> Outcome:
         value = self._values.pop(key, None)

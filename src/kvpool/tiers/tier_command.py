@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -16,9 +15,9 @@ from kvpool.terminal import check_files, console, progress_bar, write_json
 from kvpool.tiers.compression.compressed_tier import CompressedTier
 from kvpool.tiers.contract import Outcome
 from kvpool.tiers.disk.records import is_held
-from kvpool.tiers.disk.upkeep import Space, Upkeep, remove_everything
-from kvpool.tiers.keys import SPACE_BYTES
+from kvpool.tiers.disk.upkeep import Space, Upkeep
 from kvpool.tiers.open import open_tier
+from kvpool.tiers.purging import Wanted, purge_directory, purge_store, read_space, shown_bytes
 from kvpool.tiers.tier_settings import PREFIX, read_tiers
 
 AT_ONCE = 32
@@ -88,10 +87,7 @@ def stat(
     kvpool tier stat redis://127.0.0.1:6379
     """
     check_files(json)
-    if address is None:
-        settings = read_tiers(config)
-        default = settings.remote_address if settings.directory is None else str(settings.directory)
-        address = _needed(None, default, "a directory or an address", "disk")
+    address = _directory_or_address(address, config)
     figures = _directory_figures(Path(address)) if Path(address).is_dir() else _remote_figures(address)
     out = console(to_stderr=json == "-")
     for name, value in figures.items():
@@ -153,35 +149,44 @@ def compact(
 
 
 def purge(
-    directory: DirectoryArgument = None,
+    address: Annotated[
+        str | None,
+        typer.Argument(help="A directory, or the address of a store; default: `disk` of the settings, else `remote`."),
+    ] = None,
     config: ConfigOption = None,
     space: SpaceOption = None,
+    tenant: Annotated[str | None, typer.Option(help='Only what this tenant stored; "" is nobody\'s.')] = None,
+    adapter: Annotated[str, typer.Option(help="Of the tenant, only with this adapter and --salt.")] = "",
+    salt: Annotated[
+        str, typer.Option(help="Of the tenant, only with this salt and --adapter.", envvar="KVPOOL_PURGE_SALT")
+    ] = "",
+    tokens: Annotated[
+        Path | None,
+        typer.Option(help="A JSON list of token ids: the blocks of this text, in the scope of the options above."),
+    ] = None,
+    fingerprints: Annotated[
+        Path | None, typer.Option(help="Of a store's models, for --tokens: what `kvpool tier ls --json` wrote.")
+    ] = None,
     unused_days: Annotated[float | None, typer.Option(min=0, help="Only what was not used for so many days.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All files of kvpool, also of older formats.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:
-    """Take values out: of one model, unused ones, or all. Files that are not kvpool's stay. No engine may use the directory.
+    """Take values out: of one model, a tenant, a text, unused ones, or all. Exit status 1 if some may be left.
+
+    Files that are not kvpool's stay. No engine may use the directory; a store may be in use.
 
     \b
-    kvpool tier purge DIR --space 1f2e3d4c5b6a7988
     kvpool tier purge DIR --unused-days 30 && kvpool tier compact DIR
+    kvpool tier purge redis://127.0.0.1:6379 --tenant acme
+    kvpool tier purge redis://127.0.0.1:6379 --tenant acme --salt SESSION
+    kvpool tier purge DIR --tokens ids.json
     """
-    out = console(to_stderr=False)
-    directory = _directory(directory, config)
-    if everything:
-        if space is not None or unused_days is not None:
-            raise InvalidArgumentError("--all takes everything; leave out --space and --unused-days")
-        out.print(f"{shown_bytes(remove_everything(directory))} removed")
-        return
-    if space is None and unused_days is None:
-        raise InvalidArgumentError("say what to take out: --space, --unused-days or --all")
-    before = None if unused_days is None else round((time.time() - unused_days * 86_400) * 1e6)
-    with (
-        Upkeep(directory, writing=True) as upkeep,
-        progress_bar("purging", upkeep.num_values, quiet) as progress,
-    ):
-        removed = upkeep.purge(progress, space=_space(space), used_before=before)
-    out.print(f"{removed:,} values removed; `kvpool tier compact {directory}` gives the space back to the disk")
+    address = _directory_or_address(address, config)
+    wanted = Wanted.of(space, tenant, adapter, salt, tokens, fingerprints, unused_days, everything)
+    if Path(address).is_dir():
+        purge_directory(Path(address), wanted, quiet)
+    else:
+        purge_store(_checked_address(address), wanted)
 
 
 def warm(
@@ -211,7 +216,7 @@ def warm(
     with open_tier(target) as tier, Upkeep(directory) as upkeep:
         with progress_bar("copying", upkeep.num_values, quiet) as progress:
             batch: list[tuple[bytes, bytes]] = []
-            for value in upkeep.values(progress, _space(space)):
+            for value in upkeep.values(progress, read_space(space) or b""):
                 batch.append((value.key, bytes(value.data)))
                 if len(batch) == AT_ONCE:
                     _send(tier, batch, counts)
@@ -232,16 +237,6 @@ def warm(
         raise typer.Exit(1)
 
 
-def shown_bytes(count: int) -> str:
-    """A size that people can read."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
 def shown_time(microseconds: int) -> str:
     """A time of use; values that were found again by their headers have none."""
     if not microseconds:
@@ -252,6 +247,15 @@ def shown_time(microseconds: int) -> str:
 def _directory(given: Path | None, config: Path | None) -> Path:
     """The directory that was named, or that of the settings."""
     return given if given is not None else _needed(None, read_tiers(config).directory, "a directory", "disk")
+
+
+def _directory_or_address(given: str | None, config: Path | None) -> str:
+    """What was named, or the directory of the settings, or their store."""
+    if given is not None:
+        return given
+    settings = read_tiers(config)
+    default = settings.remote_address if settings.directory is None else str(settings.directory)
+    return _needed(None, default, "a directory or an address", "disk")
 
 
 def _needed(given: _T | None, configured: _T | None, what: str, key: str) -> _T:
@@ -298,24 +302,16 @@ def _directory_figures(path: Path) -> dict[str, Any]:
         }
 
 
-def _remote_figures(address: str) -> dict[str, Any]:
+def _checked_address(address: str) -> str:
     if "://" not in address and os.sep in address:
         raise InvalidArgumentError(f"there is no directory {address!r}")
-    with open_tier(address) as tier:
+    return address
+
+
+def _remote_figures(address: str) -> dict[str, Any]:
+    with open_tier(_checked_address(address)) as tier:
         tier.contains([bytes(32)])
         return dataclasses.asdict(tier.stats())
-
-
-def _space(text: str | None) -> bytes:
-    try:
-        prefix = bytes.fromhex(text or "")
-    except ValueError:
-        prefix = b"?"
-    if text is not None and len(prefix) != SPACE_BYTES:
-        raise InvalidArgumentError(
-            f"--space {text!r} must be {2 * SPACE_BYTES} hexadecimal digits; see `kvpool tier ls`"
-        )
-    return prefix
 
 
 def _space_fields(space: Space) -> dict[str, Any]:

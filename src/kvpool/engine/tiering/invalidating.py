@@ -9,6 +9,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.announcing.digests import root_digest
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
+from kvpool.tiers.keys import KeyPattern, named
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.forgetting import Lineage
 from kvpool.tiers.transport.prefix_options import BlockKeys
@@ -39,9 +40,13 @@ class Forgetting:
         with self.lock:
             removed = drop()
             marks = self._beginnings(prefix, scope, session)
+            old = self._names_of(marks, prefix, scope)
             if marks:
                 self._keys.forgotten.forget(marks)
-        self._remove(marks)
+        self._remove(marks, old)
+        if prefix is None and session is None:
+            pattern = KeyPattern.of_scope(ReuseScope() if scope is None else scope, self._keys.space.prefix)
+            self._storer.purge(pattern)
         return removed
 
     def is_valid(self, request: Request, fetch: Fetch) -> bool:
@@ -58,7 +63,16 @@ class Forgetting:
         root = root_digest(ReuseScope() if scope is None else scope)
         return [root] if prefix is None else self._keys.digests(root, prefix)[-1:]
 
-    def _remove(self, marks: Sequence[bytes] | None) -> None:
+    def _names_of(self, marks: Sequence[bytes], prefix: Int32Array | None, scope: ReuseScope | None) -> list[bytes]:
+        """The last block of a prefix as it was stored before now, by whomever: without it nothing behind it is reached."""
+        if prefix is None or not marks:
+            return []
+        own = ReuseScope() if scope is None else scope
+        root, forgotten = root_digest(own), self._keys.forgotten
+        used, _ = forgotten.renamed(forgotten.salt_of(root), self._keys.digests(root, prefix))
+        return named(own, {marks[-1], used[-1]})
+
+    def _remove(self, marks: Sequence[bytes] | None, names: Sequence[bytes] = ()) -> None:
         """Takes values out of the tiers whose keys are known, in the background."""
-        gone = self._lineage.take(marks)
+        gone = list(dict.fromkeys([*names, *self._lineage.take(marks)]))
         self._storer.remove([key for of_group in self._keys.of_digests(gone) for key in of_group])

@@ -18,6 +18,7 @@ from kvpool.prefix.announcing.digests import root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.live.handle import KVCacheHandle
 from kvpool.storage import DataPlane
+from kvpool.tiers.keys import named
 from kvpool.tiers.transport.forgetting import Lineage
 from kvpool.tiers.transport.prefix_options import BlockKeys
 from kvpool.tiers.transport.storing import Storer
@@ -76,7 +77,8 @@ class Offers:
         items = [item._replace(position=item.position - start * size) for item in multimodal]
         digests = self._keys.digests(progress.digest, tokens[start * size : stop * size], items)
         renamed, salt = self._keys.forgotten.renamed(progress.salt, digests)
-        self.lineage.note(progress.digest, digests, renamed)
+        names = named(handle.scope, renamed)
+        self.lineage.note(progress.digest, digests, names)
         own = handle.num_cached_blocks  # the first block that it computed
         if start <= own < stop:
             for each in (session, *handle.copied_sessions):
@@ -84,7 +86,7 @@ class Offers:
                     self.lineage.begin(each, digests[own - start])
         progress.num_blocks, progress.digest, progress.salt = stop, digests[-1], salt
         used = [self._min_uses == 1 or self._count_use(digest) >= self._min_uses for digest in digests]
-        for group, keys in zip(self._keys.groups, self._keys.of_digests(renamed), strict=True):
+        for group, keys in zip(self._keys.groups, self._keys.of_digests(names), strict=True):
             ids = handle.block_ids(group.index)[start:stop].tolist()
             wanted = [i for i, key in enumerate(keys) if used[i] and ids[i] >= 0 and self._storer.wants(key)]
             step = max(1, BATCH_BYTES // group.spec.block_bytes)

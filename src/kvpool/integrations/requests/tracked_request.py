@@ -13,6 +13,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.announcing.digests import chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.tiers.keys import named
 
 _ROOM = 256  # tokens that the array of ids has to spare when it grows
 
@@ -110,11 +111,11 @@ class TrackedRequest:
         return tuple(item for item in self.items if item.position < num_tokens) or None
 
     def digests(self, num_blocks: int) -> list[bytes]:
-        """The digests of the first blocks, each computed once."""
+        """The digests of the first blocks with the tag of their scope, each computed once."""
         done = len(self._digests)
         if done < num_blocks:
             size = self.block_size
             parent = self._digests[-1] if done else root_digest(self.scope)
             items = [item._replace(position=item.position - done * size) for item in self.items]
             self._digests += chain_digests(parent, self.tokens(num_blocks * size)[done * size :], size, items)
-        return self._digests[:num_blocks]
+        return named(self.scope, self._digests[:num_blocks])

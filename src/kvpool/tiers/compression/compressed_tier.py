@@ -12,8 +12,8 @@ from typing import Any
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError
 from kvpool.tiers.compression.codecs import Codec, CompressionStats, Fp8, Planes, UnreadableValueError
-from kvpool.tiers.contract import KeyedTier, Outcome, Room
-from kvpool.tiers.keys import SPACE_BYTES, KeySpace
+from kvpool.tiers.contract import KeyedTier, Outcome, Purged, Room
+from kvpool.tiers.keys import SPACE_BYTES, TAG_BYTES, KeyPattern, KeySpace
 
 AT_ONCE_BYTES = 2**26
 """Values that are encoded or decoded together: memory beside the caller's."""
@@ -95,6 +95,9 @@ class CompressedTier(KeyedTier):
     def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
         return self.inner.remove(self._own(keys), timeout=_left(deadline))
 
+    def _purge(self, pattern: KeyPattern, deadline: float) -> Purged:
+        return self.inner.purge(pattern, timeout=_left(deadline))
+
     def _look(self) -> Room:
         stats = self.inner.stats()
         return Room(stats.num_values, stats.used_bytes, stats.capacity_bytes, stats.problem)
@@ -107,7 +110,7 @@ class CompressedTier(KeyedTier):
         for key in keys:
             hashed = self._root.copy()
             hashed.update(key)
-            own.append(key[:SPACE_BYTES] + hashed.digest()[SPACE_BYTES:])
+            own.append(key[:_SHOWN_BYTES] + hashed.digest()[_SHOWN_BYTES:])
         return own
 
     def _encoded(self, data: memoryview) -> bytes:
@@ -142,6 +145,7 @@ class CompressedTier(KeyedTier):
             )
 
 
+_SHOWN_BYTES = SPACE_BYTES + TAG_BYTES  # of a key, by which values are looked for
 _SLACK = 2 * _LENGTH_BYTES + 8 * 8 + 1 + 64
 """What an encoded value may be longer than the value: lengths, of planes too, and a flag."""
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvpool.tiers.disk.records import RECORD, Records, is_held, microseconds
 from kvpool.tiers.disk.slab import Slab
+from kvpool.tiers.keys import KeyPattern
 
 WASTE = 8
 """A value goes into larger slots that exist already if it leaves less than one part in so many unused."""
@@ -139,6 +140,10 @@ class Catalog:
         """Whether each value is there."""
         places = self._places
         return [key in places for key in keys]
+
+    def matching(self, pattern: KeyPattern) -> list[bytes]:
+        """The keys of all values that are alike."""
+        return [key for key in self._places if pattern.matches(key)]
 
     def at(self, place: int) -> tuple[Slab, int]:
         """The slab and the slot of a place."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvpool.config.layers import MAX_BYTES, check_int
 from kvpool.errors import ConfigError
-from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier, Outcome, Room
+from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier, Outcome, Purged, Room
 from kvpool.tiers.disk.buffers import Workers
 from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.disk_state import State
@@ -18,7 +18,7 @@ from kvpool.tiers.disk.slab import supports_direct
 from kvpool.tiers.disk.value_loading import Loading
 from kvpool.tiers.disk.value_storing import Storing
 from kvpool.tiers.envelope import checksum
-from kvpool.tiers.keys import KeySpace
+from kvpool.tiers.keys import KeyPattern, KeySpace
 
 MIN_CAPACITY_BYTES = 2**20
 MAX_THREADS = 64
@@ -126,6 +126,12 @@ class DiskTier(KeyedTier):
 
     def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
         return self._storing.remove(keys, deadline)
+
+    def _purge(self, pattern: KeyPattern, deadline: float) -> Purged:
+        with self._state.lock:
+            found = self._state.catalog.matching(pattern)
+        removed = self._remove(found, deadline).count(Outcome.OK)
+        return Purged(removed, removed == len(found))
 
     def _look(self) -> Room:
         with self._state.lock:

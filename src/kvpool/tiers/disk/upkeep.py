@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.records import RECORD, fill_record, is_held
 from kvpool.tiers.disk.slab import Slab
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole
-from kvpool.tiers.keys import SPACE_BYTES
+from kvpool.tiers.keys import SPACE_BYTES, KeyPattern
 
 Progress = Callable[[int], None]
 """Is called with how many more values are done."""
+EVERY_KEY = KeyPattern()
 
 
 @dataclass
@@ -133,16 +134,24 @@ class Upkeep:
             if data is not None:
                 yield Value(slab.records["key"][slot].tobytes(), data, used)
 
-    def purge(self, progress: Progress, *, space: bytes = b"", used_before: int | None = None) -> int:
-        """Takes out values of one fingerprint, or all, that were last used before a time; returns how many."""
+    def purge(
+        self,
+        progress: Progress,
+        *,
+        pattern: KeyPattern = EVERY_KEY,
+        keys: Collection[bytes] | None = None,
+        used_before: int | None = None,
+    ) -> int:
+        """Takes out values whose keys are alike, or named, and that were last used before a time; returns how many."""
         removed = 0
         for slab in self.slabs:
             for slot in np.flatnonzero(is_held(slab.records)).tolist():
                 progress(1)
                 row = slab.records[slot]
-                if not row["key"].tobytes().startswith(space) or (
-                    used_before is not None and row["used"] >= used_before
-                ):
+                key = row["key"].tobytes()
+                if not pattern.matches(key) or (keys is not None and key not in keys):
+                    continue
+                if used_before is not None and row["used"] >= used_before:
                     continue
                 self._wipe(slab, slot)
                 removed += 1

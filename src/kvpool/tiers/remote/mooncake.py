@@ -8,6 +8,7 @@ too late touches nobody else's.
 from __future__ import annotations
 
 import queue
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +24,9 @@ from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.terminal import parse_bytes
 from kvpool.tiers.contract import DEFAULT_TIMEOUT, Outcome
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole, seal
+from kvpool.tiers.keys import SPACE_BYTES
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
-from kvpool.tiers.remote.remote_tier import SHARE_BYTES, SHARE_KEYS, Node, NodeError, RemoteTier, Share
+from kvpool.tiers.remote.remote_tier import SHARE_BYTES, SHARE_KEYS, Node, NodeError, Purging, RemoteTier, Share
 from kvpool.tiers.url import Options, TierURL, check_namespace
 
 NUM_SLABS = 4
@@ -196,6 +198,20 @@ class MooncakeTier(RemoteTier[Node]):
         for place, answer in enumerate(answers):
             share.outcomes[place] = {0: Outcome.OK, _NOT_FOUND: Outcome.MISS}.get(answer, Outcome.FAILED)
             self.stale.discard(share.keys[place])
+
+    def _purge_share(self, purging: Purging[Node]) -> None:
+        pattern = purging.pattern
+        space = f"[0-9a-f]{{{2 * SPACE_BYTES}}}" if pattern.space is None else pattern.space.hex()
+        call = self._calls.submit(
+            self._client.remove_by_regex, f"^{re.escape(self._prefix)}{space}{pattern.tag.hex()}", True
+        )
+        try:
+            answer = call.result(purging.seconds_left())
+        except NotDone:
+            raise TimeoutError from None
+        if answer < 0:
+            raise NodeError(_said(answer))
+        purging.removed += answer
 
     def _load_share(self, share: Share[Node]) -> None:
         sizes: dict[bytes, int] = {}  # Mooncake loads a key once per call

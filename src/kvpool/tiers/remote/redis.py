@@ -14,15 +14,17 @@ from concurrent.futures import wait
 from kvpool.errors import InvalidArgumentError
 from kvpool.tiers.contract import Outcome
 from kvpool.tiers.envelope import is_whole, num_bytes, seal
+from kvpool.tiers.keys import SPACE_BYTES, KeyPattern
 from kvpool.tiers.remote.glide import RedisNode, Refusal
 from kvpool.tiers.remote.redis_options import RedisOptions
-from kvpool.tiers.remote.remote_tier import NodeError, RemoteTier, Share
+from kvpool.tiers.remote.remote_tier import NodeError, Purging, RemoteTier, Share
 from kvpool.tiers.remote.slot_map import SlotMap, slot_of
 from kvpool.tiers.url import TierURL
 
 PIPELINE_BYTES = 2 << 20
 DIRECT_BYTES = 16 << 20
 GROUP = 16
+SCAN_COUNT = 1000  # names that the server looks at in one go
 
 
 class RedisTier(RemoteTier[RedisNode]):
@@ -61,6 +63,13 @@ class RedisTier(RemoteTier[RedisNode]):
     def _nodes(self) -> list[RedisNode]:
         with self._lock:
             return list(self._by_address.values())
+
+    def _holders(self) -> list[RedisNode]:
+        """In a cluster the masters: a replica has what they have."""
+        slots = self._slots
+        with self._lock:
+            nodes = self._by_address
+            return list(nodes.values()) if slots is None else [nodes[each] for each in slots.addresses if each in nodes]
 
     def _node_of(self, key: bytes) -> RedisNode:
         slots = self._slots
@@ -153,6 +162,32 @@ class RedisTier(RemoteTier[RedisNode]):
             for place, count in self._ask(share, client, range(len(share.keys)), commands):
                 share.outcomes[place] = Outcome.OK if count else Outcome.MISS
                 self.stale.discard(share.keys[place])
+
+    def _purge_share(self, purging: Purging[RedisNode]) -> None:
+        """SCAN does not stop the server for others; what is written meanwhile may be found or not."""
+        shape = self._shape(purging.pattern)
+        cursor = "0"
+        with purging.node.connection() as client:
+            while True:
+                command = ["SCAN", cursor, "MATCH", shape, "COUNT", str(SCAN_COUNT)]
+                (answer,) = purging.node.run(client, [command], purging.seconds_left())
+                if isinstance(answer, Refusal):
+                    raise NodeError(answer.text)
+                cursor, names = answer[0].decode(), answer[1]
+                commands = [["UNLINK", name] for name in names]
+                answers = purging.node.run(client, commands, purging.seconds_left()) if commands else []
+                for name, removed in zip(names, answers, strict=True):
+                    if isinstance(removed, Refusal):
+                        purging.num_left += 1
+                    elif not name.endswith(b":seal"):
+                        purging.removed += removed
+                if cursor == "0":
+                    return
+
+    def _shape(self, pattern: KeyPattern) -> str:
+        """The names of such keys for SCAN."""
+        space = "?" * 2 * SPACE_BYTES if pattern.space is None else pattern.space.hex()
+        return f"{self._prefix}{{{space}{pattern.tag.hex()}*"
 
     def _load_share(self, share: Share[RedisNode]) -> None:
         with share.node.connection() as client:

@@ -17,8 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier, Outcome, Room
+from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier, Outcome, Purged, Room
 from kvpool.tiers.envelope import checksum
+from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.remote.breaker import Breaker
 
 SHARE_BYTES = 16 << 20
@@ -88,10 +89,22 @@ class Share(Generic[_Node]):
 
     def seconds_left(self) -> float:
         """Time until the deadline; raises TimeoutError when it is over."""
-        seconds = self.deadline - time.monotonic()
-        if seconds <= 0:
-            raise TimeoutError
-        return seconds
+        return _seconds_left(self.deadline)
+
+
+@dataclass
+class Purging(Generic[_Node]):
+    """The values of one node that are looked through. Who serves it counts what it removed and what it could not."""
+
+    node: _Node
+    pattern: KeyPattern
+    deadline: float
+    removed: int = 0
+    num_left: int = 0
+
+    def seconds_left(self) -> float:
+        """Time until the deadline; raises TimeoutError when it is over."""
+        return _seconds_left(self.deadline)
 
 
 class Stale:
@@ -148,6 +161,10 @@ class RemoteTier(KeyedTier, Generic[_Node]):
     def _nodes(self) -> list[_Node]:
         """The nodes that are known."""
 
+    def _holders(self) -> list[_Node]:
+        """Those that hold values."""
+        return self._nodes()
+
     @abstractmethod
     def _node_of(self, key: bytes) -> _Node: ...
 
@@ -166,6 +183,9 @@ class RemoteTier(KeyedTier, Generic[_Node]):
 
     @abstractmethod
     def _remove_share(self, share: Share[_Node]) -> None: ...
+
+    @abstractmethod
+    def _purge_share(self, purging: Purging[_Node]) -> None: ...
 
     # --- the contract ------------------------------------------------------------------------------------------------
 
@@ -194,6 +214,22 @@ class RemoteTier(KeyedTier, Generic[_Node]):
 
     def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
         return self._serve(keys, None, self._remove_share, deadline)
+
+    def _purge(self, pattern: KeyPattern, deadline: float) -> Purged:
+        found = [self._purge_node(node, pattern, deadline) for node in self._holders()]
+        return Purged(sum(each.removed for each in found), all(each.is_complete for each in found))
+
+    def _purge_node(self, node: _Node, pattern: KeyPattern, deadline: float) -> Purged:
+        """One node after another: nobody waits for a purge."""
+        if not self._is_up(node):
+            return Purged()
+        found = Purging(node, pattern, deadline)
+        try:
+            self._purge_share(found)
+        except (TimeoutError, NodeError) as problem:
+            self.report(self._told(node, str(problem) or "late"))
+            return Purged(found.removed)
+        return Purged(found.removed, not found.num_left)
 
     def _look(self) -> Room:
         problems = [(node, node.breaker.problem) for node in self._nodes()]
@@ -296,3 +332,10 @@ class RemoteTier(KeyedTier, Generic[_Node]):
             self.report(self._told(node, node.breaker.problem))
         else:
             node.breaker.succeeded()
+
+
+def _seconds_left(deadline: float) -> float:
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError
+    return seconds

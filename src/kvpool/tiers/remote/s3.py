@@ -1,7 +1,8 @@
 """S3Tier: values as objects in a bucket of S3, or of a store that speaks its language.
 
-One object per value: the seal (`tiers/envelope.py`) and then the bytes, under `PREFIX/FINGERPRINT/REST OF THE KEY`. Requests
-run on an event loop in a thread of the tier's own, many at once; those that are not done at the deadline are cancelled.
+One object per value: the seal (`tiers/envelope.py`) and then the bytes, under
+`PREFIX/FINGERPRINT/TENANT/SCOPE/REST OF THE KEY`. Requests run on an event loop in a thread of the tier's own, many at once;
+those that are not done at the deadline are cancelled.
 """
 
 from __future__ import annotations
@@ -10,21 +11,24 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import wait
+from itertools import pairwise
 from typing import Any
 
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.tiers.contract import DEFAULT_TIMEOUT, Outcome
+from kvpool.tiers.contract import DEFAULT_TIMEOUT, KEY_BYTES, Outcome
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole, num_bytes, seal
-from kvpool.tiers.keys import SPACE_BYTES
+from kvpool.tiers.keys import SPACE_BYTES, TAG_BYTES, TENANT_BYTES
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
 from kvpool.tiers.remote.loop_thread import LoopThread
-from kvpool.tiers.remote.remote_tier import Node, NodeError, RemoteTier, Share
+from kvpool.tiers.remote.remote_tier import Node, NodeError, Purging, RemoteTier, Share
 from kvpool.tiers.url import Options, TierURL
 
 MAX_VALUE_BYTES = (5 << 30) - HEADER_BYTES  # the largest object that one request may bring
 MAX_CONNECTIONS = 256
 NUM_THREADS = 4
+PURGE_AT_ONCE = 1000
+_PARTS = (0, SPACE_BYTES, SPACE_BYTES + TENANT_BYTES, SPACE_BYTES + TAG_BYTES, KEY_BYTES)
 _FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "507 ")
 
 Request = Callable[[Share[Node], int], Awaitable[Outcome]]
@@ -100,6 +104,29 @@ class S3Tier(RemoteTier[Node]):
 
     def _remove_share(self, share: Share[Node]) -> None:
         self._ask(share, self._remove_one)
+
+    def _purge_share(self, purging: Purging[Node]) -> None:
+        try:
+            self._loop.wait_for(asyncio.wait_for(self._purge_all(purging), purging.seconds_left()))
+        except asyncio.TimeoutError:
+            raise TimeoutError from None
+        except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
+            raise NodeError(_said(error)) from None
+
+    async def _purge_all(self, purging: Purging[Node]) -> None:
+        pattern = purging.pattern
+        parts = [pattern.tag[:TENANT_BYTES].hex(), pattern.tag[TENANT_BYTES:].hex()]
+        if pattern.space is None:
+            listed = await self._obstore.list_with_delimiter_async(self._bucket)
+            spaces = [str(path).rstrip("/").rpartition("/")[2] for path in listed["common_prefixes"]]
+        else:
+            spaces = [pattern.space.hex()]
+        for space in spaces:
+            folder = "/".join(part for part in (space, *parts) if part)
+            async for objects in self._obstore.list(self._bucket, folder, chunk_size=PURGE_AT_ONCE):
+                paths = [found["path"] for found in objects]
+                await self._obstore.delete_async(self._bucket, paths)
+                purging.removed += len(paths)
 
     def _ask(self, share: Share[Node], request: Request) -> None:
         with share.node.asking():
@@ -177,8 +204,8 @@ class S3Tier(RemoteTier[Node]):
 
 
 def _path(key: bytes) -> str:
-    """All values of one model lie together."""
-    return f"{key[:SPACE_BYTES].hex()}/{key[SPACE_BYTES:].hex()}"
+    """All values of one model lie together, and in it those of a tenant, and of a scope."""
+    return "/".join(key[start:end].hex() for start, end in pairwise(_PARTS))
 
 
 def _absent(error: FileNotFoundError) -> Outcome:

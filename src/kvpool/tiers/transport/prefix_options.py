@@ -19,7 +19,7 @@ from kvpool.pools.groups import Group, kind_of
 from kvpool.pools.pool import BlockPool
 from kvpool.prefix.announcing.digests import chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.tiers.keys import KeySpace
+from kvpool.tiers.keys import KeySpace, named
 from kvpool.tiers.transport.forgetting import Forgotten
 
 NOWHERE = -1
@@ -55,7 +55,7 @@ class BlockKeys:
         """The keys of all whole blocks of a prompt, with the images in it."""
         version, root = self.forgotten.version, root_digest(scope)
         used, _ = self.forgotten.renamed(self.forgotten.salt_of(root), self.digests(root, tokens, multimodal))
-        return PromptKeys(len(tokens), self.of_digests(used), version)
+        return PromptKeys(len(tokens), self.of_digests(named(scope, used)), version)
 
     def digests(self, parent: bytes, tokens: Int32Array, multimodal: Sequence[MultimodalItem] = ()) -> list[bytes]:
         """Digests of the whole blocks of tokens that follow `parent`; items have positions in `tokens`."""
@@ -63,7 +63,7 @@ class BlockKeys:
         return chain_digests(parent, whole, self.block_size, multimodal)
 
     def of_digests(self, digests: Sequence[bytes]) -> tuple[list[bytes], ...]:
-        """Keys of blocks, per layer group."""
+        """Keys of blocks, per layer group, from digests with the tag of their scope (`named`)."""
         return tuple(self.space.keys(digests, group.index) for group in self.groups)
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from kvpool.tiers.contract import Outcome
+from kvpool.tiers.contract import PURGE_TIMEOUT, Outcome
+from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import Bytes, Staged, StagingMemory
 from kvpool.tiers.transport.watching import WatchedTier
@@ -30,7 +31,7 @@ class StoreStats:
     dropped: int = 0  # too much waited already, or the engine was closed before
     bytes_stored: int = 0
     removed: int = 0  # values that were taken out because they were invalidated
-    not_removed: int = 0  # that may still be there: the tier failed, was late, or too much waited
+    not_removed: int = 0  # that may still be there: the tier failed, was late, or too much waited; 1 for a whole scope
 
 
 class SharedStage:
@@ -152,6 +153,18 @@ class Storer:
         outcomes = self.tiers[index].remove(keys, STORE_TIMEOUT)
         left = sum(outcome not in (Outcome.OK, Outcome.MISS) for outcome in outcomes)
         self._count_removed(outcomes.count(Outcome.OK), left)
+
+    def purge(self, pattern: KeyPattern) -> None:
+        """Takes values with such keys out of all tiers, also those that nobody here has seen, behind what is on its way."""
+        for index, lane in enumerate(self._lanes):
+            drop = partial(self._count_removed, 0, 1)
+            if not lane.submit(partial(self._purge, index, pattern), drop):
+                drop()
+
+    def _purge(self, index: int, pattern: KeyPattern) -> None:
+        """In a thread of the tier's lane."""
+        purged = self.tiers[index].purge(pattern, PURGE_TIMEOUT)
+        self._count_removed(purged.removed, not purged.is_complete)
 
     def _count_removed(self, removed: int, left: int) -> None:
         with self._lock:

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from kvpool.config.layers import show
-from kvpool.tiers.contract import KeyedTier, Outcome
+from kvpool.tiers.contract import KeyedTier, Outcome, Purged
+from kvpool.tiers.keys import KeyPattern
 
 KNOWN_KEYS = 65_536
 GRACE_SECONDS = 0.1  # that a call may take beyond its deadline before its tier is left alone
@@ -39,6 +40,12 @@ class KnownKeys:
         with self._lock:
             for key in keys:
                 self._keys.pop(key, None)
+
+    def discard_matching(self, pattern: KeyPattern) -> None:
+        """Nor such ones."""
+        with self._lock:
+            for key in [key for key in self._keys if pattern.matches(key)]:
+                del self._keys[key]
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._keys
@@ -92,6 +99,11 @@ class WatchedTier:
         self.known.discard(keys)
         outcomes = self._call(lambda: self.tier.remove(keys, timeout=timeout), Outcome, len(keys), timeout)
         return [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+
+    def purge(self, pattern: KeyPattern, timeout: float) -> Purged:
+        """Takes out values whose keys are alike; they are not known to be there any more."""
+        self.known.discard_matching(pattern)
+        return self.tier.purge(pattern, timeout=timeout)
 
     def _call(self, call: Callable[[], Any], kind: type[_T], count: int, timeout: float) -> list[_T] | None:
         """What a call to the tier returns; None if it raised or broke the contract. Others see while it is overdue."""
