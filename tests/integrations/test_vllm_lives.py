@@ -16,7 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 SOURCES = HERE.parent.parent / "src"
 PATIENCE = 1500.0
-CHECKS = ["plain_and_host", "poisoned", "wishes"]
+CHECKS = ["plain_and_host", "poisoned", "wishes", "events"]
 
 pytestmark = [
     pytest.mark.slow,
@@ -83,4 +83,12 @@ def test_given_salts_resets_and_requests_that_are_not_to_be_stored_then_vllm_fin
         "salted": [0, 0, 448],
         "wrong": [0, 448],
         "reset": 0,
+    }
+
+
+def test_given_kv_events_then_host_and_disk_are_announced_under_vllms_own_hashes(seen: Any) -> None:
+    assert of(seen, "events") == {
+        "blocks": {"GPU": 42, "CPU": 42, "STORAGE": 42},
+        "same names": True,
+        "tokens": [32],
     }

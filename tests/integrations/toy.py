@@ -48,6 +48,12 @@ class ToyRequest:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.all_token_ids)
 
+    @property
+    def block_hashes(self) -> list[str]:
+        """The engine's own names of blocks."""
+        ends = range(BLOCK, len(self.all_token_ids) + 1, BLOCK)
+        return [content(self.all_token_ids[:end], 0, _salt(self)).hex()[:8] for end in ends]
+
 
 def lora(name: str, path: str = "") -> Any:
     return SimpleNamespace(lora_name=name, lora_path=path)
@@ -67,7 +73,14 @@ class ToyEngine:
     """Serves one request at a time; `pages` are reused at once, so that nothing is found in them by luck."""
 
     def __init__(
-        self, *, num_workers: int = 1, host_blocks: int = 16, num_pages: int = 32, layout: str = "toy", **extra: Any
+        self,
+        *,
+        num_workers: int = 1,
+        host_blocks: int = 16,
+        num_pages: int = 32,
+        layout: str = "toy",
+        announces: bool = False,
+        **extra: Any,
     ) -> None:
         settings = ConnectorSettings.of({"host_blocks": host_blocks, **extra})
         self.layers = [
@@ -79,7 +92,7 @@ class ToyEngine:
             WorkerSide(settings, EnginePages(layers, num_pages), worker)
             for layers, worker in zip(self.layers, workers, strict=True)
         ]
-        self.scheduler = SchedulerSide(settings, BLOCK, workers)
+        self.scheduler = SchedulerSide(settings, BLOCK, workers, hash_size=BLOCK if announces else None)
         self.num_pages = num_pages
         self.computed = 0  # tokens
         self._at = 0

@@ -194,6 +194,32 @@ def wishes(folder: Path) -> Any:
         return {"no_store": no_store, "salted": salted, "wrong": wrong, "reset": cached(PROMPTS[0])}
 
 
+@check
+def events(folder: Path) -> Any:
+    """KV events of the host and the disk, as they would go to subscribers, under the hashes of vLLM's own events."""
+    from vllm.config import KVEventsConfig
+
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    extra = {"host_bytes": "64MB", "disk": str(folder / "events"), "disk_bytes": "64MB"}
+    with life(model("llama", folder), extra, kv_events_config=config) as each:
+        taken: list[Any] = []
+        publisher = each.engine.llm_engine.engine_core.engine_core.scheduler.kv_event_publisher
+        publisher.publish = lambda batch: taken.extend(batch.events)
+        each.asked(PROMPTS)
+        each.settle()
+        each.asked([[5, 6, 7]])
+    names: dict[str, set[Any]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+    for event in taken:
+        if type(event).__name__ == "BlockStored":
+            names[event.medium] |= {*event.block_hashes}
+    whole = {hash for event in taken if getattr(event, "medium", "") == "GPU" for hash in event.block_hashes}
+    return {
+        "blocks": {medium: len(held) for medium, held in names.items()},
+        "same names": names["CPU"] <= whole and names["STORAGE"] == names["CPU"],
+        "tokens": sorted({len(event.token_ids) // len(event.block_hashes) for event in taken}),
+    }
+
+
 def main() -> None:
     """Runs the checks that were named and prints what they saw."""
     task = json.loads(sys.argv[1])

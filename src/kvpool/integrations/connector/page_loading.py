@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvpool.errors import OutOfBlocksError
 from kvpool.integrations.connector.step_orders import Load, Orders
 from kvpool.integrations.connector.tier_lookups import TierLookups
+from kvpool.integrations.reports.block_events import BlockEvents
 from kvpool.integrations.requests.tracked_request import TrackedRequest
 from kvpool.manager import KVCacheManager
 from kvpool.sequences.live.handle import KVCacheHandle
@@ -37,13 +38,20 @@ class Loader:
     """Everything that goes from the host's rows, and the tiers below, into the engine's pages."""
 
     def __init__(
-        self, manager: KVCacheManager, block_size: int, lookups: TierLookups | None, make_room: Callable[[], bool]
+        self,
+        manager: KVCacheManager,
+        block_size: int,
+        lookups: TierLookups | None,
+        make_room: Callable[[], bool],
+        *,
+        events: BlockEvents | None,
     ) -> None:
         self.stats = LoadStats()
         self._make_room = make_room  # lets go of rows that are held and not needed; False: there were none
         self._manager = manager
         self._block_size = block_size
         self._lookups = lookups
+        self._events = events
         self._jobs: dict[int, _LoadJob] = {}
 
     def look_up(self, tracked: TrackedRequest, num_computed: int) -> tuple[int | None, bool]:
@@ -60,6 +68,8 @@ class Loader:
             num_below = self._lookups.num_blocks(tracked, max(first, num_blocks), last)
             if num_below is None:
                 return None, False
+            if self._events is not None and not tracked.was_looked_up:
+                self._tell(tracked, max(first, num_blocks), num_below, last)
             if num_below > max(first, num_blocks):
                 num_below = self._with_room(tracked, num_blocks, num_below)
                 num_blocks, waits = max(num_blocks, num_below), num_below > num_blocks
@@ -67,6 +77,14 @@ class Loader:
             return 0, False
         tracked.waits = waits
         return (num_blocks - first) * self._block_size, waits
+
+    def _tell(self, tracked: TrackedRequest, first: int, found: int, last: int) -> None:
+        """Tiers were asked for the blocks first..last and have those below `found`."""
+        assert self._events is not None
+        if found > first:
+            self._events.stored_in_tiers(tracked, first, found)
+        if found < last:
+            self._events.missing_in_tiers(tracked, max(first, found), last)
 
     def _with_room(self, tracked: TrackedRequest, num_present: int, wanted: int) -> int:
         """As many of the wanted blocks as the host can take now."""
@@ -127,6 +145,8 @@ class Loader:
         if handle is not None:
             # A gap between what the host had and what was loaded holds nothing: the engine had that part itself.
             if came > present and handle.num_cached_blocks >= done.first:
+                if self._events is not None:
+                    self._events.name(done.tracked, handle.num_committed // self._block_size, done.first + came)
                 self._manager.commit(handle, (done.first + came) * self._block_size - handle.num_committed)
             self._manager.free(handle)
         if came < wanted:

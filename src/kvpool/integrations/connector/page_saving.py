@@ -20,6 +20,7 @@ import numpy as np
 from kvpool.errors import OutOfBlocksError
 from kvpool.integrations.connector.held_rows import HeldRows
 from kvpool.integrations.connector.step_orders import Orders, Spill, Store
+from kvpool.integrations.reports.block_events import BlockEvents
 from kvpool.integrations.requests.tracked_request import Saving, TrackedRequest
 from kvpool.manager import KVCacheManager
 
@@ -47,7 +48,14 @@ class Saver:
     """Everything that goes from the engine's pages into the host's rows."""
 
     def __init__(
-        self, manager: KVCacheManager, block_size: int, num_rows: int, has_tiers: bool, new_job: Callable[[], int]
+        self,
+        manager: KVCacheManager,
+        block_size: int,
+        num_rows: int,
+        new_job: Callable[[], int],
+        *,
+        has_tiers: bool,
+        events: BlockEvents | None,
     ) -> None:
         self.stats = SaveStats()
         self._manager = manager
@@ -55,11 +63,12 @@ class Saver:
         self._block_size = block_size
         self._has_tiers = has_tiers
         self._new_job = new_job
+        self._events = events
         self._due: list[tuple[TrackedRequest, int]] = []  # requests that the planned step fills blocks of
         self._stores: dict[int, _StoreJob] = {}
         self._confirmed: list[_StoreJob] = []
         self._num_confirmed = 0  # blocks of them
-        self._spills: dict[int, Saving] = {}
+        self._spills: dict[int, _StoreJob] = {}
         self._waiting: list[Spill] = []
 
     @property
@@ -128,7 +137,10 @@ class Saver:
     def confirm(self, job: int, num_blocks: int) -> None:
         """All workers are done with a job and got so many blocks right."""
         if job in self._spills:
-            self._let_go(self._spills.pop(job))
+            spilled = self._spills.pop(job)
+            if self._events is not None:
+                self._events.stored_in_tiers(spilled.saving.owner, spilled.first, spilled.last)
+            self._let_go(spilled.saving)
             return
         done = self._stores.pop(job)
         if num_blocks < done.last - done.first:
@@ -148,6 +160,8 @@ class Saver:
         ids, counts = [], []
         for done in upto.values():
             start, end = done.saving.num_published * self._block_size, done.last * self._block_size
+            if self._events is not None:
+                self._events.name(done.saving.owner, done.saving.num_published, done.last)
             ids.append(done.saving.owner.tokens(end)[start:])
             counts.append(end - start)
             done.saving.num_published = done.last
@@ -163,7 +177,7 @@ class Saver:
         """The rows as they are now: publishing may have put a block that was there already in place of ours."""
         rows = done.saving.handle.block_ids()[done.first : done.last].tolist()
         self._waiting.append(Spill(done.number, rows, done.saving.owner.digests(done.last)[done.first :]))
-        self._spills[done.number] = done.saving
+        self._spills[done.number] = done
 
     def spoil(self) -> None:
         """What is on its way may be computed from pages that were not loaded, or is out of date: it is not published."""

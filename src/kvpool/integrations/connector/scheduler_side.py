@@ -23,12 +23,15 @@ from kvpool.integrations.connector.page_loading import Loader
 from kvpool.integrations.connector.page_saving import Saver
 from kvpool.integrations.connector.step_orders import Introduction, Orders, Progress, Report
 from kvpool.integrations.connector.tier_lookups import TierLookups
+from kvpool.integrations.reports.block_events import BlockEvent, BlockEvents
 from kvpool.integrations.reports.connector_counts import Increments
 from kvpool.integrations.reports.unfound_prefixes import UnfoundPrefixes
 from kvpool.integrations.requests.prompt_pins import PromptPins
 from kvpool.integrations.requests.tracked_request import TrackedRequest, items_of, scope_of
 from kvpool.integrations.requests.wishes import NO_WISHES, Wishes
 from kvpool.manager import KVCacheManager
+
+_MAX_EVENTS = 65_536  # that are kept until the engine takes them
 
 _log = logging.getLogger("kvpool")
 
@@ -44,7 +47,9 @@ class SchedulerSide:
         *,
         loads: bool = True,
         stores: bool = True,
+        hash_size: int | None = None,
     ) -> None:
+        """With `hash_size`, the tokens of each hash in the requests' `block_hashes`, blocks are announced by them."""
         self.num_workers = len(workers)
         if not workers or {worker.num_workers for worker in workers} != {len(workers)}:
             raise ConfigError(f"{len(workers)} workers introduced themselves to the connector; all of them must")
@@ -58,14 +63,17 @@ class SchedulerSide:
                 watermark=0.0,
                 eviction_policy=settings.policy,
                 default_ttl=settings.ttl,
-                event_buffer_size=0,
+                event_buffer_size=0 if hash_size is None else _MAX_EVENTS,
             )
         )
         for salt, limits in settings.quotas.items():
             self.manager.set_quota(salt, **limits)
         self._lookups = TierLookups(settings, workers) if settings.has_tiers else None
-        self._saver = Saver(self.manager, block_size, num_rows, settings.has_tiers, self._job)
-        self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room)
+        self._events = None if hash_size is None else BlockEvents(self.manager, block_size, hash_size)
+        self._saver = Saver(
+            self.manager, block_size, num_rows, self._job, has_tiers=settings.has_tiers, events=self._events
+        )
+        self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room, events=self._events)
         self._unfound = UnfoundPrefixes(block_size, num_rows, self.stats)
         self._pins = PromptPins(self.manager, block_size)
         self._increments = Increments()
@@ -180,6 +188,8 @@ class SchedulerSide:
         self._unfound.forget()
         self._pins.end_all()
         self.manager.reset_prefix_cache()
+        if self._events is not None:
+            self._events.forget_tiers()
         self._epoch = uuid.uuid4().hex
         for tracked in self._requests.values():
             tracked.is_cached = False
@@ -191,6 +201,10 @@ class SchedulerSide:
     def take_counts(self) -> dict[str, int]:
         """What `stats` have grown by since the last call."""
         return self._increments.since(self.stats())
+
+    def take_events(self) -> Sequence[BlockEvent]:
+        """Blocks that came to the host and the tiers, and left them, since the last call."""
+        return () if self._events is None else self._events.take()
 
     def close(self) -> None:
         """Lets go of the tiers."""

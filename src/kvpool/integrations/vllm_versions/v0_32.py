@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import vllm
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -15,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -24,6 +26,7 @@ from kvpool.integrations.connector.engine_pages import EnginePages
 from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.step_orders import Introduction, Orders, Report
 from kvpool.integrations.connector.worker_side import WorkerSide
+from kvpool.integrations.reports.block_events import STORAGE, BlockEvent, BlocksRemoved
 from kvpool.integrations.requests.weights_digest import config_id, weights_id
 from kvpool.integrations.vllm_versions.connector_stats import ConnectorMetrics, ConnectorStats
 from kvpool.tiers import Fingerprint, Shard
@@ -48,6 +51,8 @@ EXPECTED = {
     "request_finished": ("request", "block_ids"),
     "has_pending_push_work": (),
     "reset_cache": (),
+    "bind_gpu_block_pool": ("gpu_block_pool",),
+    "take_events": (),
     "get_kv_connector_stats": (),
     "build_kv_connector_stats": ("data",),
     "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
@@ -93,6 +98,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._introduction: Introduction | None = None
+        self._hash_size = self._block_size
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -157,6 +163,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             workers,
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
+            hash_size=self._hash_size if announces(self._vllm_config) else None,
         )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -207,9 +214,30 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The same, as vLLM asks connectors that know several layer groups."""
         return self.request_finished(request, block_ids[0])
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Says how many tokens each of vLLM's hashes covers."""
+        self._hash_size = int(gpu_block_pool.hash_block_size)
+
     def take_events(self) -> Iterable[Any]:
-        """Host blocks are not announced."""
-        return ()
+        """Blocks on the host and in the tiers, under vLLM's own hashes."""
+        return () if self._scheduler is None else [self._event(each) for each in self._scheduler.take_events()]
+
+    def _event(self, event: BlockEvent) -> Any:
+        names = [maybe_convert_block_hash(name) for name in event.names]
+        locality = "REMOTE" if event.medium == STORAGE and self._settings.disk is None else "LOCAL"
+        if isinstance(event, BlocksRemoved):
+            return BlockRemoved(block_hashes=names, medium=event.medium, group_idx=event.group, locality=locality)
+        return BlockStored(
+            block_hashes=names,
+            parent_block_hash=None if event.parent is None else maybe_convert_block_hash(event.parent),
+            token_ids=event.tokens,
+            block_size=self._block_size,
+            lora_id=None,
+            medium=event.medium,
+            lora_name=event.adapter,
+            group_idx=event.group,
+            locality=locality,
+        )
 
     def has_pending_push_work(self) -> bool:
         """Steps without requests carry the last blocks to the tiers."""
@@ -277,6 +305,12 @@ def checked_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
         raise ConfigError(f"KVPoolConnector serves models with full attention in all layers; this one has: {kinds}")
     return int(groups[0].kv_cache_spec.block_size)
+
+
+def announces(vllm_config: Any) -> bool:
+    """Whether vLLM publishes KV events."""
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
 
 
 def fingerprint(vllm_config: Any, settings: ConnectorSettings, block_size: int, pages: EnginePages) -> Fingerprint:
