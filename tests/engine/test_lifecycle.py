@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ pytest.importorskip("transformers")
 from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.engine import Chunk, Engine, SamplingParams  # noqa: E402
-from kvpool.errors import KVPoolError, SequenceStateError, StepError  # noqa: E402
+from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError, StepError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
 PROMPT = random_prompt(9).tolist()
@@ -290,6 +291,32 @@ def test_given_a_callback_that_waits_for_a_result_then_it_is_told_instead_of_wai
         assert len(waiting.result(SECONDS).token_ids) == 2
         assert len(other.result(SECONDS).token_ids) == 20
     assert seen[0] == "refused"
+
+
+def test_given_callbacks_of_a_step_then_what_they_have_called_after_it_comes_once_all_have_heard() -> None:
+    heard: list[str] = []
+    with make_engine() as engine:
+
+        def listen(chunk: Chunk) -> None:
+            if chunk.token_ids:
+                heard.append("chunk")
+                engine.after_step(partial(heard.append, f"after {chunk.sample}"))
+
+        engine.submit(PROMPT, params(2, n=2), on_chunk=listen).result(SECONDS)
+        engine.stats()  # as of between two steps: what was to be called has been
+    assert heard == ["chunk", "chunk", "after 0", "after 1"] * 2
+
+
+def test_given_a_call_after_a_step_that_raises_then_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    with make_engine() as engine:
+        engine.after_step(sys.exit)
+        assert engine.generate([PROMPT], params(1))[0].token_ids
+    assert "what was to be called after a step raised" in caplog.text
+    heard: list[int] = []
+    engine.after_step(partial(heard.append, 1))  # nothing can follow: at once
+    assert heard == [1]
+    with pytest.raises(InvalidArgumentError, match="got 3"):
+        engine.after_step(3)  # type: ignore[arg-type]
 
 
 def test_given_an_event_loop_that_is_gone_then_the_engine_goes_on() -> None:

@@ -24,6 +24,7 @@ import torch
 from kvpool.attention import create_backend
 from kvpool.cluster.wire.publisher import EventPublisher, check_publishing
 from kvpool.config import KVCacheConfig, Tier
+from kvpool.config.layers import show
 from kvpool.engine.engine_settings import cache_fields, check_settings, scheduler_config
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.graphs import CaptureReport
@@ -48,12 +49,13 @@ from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling.grammar import Grammar, JsonGrammars
 from kvpool.engine.sampling.model_defaults import described, eos_token_ids, sampling_defaults
 from kvpool.engine.sampling.params import SamplingParams
+from kvpool.engine.sampling.text import Pieces
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.thread import EngineThread
 from kvpool.engine.tiering.link import TierLink
 from kvpool.engine.tiering.movers import TieringStats
 from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT, TierSettings
-from kvpool.errors import KVPoolError, SequenceStateError
+from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
 from kvpool.kernels.copying.current_device import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
@@ -254,7 +256,7 @@ class Engine:
     def _make_requests(self) -> RequestMaker:
         """What makes requests of prompts. It knows the loop and the thread, not the engine: requests do not keep it."""
         return RequestMaker(
-            self.tokenizer,
+            None if self.tokenizer is None else Pieces(self.tokenizer),
             self.shape.vocab_size,
             self.config.max_seq_len,
             self.sampling_defaults,
@@ -364,6 +366,26 @@ class Engine:
             return forked
 
         return self._thread.ask(branch)
+
+    def after_step(self, call: Callable[[], None]) -> None:
+        """Has something called in the engine's thread once the step under way has told everybody its tokens, so that a
+        callback can pass on in one go what many requests got; an engine that is closed calls it at once.
+        """
+        if not callable(call):
+            raise InvalidArgumentError(f"after_step calls a function, got {show(call)}")
+
+        def run() -> None:
+            try:
+                call()
+            except BaseException:  # sys.exit() ends no engine either
+                log.exception("what was to be called after a step raised")
+
+        try:
+            self._thread.tell(run, lambda error: run())
+        except SequenceStateError:
+            if self._thread.is_elsewhere:
+                raise
+            run()
 
     async def stream(self, prompt: Prompt, params: SamplingParams = USUAL, **options: Any) -> AsyncIterator[Chunk]:
         """Yields the chunks of a request as they come. Leaving the loop early cancels it."""

@@ -25,6 +25,7 @@ from kvpool.server.asking.problems import Problem, problem_of, problem_of_body
 from kvpool.server.asking.request_ids import RequestIds
 from kvpool.server.asking.schema import CacheQuery, ChatCompletions, Completions, Detokenize, Tokenize
 from kvpool.server.asking.served import ServedModel
+from kvpool.server.asking.turns import InTurns
 from kvpool.server.routes.caching import CacheDesk
 from kvpool.server.routes.completing import chat, complete, named_tokens
 from kvpool.server.routes.describing import REFUSALS, STREAMED
@@ -96,6 +97,7 @@ def create_app(
     app.state.server = server
     app.add_middleware(BodyLimit, limit=server.gate.limits.body_bytes, refuse=server.refusal)
     app.add_middleware(RequestIds)
+    app.add_middleware(InTurns)
     _add_refusals(app, server)
     _add_looks(app, server)
     _add_generation(app, server)
@@ -106,9 +108,13 @@ def create_app(
 
 def _caller_of(server: Server) -> Any:
     if server.access.is_open:
-        return Depends(lambda: Caller())  # not Caller itself, whose fields would become parameters
 
-    def caller(
+        async def anybody() -> Caller:
+            return Caller()
+
+        return Depends(anybody)
+
+    async def caller(  # async, as is the one above, although nothing waits: others are called in a thread
         bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))],
         key: Annotated[str | None, Depends(APIKeyHeader(name="x-api-key", auto_error=False))],
     ) -> Caller:

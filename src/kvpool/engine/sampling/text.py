@@ -15,6 +15,23 @@ class Decoder(Protocol):
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
 
 
+class Pieces:
+    """A tokenizer that remembers the texts of single tokens: streams ask for them at every step."""
+
+    def __init__(self, tokenizer: Decoder) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[tuple[int, bool], str] = {}  # no more than the vocabulary has
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of tokens."""
+        if len(token_ids) != 1:
+            return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        key = (token_ids[0], skip_special_tokens)
+        if (text := self._known.get(key)) is None:
+            text = self._known[key] = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
 class TextStream:
     """The text of one sequence, grown token by token.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvpool.engine.generation import Chunk, Generation, Sample, TokenLogprob
-from kvpool.server.answering.events import as_event
+from kvpool.server.answering.events import HOLE, EventForm, as_event
 
 # What ended a sample, in OpenAI's words. A request that was cut off has no more than it has: "length".
 _FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", "refused": "length"}
@@ -35,7 +35,7 @@ class _Answer:
     def __init__(self, model: str, piece: Piece, include_usage: bool = False) -> None:
         self._piece = piece
         self._include_usage = include_usage
-        self._opened: set[int] = set()
+        self._forms: dict[int, EventForm] = {}  # of the samples that are open: an event with nothing but text
         self._id = f"{self.prefix}-{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
@@ -51,12 +51,13 @@ class _Answer:
 
     def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes:
         """What one step added to a sample; before the first of a sample what opens it."""
-        events = b""
-        if index not in self._opened:
-            self._opened.add(index)
+        form, opening = self._forms.get(index), None
+        if form is None:
+            form = self._forms[index] = EventForm(self._added(index, Chunk(index, HOLE, ())))
             opening = self._opening(index)
-            events = b"" if opening is None else as_event(opening)
-        return events + as_event(self._added(index, chunk))
+        is_plain = not chunk.logprobs and chunk.finish_reason is None
+        added = form.filled(chunk.text) if is_plain else as_event(self._added(index, chunk))
+        return added if opening is None else as_event(opening) + added
 
     def end(self, generations: Sequence[Generation]) -> bytes:
         """The end of a stream: what it cost, where that was asked for."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from kvpool.engine.generation import Chunk
 from kvpool.server.answering.engine_metrics import EngineCollector
@@ -19,29 +22,43 @@ _RECENT = 2048  # measurements that are kept
 _RECENT_SECONDS = 30.0
 
 
+class Durations:
+    """A histogram that one thread fills, without a lock: something is observed for every token."""
+
+    def __init__(self, name: str, words: str, bounds: Sequence[float]) -> None:
+        self._name, self._words = name, words
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Counts one duration."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._total += seconds
+
+    def collect(self) -> Iterable[Metric]:
+        """The histogram for Prometheus, whose buckets include those below."""
+        sums = accumulate(self._counts)
+        buckets = [(str(bound), float(count)) for bound, count in zip((*self._bounds, "+Inf"), sums, strict=True)]
+        yield HistogramMetricFamily(self._name, self._words, buckets, self._total)
+
+
 class Latencies:
-    """Times and counts of requests, as they happen."""
+    """Times and counts of requests, as they happen, in the event loop."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._queued = Histogram(
-            "kvpool_queue_seconds", "From request to its first blocks.", buckets=_SECONDS, registry=registry
-        )
-        self._first = Histogram(
-            "kvpool_first_token_seconds", "From request to first token.", buckets=_SECONDS, registry=registry
-        )
-        self._between = Histogram(
-            "kvpool_between_tokens_seconds", "Between two steps of a request.", buckets=_BETWEEN, registry=registry
-        )
-        self._whole = Histogram(
-            "kvpool_request_seconds", "From request to the end of the answer.", buckets=_SECONDS, registry=registry
-        )
+        self._queued = Durations("kvpool_queue_seconds", "From request to its first blocks.", _SECONDS)
+        self._first = Durations("kvpool_first_token_seconds", "From request to first token.", _SECONDS)
+        self._between = Durations("kvpool_between_tokens_seconds", "Between two steps of a request.", _BETWEEN)
+        self._whole = Durations("kvpool_request_seconds", "From request to the end of the answer.", _SECONDS)
+        self._num_generated = 0
+        registry.register(self)
         self._open = Gauge(
             "kvpool_http_requests_under_way", "Requests that wait or are being answered.", registry=registry
         )
         self._recent: dict[str, deque[tuple[float, float]]] = {
             "first_token_ms": deque(maxlen=_RECENT), "between_tokens_ms": deque(maxlen=_RECENT)
         }  # fmt: skip
-        self._generated = Counter("kvpool_generated_tokens", "Tokens that were sampled.", registry=registry)
         self._refused = Counter(
             "kvpool_http_refused", "Requests that were refused, by status.", ["status"], registry=registry
         )
@@ -59,11 +76,13 @@ class Latencies:
 
     def tokens(self, running: LiveRequest, news: Sequence[Chunk]) -> float | None:
         """New tokens of a request arrived. Returns the seconds since those before them, if there were any."""
-        count = sum(len(chunk.token_ids) for chunk in news)
-        now, before = time.perf_counter(), running.last
+        count = 0
+        for chunk in news:
+            count += len(chunk.token_ids)
         if not count:
             return None
-        self._generated.inc(count)
+        self._num_generated += count
+        now, before = time.perf_counter(), running.last
         running.last = now
         if before is None:
             self._queued.observe(running.generation.queue_seconds or 0.0)
@@ -73,6 +92,14 @@ class Latencies:
         self._between.observe(now - before)
         self._recent["between_tokens_ms"].append((now, now - before))
         return now - before
+
+    def collect(self) -> Iterable[Metric]:
+        """What was measured, for Prometheus."""
+        for durations in (self._queued, self._first, self._between, self._whole):
+            yield from durations.collect()
+        generated = CounterMetricFamily("kvpool_generated_tokens", "Tokens that were sampled.")
+        generated.add_metric([], self._num_generated)
+        yield generated
 
     def recent(self) -> dict[str, list[float]]:
         """Median and 99th percentile, in milliseconds, of what was measured in the last half minute."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from kvpool.engine.engine import Engine, Prompt
@@ -17,6 +18,8 @@ from kvpool.scope import ReuseScope
 from kvpool.server.asking.problems import Problem, problem_of
 
 _T = TypeVar("_T")
+_SHORT = 2048  # characters or tokens: some tenths of a millisecond
+_TURN = 16  # requests that are woken before the event loop looks at other things
 
 
 class ServedModel:
@@ -25,14 +28,16 @@ class ServedModel:
     def __init__(self, name: str, engine: Engine) -> None:
         self.name = name
         self.engine = engine
+        self._handover: Handover | None = None
 
     async def tokens(self, prompt: Prompt) -> Int32Array:
-        """Token ids; in a thread, since a long text takes a while."""
-        return await _of_library(asyncio.to_thread(self.engine.token_ids, prompt))
+        """Token ids."""
+        return await _of_library(len(prompt), partial(self.engine.token_ids, prompt))
 
     async def chat_tokens(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> Int32Array:
         """Token ids of a conversation by the model's template."""
-        return await _of_library(asyncio.to_thread(self.engine.chat_prompt, messages, **template))
+        length = sum(len(message["content"]) for message in messages) + (_SHORT if template else 0)
+        return await _of_library(length, partial(self.engine.chat_prompt, messages, **template))
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
@@ -42,16 +47,60 @@ class ServedModel:
 
     def start(self, tokens: Int32Array, params: SamplingParams, **options: Any) -> LiveRequest:
         """Queues a request."""
-        return LiveRequest(self.engine, tokens, params, **options)
+        loop = asyncio.get_running_loop()
+        if self._handover is None or self._handover.loop is not loop:
+            self._handover = Handover(loop, self.engine)
+        return LiveRequest(self._handover, self.engine, tokens, params, **options)
+
+
+class Handover:
+    """From an engine's thread to the event loop: one call for all requests that a step has news for.
+
+    They are woken some at a turn, so that what else the loop has to do, such as /health, never waits for all of them.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, engine: Engine) -> None:
+        self.loop = loop
+        self._engine = engine
+        self._waiting: deque[LiveRequest] = deque()
+        self._is_called = False
+
+    def put(self, request: LiveRequest) -> None:
+        """Wakes a request once the step is over; in the engine's thread."""
+        if self.loop.is_closed():  # nobody is left to hear it
+            request.cancel()
+            return
+        self._waiting.append(request)
+        if not self._is_called:
+            self._is_called = True
+            self._engine.after_step(self._call)
+
+    def _call(self) -> None:
+        try:
+            self.loop.call_soon_threadsafe(self._wake_some)
+        except RuntimeError:  # it was closed in the meantime
+            self._is_called = False
+            while self._waiting:
+                self._waiting.popleft().cancel()
+
+    def _wake_some(self) -> None:  # in the event loop
+        for _ in range(min(_TURN, len(self._waiting))):
+            self._waiting.popleft().wake.set()
+        self._is_called = False  # before the look: what is put after it calls again
+        if self._waiting:
+            self._is_called = True
+            self.loop.call_soon(self._wake_some)
 
 
 class LiveRequest:
     """One request: iterate over what it adds, several chunks at a time where they come faster than they are sent."""
 
-    def __init__(self, engine: Engine, tokens: Int32Array, params: SamplingParams, **options: Any) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(
+        self, handover: Handover, engine: Engine, tokens: Int32Array, params: SamplingParams, **options: Any
+    ) -> None:
+        self._handover = handover
         self._news: deque[Chunk] = deque()
-        self._wake = asyncio.Event()
+        self.wake = asyncio.Event()
         self._woken = False
         self._ended = False
         self.began = time.perf_counter()
@@ -67,23 +116,17 @@ class LiveRequest:
         self._news.append(chunk)
         if not self._woken:  # once for all that is there when the event loop comes to look
             self._woken = True
-            self._call_soon(self._wake.set)
+            self._handover.put(self)
 
     def _on_end(self) -> None:
         self._ended = True
-        self._call_soon(self._wake.set)
-
-    def _call_soon(self, call: Any) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call)
-        except RuntimeError:  # the loop is closed: nobody is left to hear it
-            self.generation.cancel()
+        self._handover.put(self)
 
     async def __aiter__(self) -> AsyncIterator[list[Chunk]]:
         """What came since the last time; at the end raises the `Problem` that ended it, if one did."""
         while True:
-            await self._wake.wait()
-            self._wake.clear()
+            await self.wake.wait()
+            self.wake.clear()
             self._woken = False  # first: what is appended from here on wakes us again
             ended = self._ended  # and this before the chunks, all of which come before the end
             news = [self._news.popleft() for _ in range(len(self._news))]
@@ -106,8 +149,9 @@ def scope_of(tenant: str, salt: str) -> ReuseScope:
     return ReuseScope(tenant=tenant, salt=salt)
 
 
-async def _of_library(work: Awaitable[_T]) -> _T:
+async def _of_library(length: int, work: Callable[[], _T]) -> _T:
+    """The result of work on a text: in a thread where it is long, which for a short one takes longer than the work."""
     try:
-        return await work
+        return work() if length < _SHORT else await asyncio.to_thread(work)
     except KVPoolError as error:
         raise problem_of(error) from error

@@ -15,7 +15,7 @@ from kvpool.engine.generation import Chunk, Generation
 from kvpool.engine.sampling.params import MAX_STOPS
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.lifetimes.retention import Retention, TokenRange
-from kvpool.server.answering.events import as_event
+from kvpool.server.answering.events import HOLE, EventForm, as_event
 from kvpool.server.answering.exchange import Exchange, Reception
 from kvpool.server.asking.access import Caller
 from kvpool.server.asking.parameters import sampling_params
@@ -140,6 +140,11 @@ def _common(one: Int32Array, other: Int32Array) -> int:
     return int(differ[0]) if len(differ) else length
 
 
+_DELTA = EventForm(
+    {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": HOLE}}, "content_block_delta"
+)
+
+
 class MessageAnswer:
     """A `message`, whole or as Anthropic's events."""
 
@@ -162,10 +167,7 @@ class MessageAnswer:
             start = {"type": "message_start", "message": {**self._message(generation), "content": []}}
             block = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
             events = as_event(start, "message_start") + as_event(block, "content_block_start")
-        if chunk.text:
-            delta = {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": chunk.text}}
-            events += as_event(delta, "content_block_delta")
-        return events
+        return events + _DELTA.filled(chunk.text) if chunk.text else events
 
     def end(self, generations: Sequence[Generation]) -> bytes:
         """Why it ended, and what it cost."""
