@@ -1,4 +1,4 @@
-"""A crowd that comes at once: a few requests begin at each turn of the event loop, and what else it has to do comes between."""
+"""A crowd that comes at once: a few requests begin at each turn of the event loop, and other work comes between."""
 
 from __future__ import annotations
 
