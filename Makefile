@@ -134,6 +134,7 @@ bench: $(VENV)/.stamp-demo ## all benchmarks that need no GPU, one table each
 	$(PY) benchmarks/tiers.py $(ARGS)
 	$(PY) benchmarks/connector.py $(ARGS)
 	$(PY) benchmarks/serve.py $(ARGS)
+	$(PY) benchmarks/cluster.py $(ARGS)
 
 bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that they run (the real model apart)
 	$(PY) benchmarks/control_plane.py --quick $(ARGS)
@@ -147,6 +148,7 @@ bench-quick: $(VENV)/.stamp-dev ## the same benchmarks, small sizes: proves that
 	$(PY) benchmarks/tiers.py --quick --only redis $(ARGS)
 	$(PY) benchmarks/connector.py --quick $(ARGS)
 	$(PY) benchmarks/serve.py --quick --only soak $(ARGS)
+	$(PY) benchmarks/cluster.py --quick $(ARGS)
 
 coverage: $(VENV)/.stamp-dev ## test with branch coverage; lines in the terminal, pages in htmlcov/
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n auto --maxprocesses=4 --dist=worksteal --cov --cov-report=term-missing:skip-covered --cov-report=html $(ARGS)

@@ -67,6 +67,10 @@ class StepError(KVPoolError):
     """A step of the engine could not run; the requests in it end with this, others go on. The cause is `__cause__`."""
 
 
+class NoNodeError(KVPoolError):
+    """No node of a cluster can take a request: none is ready, or all that are were tried."""
+
+
 class InvariantError(KVPoolError, AssertionError):
     """`check()` found a broken invariant. This is a bug in kvpool; please report it with the message."""
 

@@ -144,14 +144,16 @@ class EventPublisher:
         with self._lock:
             start = int.from_bytes(wanted, "big")
             first_kept = self._kept[0][0] if self._kept else self._next_number
-            if wanted != SNAPSHOT and start >= first_kept:
+            if not self._kept or (wanted != SNAPSHOT and start >= first_kept):
                 return [(number, payload) for number, payload in self._kept if number >= start]
             parts = list(in_messages(self._translator.snapshot()))
+            if len(parts) > self._next_number:  # each needs a number that was used
+                parts = [[event for part in parts for event in part]]
             self._num_snapshots += 1
-            last, now = self._next_number - 1, self._clock()
+            now = self._clock()
             return [
-                (max(0, last - behind), encode_batch(now, part, self._rank))
-                for behind, part in zip(range(len(parts) - 1, -1, -1), parts, strict=True)
+                (number, encode_batch(now, part, self._rank))
+                for number, part in enumerate(parts, self._next_number - len(parts))
             ]
 
     # --- for its owner -----------------------------------------------------------------------------------------------

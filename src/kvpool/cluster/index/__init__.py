@@ -1,0 +1,1 @@
+"""What every node of a cluster holds, followed by its events."""

@@ -1,0 +1,90 @@
+"""An index that follows real publishers over loopback, through loss, death and return."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import managers
+from kvpool.cluster.index.cluster_index import ClusterIndex, Hit
+from kvpool.cluster.index.subscriber import NodeSubscriber
+from kvpool.cluster.wire.publisher import EventPublisher
+from kvpool.errors import ConfigError
+
+pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
+pytest.importorskip("msgspec", reason="pip install 'kvpool[cluster]'")
+
+PROMPT = list(range(12))
+
+
+@pytest.fixture
+def opened() -> Iterator[list[Any]]:
+    found: list[Any] = []
+    yield found
+    for each in reversed(found):
+        each.close()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Waits for other threads, half a minute at most."""
+    end = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end, "it did not come true in half a minute"
+        time.sleep(0.005)
+
+
+def publishing(opened: list[Any], manager: Any, endpoint: str = "tcp://127.0.0.1:0", **options: Any) -> EventPublisher:
+    publisher = EventPublisher(manager, endpoint, heartbeat=0.05, **options)
+    opened.append(publisher)
+    return publisher
+
+
+@pytest.mark.parametrize("keep_messages", [1, 10_000])
+def test_given_nodes_that_cached_before_and_after_when_followed_then_the_index_knows_both(
+    opened: list[Any], keep_messages: int
+) -> None:
+    index = ClusterIndex(4)
+    nodes = {name: managers.make_manager() for name in ("a", "b")}
+    managers.cached(nodes["a"], 12)
+    for name, manager in nodes.items():
+        publisher = publishing(opened, manager, keep_messages=keep_messages)
+        managers.cached(manager, 8)
+        opened.append(NodeSubscriber(index, name, publisher.endpoint, publisher.replay_endpoint))
+    managers.cached(nodes["b"], 12)
+    until(lambda: index.match(PROMPT) == {"a": Hit(12, 12, 12), "b": Hit(12, 12, 12)})
+    nodes["a"].reset_prefix_cache()
+    until(lambda: index.match(PROMPT) == {"b": Hit(12, 12, 12)})
+
+
+def test_given_a_node_that_dies_and_comes_back_then_its_blocks_vanish_and_only_its_new_ones_appear(opened: list[Any]) -> None:
+    index = ClusterIndex(4)
+    old, new = managers.make_manager(), managers.make_manager()
+    managers.cached(old, 12)
+    publisher = EventPublisher(old, "tcp://127.0.0.1:0", heartbeat=0.05)
+    follower = NodeSubscriber(index, "a", publisher.endpoint, publisher.replay_endpoint)
+    opened.append(follower)
+    until(lambda: index.match(PROMPT) == {"a": Hit(12, 12, 12)})
+    publisher.close()
+    until(lambda: index.match(PROMPT) == {})
+    managers.cached(new, 4)
+    publishing(opened, new, publisher.endpoint, replay=publisher.replay_endpoint)
+    until(lambda: index.match(PROMPT) == {"a": Hit(4, 4, 4)})
+
+
+def test_given_a_node_without_replay_when_followed_then_what_it_says_from_now_on_counts(opened: list[Any]) -> None:
+    index, manager = ClusterIndex(4), managers.make_manager()
+    managers.cached(manager, 12)
+    publisher = publishing(opened, manager)
+    follower = NodeSubscriber(index, "a", publisher.endpoint)
+    opened.append(follower)
+    until(lambda: follower.stats.num_applied > 0)
+    managers.cached(manager, 8, first=100)
+    until(lambda: index.match(list(range(100, 108))) == {"a": Hit(8, 8, 8)})
+
+
+def test_given_an_endpoint_that_is_none_when_followed_then_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
+        NodeSubscriber(ClusterIndex(4), "a", "nowhere")
