@@ -18,8 +18,8 @@ from kvpool.errors import TransferError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 from kvpool.scheduling.arrivals import Arrivals  # noqa: E402
 from kvpool.storage.moving import move  # noqa: E402
-from kvpool.storage.transfer import _InFlight  # noqa: E402
 from kvpool.storage.transfer_steps import TransferStep  # noqa: E402
+from kvpool.storage.under_way import UnderWay  # noqa: E402
 
 LINK_STEPS = 3  # that a copy from the host takes
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -64,10 +64,9 @@ class SlowLink:
         def slow_start(copies: TransferStep) -> Any:
             if (copies.source.tier, copies.target.tier) != (Tier.HOST, Tier.GPU):
                 return start(copies)
-            for item in transfers._in_flight:
-                if item.step.conflicts(copies):
-                    item.completion.wait()
-            return _InFlight(copies, OnTheWay(self, copies))
+            for completion in transfers._under_way.before(copies):
+                completion.wait()
+            return UnderWay(copies, OnTheWay(self, copies))
 
         def counted_step() -> None:
             self.num_steps += 1

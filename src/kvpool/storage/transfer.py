@@ -18,86 +18,30 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvpool.config import LayerGroup, Tier
 from kvpool.errors import ChecksumError, TransferError
 from kvpool.kernels.copying.upload import note_transfers, upload_by_kernel
-from kvpool.pools.arrays import Int32Array
+from kvpool.pools.arrays import BoolArray, Int32Array
 from kvpool.pools.copies import CopyOp
 from kvpool.storage.checksums import TravellingChecksums
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.moving import move
 from kvpool.storage.transfer_steps import Store, Stores, TransferStep, plan_steps
+from kvpool.storage.under_way import Ending, Promised, Recorded, Sent, StepsUnderWay, UnderWay
 
 _log = logging.getLogger(__name__)
 
 
 _Check: TypeAlias = tuple[TransferStep, Tensor]
 """A step and, per block, whether its checksum differs."""
-
-
-class Ending(Protocol):
-    """The end of a step."""
-
-    def done(self) -> bool: ...
-    def wait(self) -> None: ...
-    def order(self) -> None:
-        """Makes what follows on the current stream come after it."""
-
-
-class _Recorded:
-    """A step on a CUDA stream: over when the event is reached."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.event = stream.record_event()
-        self.device = stream.device
-
-    def done(self) -> bool:
-        return bool(self.event.query())
-
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    def order(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.event)
-
-
-class _Sent:
-    """A step over the link, which a thread hands to the driver: over when that is done and its event is reached."""
-
-    def __init__(self, event: Future[Any], device: torch.device) -> None:
-        self.future = event
-        self.device = device
-
-    def done(self) -> bool:
-        return self.future.done() and (self.future.exception() is not None or bool(self.future.result().query()))
-
-    def wait(self) -> None:
-        self.future.result().synchronize()
-
-    def order(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.future.result())
-
-
-class _Promised:
-    """A step of the disk worker: over when its future is."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self.future = future
-
-    def done(self) -> bool:
-        return self.future.done()
-
-    def wait(self) -> None:
-        self.future.result()
-
-    order = wait
 
 
 class Transfer:
@@ -138,27 +82,17 @@ class Transfer:
             _log.exception("a transfer's callback raised")
 
 
-class _InFlight(NamedTuple):
-    step: TransferStep
-    completion: Ending
-
-    def failed(self) -> bool:
-        if not isinstance(self.completion, (_Promised, _Sent)) or not self.completion.future.done():
-            return False
-        return self.completion.future.exception() is not None
-
-
 class _Announced(NamedTuple):
     """The newest step on the compute stream."""
 
     stream: torch.cuda.Stream
     before: torch.cuda.Event  # all that came earlier
-    blocks: Mapping[int, Sequence[Int32Array]]  # of the GPU tier that it touches, by pool
+    blocks: Mapping[int, BoolArray]  # whether it touches each block of the GPU tier, by pool
 
     def touches(self, step: TransferStep) -> bool:
         return any(
-            store.tier == Tier.GPU and any(ask(store, blocks) for blocks in self.blocks.get(store.pool, ()))
-            for store, ask in ((step.source, step.reads), (step.target, step.writes))
+            store.tier == Tier.GPU and store.pool in self.blocks and bool(self.blocks[store.pool][ids].any())
+            for store, ids in ((step.source, step.src), (step.target, step.dst))
         )
 
 
@@ -177,7 +111,7 @@ class TransferEngine:
         self._groups = groups
         self._checksums = TravellingChecksums(device) if checksums else None
         self._to_verify: list[_Check] = []
-        self._in_flight: list[_InFlight] = []
+        self._under_way = StepsUnderWay()
         self._announced: _Announced | None = None  # None: the compute stream may touch any block
         self._disk_worker = ThreadPoolExecutor(1, thread_name_prefix="kvpool-disk-transfers")
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="kvpool-transfer-callbacks")
@@ -201,22 +135,18 @@ class TransferEngine:
 
     def retry_failed(self) -> Transfer:
         """Runs again what failed after it was started (a disk that was full, for instance), in the same order."""
-        failed = [item for item in self._in_flight if item.failed()]
-        self._in_flight = [item for item in self._in_flight if not item.failed()]
-        return self._run([item.step for item in failed], overlap=False)
+        return self._run(self._under_way.take_failed(), overlap=False)
 
     def before_compute(self, pool: int, written: Int32Array | None = None, read: Int32Array | None = None) -> None:
         """Makes work that follows on the current stream wait for transfers of the GPU blocks that it writes and reads.
 
         None stands for every block. Costs nothing while no transfer is under way.
         """
-        if not self._in_flight:
+        if not self._under_way:
             return
-        store = self.stores[pool, Tier.GPU]
         self._forget_done()
-        for step, completion in self._in_flight:
-            if step.writes(store, written) or step.reads(store, written) or step.writes(store, read):
-                completion.order()
+        for completion in self._under_way.before_work(self.stores[pool, Tier.GPU], written, read):
+            completion.order()
 
     @property
     def has_link(self) -> bool:
@@ -231,13 +161,16 @@ class TransferEngine:
         self._announced = None
         if blocks is not None and self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
-            self._announced = _Announced(stream, stream.record_event(), blocks)
+            touched = {pool: np.zeros(self.stores[pool, Tier.GPU].num_blocks, np.bool_) for pool in blocks}
+            for pool, parts in blocks.items():
+                for part in parts:
+                    touched[pool][part] = True
+            self._announced = _Announced(stream, stream.record_event(), touched)
 
     def wait_for(self, store: Store) -> None:
         """Blocks the CPU until no transfer touches this store any more."""
-        for step, completion in self._in_flight:
-            if step.writes(store, None) or step.reads(store, None):
-                completion.wait()
+        for completion in self._under_way.touching(store):
+            completion.wait()
 
     def close(self) -> None:
         """Waits for what is under way and ends the threads."""
@@ -245,7 +178,7 @@ class TransferEngine:
             self._link_worker.shutdown()
             note_transfers(self.device, id(self), False)
         self._disk_worker.shutdown()
-        for item in self._in_flight:
+        for item in self._under_way:
             if not item.failed():
                 item.completion.wait()
         self._watcher.shutdown()
@@ -263,24 +196,24 @@ class TransferEngine:
                 error.remaining = [op for later in steps[number:] for op in later.ops]
                 raise
             if item is not None:
-                self._in_flight.append(item)
+                self._under_way.add(item)
                 started.append(item.completion)
         if not overlap:
             self.announce(None)  # work that follows need not be announced
-            for item in self._in_flight:
+            for item in self._under_way:
                 if Tier.GPU in (item.step.source.tier, item.step.target.tier) and not item.failed():
                     item.completion.order()
         return Transfer(started, partial(_verify, self._to_verify), self._watcher)
 
     def _forget_done(self) -> None:
-        self._in_flight = [item for item in self._in_flight if not item.completion.done() or item.failed()]
+        self._under_way.forget_done()
         if self.device.type == "cuda":
-            on_link = any(isinstance(item.completion, _Sent) and not item.failed() for item in self._in_flight)
+            on_link = any(isinstance(item.completion, Sent) and not item.failed() for item in self._under_way)
             note_transfers(self.device, id(self), on_link)
 
-    def _start(self, step: TransferStep) -> _InFlight | None:
+    def _start(self, step: TransferStep) -> UnderWay | None:
         """Begins a step behind everything it depends on; None if it is over already."""
-        before = [item.completion for item in self._in_flight if item.step.conflicts(step)]
+        before = self._under_way.before(step)
         if isinstance(step.source, DiskStore) or isinstance(step.target, DiskStore):
             return self._start_on_disk(step, before)
         if self.device.type == "cpu" or Tier.GPU not in (step.source.tier, step.target.tier):
@@ -293,9 +226,9 @@ class TransferEngine:
         for completion in before:
             completion.order()
         self._to_verify.extend(self._move(step))
-        return _InFlight(step, _Recorded(torch.cuda.current_stream(self.device)))
+        return UnderWay(step, Recorded(torch.cuda.current_stream(self.device)))
 
-    def _start_on_link(self, step: TransferStep, before: list[Ending]) -> _InFlight:
+    def _start_on_link(self, step: TransferStep, before: list[Ending]) -> UnderWay:
         """Between GPU and host: beside the newest step if that touches none of the blocks, else behind it."""
         compute, newest, checks = torch.cuda.current_stream(self.device), self._announced, self._to_verify
         stream = self._out if step.source.tier == Tier.GPU else self._in
@@ -311,11 +244,11 @@ class TransferEngine:
                 return stream.record_event()
 
         note_transfers(self.device, id(self), True)
-        return _InFlight(step, _Sent(self._link_worker.submit(run), self.device))
+        return UnderWay(step, Sent(self._link_worker.submit(run), self.device))
 
-    def _start_on_disk(self, step: TransferStep, before: list[Ending]) -> _InFlight:
+    def _start_on_disk(self, step: TransferStep, before: list[Ending]) -> UnderWay:
         for completion in before:
-            if isinstance(completion, _Promised) and completion.done():
+            if isinstance(completion, Promised) and completion.done():
                 completion.wait()  # raises what went wrong there
         cuda = self.device.type == "cuda"
         written = torch.cuda.current_stream(self.device).record_event() if cuda else None
@@ -331,7 +264,7 @@ class TransferEngine:
                 _verify(self._move(step))
                 self._disk.synchronize()
 
-        return _InFlight(step, _Promised(self._disk_worker.submit(run)))
+        return UnderWay(step, Promised(self._disk_worker.submit(run)))
 
     def _move(self, step: TransferStep) -> list[_Check]:
         """Moves the bytes; returns what is to be verified once they are there."""

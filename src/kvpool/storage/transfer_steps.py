@@ -40,8 +40,14 @@ class TransferStep:
         self.ops = [op]
         self.is_partial = is_partial
         self._src, self._dst = [copies.src], [copies.dst]
-        self._read = _mask(self.source, copies.src)
-        self._written = _mask(self.target, copies.dst)
+
+    @cached_property
+    def _read(self) -> BoolArray:
+        return _mask(self.source, np.concatenate(self._src))
+
+    @cached_property
+    def _written(self) -> BoolArray:
+        return _mask(self.target, np.concatenate(self._dst))
 
     @cached_property
     def src(self) -> Int32Array:
