@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -111,6 +112,7 @@ class TransferEngine:
         self._groups = groups
         self._checksums = TravellingChecksums(device) if checksums else None
         self._to_verify: list[_Check] = []
+        self._to_send: list[tuple[Future[Any], Callable[[], Any]]] = []
         self._under_way = StepsUnderWay()
         self._announced: _Announced | None = None  # None: the compute stream may touch any block
         self._disk_worker = ThreadPoolExecutor(1, thread_name_prefix="kvpool-disk-transfers")
@@ -189,15 +191,19 @@ class TransferEngine:
         self._forget_done()
         started: list[Ending] = []
         self._to_verify = []
-        for number, step in enumerate(steps):
-            try:
-                item = self._start(step)
-            except TransferError as error:
-                error.remaining = [op for later in steps[number:] for op in later.ops]
-                raise
-            if item is not None:
-                self._under_way.add(item)
-                started.append(item.completion)
+        left = deque(steps)
+        try:
+            while left:
+                item = self._start(left[0])
+                left.popleft()
+                if item is not None:
+                    self._under_way.add(item)
+                    started.append(item.completion)
+        except TransferError as error:
+            error.remaining = [op for step in left for op in step.ops]
+            raise
+        finally:
+            self._hand_over()
         if not overlap:
             self.announce(None)  # work that follows need not be announced
             for item in self._under_way:
@@ -214,6 +220,8 @@ class TransferEngine:
     def _start(self, step: TransferStep) -> UnderWay | None:
         """Begins a step behind everything it depends on; None if it is over already."""
         before = self._under_way.before(step)
+        if not step.is_on_link:
+            self._hand_over()  # what it depends on
         if isinstance(step.source, DiskStore) or isinstance(step.target, DiskStore):
             return self._start_on_disk(step, before)
         if self.device.type == "cpu" or Tier.GPU not in (step.source.tier, step.target.tier):
@@ -221,7 +229,7 @@ class TransferEngine:
                 completion.wait()
             self._to_verify.extend(self._move(step))
             return None
-        if step.source.tier != step.target.tier:
+        if step.is_on_link:
             return self._start_on_link(step, before)
         for completion in before:
             completion.order()
@@ -243,8 +251,16 @@ class TransferEngine:
                 checks.extend(self._move(step))
                 return stream.record_event()
 
-        note_transfers(self.device, id(self), True)
-        return UnderWay(step, Sent(self._link_worker.submit(run), self.device))
+        sent: Future[Any] = Future()
+        self._to_send.append((sent, run))
+        return UnderWay(step, Sent(sent, self.device))
+
+    def _hand_over(self) -> None:
+        """Gives the steps over the link that were begun to the thread that sends them, all at once."""
+        if self._to_send:
+            note_transfers(self.device, id(self), True)
+            self._link_worker.submit(_send, self._to_send)
+            self._to_send = []
 
     def _start_on_disk(self, step: TransferStep, before: list[Ending]) -> UnderWay:
         for completion in before:
@@ -275,6 +291,14 @@ class TransferEngine:
         move(step)
         differ = self._checksums.after(step)
         return [] if differ is None else [(step, differ)]
+
+
+def _send(steps: list[tuple[Future[Any], Callable[[], Any]]]) -> None:
+    for sent, run in steps:
+        try:
+            sent.set_result(run())
+        except Exception as error:  # whoever waits for it is told
+            sent.set_exception(error)
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream:

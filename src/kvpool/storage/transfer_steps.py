@@ -19,7 +19,7 @@ Store: TypeAlias = "BlockStore | DiskStore"
 Stores: TypeAlias = "Mapping[tuple[int, Tier], Store]"
 
 
-PIECE_BYTES = 1 << 26  # over the link in one step: who needs its first blocks does not wait for many others
+PIECE_BYTES = 1 << 28  # over the link in one step, 5 ms: who needs its first blocks does not wait for many others
 
 
 class _Copies(NamedTuple):
@@ -63,6 +63,11 @@ class TransferStep:
         if not self.is_partial:
             return None
         return np.repeat([op.num_tokens or 0 for op in self.ops], [len(op.src) for op in self.ops]).astype(np.int32)
+
+    @property
+    def is_on_link(self) -> bool:
+        """Whether it goes from the GPU tier to the host's, or back."""
+        return _is_on_link(self.source, self.target)
 
     def join(self, copies: _Copies, op: CopyOp, is_partial: bool) -> bool:
         """Takes in the copies of the operation that follows, if they may run together with these."""
@@ -118,9 +123,11 @@ def plan_steps(ops: Sequence[CopyOp], stores: Stores, groups: Sequence[LayerGrou
 
 def _piece_blocks(source: Store, target: Store) -> int:
     """The most blocks of a step: all that can be joined, but over the link between GPU and host no more than a piece."""
-    if {source.tier, target.tier} != {Tier.GPU, Tier.HOST}:
-        return max(1, target.num_blocks)
-    return max(1, PIECE_BYTES // source.block_bytes)
+    return max(1, PIECE_BYTES // source.block_bytes if _is_on_link(source, target) else target.num_blocks)
+
+
+def _is_on_link(source: Store, target: Store) -> bool:
+    return {source.tier, target.tier} == {Tier.GPU, Tier.HOST}
 
 
 def _checked(op: CopyOp, stores: Stores, groups: Sequence[LayerGroup]) -> _Copies:
