@@ -103,7 +103,7 @@ def test_given_blocks_that_a_tier_lost_then_they_are_told_when_somebody_looks(en
     toy, mirror = engine(disk=str(tmp_path), host_blocks=4, policy="lru"), Mirror()
     toy.serve(ToyRequest("a", PROMPT))
     mirror.read(toy)
-    digests = toy.scheduler._tracked(ToyRequest("x", PROMPT)).digests(4)
+    digests = toy.scheduler._tracked(ToyRequest("x", PROMPT)).tier_digests(0, 4)
     for worker in toy.workers:
         worker._storer.flush(5)
         worker._tiers[0].tier.remove(worker._space.keys(digests), timeout=5)

@@ -104,7 +104,7 @@ class Loader:
         if handle is not None:
             num_present = min(max(handle.num_cached_blocks, first), last)
         rows = [] if handle is None else handle.block_ids()[first:last].tolist()
-        digests = tracked.digests(last)[num_present:] if tracked.waits and handle is not None else []
+        digests = tracked.tier_digests(num_present, last) if tracked.waits and handle is not None else []
         self._jobs[job] = _LoadJob(tracked, handle, first, num_present, last)
         tracked.hits = num_present - first, last - num_present
         request_id, present = tracked.request.request_id, num_present - first

@@ -176,7 +176,7 @@ class Saver:
     def _spill(self, done: _StoreJob) -> None:
         """The rows as they are now: publishing may have put a block that was there already in place of ours."""
         rows = done.saving.handle.block_ids()[done.first : done.last].tolist()
-        self._waiting.append(Spill(done.number, rows, done.saving.owner.digests(done.last)[done.first :]))
+        self._waiting.append(Spill(done.number, rows, done.saving.owner.tier_digests(done.first, done.last)))
         self._spills[done.number] = done
 
     def spoil(self) -> None:

@@ -30,7 +30,7 @@ class TierLookups:
         if tracked.num_below is not None and first >= tracked.asked_from:
             return tracked.num_below
         if not tracked.is_asking:
-            digests = tracked.digests(last)[first:]
+            digests = tracked.tier_digests(first, last)
             tracked.num_below, tracked.asked_from, tracked.is_asking = None, first, True
             if not self._lane.submit(lambda: self._ask(tracked, first, digests), lambda: self._answer(tracked, first)):
                 self._answer(tracked, first)

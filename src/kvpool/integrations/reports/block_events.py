@@ -54,7 +54,7 @@ class BlockEvents:
 
     def name(self, tracked: TrackedRequest, first: int, last: int) -> None:
         """These blocks of a request are about to be published."""
-        for digest, name in zip(tracked.digests(last)[first:], self._engine_names(tracked, first, last), strict=False):
+        for digest, name in zip(tracked.digests(first, last), self._engine_names(tracked, first, last), strict=False):
             self._names[digest] = name
 
     def _engine_names(self, tracked: TrackedRequest, first: int, last: int) -> list[Any]:
@@ -63,7 +63,7 @@ class BlockEvents:
 
     def stored_in_tiers(self, tracked: TrackedRequest, first: int, last: int) -> None:
         """Tiers got these blocks, or were found to have them."""
-        names, digests = self._engine_names(tracked, first, last), tracked.digests(last)
+        names, digests = self._engine_names(tracked, first, last), tracked.digests(0, last)
         start = first
         while start < last and start - first < len(names) and digests[start] in self._in_tiers:
             start += 1
@@ -81,7 +81,7 @@ class BlockEvents:
 
     def missing_in_tiers(self, tracked: TrackedRequest, first: int, last: int) -> None:
         """Tiers do not have the first of these blocks, so that those behind it are of no use."""
-        gone = [self._in_tiers.pop(digest, None) for digest in tracked.digests(last)[first:]]
+        gone = [self._in_tiers.pop(digest, None) for digest in tracked.digests(first, last)]
         self._removed_from_tiers([name for name in gone if name is not None])
 
     def _removed_from_tiers(self, names: list[Any]) -> None:

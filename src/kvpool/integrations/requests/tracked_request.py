@@ -110,12 +110,16 @@ class TrackedRequest:
         """Those that begin among the first tokens."""
         return tuple(item for item in self.items if item.position < num_tokens) or None
 
-    def digests(self, num_blocks: int) -> list[bytes]:
-        """The digests of the first blocks with the tag of their scope, each computed once."""
+    def digests(self, first: int, last: int) -> list[bytes]:
+        """The digests of blocks, as the manager announces them; each is computed once."""
         done = len(self._digests)
-        if done < num_blocks:
+        if done < last:
             size = self.block_size
             parent = self._digests[-1] if done else root_digest(self.scope)
             items = [item._replace(position=item.position - done * size) for item in self.items]
-            self._digests += chain_digests(parent, self.tokens(num_blocks * size)[done * size :], size, items)
-        return named(self.scope, self._digests[:num_blocks])
+            self._digests += chain_digests(parent, self.tokens(last * size)[done * size :], size, items)
+        return self._digests[first:last]
+
+    def tier_digests(self, first: int, last: int) -> list[bytes]:
+        """The same with the tag of their scope, as keys of tiers are made of."""
+        return named(self.scope, self.digests(first, last))
