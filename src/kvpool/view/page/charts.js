@@ -52,7 +52,9 @@ export class Charts {
       canvas.setAttribute("aria-label", title);
       figure.append(caption, canvas);
       list.append(figure);
-      return { title, unit, lines, stacked, top, figure, caption, canvas };
+      const chart = { title, unit, lines, stacked, top, figure, caption, canvas, width: 0, height: 0 };
+      new ResizeObserver(() => Object.assign(chart, { width: canvas.clientWidth, height: canvas.clientHeight })).observe(canvas);
+      return chart;
     });
   }
 
@@ -71,12 +73,14 @@ export class Charts {
     }
   }
 
-  #draw({ title, unit, lines, stacked, top, caption, canvas }, values, last, at) {
-    const scale = devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
-    canvas.width = Math.round(width * scale);
-    canvas.height = Math.round(height * scale);
+  #draw({ title, unit, lines, stacked, top, caption, canvas, width, height }, values, last, at) {
+    const scale = devicePixelRatio || 1;
+    const wide = Math.round(width * scale), high = Math.round(height * scale);
+    if (canvas.width !== wide || canvas.height !== high) Object.assign(canvas, { width: wide, height: high });
     const context = canvas.getContext("2d");
     context.setTransform(scale, 0, 0, scale, 0, 0);
+    context.clearRect(0, 0, width, height);
+    context.lineWidth = 1;
     const sums = values[0].map((_, place) => values.reduce((sum, line) => sum + (line[place] ?? 0), 0));
     const most = Math.max(top, ...(stacked ? sums : values.flat().map((value) => value ?? 0)), 1e-9) * (top === 100 ? 1 : 1.08);
     const x = (place) => (place / Math.max(values[0].length - 1, 1)) * width;

@@ -5,13 +5,14 @@ import { Chat } from "/view/chat.js";
 import { Colours, describe } from "/view/colours.js";
 import { Grid } from "/view/grid.js";
 import { element, facts, many, maskOf, showEvents, showFlow, showRequests, showTiles, tableWords } from "/view/panels.js";
-import { Store } from "/view/store.js";
+import { Store, tablesOf } from "/view/store.js";
 import { follow, headers, keepKey } from "/view/stream.js";
 import { Tree } from "/view/tree.js";
 
 const TIERS = ["GPU", "HOST", "DISK"];
 const TIER_NAMES = { GPU: "GPU", HOST: "Host", DISK: "Disk" };
-const LISTS_EVERY = 250; // milliseconds between two drawings of lists and charts; the grid follows every frame
+const LISTS_EVERY = 250; // milliseconds between two drawings of lists; the grid follows every frame
+const CHARTS_EVERY = 900; // the same of charts, which tell of minutes
 const find = (id) => document.getElementById(id);
 
 const colours = new Colours();
@@ -22,7 +23,7 @@ let paused = null; // null while live, else the place of the frame that is shown
 let shownBlocks = null; // of a paused frame
 let selected = null; // { kind: "block" | "request" | "run", ... }
 let wanted = false; // a drawing is due
-let listsDrawn = 0, skipped = 0;
+let listsDrawn = 0, chartsDrawn = 0, skipped = 0;
 const grids = new Map();
 const drawn = { frames: 0, milliseconds: 0, stamps: [] };
 
@@ -123,9 +124,12 @@ function drawLists(frame) {
   showEvents(find("event-list"), find("events-count"), frame.rest.events, store.numEvents);
   for (const flow of document.querySelectorAll(".flow")) showFlow(flow, store.frames, place());
   const told = frame.rest.tree;
-  tree.show(told, frame.rest.tenants, selected?.kind === "run" ? runsOf(told) : null);
+  tree.show(told, frame.rest.tenants, selected, () => runsOf(told));
   find("tree-count").textContent = told ? `${told.numRuns.toLocaleString("en")} runs${told.numRuns > told.number.length ? `, the ${told.number.length} nearest to the top` : ""}` : "";
-  charts.show(store.frames, place());
+  if (paused !== null || performance.now() - chartsDrawn > CHARTS_EVERY) {
+    chartsDrawn = performance.now();
+    charts.show(store.frames, place());
+  }
   drawLegend(frame.rest.tenants);
   if (selected?.kind === "request" || (selected?.kind === "block" && paused !== null)) drawDetails();
   drawTime();
@@ -166,7 +170,7 @@ function litBlocks(frame) {
     masks.set(name, old ? old.map((value, id) => value | mask[id]) : mask);
   };
   if (selected.kind === "request") {
-    const tables = frame.rest.tables.get(selected.serial) ?? [];
+    const tables = tablesOf(frame.rest, selected.serial);
     const row = frame.rest.sequences.find(([serial]) => serial === selected.serial);
     const groups = about.group_pools ?? [0];
     tables.forEach((pairs, group) => add(`${row?.[3] ? "HOST" : "GPU"}/${groups[group] ?? 0}`, pairs));
@@ -200,7 +204,7 @@ function select(what) {
   selected = selected?.kind === "request" && what?.kind === "request" && selected.serial === what.serial ? null : what;
   find("clear").hidden = !selected;
   drawDetails();
-  listsDrawn = 0;
+  listsDrawn = chartsDrawn = 0;
   soon();
 }
 
@@ -212,12 +216,12 @@ async function drawDetails() {
     return;
   }
   if (selected.kind === "request") {
-    const tables = frame.rest.tables.get(selected.serial);
+    const tables = tablesOf(frame.rest, selected.serial);
     const row = frame.rest.sequences.find(([serial]) => serial === selected.serial);
     target.replaceChildren(
       element("h3", { textContent: `Request ${selected.name}` }),
       row ? facts([["tenant", frame.rest.tenants[row[2]]], ["prompt", `${row[4]} tokens`], ["from the cache", `${row[5]} tokens`], ["written", `${row[6]} tokens`],
-        ["places", row[7]], ...(tables ?? []).map((pairs, group) => [tables.length > 1 ? `table ${group}` : "block table", element("code", { textContent: tableWords(pairs) })])])
+        ["places", row[7]], ...tables.map((pairs, group) => [tables.length > 1 ? `table ${group}` : "block table", element("code", { textContent: tableWords(pairs) })])])
         : element("p", { className: "hint", textContent: "It has ended." }));
     return;
   }
@@ -238,7 +242,7 @@ async function drawDetails() {
   const words = describe(here.low[id], here.high[id], frame.now, frame.rest.tenants);
   const head = element("h3", { textContent: `Block ${id} on ${TIER_NAMES[tier]}` });
   if (paused !== null) {
-    const holders = frame.rest.sequences.filter(([serial]) => (frame.rest.tables.get(serial) ?? []).some((pairs) => maskOf(pairs, here.high.length)[id]));
+    const holders = frame.rest.sequences.filter(([serial]) => tablesOf(frame.rest, serial).some((pairs) => maskOf(pairs, here.high.length)[id]));
     target.replaceChildren(head, facts([["then", words], ["held by", holders.map((row) => row[1]).join(", ")]]));
     return;
   }
@@ -294,7 +298,7 @@ function goTo(number) {
   find("pause").setAttribute("aria-pressed", String(paused !== null));
   document.body.classList.toggle("paused", paused !== null);
   if (selected?.kind === "block") drawDetails();
-  listsDrawn = 0;
+  listsDrawn = chartsDrawn = 0;
   soon();
 }
 
@@ -316,7 +320,7 @@ find("clear").addEventListener("click", () => select(null));
 for (const input of document.querySelectorAll("input[name=mode]"))
   input.addEventListener("change", () => {
     colours.mode = input.value;
-    listsDrawn = 0;
+    listsDrawn = chartsDrawn = 0;
     soon();
   });
 document.addEventListener("keydown", (event) => {
@@ -329,11 +333,11 @@ document.addEventListener("keydown", (event) => {
 new ResizeObserver(() => {
   if (!grids.size) return;
   fit();
-  listsDrawn = 0;
+  listsDrawn = chartsDrawn = 0;
   soon();
 }).observe(find("tiers"));
 matchMedia("(prefers-color-scheme: light)").addEventListener("change", () => {
-  listsDrawn = 0;
+  listsDrawn = chartsDrawn = 0;
   soon();
 });
 
@@ -394,4 +398,4 @@ find("model").addEventListener("change", (event) => start(event.target.value));
 start();
 
 // For tests and measurements.
-window.kvpool = { get store() { return store; }, grids, drawn, draw, goTo, get paused() { return paused; } };
+window.kvpool = { get store() { return store; }, tablesOf, grids, drawn, draw, goTo, get paused() { return paused; } };

@@ -4,6 +4,7 @@ import { earlierOf, perSecond, rate, short } from "/view/charts.js";
 import { eachId } from "/view/store.js";
 
 const MOST_ROWS = 80;
+const MOST_EVENTS = 40;
 
 export const many = (count, word) => `${short(count)} ${word}${count === 1 ? "" : "s"}`;
 
@@ -82,6 +83,9 @@ export function showRequests(list, count, rest, colours, chosen, choose) {
     return element("li", {}, button);
   }, (row, one) => {
     row.request = one;
+    const look = [one.colour, one.state, one.prompt, one.written, one.cached, one.reserved, one.seconds, longest, chosen === one.serial].join();
+    if (row.look === look) return; // most of them, most of the time
+    row.look = look;
     const [swatch, name, badge, tokens, bar] = row.firstChild.children;
     row.firstChild.setAttribute("aria-pressed", String(chosen !== null && chosen === one.serial));
     row.firstChild.disabled = one.serial === undefined;
@@ -107,7 +111,7 @@ export function showEvents(list, count, events, total) {
     if (event.priorities) return `${blocks} priority ${event.priorities[0]} → ${event.priorities[1]}`;
     return "pools were made or resized";
   };
-  keep(list, events.slice(0, MOST_ROWS).map((event) => ({ ...event, key: String(event.id) })),
+  keep(list, events.slice(0, MOST_EVENTS).map((event) => ({ ...event, key: String(event.id) })),
     (event) => element("li", {},
       element("span", { className: `badge ${event.kind}`, textContent: event.kind }), element("span", { textContent: words(event) }),
       element("code", { textContent: event.digest ?? "" })),

@@ -71,7 +71,7 @@ export class Store {
       tables = new Map();
       for (const [serial] of frame.sequences) {
         const told = frame.tables[serial];
-        tables.set(serial, told ? told.map((text) => unpack(text, Int32Array)) : old.tables.get(serial) ?? []);
+        tables.set(serial, told ?? old.tables.get(serial) ?? []);
       }
     }
     let events = this.now.events;
@@ -142,6 +142,11 @@ function unpackTree(told) {
   for (let run = count - 1; run >= 0; run--) if (tree.parent[run] >= 0) tree.weight[tree.parent[run]] += tree.weight[run];
   for (let run = 0; run < count; run++) if (tree.parent[run] >= 0) tree.children[tree.parent[run]].push(run);
   return tree;
+}
+
+// The block tables of a request, one for each layer group; they stay packed until somebody looks.
+export function tablesOf(rest, serial) {
+  return (rest.tables.get(serial) ?? []).map((text) => unpack(text, Int32Array));
 }
 
 // The block ids of a table, or of a run, from pairs (first, how many).

@@ -56,6 +56,7 @@ async function* events(body) {
 }
 
 export function unpack(text, kind) {
+  if (Uint8Array.fromBase64) return new kind(Uint8Array.fromBase64(text).buffer); // newer browsers: many times faster
   const raw = atob(text);
   const bytes = new Uint8Array(raw.length);
   for (let place = 0; place < raw.length; place++) bytes[place] = raw.charCodeAt(place);

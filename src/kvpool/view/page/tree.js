@@ -5,8 +5,12 @@ const MOST_ROWS = 14;
 
 export class Tree {
   constructor(canvas, colours, on) {
-    Object.assign(this, { canvas, colours, on, boxes: [], cursor: -1, tree: null, chosen: null });
+    Object.assign(this, { canvas, colours, on, boxes: [], cursor: -1, tree: null, chosen: null, width: 0, height: 0 });
     this.context = canvas.getContext("2d");
+    new ResizeObserver(() => { // told, not asked: asking makes the browser lay the page out at once
+      Object.assign(this, { width: canvas.clientWidth, height: canvas.clientHeight });
+      this.draw();
+    }).observe(canvas);
     canvas.addEventListener("pointermove", (event) => this.on.move(this.#at(event)));
     canvas.addEventListener("pointerleave", () => this.on.move(-1));
     canvas.addEventListener("click", (event) => {
@@ -18,15 +22,19 @@ export class Tree {
     canvas.addEventListener("blur", () => this.draw());
   }
 
-  show(tree, tenants, chosen) {
+  // Draws the tree if it, or what its picture depends on, is not what it was; `runs()` are those that stay bright.
+  show(tree, tenants, selected, runs) {
+    const { colours } = this;
+    const look = [tree, tenants.length, selected, colours.mode, colours.css.card, devicePixelRatio];
+    if (this.look?.every((part, place) => part === look[place])) return;
     if (tree !== this.tree) this.cursor = Math.min(this.cursor, tree ? tree.number.length - 1 : -1);
-    Object.assign(this, { tree, tenants, chosen });
+    Object.assign(this, { look, tree, tenants, chosen: selected?.kind === "run" ? runs() : null });
     this.draw();
   }
 
   draw() {
-    const { canvas, context, tree } = this;
-    const scale = devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
+    const { canvas, context, tree, width, height } = this;
+    const scale = devicePixelRatio || 1;
     if (canvas.width !== Math.round(width * scale) || canvas.height !== Math.round(height * scale)) {
       canvas.width = Math.round(width * scale);
       canvas.height = Math.round(height * scale);
@@ -75,7 +83,7 @@ export class Tree {
   }
 
   #children(runs, left, perBlock, row) {
-    if (row >= Math.min(MOST_ROWS, Math.floor(this.canvas.clientHeight / ROW))) return;
+    if (row >= Math.min(MOST_ROWS, Math.floor(this.height / ROW))) return;
     let x = left;
     for (const run of [...runs].sort((one, other) => this.tree.weight[other] - this.tree.weight[one])) {
       const width = this.tree.weight[run] * perBlock;
