@@ -4,8 +4,8 @@
     python benchmarks/tiers_soak.py --remote redis://127.0.0.1:6379
 
 Requests overlap, share beginnings, are cancelled at times, and now and then everything cached is forgotten, so that it comes
-back from the tiers. Some answers are compared with those of an engine without tiers. The disk is full when it begins, the
-first hour fills the pool and every bounded table; memory, file handles and threads of the second hour are held against its
+back from the tiers. Some answers are compared with those of an engine without tiers. The disk and the engine's tables of keys
+are full when it begins, the first hour fills the pool; memory, handles and threads of the second hour are held against its
 beginning. Exit status 1 if something grew or was wrong.
 """
 
@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Sized
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,11 @@ import torch
 
 from kvpool.engine import Engine, SamplingParams
 from kvpool.engine.generation import Generation
+from kvpool.engine.tiering.movers import Movers
 from kvpool.terminal import progress_bar
 from kvpool.tiers import DiskTier, KeyedTier, open_tier
+from kvpool.tiers.transport.forgetting import MAX_KNOWN
+from kvpool.tiers.transport.watching import KNOWN_KEYS
 
 BLOCK_SIZE = 8
 REQUESTS_AN_HOUR = 3600
@@ -43,7 +47,6 @@ PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 SECONDS = 300.0  # until an answer that does not come is a failure
 MOST_GROWTH = 0.02  # of the memory at the beginning of the second hour
 VOCABULARY = 160
-TABLE_LIMIT = 16_384  # keys that the engine remembers, of 65,536: so many come within the first hour
 VALUE_BYTES = 4096  # of the model below
 
 
@@ -57,6 +60,7 @@ class Look:
     threads: int
     cached_blocks: int
     disk_values: int
+    table_keys: int
 
 
 def tiny_model() -> Any:
@@ -74,6 +78,18 @@ def fill(tier: KeyedTier, num_values: int) -> None:
     value = bytes(VALUE_BYTES)
     for first in range(0, num_values, AT_ONCE):
         tier.store([os.urandom(32) for _ in range(first, first + AT_ONCE)], [value] * AT_ONCE, timeout=SECONDS)
+
+
+def fill_tables(movers: Movers) -> list[Sized]:
+    """Has the engine know as many blocks as it can remember, of prompts that nobody sends; returns what remembers them."""
+    lineage = movers.offers.lineage
+    digests = [os.urandom(32) for _ in range(MAX_KNOWN)]
+    lineage.note(os.urandom(32), digests, [os.urandom(4) + digest for digest in digests])
+    tables: list[Sized] = [lineage]
+    for watched in movers.watched:
+        watched.known.add(os.urandom(32) for _ in range(KNOWN_KEYS))
+        tables.append(watched.known)
+    return tables
 
 
 class Traffic:
@@ -101,9 +117,7 @@ class Soak:
         self.plain = plain
         assert engine._tiers is not None  # a model so small computes faster than anything loads: never measured, it is loaded
         engine._tiers._movers.decider.observe_prompt = lambda num_tokens, seconds: None  # type: ignore[method-assign]
-        engine._tiers._movers.offers.lineage._limit = TABLE_LIMIT
-        for watched in engine._tiers._movers.watched:
-            watched.known._limit = TABLE_LIMIT
+        self.tables = fill_tables(engine._tiers._movers)
         self.stored_before = sum(measured.stats.stored for measured in engine._tiers.stats().tiers)
         self.traffic = Traffic(seed)
         self.looks: list[Look] = []
@@ -151,6 +165,7 @@ class Soak:
             threading.active_count(),
             sum(pool.cached for pool in stats.cache.pools),
             stats.tiers.tiers[0].stats.num_values or 0,
+            sum(map(len, self.tables)),
         )
 
     def problems(self) -> list[str]:
@@ -208,10 +223,10 @@ def main() -> int:
             tier.close()
     seconds = time.monotonic() - started
     assert stats is not None
-    print(f"{'requests':>9}{'RSS MiB':>9}{'handles':>9}{'threads':>9}{'cached':>9}{'on disk':>9}")
+    print(f"{'requests':>9}{'RSS MiB':>9}{'handles':>9}{'threads':>9}{'cached':>9}{'on disk':>9}{'tables':>9}")
     for look in soak.looks:
         print(f"{look.requests:9,}{look.rss_bytes / 2**20:9.1f}{look.handles:9}{look.threads:9}"
-              f"{look.cached_blocks:9,}{look.disk_values:9,}")  # fmt: skip
+              f"{look.cached_blocks:9,}{look.disk_values:9,}{look.table_keys:9,}")  # fmt: skip
     print(f"{requests:,} requests in {seconds:.0f} s ({soak.cancelled} cancelled); {soak.checked} answers compared, "
           f"{soak.wrong} wrong; {stats.stores.stored:,} blocks stored, {stats.stores.dropped:,} dropped; "
           f"{stats.prompt_tokens_loaded:,} tokens came in {stats.imports:,} loads")  # fmt: skip
