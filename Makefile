@@ -10,6 +10,7 @@ PY := $(VENV)/bin/python
 WHEELS := .wheels
 VLLM_VENV ?= $(HOME)/.cache/kvpool/vllm-0.32
 DYNAMO_VENV ?= $(HOME)/.cache/kvpool/dynamo-1.6
+MOONCAKE_SITE ?= $(HOME)/.cache/kvpool/mooncake-0.3.13
 
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 PIP_FLAGS += $(if $(wildcard $(WHEELS)),--find-links $(WHEELS)) $(if $(OFFLINE),--no-index)
@@ -34,7 +35,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake test test-tiers-kill compiled test-compiled test-vllm test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-vllm test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -78,6 +79,16 @@ mooncake: $(VENV)/.stamp-dev ## Mooncake's client and master for the tests of it
 		timeout 60 apt-get update -qq && timeout 90 apt-get install -y -qq libibverbs1 >/dev/null; fi
 	@$(PIP_INSTALL) -e '.[mooncake]' || $(PIP_FAILED)
 	@$(PY) -c "import mooncake.store"
+
+# Beside .venv, so that `make test` takes as long as it does without it.
+mooncake-site: $(VENV)/.stamp-dev
+	@if [ "$$(id -u)" -eq 0 ] && command -v apt-get >/dev/null && ! ldconfig -p | grep -q libibverbs.so.1; then \
+		timeout 60 apt-get update -qq && timeout 60 apt-get install -y -qq libibverbs1 >/dev/null; fi
+	@[ -e $(MOONCAKE_SITE)/mooncake ] || $(PIP_INSTALL) --no-deps --target $(MOONCAKE_SITE) mooncake-transfer-engine-non-cuda==0.3.13.post1
+	@PYTHONPATH=$(MOONCAKE_SITE) $(PY) -c "import mooncake.store"
+
+test-mooncake: mooncake-site ## a real Mooncake Store in a network namespace of its own: contract, faults, an engine that loses a node
+	OMP_NUM_THREADS=1 PYTHONPATH=$(MOONCAKE_SITE) $(PY) -m pytest tests/tiers/test_mooncake.py tests/engine/test_tiers_server_faults.py -k mooncake $(ARGS)
 
 compiled: $(VENV)/.stamp-dev ## what `pip install .` gives where there is a C compiler, in build/compiled/site; takes some minutes
 	@rm -rf build/compiled

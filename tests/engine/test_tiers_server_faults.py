@@ -241,7 +241,7 @@ def test_given_a_mooncake_node_that_is_killed_then_requests_are_answered() -> No
     try:
         import mooncake.store  # noqa: F401
     except ImportError as error:
-        pytest.skip(f"needs Mooncake's client ({error}): make mooncake")
+        pytest.skip(f"needs Mooncake's client ({error}): make test-mooncake")
     inside = Path(__file__).with_name("mooncake_engine_inside.py")
     tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(inside)]
     command = [*namespace_command(), *tests]
