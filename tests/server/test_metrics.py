@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Live, word_tokenizer
+from live import Live, access, call, refusal, word_tokenizer
 from models import tiny_model
 from prometheus_client.parser import text_string_to_metric_families
-from test_serving import access, call, refusal
 
 from kvpool.engine.tiering.movers import TieringStats
 from kvpool.scheduling import SchedulerStats

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import json
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -15,43 +13,13 @@ from typing import Any
 
 import openai
 import pytest
-from live import Live, openai_client
+from live import Live, access, call, openai_client, refusal, until
 
 from kvpool.errors import ConfigError
 from kvpool.server import Access, Caller, Limits
 from kvpool.server.asking.access import CacheShare, new_key
 
 PROMPT = "w5 w6 w7 w8 w9 w10 w11 w12 w13"
-
-
-def access(*tenants: str, **options: Any) -> Access:
-    """A key `sk-TENANT` for each; the tenant `root` may do everything."""
-    digests = {tenant: hashlib.sha256(f"sk-{tenant}".encode()).hexdigest() for tenant in tenants}
-    return Access({digests[t]: Caller(t, t == "root", t) for t in tenants}, **options)
-
-
-def call(live: Live, path: str, body: Any = None, key: str = "", method: str | None = None) -> Any:
-    """A plain HTTP call; returns what came, or raises HTTPError."""
-    data = None if body is None else json.dumps(body).encode()
-    headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-    request = urllib.request.Request(live.url + path, data, headers, method=method)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        text = answer.read().decode()
-        return json.loads(text) if "json" in answer.headers["content-type"] else text
-
-
-def refusal(live: Live, path: str, body: Any = None, key: str = "", method: str | None = None) -> tuple[int, Any]:
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        call(live, path, body, key, method)
-    return refused.value.code, json.loads(refused.value.read())["error"]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for something that must come; the test's own limit is generous."""
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 # --- who may ask ------------------------------------------------------------------------------------------------------

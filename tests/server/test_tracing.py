@@ -7,8 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from live import Live, openai_client
-from test_serving import until
+from live import Live, openai_client, until
 
 from kvpool.errors import ConfigError
 
