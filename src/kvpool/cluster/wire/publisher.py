@@ -81,7 +81,7 @@ class EventPublisher:
             self._out.set(self._zmq.SNDHWM, _SEND_QUEUE)
             self.endpoint = self._bind(self._out, endpoint)
             self._asked = self._context.socket(self._zmq.ROUTER)
-            self.replay_endpoint = self._bind(self._asked, replay or _port_above(endpoint))
+            self.replay_endpoint = self._bind(self._asked, replay or port_above(endpoint))
             self._subscription = manager.subscribe()
         except BaseException:
             self._context.destroy(linger=0)
@@ -218,11 +218,11 @@ def check_publishing(endpoint: object) -> None:
     if endpoint is not None:
         if not isinstance(endpoint, str):
             raise ConfigError(f"publish must be where to listen, as tcp://127.0.0.1:5557, got {show(endpoint)}")
-        _port_above(endpoint)
+        port_above(endpoint)
         _zmq()
 
 
-def _port_above(endpoint: str) -> str:
+def port_above(endpoint: str) -> str:
     """Where the replay socket is unless somebody says: one port above; a free one beside a free one."""
     host, _, port = endpoint.rpartition(":")
     if not endpoint.startswith("tcp://") or not port.isdecimal() or int(port) > 65534:

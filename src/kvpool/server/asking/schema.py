@@ -170,11 +170,12 @@ class ChatCompletions(Sampling):
 
 
 class Tokenize(Body):
-    """`POST /tokenize`: a text, or a conversation by the model's template."""
+    """`POST /tokenize`: a text, or a conversation by the model's template; `cache_salt` as the request will have it."""
 
     model: str = ""
     prompt: Text | None = None
     messages: Conversation | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
 
 
 class Detokenize(Body):

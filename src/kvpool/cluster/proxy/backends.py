@@ -1,0 +1,104 @@
+"""The servers behind a proxy: where they are, whether they live, and what they announce."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from kvpool.cluster.index.cluster_index import ClusterIndex
+from kvpool.cluster.index.subscriber import NodeSubscriber
+from kvpool.cluster.routing.router import Router
+from kvpool.cluster.wire.publisher import port_above
+from kvpool.config.layers import show
+from kvpool.errors import ConfigError
+
+log = logging.getLogger("kvpool")
+
+
+class Backend(NamedTuple):
+    """A server by its URL, which is its name; where it publishes events and where it sends them again, if it does."""
+
+    url: str
+    events: str | None
+    replay: str | None
+
+    @classmethod
+    def parse(cls, text: str) -> Backend:
+        """`http://HOST:PORT[=tcp://HOST:PORT[,tcp://HOST:PORT]]`; replay is one port above the events' unless said.
+
+        >>> Backend.parse("http://127.0.0.1:8000=tcp://127.0.0.1:5557")
+        Backend(url='http://127.0.0.1:8000', events='tcp://127.0.0.1:5557', replay='tcp://127.0.0.1:5558')
+        """
+        url, _, sockets = text.partition("=")
+        events, _, replay = sockets.partition(",")
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ConfigError(f"a backend is http://HOST:PORT=tcp://HOST:PORT, got {show(text)}")
+        if not events:
+            return cls(url.rstrip("/"), None, None)
+        return cls(url.rstrip("/"), events, replay or port_above(events))
+
+
+class Backends:
+    """Watches servers: whoever does not answer gets no requests, and what it held is forgotten."""
+
+    def __init__(
+        self, backends: list[Backend], index: ClusterIndex, router: Router, client: Any, *, every: float, patience: float
+    ) -> None:
+        self._client = client
+        self._router = router
+        self._every, self._patience = every, patience
+        self._followers: dict[str, NodeSubscriber] = {}
+        self.urls = [backend.url for backend in backends]
+        for backend in backends:
+            router.add_node(backend.url)
+            router.set_ready(backend.url, False)  # until it answers
+            if backend.events is not None:
+                self._followers[backend.url] = NodeSubscriber(index, backend.url, backend.events, backend.replay)
+
+    async def watch(self) -> None:
+        """Looks at every server again and again, each by itself."""
+        await asyncio.gather(*(self._watch(url) for url in self.urls))
+
+    async def _watch(self, url: str) -> None:
+        while True:
+            self.note(url, is_ready=await self._answers(url))
+            await asyncio.sleep(self._every)
+
+    async def _answers(self, url: str) -> bool:
+        """Whether a server takes requests: `/ready` says so, or `/health` where there is no such path."""
+        try:
+            answer = await self._client.get(f"{url}/ready", timeout=self._patience)
+            if answer.status_code == 404:
+                answer = await self._client.get(f"{url}/health", timeout=self._patience)
+        except Exception as error:
+            log.debug("%s does not answer: %s", url, error)
+            return False
+        return bool(answer.status_code == 200)
+
+    def note(self, url: str, *, is_ready: bool) -> None:
+        """What was learnt of a server, by a look or by a request that it did not answer."""
+        if self._router.nodes[url].is_ready == is_ready:
+            return
+        log.warning("%s %s", url, "takes requests" if is_ready else "does not answer: it gets no requests")
+        self._router.set_ready(url, is_ready)
+        if is_ready and (follower := self._followers.get(url)):
+            follower.resync()  # what it held was forgotten
+
+    def described(self) -> dict[str, Any]:
+        """Every server, for people."""
+        loads = self._router.nodes
+        return {
+            url: {
+                **loads[url]._asdict(),
+                "events": self._followers[url].stats._asdict() if url in self._followers else None,
+            }
+            for url in self.urls
+        }
+
+    def close(self) -> None:
+        """Stops following."""
+        for follower in self._followers.values():
+            follower.close()

@@ -1,0 +1,282 @@
+"""The proxy in front of servers that answer, refuse, die before their first word and die in the middle of a sentence."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+import managers
+from kvpool.cluster.proxy.backends import Backend
+from kvpool.cluster.proxy.prompt_tokens import given_tokens, session_of, tokenize_body
+from kvpool.errors import ConfigError
+
+pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
+httpx = pytest.importorskip("httpx")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+SIZE = 4
+WORDS = 12
+
+
+class Live:
+    """An application behind a real socket, in a thread."""
+
+    def __init__(self, app: Any) -> None:
+        self.server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="critical", lifespan="on"))
+        started = threading.Event()
+        startup = self.server.startup
+
+        async def announced(sockets: Any = None) -> None:
+            await startup(sockets)
+            started.set()
+
+        self.server.startup = announced
+        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        self.thread.start()
+        assert started.wait(30)
+        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
+
+    def close(self) -> None:
+        self.server.should_exit = self.server.force_exit = True
+        self.thread.join(30)
+
+
+class FakeServer:
+    """A server with a real cache that it announces, whose model says w0 w1 w2; a test says how it behaves."""
+
+    def __init__(self) -> None:
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        from kvpool.cluster.wire.publisher import EventPublisher
+
+        self.manager = managers.make_manager(gpu_blocks=64)
+        self.publisher = EventPublisher(self.manager, "tcp://127.0.0.1:0", heartbeat=0.05)
+        self.behaviour = "answers"
+        self.prompts: list[list[int]] = []
+        paths = {"/ready": self.ready, "/tokenize": self.tokenize, "/v1/models": self.models}
+        paths["/v1/completions"] = self.complete
+        self.live = Live(Starlette(routes=[Route(path, call, methods=["GET", "POST"]) for path, call in paths.items()]))
+
+    @property
+    def backend(self) -> str:
+        return f"{self.live.url}={self.publisher.endpoint},{self.publisher.replay_endpoint}"
+
+    async def ready(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        return JSONResponse({}, status_code=200 if self.behaviour != "drains" else 503)
+
+    async def models(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        return JSONResponse({"data": ["m"]})
+
+    async def tokenize(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        return JSONResponse({"tokens": [int(word) for word in (await request.json())["prompt"].split()]})
+
+    async def complete(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        body = await request.json()
+        if self.behaviour in ("drains", "refuses"):
+            return JSONResponse({"error": {}}, status_code=503)
+        if self.behaviour == "is wrong":
+            return JSONResponse({"error": {"message": "no such model"}}, status_code=404)
+        prompt = body["prompt"] if isinstance(body["prompt"], list) else [int(word) for word in body["prompt"].split()]
+        self.prompts.append(prompt)
+        cached = self.manager.match_prefix(prompt).num_tokens
+        handle = self.manager.allocate(len(self.prompts), prompt)
+        self.manager.commit(handle, len(prompt) - handle.num_cached_tokens)
+        self.manager.free(handle)
+
+        async def words() -> AsyncIterator[bytes]:
+            for at in range(WORDS):
+                if at == {"dies at once": 0, "dies later": 3}.get(self.behaviour):
+                    raise ConnectionError
+                yield f"data: w{at}\n\n".encode()
+            yield b"data: [DONE]\n\n"
+
+        if body.get("stream"):
+            return StreamingResponse(words(), media_type="text/event-stream")
+        if self.behaviour == "dies at once":
+            return StreamingResponse(words(), media_type="application/json", headers={"content-length": "1000"})
+        return JSONResponse({"cached": cached})
+
+    def close(self) -> None:
+        self.live.close()
+        self.publisher.close()
+
+
+class Fleet:
+    """Some servers and a proxy in front of them."""
+
+    def __init__(self, num_servers: int) -> None:
+        from kvpool.cluster.proxy.proxy_app import Proxy, create_proxy_app
+
+        self.servers = [FakeServer() for _ in range(num_servers)]
+        backends = [Backend.parse(server.backend) for server in self.servers]
+        self.proxy = Proxy(backends, block_size=SIZE, health_seconds=0.02)
+        self.live = Live(create_proxy_app(self.proxy))
+        self.client = httpx.Client(base_url=self.live.url, timeout=60, trust_env=False)
+        self.by_url = {server.live.url: server for server in self.servers}
+        self.until(lambda: all(load.is_ready for load in self.proxy.router.nodes.values()))
+
+    def until(self, is_so: Callable[[], bool]) -> None:
+        end = time.monotonic() + 30
+        while not is_so():
+            assert time.monotonic() < end, "it did not come true in half a minute"
+            time.sleep(0.005)
+
+    def ask(self, prompt: Any, **options: Any) -> Any:
+        answer = self.client.post("/v1/completions", json={"prompt": prompt, **options})
+        return answer, self.by_url.get(answer.headers.get("x-kvpool-node", ""))
+
+    def others(self, server: FakeServer | None) -> list[FakeServer]:
+        return [each for each in self.servers if each is not server]
+
+    def close(self) -> None:
+        self.client.close()
+        self.live.close()
+        for server in self.servers:
+            server.close()
+
+
+@pytest.fixture(scope="module")
+def shared_fleet() -> Iterator[Fleet]:
+    fleet = Fleet(3)
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture
+def fleet(shared_fleet: Fleet) -> Iterator[Fleet]:
+    yield shared_fleet
+    for server in shared_fleet.servers:
+        server.behaviour = "answers"
+    shared_fleet.until(lambda: all(load.is_ready for load in shared_fleet.proxy.router.nodes.values()))
+    loads = shared_fleet.proxy.router
+    shared_fleet.until(lambda: all(load.num_requests == load.num_waiting_tokens == 0 for load in loads.nodes.values()))
+
+
+def test_given_a_prompt_that_one_server_cached_when_asked_as_tokens_or_text_then_it_goes_there(fleet: Fleet) -> None:
+    prompt = list(range(100, 140))
+    _, first = fleet.ask(prompt)
+    fleet.until(lambda: first.live.url in fleet.proxy.index.match(prompt))
+    for again in (prompt, " ".join(map(str, prompt)), [*prompt, 7]):
+        answer, server = fleet.ask(again)
+        assert server is first
+        assert answer.json()["cached"] >= 36
+
+
+def test_given_a_stream_when_it_runs_then_every_part_passes_through(fleet: Fleet) -> None:
+    answer, _ = fleet.ask([1, 2, 3], stream=True)
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.text == "".join(f"data: w{at}\n\n" for at in range(WORDS)) + "data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("behaviour", ["refuses", "dies at once"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_given_a_server_that_fails_before_its_first_word_then_another_one_answers(
+    fleet: Fleet, behaviour: str, stream: bool
+) -> None:
+    prompt = [*range(200, 240), stream, len(behaviour)]
+    _, first = fleet.ask(prompt)
+    first.behaviour = behaviour
+    answer, second = fleet.ask(prompt, stream=stream)
+    assert answer.status_code == 200
+    assert second in fleet.others(first)
+
+
+def test_given_a_server_that_dies_in_a_stream_then_the_client_reads_an_error_and_no_end(fleet: Fleet) -> None:
+    for server in fleet.servers:
+        server.behaviour = "dies later"
+    answer, _ = fleet.ask([5, 6, 7], stream=True)
+    assert answer.text.startswith("data: w0\n\ndata: w1\n\ndata: w2\n\n")
+    assert "[DONE]" not in answer.text
+    error = json.loads(answer.text.rsplit("data: ", 1)[1])["error"]
+    assert error["code"] == "node_lost"
+
+
+def test_given_no_server_that_answers_then_the_client_is_told_so_and_how_to_go_on(fleet: Fleet) -> None:
+    for server in fleet.servers:
+        server.behaviour = "refuses"
+    answer, _ = fleet.ask([1, 2, 3])
+    assert answer.status_code in (502, 503)
+    assert answer.json()["error"]["code"] == "no_node"
+    assert answer.headers["retry-after"] == "1"
+
+
+def test_given_a_server_that_drains_then_it_gets_no_requests_and_what_it_held_is_learnt_again_later(fleet: Fleet) -> None:
+    prompt = list(range(300, 340))
+    _, first = fleet.ask(prompt)
+    fleet.until(lambda: first.live.url in fleet.proxy.index.match(prompt))
+    first.behaviour = "drains"
+    fleet.until(lambda: not fleet.proxy.router.nodes[first.live.url].is_ready)
+    assert first.live.url not in fleet.proxy.index.match(prompt)
+    _, second = fleet.ask([*range(400, 440)])
+    assert second in fleet.others(first)
+    first.behaviour = "answers"
+    fleet.until(lambda: first.live.url in fleet.proxy.index.match(prompt))
+
+
+def test_given_a_refusal_of_the_request_itself_then_it_passes_through_and_nobody_else_is_asked(fleet: Fleet) -> None:
+    for server in fleet.servers:
+        server.behaviour = "is wrong"
+    answer, server = fleet.ask([1, 2, 3])
+    assert answer.status_code == 404
+    assert answer.json()["error"]["message"] == "no such model"
+    assert server in fleet.servers
+
+
+def test_given_other_paths_and_bodies_that_cannot_be_read_then_a_server_sees_them(fleet: Fleet) -> None:
+    assert fleet.client.get("/v1/models").json() == {"data": ["m"]}
+    assert fleet.client.post("/v1/completions", content=b"{").status_code == 500  # the fake's own answer
+    assert fleet.client.get("/nowhere").status_code == 404
+
+
+def test_given_the_proxy_when_asked_for_its_statistics_then_nodes_decisions_and_the_index_are_there(fleet: Fleet) -> None:
+    fleet.ask([1, 2, 3])
+    said = fleet.client.get("/route/stats").json()
+    assert set(said["nodes"]) == set(fleet.by_url)
+    assert said["router"]["num_routes"] > 0
+    assert all(node["events"]["num_applied"] > 0 for node in said["nodes"].values())
+
+
+@pytest.mark.parametrize(
+    ("body", "question", "tokens"),
+    [
+        ({"prompt": [1, 2]}, None, [1, 2]),
+        ({"prompt": [[1, 2], [3]]}, None, [1, 2]),
+        ({"prompt": "a", "model": "m"}, {"model": "m", "prompt": "a"}, []),
+        ({"prompt": ["a", "b"], "cache_salt": "s"}, {"cache_salt": "s", "prompt": "a"}, []),
+        ({"messages": [1]}, {"messages": [1]}, []),
+        ({"messages": [1], "system": "x"}, {"messages": [{"role": "system", "content": "x"}, 1]}, []),
+        ({"input": "a"}, {"prompt": "a"}, []),
+        ({"prompt": [True]}, None, []),
+        ({}, None, []),
+    ],
+)
+def test_given_a_body_then_its_tokens_are_known_or_asked_for(body: Any, question: Any, tokens: list[int]) -> None:
+    assert tokenize_body(body) == question
+    assert list(given_tokens(body)) == tokens
+
+
+def test_given_two_keys_then_their_sessions_of_one_name_are_two() -> None:
+    sessions = {session_of({"user": "alice"}, {"authorization": key}) for key in ("a", "b")}
+    assert len(sessions) == 2
+    assert session_of({}, {}) is None
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:8000", "ftp://x", "http://x=5557", "http://x=tcp://y"])
+def test_given_a_wrong_backend_then_it_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Backend.parse(text)
