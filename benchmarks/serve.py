@@ -59,30 +59,34 @@ def tokens_per_second(model: Any, load: Load) -> Runner:
 
 
 @cache
-def soaked(num_clients: int, seconds: float) -> Soaked:
-    """One soak, of which both cases tell."""
+def soaked(model: str, num_clients: int, seconds: float) -> Soaked:
+    """One soak, of which several cases tell."""
     torch.set_num_threads(1)
-    return soak(Server(TINY, 64), num_clients, seconds)
+    return soak(Server(TINY if model == "tiny" else None, 64), num_clients, seconds)
 
 
 def cases(quick: bool) -> list[Case]:
     """All cases, in the order of the table."""
-    few, clients, seconds = (8, 32, 2.0) if quick else (64, 200, 60.0)
+    few, model, clients, seconds = (8, "tiny", 32, 2.0) if quick else (64, "SmolLM2", 200, 300.0)
     smol = partial(overhead, None, Load(32, 60, 16))
     small = partial(overhead, SMALL, Load(32, 60, few))
     tiny = partial(tokens_per_second, TINY, Load(64, 20, 4 * few))
 
     def soaking(figure: Callable[[Soaked], float]) -> Callable[[], Runner]:
-        return lambda: lambda: [figure(soaked(clients, seconds))]
+        return lambda: lambda: [figure(soaked(model, clients, seconds))]
 
     once: dict[str, Any] = dict(repeats=1, quick_repeats=1, warmups=0)
-    unintended, health = soaking(lambda found: float(found.unintended)), soaking(lambda found: found.health_ms)
+    soak_of = f"soak, {model}, {clients} clients"
+    unintended, stayed = soaking(lambda found: float(found.unintended)), soaking(lambda found: float(found.stayed))
+    health, grown = soaking(lambda found: found.health_ms), soaking(lambda found: found.grown_mib)
     return [
         Case("overhead, SmolLM2-135M, 32 streams", "%", "lower", smol, (10.0,), repeats=3, quick_repeats=1, warmups=0),
         Case("overhead, 6-layer Llama, 32 streams", "%", "lower", small, repeats=3),
         Case("tokens a second, tiny Llama, 64 streams", "/s", "higher", tiny, (3000.0,), repeats=3),
-        Case(f"soak, {clients} clients, unintended", "", "lower", unintended, (0.0,), **once),
-        Case(f"soak, {clients} clients, p99 of /health", "ms", "lower", health, (100.0,), **once),
+        Case(f"{soak_of}, unintended", "", "lower", unintended, (0.0,), **once),
+        Case(f"{soak_of}, left over", "", "lower", stayed, (0.0,), **once),
+        Case(f"{soak_of}, memory grown", "MiB", "lower", grown, () if quick else (64.0,), **once),
+        Case(f"{soak_of}, p99 of /health", "ms", "lower", health, () if quick else (100.0,), **once),
     ]
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import resource
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvicorn
 
-from cases.serve_clients import misbehave
+from cases.serve_clients import look, misbehave
 from harness import PeerAbsentError
 from kvpool.engine import Engine, SamplingParams
 from kvpool.errors import ModelLoadError
@@ -63,6 +66,20 @@ class Server:
             time.sleep(0.01)
         self.url = "http://127.0.0.1:{}".format(*self._server.servers[0].sockets[0].getsockname()[1:2])
 
+    def look(self) -> _Look:
+        """What this process holds now, as Linux tells it."""
+        loop = self._server.servers[0].get_loop()
+        links = [_target(link) for link in Path("/proc/self/fd").iterdir()]
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        num_sockets = sum(target.startswith("socket:") for target in links)
+        return _Look(len(asyncio.all_tasks(loop)), num_sockets, pages * resource.getpagesize() / 2**20)
+
+    def left_over(self, before: _Look) -> int:
+        """Sequences, blocks, tasks and sockets that are there and were not before."""
+        now, stats = self.look(), self.engine.stats()
+        more = max(0, now.tasks - before.tasks) + max(0, now.sockets - before.sockets)
+        return more + stats.num_running + stats.num_waiting + stats.cache.pool().referenced
+
     def answered(self, load: Load) -> tuple[float, dict[str, Any]]:
         """CPU seconds of this process for a load over HTTP, and what its client, another process, saw."""
         self.engine.manager.reset_prefix_cache()
@@ -86,25 +103,48 @@ class Server:
         return time.process_time() - start
 
 
+def _target(link: Path) -> str:
+    try:
+        return str(link.readlink())
+    except OSError:  # closed in the meantime
+        return ""
+
+
 class Soaked(NamedTuple):
     """What came of a soak."""
 
-    unintended: int  # answers that nothing asked for: errors of good requests, answers to bad ones, blocks that stayed
+    unintended: int  # errors of good requests, answers to bad ones
+    stayed: int  # blocks, sequences, tasks and sockets that were not there before
+    grown_mib: float  # memory at the end beside that after a third of the time
     health_ms: float  # that 99 of 100 calls of /health stayed within
-    answers: int
-    left: int
+    outcomes: dict[str, int]
+
+
+class _Look(NamedTuple):
+    """What a process holds besides its cache."""
+
+    tasks: int
+    sockets: int
+    mib: float
 
 
 def soak(server: Server, num_clients: int, seconds: float) -> Soaked:
     """Clients that stream, leave in the middle, send nonsense and too much, for a while; then nothing may be left."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as elsewhere:  # where they do not hold up the server
-        seen, waits = elsewhere.submit(misbehave, server.url, num_clients, seconds, BODY_LIMIT).result()
+    server.answered(Load(2, 40, 8))  # what is made on first use
+    before = server.look()
+    sizes: list[float] = []
+    with ProcessPoolExecutor(2, get_context("spawn")) as elsewhere:  # where they do not hold up the server
+        clients = elsewhere.submit(misbehave, server.url, num_clients, seconds, BODY_LIMIT)
+        looks = elsewhere.submit(look, server.url, seconds)
+        while not clients.done():
+            sizes.append(server.look().mib)
+            time.sleep(min(1.0, seconds / 20))
+        seen, waits = clients.result(), looks.result()
     deadline = time.monotonic() + 60
-    while server.engine.stats().num_running + server.engine.stats().num_waiting and time.monotonic() < deadline:
+    while (stayed := server.left_over(before)) and time.monotonic() < deadline:
         time.sleep(0.05)
     server.engine.manager.check()
-    stayed = server.engine.stats().cache.pool().referenced
-    unintended = sum(count for kind, count in seen.items() if kind not in ("answered", "left", "refused")) + stayed
-    if unintended:
-        print(f"soak: {dict(seen)}, {stayed} blocks stayed", file=sys.stderr)
-    return Soaked(unintended, 1e3 * waits[int(0.99 * (len(waits) - 1))], seen["answered"], seen["left"])
+    third = sizes[len(sizes) // 3 :]
+    unintended = sum(count for kind, count in seen.items() if kind not in ("answered", "left", "refused"))
+    print(f"soak: {dict(seen)}, {stayed} things stayed, {third[0]:.0f} to {third[-1]:.0f} MiB", file=sys.stderr)
+    return Soaked(unintended, stayed, third[-1] - third[0], 1e3 * waits[int(0.99 * (len(waits) - 1))], dict(seen))
