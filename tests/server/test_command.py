@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.cli import main
+from kvpool.server.serve_command import bound
 
 SRC = str(Path(__file__).resolve().parents[2] / "src")
 
@@ -41,6 +43,7 @@ def test_given_a_process_when_it_is_told_to_end_then_the_answer_under_way_is_fin
         with urllib.request.urlopen(request, timeout=60) as answer:
             answer.readline()
             process.send_signal(signal.SIGTERM)
+            assert next(lines).startswith("finishing 1 requests")
             rest = answer.read().decode()
         assert rest.rstrip().endswith("data: [DONE]")
         process.communicate(timeout=60)
@@ -64,3 +67,40 @@ def test_given_new_key_then_a_key_and_its_line_are_printed(capsys: pytest.Captur
     assert re.search(r"kv-\S{40,}", printed)
     assert re.search(r"acme [0-9a-f]{64}", printed)
     assert main(["serve", "--new-key", "two words"]) == 2
+
+
+def test_given_a_port_in_use_then_it_is_said_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", "--port", str(port), "nowhere"]) == 2
+    assert f"cannot listen at 127.0.0.1, port {port}: another program listens there" in capsys.readouterr().err
+    assert main(["serve", "--host", "no.such.host.invalid", "--insecure", "nowhere"]) == 2
+    assert "cannot listen at no.such.host.invalid, port 8000" in capsys.readouterr().err
+
+
+def test_given_localhost_then_all_of_its_addresses_have_the_same_port() -> None:
+    sockets = bound("localhost", 0)
+    try:
+        assert len({one.getsockname()[1] for one in sockets}) == 1
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def test_given_the_model_as_an_argument_then_it_is_the_model_and_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", "/no/such/model"]) == 2
+    assert "there is no file or directory /no/such/model" in capsys.readouterr().err
+    assert main(["serve", "--port", "0", "--model", "one", "two"]) == 2
+    assert "the model is two or --model one: name it once" in capsys.readouterr().err
+
+
+def test_given_help_then_what_stands_in_brackets_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["serve", "--help"])
+    words = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "[admin]" in words
+    assert "section [tiers]" in words
+
+
+def test_given_an_address_for_traces_that_is_none_then_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--traces", "collector", "nowhere"]) == 2
+    assert "--traces is 'collector'; write an address" in capsys.readouterr().err

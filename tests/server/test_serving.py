@@ -318,6 +318,30 @@ def test_given_a_failure_of_ours_then_it_is_told_in_the_same_form(
     assert (status, error["type"], error["message"]) == (500, "server_error", "this server failed: ZeroDivisionError")
 
 
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "messages", "return_tensors"])
+def test_given_arguments_of_the_tokenizer_as_variables_of_the_template_then_they_are_refused(live: Live, name: str) -> None:
+    body = {"messages": [{"role": "w1", "content": "w5"}], "max_tokens": 1}
+    assert call(live, "/v1/chat/completions", body | {"chat_template_kwargs": {"thinking": True}})["choices"]
+    status, error = refusal(live, "/v1/chat/completions", body | {"chat_template_kwargs": {name: "w7"}})
+    assert (status, error["param"]) == (400, "chat_template_kwargs")
+
+
+def test_given_a_conversation_on_which_the_template_fails_then_it_is_the_conversation_that_is_wrong(
+    live: Live, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine.tokenizer, "chat_template", "{{ messages[0]['name'] + 1 }}")
+    status, error = refusal(live, "/v1/chat/completions", {"messages": [{"role": "user", "content": "w5", "name": "w6"}]})
+    assert status == 400
+    assert "chat template refuses" in error["message"]
+
+
+def test_given_a_body_of_another_type_then_the_answer_names_the_right_one(live: Live) -> None:
+    request = urllib.request.Request(live.url + "/v1/completions", b'{"prompt": "w5"}', {"content-type": "text/plain"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=30)
+    assert "content-type: application/json" in json.loads(refused.value.read())["error"]["message"]
+
+
 def test_given_an_unknown_path_then_it_is_refused_in_the_same_form(live: Live) -> None:
     assert refusal(live, "/v2/nothing")[1]["message"] == "GET /v2/nothing: Not Found"
 

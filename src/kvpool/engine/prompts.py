@@ -51,10 +51,10 @@ def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **templat
         _unicode(str(message.get("content", "")))
     try:
         rendered = tokenizer.apply_chat_template(spoken, add_generation_prompt=True, tokenize=True, **template)
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:  # it runs code
         roles = ", ".join(str(message.get("role")) for message in spoken)
         raise InvalidArgumentError(
-            f"the model's chat template refuses a conversation of the roles {roles}: {error.message}"
+            f"the model's chat template refuses a conversation of the roles {roles}: {error}"
         ) from error
     ids: Sequence[int] = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
     return ids

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
+import socket
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +27,9 @@ def register(app: typer.Typer, name: str) -> None:
 
 @opt.command
 def serve(
+    called: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
+    ] = None,
     *,
     engine_options: opt.EngineOptions,
     host_memory: opt.HostMemory = None,
@@ -36,7 +42,7 @@ def serve(
     keys: Annotated[
         Path | None,
         typer.Option(
-            help=f"Who may ask: a line 'TENANT SHA256 [admin]' each. Also ${ENVIRONMENT}: TENANT:KEY[:admin],..."
+            help=f"Who may ask: a line 'TENANT SHA256 \\[admin]' each. Also ${ENVIRONMENT}: TENANT:KEY\\[:admin],..."
         ),
     ] = None,
     new_key_for: Annotated[
@@ -59,7 +65,7 @@ def serve(
     """Serve models to every OpenAI client.
 
     \b
-    kvpool serve --model DIR
+    kvpool serve DIR                        # a Hugging Face directory or a GGUF file; without it a small model to try
     kvpool serve --config kvpool.toml       # several models, keys, limits and tiers in one file: docs/server.md
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello"}]}'
@@ -76,6 +82,10 @@ def serve(
     from kvpool.server.asking.served import ServedModel
     from kvpool.server.serve_settings import read_serve
 
+    if called is not None:
+        if engine_options.model is not None:
+            raise ConfigError(f"the model is {called} or --model {engine_options.model}: name it once")
+        engine_options = replace(engine_options, model=called)
     given = {"host": host, "port": port, "keys": keys, "share_cache": share_cache, "insecure": insecure}
     given |= {"max_requests": max_requests, "max_sequences": max_sequences, "traces": traces}
     settings, models = read_serve(engine_options, host_memory, name, given)
@@ -83,6 +93,7 @@ def serve(
     _check_address(settings.host, access, settings.insecure)
     tracing = None if settings.traces is None else Tracing.to(settings.traces)
     with ExitStack() as stack:
+        sockets = [stack.enter_context(one) for one in bound(settings.host, settings.port)]
         served = []
         for model in models:
             opt.tell(f"loading {model.name} ...", quiet)
@@ -91,14 +102,35 @@ def serve(
             served.append(ServedModel(model.name, stack.enter_context(engine)))
         config = uvicorn.Config(
             create_app(served, access, settings.limits, tracing),
-            settings.host,
-            settings.port,
             log_level="warning",
             timeout_graceful_shutdown=GRACE_SECONDS,
             lifespan="on",
             access_log=False,
         )
-        _announced(uvicorn, config, ", ".join(model.name for model in served), quiet).run()
+        _announced(uvicorn, config, ", ".join(model.name for model in served), quiet).run(sockets)
+
+
+def bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets at an address, before a model is loaded for nothing; they do not listen yet."""
+    made: list[socket.socket] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in dict.fromkeys(found):
+            one = socket.socket(family, kind, protocol)
+            made.append(one)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            taken = made[0].getsockname()[1]  # where the port is 0, all take that of the first
+            one.bind((address[0], port or (taken if len(made) > 1 else 0), *address[2:]))
+    except OSError as error:
+        for one in made:
+            one.close()
+        why = error.strerror
+        if error.errno == errno.EADDRINUSE:
+            why = "another program listens there; --port 0 takes a free one"
+        raise ConfigError(f"cannot listen at {host}, port {port}: {why}") from None
+    return made
 
 
 def _announced(uvicorn: Any, config: Any, name: str, quiet: bool) -> Any:
@@ -108,13 +140,17 @@ def _announced(uvicorn: Any, config: Any, name: str, quiet: bool) -> Any:
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
             for server in self.servers:
-                for socket in server.sockets:
-                    where = "http://{}:{}".format(*socket.getsockname()[:2])
+                for listening in server.sockets:
+                    address, port = listening.getsockname()[:2]
+                    where = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
                     pages = f"{where}/ (live view), {where}/docs, {where}/metrics"
                     opt.tell(f"{name} at {where}/v1 (API), {pages}; Ctrl-C ends it", quiet)
 
         async def shutdown(self, sockets: Any = None) -> None:
-            self.config.app.state.server.gate.is_draining = True
+            gate = self.config.app.state.server.gate
+            gate.is_draining = True
+            if gate.under_way:
+                opt.tell(f"finishing {gate.under_way} requests, for up to {GRACE_SECONDS} s; Ctrl-C ends them", quiet)
             await super().shutdown(sockets)
 
     return Announced(config)

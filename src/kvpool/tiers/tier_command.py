@@ -26,7 +26,7 @@ DirectoryArgument = Annotated[
     Path | None, typer.Argument(help="The directory of a disk tier; default: `disk` of the settings.", show_default=False)
 ]
 ConfigOption = Annotated[
-    Path | None, typer.Option(envvar="KVPOOL_CONFIG", help="A TOML file with a section [tiers].")
+    Path | None, typer.Option(envvar="KVPOOL_CONFIG", help=r"A TOML file with a section \[tiers].")
 ]
 Json = Annotated[str | None, typer.Option(help="Write the figures as JSON; - for stdout.")]
 SpaceOption = Annotated[

@@ -52,7 +52,7 @@ class EngineOptions:
         str | None, typer.Option(help="Write a trace for `kvpool replay`; prompts cannot be read from it.")
     ] = None
     config: Annotated[
-        Path | None, typer.Option(envvar="KVPOOL_CONFIG", help="A TOML file with a section [tiers]: docs/tiers.md.")
+        Path | None, typer.Option(envvar="KVPOOL_CONFIG", help=r"A TOML file with a section \[tiers]: docs/tiers.md.")
     ] = None
     disk: Annotated[str | None, typer.Option(help="Keep prefixes in this directory: the next start finds them.")] = None
     disk_bytes: Annotated[str | None, typer.Option(help="As much as --disk may hold: 10GiB.")] = None

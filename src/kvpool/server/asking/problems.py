@@ -70,6 +70,9 @@ def problem_of_body(errors: Sequence[Mapping[str, Any]], body: Any) -> Problem:
     >>> str(problem_of_body(errors, {"stop": ["a", "b"]}))
     'stop.1: too long'
     """
+    if isinstance(body, (bytes, str)):
+        words = "the body is no JSON object: send one, with 'content-type: application/json'"
+        return Problem(400, words, code="invalid_value")
     placed = [(_place(error["loc"], body), str(error["msg"])) for error in errors]
     furthest = max((place for place, _ in placed), key=len)
     messages = dict.fromkeys(message for place, message in placed if place == furthest)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvpool.config.layers import show
 from kvpool.engine.engine import Prompt
 from kvpool.pools.arrays import Int32Array
 from kvpool.server.answering.answers import ChatAnswer, TextAnswer
@@ -88,17 +91,32 @@ async def conversation_tokens(
         turn = message.model_dump(exclude_none=True)
         turn["content"] = _text_of(message.content, number)
         spoken.append(turn)
+    for name in template or ():
+        if name in _reserved():
+            raise Problem(
+                400, f"chat_template_kwargs are what the model's template reads; {name!r} is not for clients to set",
+                code="invalid_value", param="chat_template_kwargs",
+            )  # fmt: skip
     more = {**(template or {}), **({"tools": list(tools)} if tools else {})}
     return await model.chat_tokens(spoken, **more)
+
+
+@lru_cache
+def _reserved() -> frozenset[str]:
+    """What the tokenizer itself takes, such as a template in place of the model's: no variables of the template."""
+    from transformers import PreTrainedTokenizerBase
+
+    return frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"documents"} | {"messages"}
 
 
 def _text_of(content: str | list[dict[str, Any]] | None, number: int) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
-        if part.get("type") not in ("text", "input_text") or not isinstance(part.get("text"), str):
+        kind = part.get("type")
+        if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
             raise Problem(
-                400, f"message {number} has a part of type {part.get('type')!r}; this model reads text only",
+                400, f"message {number} has a part of type {show(kind)} that holds no text; this model reads text only",
                 code="unsupported", param=f"messages.{number}.content",
             )  # fmt: skip
     return "".join(part["text"] for part in content)
