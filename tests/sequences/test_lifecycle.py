@@ -324,6 +324,15 @@ def test_a_prompt_shorter_than_a_block_reuses_what_it_shares() -> None:
 # --- merging ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_prompt_shorter_than_a_block_that_is_committed_with_what_follows_is_found_by_the_whole_block() -> None:
+    manager = make_manager()
+    handle = manager.allocate("first of its scope", [1, 2, 3])
+    manager.extend(handle, 1)
+    manager.commit(handle, [1, 2, 3, 4])
+    manager.check()
+    assert manager.match_prefix([1, 2, 3, 4, 5]).num_tokens == 4
+
+
 def test_equal_blocks_computed_twice_become_one() -> None:
     manager = make_manager()
     first, second = (manager.allocate(name, list(range(10))) for name in "ab")

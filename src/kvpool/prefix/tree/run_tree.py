@@ -110,7 +110,8 @@ class RunTree:
         if root is None or root.scope is not scope:
             root = self.roots.get(scope)
             if root is None:
-                return Match(None, path, 0, None, 0, tokens[: self.block_size].tobytes())
+                first = tokens[: self.block_size].tobytes() if len(tokens) >= self.block_size else None
+                return Match(None, path, 0, None, 0, first)
             self._last_found = root
         size = self.block_size
         position, total = 0, len(tokens)
