@@ -532,6 +532,7 @@ EFFECTS: dict[str, Any] = {
     "cache_unfilled_blocks": True,
     "offload_on_evict": False,
     "offload_min_priority": 36,
+    "host_write": "through",
     "watermark": 0.5,
     "eviction_policy": "lfu",
     "default_ttl": 1.0,

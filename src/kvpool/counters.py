@@ -65,6 +65,7 @@ class Counters:
     swapped_blocks: int = 0
     offloaded_blocks: int = 0
     onboarded_blocks: int = 0
+    shadowed_blocks: int = 0
     defragmented_blocks: int = 0
     evictions: dict[str, int] = field(default_factory=lambda: {reason.value: 0 for reason in EvictionReason})
     lifetime: Histogram = field(default_factory=Histogram)

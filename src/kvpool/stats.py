@@ -96,6 +96,7 @@ class CacheStats:
     swapped_blocks: int
     offloaded_blocks: int
     onboarded_blocks: int
+    shadowed_blocks: int  # copied to the host before they were evicted
     defragmented_blocks: int
     evictions: Mapping[str, int]
     lifetime_seconds: Mapping[str, float]

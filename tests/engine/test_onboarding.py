@@ -81,11 +81,10 @@ class SlowLink:
         loop.runner.run = noted_run  # type: ignore[method-assign]
 
 
-def make_engine(**options: Any) -> Engine:
+def make_engine(host_write: Any = "back", **options: Any) -> Engine:
     limits = SchedulerConfig(max_tokens_per_step=64, max_sequences=8)
-    return Engine(
-        tiny_model("llama"), block_size=4, host_bytes=2**20, scheduler=limits, cache={"watermark": 0.0}, **options
-    )
+    cache = {"watermark": 0.0, "host_write": host_write}
+    return Engine(tiny_model("llama"), block_size=4, host_bytes=2**20, scheduler=limits, cache=cache, **options)
 
 
 @pytest.fixture
@@ -122,7 +121,8 @@ def test_given_a_prefix_on_the_host_when_others_decode_then_they_go_on_while_it_
     assert first > LINK_STEPS
 
 
-def test_given_conversations_in_a_cache_that_is_too_small_then_they_are_those_of_a_large_one() -> None:
+@pytest.mark.parametrize("host_write", ["back", "through", 1])
+def test_given_conversations_in_a_cache_that_is_too_small_then_they_are_those_of_a_large_one(host_write: Any) -> None:
     def talk(engine: Engine) -> list[list[int]]:
         texts = [prompt(20 + seed, seed) for seed in range(6)]
         for turn in range(3):
@@ -132,11 +132,12 @@ def test_given_conversations_in_a_cache_that_is_too_small_then_they_are_those_of
 
     with make_engine(kv_blocks=400) as large:
         want = talk(large)
-    with make_engine(kv_blocks=40) as small:
+    with make_engine(kv_blocks=40, host_write=host_write) as small:
         link = SlowLink(small)
         assert talk(small) == want
         stats = small.stats()
         assert stats.cache.onboarded_blocks > 0
+        assert (stats.cache.shadowed_blocks > 0) == (host_write != "back")
         assert stats.scheduler.arrival_waits > 0
         assert link.rows
         small.manager.check()

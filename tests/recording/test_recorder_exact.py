@@ -21,8 +21,8 @@ from kvpool.stats import CacheStats
 COUNTERS = (
     "requests", "prompt_tokens", "prompt_blocks", "hit_blocks", "hit_tokens", "partial_hit_tokens",
     "full_hits_with_logits", "blocks_allocated", "blocks_merged", "copies_on_write", "evictions", "forks", "rewinds",
-    "swaps_out", "swaps_in", "swapped_blocks", "offloaded_blocks", "onboarded_blocks", "defragmented_blocks",
-    "num_cached_runs",
+    "swaps_out", "swaps_in", "swapped_blocks", "offloaded_blocks", "onboarded_blocks", "shadowed_blocks",
+    "defragmented_blocks", "num_cached_runs",
 )  # fmt: skip
 VOCABULARY = 40  # so few that prompts often share the beginning of a block with several cached ones
 

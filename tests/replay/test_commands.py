@@ -70,6 +70,8 @@ def test_given_a_file_without_requests_then_every_command_refuses_it(
         (["--capacity", "5k:1k"], "is empty"),
         (["--tiers", "host=5"], "has no gpu tier"),
         (["--tiers", "gpu=many"], "write a number above 0"),
+        (["--host-write", "through"], "does nothing without a host"),
+        (["--tiers", "gpu=5,host=5", "--host-write", "around"], "must be 'back' or 'through'"),
         (["--report", "nowhere/out.html"], "there is no folder nowhere"),
         (["--json", "nowhere/out.json"], "there is no folder nowhere"),
         (["--json", "."], "that is a folder"),

@@ -112,6 +112,15 @@ def test_given_a_lower_tier_then_what_leaves_the_gpu_hits_there(chat_trace: Trac
     assert sum(both.hit_blocks_by_tier.values()) == both.hit_blocks
 
 
+def test_given_a_host_that_is_written_through_then_nobody_waits_for_a_copy_and_as_much_is_found(chat_trace: Trace) -> None:
+    back, through = (replay(chat_trace, ReplayConfig("lru", 60, host=5_000, host_write=way)) for way in ("back", "through"))
+    assert through.hit_blocks == back.hit_blocks
+    assert back.awaited_blocks == back.copied_down_blocks > 0
+    assert through.awaited_blocks < 0.1 * through.copied_down_blocks
+    once = replay(chat_trace, ReplayConfig("lru", 60, host=5_000, host_write=1))
+    assert 0 < once.copied_down_blocks < back.copied_down_blocks
+
+
 def test_given_larger_blocks_then_only_whole_ones_hit() -> None:
     trace = TraceBuilder("t", unit=16).add(0, [1, 2, 3], 48, 0).add(1, [1, 2, 3], 48, 0).build()
     result = replay(trace, ReplayConfig("lru", 8, block_size=32))

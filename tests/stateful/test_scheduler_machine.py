@@ -53,6 +53,7 @@ def draw_config(
     """One full group, whose blocks tell the history, and windows of any kind; pools of different sizes on every tier."""
     layers = [FULL, *(draw_layer(rng, block_size) for _ in range(num_windows))]
     groups = [len(pool.groups) for pool in KVCacheConfig(layers, block_size, gpu_blocks=len(layers)).pools]
+    offload = rng.random() < 0.8
     return KVCacheConfig(
         layers,
         block_size,
@@ -61,7 +62,8 @@ def draw_config(
         disk_blocks=None if disk_blocks is None else [n + rng.randrange(disk_blocks + 1) for n in groups],
         enable_prefix_caching=caching,
         partial_match=rng.random() < 0.8,
-        offload_on_evict=rng.random() < 0.8,
+        offload_on_evict=offload,
+        host_write=rng.choice(("back", "through", 1)) if offload else "back",
         eviction_policy=rng.choice(policy_names()),
         watermark=watermark,
     )

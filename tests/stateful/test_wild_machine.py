@@ -29,6 +29,7 @@ def test_settings_cover_what_is_allowed() -> None:
     settings = [draw_setting(Random(f"setting {seed}")) for seed in range(400)]
     configs = [setting.config for setting in settings]
     assert {config.eviction_policy for config in configs} == set(policy_names())
+    assert {config.host_write for config in configs if config.num_blocks(Tier.HOST)} == {"back", "through", 1, 2}
     assert {group.kind for config in configs for group in config.groups} == set(GroupKind)
     assert any(len(config.pools) > 2 for config in configs)
     assert any(len([g for g in config.groups if g.window and g.pool == 0]) > 1 for config in configs), (

@@ -91,6 +91,7 @@ def draw_config(rng: Random, layers: list[LayerSpec], size: int) -> KVCacheConfi
     spare = rng.choice((1, 3, 8, 8))
     caching = rng.random() < 0.95
     partial = rng.random() < 0.75
+    offload = rng.random() < 0.8
     return KVCacheConfig(
         layers,
         size,
@@ -102,7 +103,8 @@ def draw_config(rng: Random, layers: list[LayerSpec], size: int) -> KVCacheConfi
         partial_match=partial,
         copy_on_partial_reuse=not partial or rng.random() < 0.7,
         cache_unfilled_blocks=caching and partial and rng.random() < 0.6,
-        offload_on_evict=rng.random() < 0.8,
+        offload_on_evict=offload,
+        host_write=rng.choice(("back", "back", "through", "through", 1, 2)) if offload else "back",
         watermark=rng.choice((0.0, 0.0, 0.0, 0.01, 0.1, 0.3)),
         eviction_policy=rng.choice(policy_names()),
         default_ttl=8.0 if caching and rng.random() < 0.1 else None,

@@ -217,6 +217,11 @@ class WildMachine:
                 expected = self.bytes.marked(group, values.reshape(-1, width)[held])
                 where = f"cached {node.tokens.tolist()} from block {node.start} on, group {group}, {node.tier.name}"
                 assert (found == expected).all(), f"{where}: wrong bytes in {ids.tolist()}"
+                if node.shadow is not None:
+                    there = node.shadow[group]
+                    found = self.bytes.cells(group, Tier.HOST)[there[there >= 0], :width]
+                    expected = self.bytes.marked(group, values.reshape(-1, width)[there >= 0])
+                    assert (found == expected).all(), f"{where}: wrong bytes in its shadow {there.tolist()}"
 
     def check_index(self) -> None:
         """Only what was committed can be found, and that once."""
@@ -260,7 +265,7 @@ class WildMachine:
         cached = {}
         for node, values, _ in read_tree(self.manager, self.histories):
             of_node = (node.tier, node.priority, node.expires_at, node.session, bool(node.pins), node.last_access)
-            columns = [ids.tolist() for ids in node.ids]
+            columns = [ids.tolist() for ids in (*node.ids, *(node.shadow or ()))]
             ends = values[-1:] if node.is_remainder else values[self.size - 1 :: self.size]
             for index, end in enumerate(ends.tolist()):
                 cached[end] = (*of_node, *(column[index] for column in columns))

@@ -27,9 +27,10 @@ from kvpool.config.layers import (
     divide_budget,
     show,
 )
-from kvpool.errors import ConfigError, InvalidArgumentError, NeverFitsError
+from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, NeverFitsError
 
 LOCAL_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
+HOST_WRITES = ("back", "through")
 DEFAULT_PLAN_TOKENS = 4096
 _UNLIMITED = 2**62  # above every reachable length: MAX_BLOCKS blocks of MAX_BLOCK_SIZE tokens are 2**51
 
@@ -70,6 +71,9 @@ class KVCacheConfig:
     cache_unfilled_blocks: bool = False  # keep the last block of freed sequences for partial reuse: docs/decisions/0008
     offload_on_evict: bool = True  # evicted GPU cache goes to HOST, HOST to DISK, where these tiers exist
     offload_min_priority: int = 0  # evicted runs of a lower retention priority are dropped, not offloaded
+    # When a run on the GPU is copied to HOST: "back" on eviction, "through" when its last reader leaves, or a number of uses;
+    # what was used less often is dropped when it is evicted. docs/decisions/0013
+    host_write: str | int = "back"
     watermark: float = 0.01  # fraction of each GPU pool kept free at admission
     eviction_policy: str = "adaptive"  # learns what is reused; its comparison with "lru": docs/decisions/0005
     default_ttl: float | None = None  # seconds
@@ -314,6 +318,9 @@ class KVCacheConfig:
         if low and not self.offload_on_evict:
             raise ConfigError(f"offload_min_priority={low} does nothing with offload_on_evict=False")
         self._put("offload_min_priority", low)
+        self._put("host_write", check_host_write(self.host_write))
+        if self.host_write != "back" and not self.offload_on_evict:
+            raise ConfigError(f"host_write={show(self.host_write)} does nothing with offload_on_evict=False")
         self._put("watermark", check_number("watermark", self.watermark, "in [0, 1)"))
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark={self.watermark} must be in [0, 1)")
@@ -426,6 +433,16 @@ class KVCacheConfig:
         num_bytes = sum(count * pool.block_bytes for count, pool in zip(counts, self.pools, strict=True))
         shown = counts[0] if len(counts) == 1 else tuple(counts)
         return f"gpu_blocks={shown} ({num_bytes} bytes)"
+
+
+def check_host_write(given: object, error: type[KVPoolError] = ConfigError) -> str | int:
+    """`host_write` as it is, if it says when runs are copied to the host: a way by name, or a number of uses from 1 on."""
+    if not isinstance(given, str):
+        return check_int("host_write", given, 1, MAX_BLOCKS, error)
+    if given in HOST_WRITES:
+        return given
+    expected = " or ".join(f"'{name}'" for name in HOST_WRITES)
+    raise error(f"host_write={show(given)} must be {expected}, or after how many uses a run is copied")
 
 
 def _exact(fraction: float) -> Fraction:

@@ -39,6 +39,7 @@ class Guard:
         self.context = state.context
         self.expiry = state.cache.expiry
         self.calendar = state.cache.expiry.calendar
+        self.shadows = state.context.shadows
         self.first_pool = state.gpu_pools[0]
         self.levels = tuple(levels)
         self.calm = (0, 0)  # while the only pool's referenced blocks stay in this range, the level cannot change
@@ -69,6 +70,8 @@ class Guard:
             self.lock.release()
             return
         try:
+            if self.shadows.waiting:
+                self.state.cache.copy_ahead()
             pool = self.first_pool
             used = pool.num_blocks - pool.num_free - pool.num_cached
             if used > pool.peak_referenced:

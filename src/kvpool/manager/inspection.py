@@ -77,8 +77,8 @@ class Inspector:
                 holders.append(handle_id)
                 group, column = of_group, int(found[0])
         node = None
-        for part, of_group in self._runs(pool):
-            found = np.flatnonzero(part.ids[of_group] == block_id)
+        for part, of_group, ids in self._runs(pool):
+            found = np.flatnonzero(ids == block_id)
             if len(found):
                 node, group, column = part, of_group, part.start + int(found[0])
         if holders:
@@ -87,7 +87,7 @@ class Inspector:
             state = BlockState.FREE
         else:
             by_itself = pool.tier == GPU and group is not None and self.context.groups[group].slides
-            pinned = block_id in self.windows.pinned[pool.index] if by_itself else node.pins > 0
+            pinned = block_id in self.windows.pinned[pool.index] if by_itself else node.pins > 0 and node.tier == pool.tier
             state = BlockState.PINNED if pinned else BlockState.CACHED
         position = None if column is None else column * self.state.block_size
         published = node is not None and not node.detached
@@ -127,7 +127,7 @@ class Inspector:
                 "requests", "allocation_failures", "extend_failures", "prompt_tokens", "prompt_blocks",
                 "partial_hit_tokens", "full_hits_with_logits", "blocks_allocated", "blocks_merged",
                 "copies_on_write", "forks", "rewinds", "swaps_out", "swaps_in", "swapped_blocks",
-                "offloaded_blocks", "onboarded_blocks", "defragmented_blocks",
+                "offloaded_blocks", "onboarded_blocks", "shadowed_blocks", "defragmented_blocks",
             )
         }  # fmt: skip
         return CacheStats(
@@ -159,14 +159,15 @@ class Inspector:
                 elif handle.swapped is not None and pool.tier == Tier.HOST:
                     yield handle.request_id, group, handle.swapped.ids[group]
 
-    def _runs(self, pool: BlockPool) -> Iterator[tuple[Node, int]]:
-        """(node, group) of every run on a pool's tier."""
+    def _runs(self, pool: BlockPool) -> Iterator[tuple[Node, int, Int32Array]]:
+        """(node, group, ids) of every run with blocks in a pool, or with a shadow there."""
         for node in self.tree.nodes():
             self.context.sync(node)
-            if node.tier == pool.tier:
+            held = node.ids if node.tier == pool.tier else node.shadow if pool.tier == Tier.HOST else None
+            if held is not None:
                 for group in self.context.cached:
                     if group.pool == pool.index:
-                        yield node, group.index
+                        yield node, group.index, held[group.index]
 
     def groups(self) -> tuple[GroupStats, ...]:
         """Blocks in use per layer group and tier. Groups with a pool of their own are read off it."""
@@ -189,14 +190,16 @@ class Inspector:
         referenced = len(np.unique(np.concatenate(held))) if held else 0
         cached = pinned = 0
         kept = self.windows.pinned[pool.index]
-        for node, of_group in self._runs(pool):
+        for node, of_group, ids in self._runs(pool):
             if of_group != group:
                 continue
-            ids = node.ids[group][node.ids[group] >= 0]
+            ids = ids[ids >= 0]
             if self.context.groups[group].slides and pool.tier == GPU:
                 idle = ids[pool.refs[ids] == 0]
                 cached += len(idle)
                 pinned += sum(block in kept for block in idle.tolist()) if kept else 0
+            elif node.tier != pool.tier:
+                cached += len(ids)
             elif not node.active:
                 cached += len(ids)
                 pinned += len(ids) if node.pins else 0

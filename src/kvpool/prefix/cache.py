@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from kvpool.config import Tier
 from kvpool.eviction import EvictionPolicy
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.announcing.announcer import Announcer
@@ -49,10 +50,14 @@ class PrefixCache:
         new_policy: Callable[[], EvictionPolicy],
         offload_on_evict: bool,
         offload_min_priority: int,
+        host_write: str | int = "back",
     ) -> None:
         self.context = context
         self.offload_on_evict = offload_on_evict
         self.offload_min_priority = offload_min_priority
+        self.least_uses = host_write if isinstance(host_write, int) else 0  # of a run that may leave the GPU for a lower tier
+        if host_write != "back":
+            context.shadows.waiting = []
         self.orders = EvictionOrders(new_policy, context.num_tiers)
         self.ledger = IdleLedger(context)
         self.announcer = Announcer(context)
@@ -85,7 +90,7 @@ class PrefixCache:
         return self.orders.evictable(pool, None)
 
     def _make_room_below(self, pool: BlockPool, num_blocks: int, priority: int) -> None:
-        self.evict(pool, num_blocks - pool.num_free, None, CAPACITY, priority)
+        self.evict(pool, num_blocks - pool.num_free, None, CAPACITY, priority, spares_shadows=True)
 
     # --- eviction ----------------------------------------------------------------------------------------------------
 
@@ -101,13 +106,16 @@ class PrefixCache:
         tenant: str | None,
         reason: EvictionReason,
         ceiling: int = MAX_PRIORITY,
+        spares_shadows: bool = False,
     ) -> int:
         """Frees up to `num_blocks` of a pool; returns how many became free (one position may free several).
 
-        A policy that goes by priority gives up no run above the priority `ceiling`.
+        A policy that goes by priority gives up no run above the priority `ceiling`. Shadows go first unless they are spared.
         """
         before = pool.num_free
         goal = before + num_blocks
+        if pool.tier == Tier.HOST and not spares_shadows:
+            self.context.shadows.give_way(pool, goal, MAX_PRIORITY)
         has_leftovers = self.context.windowed and pool.tier == GPU
         while pool.num_free < goal:
             victim = self.orders.victim(pool, tenant)
@@ -146,7 +154,8 @@ class PrefixCache:
 
     def _evict_tail(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
         """The last blocks of an idle leaf move down if that is wanted and possible; else they leave the index."""
-        goes_down = self.offload_on_evict and self.mover.lower_tier[node.tier] is not None
+        used = node.tier != GPU or node.hits >= self.least_uses
+        goes_down = self.offload_on_evict and used and self.mover.lower_tier[node.tier] is not None
         if goes_down and importance(node) >= self.offload_min_priority:
             num_blocks = self._move_down(node, num_blocks, reason)
         if num_blocks:
@@ -159,7 +168,7 @@ class PrefixCache:
         """
         keep = node.num_blocks - num_blocks
         for evicting in (True, False):  # then with the room that was made, if more important runs are in the way of more
-            part = min(num_blocks, self.mover.num_fitting(node.tier, evicting))
+            part = min(num_blocks, self.mover.num_fitting(node, evicting))
             if not part or (self.context.windowed and not self.windows.is_usable(node, keep, keep + part)):
                 break
             if part < num_blocks:
@@ -169,6 +178,10 @@ class PrefixCache:
                 self.context.counters.evictions[reason.value] += self.context.num_present(node, 0)
                 return 0
         return num_blocks
+
+    def copy_ahead(self) -> None:
+        """Ends an operation: runs that nobody reads any more are copied to the host before they are evicted."""
+        self.mover.copy_ahead(self.least_uses, self.offload_min_priority)
 
     def enforce_quota(self, root: Root) -> None:
         """Evicts a tenant's own idle blocks while it is over its maximum."""

@@ -25,7 +25,7 @@ MAX_SLOTS = 2**26  # that one operation may ask for
 MAX_SEQUENCES = 2**20  # that are live at once
 _SWITCHES = (
     "block_size", "enable_prefix_caching", "partial_match", "copy_on_partial_reuse", "cache_unfilled_blocks",
-    "offload_on_evict", "offload_min_priority", "watermark", "default_ttl", "max_pinned_tokens", "max_seq_len",
+    "offload_on_evict", "offload_min_priority", "host_write", "watermark", "default_ttl", "max_pinned_tokens", "max_seq_len",
 )  # fmt: skip
 _BUDGETS = {"gpu_blocks": Tier.GPU, "host_blocks": Tier.HOST, "disk_blocks": Tier.DISK}
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
+from kvpool.config.cache_config import HOST_WRITES
 from kvpool.config.layers import MAX_BYTES, show
 from kvpool.errors import ConfigError
 from kvpool.terminal import parse_bytes
@@ -43,6 +44,7 @@ class TierConfig:
     host_bytes: int | None = None
     offload_on_evict: bool | None = None
     offload_min_priority: int | None = None
+    host_write: str | int | None = None
     disk: str | None = None
     disk_bytes: int | None = None
     disk_threads: int | None = None
@@ -91,7 +93,7 @@ class TierConfig:
             "host_bytes": self.host_bytes,
             "cache": {
                 name: getattr(self, name)
-                for name in ("offload_on_evict", "offload_min_priority")
+                for name in ("offload_on_evict", "offload_min_priority", "host_write")
                 if getattr(self, name) is not None
             }
             or None,
@@ -272,6 +274,10 @@ def _choice(choices: tuple[str, ...]) -> _Kind:
     return _Kind(f"one of {', '.join(choices)}", read)
 
 
+def _host_write(value: Any) -> str | int:
+    return value if value in HOST_WRITES else _count(1, MAX_COUNT)(value)
+
+
 def _whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError
@@ -295,6 +301,7 @@ _KINDS = {
     "host_bytes": _Kind('a size, as 0 or "8GB"', _size(0)),
     "offload_on_evict": _FLAG,
     "offload_min_priority": _Kind("a whole number from 0 to 100", _count(0, 100)),
+    "host_write": _Kind(f"back, through, or a number of uses from 1 to {MAX_COUNT}", _host_write),
     "disk": _Kind("the path of a directory, without a question mark", _directory),
     "disk_bytes": _BYTES,
     "disk_threads": _Kind("a whole number from 1 to 64", _count(1, 64)),
@@ -329,7 +336,7 @@ def _check_together(found: Mapping[str, _Setting], checked: Mapping[str, Any]) -
         tier, divider, _ = name.partition("_")
         if tier in ("disk", "remote") and divider and tier not in found:
             raise ConfigError(f"{setting.source} = {show(setting.value)} needs {SECTION}.{tier} as well")
-        if tier == "offload" and not checked.get("host_bytes"):
+        if (tier == "offload" or name == "host_write") and not checked.get("host_bytes"):
             raise ConfigError(f"{setting.source} = {show(setting.value)} needs {SECTION}.host_bytes as well")
         if name.endswith("_dtype") and f"{tier}_compression" not in found:
             raise ConfigError(f"{setting.source} = {show(setting.value)} needs {SECTION}.{tier}_compression as well")

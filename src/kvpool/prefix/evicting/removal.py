@@ -44,6 +44,8 @@ class Removal:
         context = self.context
         policy = node.root.policies[node.tier]
         keep = node.num_blocks - num_blocks
+        if node.shadow is not None:
+            context.shadows.trim(node, keep)
         if evicted or node.is_candidate():
             if evicted and not keep:
                 policy.evicted(node)
@@ -130,6 +132,7 @@ class Removal:
                 self.announcer.removed(part, 0, part.num_blocks, reason)
             context.counters.evictions[reason.value] += context.num_present(part, 0)
             part.digests = part.logits = None
+            context.shadows.drop(part)
         for part in parts:
             if part.active and not part.detached:
                 self._unlink(part)

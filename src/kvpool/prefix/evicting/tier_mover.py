@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final, TypeAlias
 
 import numpy as np
 
 from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
-from kvpool.pools.arrays import Int32Array
+from kvpool.pools.arrays import BoolArray, Int32Array
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU, BlockPool
@@ -21,11 +22,14 @@ from kvpool.prefix.tree.node import Node
 from kvpool.prefix.tree.run_tree import RunTree
 from kvpool.stats import EvictionReason
 
+HOST: Final = Tier.HOST
+Along: TypeAlias = list[tuple[Group, BoolArray]]  # which windowed blocks of a run go along with it
+
 
 class TierMover:
     """Gives runs blocks on another tier and plans the copies.
 
-    `make_room(pool, num_blocks, priority)` frees blocks of a lower tier, and none of runs above the priority;
+    `make_room(pool, num_blocks, priority)` frees blocks of a lower tier, none of runs above the priority, and no shadows;
     `evictable(pool)` says how many could become free.
     """
 
@@ -61,10 +65,12 @@ class TierMover:
 
     # --- down --------------------------------------------------------------------------------------------------------
 
-    def num_fitting(self, tier: Tier, evicting: bool) -> int:
-        """For how many positions of full groups the tier below `tier` has room, or could make it by `evicting`."""
-        below = self.lower_tier[tier]
+    def num_fitting(self, node: Node, evicting: bool) -> int:
+        """How many positions of a run the tier below it has room for, or could make room for by `evicting`."""
+        below = self.lower_tier[node.tier]
         assert below is not None
+        if node.shadow is not None and below == HOST:
+            return node.num_blocks
         fitting = MAX_BLOCKS
         for index, per_position in self.context.full_per_pool:
             pool = self.context.pools[index][below]
@@ -83,15 +89,16 @@ class TierMover:
             return False
         context = self.context
         keep = node.num_blocks - num_blocks
-        needs = [0] * len(context.pools)
-        for group in context.full:
-            needs[group.pool] += num_blocks
         # Asked before runs below it give way.
         along = [(group, self.windows.needed(node, group, keep)) for group in context.windowed]
-        for group, wanted in along:
-            needs[group.pool] += int(wanted.sum())
-        if not self._make_room_below(target, needs, importance(node)):
+        shadow = context.shadows.take(node)  # nobody else is to have it
+        there = None if shadow is None or target != HOST else [ids[keep:] for ids in shadow]
+        if not self._make_room_below(target, self._needs(num_blocks, along, there), importance(node)):
+            if shadow is not None:
+                context.shadows.keep(node, shadow)
             return False
+        if shadow is not None:
+            context.shadows.keep(node, shadow)
         if keep:
             self.tree.split(node, keep)
         for group, wanted in along:
@@ -101,18 +108,71 @@ class TierMover:
         context.counters.offloaded_blocks += num_blocks
         return True
 
-    def _make_room_below(self, target: Tier, needs: list[int], priority: int) -> bool:
-        """Frees blocks of a lower tier for a run of this priority; False if only more important runs could give way."""
-        pools = [tiers[target] for tiers in self.context.pools]
+    def _needs(self, num_blocks: int, along: Along, there: list[Int32Array] | None) -> list[int]:
+        """Blocks per pool of a lower tier for so many positions and what goes along of windows, less those `there`."""
+        needs = [0] * len(self.context.pools)
+        if there is None:
+            for group in self.context.full:
+                needs[group.pool] += num_blocks
+        for group, wanted in along:
+            missing = wanted if there is None else wanted & (there[group.index] < 0)
+            needs[group.pool] += int(missing.sum())
+        return needs
+
+    def _make_room_below(self, target: Tier, needs: list[int], priority: int, for_shadow: bool = False) -> bool:
+        """Frees blocks of a lower tier for a run of this priority; False if only more important runs could give way.
+
+        Shadows give way when no run can, and not to a shadow: without them, somebody would wait for a copy soon.
+        """
+        pools, shadows = [tiers[target] for tiers in self.context.pools], self.context.shadows
         for pool, need in zip(pools, needs, strict=True):
-            if pool.num_free + self.evictable(pool) < need:
+            spared = shadows.num_blocks[pool.index] if for_shadow else 0
+            if pool.num_free + self.evictable(pool) - spared < need:
                 return False
         for pool, need in zip(pools, needs, strict=True):
             if pool.num_free < need:
                 self.make_room(pool, need, priority)
+            if pool.num_free < need and target == HOST and not for_shadow:
+                shadows.give_way(pool, need, priority)
             if pool.num_free < need:
                 return False
         return True
+
+    # --- ahead of eviction -------------------------------------------------------------------------------------------
+
+    def copy_ahead(self, least_uses: int, least_priority: int) -> None:
+        """Copies runs to the host whose last reader left in the present operation, and that were used often enough."""
+        shadows = self.context.shadows
+        waiting, shadows.waiting = shadows.waiting, []
+        if self.lower_tier[GPU] != HOST:
+            return
+        for node in reversed(waiting or ()):  # parents before their children, as they would be matched
+            stays = node.tier == GPU and not node.detached and node.shadow is None
+            if stays and node.hits >= least_uses and node.priority >= least_priority:
+                self._copy_to_host(node)
+
+    def _copy_to_host(self, node: Node) -> None:
+        """Gives a run a shadow, if there is room for it and it could be matched below the GPU."""
+        context = self.context
+        if context.windowed and not self.windows.is_usable(node, 0, node.num_blocks):
+            return
+        along = [(group, self.windows.needed(node, group)) for group in context.windowed]
+        needs = self._needs(node.num_blocks, along, None)
+        if not self._make_room_below(HOST, needs, node.priority, for_shadow=True):
+            return
+        wanted = {group.index: of_group for group, of_group in along}
+        ids = []
+        for group in context.cached:
+            old = node.ids[group.index]
+            chosen = wanted[group.index] if group.slides else old >= 0
+            src = old[chosen]
+            of_group = np.full(len(old), -1, np.int32)
+            of_group[chosen] = dst = group.on(HOST).take(len(src))
+            ids.append(of_group)
+            if len(src):
+                context.copies.append(CopyOp(CopyKind.OFFLOAD, group.index, GPU, HOST, src, dst))
+        context.shadows.keep(node, ids)
+        context.counters.shadowed_blocks += node.num_blocks
 
     # --- up ----------------------------------------------------------------------------------------------------------
 
@@ -148,15 +208,21 @@ class TierMover:
             node.root.policies[source].remove(node)
             node.entry = None  # the policy of the new tier starts afresh
         self._count(node, -1)
+        if target != HOST:
+            context.shadows.drop(node)
+        old, shadow = node.ids, context.shadows.take(node)
         if ready is None:
-            node.ids = [self._move_ids(node, group, target, kind) for group in context.cached]
+            node.ids = [self._move_ids(node, group, target, kind, shadow) for group in context.cached]
         if context.events.listening and node.digests:
             self.announcer.moved(node, source, target)
         if ready is not None:
-            for group in context.cached:
-                old = node.ids[group.index]
-                group.on(source).give(old[old >= 0])
             node.ids = ready
+        if source == HOST and target == GPU and context.shadows.waiting is not None:
+            context.shadows.keep(node, [ids.copy() for ids in old])  # evicted again it need not be copied
+        else:
+            for group in context.cached:
+                ids = old[group.index]
+                group.on(source).give(ids[ids >= 0])
         self._change_tier(node, target)
         self._count(node, 1)
         if node.pins and target == GPU:
@@ -181,23 +247,28 @@ class TierMover:
         node.tier = target
         node.same_tier_children = sum(c.tier == target for c in node.children.values()) if node.children else 0
 
-    def _move_ids(self, node: Node, group: Group, target: Tier, kind: CopyKind) -> Int32Array:
+    def _move_ids(
+        self, node: Node, group: Group, target: Tier, kind: CopyKind, shadow: list[Int32Array] | None
+    ) -> Int32Array:
+        """Blocks of a group on another tier for all that a run has of it: those of its shadow, and new ones for the rest."""
         source = node.tier
         old = node.ids[group.index]
         present = old >= 0
-        src = old if present.all() else old[present]
+        missing = present if shadow is None else present & (shadow[group.index] < 0)
+        src = old if missing.all() else old[missing]
         dst = group.on(target).take(len(src))
+        if len(src) == len(old):
+            moved = dst.copy()  # the planned copy keeps its own: ids change when the pool is defragmented
+        else:
+            moved = np.full(len(old), -1, np.int32) if shadow is None else shadow[group.index].copy()
+            moved[missing] = dst
         if len(src):
             self.context.copies.append(CopyOp(kind, group.index, source, target, src, dst))
-        group.on(source).give(src)
         if group.slides and GPU in (source, target):  # where windowed blocks count by themselves
-            self.ledger.add_cached(node.root, group.gpu, len(src) if target == GPU else -len(src))
-            if target == GPU and len(src):
+            num_moved = int(present.sum())
+            self.ledger.add_cached(node.root, group.gpu, num_moved if target == GPU else -num_moved)
+            if target == GPU and num_moved:
                 self.windows.leave_over(node, group, node.start, node.end - 1)
-        if len(src) == len(old):
-            return dst.copy()  # the planned copy keeps its own: ids change when the pool is defragmented
-        moved = np.full(len(old), -1, np.int32)
-        moved[present] = dst
         return moved
 
 

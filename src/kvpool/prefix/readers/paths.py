@@ -45,6 +45,7 @@ class PathReaders:
 
         Unless it only held them (`used` is False), this was their last use.
         """
+        waiting = self.context.shadows.waiting if used else None
         while True:
             node.active -= 1
             if node.active:
@@ -61,6 +62,8 @@ class PathReaders:
                 self._free_detached(node)
             else:
                 self.ledger.count_run(node, 1)
+                if waiting is not None:
+                    waiting.append(node)
                 if node.ttl is not None:
                     node.expires_at = self.context.now + node.ttl
                     self.expiry.watch(node)

@@ -12,6 +12,7 @@ from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool
 from kvpool.pools.rows import SequenceRows
 from kvpool.prefix.tree.node import Node
+from kvpool.prefix.tree.shadows import Shadows
 
 
 class CacheContext:
@@ -34,6 +35,7 @@ class CacheContext:
         "num_tiers",
         "pools",
         "rows",
+        "shadows",
         "tick",
         "windowed",
     )
@@ -64,6 +66,7 @@ class CacheContext:
         self.cached = [group for group in groups if group.grows]
         self.full = [group for group in self.cached if not group.slides]
         self.windowed = [group for group in self.cached if group.slides]
+        self.shadows = Shadows(self.cached, len(pools))
         # (pool, blocks of full groups for one position)
         counts = [(index, sum(group.pool == index for group in self.full)) for index in range(len(pools))]
         self.full_per_pool = [(index, count) for index, count in counts if count]

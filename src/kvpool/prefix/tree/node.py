@@ -65,6 +65,7 @@ class Node:
         "root",
         "same_tier_children",
         "session",
+        "shadow",
         "start",
         "tier",
         "tokens",
@@ -79,6 +80,7 @@ class Node:
     logits: dict[tuple[int, bytes], Any] | None  # by prompt length and the tokens behind the last full block
     tokens: Int32Array
     ids: list[Int32Array]
+    shadow: list[Int32Array] | None  # on the host, with the same data as `ids` on the GPU: `Shadows`
     session: str | None
     copied_sessions: tuple[str, ...]  # of those that computed what the request which published it did not
     ttl: float | None
@@ -119,6 +121,7 @@ class Node:
         self.session = None
         self.copied_sessions = ()
         self.digests = None
+        self.shadow = None
         self.logits = None
         self.entry = None
 

@@ -229,6 +229,8 @@ class RunTree:
         node.num_blocks -= num_blocks
         node.tokens = node.tokens[num_blocks * size :]
         node.ids = [ids[num_blocks:] for ids in node.ids]
+        if node.shadow is not None:
+            self.context.shadows.divide(upper, node, num_blocks)
         node.key = node.tokens[:size].tobytes()
         node.fingerprint = hash((node.root.fingerprint, node.start, node.key))
         if self.context.rows.symbols.placeholders:

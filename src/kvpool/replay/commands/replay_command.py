@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from kvpool.config.cache_config import check_host_write
 from kvpool.errors import InvalidArgumentError
 from kvpool.recording.playback import play_recording
 from kvpool.replay.commands import replay_options as opt
@@ -37,6 +38,7 @@ def replay(
     policy: opt.Policy = None,
     capacity: opt.Capacity = DEFAULT_CAPACITIES,
     tiers: opt.Tiers = "",
+    host_write: opt.HostWrite = "back",
     block_size: opt.BlockSize = None,
     bounds: opt.Bounds = True,
     full_blocks_only: opt.FullBlocksOnly = False,
@@ -71,7 +73,7 @@ def replay(
     if exact:
         _exact(trace, policy, json, csv, out)
         return
-    sizes = _sizes(policy or "lru", capacity, tiers)
+    sizes = _sizes(policy or "lru", capacity, tiers, host_write)
     machine = _machine(model, kv_dtype, gpu, costs)
     token_bytes = None if machine is None else sum(layer.bytes_per_token for layer in machine.layers)
     started = time.perf_counter()
@@ -120,24 +122,27 @@ def _draw(
 
 
 class _Sizes(NamedTuple):
-    """Policies and models by name, capacities, and the blocks of lower tiers."""
+    """Policies and models by name, capacities, the blocks of lower tiers and when the host gets them."""
 
     policies: list[str]
     capacities: list[int | None]
-    lower: dict[str, int]
+    lower: dict[str, Any]
 
 
-def _sizes(policy: str, capacity: str, tiers: str) -> _Sizes:
+def _sizes(policy: str, capacity: str, tiers: str, host_write: str) -> _Sizes:
     from kvpool.eviction import make_policy, policy_names
 
     names = list(policy_names()) if policy == "all" else [name.strip().lower() for name in policy.split(",")]
     for name in names:
         if name not in MODELS:
             make_policy(name)  # an unknown name is refused before anything runs
+    blocks = parse_tiers(tiers) if tiers else {}
+    write = check_host_write(int(host_write) if host_write.isdecimal() else host_write, InvalidArgumentError)
+    if host_write != "back" and not blocks.get("host"):
+        raise InvalidArgumentError(f"--host-write {host_write} does nothing without a host; write --tiers gpu=10k,host=50k")
     if not tiers:
         return _Sizes(names, parse_capacities(capacity), {})
-    blocks = parse_tiers(tiers)
-    return _Sizes(names, [blocks.pop("gpu")], blocks)
+    return _Sizes(names, [blocks.pop("gpu")], {**blocks, "host_write": write})
 
 
 def _configs(

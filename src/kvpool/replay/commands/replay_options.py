@@ -22,6 +22,13 @@ Capacity: TypeAlias = Annotated[
 Tiers: TypeAlias = Annotated[
     str, typer.Option(help="Instead: blocks per tier, gpu=10k,host=50k,disk=1m.", rich_help_panel=_SIZES)
 ]
+HostWrite: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        help="When runs are copied to the host: back (on eviction), through (at once), or after so many uses.",
+        rich_help_panel=_SIZES,
+    ),
+]
 BlockSize: TypeAlias = Annotated[
     int | None,
     typer.Option(min=1, help="Tokens per block; default: the trace's, 16 for tokens.", rich_help_panel=_SIZES),

@@ -76,7 +76,7 @@ class _Serving:
         block_size = config.cache.block_size or trace.block_size
         cache = KVCacheConfig(
             config.layers, block_size, gpu_blocks=config.cache.capacity, host_blocks=config.cache.host or None,
-            disk_blocks=config.cache.disk or None, event_buffer_size=0,
+            disk_blocks=config.cache.disk or None, host_write=config.cache.host_write, event_buffer_size=0,
         )  # fmt: skip
         self.now = 0.0
         self.manager = KVCacheManager(cache, policy=config.cache.policy, clock=lambda: self.now)

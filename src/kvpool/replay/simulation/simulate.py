@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
+from kvpool.config.cache_config import check_host_write
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.manager import KVCacheManager
@@ -42,6 +43,7 @@ class ReplayConfig:
     capacity: int | None = None
     host: int = 0
     disk: int = 0
+    host_write: str | int = "back"  # when runs are copied to the host: see `KVCacheConfig`
     block_size: int | None = None
     token_bytes: int | None = None  # of K and V; None: bytes are not reported
 
@@ -51,6 +53,7 @@ class ReplayConfig:
             least = 0 if name in ("host", "disk") else 1
             if value is not None and (type(value) is not int or value < least):
                 raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")
+        check_host_write(self.host_write, InvalidArgumentError)
 
 
 @dataclass
@@ -72,6 +75,8 @@ class ReplayResult:
     evicted_blocks: int = 0  # that left the index, or the tier
     offloaded_blocks: int = 0
     onboarded_blocks: int = 0
+    copied_down_blocks: int = 0  # from the GPU
+    awaited_blocks: int = 0  # of these: when they were evicted, while somebody waited for their place
     offloaded_bytes: int | None = None
     onboarded_bytes: int | None = None
     oversized: int = 0  # requests larger than the cache, for which it was enlarged
@@ -136,7 +141,7 @@ class _Replay:
         self.now = 0.0
         self.manager = self._manager()
         self.num_blocks = self.capacity
-        self.oversized = 0
+        self.oversized = self.copied_down = 0
         self.ends_partially = self._partial_ends()
 
     def _partial_ends(self) -> list[bool] | None:
@@ -156,7 +161,8 @@ class _Replay:
         layers = [LayerSpec(kv_heads=1, head_dim=1)]
         config = KVCacheConfig(
             layers, self.ids_per_block, gpu_blocks=self.capacity, host_blocks=self.config.host or None,
-            disk_blocks=self.config.disk or None, watermark=0.0, partial_match=False, event_buffer_size=0,
+            disk_blocks=self.config.disk or None, host_write=self.config.host_write, watermark=0.0, partial_match=False,
+            event_buffer_size=0,
         )  # fmt: skip
         return KVCacheManager(config, policy=self.config.policy, clock=lambda: self.now)
 
@@ -172,7 +178,7 @@ class _Replay:
             if start < end:
                 hits[index] = self._serve(index, trace.ids[start:end], end - start)
                 if has_tiers:
-                    manager.take_copies()
+                    self._take_copies()
             if observe is not None:
                 observe(index, manager)
             if progress is not None and index % PROGRESS_STEP == PROGRESS_STEP - 1:
@@ -202,8 +208,12 @@ class _Replay:
 
     def _resize(self, num_blocks: int) -> None:
         self.manager.resize(num_blocks)
-        self.manager.take_copies()
+        self._take_copies()
         self.num_blocks = num_blocks
+
+    def _take_copies(self) -> None:
+        ops = self.manager.take_copies()
+        self.copied_down += sum(op.num_blocks for op in ops if op.src_tier == Tier.GPU != op.dst_tier)
 
     def _result(self, hits: Int32Array) -> ReplayResult:
         stats = self.manager.stats()
@@ -216,6 +226,8 @@ class _Replay:
             evicted_blocks=sum(stats.evictions.values()),
             offloaded_blocks=stats.offloaded_blocks,
             onboarded_blocks=stats.onboarded_blocks,
+            copied_down_blocks=self.copied_down,
+            awaited_blocks=self.copied_down - stats.shadowed_blocks,
             offloaded_bytes=None if block_bytes is None else stats.offloaded_blocks * block_bytes,
             onboarded_bytes=None if block_bytes is None else stats.onboarded_blocks * block_bytes,
             oversized=self.oversized,

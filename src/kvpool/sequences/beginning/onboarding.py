@@ -36,7 +36,7 @@ class Onboarding:
             wanted = min(victim.num_blocks, ceil_div(num_blocks - moved, cache.blocks_per_position[source.index]))
             if mover.demote(victim, wanted):
                 continue
-            part = min(wanted, mover.num_fitting(source.tier, evicting=False))
+            part = min(wanted, mover.num_fitting(victim, evicting=False))
             if part:  # more would push out below what has just gone there
                 mover.demote(victim, part)
             break

@@ -81,7 +81,9 @@ class CacheState:
         self.context = CacheContext(
             config.block_size, self.groups, self.pools, self.rows, self.counters, events, self.copies, clock
         )
-        self.cache = PrefixCache(self.context, new_policy, config.offload_on_evict, config.offload_min_priority)
+        self.cache = PrefixCache(
+            self.context, new_policy, config.offload_on_evict, config.offload_min_priority, config.host_write
+        )
         self.publisher = Publisher(self.cache)
         self.growing = self.context.cached
         self.fixed = [group for group in self.groups if not group.grows]
