@@ -36,7 +36,9 @@ def write(kind: str, directory: Path, seed: int = 7) -> str:
         model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **COMMON))
     else:
         model = Gemma2ForCausalLM(
-            Gemma2Config(num_hidden_layers=4, sliding_window=96, query_pre_attn_scalar=32, **COMMON)
+            Gemma2Config(
+                num_hidden_layers=4, sliding_window=96, query_pre_attn_scalar=32, **{**COMMON, "tie_word_embeddings": True}
+            )
         )
     with torch.no_grad():
         for name, weights in model.named_parameters():

@@ -13,7 +13,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.announcing.digests import chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.live.handle import KVCacheHandle
-from kvpool.tiers.keys import named
+from kvpool.tiers.keys import scope_tag
 
 _ROOM = 256  # tokens that the array of ids has to spare when it grows
 
@@ -71,6 +71,7 @@ class TrackedRequest:
     _ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
     _num_ids: int = 0
     _digests: list[bytes] = field(default_factory=list)
+    _tag: bytes = b""
 
     @property
     def is_known(self) -> bool:
@@ -122,4 +123,6 @@ class TrackedRequest:
 
     def tier_digests(self, first: int, last: int) -> list[bytes]:
         """The same with the tag of their scope, as keys of tiers are made of."""
-        return named(self.scope, self.digests(first, last))
+        if not self._tag:
+            self._tag = scope_tag(self.scope)
+        return [self._tag + digest for digest in self.digests(first, last)]
