@@ -65,7 +65,7 @@ class Steps:
             pass
         self._side.order_load(each, [], 0)
         pages = self._pages(-(-len(each.all_token_ids) // self._block_size))
-        self._side.follow(each.request_id, pages, len(each.all_token_ids))
+        self._side.follow(each.request_id, [pages], len(each.all_token_ids))
         self._confirm(self._side.orders(is_idle=False))
 
     def _pages(self, number: int) -> list[int]:
@@ -73,7 +73,7 @@ class Steps:
         return list(range(self._page - number, self._page))
 
     def _confirm(self, orders: Orders) -> None:
-        done = {store.job: Progress(1, len(store.pages)) for store in orders.stores}
+        done = {store.job: Progress(1, len(store.rows)) for store in orders.stores}
         done.update((spill.job, Progress(1, len(spill.rows))) for spill in orders.spills)
         if done:
             self._side.take_report(Report(done))
@@ -86,12 +86,12 @@ class Steps:
             for each in self._running:
                 lengths.append(len(each.all_token_ids))
                 each.all_token_ids.append(lengths[-1] * 31 % 50_000)
-                pages.append(self._pages(1) if lengths[-1] % self._block_size == 0 else None)
+                pages.append([self._pages(1)] if lengths[-1] % self._block_size == 0 else None)
             names = [each.request_id for each in self._running]
             spent += self._step(names, pages, [length + 1 for length in lengths])
         return [spent / self._block_size]
 
-    def _step(self, names: Sequence[str], pages: Sequence[list[int] | None], lengths: Sequence[int]) -> float:
+    def _step(self, names: Sequence[str], pages: Sequence[list[list[int]] | None], lengths: Sequence[int]) -> float:
         start = time.thread_time_ns()
         self._side.follow_on(zip(names, pages, lengths, strict=True))
         orders = self._side.orders(is_idle=False)

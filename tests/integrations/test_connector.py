@@ -125,7 +125,7 @@ def test_given_a_store_that_no_worker_confirmed_then_nobody_finds_it(engine: Any
     toy = engine()
     request = ToyRequest("a", PROMPT)
     toy.look_up(request)
-    toy.scheduler.follow("a", [0, 1, 2, 3, 4], 18)
+    toy.scheduler.follow("a", [[0, 1, 2, 3, 4]], 18)
     orders = toy.scheduler.orders(is_idle=False)
     assert len(orders.stores) == 1
     assert toy.look_up(ToyRequest("b", PROMPT)) == (0, False)
@@ -135,7 +135,7 @@ def test_given_two_workers_then_a_store_counts_when_both_have_confirmed_it(engin
     toy = engine(num_workers=2)
     request = ToyRequest("a", PROMPT)
     toy.look_up(request)
-    toy.scheduler.follow("a", [0, 1, 2, 3, 4], 18)
+    toy.scheduler.follow("a", [[0, 1, 2, 3, 4]], 18)
     orders = toy.scheduler.orders(is_idle=False)
     for worker, expected in zip(toy.workers, (0, 16), strict=True):
         worker.store(orders)
@@ -148,8 +148,8 @@ def test_given_a_load_that_fails_in_a_step_then_what_the_step_computed_behind_it
     served(toy, ToyRequest("a", PROMPT))
     longer = ToyRequest("b", PROMPT[:16] + list(range(8)))
     toy.look_up(longer)
-    toy.scheduler.order_load(longer, list(range(10, 16)), 16)
-    toy.scheduler.follow("b", list(range(10, 16)), 24)
+    toy.scheduler.order_load(longer, [list(range(10, 16))], 16)
+    toy.scheduler.follow("b", [list(range(10, 16))], 24)
     orders = toy.scheduler.orders(is_idle=False)
     orders.loads[0].num_present = 1  # the worker finds only one of them
     for worker in toy.workers:

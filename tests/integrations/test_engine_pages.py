@@ -12,6 +12,7 @@ import torch
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.engine_pages import EnginePages, HostRows
+from kvpool.integrations.connector.step_orders import NO_PAGE
 from kvpool.integrations.requests.weights_digest import config_id, weights_id
 
 LAYOUTS = {
@@ -30,15 +31,15 @@ def test_given_a_layout_then_pages_come_back_bit_for_bit(layout: str, device: st
     before = {name: layer.clone() for name, layer in layers.items()}
     pages = EnginePages(layers, 6)
     host = HostRows(4, pages.row_bytes, pinned=device == "cuda")
-    pages.read([1, 5, 2], [3, 0, 1], host)
+    pages.read([[1, 5, 2]], [3, 0, 1], host)
     for layer in layers.values():
         layer.zero_()
-    pages.write([1, 5, 2], [3, 0, 1], host)
+    pages.write([[1, 5, 2]], [3, 0, 1], host)
     half = HostRows(6, pages.row_bytes, pinned=False)
     again = EnginePages(before, 6)
-    again.read(range(6), range(6), half)
+    again.read([range(6)], range(6), half)
     now = HostRows(6, pages.row_bytes, pinned=False)
-    pages.read(range(6), range(6), now)
+    pages.read([range(6)], range(6), now)
     assert [(half.array[n] == now.array[n]).all() for n in (1, 2, 5)] == [True] * 3
     assert not now.array[[0, 3, 4]].any()
 
@@ -76,3 +77,18 @@ def test_given_a_configuration_then_names_do_not_count_and_positions_do() -> Non
 
     assert config_id(Config(_name_or_path="a", theta=1)) == config_id(Config(_name_or_path="b", theta=1))
     assert config_id(Config(theta=1)) != config_id(Config(theta=2))
+
+
+def test_given_two_groups_that_share_memory_then_a_row_holds_both_and_pages_that_left_their_window_stay() -> None:
+    memory = torch.arange(6 * 8, dtype=torch.uint8).reshape(6, 8)
+    layers = {"wide": memory, "narrow": memory}  # as vLLM lays out layers of different windows
+    pages = EnginePages(layers, 6, [["wide"], ["narrow"]])
+    host = HostRows(2, pages.row_bytes, pinned=False)
+    assert pages.row_bytes == 16
+    pages.read([[1, 2], [3, 4]], [0, 1], host)
+    before = memory.clone()
+    memory[:] = 0
+    pages.write([[1, 2], [NO_PAGE, 4]], [0, 1], host)
+    assert torch.equal(memory[[1, 2, 4]], before[[1, 2, 4]])
+    assert not memory[[0, 3, 5]].any()
+    assert pages.layout != EnginePages(layers, 6).layout

@@ -12,6 +12,8 @@ pytest.importorskip("xxhash")
 
 from toy import BLOCK, ToyEngine, ToyRequest, image
 
+from kvpool.integrations.connector.step_orders import NO_PAGE
+
 PROMPT = list(range(100, 118))  # four whole blocks and two tokens
 
 
@@ -34,7 +36,7 @@ class Running:
     def __init__(self, toy: ToyEngine, name: str, prompt: list[int], first_page: int, **options: Any) -> None:
         self.toy, self.request, self.first_page = toy, ToyRequest(name, list(prompt), **options), first_page
         toy.look_up(self.request)
-        toy.scheduler.follow(name, self._pages(0), len(prompt))
+        toy.scheduler.follow(name, [self._pages(0)], len(prompt))
         self._step()
 
     def _pages(self, start: int) -> list[int]:
@@ -44,7 +46,7 @@ class Running:
         for token in tokens:
             known = -(-len(self.request.all_token_ids) // BLOCK)
             self.request.all_token_ids.append(token)
-            step = self.request.request_id, self._pages(known), len(self.request.all_token_ids)
+            step = self.request.request_id, [self._pages(known)], len(self.request.all_token_ids)
             self.toy.scheduler.follow_on([step])
             self._step()
 
@@ -116,7 +118,7 @@ def test_given_a_sampled_token_that_was_taken_back_then_blocks_are_stored_under_
     request.all_token_ids.append(999)  # sampled, and not computed
     toy.look_up(request)
     request.all_token_ids[-1:] = [7, 8, 9, 10, 11]  # the session goes on with another prompt
-    toy.scheduler.follow_on([("a", [4], 20)])
+    toy.scheduler.follow_on([("a", [[4]], 20)])
     running._step()
     assert found(toy, [*PROMPT[:15], 7, 8, 9, 10, 11]) == 5
     assert found(toy, [*PROMPT[:15], 999]) == 3
@@ -128,3 +130,16 @@ def test_given_an_image_that_a_session_got_later_then_what_follows_is_not_stored
     running.request.mm_features.append(image("cat", 17, 2))
     running.decode([1, 2, 3, 4])
     assert found(toy, running.request.all_token_ids) == 4
+
+
+def test_given_pages_that_left_their_window_before_they_were_stored_then_nothing_of_them_is_kept(engine: Any) -> None:
+    toy = engine()
+    running = Running(toy, "a", PROMPT[:8], 0)
+    running.request.all_token_ids += PROMPT[8:16]
+    toy.scheduler.follow_on([("a", None, 16)], lambda name: [[0, 1, NO_PAGE, 3]])
+    running._step()
+    assert found(toy, PROMPT[:16]) == 2
+    running.decode([1, 2, 3, 4])
+    running.end()
+    assert found(toy, PROMPT[:16]) == 2
+    assert toy.scheduler.manager.get_num_free_blocks() == 14

@@ -16,7 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 SOURCES = HERE.parent.parent / "src"
 PATIENCE = 1500.0
-CHECKS = ["plain_and_host", "poisoned", "wishes", "events"]
+CHECKS = ["plain_and_host", "poisoned", "wishes", "events", "hybrid"]
 
 pytestmark = [
     pytest.mark.slow,
@@ -92,3 +92,12 @@ def test_given_kv_events_then_host_and_disk_are_announced_under_vllms_own_hashes
         "same names": True,
         "tokens": [32],
     }
+
+
+def test_given_layers_with_sliding_windows_then_vllm_answers_as_without_the_connector(seen: Any) -> None:
+    result = of(seen, "hybrid")
+    assert result["differ"] == 3
+    assert [result[where] for where in ("cold", "host", "further", "disk", "damaged")] == [True] * 5
+    assert result["cached"] == [[448] * 3, [544] * 3, [448] * 3]
+    assert result["failed"] == [0, True]
+    assert result["poisoned"] == 0

@@ -37,13 +37,18 @@ def write(kind: str, directory: Path, seed: int = 7) -> str:
     else:
         model = Gemma2ForCausalLM(
             Gemma2Config(
-                num_hidden_layers=4, sliding_window=96, query_pre_attn_scalar=32, **{**COMMON, "tie_word_embeddings": True}
+                num_hidden_layers=4,
+                sliding_window=96,
+                query_pre_attn_scalar=32,
+                **{**COMMON, "tie_word_embeddings": True},
             )
         )
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if "norm" not in name:
                 weights.normal_(0.0, 1.0 if "embed" in name or "lm_head" in name else 0.25)
+            elif kind == "gemma2" and "post_" in name:
+                weights.fill_(15.0)  # what layers add must outweigh the embedding, which is the output's too
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     config["torch_dtype"] = "float32"

@@ -113,7 +113,7 @@ class ToyEngine:
             self._fill(page, b"\xee" * PAGE_BYTES, b"\xee" * PAGE_BYTES)
         for block in range(local_blocks):
             self._compute(request, pages, block)
-        self.scheduler.order_load(request, pages, count)
+        self.scheduler.order_load(request, [pages], count)
         done = local_blocks * BLOCK + count
         if waits:
             failed: set[int] = set()
@@ -142,7 +142,7 @@ class ToyEngine:
         while done < total:
             upto = min(total, done + chunk)
             if is_new:
-                self.scheduler.follow(request.request_id, pages, upto)
+                self.scheduler.follow(request.request_id, [pages], upto)
             else:
                 self.scheduler.follow_on([(request.request_id, None, upto)])
             orders, is_new = self.scheduler.orders(is_idle=False), False

@@ -135,6 +135,15 @@ def model(kind: str, folder: Path) -> str:
     return str(directory) if directory.exists() else tiny_models.write(kind, directory)
 
 
+def damage(disk: Path) -> None:
+    """Flips one byte in every tenth of what a disk tier holds."""
+    for slab in disk.glob("*.kvslab"):
+        data = bytearray(slab.read_bytes())
+        for place in range(len(data) // 20, len(data), max(1, len(data) // 10)):
+            data[place] ^= 0x40
+        slab.write_bytes(data)
+
+
 PROMPTS = prompts(1, 3, 450)
 WHOLE = 448  # tokens of whole blocks in each of them
 
@@ -217,6 +226,46 @@ def events(folder: Path) -> Any:
         "blocks": {medium: len(held) for medium, held in names.items()},
         "same names": names["CPU"] <= whole and names["STORAGE"] == names["CPU"],
         "tokens": sorted({len(event.token_ids) // len(event.block_hashes) for event in taken}),
+    }
+
+
+@check
+def hybrid(folder: Path) -> Any:
+    """Layers with sliding windows beside others: cold, from the host, in chunks, after decoding, and from the disk."""
+    gemma = model("gemma2", folder)
+    extra = {"host_bytes": "64MB", "disk": str(folder / "hybrid"), "disk_bytes": "64MB"}
+    with life(gemma) as alone:
+        expected = alone.answers(PROMPTS, num_new=100)
+        longer = [[*prompt, *answer, 7] for prompt, answer in zip(PROMPTS, expected, strict=True)]
+        forth = alone.answers(longer)
+    with life(gemma, extra, max_num_batched_tokens=128) as first:
+        cold = first.answers(PROMPTS, num_new=100)
+        first.forget()
+        host = first.asked(PROMPTS, num_new=100)
+        first.forget()
+        further = first.asked(longer)
+        first.settle()
+        counts = first.side.stats()
+    with life(gemma, extra) as second:
+        disk = second.asked(PROMPTS, num_new=100)
+    damage(folder / "hybrid")
+    with life(gemma, extra) as third:
+        damaged = third.answers(PROMPTS, num_new=100)
+        lost = third.side.stats()["failed"]
+    with life(gemma, {"host_bytes": "64MB"}, connector="Poisoned", module="poisoned") as poison:
+        poison.answers(PROMPTS, num_new=100)
+        poison.forget()
+        wrong = poison.answers(PROMPTS, num_new=100)
+    return {
+        "differ": len({tuple(answer) for answer in expected}),
+        "cold": cold == expected,
+        "host": [answer for answer, _ in host] == expected,
+        "further": [answer for answer, _ in further] == forth,
+        "disk": [answer for answer, _ in disk] == expected,
+        "cached": [[cached for _, cached in asked] for asked in (host, further, disk)],
+        "damaged": damaged == expected,
+        "failed": [counts["failed"], lost > 0],
+        "poisoned": sum(answer == right for answer, right in zip(wrong, expected, strict=True)),
     }
 
 

@@ -16,41 +16,65 @@ import torch
 from torch import Tensor
 
 from kvpool.errors import ConfigError
+from kvpool.integrations.connector.step_orders import NO_PAGE
 from kvpool.tiers.transport.staging import Bytes, page_aligned
 
 _PARTS = 4  # at most so many pieces of a page per layer: keys and values apart, and their scales
 
 
 class EnginePages:
-    """The pages of all layers, [page, byte] for each piece; a row has the bytes of one page, piece after piece."""
+    """The pages of all layers, [page, byte] for each piece; a row has the bytes of one block, piece after piece.
 
-    def __init__(self, layers: Mapping[str, Tensor], num_pages: int) -> None:
-        self._pieces = [piece for name, layer in layers.items() for piece in _pieces(name, layer, num_pages)]
+    `groups` names the layers that share page numbers; without it all do.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, Tensor], num_pages: int, groups: Sequence[Sequence[str]] | None = None
+    ) -> None:
+        named = [list(layers)] if groups is None else [list(group) for group in groups]
+        self._pieces = [
+            [piece for name in group for piece in _pieces(name, layers[name], num_pages)] for group in named
+        ]
         self.num_pages = num_pages
-        self.row_bytes = sum(piece.shape[1] for piece in self._pieces)
-        self.is_cuda = any(piece.is_cuda for piece in self._pieces)
+        self.num_groups = len(named)
+        self.row_bytes = sum(piece.shape[1] for pieces in self._pieces for piece in pieces)
+        self.is_cuda = any(piece.is_cuda for pieces in self._pieces for piece in pieces)
         described = [[name, str(each.dtype), list(each.shape), list(each.stride())] for name, each in layers.items()]
         for each in described:
             each[2] = [0 if size == num_pages else size for size in each[2]]  # how many there are changes no page
             each[3] = [stride for stride, size in zip(each[3], each[2], strict=True) if size]
-        self.layout = hashlib.sha256(json.dumps(described).encode()).hexdigest()
+        told = described if len(named) == 1 else [described, named]
+        self.layout = hashlib.sha256(json.dumps(told).encode()).hexdigest()
         # Slices of arrays are copied with the least ado; a GPU's memory has none.
-        self._arrays = None if self.is_cuda else [piece.numpy() for piece in self._pieces]
+        self._arrays = None if self.is_cuda else [[piece.numpy() for piece in pieces] for pieces in self._pieces]
 
-    def read(self, pages: Sequence[int], rows: Sequence[int], host: HostRows) -> None:
-        """Copies pages into rows. The bytes are there when it returns."""
+    def read(self, pages: Sequence[Sequence[int]], rows: Sequence[int], host: HostRows) -> None:
+        """Copies the pages of each group into rows. The bytes are there when it returns."""
         self._copy(pages, rows, host, to_host=True)
 
-    def write(self, pages: Sequence[int], rows: Sequence[int], host: HostRows) -> None:
-        """Copies rows into pages; on a GPU before what is computed next on its stream."""
+    def write(self, pages: Sequence[Sequence[int]], rows: Sequence[int], host: HostRows) -> None:
+        """Copies rows into the pages of each group; on a GPU before what is computed next on its stream."""
         self._copy(pages, rows, host, to_host=False)
 
-    def _copy(self, pages: Sequence[int], rows: Sequence[int], host: HostRows, *, to_host: bool) -> None:
+    def _copy(self, pages: Sequence[Sequence[int]], rows: Sequence[int], host: HostRows, *, to_host: bool) -> None:
+        theirs: list[list[Any]] = self._pieces if self._arrays is None else self._arrays
+        start = 0
+        for of_group, pieces in zip(pages, theirs, strict=True):
+            self._copy_group(pieces, of_group, rows, host, start, to_host=to_host)
+            start += sum(piece.shape[1] for piece in pieces)
+        if self.is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+    def _copy_group(
+        self, pieces: list[Any], pages: Sequence[int], rows: Sequence[int], host: HostRows, start: int, *, to_host: bool
+    ) -> None:
+        """One group's part of each row, which begins at byte `start`."""
         ours: list[Any] = host.rows_of(self._arrays is not None)
-        theirs: list[Any] = self._pieces if self._arrays is None else self._arrays
         for page, row in zip(pages, rows, strict=True):
-            at, whole = 0, ours[row]
-            for piece in theirs:
+            if page == NO_PAGE:
+                continue
+            at, whole = start, ours[row]
+            for piece in pieces:
                 end = at + piece.shape[1]
                 if self._arrays is None:
                     target, source = (whole[at:end], piece[page]) if to_host else (piece[page], whole[at:end])
@@ -60,8 +84,6 @@ class EnginePages:
                 else:
                     piece[page] = whole[at:end]
                 at = end
-        if self.is_cuda:
-            torch.cuda.current_stream().synchronize()
 
 
 def _pieces(name: str, layer: Tensor, num_pages: int) -> list[Tensor]:

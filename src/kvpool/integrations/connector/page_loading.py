@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import OutOfBlocksError
@@ -96,7 +96,9 @@ class Loader:
             return wanted
         return min(wanted, num_present + answer.blocks_available[0])
 
-    def order(self, tracked: TrackedRequest, pages: list[int], num_tokens: int, job: int, orders: Orders) -> None:
+    def order(
+        self, tracked: TrackedRequest, pages: Sequence[list[int]], num_tokens: int, job: int, orders: Orders
+    ) -> None:
         """The engine has pages for what was looked up: the load goes with the next step."""
         size, first = self._block_size, tracked.num_local
         last = first + num_tokens // size
@@ -108,7 +110,8 @@ class Loader:
         self._jobs[job] = _LoadJob(tracked, handle, first, num_present, last)
         tracked.hits = num_present - first, last - num_present
         request_id, present = tracked.request.request_id, num_present - first
-        orders.loads.append(Load(job, request_id, rows, pages[first:last], present, digests, tracked.waits))
+        wanted = [of_group[first:last] for of_group in pages]
+        orders.loads.append(Load(job, request_id, rows, wanted, present, digests, tracked.waits))
 
     def _take(self, tracked: TrackedRequest, last: int) -> KVCacheHandle | None:
         """Holds the rows of a prefix, fresh ones where the host lacks it. None: there is no room after all."""

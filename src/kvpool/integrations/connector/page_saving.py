@@ -19,7 +19,7 @@ import numpy as np
 
 from kvpool.errors import OutOfBlocksError
 from kvpool.integrations.connector.held_rows import HeldRows
-from kvpool.integrations.connector.step_orders import Orders, Spill, Store
+from kvpool.integrations.connector.step_orders import NO_PAGE, Orders, Spill, Store
 from kvpool.integrations.reports.block_events import BlockEvents
 from kvpool.integrations.requests.tracked_request import Saving, TrackedRequest
 from kvpool.manager import KVCacheManager
@@ -81,7 +81,7 @@ class Saver:
     def save(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """The step that is planned computes a request up to so many tokens: its whole blocks are to be stored."""
         last = min(num_tokens, tracked.num_ids) // self._block_size
-        if tracked.num_seen < last <= len(tracked.pages) and tracked.is_known:
+        if tracked.num_seen < last <= min(map(len, tracked.pages)) and tracked.is_known:
             self._due.append((tracked, last))
 
     def order(self, orders: Orders) -> None:
@@ -126,11 +126,17 @@ class Saver:
         return self._held.keep(tracked, handle)
 
     def _order(self, saving: Saving, last: int, orders: Orders) -> None:
-        first, saving.num_ordered = saving.num_ordered, last
+        first = saving.num_ordered
+        pages = [of_group[first:last] for of_group in saving.owner.pages]
+        if any(NO_PAGE in of_group for of_group in pages):  # they left their window before they could be stored
+            saving.owner.is_cached = False
+            self._held.rest(saving)
+            return
+        saving.num_ordered = last
         job = _StoreJob(self._new_job(), saving, first, last)
         saving.num_jobs += 1
         self._stores[job.number] = job
-        orders.stores.append(Store(job.number, saving.owner.pages[first:last], saving.rows[first:last]))
+        orders.stores.append(Store(job.number, pages, saving.rows[first:last]))
 
     # --- what the workers did ----------------------------------------------------------------------------------------
 

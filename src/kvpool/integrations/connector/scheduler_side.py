@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvpool.config import KVCacheConfig, LayerSpec
@@ -101,8 +101,8 @@ class SchedulerSide:
             self._unfound.looked(tracked, tracked.num_local, num_tokens // self._block_size)
         return num_tokens, waits
 
-    def order_load(self, request: Any, pages: list[int], num_tokens: int) -> None:
-        """The engine gave the request these pages, so many tokens of which are to be loaded."""
+    def order_load(self, request: Any, pages: Sequence[list[int]], num_tokens: int) -> None:
+        """The engine gave the request these pages of each group, so many tokens of which are to be loaded."""
         tracked = self._tracked(request)
         tracked.hits = (0, 0)
         if num_tokens:
@@ -114,22 +114,32 @@ class SchedulerSide:
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
-    def follow(self, request_id: str, pages: Sequence[int], num_tokens: int) -> None:
+    def follow(self, request_id: str, pages: Sequence[Sequence[int]], num_tokens: int) -> None:
         """A step computes a request, new or resumed, up to so many tokens; these are all its pages."""
         if (tracked := self._requests.get(request_id)) is not None:
-            tracked.pages, tracked.num_seen = list(pages), 0
+            tracked.pages, tracked.num_seen = [list(of_group) for of_group in pages], 0
             self._consider(tracked, num_tokens)
 
-    def follow_on(self, steps: Iterable[tuple[str, Sequence[int] | None, int]]) -> None:
-        """The same for requests that run: further pages, if they got any, and how far the step computes them."""
+    def follow_on(
+        self,
+        steps: Iterable[tuple[str, Sequence[Sequence[int]] | None, int]],
+        tables: Callable[[str], list[list[int]]] | None = None,
+    ) -> None:
+        """The same for requests that run: further pages, if they got any, and how far the step computes them.
+
+        Where pages leave a window, `tables` says which ones a request has now; what it got is not looked at then.
+        """
         requests, size = self._requests, self._block_size
         for request_id, new_pages, num_tokens in steps:
             tracked = requests.get(request_id)
             if tracked is None:
                 continue
-            if new_pages:
-                tracked.pages += new_pages
+            if new_pages and tables is None:
+                for of_group, new in zip(tracked.pages, new_pages, strict=True):
+                    of_group += new
             if num_tokens >= (tracked.num_seen + 1) * size:
+                if tables is not None:
+                    tracked.pages = tables(request_id)
                 self._consider(tracked, num_tokens)
 
     def _consider(self, tracked: TrackedRequest, num_tokens: int) -> None:

@@ -1,6 +1,7 @@
 """What the two sides of a connector tell each other: orders go to the workers with every step, reports come back.
 
-A *row* is a block of host memory, a *page* a block of the engine's own cache; both are numbers here.
+A *row* is a block of host memory, a *page* a block of the engine's own cache; both are numbers here. An engine may keep
+layers in several groups, each with pages of its own: a row holds those of all groups. `NO_PAGE` has left its window.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvpool.tiers import Fingerprint
+
+NO_PAGE = -1
 
 
 @dataclass
@@ -17,7 +20,7 @@ class Load:
     job: int
     request_id: str
     rows: list[int]
-    pages: list[int]
+    pages: list[list[int]]  # of each group
     num_present: int
     digests: list[bytes] = field(default_factory=list)
     is_async: bool = False  # the request waits outside of steps until this is done
@@ -28,7 +31,7 @@ class Store:
     """Copy pages into rows, once the step has written them."""
 
     job: int
-    pages: list[int]
+    pages: list[list[int]]  # of each group
     rows: list[int]
 
 

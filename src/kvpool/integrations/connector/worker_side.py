@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.connector.connector_tiers import open_tiers, prefix_from
 from kvpool.integrations.connector.engine_pages import EnginePages, HostRows
-from kvpool.integrations.connector.step_orders import Introduction, Load, Orders, Progress, Report, Spill
+from kvpool.integrations.connector.step_orders import NO_PAGE, Introduction, Load, Orders, Progress, Report, Spill
 from kvpool.integrations.reports.connector_counts import Increments
 from kvpool.tiers import KeySpace, Outcome, TierStats
 from kvpool.tiers.transport.lanes import Lane
@@ -57,6 +57,7 @@ class WorkerSide:
         self._report = Report()
         self._loaded: set[str] = set()
         self._failed_pages: set[int] = set()
+        self._failed_requests: set[str] = set()
         self._last_line = -_QUIET_SECONDS
         self._increments = Increments()
         self._next_counts = 0.0
@@ -77,7 +78,7 @@ class WorkerSide:
         """Copies what the step has written, and hands confirmed rows over to the tiers."""
         for store in orders.stores:
             self._pages.read(store.pages, store.rows, self._host)
-            self._done(store.job, len(store.pages))
+            self._done(store.job, len(store.rows))
         for spill in orders.spills:
             self._spill(spill)
 
@@ -102,10 +103,13 @@ class WorkerSide:
 
     def _land(self, load: Load, num_loaded: int) -> None:
         """Rows that are there go into their pages; the other pages are reported."""
-        self._pages.write(load.pages[:num_loaded], load.rows[:num_loaded], self._host)
-        if lost := load.pages[num_loaded:]:
-            self._failed_pages.update(lost)
-            self._say(f"{len(lost)} of {len(load.pages)} blocks of {load.request_id} could not be loaded")
+        self._pages.write([of_group[:num_loaded] for of_group in load.pages], load.rows[:num_loaded], self._host)
+        if lost := load.pages[0][num_loaded:]:
+            if len(load.pages) == 1:
+                self._failed_pages.update(page for page in lost if page != NO_PAGE)
+            else:
+                self._failed_requests.add(load.request_id)
+            self._say(f"{len(lost)} of {len(load.pages[0])} blocks of {load.request_id} could not be loaded")
 
     def _done(self, job: int, num_blocks: int) -> None:
         self._report.jobs[job] = Progress(1, num_blocks)
@@ -120,6 +124,11 @@ class WorkerSide:
     def take_failed_pages(self) -> set[int]:
         """Pages that were promised and hold nothing."""
         failed, self._failed_pages = self._failed_pages, set()
+        return failed
+
+    def take_failed_requests(self) -> set[str]:
+        """The same where layers are in several groups: requests of which something is missing."""
+        failed, self._failed_requests = self._failed_requests, set()
         return failed
 
     def take_report(self) -> Report | None:

@@ -64,7 +64,7 @@ class TrackedRequest:
     waits: bool = False  # the last look-up promised a load that takes a while
     has_lost: bool = False  # a load failed: tiers are not asked again
     hits: tuple[int, int] = (0, 0)  # of the last load: from the host, from tiers
-    pages: list[int] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=list)  # of each layer group
     num_seen: int = 0  # whole blocks that were considered for storing
     saving: Saving | None = None
     is_over: bool = False  # the engine is done with it

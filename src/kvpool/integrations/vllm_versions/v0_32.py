@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,23 +13,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.connector.engine_pages import EnginePages
 from kvpool.integrations.connector.scheduler_side import SchedulerSide
-from kvpool.integrations.connector.step_orders import Introduction, Orders, Report
+from kvpool.integrations.connector.step_orders import NO_PAGE, Introduction, Orders, Report
 from kvpool.integrations.connector.worker_side import WorkerSide
 from kvpool.integrations.reports.block_events import STORAGE, BlockEvent, BlocksRemoved
 from kvpool.integrations.requests.weights_digest import config_id, weights_id
 from kvpool.integrations.vllm_versions.connector_stats import ConnectorMetrics, ConnectorStats
 from kvpool.tiers import Fingerprint, Shard
+
+_SERVED = (SlidingWindowSpec,)  # beside those with full attention; derived kinds keep their pages otherwise
 
 EXPECTED = {
     "__init__": ("vllm_config", "role", "kv_cache_config"),
@@ -39,6 +42,7 @@ EXPECTED = {
     "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
     "wait_for_save": (),
     "get_finished": ("finished_req_ids",),
+    "get_transfer_results": ("finished_req_ids",),
     "get_block_ids_with_load_errors": (),
     "get_handshake_metadata": (),
     "set_xfer_handshake_metadata_pp_aware": ("metadata",),
@@ -95,6 +99,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
         self._block_size = checked_block_size(vllm_config, kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups
+        self._main_group = next((n for n, group in enumerate(groups) if not is_windowed(group)), 0)
+        self._has_windows = any(is_windowed(group) for group in groups)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._introduction: Introduction | None = None
@@ -110,7 +117,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The worker has made its pages."""
         config, parallel = self._vllm_config, self._vllm_config.parallel_config
-        pages = EnginePages(kv_caches, self._kv_cache_config.num_blocks)
+        groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
+        pages = EnginePages(kv_caches, self._kv_cache_config.num_blocks, groups if len(groups) > 1 else None)
         self._introduction = Introduction(
             parallel.rank,
             parallel.world_size,
@@ -142,6 +150,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._ready_worker.poll(is_idle=self._step_orders.is_idle)
         return None, self._ready_worker.take_loaded() or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The same with requests whose loads failed, where pages alone do not say which request had them."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._ready_worker.take_failed_requests()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Pages that vLLM must compute again."""
         return self._ready_worker.take_failed_pages()
@@ -172,7 +186,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM gave a request its blocks."""
-        pages = blocks.get_block_ids()[0] if num_external_tokens else []
+        pages = self._pages(blocks.get_block_ids()) if num_external_tokens else []
         self._ready_scheduler.order_load(request, pages, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -185,17 +199,21 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """A step is planned: what it writes is stored, and everything ordered goes with it."""
         side, scheduled = self._ready_scheduler, scheduler_output.num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
-            side.follow(new.req_id, new.block_ids[0], new.num_computed_tokens + scheduled[new.req_id])
+            side.follow(new.req_id, self._pages(new.block_ids), new.num_computed_tokens + scheduled[new.req_id])
         cached = scheduler_output.scheduled_cached_reqs
         running = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
         going_on = []
         for name, pages, computed in running:
             num_tokens = computed + scheduled[name]
             if name in cached.resumed_req_ids:
-                side.follow(name, pages[0], num_tokens)
+                side.follow(name, self._pages(pages), num_tokens)
             else:
-                going_on.append((name, pages[0] if pages else None, num_tokens))
-        side.follow_on(going_on)
+                going_on.append((name, pages, num_tokens))
+        if self._has_windows:
+            tables = scheduler_output.kv_connector_block_state.get_block_ids
+            side.follow_on(going_on, lambda name: self._pages(tables(name)))
+        else:
+            side.follow_on(going_on)
         return StepMetadata(side.orders(is_idle=not scheduled))
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -212,7 +230,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The same, as vLLM asks connectors that know several layer groups."""
-        return self.request_finished(request, block_ids[0])
+        return self.request_finished(request, block_ids[self._main_group])
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """Says how many tokens each of vLLM's hashes covers."""
@@ -226,7 +244,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         names = [maybe_convert_block_hash(name) for name in event.names]
         locality = "REMOTE" if event.medium == STORAGE and self._settings.disk is None else "LOCAL"
         if isinstance(event, BlocksRemoved):
-            return BlockRemoved(block_hashes=names, medium=event.medium, group_idx=event.group, locality=locality)
+            return BlockRemoved(block_hashes=names, medium=event.medium, group_idx=self._main_group, locality=locality)
         return BlockStored(
             block_hashes=names,
             parent_block_hash=None if event.parent is None else maybe_convert_block_hash(event.parent),
@@ -235,7 +253,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             lora_id=None,
             medium=event.medium,
             lora_name=event.adapter,
-            group_idx=event.group,
+            group_idx=self._main_group,
             locality=locality,
         )
 
@@ -276,6 +294,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
+    def _pages(self, block_ids: Sequence[list[int]]) -> list[list[int]]:
+        """Of each group. vLLM's block 0 stands where a page has left its window."""
+        if not self._has_windows:
+            return list(block_ids)
+        return [[page or NO_PAGE for page in of_group] for of_group in block_ids]
+
     @property
     def _step_orders(self) -> Orders:
         metadata = self._get_connector_metadata()
@@ -300,11 +324,21 @@ def checked_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ConfigError("KVPoolConnector does not serve context parallelism: blocks are divided between ranks there")
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
-        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
-        raise ConfigError(f"KVPoolConnector serves models with full attention in all layers; this one has: {kinds}")
-    return int(groups[0].kv_cache_spec.block_size)
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if not specs or not all(type(spec) in _SERVED or isinstance(spec, FullAttentionSpec) for spec in specs):
+        kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
+        raise ConfigError(
+            f"KVPoolConnector serves layers with full attention and sliding windows; this model has: {kinds}"
+        )
+    sizes = {int(spec.block_size) for spec in specs}
+    if len(sizes) > 1:
+        raise ConfigError(f"KVPoolConnector needs one block size for all layers; this model has {sorted(sizes)}")
+    return sizes.pop()
+
+
+def is_windowed(group: Any) -> bool:
+    """Whether pages of this group are given up as the sequence grows."""
+    return isinstance(group.kv_cache_spec, SlidingWindowSpec)
 
 
 def announces(vllm_config: Any) -> bool:
@@ -322,7 +356,9 @@ def fingerprint(vllm_config: Any, settings: ConnectorSettings, block_size: int, 
         model=f"{' '.join(model.architectures)} {config_id(model.hf_config)} {details}",
         weights=weights,
         block_size=block_size,
-        groups=(f"{pages.row_bytes} bytes",),
+        groups=(f"{pages.row_bytes} bytes in {pages.num_groups} groups",)
+        if pages.num_groups > 1
+        else (f"{pages.row_bytes} bytes",),
         layout=f"vllm {vllm.__version__} {pages.layout}",
         shard=Shard(parallel.rank, parallel.world_size),
     )
