@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from harness import Case, PeerCase, Runner, Times
+from kvpool.testing import Kept
 from kvpool.tiers import DiskTier, Outcome
 from kvpool.tiers.disk.buffers import PAGE
+from kvpool.tiers.transport.staging import page_aligned
 
 BARE = "bare"
 BLOCK_BYTES = 2**21
@@ -62,15 +64,18 @@ def block_tier(store: bool) -> DiskTier:
 
 
 def through_the_tier(store: bool) -> Runner:
-    """A call with all blocks. Stores replace older values, as in a tier that has been full for days."""
-    tier, buffers, rounds = block_tier(store), blocks(), 0
+    """A call with all blocks. Stores replace older values, as in a tier that has been full for days; loads go into memory
+    that is kept, as in an engine.
+    """
+    tier, rounds = block_tier(store), 0
+    buffers = blocks() if store else [page_aligned(BLOCK_BYTES) for _ in range(NUM_BLOCKS)]
 
     def repeat() -> list[float]:
         nonlocal rounds
         rounds += 1
         keys = [key(rounds, number) if store else key(number) for number in range(NUM_BLOCKS)]
         start = time.perf_counter()
-        outcomes = (tier.store if store else tier.load)(keys, buffers)
+        outcomes = tier.store(keys, buffers) if store else tier.load(keys, buffers, keeper=Kept())
         speed = gigabytes_per_second(start)
         assert set(outcomes) == {Outcome.OK}, outcomes
         return speed

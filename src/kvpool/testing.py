@@ -18,6 +18,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.scope import ReuseScope
 from kvpool.tiers import KeyedTier, KeyPattern, Outcome
 from kvpool.tiers.keys import scope_tag
+from kvpool.tiers.transport.staging import page_aligned
 
 VALUE_BYTES = 5000  # no power of two, no multiple of a sector
 
@@ -41,6 +42,30 @@ def load(tier: KeyedTier, numbers: list[int], size: int = VALUE_BYTES) -> tuple[
 def store(tier: KeyedTier, numbers: list[int], size: int = VALUE_BYTES) -> list[Outcome]:
     """Stores the values of numbers."""
     return tier.store([key(number) for number in numbers], [value(number, size) for number in numbers])
+
+
+class Kept:
+    """A `Keeper` that counts who may still write to its memory."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self._changed = threading.Condition()
+
+    def share(self) -> None:
+        """One more writer."""
+        with self._changed:
+            self.users += 1
+
+    def release(self) -> None:
+        """One writer less."""
+        with self._changed:
+            self.users -= 1
+            self._changed.notify_all()
+
+    def wait_until_unused(self, seconds: float) -> bool:
+        """Whether nobody writes any more, within so many seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self.users, seconds)
 
 
 class TierContract:
@@ -139,6 +164,17 @@ class TierContract:
         assert found[1].tobytes() == value(2)
         assert not found[0].any()
         assert not found[2].any()
+
+    def test_given_memory_that_is_kept_then_values_come_and_in_the_end_nobody_writes_there(self, tier: KeyedTier) -> None:
+        sizes = [4096, 3 * 4096, 5000]
+        for number, size in enumerate(sizes):
+            assert store(tier, [number], size) == [Outcome.OK]
+        out, kept = [page_aligned(size) for size in sizes], Kept()
+        keys = [key(number) for number in (*range(3), 9)]
+        outcomes = tier.load(keys, [*out, bytearray(8)], keeper=kept)
+        assert outcomes == [Outcome.OK, Outcome.OK, Outcome.OK, Outcome.MISS]
+        assert [each.tobytes() for each in out] == [value(number, size) for number, size in enumerate(sizes)]
+        assert kept.wait_until_unused(10.0)
 
     def test_given_an_empty_batch_then_nothing_happens(self, tier: KeyedTier) -> None:
         assert (tier.contains([]), tier.load([], []), tier.store([], []), tier.remove([])) == ([], [], [], [])

@@ -10,6 +10,7 @@ from models import random_prompt, tiny_model
 
 from kvpool.engine import Engine, SamplingParams
 from kvpool.tiers import KeyedTier, Outcome
+from kvpool.tiers.contract import Keeper
 
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 PROMPTS = [random_prompt(100, seed=seed).tolist() for seed in range(4)]
@@ -94,9 +95,11 @@ class SlowestAllowed(KeyedTier):
         self.clock.now += timeout
         return found
 
-    def load(self, keys: Sequence[bytes], out: Sequence[Any], *, timeout: float | None = None) -> list[Outcome]:
+    def load(
+        self, keys: Sequence[bytes], out: Sequence[Any], *, timeout: float | None = None, keeper: Keeper | None = None
+    ) -> list[Outcome]:
         assert timeout is not None
-        found = super().load(keys, out, timeout=timeout)
+        found = super().load(keys, out, timeout=timeout, keeper=keeper)
         self.clock.now += timeout
         return found
 

@@ -14,12 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvpool.testing import key, value
+from kvpool.testing import Kept, key, value
 from kvpool.tiers import DiskTier, Outcome
 from kvpool.tiers.disk import records as rows
+from kvpool.tiers.transport.staging import page_aligned
 
 NUMBERS = st.lists(st.integers(0, 60), min_size=1, max_size=12)
-SIZES = (100, 5_000, 5_500, 30_000, 33_000, 120_000)
+SIZES = (100, 5_000, 5_500, 8_192, 30_000, 33_000, 120_000)
 
 
 def size_of(number: int) -> int:
@@ -46,17 +47,19 @@ class DiskTierMachine(RuleBasedStateMachine):
             assert set(outcomes) == {Outcome.OK}
         self.stored |= {number for number, outcome in zip(numbers, outcomes, strict=True) if outcome == Outcome.OK}
 
-    @rule(numbers=NUMBERS)
-    def load(self, numbers: list[int]) -> None:
-        out = [bytearray(size_of(number)) for number in numbers]
+    @rule(numbers=NUMBERS, is_kept=st.booleans())
+    def load(self, numbers: list[int], is_kept: bool) -> None:
+        out = [page_aligned(size_of(number)) for number in numbers]
         found = self.tier.contains([key(number) for number in numbers])
-        outcomes = self.tier.load([key(number) for number in numbers], out)
+        kept = Kept()
+        outcomes = self.tier.load([key(number) for number in numbers], out, keeper=kept if is_kept else None)
+        assert kept.users == 0
         assert [outcome == Outcome.OK for outcome in outcomes] == found
         for number, outcome, content in zip(numbers, outcomes, out, strict=True):
             assert outcome == (Outcome.OK if outcome == Outcome.OK else Outcome.MISS)
             if outcome == Outcome.OK:
                 assert number in self.stored
-                assert bytes(content) == value(number, size_of(number))
+                assert content.tobytes() == value(number, size_of(number))
             else:
                 assert self.capacity < 2**24 or number not in self.stored
 

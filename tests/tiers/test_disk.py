@@ -14,10 +14,11 @@ import pytest
 
 from kvpool import KVCacheConfig, LayerSpec
 from kvpool.errors import ConfigError
-from kvpool.testing import TierContract, key, load, store, value
+from kvpool.testing import Kept, TierContract, key, load, store, value
 from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome
 from kvpool.tiers.disk import growth
 from kvpool.tiers.disk.directory import Directory
+from kvpool.tiers.transport.staging import page_aligned
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 PAGE = 4096
@@ -316,3 +317,22 @@ def test_given_a_hanging_disk_then_calls_end_at_their_deadline_and_no_buffer_is_
     stats = tier.stats()
     assert (stats.late_loads, stats.late_stores) == (4, 1)
     tier.close()
+
+
+def test_given_a_hanging_disk_and_memory_that_is_kept_then_it_is_shared_until_the_late_reads_are_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, real_read = threading.Event(), os.preadv
+    with DiskTier(tmp_path, 2**20, io_threads=2) as tier:
+        store(tier, [1, 2, 3], 8192)
+        out, kept = [page_aligned(8192) for _ in range(3)], Kept()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", lambda *args: (gate.wait(), real_read(*args))[1])
+            keys = [key(number) for number in (1, 2, 3)]
+            assert tier.load(keys, out, timeout=0.05, keeper=kept) == [Outcome.LATE] * 3
+            assert kept.users == 3
+            gate.set()
+            assert kept.wait_until_unused(60.0)
+        assert [each.tobytes() for each in out] == [value(number, 8192) for number in (1, 2, 3)]
+        assert tier.load(keys, out, keeper=kept) == [Outcome.OK] * 3
+        assert kept.users == 0

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvpool.testing import key, load, store, value
+from kvpool.testing import Kept, key, load, store, value
 from kvpool.tiers import DiskTier, Outcome
+from kvpool.tiers.transport.staging import page_aligned
 
 CAPACITY = 2**22
 PAGE, SLOT = 4096, 12_288
@@ -69,6 +70,19 @@ def test_given_a_flipped_bit_in_a_slot_then_its_value_is_never_returned_and_the_
         assert store(tier, [2]) == [Outcome.OK]
         assert load(tier, [2]) == ([Outcome.OK], [value(2)])
     assert [record.getMessage() for record in caplog.records if "slot 1 of slab-" in record.getMessage()]
+
+
+def test_given_a_flipped_bit_and_memory_that_is_kept_then_the_value_is_forgotten_and_the_others_come(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, CAPACITY) as tier:
+        store(tier, [1, 2], 8192)
+    (slab,) = tmp_path.glob("*.kvslab")
+    change(slab, PAGE + PAGE + 77)  # in the first value
+    out, kept = [page_aligned(8192) for _ in range(2)], Kept()
+    with DiskTier(tmp_path, CAPACITY) as tier:
+        assert tier.load([key(1), key(2)], out, keeper=kept) == [Outcome.FAILED, Outcome.OK]
+        assert out[1].tobytes() == value(2, 8192)
+        assert tier.contains([key(1), key(2)]) == [False, True]
+    assert kept.users == 0
 
 
 def test_given_flipped_bits_in_the_index_then_those_records_are_skipped_and_reported(filled: Path) -> None:

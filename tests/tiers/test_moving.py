@@ -10,6 +10,7 @@ import pytest
 
 from kvpool.testing import key, value
 from kvpool.tiers import KeyedTier, MemoryTier, Outcome
+from kvpool.tiers.contract import Keeper
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import StagingMemory
 from kvpool.tiers.transport.storing import Storer
@@ -134,7 +135,9 @@ class Answers(KeyedTier):
     def contains(self, keys: Sequence[bytes], *, timeout: float | None = None) -> list[bool]:
         return self._given()
 
-    def load(self, keys: Sequence[bytes], out: Sequence[object], *, timeout: float | None = None) -> list[Outcome]:
+    def load(
+        self, keys: Sequence[bytes], out: Sequence[object], *, timeout: float | None = None, keeper: Keeper | None = None
+    ) -> list[Outcome]:
         return self._given()
 
     def store(self, keys: Sequence[bytes], data: Sequence[object], *, timeout: float | None = None) -> list[Outcome]:

@@ -15,7 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
@@ -30,6 +31,16 @@ _QUIET_SECONDS = 60.0
 
 Buffer: TypeAlias = Any
 """Contiguous memory of the caller: any object with the buffer protocol."""
+
+class Keeper(Protocol):
+    """Who has the memory that values are loaded into, and keeps it until nobody writes there any more."""
+
+    def share(self) -> None:
+        """One more writer."""
+
+    def release(self) -> None:
+        """One writer less."""
+
 
 _T = TypeVar("_T")
 _log = logging.getLogger("kvpool")
@@ -135,13 +146,22 @@ class KeyedTier(ABC):
         found = self.contains(keys, timeout=timeout)
         return found.index(False) if False in found else len(found)
 
-    def load(self, keys: Sequence[bytes], out: Sequence[Buffer], *, timeout: float | None = None) -> list[Outcome]:
+    def load(
+        self,
+        keys: Sequence[bytes],
+        out: Sequence[Buffer],
+        *,
+        timeout: float | None = None,
+        keeper: Keeper | None = None,
+    ) -> list[Outcome]:
         """Copies values into the caller's buffers. `OK` means: byte for byte what was stored under this key.
 
         A value shorter than its buffer fills the beginning of it; a longer one is `FAILED`. Without `OK` the content of a
-        buffer is undefined.
+        buffer is undefined. When the call returns, nobody writes to the buffers any more; with a `keeper`, a tier may go
+        on with what is late until it has released as often as it shared, and saves a copy.
         """
-        return self._move(self._loads, self._load, keys, _views(out, keys, writable=True), timeout)
+        call = self._load if keeper is None else partial(self._load_kept, keeper=keeper)
+        return self._move(self._loads, call, keys, _views(out, keys, writable=True), timeout)
 
     def store(self, keys: Sequence[bytes], data: Sequence[Buffer], *, timeout: float | None = None) -> list[Outcome]:
         """Keeps values under their keys. A key that is there already is `OK` and costs nothing.
@@ -221,6 +241,12 @@ class KeyedTier(ABC):
 
     @abstractmethod
     def _load(self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float) -> list[Outcome]: ...
+
+    def _load_kept(
+        self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float, *, keeper: Keeper
+    ) -> list[Outcome]:
+        """`_load` into memory that `keeper` keeps for as long as it is shared; a tier may have no use for that."""
+        return self._load(keys, out, deadline)
 
     @abstractmethod
     def _store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]: ...

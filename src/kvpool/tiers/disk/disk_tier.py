@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from kvpool.config.layers import MAX_BYTES, check_int
 from kvpool.errors import ConfigError
-from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier, Outcome, Purged, Room
+from kvpool.tiers.contract import DEFAULT_TIMEOUT, Keeper, KeyedTier, Outcome, Purged, Room
 from kvpool.tiers.disk.buffers import Workers
 from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.disk_state import State
@@ -120,6 +120,13 @@ class DiskTier(KeyedTier):
         if not self._state.is_writable:
             self._contains(keys, deadline)  # takes over what the writing process has stored
         return self._loading.load(keys, out, deadline)
+
+    def _load_kept(
+        self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float, *, keeper: Keeper
+    ) -> list[Outcome]:
+        if not self._state.is_writable:
+            self._contains(keys, deadline)
+        return self._loading.load(keys, out, deadline, keeper)
 
     def _store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]:
         return self._storing.store(keys, data, deadline)

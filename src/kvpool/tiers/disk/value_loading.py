@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.tiers.contract import Outcome
+from kvpool.tiers.contract import Keeper, Outcome
 from kvpool.tiers.disk.buffers import PAGE, Buffer, Call, Workers, pages
 from kvpool.tiers.disk.disk_state import State
 from kvpool.tiers.disk.slab import Slab
@@ -26,6 +26,7 @@ class _Read(NamedTuple):
     slab: Slab
     slot: int
     out: memoryview
+    keeper: Keeper | None = None  # given: it is read straight into `out`
     attempt: int = 1
 
 
@@ -37,10 +38,12 @@ class Loading:
         self._workers = workers
         self._left_unfilled = left_unfilled
 
-    def load(self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float) -> list[Outcome]:
-        """One outcome per key, at the deadline at the latest."""
+    def load(
+        self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float, keeper: Keeper | None = None
+    ) -> list[Outcome]:
+        """One outcome per key, at the deadline at the latest. Values are read straight into memory that `keeper` keeps."""
         outcomes = [Outcome.MISS] * len(keys)
-        waiting = self._find(keys, out, outcomes)
+        waiting = self._find(keys, out, outcomes, keeper)
         under_way: dict[int, _Read] = {}
         call = Call(self._workers, deadline)
         while waiting or call.num_pending:
@@ -69,7 +72,9 @@ class Loading:
         call.leave()
         return outcomes
 
-    def _find(self, keys: Sequence[bytes], out: Sequence[memoryview], outcomes: list[Outcome]) -> deque[_Read]:
+    def _find(
+        self, keys: Sequence[bytes], out: Sequence[memoryview], outcomes: list[Outcome], keeper: Keeper | None
+    ) -> deque[_Read]:
         """The values that are there, and as outcomes what is clear without reading; LATE for what is to be read."""
         catalog, reads = self._state.catalog, deque[_Read]()
         with self._state.lock:
@@ -80,7 +85,8 @@ class Loading:
                 length = int(slab.records["length"][slot])
                 outcomes[index] = Outcome.LATE if length <= view.nbytes else Outcome.FAILED
                 if length <= view.nbytes:
-                    reads.append(_Read(index, key, place, slab, slot, view[:length]))
+                    direct = keeper if keeper is not None and _is_aligned(view[:length]) else None
+                    reads.append(_Read(index, key, place, slab, slot, view[:length], direct))
             catalog.touch([read.place for read in reads])
         return reads
 
@@ -89,6 +95,8 @@ class Loading:
             self._workers.give_buffer(buffer)
             return False
         call.expect()
+        if read.keeper is not None:
+            read.keeper.share()
         self._workers.submit(partial(self._read, call, read, buffer))
         return True
 
@@ -97,7 +105,8 @@ class Loading:
         outcome = Outcome.FAILED
         try:
             size = PAGE + pages(read.out.nbytes)
-            got = os.preadv(read.slab.data_fd, [buffer.view(size)], read.slab.offset(read.slot))
+            memory = [buffer.view(size)] if read.keeper is None else [buffer.view(PAGE), read.out]
+            got = os.preadv(read.slab.data_fd, memory, read.slab.offset(read.slot))
             if got < size:
                 buffer.view(HEADER_BYTES)[:] = bytes(HEADER_BYTES)  # behind the end of the file: no header, no value
             outcome = Outcome.OK
@@ -105,6 +114,8 @@ class Loading:
             self._state.report(f"{read.slab.path.name}: {error}")
         finally:
             self._state.end_job(read.slab)
+            if read.keeper is not None:
+                read.keeper.release()
             call.finish(read.number, outcome, buffer)
 
     def _doubted(self, read: _Read) -> Outcome:
@@ -135,10 +146,17 @@ class Loading:
 
 
 def _taken(read: _Read, buffer: Buffer) -> Outcome:
-    """Copies a value to its caller, if it is the one that was stored."""
+    """Copies a value to its caller, unless it is there already, if it is the one that was stored."""
+    if read.keeper is not None:
+        return Outcome.OK if is_whole(buffer.view(HEADER_BYTES), read.key, read.out) else Outcome.FAILED
     memory = buffer.view(PAGE + pages(read.out.nbytes))
     data = memory[PAGE : PAGE + read.out.nbytes]
     if not is_whole(memory[:HEADER_BYTES], read.key, data):
         return Outcome.FAILED
     np.copyto(np.frombuffer(read.out, np.uint8), np.frombuffer(data, np.uint8))  # lets other threads run
     return Outcome.OK
+
+
+def _is_aligned(view: memoryview) -> bool:
+    """Whether a file that is open for direct I/O can be read into this memory."""
+    return view.nbytes % PAGE == 0 and view.nbytes > 0 and np.frombuffer(view, np.uint8).ctypes.data % PAGE == 0

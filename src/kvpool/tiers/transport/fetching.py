@@ -218,7 +218,7 @@ class Fetcher:
         if not keys:
             return
         began = time.monotonic()
-        outcomes = _load_marked(self.tiers[index], keys, rows, max(_SHORTEST_CALL, fetch.due - began))
+        outcomes = _load_marked(self.tiers[index], keys, rows, max(_SHORTEST_CALL, fetch.due - began), fetch.stage)
         seconds = time.monotonic() - began
         good = [i for i, outcome in enumerate(outcomes) if outcome == Outcome.OK]
         num_bytes = sum(rows[i].nbytes for i in good)
@@ -256,12 +256,14 @@ class Fetcher:
         return replace(self._stats)
 
 
-def _load_marked(watched: WatchedTier, keys: list[bytes], rows: list[Bytes], timeout: float) -> list[Outcome]:
+def _load_marked(
+    watched: WatchedTier, keys: list[bytes], rows: list[Bytes], timeout: float, stage: SharedStage | None
+) -> list[Outcome]:
     """`load`, where a value that does not fill its row is no success: it leaves a mark at the end of the row."""
     mark = np.frombuffer(secrets.token_bytes(_MARK_BYTES), np.uint8)
     for row in rows:
         row[-_MARK_BYTES:] = mark[-min(_MARK_BYTES, len(row)) :]
-    outcomes = watched.load(keys, rows, timeout)
+    outcomes = watched.load(keys, rows, timeout, stage)
     return [
         Outcome.FAILED if outcome == Outcome.OK and bool((row[-_MARK_BYTES:] == mark).all()) else outcome
         for outcome, row in zip(outcomes, rows, strict=True)

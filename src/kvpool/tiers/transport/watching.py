@@ -6,10 +6,11 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from kvpool.config.layers import show
-from kvpool.tiers.contract import KeyedTier, Outcome, Purged
+from kvpool.tiers.contract import Keeper, KeyedTier, Outcome, Purged
 from kvpool.tiers.keys import KeyPattern
 
 KNOWN_KEYS = 65_536
@@ -79,9 +80,12 @@ class WatchedTier:
         self.known.discard(key for key, there in zip(keys, found, strict=True) if not there)
         return found
 
-    def load(self, keys: Sequence[bytes], out: Sequence[Any], timeout: float) -> list[Outcome]:
+    def load(
+        self, keys: Sequence[bytes], out: Sequence[Any], timeout: float, keeper: Keeper | None = None
+    ) -> list[Outcome]:
         """Loads values; what is missing or broken is stored again when it comes by."""
-        outcomes = self._call(lambda: self.tier.load(keys, out, timeout=timeout), Outcome, len(keys), timeout)
+        call = partial(self.tier.load, keys, out, timeout=timeout, keeper=keeper)
+        outcomes = self._call(call, Outcome, len(keys), timeout)
         outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
         gone = (Outcome.MISS, Outcome.FAILED)
         self.known.discard(key for key, outcome in zip(keys, outcomes, strict=True) if outcome in gone)
