@@ -6,6 +6,7 @@ from kvpool.config import DType, GroupKind, KVCacheConfig, LayerGroup, LayerSpec
 from kvpool.config.model_config import config_from_hf, layers_from_hf
 from kvpool.errors import KVPoolError
 from kvpool.eviction import EvictionPolicy, KeyedPolicy, register_policy
+from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
 from kvpool.manager.guard import PressureChange
 from kvpool.manager.inspection import BlockState, KVCacheBlock
@@ -57,6 +58,7 @@ __all__ = [
     "PressureChange",
     "ResizeResult",
     "Retention",
+    "ReuseHint",
     "ReuseScope",
     "SequenceBatch",
     "Tier",

@@ -12,10 +12,12 @@ class StandInRun:
     start: int = 0
     created: int = 0
     last_access: int = 0
+    last_access_at: float = 0.0
     hits: int = 0
     priority: int = 35
     fingerprint: int = 0
     turn: int = 0
     fan_out: int = 0
+    hint: int = 0
     parent: Any = None
     entry: Any = None

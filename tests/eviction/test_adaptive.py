@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+
 import numpy as np
 import pytest
 from stand_in import StandInRun
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.eviction import AdaptivePolicy, make_policy
-from kvpool.eviction.experience import BIN_OF_AGE, LOWEST, NUM_KINDS, Experience, as_shared, kind_of
+from kvpool.eviction.experience import EDGES, LOWEST, NUM_KINDS, Experience, as_shared, kind_of
 from kvpool.eviction.hazard import MOST_NEWCOMERS
+from kvpool.eviction.hints import NUM_HINTS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.replay.simulation.bounds import run_model
 from managers import make_manager
@@ -120,8 +123,7 @@ def test_given_a_newcomer_that_is_hit_then_it_counts_as_new_when_it_came_and_as_
     other.remove(same)
     assert run not in policy
     for each in (policy, other):
-        each._learned.follow(0, each._changes)
-        each._learned.digest(1)
+        each._learn()
     assert policy._learned._hits.tolist() == other._learned._hits.tolist()
     assert policy._learned._hits.sum() > 0
 
@@ -186,37 +188,36 @@ def test_given_many_newcomers_then_only_so_many_wait() -> None:
     assert policy.victim().last_access == 0
 
 
-def test_given_blocks_that_are_followed_then_they_are_exposed_once_at_each_age_they_had() -> None:
+def test_given_blocks_that_are_followed_then_they_are_exposed_as_long_as_they_had_each_age() -> None:
     learned = Experience()
-    learned.follow(0, {0: 5, 1: 2})  # of two kinds
-    learned.follow(2, {0: -1})
-    learned.digest(3)
-    fading = 0.999**3
-    assert np.allclose(learned._exposure[:2, :4] / fading, [[5, 5, 4, 0], [2, 2, 2, 0]])
-    assert np.allclose(learned._exposure[:, 4:], 0)
-
-
-def test_given_reuse_after_256_epochs_then_it_counts_no_more() -> None:
-    learned = Experience()
-    learned.count(0, 256, 1)
-    assert not learned.has_news
-    learned.count(0, 255, 1)
-    assert learned.has_news
+    learned.follow(0, 0, 5)  # of two kinds
+    learned.follow(1, 0, 2)
+    learned.follow(0, 1000, -1)
+    learned.digest(2000, {0: 4, 1: 2}, 1.0)
+    assert learned._exposure[:, 0].tolist() == [5 * EDGES[1], 2 * EDGES[1]]
+    assert learned._exposure.sum(axis=1).tolist() == [4 * 2000 + 1000, 2 * 2000]
+    assert not learned._exposure[:, np.array(EDGES) >= 2000].any()
 
 
 def test_given_time_in_one_piece_or_in_many_then_the_same_exposure_is_counted() -> None:
     random = np.random.default_rng(3)
     often, once = Experience(), Experience()
-    for epoch in range(300):
-        young = epoch - int(random.integers(min(epoch, 280) + 1))
-        changes = {young * NUM_KINDS + int(random.integers(4)): int(random.integers(-9, 20)), epoch * NUM_KINDS: 5}
-        for learned in (often, once):
-            learned.follow(epoch, changes)
-        often.digest(epoch + 1)
-        if epoch % 50 == 49:
-            once.digest(epoch + 1)
-    assert np.array_equal(often._alive, once._alive)
-    assert np.allclose(often._exposure, once._exposure, rtol=0.06)  # what fades in between is rounded
+    alive: dict[int, int] = {}
+    for now in range(0, 300_000, 1000):
+        for _ in range(2):
+            cohort = int(random.integers(now + 1)) // 1000 * 1000 * NUM_KINDS + int(random.integers(4))
+            blocks = int(random.integers(20)) - alive.get(cohort, 0) // 2
+            alive[cohort] = alive.get(cohort, 0) + blocks
+            for learned in (often, once):
+                learned.follow(cohort % NUM_KINDS, now - cohort // NUM_KINDS, blocks)
+        often.digest(now, alive, 1.0)
+    once.digest(299_000, alive, 1.0)
+    assert np.allclose(often._exposure, once._exposure)
+
+
+def test_what_was_said_about_the_continuation_makes_a_kind_of_its_own() -> None:
+    said = {kind(StandInRun(num_blocks=8, fingerprint=1, hint=hint)) for hint in range(NUM_HINTS)}
+    assert len(said) == NUM_HINTS
 
 
 def test_given_documents_that_flush_the_cache_then_what_comes_back_is_kept() -> None:
@@ -263,14 +264,16 @@ def test_given_many_evictions_then_ghosts_are_bounded_by_the_cache() -> None:
 
 def test_runs_that_come_back_at_once_or_hardly_ever_have_a_value_at_every_age() -> None:
     learned = Experience()
-    for age in range(256):
-        learned.count(0, age, 1_000_000 if age < 64 else 0)  # reused in each of the first epochs, more often than exposed
-    learned.follow(0, {0: 1_000_000})
-    learned.digest(256)
-    values = learned.values(64)[0]
-    assert all(0.0 < value <= 0.9 + 1e-9 for value in values)
-    late = values[BIN_OF_AGE[128]]
-    assert late < 0.01 < 0.5 < values[0]  # though almost nothing of it is left by then
+    for age in range(0, 64_000, 1000):  # reused so often early that almost nothing of it is left behind
+        learned.follow(0, age, 1_000_000)
+        learned.follow(0, age + 1, -1_000_000)
+        learned.count(0, age + 1, 1_000_000)
+    learned.follow(0, 128_000, 1_000_000)
+    learned.digest(10**6, {(10**6 - 256_000) * NUM_KINDS: 1_000_000}, 1.0)
+    values = learned.values(64, 32_000.0)[0]
+    assert all(0.0 < value < 10 for value in values)
+    late = values[bisect_right(EDGES, 128_000) - 1]
+    assert late < 0.01 * values[0]
 
 
 def test_runs_know_the_turn_of_their_request_and_how_many_went_on_from_the_same_place() -> None:

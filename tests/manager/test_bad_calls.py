@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseScope, Tier
+from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseHint, ReuseScope, Tier
 from kvpool.errors import KVPoolError
 from kvpool.manager.aio import AsyncKVCacheManager
 from kvpool.scheduling import Request, Scheduler
@@ -89,7 +89,16 @@ def good_arguments(manager: KVCacheManager) -> dict[str, Any]:
     return {
         **{"handle": live, "batch": [live], "handles": live, "pin": manager.pin([5] * 8), "request_id": "new"},
         **{"request_ids": "new", "tokens": [1, 2, 3], "prefix": [5] * 8, "num_blocks": 1, "block_id": 0, "start": 0},
-        **{"stop": 1, "tenant": "t", "logits": "logits", "callback": print, "num_tokens": 1, "requests": [], "position": 1},
+        **{
+            "stop": 1,
+            "tenant": "t",
+            "logits": "logits",
+            "callback": print,
+            "num_tokens": 1,
+            "requests": [],
+            "position": 1,
+        },
+        **{"hint": ReuseHint("stop")},
     }
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseHint, ReuseScope
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
+from kvpool.eviction import KeyedPolicy, Run, register_policy
 from kvpool.replay import TraceError, TraceRecorder, read_trace, replay_recording
 
 
@@ -157,6 +158,31 @@ def test_given_tenants_and_sessions_then_the_trace_tells_them_apart_and_names_no
     assert len(set(trace.sessions)) == 3
     assert b"acme" not in (tmp_path / "t").read_bytes()
     assert trace.ids_of(0).tolist() == trace.ids_of(3).tolist() != trace.ids_of(2).tolist()
+
+
+@register_policy("notes hints")
+class NotesHints(KeyedPolicy):
+    """LRU that notes what was said about the runs it is given."""
+
+    seen: ClassVar[list[int]] = []
+
+    def key(self, run: Run) -> int:
+        self.seen.append(run.hint)
+        return run.last_access
+
+
+def test_given_hints_then_the_recording_has_them_and_a_replay_gives_them_again(tmp_path: Path) -> None:
+    manager = make_manager()
+    hints = [ReuseHint("tool_calls"), ReuseHint(expected_seconds=3), None]
+    with TraceRecorder(tmp_path / "t").attach(manager):
+        for number, hint in enumerate(hints):
+            handle = manager.allocate(number, range(50 * number, 50 * number + 9))
+            manager.commit(handle)
+            manager.free(handle, hint=hint)
+    assert read_trace(tmp_path / "t").stops == ("tool_calls", None, None)
+    NotesHints.seen.clear()
+    replay_recording(tmp_path / "t", policy="notes hints")
+    assert NotesHints.seen == [hint.code if hint is not None else 0 for hint in hints]
 
 
 def test_given_a_closed_recorder_then_the_manager_is_as_before(tmp_path: Path) -> None:

@@ -41,6 +41,17 @@ def test_given_token_lines_then_they_are_read_as_tokens(tmp_path: Path) -> None:
     assert trace[0].timestamp == 5.5
 
 
+def test_given_reasons_to_stop_then_known_ones_are_read_and_written(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "t.jsonl", *({**GOOD, "stop": stop} for stop in ("tool_use", "stop", "", 7, "fell asleep")), GOOD
+    )
+    trace = read_trace(path)
+    assert trace.stops == ("tool_calls", "stop", None, None, None, None)
+    write_trace(trace, tmp_path / "again.jsonl")
+    assert read_trace(tmp_path / "again.jsonl").stops == trace.stops
+    assert trace.head(2).stops == trace.full_blocks_only().stops[:2] == trace.stops[:2]
+
+
 def test_given_an_azure_file_then_lengths_are_read_and_reuse_is_unknown(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46.6805900,374,44",

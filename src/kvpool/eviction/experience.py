@@ -1,7 +1,7 @@
 """What the adaptive policy has learned: how often runs of each kind are reused at each age, and what keeping one is worth.
 
-Ages are counted in epochs. Runs of one kind that were last used in the same epoch are a *cohort*, which is a number: the
-epoch times the number of kinds plus the kind, so that older cohorts come first.
+Ages are counted in milliseconds. Runs of one kind that were last used in the same epoch are a *cohort*, which is a number:
+when the epoch began times the number of kinds plus the kind, so that older cohorts come first.
 """
 
 from __future__ import annotations
@@ -12,28 +12,32 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from kvpool.eviction.hints import NUM_HINTS
 
-MAX_AGE: Final = 256  # epochs; older runs are worth as much as this old ones and are not followed
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+MAX_AGE: Final = 2**27  # milliseconds, a day and a half; older runs are worth as much as this old ones
 _FANS, _TURNS, _SIZES = 4, 4, 11
-_KINDS_PER_FAN = _TURNS * _SIZES
-_SHARED: Final = _FANS * _KINDS_PER_FAN  # the first kind of what a request shares with others
+_KINDS_PER_BRANCH = _TURNS * _SIZES  # kinds of one fan-out and hint
+_SHARED: Final = _FANS * NUM_HINTS * _KINDS_PER_BRANCH  # the first kind of what a request shares with others
 LOWEST: Final = 2 * _SHARED  # the kind of what has the lowest priority, whoever published it
 NUM_KINDS = LOWEST + 1
 _HOT: Final = (_FANS, 2 * _FANS - 1)  # fans of what is shared, as first of all or by many: it comes again
-_HISTORY = 0.999  # weight of what was counted an epoch ago
-_KIND_PRIOR = 2.0  # exposure, in caches x epochs, that a kind borrows from those with the same fan-out
+_WIDENING = 1.35
+_SURELY = 12.0  # reuses in one bin; more would leave nothing to compute with behind it
+_KIND_PRIOR = 6.0  # exposure, in caches x epochs, that a kind borrows from those with the same fan-out
 _PRIOR = 4.0  # the same, that a family of kinds borrows from the assumption that reuse gets rarer with age
 
 
-def kind_of(num_known: int, fan_out: int, turn: int, num_new: int) -> int:
+def kind_of(num_known: int, fan_out: int, turn: int, num_new: int, hint: int = 0) -> int:
     """The kind of what a request adds: `num_new` blocks behind `num_known` that had been there before.
 
     Kinds are told apart by how many requests had gone on from the same place (none could, nobody else, few, many), by the
     turn, and by how much is new, in powers of two. `as_shared` is the kind of the blocks before it.
     """
     fan = 0 if num_known <= 1 else 1 if fan_out <= 1 else 2 if fan_out <= 3 else 3
-    return (fan * _TURNS + min(turn, _TURNS - 1)) * _SIZES + min(num_new.bit_length(), _SIZES - 1)
+    return ((fan * NUM_HINTS + hint) * _TURNS + min(turn, _TURNS - 1)) * _SIZES + min(num_new.bit_length(), _SIZES - 1)
 
 
 def as_shared(kind: int) -> int:
@@ -41,94 +45,98 @@ def as_shared(kind: int) -> int:
     return kind if kind >= _SHARED else kind + _SHARED
 
 
-def _age_bins() -> tuple[list[int], list[int]]:
-    """First epochs of bins that widen with age, and the bin of every age."""
-    starts, width, at = [], 1.0, 0
+def _edges() -> list[int]:
+    """Where age bins begin, in milliseconds: from a quarter of a second on they widen by a factor."""
+    edges, at = [0], 256.0
     while at < MAX_AGE:
-        starts.append(at)
-        at += round(width)
-        if len(starts) >= 4:
-            width *= 1.25
-    bins = np.searchsorted(starts, np.arange(MAX_AGE), side="right") - 1
-    return starts, bins.tolist()
+        edges.append(round(at))
+        at *= _WIDENING
+    return edges
 
 
-_STARTS, BIN_OF_AGE = _age_bins()
-_WIDTHS: Floats = np.diff([*_STARTS, MAX_AGE]).astype(np.float64)
-_BINS = len(_STARTS)
-_FALLING: Floats = 8 / (np.array(_STARTS) + _WIDTHS / 2 + 4)  # how reuse gets rarer with age where nothing is known
+EDGES: Final = _edges()
+_BINS = len(EDGES)
+_FROM: Floats = np.array(EDGES, np.float64)
+_UPTO: Floats = np.array([*EDGES[1:], MAX_AGE], np.float64)
+_WIDTHS: Floats = _UPTO - _FROM
+_MIDDLES: Floats = (_FROM + _UPTO) / 2
 _NEVER_BACK: Floats = np.tril(np.full((_BINS, _BINS), 1e300), -1)  # the time that it takes to become younger
 
 
 class Experience:
-    """How many blocks were reused, and how many could have been, by kind and age; both fade slowly.
+    """How many blocks were reused, and how many could have been for how long, by kind and age; both fade slowly.
 
     Kinds have rows in the order in which they were met.
     """
 
     def __init__(self) -> None:
-        self.epoch = 0  # up to which all is counted
         self.has_news = False  # whether anything was reused since the last digest
         self._rows: dict[int, int] = {}  # of the kinds met so far
-        self._reused: dict[int, int] = {}  # blocks since the last digest, by row * bins + bin
-        self._hits: Floats = np.zeros((NUM_KINDS, _BINS))
-        self._exposure: Floats = np.zeros((NUM_KINDS, _BINS))
-        self._alive: Floats = np.zeros((NUM_KINDS, MAX_AGE + 1))  # blocks that are followed, by age; none in the last
-        self._changes: list[tuple[int, int, int, int]] = []  # of `_alive`: epoch, row, epoch of the last use, blocks
+        self._reused: list[tuple[int, int, int]] = []  # since the last digest: row, age, blocks
+        self._changes: list[tuple[int, int, int]] = []  # of what is followed, likewise
+        self._hits: Floats = np.zeros((0, _BINS))
+        self._followed: Floats = np.zeros((0, _BINS))  # block-milliseconds, if nobody left any more
+        self._exposure: Floats = np.zeros((0, _BINS))
 
-    def count(self, cohort: int, epoch: int, blocks: int) -> None:
-        """Blocks of a cohort were reused in this epoch."""
-        last_use, kind = divmod(cohort, NUM_KINDS)
-        if epoch - last_use < MAX_AGE:
-            row = self._rows.setdefault(kind, len(self._rows))
-            place = row * _BINS + BIN_OF_AGE[epoch - last_use]
-            self._reused[place] = self._reused.get(place, 0) + blocks
-            self.has_news = True
+    @property
+    def num_noted(self) -> int:
+        """How much waits for the next digest."""
+        return len(self._changes)
 
-    def follow(self, epoch: int, changes: Mapping[int, int]) -> None:
-        """From this epoch on, so many more blocks of these cohorts are followed, or fewer."""
-        rows = self._rows
-        for cohort, blocks in changes.items():
-            if blocks:
-                last_use, kind = divmod(cohort, NUM_KINDS)
-                self._changes.append((epoch, rows.setdefault(kind, len(rows)), last_use, blocks))
+    def count(self, kind: int, age: int, blocks: int) -> None:
+        """Blocks of a kind were reused at this age."""
+        self._reused.append((self._rows.setdefault(kind, len(self._rows)), age, blocks))
+        self.has_news = True
 
-    def digest(self, epoch: int) -> None:
-        """Counts the time from the last digest up to the beginning of `epoch`.
+    def follow(self, kind: int, age: int, blocks: int) -> None:
+        """From this age on, so many more blocks of a kind are followed, or fewer."""
+        self._changes.append((self._rows.setdefault(kind, len(self._rows)), age, blocks))
 
-        A block was exposed once at each age from the first at which it was followed to the last: it is noted at the
-        first of these ages and taken off behind the last, and the notes are summed up over ages.
+    def digest(self, now: int, alive: Mapping[int, int], fading: float) -> None:
+        """Counts what was noted. `alive` is what is followed at this moment: blocks by cohort.
+
+        What is followed from an age on is exposed at all later ones, less what is no longer followed then, and less what
+        is not yet that old.
         """
-        passed, self.epoch = min(epoch - self.epoch, MAX_AGE), epoch
         self.has_news = False
-        for place, reused in self._reused.items():
-            self._hits[divmod(place, _BINS)] += reused
-        self._reused.clear()
         used = len(self._rows)
-        alive = self._alive[:used]
-        when, row, last_use, blocks = np.array(self._changes, np.int64).reshape(-1, 4).T
-        self._changes.clear()
-        aged = np.zeros((used, MAX_AGE + 1))
-        aged[:, passed:] = alive[:, : MAX_AGE + 1 - passed]
-        np.add.at(aged, (row, np.minimum(epoch - last_use, MAX_AGE)), blocks)
-        np.add.at(alive, (row, np.minimum(when - last_use, MAX_AGE)), blocks)
-        exposed = np.add.accumulate((alive - aged)[:, :MAX_AGE], axis=1)
-        self._exposure[:used] += np.add.reduceat(exposed, _STARTS, axis=1)
-        self._exposure *= _HISTORY**passed
-        self._hits *= _HISTORY**passed
-        aged[:, MAX_AGE] = 0.0
-        self._alive[:used] = aged
+        if self._reused:
+            row, age, blocks = np.array(self._reused, np.int64).T
+            places = row * _BINS + np.searchsorted(_FROM, age, side="right") - 1
+            self._hits = _grown(self._hits, used) + np.bincount(places, blocks, used * _BINS).reshape(used, _BINS)
+            self._reused.clear()
+        if self._changes:
+            row, age, blocks = np.array(self._changes, np.int64).T
+            self._followed = _grown(self._followed, used) + _exposed(row, age, blocks, used)
+            self._changes.clear()
+        cohorts = np.array(list(alive), np.int64)
+        since, kind = np.divmod(cohorts, NUM_KINDS)
+        rows = np.zeros(NUM_KINDS, np.int64)
+        rows[list(self._rows)] = np.arange(used)
+        to_come = _exposed(rows[kind], now - since, np.array(list(alive.values()), np.int64), used)
+        self._exposure = np.maximum(_grown(self._followed, used) - to_come, 0.0) * fading
+        self._followed = self._exposure + to_come
+        self._hits = _grown(self._hits, used) * fading
 
-    def values(self, capacity: int) -> list[list[float]]:
-        """For every kind and age bin: the most hits per block and epoch that keeping a run for some time can bring."""
+    def values(self, capacity: int, turnover: float) -> list[list[float]]:
+        """For every kind and age bin: the most hits per block and time that keeping a run for some time can bring.
+
+        `turnover` is the time in which the cache lately was filled anew.
+        """
         kinds = np.array(list(self._rows), np.int64)
-        hits, exposure = self._hits[: len(kinds)], self._exposure[: len(kinds)]
-        usual = (hits.sum() + 1.0) / (exposure.sum() + 100.0)
-        fans = kinds // _KINDS_PER_FAN
-        is_hot = np.isin(fans, _HOT)
-        shapes = [_shape(hits[of_family], exposure[of_family], usual, capacity) for of_family in (~is_hot, is_hot)]
+        hits, exposure = _grown(self._hits, len(kinds)), _grown(self._exposure, len(kinds))
+        turnover = max(turnover, 1.0)
+        little = capacity * turnover / 32
+        usual = (hits.sum() + 1.0) / (exposure.sum() + little + 1.0)
+        branches = kinds // _KINDS_PER_BRANCH
+        is_hot = np.isin(branches // NUM_HINTS, _HOT)
+        shapes = [
+            _shape(hits[of_family], exposure[of_family], usual, little, turnover) for of_family in (~is_hot, is_hot)
+        ]
         hazard = np.array(shapes)[is_hot.astype(np.int64)]
-        hazard *= _factors(hits.sum(axis=1), (exposure * hazard).sum(axis=1), fans, _KIND_PRIOR * capacity * usual)[:, None]
+        hazard *= _factors(hits.sum(axis=1), (exposure * hazard).sum(axis=1), branches, _KIND_PRIOR * little * usual)[
+            :, None
+        ]
         *best, unseen = _best_rates(np.vstack([hazard, shapes[0]]))
         values = [unseen] * NUM_KINDS  # kinds of which nothing is known are all alike
         for kind, rates in zip(self._rows, best, strict=True):
@@ -136,10 +144,29 @@ class Experience:
         return values
 
 
-def _shape(hits: Floats, exposure: Floats, usual: float, capacity: int) -> Floats:
+def _grown(rows: Floats, num_rows: int) -> Floats:
+    """An array with rows of zeros behind its own."""
+    missing = num_rows - len(rows)
+    return np.vstack([rows, np.zeros((missing, _BINS))]) if missing else rows
+
+
+def _exposed(row: Ints, age: Ints, blocks: Ints, num_rows: int) -> Floats:
+    """How long blocks are at each age if they are followed from these ages on for ever, by row and bin."""
+    age = np.minimum(age, MAX_AGE)
+    bins = np.searchsorted(_FROM, age, side="right") - 1
+    places = row * _BINS + bins
+    size = num_rows * _BINS
+    starting = np.bincount(places, blocks, size).reshape(num_rows, _BINS)
+    partly = np.bincount(places, blocks * (_UPTO[bins] - age), size).reshape(num_rows, _BINS)
+    earlier = np.add.accumulate(starting, axis=1) - starting
+    return np.asarray(partly + earlier * _WIDTHS)
+
+
+def _shape(hits: Floats, exposure: Floats, usual: float, little: float, turnover: float) -> Floats:
     """The hazard by age that all kinds of a family have in common: it rises to one age and falls behind it."""
-    prior = _PRIOR * capacity
-    reused = hits.sum(axis=0) + prior * usual * _FALLING
+    prior = _PRIOR * little + 1.0
+    falling = 0.25 / (_MIDDLES / (turnover + 1.0) + 0.125)  # how reuse gets rarer with age where nothing is known
+    reused = hits.sum(axis=0) + prior * usual * falling
     exposed = exposure.sum(axis=0) + prior
     peak = int((reused / exposed).argmax())
     rising = _falling_rates(reused[:peak][::-1], exposed[:peak][::-1])[::-1]
@@ -158,10 +185,10 @@ def _falling_rates(reused: Floats, exposed: Floats) -> list[float]:
     return [hits / time for hits, time, bins in groups for _ in range(bins)]
 
 
-def _factors(seen: Floats, expected: Floats, fans: npt.NDArray[np.int64], few: float) -> Floats:
-    """How much more often kinds are reused than their family; a kind of which little was seen takes after its fan-out."""
-    seen_by_fan, expected_by_fan = np.bincount(fans, seen) + few, np.bincount(fans, expected) + few
-    factors: Floats = (seen + few * (seen_by_fan / expected_by_fan)[fans]) / (expected + few)
+def _factors(seen: Floats, expected: Floats, branches: Ints, few: float) -> Floats:
+    """How much more often kinds are reused than their family; where little was seen, as others of this fan-out and hint."""
+    seen_there, expected_there = np.bincount(branches, seen) + few, np.bincount(branches, expected) + few
+    factors: Floats = (seen + few * (seen_there / expected_there)[branches]) / (expected + few)
     return factors
 
 
@@ -172,8 +199,8 @@ def _best_rates(hazard: Floats) -> list[list[float]]:
     bin j brings (G[i] - G[j]) hits for (T[i] - T[j]). T is summed up from the end: where runs are almost surely reused
     early, what is left behind is small, and would be lost beside what came before.
     """
-    np.minimum(np.maximum(hazard, 1e-12, out=hazard), 0.9, out=hazard)
-    fading = np.exp(_WIDTHS * np.log1p(-hazard))
+    np.minimum(np.maximum(hazard, 1e-15, out=hazard), _SURELY / _WIDTHS, out=hazard)
+    fading = np.exp(-_WIDTHS * hazard)
     unused = np.ones((len(hazard), _BINS + 1))
     np.multiply.accumulate(fading, axis=1, out=unused[:, 1:])
     left = np.zeros((len(hazard), _BINS + 1))

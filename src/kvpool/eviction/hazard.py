@@ -2,44 +2,46 @@
 
 Reuse of a prompt depends on its age in a way that differs by kind: the next turn of a chat comes after a while or never, a
 system prompt comes again and again. What tells kinds apart is the request, not the run: its turn, how many others had gone
-on from the same place, how much it added. For each kind the policy counts reuses and exposure by age, also of runs that
-have left (ghosts), and derives from them the best rate of hits per block and time that keeping a run can still achieve
-(its Gittins index, see `experience`). The candidate with the smallest index is the victim, unless the oldest one is hardly
-worth more. Age is counted in blocks inserted since the last use, in units of the cache: under load it runs faster, and no
-clock is needed. How it was found, and what it gains and loses, is in docs/decisions/0005-eviction-policy.md.
+on from the same place, how much it added, and what its caller said about it. For each kind the policy counts reuses and
+exposure by age, also of runs that have left (ghosts), and derives from them the best rate of hits per block and time that
+keeping a run can still achieve (its Gittins index, see `experience`). The candidate with the smallest index is the victim,
+unless the oldest one is hardly worth more. Age is time on the manager's clock. How it was found, and what it gains and
+loses, is in docs/decisions/0005-eviction-policy.md.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from heapq import heapify, heappop, heappush
 from typing import Any, ClassVar, Final
 
 from kvpool.compiling import mypyc_attr
-from kvpool.eviction.experience import BIN_OF_AGE, LOWEST, MAX_AGE, NUM_KINDS, Experience, as_shared, kind_of
+from kvpool.eviction.experience import EDGES, LOWEST, NUM_KINDS, Experience, as_shared, kind_of
 from kvpool.eviction.policy import EvictionPolicy
 from kvpool.eviction.queues import BLOCKS, KEY, RUN, START, Item, RunQueue
-from kvpool.eviction.run import Run
+from kvpool.eviction.run import Run, moment_of
 
 EPOCHS_PER_CACHE: Final = 32  # the cache turns over once in so many epochs
 GHOSTS_PER_CACHE: Final = 4  # blocks remembered of runs that have left, in caches
 _MIN_CAPACITY: Final = 64
-MARGIN: Final = 0.5  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
+MARGIN: Final = 0.8  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
 LEARN_RUNS: Final = 32  # inserted before values are worked out anew: they share the cost
 LEARN_LATE: Final = 8  # times as many if none was reused: there is little to learn
-_MOST_EPOCHS: Final = 64  # that pass before what happened in them is digested, even if no victim is asked for
+_HISTORY: Final = 0.999  # weight of what was counted an epoch ago
+_MOST_NOTES: Final = 4096  # of what happened before it is digested, even if no victim is asked for
+_MOST_EPOCHS: Final = 1024  # that are told apart
 MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few microseconds each
 
 
 class _Cell(RunQueue):
     """The candidates of one priority and cohort."""
 
-    __slots__ = ("epoch", "kind", "value")
+    __slots__ = ("kind", "since", "value")
 
     def __init__(self, cohort: int) -> None:
         super().__init__()
-        self.epoch, self.kind = divmod(cohort, NUM_KINDS)
+        self.since, self.kind = divmod(cohort, NUM_KINDS)
         self.value = 0.0  # of its kind at its age
 
 
@@ -91,19 +93,25 @@ class AdaptivePolicy(EvictionPolicy):
         self._is_ordered = True
         self._len = self._num_blocks = 0  # of the cells
         self._capacity = _MIN_CAPACITY
-        self._epoch = 0
-        self._epoch_ticks = [0]  # the first tick of each epoch, the current one last
-        self._newest = 0
+        self._has_begun, self._base = False, 0  # the first moment that was seen
+        self._now = 0
+        self._epochs = [0]  # when epochs began, the current one last
+        self._num_digested = self._num_epochs = 0
+        self._turnover = 0.0  # how long it lately took to fill the cache anew
         self._inserted = 0  # blocks since the epoch began
         self._num_met = 0  # runs inserted since values were worked out
         self._learned = Experience()
-        self._values = self._learned.values(self._capacity)
-        self._changes: defaultdict[int, int] = defaultdict(int)  # in this epoch, of the blocks followed in each cohort
+        self._values = self._learned.values(self._capacity, self._turnover)
+        self._alive: dict[int, int] = {}  # blocks that are followed, by cohort
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # by fingerprint
         self._leaders: dict[int, int] = {}  # fingerprint of a ghost -> of the run before it, if there was one
         self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
         self._ghost_blocks = 0
-        self._last_left = 0, -1, 0  # fingerprint of the run before the one that left last, its tick, its kind when shared
+        self._last_left = (
+            0,
+            -1,
+            0,
+        )  # fingerprint of the run before the one that left last, its tick, its kind when shared
 
     # --- candidates --------------------------------------------------------------------------------------------------
 
@@ -135,7 +143,7 @@ class AdaptivePolicy(EvictionPolicy):
             return
         self._take_out(record)
         if run.hits > record.hits:
-            self._learned.count(record.cohort, self._epoch, record.item[BLOCKS] + record.trimmed)
+            self._count(record.cohort, record.item[BLOCKS] + record.trimmed)
             if record.trimmed:
                 self._count_ghosts(self._followers.get(run.fingerprint), record.trimmed)
 
@@ -185,18 +193,30 @@ class AdaptivePolicy(EvictionPolicy):
         for run in newcomers:
             self._meet(run, 0)
 
+    def _moment(self, run: Run) -> int:
+        """When a run was last used, in milliseconds since the first that was seen."""
+        moment = moment_of(run.last_access_at)
+        if not self._has_begun:
+            self._has_begun, self._base = True, moment
+        moment = max(0, (moment - self._base) >> 10)
+        if moment > self._now:
+            self._now = moment
+        return moment
+
     def _cohort(self, run: Run, hits: int, num_known: int = 0) -> int:
-        tick, epoch = run.last_access, self._epoch
-        if tick < self._epoch_ticks[-1]:  # the oldest epoch that is told apart, at least
-            epoch -= len(self._epoch_ticks) - max(1, bisect_right(self._epoch_ticks, tick))
-        return epoch * NUM_KINDS + self._kind(run, hits, num_known)
+        moment, epochs = self._moment(run), self._epochs
+        if moment >= epochs[-1]:
+            since = epochs[-1]
+        else:  # the oldest epoch that is told apart, at least
+            since = epochs[max(0, bisect_right(epochs, moment) - 1)]
+        return since * NUM_KINDS + self._kind(run, hits, num_known)
 
     def _kind(self, run: Run, hits: int, num_known: int) -> int:
         """The kind of a run: by the request that published it, or the last one that shared it."""
         if not run.priority:
             return LOWEST
         if not hits:
-            return kind_of(run.start + num_known, run.fan_out, run.turn, run.num_blocks - num_known)
+            return kind_of(run.start + num_known, run.fan_out, run.turn, run.num_blocks - num_known, run.hint)
         fingerprint, tick, kind = self._last_left
         if fingerprint == run.fingerprint and tick == run.last_access:
             return kind
@@ -209,7 +229,7 @@ class AdaptivePolicy(EvictionPolicy):
         item = cell.push(run.last_access, run)
         run.entry = _Record(self, cohort, cell, item, hits, trimmed)
         blocks = item[BLOCKS]
-        self._changes[cohort] += blocks + trimmed
+        self._follow(cohort, blocks + trimmed)
         self._len += 1
         self._num_blocks = num_blocks = self._num_blocks + blocks
         if num_blocks > self._capacity:
@@ -218,7 +238,7 @@ class AdaptivePolicy(EvictionPolicy):
     def _take_out(self, record: _Record) -> None:
         blocks = record.item[BLOCKS]
         record.cell.discard(record.item)
-        self._changes[record.cohort] -= blocks + record.trimmed
+        self._follow(record.cohort, -blocks - record.trimmed)
         self._len -= 1
         self._num_blocks -= blocks
 
@@ -229,7 +249,7 @@ class AdaptivePolicy(EvictionPolicy):
         cell = self._cells.get((priority, cohort))
         if cell is None:
             cell = self._cells[priority, cohort] = _Cell(cohort)
-            cell.value = self._values[cell.kind][BIN_OF_AGE[min(self._epoch - cell.epoch, MAX_AGE - 1)]]
+            cell.value = self._values[cell.kind][bisect_right(EDGES, self._now - cell.since) - 1]
         heappush(self._by_value, (priority, cell.value, cohort))
         heappush(self._by_age, (priority, cohort))
         self._least = _NO_CELL  # the new one may come first
@@ -252,12 +272,17 @@ class AdaptivePolicy(EvictionPolicy):
         """Puts cells in the order of their values at this epoch."""
         if self._num_met >= (LEARN_RUNS if self._learned.has_news else LEARN_LATE * LEARN_RUNS):
             self._learn()
-        values, epoch = self._values, self._epoch
+        values, now = self._values, self._now
         self._by_value = by_value = []
         for (priority, cohort), cell in self._cells.items():
             if cell.num_runs:
-                age = epoch - cell.epoch
-                cell.value = value = values[cell.kind][BIN_OF_AGE[age] if age < MAX_AGE else -1]
+                age = now - cell.since
+                place = bisect_right(EDGES, age)
+                rates = values[cell.kind]
+                value = rates[place - 1]
+                if place < len(EDGES):
+                    value += (rates[place] - value) * (age - EDGES[place - 1]) / (EDGES[place] - EDGES[place - 1])
+                cell.value = value
                 by_value.append((priority, value, cohort))
         heapify(by_value)
         self._least = _NO_CELL
@@ -266,8 +291,9 @@ class AdaptivePolicy(EvictionPolicy):
     def _learn(self) -> None:
         """Works out values from what happened up to this epoch; cells without candidates are forgotten on the way."""
         self._num_met = 0
-        self._learned.digest(self._epoch)
-        self._values = self._learned.values(self._capacity)
+        self._learned.digest(self._now, self._alive, _HISTORY ** (self._num_epochs - self._num_digested))
+        self._num_digested = self._num_epochs
+        self._values = self._learned.values(self._capacity, self._turnover)
         self._cells = {key: cell for key, cell in self._cells.items() if cell.num_runs}
         self._by_age = list(self._cells)
         heapify(self._by_age)
@@ -276,38 +302,53 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _meet(self, run: Run, hits: int) -> None:
         """A run that is new here: it was computed, perhaps not for the first time."""
-        fingerprint, tick, num_known = run.fingerprint, run.last_access, 0
+        fingerprint, num_known = run.fingerprint, 0
         if fingerprint in self._ghosts:
             num_known, turn, num_uses = self._count_ghosts(fingerprint, run.num_blocks)
             run.turn, run.fan_out = turn + 1 if num_uses <= 1 else 0, num_uses  # as if its beginning had stayed
-        if tick > self._newest:
-            self._newest = tick
         if not hits:
             self._num_met += 1
             self._inserted += run.num_blocks
+            self._moment(run)
             if self._inserted * EPOCHS_PER_CACHE >= self._capacity:
                 self._next_epoch()
         self._put_in(run, hits, self._cohort(run, hits, num_known), 0)
 
     def _next_epoch(self) -> None:
         """Time goes on. What follows from it is worked out for the next victim, or when much has come together."""
-        self._learned.follow(self._epoch, self._changes)
-        self._changes.clear()
+        self._turnover += ((self._now - self._epochs[-1]) * EPOCHS_PER_CACHE - self._turnover) / min(
+            self._num_epochs + 1, EPOCHS_PER_CACHE
+        )
+        self._num_epochs += 1
         self._inserted = 0
-        self._epoch += 1
-        self._epoch_ticks.append(self._newest)
-        del self._epoch_ticks[:-MAX_AGE]
+        self._epochs.append(self._now)
+        del self._epochs[:-_MOST_EPOCHS]
         self._is_ordered = False
-        if self._epoch - self._learned.epoch >= _MOST_EPOCHS:
+        if self._learned.num_noted >= _MOST_NOTES:
             self._learn()
             self._order()
+
+    def _count(self, cohort: int, blocks: int) -> None:
+        """Blocks of a cohort were reused."""
+        since, kind = divmod(cohort, NUM_KINDS)
+        self._learned.count(kind, self._now - since, blocks)
+
+    def _follow(self, cohort: int, blocks: int) -> None:
+        """So many more blocks of a cohort are followed, or fewer."""
+        since, kind = divmod(cohort, NUM_KINDS)
+        self._learned.follow(kind, self._now - since, blocks)
+        left = self._alive.get(cohort, 0) + blocks
+        if left:
+            self._alive[cohort] = left
+        else:
+            del self._alive[cohort]
 
     def _lost(self, run: Run, record: _Record) -> int:
         """By how many blocks a run that comes back unused was trimmed; 0 if its head was reused and is another run now."""
         split_off: int = run.start + record.item[START]
         trimmed: int = record.item[BLOCKS] - run.num_blocks
         if split_off > 0:
-            self._learned.count(record.cohort, self._epoch, split_off)
+            self._count(record.cohort, split_off)
             return 0
         return max(0, trimmed)
 
@@ -334,7 +375,7 @@ class AdaptivePolicy(EvictionPolicy):
         if leader is not None and self._followers.get(leader) == fingerprint:
             del self._followers[leader]
         self._ghost_blocks -= blocks
-        self._changes[cohort] -= blocks
+        self._follow(cohort, -blocks)
         turn, num_uses = divmod(followed, _MOST_USES)
         return cohort, blocks, turn, num_uses
 
@@ -346,7 +387,7 @@ class AdaptivePolicy(EvictionPolicy):
         left, turn, num_uses = num_blocks, 0, 0
         while left > 0 and fingerprint is not None and fingerprint in self._ghosts:
             cohort, blocks, turn, num_uses = self._forget(fingerprint)
-            self._learned.count(cohort, self._epoch, min(blocks, left))
+            self._count(cohort, min(blocks, left))
             left -= blocks
             fingerprint = self._followers.get(fingerprint)
         return num_blocks - max(0, left), turn, num_uses

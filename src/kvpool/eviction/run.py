@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+MOMENTS_PER_SECOND: Final = 2**20
+
+
+def moment_of(seconds: float) -> int:
+    """A time as policies compute with it. Recordings write times on this grid, so that a replay decides the same again."""
+    return round(seconds * MOMENTS_PER_SECOND)
 
 
 class Key(Protocol):
@@ -19,6 +26,10 @@ class Run(Protocol):
     fan_out: int  # requests that had reused the run before it by then, that one included
 
     @property
+    def hint(self) -> int:
+        """What was said about its continuation when its request ended, as `ReuseHint.code`; 0 if nothing."""
+
+    @property
     def num_blocks(self) -> int: ...
 
     @property
@@ -32,6 +43,10 @@ class Run(Protocol):
     @property
     def last_access(self) -> int:
         """Logical tick of the last use; never newer than the parent's."""
+
+    @property
+    def last_access_at(self) -> float:
+        """When that was, in seconds on the manager's clock."""
 
     @property
     def hits(self) -> int:

@@ -57,8 +57,9 @@ class Guard:
         try:
             context = self.context
             context.tick += 1
-            context.now = context.clock()
-            self.num_expired = self.expiry.run() if self.calendar.next <= context.now else 0
+            if self._depth == 1:  # an operation inside another one happens at the same moment
+                context.now = context.clock()
+                self.num_expired = self.expiry.run() if self.calendar.next <= context.now else 0
         except BaseException:
             self._depth -= 1
             self.lock.release()

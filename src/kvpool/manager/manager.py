@@ -36,6 +36,7 @@ from kvpool.errors import (
 )
 from kvpool.events import EventLog
 from kvpool.eviction import EvictionPolicy
+from kvpool.eviction.hints import ReuseHint
 from kvpool.manager.arguments import (
     DEFAULT_SCOPE,
     Items,
@@ -294,11 +295,26 @@ class KVCacheManager(Steps):
                 self._tell("fork", children, handle, *request_ids)
             return children
 
-    def free(self, handle: KVCacheHandle, keep: bool = True) -> None:
-        """Ends a request. What it published stays cached; with `keep=False` what only it used is dropped."""
+    def hint(self, handle: KVCacheHandle, hint: ReuseHint) -> None:
+        """Tells the eviction policy why a request stops, or when its continuation is expected; say it before `free`."""
+        if not isinstance(hint, ReuseHint):
+            raise InvalidArgumentError(f"{hint!r} is no hint; write ReuseHint(stop=...) or ReuseHint(expected_seconds=...)")
+        with self._guard:
+            self._state.any_row_of(handle)
+            handle.hint = hint.code
+            if self._observers:
+                self._tell("hint", None, handle, hint)
+
+    def free(self, handle: KVCacheHandle, keep: bool = True, hint: ReuseHint | None = None) -> None:
+        """Ends a request. What it published stays cached; with `keep=False` what only it used is dropped.
+
+        A `hint` says something about its continuation, as `KVCacheManager.hint` does.
+        """
         if keep is not True:
             keep = as_flag(keep, "keep")
         with self._guard:
+            if hint is not None:
+                self.hint(handle, hint)
             self._ending.free(handle, keep)
             if self._observers:
                 self._tell("free", None, handle, keep)

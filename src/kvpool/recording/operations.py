@@ -27,7 +27,7 @@ VERBS = {
     "a": "allocate", "e": "extend", "c": "commit", "p": "commit_prompt", "w": "mark_written", "s": "slot_mapping",
     "r": "rewind", "k": "fork", "f": "free", "l": "store_last_logits", "o": "swap_out", "i": "swap_in", "t": "pin",
     "u": "unpin", "q": "set_quota", "v": "evict", "d": "offload", "b": "onboard", "x": "invalidate", "h": "resize",
-    "g": "defragment", "z": "reset_prefix_cache", "n": "narrow",
+    "g": "defragment", "z": "reset_prefix_cache", "n": "narrow", "y": "hint",
 }  # fmt: skip
 MAX_SECONDS = 2**40  # since the recording began
 _MAX_NUMBER = 2**40
@@ -294,4 +294,5 @@ _ARGUMENTS: dict[str, tuple[Check, ...]] = {
     "h": (_number, _number, _tier),
     "g": (_tier,),
     "z": (),
+    "y": (_number, _or_null(_text), _or_null(_seconds)),
 }

@@ -10,6 +10,7 @@ from typing import Any
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.config.layers import show
 from kvpool.errors import KVPoolError, OutOfBlocksError, TraceError
+from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
 from kvpool.manager.pins import Pin
 from kvpool.prefix.lifetimes.retention import Retention, TokenRange
@@ -188,6 +189,9 @@ class _Player:
 
     def _narrow(self, serial: int, position: int) -> None:
         self.manager.narrow(self._one(serial), position)
+
+    def _hint(self, serial: int, stop: str | None, expected_seconds: float | None) -> None:
+        self.manager.hint(self._one(serial), ReuseHint(stop, expected_seconds))
 
     def _fork(self, serial: int, children: list[int]) -> None:
         self._check_tables(0, len(children))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.errors import InvalidArgumentError
+from kvpool.eviction.run import MOMENTS_PER_SECOND, moment_of
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int64Array
 from kvpool.recording.lines import open_bytes
@@ -76,7 +77,7 @@ class TraceRecorder:
         self._manager = manager
         self._thread = threading.Thread(target=self._run, args=(writer,), name="kvpool-recorder", daemon=True)
         self._thread.start()
-        self._started = manager.now
+        self._started = moment_of(manager.now)
         self._stop_observing = manager.observe(self)
         return self
 
@@ -107,7 +108,8 @@ class TraceRecorder:
         if verb == "allocate":
             noted = (*noted[:-1], source, noted[-1])
         pending = self._pending
-        pending.append((noted[0], now - self._started, *noted[1:]))
+        when = (moment_of(now) - self._started) / MOMENTS_PER_SECOND  # on the grid of policies, which go by the time
+        pending.append((noted[0], when, *noted[1:]))
         if len(pending) >= _WAKE_AT:
             self._wake.set()
             if len(pending) > MAX_PENDING:
@@ -168,6 +170,7 @@ _NOTED: dict[str, Callable[..., Operation]] = {
     "rewind": lambda _, handle, num_tokens: ("r", handle.serial, num_tokens),
     "narrow": lambda _, handle, position: ("n", handle.serial, position),
     "fork": lambda children, handle, *_: ("k", handle.serial, [child.serial for child in children]),
+    "hint": lambda _, handle, hint: ("y", handle.serial, hint.stop, hint.expected_seconds),
     "free": lambda _, handle, keep: ("f", (handle,), keep),
     "free_batch": lambda _, handles, keep: ("f", handles, keep),
     "store_last_logits": lambda _, handle, logits, num_tokens: ("l", handle.serial, num_tokens),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from kvpool.config import Tier
+from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling.costs.linear import CostModel
 from kvpool.scheduling.policies import OrderedQueue, make_policy
@@ -13,6 +14,9 @@ from kvpool.scheduling.scheduler_config import PreemptionMode, SchedulerConfig
 from kvpool.scheduling.scheduler_stats import SchedulerStats
 from kvpool.scheduling.steps.running import Running
 from kvpool.sequences.live.handle import KVCacheHandle
+
+# What the end of a sequence says about its continuation.
+_SAYS = {reason: ReuseHint(reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)}
 
 
 class Roster:
@@ -136,8 +140,14 @@ class Roster:
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
-    def finish(self, sequences: Iterable[ScheduledSequence], reason: FinishReason) -> None:
-        """Ends sequences, wherever they are, and gives back all they hold; those that ended before stay as they are."""
+    def finish(
+        self, sequences: Iterable[ScheduledSequence], reason: FinishReason, hint: ReuseHint | None = None
+    ) -> None:
+        """Ends sequences, wherever they are, and gives back all they hold; those that ended before stay as they are.
+
+        The eviction policy is told why: by the `hint`, or by the reason if it says something about the continuation.
+        """
+        hint = hint or _SAYS.get(reason)
         handles = []
         for sequence in sequences:
             if sequence.is_finished:
@@ -148,6 +158,8 @@ class Roster:
                 self.leave_queue(sequence)
             if sequence.handle is not None:
                 handles.append(sequence.handle)
+                if hint is not None:
+                    self.manager.hint(sequence.handle, hint)
                 sequence.handle = None
             self.end(sequence, reason)
         self.manager.free_batch(handles)

@@ -31,6 +31,7 @@ from kvpool.errors import (
     SequenceStateError,
     UnknownRequestError,
 )
+from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, as_count, as_token_array
 from kvpool.scheduling.arrivals import Arrivals
@@ -152,7 +153,9 @@ class Scheduler:
             raise InvalidArgumentError(f"fork takes a Request, got {request!r}")
         known = self.token_ids(parent)
         if not np.array_equal(known, request.prompt):
-            raise InvalidArgumentError(f"request {request.id!r}: its prompt is not what {parent!r} has; see token_ids()")
+            raise InvalidArgumentError(
+                f"request {request.id!r}: its prompt is not what {parent!r} has; see token_ids()"
+            )
         self.add(request)
         running, (child,) = self._roster.running, self._group(request.id).sequences
         can_share = parent in running.decoding and not running.lanes.in_flight[parent.lane] and parent.drafts is None
@@ -178,19 +181,24 @@ class Scheduler:
         """Ends a request at any moment, also while a plan with it is in flight; what it has computed stays cached."""
         return self._stop(self._group(request_id), FinishReason.CANCELLED)
 
-    def finish(self, request_id: Hashable, index: int | None = None) -> Finished | None:
+    def finish(self, request_id: Hashable, index: int | None = None, hint: ReuseHint | None = None) -> Finished | None:
         """The engine found a reason to stop (a stop string): ends one sequence of a request, or all of them.
 
-        Returns the request's outputs if that was its last sequence.
+        A `hint` tells the eviction policy more than that it stopped, as that the answer is a call of a tool. Returns the
+        request's outputs if that was its last sequence.
         """
+        if hint is not None and not isinstance(hint, ReuseHint):
+            raise InvalidArgumentError(
+                f"{hint!r} is no hint; write ReuseHint(stop=...) or ReuseHint(expected_seconds=...)"
+            )
         group = self._group(request_id)
         if index is None:
-            return self._stop(group, FinishReason.STOP)
+            return self._stop(group, FinishReason.STOP, hint)
         index = as_count(index, "index")
         chosen = [sequence for sequence in group.sequences if sequence.index == index]
         if not chosen or chosen[0].is_finished:
             raise UnknownRequestError(f"request {request_id!r} has no live sequence {index}")
-        self._roster.finish(chosen, FinishReason.STOP)
+        self._roster.finish(chosen, FinishReason.STOP, hint)
         return self._report(group)
 
     def propose(self, sequence: ScheduledSequence, drafts: Any) -> None:
@@ -341,9 +349,11 @@ class Scheduler:
             message = f"a request id must be hashable and comparable, got {request_id!r}: {error}"
             raise InvalidArgumentError(message) from None
 
-    def _stop(self, group: RequestGroup, reason: FinishReason, detail: str = "") -> Finished:
+    def _stop(
+        self, group: RequestGroup, reason: FinishReason, hint: ReuseHint | None = None, detail: str = ""
+    ) -> Finished:
         """Ends all sequences of a request, wherever they are."""
-        self._roster.finish(group.sequences, reason)
+        self._roster.finish(group.sequences, reason, hint)
         report = self._report(group, detail)
         assert report is not None
         return report

@@ -22,7 +22,7 @@ class Node:
     """`num_blocks` full blocks of tokens that follow `parent`, all on one tier.
 
     `turn` and `fan_out` say where the request stood that published it: how many before it went the same way alone, and how
-    many had reused the parent by then, itself included.
+    many had reused the parent by then, itself included. `hint` is what was said about its continuation (`ReuseHint.code`).
 
     `active` counts the sequences whose deepest node this is plus the children that are active, so a node is unreferenced
     exactly when `active` is 0, and holding a path costs one step per node that was idle. `pins` counts in the same way.
@@ -47,6 +47,7 @@ class Node:
         "expires_at",
         "fan_out",
         "fingerprint",
+        "hint",
         "hits",
         "ids",
         "is_remainder",
@@ -89,6 +90,7 @@ class Node:
     fingerprint: int
     turn: int
     fan_out: int
+    hint: int
 
     def __init__(self, parent: Node, key: bytes, start: int, created: int, now: float) -> None:
         self.parent = parent
@@ -111,6 +113,7 @@ class Node:
         self.last_access_at = now
         self.hits = 0
         self.fan_out = parent.hits
+        self.hint = 0
         self.turn = parent.turn + 1 if start > 1 and parent.hits <= 1 else 0
         self.priority = DEFAULT_PRIORITY
         self.priority_until = NEVER

@@ -258,7 +258,7 @@ class RunTree:
         upper.last_access = node.last_access
         upper.last_access_at = node.last_access_at
         upper.hits = node.hits
-        upper.turn, upper.fan_out = node.turn, node.fan_out
+        upper.turn, upper.fan_out, upper.hint = node.turn, node.fan_out, node.hint
         upper.priority = node.priority
         upper.priority_until = node.priority_until
         upper.ttl = node.ttl

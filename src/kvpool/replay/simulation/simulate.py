@@ -143,6 +143,7 @@ class _Replay:
         self.num_blocks = self.capacity
         self.oversized = self.copied_down = 0
         self.ends_partially = self._partial_ends()
+        self.hints = trace.hints()
 
     def _partial_ends(self) -> list[bool] | None:
         """Which prompts end inside a block; an engine knows that such a block is hardly ever reused, and says so."""
@@ -203,7 +204,7 @@ class _Replay:
         manager.commit(handle)
         if self.num_blocks > room:
             self._resize(room)  # while the request is live: it is the others that make room
-        manager.free(handle)
+        manager.free(handle, hint=None if self.hints is None else self.hints[index])
         return handle.num_cached_blocks
 
     def _resize(self, num_blocks: int) -> None:

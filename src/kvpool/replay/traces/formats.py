@@ -14,6 +14,7 @@ from typing import Any
 
 from kvpool.config.layers import MAX_BLOCK_SIZE, check_int, check_number, show
 from kvpool.errors import InvalidArgumentError, TraceError
+from kvpool.eviction.hints import known_stop
 from kvpool.jsonfile import parse_json
 from kvpool.recording.lines import Lines, open_bytes
 from kvpool.recording.operations import MAGIC_KEY
@@ -30,7 +31,7 @@ _TOKEN_KEYS = ("tokens", "token_ids", "prompt_token_ids")
 _IDS, _TOKENS, _NUMBERS = frozenset({int, str}), frozenset({int}), frozenset({int, float})  # types that JSON gives
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))? ?(?:Z|([+-]\d\d):?(\d\d))?", re.ASCII)
 
-_Request = tuple[float, list[Any], int, int, str | None, str | None]  # what `TraceBuilder.add` takes
+_Request = tuple[float, list[Any], int, int, str | None, str | None, str | None]  # what `TraceBuilder.add` takes
 
 
 def read_trace(
@@ -136,9 +137,9 @@ def _length(record: dict[str, Any], key: str, default: int) -> int:
     return check_int(key, value, 0, MAX_LENGTH, TraceError)
 
 
-def _who(record: dict[str, Any]) -> tuple[str | None, str | None]:
-    """Session and tenant of a request, where the file names them."""
-    return _name(record, "session"), _name(record, "tenant")
+def _who(record: dict[str, Any]) -> tuple[str | None, str | None, str | None]:
+    """Session and tenant of a request and why it stopped, where the file says so in words that are known."""
+    return _name(record, "session"), _name(record, "tenant"), known_stop(record.get("stop"))
 
 
 def _name(record: dict[str, Any], key: str) -> str | None:
@@ -232,4 +233,6 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
                 record["session"] = request.session
             if request.tenant is not None:
                 record["tenant"] = request.tenant
+            if request.stop is not None:
+                record["stop"] = request.stop
             stream.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")

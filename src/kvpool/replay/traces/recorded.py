@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvpool.errors import TraceError
+from kvpool.eviction.hints import known_stop
 from kvpool.pools.arrays import Int32Array
 from kvpool.recording.lines import Lines
 from kvpool.recording.operations import Operations, unpack
@@ -17,6 +18,7 @@ def requests_of_recording(lines: Lines, limit: int | None = None) -> Trace:
     operations = Operations(lines)
     found: dict[int, tuple[float, Int32Array, dict[str, Any]]] = {}
     committed: dict[int, int] = {}
+    stops: dict[int, str | None] = {}
     for kind, when, *arguments in operations:
         if kind == "a":
             serial, prefix, more = arguments
@@ -27,6 +29,8 @@ def requests_of_recording(lines: Lines, limit: int | None = None) -> Trace:
             except TraceError as error:
                 raise operations.broken(error) from None
             found[serial] = (when * 1000, unpack("") if tokens is None else tokens, more)
+        elif kind == "y":
+            stops[arguments[0]] = known_stop(arguments[1])
         elif kind in "ewsfoi":
             operations.batch(arguments[0])
         elif kind == "c":
@@ -47,5 +51,6 @@ def requests_of_recording(lines: Lines, limit: int | None = None) -> Trace:
             committed.get(serial, 0),
             session,
             scope_of(more.get("scope")).tenant or None,
+            stops.get(serial),
         )
     return builder.build()

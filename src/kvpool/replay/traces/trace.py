@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import TraceError
+from kvpool.eviction.hints import STOPS, ReuseHint
 from kvpool.pools.arrays import MAX_TOKEN_ID, Int32Array, Int64Array
 
 FloatArray = npt.NDArray[np.float64]
@@ -31,6 +32,7 @@ class TraceRequest(NamedTuple):
     output_length: int  # tokens
     session: str | None = None
     tenant: str | None = None
+    stop: str | None = None  # why it stopped: a word of `ReuseHint`
 
 
 @dataclass
@@ -86,6 +88,7 @@ class Trace:
     reuse_known: bool = True
     problems: Problems = field(default_factory=Problems)
     tenants: tuple[str | None, ...] | None = None  # None: the trace does not say who asked
+    stops: tuple[str | None, ...] | None = None  # None: the trace does not say why requests stopped
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -98,6 +101,7 @@ class Trace:
             float(self.timestamps[index]), self.ids_of(index), int(self.input_lengths[index]),
             int(self.output_lengths[index]), None if self.sessions is None else self.sessions[index],
             None if self.tenants is None else self.tenants[index],
+            None if self.stops is None else self.stops[index],
         )  # fmt: skip
 
     def ids_of(self, index: int) -> Int32Array:
@@ -131,6 +135,13 @@ class Trace:
         """Seconds between the first and the last arrival."""
         return float(np.ptp(self.timestamps)) / 1000 if len(self) else 0.0
 
+    def hints(self) -> list[ReuseHint | None] | None:
+        """What each request says about its continuation; None if none says anything."""
+        if self.stops is None:
+            return None
+        known = {stop: ReuseHint(stop) for stop in STOPS}
+        return [known.get(stop) if stop is not None else None for stop in self.stops]
+
     def head(self, num_requests: int) -> Trace:
         """The first requests, as a trace of its own."""
         count = min(num_requests, len(self))
@@ -139,6 +150,7 @@ class Trace:
             self.timestamps[:count], self.input_lengths[:count], self.output_lengths[:count],
             None if self.sessions is None else self.sessions[:count], self.reuse_known, self.problems,
             None if self.tenants is None else self.tenants[:count],
+            None if self.stops is None else self.stops[:count],
         )  # fmt: skip
 
     def full_blocks_only(self) -> Trace:
@@ -150,7 +162,7 @@ class Trace:
         offsets = np.concatenate(([0], np.cumsum(lengths)))
         return Trace(
             self.name, self.format, self.unit, self.ids[keep], offsets, self.timestamps, self.input_lengths,
-            self.output_lengths, self.sessions, self.reuse_known, self.problems, self.tenants,
+            self.output_lengths, self.sessions, self.reuse_known, self.problems, self.tenants, self.stops,
         )  # fmt: skip
 
 
@@ -167,6 +179,7 @@ class TraceBuilder:
         self._outputs = array("q")
         self._sessions: list[str | None] = []
         self._tenants: list[str | None] = []
+        self._stops: list[str | None] = []
         self._numbers: dict[object, int] | None = None
 
     def __len__(self) -> int:
@@ -174,7 +187,7 @@ class TraceBuilder:
 
     def add(
         self, timestamp: float, ids: Sequence[object], input_length: int, output_length: int,
-        session: str | None = None, tenant: str | None = None,
+        session: str | None = None, tenant: str | None = None, stop: str | None = None,
     ) -> TraceBuilder:  # fmt: skip
         """One more request. The caller has checked that lengths are not negative."""
         if len(self._ends) >= MAX_REQUESTS or len(self._ids) + len(ids) > MAX_IDS:
@@ -195,6 +208,7 @@ class TraceBuilder:
         self._outputs.append(output_length)
         self._sessions.append(session)
         self._tenants.append(tenant)
+        self._stops.append(stop)
         return self
 
     def _append_ids(self, ids: Sequence[Any]) -> None:
@@ -216,13 +230,13 @@ class TraceBuilder:
 
     def build(self) -> Trace:
         """The trace so far."""
-        sessions, tenants = (
+        sessions, tenants, stops = (
             tuple(names) if any(name is not None for name in names) else None
-            for names in (self._sessions, self._tenants)
+            for names in (self._sessions, self._tenants, self._stops)
         )
         return Trace(
             self.name, self.format, self.unit, np.array(self._ids, np.int32),
             np.concatenate(([0], np.array(self._ends, np.int64))), np.array(self._timestamps, np.float64),
             np.array(self._inputs, np.int64), np.array(self._outputs, np.int64), sessions, self.reuse_known,
-            self.problems, tenants,
+            self.problems, tenants, stops,
         )  # fmt: skip

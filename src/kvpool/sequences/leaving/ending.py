@@ -104,7 +104,16 @@ class Ending:
             self._release_groups(handle, row, tip, used, published)
         if handle.retention is not None and tip is not tip.root:
             self._apply_retention(handle.retention, tip, handle.num_prompt_tokens)
+        if handle.hint:
+            self._pass_on(handle, tip)
         self.readers.release(tip)
+
+    def _pass_on(self, handle: KVCacheHandle, tip: Node) -> None:
+        """What was said about a request holds for the runs that it published, or for the last one that it read."""
+        tip.hint = handle.hint
+        while tip.published_by == handle.serial and tip is not tip.root:
+            tip.hint = handle.hint
+            tip = tip.parent
 
     def _release_groups(self, handle: KVCacheHandle, row: int, tip: Node, used: int, published: int) -> None:
         """Gives back private blocks of a row, between the published ones and `used`, and leaves its windows."""
@@ -189,6 +198,8 @@ class Ending:
         for i, row in enumerate(row_list):
             tip, handle = rows.tips[row], handles[i]
             assert tip is not None
+            if handle.hint:
+                self._pass_on(handle, tip)
             self.readers.release(tip)
             if handle.inflight is not None:
                 self._leave_others(handle, row)

@@ -31,6 +31,7 @@ class KVCacheHandle:
         "copied_sessions",
         "encoder_tokens",
         "family",
+        "hint",
         "inflight",
         "is_lease",
         "last_logits",
@@ -58,6 +59,7 @@ class KVCacheHandle:
         self.session: str | None = None
         self.copied_sessions: tuple[str, ...] = ()  # those that computed private blocks of it, or their beginnings
         self.publishes = True
+        self.hint = 0  # `ReuseHint.code` of what was said about its continuation
         self.is_lease = False  # it holds blocks for somebody else and is no request
         self.encoder_tokens = 0
         self.num_prompt_tokens = 0
