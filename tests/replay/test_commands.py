@@ -102,6 +102,21 @@ def test_given_tokens_then_bounds_count_their_whole_blocks(tmp_path: Path, capsy
     assert rows["infinite", None]["requested_tokens"] == sum(map(len, prompts))
 
 
+def test_given_tiers_then_each_stands_beside_its_optimum(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "turns.jsonl"
+    ids = [[1, 2], [3, 4], [5, 6], [1, 2], [3, 4], [5, 6], [1, 2]]
+    lines = [{"timestamp": n, "input_length": 32, "output_length": 1, "hash_ids": each} for n, each in enumerate(ids)]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    assert main(["replay", str(path), "--tiers", "gpu=2,host=2", "--json", "-", "--workers", "1"]) == 0
+    shown = capsys.readouterr()
+    lru, optimum, _ = json.loads(shown.out)
+    assert (lru["hit_blocks_gpu"], lru["hit_blocks_host"]) == (0, 0)
+    assert (optimum["policy"], optimum["hit_blocks_gpu"], optimum["hit_blocks_host"]) == ("optimum", 0, 4)
+    assert optimum["hit_blocks"] == 4
+    assert main(["replay", str(path), "--tiers", "gpu=2,host=4", "--workers", "1"]) == 0
+    assert "GPU host" in " ".join(capsys.readouterr().out.split())  # headings are folded
+
+
 def test_given_ids_that_repeat_then_an_infinite_cache_evicts_nothing(
     odd_trace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

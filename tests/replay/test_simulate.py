@@ -12,8 +12,8 @@ from slow_simulator import slow_hits
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, TraceError, read_trace, replay
-from kvpool.replay.simulation.bounds import run_model
-from kvpool.replay.simulation.runs import run_all
+from kvpool.replay.simulation.bounds import OPTIMUM, run_model
+from kvpool.replay.simulation.runs import run_all, run_one
 
 TRACES = (
     "mooncake_conversation_trace.jsonl", "mooncake_arxiv_first1000.jsonl", "wekacc_dev.jsonl.gz",
@@ -119,6 +119,18 @@ def test_given_a_host_that_is_written_through_then_nobody_waits_for_a_copy_and_a
     assert through.awaited_blocks < 0.1 * through.copied_down_blocks
     once = replay(chat_trace, ReplayConfig("lru", 60, host=5_000, host_write=1))
     assert 0 < once.copied_down_blocks < back.copied_down_blocks
+
+
+def test_given_tiers_then_the_optimum_says_what_each_of_them_could_find(chat_trace: Trace) -> None:
+    optimum = run_one(chat_trace, ReplayConfig(OPTIMUM, 60, host=200, disk=300))
+    alone, two, three = (run_model(chat_trace, OPTIMUM, size).hit_blocks for size in (60, 260, 560))
+    assert optimum.hit_blocks_by_tier == {"GPU": alone, "HOST": two - alone, "DISK": three - two}
+    assert optimum.hit_blocks == three > two > alone
+    for policy in ("lru", "adaptive"):
+        found = replay(chat_trace, ReplayConfig(policy, 60, host=200, disk=300)).hit_blocks_by_tier
+        assert found["GPU"] <= alone
+        assert found["GPU"] + found["HOST"] <= two
+        assert sum(found.values()) <= three
 
 
 def test_given_larger_blocks_then_only_whole_ones_hit() -> None:

@@ -14,7 +14,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.recording.playback import play_recording
 from kvpool.replay.commands import replay_options as opt
 from kvpool.replay.commands.replay_inputs import load_trace, parse_capacities, parse_tiers
-from kvpool.replay.simulation.bounds import INFINITE, MODELS, OPTIMUM
+from kvpool.replay.simulation.bounds import FLAT_FIFO, INFINITE, MODELS, OPTIMUM
 from kvpool.replay.simulation.runs import map_over, run_all
 from kvpool.replay.simulation.simulate import ReplayConfig, ReplayResult
 from kvpool.replay.traces.formats import DEFAULT_MAX_ERRORS
@@ -155,10 +155,11 @@ def _configs(
     known = trace.unit == 1 or block_size is None or block_size == trace.unit
     if bounds and known:
         models += [OPTIMUM, INFINITE]
+    below = {tier: blocks for tier, blocks in lower.items() if tier in ("host", "disk")}
     for name in dict.fromkeys(models):
-        configs.extend(
-            ReplayConfig(name, size, block_size=block_size) for size in ([None] if name == INFINITE else capacities)
-        )
+        tiers = below if name == OPTIMUM else {}
+        found = [None] if name == INFINITE else capacities
+        configs.extend(ReplayConfig(name, size, block_size=block_size, **tiers) for size in found)
     return configs
 
 
@@ -210,22 +211,26 @@ def _add_serving(
         rows[index].update(result.row())
 
 
+_TIER_NAMES = {"GPU": "GPU", "HOST": "host", "DISK": "disk"}
+
+
 def _print_tables(
     out: Any, trace: Trace, results: list[ReplayResult], rows: list[dict[str, Any]], seconds: float
 ) -> None:
     title = f"{trace.name}: {len(trace):,} requests, {results[0].requested_blocks:,} blocks"
-    lower_tiers = any(row["hit_blocks_host"] or row["hit_blocks_disk"] for row in rows if "hit_blocks_host" in row)
+    found = {tier for result in results for tier, blocks in result.hit_blocks_by_tier.items() if blocks}
+    tiers = [tier for tier in ("GPU", "HOST", "DISK") if tier in found] if found & {"HOST", "DISK"} else []
     table = _table(title, "policy", "capacity", "hit blocks", "hit ratio", "token ratio", "evicted")
-    for heading in ("host hits", "disk hits", "offloaded") if lower_tiers else ():
+    for heading in (*(f"{_TIER_NAMES[tier]} hits" for tier in tiers), "offloaded") if tiers else ():
         table.add_column(heading, justify="right")
     for result in results:
         cells = [
             result.policy, _size(result), f"{result.hit_blocks:,}", f"{result.hit_ratio:.4f}",
             f"{result.token_hit_ratio:.4f}", "" if result.bound else f"{result.evicted_blocks:,}",
         ]  # fmt: skip
-        if lower_tiers and not result.bound:
-            cells += [f"{result.hit_blocks_by_tier.get(tier, 0):,}" for tier in ("HOST", "DISK")]
-            cells.append(f"{result.offloaded_blocks:,}")
+        if tiers and result.policy not in (INFINITE, FLAT_FIFO):
+            cells += [f"{result.hit_blocks_by_tier.get(tier, 0):,}" for tier in tiers]
+            cells.append("" if result.bound else f"{result.offloaded_blocks:,}")
         table.add_row(*cells, style="dim" if result.bound else "")
     table.caption = f"{seconds:.1f} s"
     out.print(table)

@@ -22,11 +22,17 @@ INFINITE, OPTIMUM, FLAT_FIFO = "infinite", "optimum", "fifo-flat"
 MODELS = (INFINITE, OPTIMUM, FLAT_FIFO)  # names that stand beside policies but are computed without a manager
 
 
-def run_model(trace: Trace, name: str, capacity: int | None) -> ReplayResult:
-    """The row of one bound (or of the flat FIFO), block by block of the trace."""
+def run_model(trace: Trace, name: str, capacity: int | None, host: int = 0, disk: int = 0) -> ReplayResult:
+    """The row of one bound (or of the flat FIFO), block by block of the trace.
+
+    The optimum of a GPU with lower tiers is that of one cache as large as all of them: what leaves one tier goes to the next
+    and comes back when it is used. By tier it says what each adds to the optimum of those above it.
+    """
     if name not in MODELS:
         raise InvalidArgumentError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
     trace = _dense(trace)
+    if name == OPTIMUM and capacity is not None and (host or disk):
+        return _optimum_of_tiers(trace, capacity, host, disk)
     if name == INFINITE or capacity is None:
         hits, kind = _infinite_hits(trace), "offline bound: nothing is ever evicted"
     elif name == OPTIMUM:
@@ -39,6 +45,20 @@ def run_model(trace: Trace, name: str, capacity: int | None) -> ReplayResult:
     result = ReplayResult(**totals(trace, hits, trace.unit), policy=name, capacity=capacity, bound=kind)
     result.hit_blocks_by_tier = {"GPU": result.hit_blocks}
     return result
+
+
+def _optimum_of_tiers(trace: Trace, capacity: int, host: int, disk: int) -> ReplayResult:
+    sizes = {"GPU": capacity, "HOST": host, "DISK": disk}
+    by_tier: dict[str, int] = {}
+    total = 0
+    for tier, size in sizes.items():
+        total += size
+        if size:
+            hits = _optimal_hits(trace, total)
+            by_tier[tier] = int(hits.sum()) - sum(by_tier.values())
+    kind = "offline bound: Belady's optimum of all tiers as one; by tier, what each adds to the optimum of those above it"
+    found = totals(trace, hits, trace.unit)
+    return ReplayResult(**found, policy=OPTIMUM, capacity=capacity, bound=kind, hit_blocks_by_tier=by_tier)
 
 
 def _dense(trace: Trace) -> Trace:

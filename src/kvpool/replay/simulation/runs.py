@@ -27,10 +27,11 @@ def run_one(trace: Trace, config: ReplayConfig) -> ReplayResult:
     if config.policy not in MODELS:
         return replay(trace, config)
     if trace.unit > 1:
-        return run_model(trace, config.policy, config.capacity)
+        return run_model(trace, config.policy, config.capacity, config.host, config.disk)
     # Of a trace of tokens only whole blocks are ever published; the others are asked for all the same.
     size = config.block_size or trace.block_size
-    found = run_model(to_blocks(trace, size).full_blocks_only(), config.policy, config.capacity)
+    blocks = to_blocks(trace, size).full_blocks_only()
+    found = run_model(blocks, config.policy, config.capacity, config.host, config.disk)
     assert found.hits is not None
     return replace(found, **totals(trace, found.hits, size))
 
