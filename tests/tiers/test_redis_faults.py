@@ -16,7 +16,7 @@ import pytest
 from servers import GARBAGE, FakeServer, RedisCluster, RedisServer, eventually, running
 
 from kvpool.testing import key, load, store, value
-from kvpool.tiers import Outcome
+from kvpool.tiers import KeyPattern, Outcome, Purged
 from kvpool.tiers.remote.redis import RedisTier
 from kvpool.tiers.remote.slot_map import slot_of
 
@@ -98,6 +98,19 @@ def test_given_a_paused_server_then_calls_end_at_the_deadline_and_later_ones_cos
         stats = tier.stats()
         assert (stats.late_loads, stats.load_failures, stats.store_failures) == (2, 400, 1)
         assert "no answer" in stats.problem
+
+
+def test_given_a_paused_server_then_a_purge_gives_up_long_before_its_deadline(server: RedisServer) -> None:
+    with opened(server.url, pause=3600) as tier:
+        eventually(lambda: is_up(tier), "the tier is up")
+        store(tier, [1])
+        server.pause()
+        try:
+            with bounded():
+                assert tier.purge(KeyPattern(), timeout=3600.0) == Purged(0, is_complete=False)
+        finally:
+            server.resume()
+        assert "no answer" in tier.stats().problem
 
 
 def test_given_a_paused_server_when_it_goes_on_then_a_probe_finds_it(server: RedisServer) -> None:

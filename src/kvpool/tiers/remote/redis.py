@@ -170,12 +170,12 @@ class RedisTier(RemoteTier[RedisNode]):
         with purging.node.connection() as client:
             while True:
                 command = ["SCAN", cursor, "MATCH", shape, "COUNT", str(SCAN_COUNT)]
-                (answer,) = purging.node.run(client, [command], purging.seconds_left())
+                (answer,) = purging.node.run(client, [command], min(self.timeout, purging.seconds_left()))
                 if isinstance(answer, Refusal):
                     raise NodeError(answer.text)
                 cursor, names = answer[0].decode(), answer[1]
                 commands = [["UNLINK", name] for name in names]
-                answers = purging.node.run(client, commands, purging.seconds_left()) if commands else []
+                answers = purging.node.run(client, commands, min(self.timeout, purging.seconds_left())) if commands else []
                 for name, removed in zip(names, answers, strict=True):
                     if isinstance(removed, Refusal):
                         purging.num_left += 1
