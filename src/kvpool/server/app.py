@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from kvpool.cluster.wire.translating import scope_keys
 from kvpool.errors import ConfigError, KVPoolError
@@ -146,11 +147,23 @@ def _add_refusals(app: FastAPI, server: Server) -> None:
     async def refuse_path(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         code = "not_found" if error.status_code == 404 else None
-        return server.refusal(Problem(error.status_code, message, code=code, headers=error.headers))
+        headers = {"allow": _methods_at(app, request)} if error.status_code == 405 else error.headers
+        return server.refusal(Problem(error.status_code, message, code=code, headers=headers))
 
     @app.exception_handler(Exception)
     async def admit(request: Request, error: Exception) -> Response:  # its traceback is logged by the server
         return server.refusal(Problem(500, f"this server failed: {type(error).__name__}", code="failed"))
+
+
+def _methods_at(app: FastAPI, request: Request) -> str:
+    """The methods of all routes with the path of a request; the router names those of the first."""
+    found = {
+        method
+        for route in app.router.routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
+    return ", ".join(sorted(found))
 
 
 def _add_looks(app: FastAPI, server: Server) -> None:

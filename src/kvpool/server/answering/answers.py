@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from kvpool.engine.generation import Chunk, Generation, Sample, TokenLogprob
 from kvpool.server.answering.events import HOLE, EventForm, as_event
+from kvpool.server.asking.problems import Problem
 
 # What ended a sample, in OpenAI's words. A request that was cut off has no more than it has: "length".
 _FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", "refused": "length"}
@@ -23,6 +24,7 @@ class Writer(Protocol):
     def whole(self, generations: Sequence[Generation]) -> dict[str, Any]: ...
     def part(self, index: int, chunk: Chunk, generation: Generation) -> bytes: ...
     def end(self, generations: Sequence[Generation]) -> bytes: ...
+    def failed(self, problem: Problem) -> bytes: ...
 
 
 class _Answer:
@@ -63,6 +65,10 @@ class _Answer:
         """The end of a stream: what it cost, where that was asked for."""
         usage = {**self._frame(self.kind_of_part, []), "usage": _counts(generations)}
         return (as_event(usage) if self._include_usage else b"") + b"data: [DONE]\n\n"
+
+    def failed(self, problem: Problem) -> bytes:
+        """The end of a stream that goes wrong: clients raise on an event like this."""
+        return as_event(problem.body())
 
     def _opening(self, index: int) -> dict[str, Any] | None:
         raise NotImplementedError

@@ -12,12 +12,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from kvpool.engine.engine import EngineStats
 from kvpool.scheduling import SchedulerStats
 from kvpool.server.asking.served import ServedModel
+from kvpool.stats import CacheStats
 
-_TOTALS = (
-    *("requests", "allocation_failures", "extend_failures", "prompt_tokens", "prompt_blocks", "partial_hit_tokens"),
-    *("full_hits_with_logits", "blocks_allocated", "blocks_merged", "copies_on_write", "forks", "rewinds", "swaps_out"),
-    *("swaps_in", "swapped_blocks", "offloaded_blocks", "onboarded_blocks", "defragmented_blocks"),
-)
+# Integers of the cache's statistics are totals, but for those that say how many there are now.
+_TOTALS = tuple(field.name for field in fields(CacheStats) if field.type == "int" and not field.name.startswith("num_"))
 _TIER_TOTALS = (
     *("hits", "misses", "load_failures", "late_loads", "stored", "refused", "store_failures", "late_stores", "removed"),
     *("bytes_loaded", "bytes_stored", "seconds_loading", "seconds_storing"),

@@ -89,7 +89,7 @@ class Exchange:
                 parts = self._events()
                 first = await anext(parts)  # what is refused at once is refused with a status
                 seconds = self._gate.limits.send_seconds
-                return EventStream(_after(first, parts), self._leave, seconds, self._headers)
+                return EventStream(self._after(first, parts), self._leave, seconds, self._headers)
             result = await unless_gone(self._request, self._whole())
         except BaseException as error:
             self._trouble = str(error) or type(error).__name__
@@ -136,6 +136,15 @@ class Exchange:
                 await self._note(running, news)
         return self._answer.whole([running.generation for running in self._running])
 
+    async def _after(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """All parts; what goes wrong after the first is told in the stream, since the status is out already."""
+        yield first
+        try:
+            async for part in rest:
+                yield part
+        except Problem as problem:
+            yield self._answer.failed(problem)
+
     async def _events(self) -> AsyncIterator[bytes]:
         """The events of the stream; those that come together go out together."""
         try:
@@ -148,12 +157,6 @@ class Exchange:
             self._trouble = str(problem)
             raise
         yield self._answer.end([running.generation for running in self._running])
-
-
-async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for part in rest:
-        yield part
 
 
 async def _merged(running: Sequence[LiveRequest]) -> AsyncIterator[tuple[int, list[Chunk]]]:

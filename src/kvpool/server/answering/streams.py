@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvpool.server.answering.events import as_event
 from kvpool.server.asking.problems import Problem
 
 
@@ -55,14 +54,11 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        try:
-            async for body in self._parts:
-                self._sends += 1
-                self._is_sending = True
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-                self._is_sending = False
-        except Problem as problem:  # the status is out already: OpenAI's clients raise on an event like this
-            await send({"type": "http.response.body", "body": as_event(problem.body()), "more_body": True})
+        async for body in self._parts:
+            self._sends += 1
+            self._is_sending = True
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._is_sending = False
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _stalled(self) -> None:

@@ -44,8 +44,9 @@ class Problem(Exception):
         return known.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def body(self) -> dict[str, Any]:
-        """The answer's body."""
-        return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
+        """The answer's body: OpenAI's, with the `type` at the top that Anthropic's has."""
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"type": "error", "error": error}
 
 
 def problem_of(error: KVPoolError) -> Problem:

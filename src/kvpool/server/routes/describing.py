@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -19,6 +19,7 @@ class RefusalDetails(BaseModel):
 class Refusal(BaseModel):
     """The body of every answer that is none."""
 
+    type: Literal["error"]
     error: RefusalDetails
 
 

@@ -179,6 +179,10 @@ class MessageAnswer:
             + as_event({"type": "message_stop"}, "message_stop")
         )
 
+    def failed(self, problem: Problem) -> bytes:
+        """The end of a stream that goes wrong."""
+        return as_event(problem.body(), "error")
+
     def _message(self, generation: Generation) -> dict[str, Any]:
         return {
             "id": self._id,

@@ -147,6 +147,12 @@ class ResponseAnswer:
             + self._event(kind, response=whole)
         )
 
+    def failed(self, problem: Problem) -> bytes:
+        """The end of a stream that goes wrong."""
+        error = {"code": problem.code or problem.kind, "message": str(problem)}
+        response = {**self._response("failed", []), "error": error}
+        return self._event("error", **error, param=problem.param) + self._event("response.failed", response=response)
+
     @property
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._item, "output_index": 0, "content_index": 0}
