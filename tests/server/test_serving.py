@@ -246,6 +246,28 @@ def test_given_pins_that_ended_by_themselves_then_the_server_forgets_them(serve:
     assert refusal(live, f"/v1/cache/pin/{lasting}", method="DELETE")[0] == 404
 
 
+def test_given_everything_of_a_tenant_is_forgotten_then_its_salts_are_too_and_others_stay(serve: Callable[..., Live]) -> None:
+    live = serve(access=access("a", "b", "root"))
+
+    def cached(tenant: str, salt: str = "") -> int:
+        body = {"prompt": PROMPT, "cache_salt": salt}
+        return int(call(live, "/v1/cache/query", body, f"sk-{tenant}")["cached_tokens"])
+
+    def warm() -> None:
+        for tenant, salt in (("a", ""), ("a", "x"), ("a", "y"), ("b", "")):
+            call(live, "/v1/cache/warm", {"prompt": PROMPT, "cache_salt": salt}, f"sk-{tenant}")
+
+    warm()
+    assert call(live, "/v1/cache/invalidate", {"cache_salt": "x"}, "sk-a") == {"removed_blocks": 2}
+    assert [cached("a"), cached("a", "x"), cached("a", "y"), cached("b")] == [8, 0, 8, 8]
+    assert call(live, "/v1/cache/invalidate", {}, "sk-a") == {"removed_blocks": 4}
+    assert [cached("a"), cached("a", "y"), cached("b")] == [0, 0, 8]
+    warm()
+    assert refusal(live, "/v1/cache/invalidate", {"tenant": "a"}, "sk-b")[0] == 403
+    assert call(live, "/v1/cache/invalidate", {"tenant": "a"}, "sk-root") == {"removed_blocks": 6}
+    assert [cached("a"), cached("a", "x"), cached("b")] == [0, 0, 8]
+
+
 def test_given_as_many_pins_as_a_tenant_may_have_then_the_next_is_refused(serve: Callable[..., Live]) -> None:
     live = serve(access=access("a", "b"), limits=Limits(pins_per_tenant=2))
     for tenant in "ab":

@@ -12,6 +12,7 @@ from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.tree.node import Node
+from kvpool.scope import ReuseScope
 from kvpool.sequences.live.cache_state import LOCAL_TIERS, CacheState
 from kvpool.stats import CacheStats, GroupStats, MemoryPressure, PoolStats
 
@@ -56,6 +57,7 @@ class CachedRun(NamedTuple):
     is_read: bool  # by a live request
     idle_seconds: float  # since its last use
     published_by: int  # `KVCacheHandle.serial` of the request that computed it
+    scope: ReuseScope  # who may reuse it
 
 
 class Inspector:
@@ -103,6 +105,7 @@ class Inspector:
                 CachedRun(
                     node.created, node.tier, node.start, node.num_blocks, ids, node.root.scope.tenant, node.priority,
                     node.pins > 0, node.active > 0, self.context.now - node.last_access_at, node.published_by,
+                    node.root.scope,
                 )
             )  # fmt: skip
         return found

@@ -25,7 +25,7 @@ from kvpool.server.asking.body_limit import BodyLimit
 from kvpool.server.asking.limits import Gate, Limits
 from kvpool.server.asking.problems import Problem, problem_of, problem_of_body
 from kvpool.server.asking.request_ids import RequestIds
-from kvpool.server.asking.schema import CacheQuery, ChatCompletions, Completions, Detokenize, Tokenize
+from kvpool.server.asking.schema import CacheQuery, ChatCompletions, Completions, Detokenize, Invalidation, Tokenize
 from kvpool.server.asking.served import ServedModel, scope_of
 from kvpool.server.asking.turns import InTurns
 from kvpool.server.routes.caching import CacheDesk
@@ -271,8 +271,8 @@ def _add_cache(app: FastAPI, server: Server) -> None:
         return await desk.unpin(name, caller)
 
     @app.post("/v1/cache/invalidate")
-    async def invalidate(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
-        """Forgets a prompt, a session, or everything of the caller's."""
+    async def invalidate(body: Invalidation, caller: Caller = caller_of) -> dict[str, Any]:
+        """Forgets a prompt, a session, or everything of the caller's; of another tenant's with an admin key."""
         return await desk.invalidate(body, server.model(body.model), caller)
 
     @app.post("/v1/cache/warm")

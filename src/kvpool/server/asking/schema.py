@@ -194,3 +194,9 @@ class CacheQuery(Body):
     cache_salt: Annotated[str, Field(max_length=256)] = ""
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     ttl_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
+
+
+class Invalidation(CacheQuery):
+    """`POST /v1/cache/invalidate`; admin keys may name another tenant than their own."""
+
+    tenant: Annotated[str, Field(max_length=256)] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from kvpool.engine.engine import Engine
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
@@ -12,8 +13,8 @@ from kvpool.scope import ReuseScope
 from kvpool.server.answering.pin_book import PinBook
 from kvpool.server.asking.access import Caller
 from kvpool.server.asking.parameters import session_name
-from kvpool.server.asking.problems import problem_of
-from kvpool.server.asking.schema import CacheQuery
+from kvpool.server.asking.problems import Problem, problem_of
+from kvpool.server.asking.schema import CacheQuery, Invalidation
 from kvpool.server.asking.served import ServedModel, scope_of
 from kvpool.server.routes.completing import named_tokens
 
@@ -47,14 +48,17 @@ class CacheDesk:
         """The caller's own pins."""
         return {"pins": await self._pins.of(caller.tenant)}
 
-    async def invalidate(self, body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
-        """Forgets a prompt from its last whole block on, or what a session computed, or everything of the caller's (salt)."""
+    async def invalidate(self, body: Invalidation, model: ServedModel, caller: Caller) -> dict[str, Any]:
+        """Forgets a prompt from its last whole block on, or what a session computed, or everything (of a salt)."""
+        if body.tenant is not None and body.tenant != caller.tenant:
+            if not caller.is_admin:
+                raise Problem(403, "the cache of another tenant needs an admin key", code="forbidden", param="tenant")
+            caller = caller._replace(tenant=body.tenant)
         engine = model.engine
         if body.session_id is not None:
             removed = await _quietly(lambda: engine.invalidate(session=session_name(caller, str(body.session_id))))
         elif body.prompt is None and body.messages is None:
-            scope = scope_of(caller.tenant, body.cache_salt)
-            removed = await _quietly(lambda: engine.invalidate(scope=scope))
+            removed = await _quietly(_forget_all, engine, caller.tenant, body.cache_salt)
         else:
             tokens, scope = await _asked(body, model, caller)
             removed = await _quietly(lambda: engine.invalidate(tokens, scope=scope))
@@ -74,6 +78,14 @@ class CacheDesk:
     def stats(self, models: list[ServedModel]) -> dict[str, Any]:
         """Everything that the caches count, per model."""
         return {model.name: model.engine.stats().cache.to_dict() for model in models}
+
+
+def _forget_all(engine: Engine, tenant: str, salt: str) -> int:
+    """Forgets everything of a tenant with that salt; without one, with every salt that is cached."""
+    scopes = {scope_of(tenant, salt)}
+    if not salt:
+        scopes |= {run.scope for run in engine.manager.cached_runs() if run.scope.tenant == tenant}
+    return sum(engine.invalidate(scope=scope) for scope in scopes)
 
 
 async def _asked(body: CacheQuery, model: ServedModel, caller: Caller) -> tuple[Int32Array, ReuseScope]:
