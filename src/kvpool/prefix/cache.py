@@ -167,8 +167,9 @@ class PrefixCache:
         Returns how many of them must still leave: all that fits is of no use, or nothing does.
         """
         keep = node.num_blocks - num_blocks
-        for evicting in (True, False):  # then with the room that was made, if more important runs are in the way of more
-            part = min(num_blocks, self.mover.num_fitting(node, evicting))
+        # All of it; as much as could be had; as much as was had, if more important runs are in the way of the rest.
+        for evicting in (None, True, False):
+            part = num_blocks if evicting is None else min(num_blocks, self.mover.num_fitting(node, evicting))
             if not part or (self.context.windowed and not self.windows.is_usable(node, keep, keep + part)):
                 break
             if part < num_blocks:

@@ -91,7 +91,7 @@ class TierMover:
         keep = node.num_blocks - num_blocks
         # Asked before runs below it give way.
         along = [(group, self.windows.needed(node, group, keep)) for group in context.windowed]
-        shadow = context.shadows.take(node)  # nobody else is to have it
+        shadow = context.shadows.take(node) if node.shadow is not None else None  # nobody else is to have it
         there = None if shadow is None or target != HOST else [ids[keep:] for ids in shadow]
         if not self._make_room_below(target, self._needs(num_blocks, along, there), importance(node)):
             if shadow is not None:
@@ -208,9 +208,11 @@ class TierMover:
             node.root.policies[source].remove(node)
             node.entry = None  # the policy of the new tier starts afresh
         self._count(node, -1)
-        if target != HOST:
-            context.shadows.drop(node)
-        old, shadow = node.ids, context.shadows.take(node)
+        old, shadow = node.ids, None
+        if node.shadow is not None:
+            if target != HOST:
+                context.shadows.drop(node)
+            shadow = context.shadows.take(node)
         if ready is None:
             node.ids = [self._move_ids(node, group, target, kind, shadow) for group in context.cached]
         if context.events.listening and node.digests:
@@ -222,7 +224,7 @@ class TierMover:
         else:
             for group in context.cached:
                 ids = old[group.index]
-                group.on(source).give(ids[ids >= 0])
+                group.tiers[source].give(ids[ids >= 0] if group.slides else ids)
         self._change_tier(node, target)
         self._count(node, 1)
         if node.pins and target == GPU:
@@ -256,7 +258,7 @@ class TierMover:
         present = old >= 0
         missing = present if shadow is None else present & (shadow[group.index] < 0)
         src = old if missing.all() else old[missing]
-        dst = group.on(target).take(len(src))
+        dst = group.tiers[target].take(len(src))
         if len(src) == len(old):
             moved = dst.copy()  # the planned copy keeps its own: ids change when the pool is defragmented
         else:
