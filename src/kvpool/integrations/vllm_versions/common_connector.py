@@ -1,0 +1,371 @@
+"""vLLM's connector interface in terms of the two sides in `kvpool.integrations.connector`, as its versions have it in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+from kvpool.errors import ConfigError
+from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.engine_pages import EnginePages
+from kvpool.integrations.connector.scheduler_side import SchedulerSide
+from kvpool.integrations.connector.step_orders import NO_PAGE, Introduction, Orders, Report
+from kvpool.integrations.connector.worker_side import WorkerSide
+from kvpool.integrations.reports.block_events import STORAGE, BlockEvent, BlocksRemoved
+from kvpool.integrations.requests.weights_digest import config_id, weights_id
+from kvpool.integrations.vllm_versions.connector_stats import ConnectorMetrics, ConnectorStats
+from kvpool.tiers import Fingerprint, Shard
+
+_SERVED = (SlidingWindowSpec,)  # beside those with full attention; derived kinds keep their pages otherwise
+
+EXPECTED = {
+    "__init__": ("vllm_config", "role", "kv_cache_config"),
+    "register_kv_caches": ("kv_caches",),
+    "start_load_kv": ("forward_context", "kwargs"),
+    "wait_for_layer_load": ("layer_name",),
+    "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
+    "wait_for_save": (),
+    "get_finished": ("finished_req_ids",),
+    "get_transfer_results": ("finished_req_ids",),
+    "get_block_ids_with_load_errors": (),
+    "get_handshake_metadata": (),
+    "set_xfer_handshake_metadata_pp_aware": ("metadata",),
+    "build_connector_worker_meta": (),
+    "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
+    "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
+    "build_connector_meta": ("scheduler_output",),
+    "update_connector_output": ("connector_output",),
+    "request_finished": ("request", "block_ids"),
+    "has_pending_push_work": (),
+    "reset_cache": (),
+    "bind_gpu_block_pool": ("gpu_block_pool",),
+    "take_events": (),
+    "get_kv_connector_stats": (),
+    "build_kv_connector_stats": ("data",),
+    "build_prom_metrics": ("vllm_config", "metric_types", "labelnames", "per_engine_labelvalues"),
+    "shutdown": (),
+}
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
+    """Orders of a step, on their way to the workers."""
+
+    orders: Orders
+
+
+@dataclass
+class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What the workers report of a step."""
+
+    report: Report
+
+    def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
+        """Of this worker, or these, and another."""
+        return WorkerMetadata(self.report.joined(other.report))
+
+
+@dataclass
+class WorkerIntroduction(KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    """What a worker says of itself before the first step."""
+
+    introduction: Introduction
+
+
+class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """kvpool's host cache and tiers below vLLM's own cache."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
+        self._block_size = checked_block_size(vllm_config, kv_cache_config)
+        groups = kv_cache_config.kv_cache_groups
+        self._main_group = next((n for n, group in enumerate(groups) if not is_windowed(group)), 0)
+        self._has_windows = any(is_windowed(group) for group in groups)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._introduction: Introduction | None = None
+        self._hash_size = self._block_size
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A block that was not stored is computed again."""
+        return False
+
+    # --- in the workers ----------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """The worker has made its pages."""
+        config, parallel = self._vllm_config, self._vllm_config.parallel_config
+        groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
+        pages = EnginePages(kv_caches, self._kv_cache_config.num_blocks, groups if len(groups) > 1 else None)
+        self._introduction = Introduction(
+            parallel.rank,
+            parallel.world_size,
+            self._settings.num_rows(pages.row_bytes),
+            fingerprint(config, self._settings, self._block_size, pages),
+        )
+        self._worker = WorkerSide(self._settings, pages, self._introduction)
+
+    def get_handshake_metadata(self) -> WorkerIntroduction | None:
+        """Asked of every worker before the first step."""
+        return None if self._introduction is None else WorkerIntroduction(self._introduction)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Loads of the step, before it computes; loads that requests wait for begin."""
+        self._ready_worker.load(self._step_orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads of a step are over before it computes."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Pages are copied whole, when the step has written all layers."""
+
+    def wait_for_save(self) -> None:
+        """The step has written its pages."""
+        self._ready_worker.store(self._step_orders)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose loads are over."""
+        self._ready_worker.poll(is_idle=self._step_orders.is_idle)
+        return None, self._ready_worker.take_loaded() or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """The same with requests whose loads failed, where pages alone do not say which request had them."""
+        results = super().get_transfer_results(finished_req_ids)
+        results.failed_recving |= self._ready_worker.take_failed_requests()
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Pages that vLLM must compute again."""
+        return self._ready_worker.take_failed_pages()
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        """Jobs that ended."""
+        report = self._ready_worker.take_report()
+        return None if report is None else WorkerMetadata(report)
+
+    # --- beside the scheduler ----------------------------------------------------------------------------------------
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], WorkerIntroduction]) -> None:
+        """All workers have introduced themselves."""
+        transfer = self._vllm_config.kv_transfer_config
+        workers = sorted((each.introduction for each in metadata.values()), key=lambda worker: worker.rank)
+        self._scheduler = SchedulerSide(
+            self._settings,
+            self._block_size,
+            workers,
+            loads=transfer.is_kv_consumer,
+            stores=transfer.is_kv_producer,
+            hash_size=self._hash_size if announces(self._vllm_config) else None,
+        )
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """What can be loaded for a waiting request; asked in every step while it waits."""
+        return self._ready_scheduler.look_up(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM gave a request its blocks."""
+        pages = self._pages(blocks.get_block_ids()) if num_external_tokens else []
+        self._ready_scheduler.order_load(request, pages, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """A step is planned: what it writes is stored, and everything ordered goes with it."""
+        side, scheduled = self._ready_scheduler, scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            side.follow(new.req_id, self._pages(new.block_ids), new.num_computed_tokens + scheduled[new.req_id])
+        cached = scheduler_output.scheduled_cached_reqs
+        running = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+        going_on = []
+        for name, pages, computed in running:
+            num_tokens = computed + scheduled[name]
+            if name in cached.resumed_req_ids:
+                side.follow(name, self._pages(pages), num_tokens)
+            else:
+                going_on.append((name, pages, num_tokens))
+        if self._has_windows:
+            tables = scheduler_output.kv_connector_block_state.get_block_ids
+            side.follow_on(going_on, lambda name: self._pages(tables(name)))
+        else:
+            side.follow_on(going_on)
+        return StepMetadata(side.orders(is_idle=not scheduled))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """What the workers did."""
+        if connector_output.kv_connector_worker_meta is not None:
+            self._ready_scheduler.take_report(connector_output.kv_connector_worker_meta.report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """vLLM may free its blocks: copies of them were made within steps."""
+        self._ready_scheduler.finish(request.request_id)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """The same, as vLLM asks connectors that know several layer groups."""
+        return self.request_finished(request, block_ids[self._main_group])
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Says how many tokens each of vLLM's hashes covers."""
+        self._hash_size = int(gpu_block_pool.hash_block_size)
+
+    def take_events(self) -> Iterable[Any]:
+        """Blocks on the host and in the tiers, under vLLM's own hashes."""
+        return () if self._scheduler is None else [self._event(each) for each in self._scheduler.take_events()]
+
+    def _event(self, event: BlockEvent) -> Any:
+        names = [maybe_convert_block_hash(name) for name in event.names]
+        locality = "REMOTE" if event.medium == STORAGE and self._settings.disk is None else "LOCAL"
+        if isinstance(event, BlocksRemoved):
+            return BlockRemoved(block_hashes=names, medium=event.medium, group_idx=self._main_group, locality=locality)
+        return BlockStored(
+            block_hashes=names,
+            parent_block_hash=None if event.parent is None else maybe_convert_block_hash(event.parent),
+            token_ids=event.tokens,
+            block_size=self._block_size,
+            lora_id=None,
+            medium=event.medium,
+            lora_name=event.adapter,
+            group_idx=self._main_group,
+            locality=locality,
+        )
+
+    def has_pending_push_work(self) -> bool:
+        """Steps without requests carry the last blocks to the tiers."""
+        return self._scheduler is not None and self._scheduler.has_waiting
+
+    def reset_cache(self) -> bool:
+        """Forgets everything that was stored so far, also in tiers."""
+        self._ready_scheduler.reset()
+        return True
+
+    def shutdown(self) -> None:
+        """Either side lets go of its tiers."""
+        for side in (self._worker, self._scheduler):
+            if side is not None:
+                side.close()
+
+    # --- what it counts ----------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        """What either side counted since vLLM asked last."""
+        side = self._scheduler or self._worker
+        counts = {} if side is None else side.take_counts()
+        return ConnectorStats(data=counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        """For vLLM's log."""
+        return ConnectorStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> ConnectorMetrics:
+        """For `/metrics`."""
+        return ConnectorMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # --- helpers -----------------------------------------------------------------------------------------------------
+
+    def _pages(self, block_ids: Sequence[list[int]]) -> list[list[int]]:
+        """Of each group. vLLM's block 0 stands where a page has left its window."""
+        if not self._has_windows:
+            return list(block_ids)
+        return [[page or NO_PAGE for page in of_group] for of_group in block_ids]
+
+    @property
+    def _step_orders(self) -> Orders:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata.orders
+
+    @property
+    def _ready_worker(self) -> WorkerSide:
+        assert self._worker is not None, "vLLM calls register_kv_caches first"
+        return self._worker
+
+    @property
+    def _ready_scheduler(self) -> SchedulerSide:
+        assert self._scheduler is not None, "vLLM hands over what the workers say of themselves first"
+        return self._scheduler
+
+
+def checked_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Tokens per block; what this connector does not serve is refused with one line."""
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        raise ConfigError('KVPoolConnector needs "kv_load_failure_policy": "recompute" in --kv-transfer-config')
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ConfigError("KVPoolConnector does not serve context parallelism: blocks are divided between ranks there")
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if not specs or not all(type(spec) in _SERVED or isinstance(spec, FullAttentionSpec) for spec in specs):
+        kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
+        raise ConfigError(
+            f"KVPoolConnector serves layers with full attention and sliding windows; this model has: {kinds}"
+        )
+    sizes = {int(spec.block_size) for spec in specs}
+    if len(sizes) > 1:
+        raise ConfigError(f"KVPoolConnector needs one block size for all layers; this model has {sorted(sizes)}")
+    return sizes.pop()
+
+
+def is_windowed(group: Any) -> bool:
+    """Whether pages of this group are given up as the sequence grows."""
+    return isinstance(group.kv_cache_spec, SlidingWindowSpec)
+
+
+def announces(vllm_config: Any) -> bool:
+    """Whether vLLM publishes KV events."""
+    events = vllm_config.kv_events_config
+    return events is not None and bool(events.enable_kv_cache_events)
+
+
+def fingerprint(vllm_config: Any, settings: ConnectorSettings, block_size: int, pages: EnginePages) -> Fingerprint:
+    """Everything that must be equal before the bytes of another vLLM may be used."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    details = f"{model.dtype} {vllm_config.cache_config.cache_dtype} {model.quantization}"
+    weights = settings.model_id or (weights_id(model_path(model)) if settings.has_tiers else "in memory only")
+    return Fingerprint(
+        model=f"{' '.join(model.architectures)} {config_id(model.hf_config)} {details}",
+        weights=weights,
+        block_size=block_size,
+        groups=(f"{pages.row_bytes} bytes in {pages.num_groups} groups",)
+        if pages.num_groups > 1
+        else (f"{pages.row_bytes} bytes",),
+        layout=f"vllm {vllm.__version__} {pages.layout}",
+        shard=Shard(parallel.rank, parallel.world_size),
+    )
+
+
+def model_path(model_config: Any) -> str:
+    """Where the weights are: the directory that was named, or vLLM's download of it."""
+    import os
+
+    if os.path.exists(model_config.model):
+        return str(model_config.model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+    except Exception as error:
+        raise ConfigError(
+            f"the files of {model_config.model} were not found ({type(error).__name__}); name the weights with model_id in "
+            "kv_connector_extra_config, so that their blocks in tiers cannot be taken for another model's"
+        ) from None
