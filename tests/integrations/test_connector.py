@@ -253,6 +253,23 @@ def test_given_a_tier_that_hangs_then_the_engine_computes_and_the_rows_stay_held
     assert second.scheduler.stats()["failed"] == 4
 
 
+def test_given_a_load_that_was_given_up_when_the_request_is_looked_up_again_then_tiers_are_left_alone(
+    engine: Any, tmp_path: Path
+) -> None:
+    first = engine(disk=str(tmp_path))
+    served(first, ToyRequest("a", PROMPT))
+    first.close()
+    second, lets_go = engine(disk=str(tmp_path), timeout=0.05), threading.Event()
+    second.workers[0]._tiers[0].tier._load = lambda *arguments: lets_go.wait() and []
+    request = ToyRequest("b", PROMPT)
+    assert second.look_up(request) == (16, True)
+    second.scheduler.order_load(request, [[0, 1, 2, 3, 4]], 16)
+    while "b" not in second._step_loads(set()):
+        pass
+    assert second.look_up(request) == (0, False)
+    lets_go.set()
+
+
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("seed", range(3))
 def test_given_random_prompts_with_common_beginnings_then_every_page_is_right(

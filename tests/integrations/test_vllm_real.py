@@ -1,31 +1,41 @@
-"""A real vLLM with a real model: with the connector it answers as without it, wherever a prefix comes from. `make test-vllm`.
+"""A real vLLM with a real model behind its OpenAI server, and eight clients at once. `make test-vllm`.
 
-It runs in processes of the Python that `KVPOOL_VLLM_PYTHON` names; without that the tests are skipped.
+It runs in a process of the Python that `KVPOOL_VLLM_PYTHON` names; without that the tests are skipped. What small random
+models can show is in test_vllm_lives.py.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
-import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_vllm_lives import environment
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tiers"))
-
-HERE = Path(__file__).parent
-SOURCES = HERE.parent.parent / "src"
-PATIENCE = 900.0
-LOADED = [448, 448]  # whole blocks of 32 tokens of both prompts, which have a few tokens more
+PATIENCE = 600.0
+WORDS = ["river", "stone", "lamp", "green", "seven", "quiet", "forest", "paper", "cloud", "winter", "engine", "coffee"]
+CLIENTS = 8
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not os.environ.get("KVPOOL_VLLM_PYTHON"), reason="needs vLLM: run make test-vllm"),
 ]
+
+
+def prompt(number: int) -> str:
+    """Some 250 tokens that differ from their first words on."""
+    return " ".join(
+        WORDS[(i * i + number * 7 + i // 5) % 12] + (f" {i}" if i % 8 == number else "") for i in range(150)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,84 +50,81 @@ def model() -> str:
         pytest.skip(str(error))
 
 
-def life(model: str, extra: dict[str, Any] | None, rounds: list[str], **task: Any) -> Any:
-    """What one vLLM process answered, and what it said on stderr."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": f"{SOURCES}{os.pathsep}{HERE}",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "0"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    given = json.dumps({"model": model, "extra": extra, "rounds": rounds, **task})
-    command = [os.environ["KVPOOL_VLLM_PYTHON"], str(HERE / "vllm_run.py"), given]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
-    return json.loads(lines[-1]), done.stdout + done.stderr
+class Server:
+    """vLLM's OpenAI server with the connector."""
+
+    def __init__(self, model: str, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        transfer = {
+            "kv_connector": "KVPoolConnector",
+            "kv_connector_module_path": "kvpool.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"host_bytes": "256MB", "disk": str(folder / "disk"), "disk_bytes": "256MB"},
+        }
+        options = ["--model", model, "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)]
+        options += ["--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-model-len", "1024"]
+        options += ["--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
+        command = [os.environ["KVPOOL_VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server", *options]
+        self.log = (folder / "server.log").open("w+")
+        self.process = subprocess.Popen(
+            command, stdout=self.log, stderr=subprocess.STDOUT, env={**environment(), "VLLM_SERVER_DEV_MODE": "1"}
+        )
+
+    def wait(self) -> None:
+        """Until it answers."""
+        due = time.monotonic() + PATIENCE
+        while time.monotonic() < due:
+            try:
+                self.get("/health")
+                return
+            except (urllib.error.URLError, OSError):
+                assert self.process.poll() is None, Path(self.log.name).read_text()[-4000:]
+                time.sleep(0.5)
+        pytest.fail("the server did not start")
+
+    def get(self, path: str, body: Any = None, *, post: bool = False) -> str:
+        """The text behind a path."""
+        data = json.dumps(body).encode() if body is not None else b"" if post else None
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+            text: str = answer.read().decode()
+            return text
+
+    def ask(self, number: int) -> tuple[str, int]:
+        """What the model says, and how many tokens of the prompt were cached."""
+        body = {"model": "m", "prompt": prompt(number), "max_tokens": 12, "temperature": 0}
+        answer = json.loads(self.get("/v1/completions", body))
+        details = answer["usage"].get("prompt_tokens_details") or {}
+        return answer["choices"][0]["text"], details.get("cached_tokens") or 0
+
+    def metric(self, name: str) -> float:
+        """A counter at `/metrics`."""
+        lines = self.get("/metrics").splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
 
 
 @pytest.fixture(scope="module")
-def plain(model: str) -> list[list[int]]:
-    """The answers of vLLM alone."""
-    results, _ = life(model, None, ["cold"])
-    return list(results["cold"]["tokens"])
+def server(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(model, tmp_path_factory.mktemp("server"))
+    server.wait()
+    yield server
+    server.process.terminate()
+    server.process.wait(60)
+    server.log.close()
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from servers import RedisServer
-
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield f"redis://127.0.0.1:{server.port}"
-    server.kill()
-
-
-@pytest.fixture(scope="module")
-def filled(model: str, redis: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    """A first life of vLLM that fills a disk and a Redis."""
-    disk = tmp_path_factory.mktemp("disk")
-    extra = {"host_bytes": "512MB", "disk": str(disk), "disk_bytes": "1GB", "remote": redis}
-    return life(model, extra, ["cold", "host"], linger=5)[0], disk
-
-
-def test_given_the_connector_then_vllm_answers_as_without_it_cold_and_from_the_host(plain: Any, filled: Any) -> None:
-    results, _ = filled
-    assert results["cold"] == {"tokens": plain, "cached": [0, 0]}
-    assert results["host"] == {"tokens": plain, "cached": LOADED}
-
-
-def test_given_a_redis_that_another_process_filled_then_prefixes_come_from_it(
-    plain: Any, filled: Any, model: str, redis: str
-) -> None:
-    results, _ = life(model, {"host_bytes": "512MB", "remote": redis}, ["first"])
-    assert results["first"] == {"tokens": plain, "cached": LOADED}
-
-
-def test_given_a_restart_and_one_flipped_byte_on_the_disk_then_the_answers_are_right(
-    plain: Any, filled: Any, model: str
-) -> None:
-    _, disk = filled
-    (slab,) = disk.glob("*.kvslab")
-    middle = slab.stat().st_size * 3 // 10
-    with slab.open("r+b") as file:
-        file.seek(middle)
-        byte = file.read(1)[0]
-        file.seek(middle)
-        file.write(bytes([byte ^ 0x40]))
-    extra = {"host_bytes": "512MB", "disk": str(disk), "disk_bytes": "1GB"}
-    results, said = life(model, extra, ["first", "again"])
-    assert results["first"]["tokens"] == plain
-    assert results["again"] == {"tokens": plain, "cached": LOADED}
-    assert "could not be loaded; the engine computes them again" in said
-
-
-def test_given_a_connector_that_brings_zeros_then_the_answers_differ(plain: Any, model: str) -> None:
-    task = {"connector": "Poisoned", "module": "poisoned"}
-    results, _ = life(model, {"host_bytes": "512MB"}, ["cold", "host"], **task)
-    assert results["cold"]["tokens"] == plain
-    assert results["host"]["cached"] == LOADED
-    assert results["host"]["tokens"] != plain
+def test_given_eight_clients_at_once_then_each_gets_its_answer_from_the_host(server: Server) -> None:
+    cold = [server.ask(number) for number in range(CLIENTS)]
+    assert len({text for text, _ in cold}) == CLIENTS
+    server.get("/reset_prefix_cache", post=True)
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        warm = list(clients.map(server.ask, range(CLIENTS)))
+    assert [text for text, _ in warm] == [text for text, _ in cold]
+    assert all(cached >= 192 for _, cached in warm)
+    assert server.metric("vllm:kvpool_hits_total") == CLIENTS
+    assert server.metric("vllm:kvpool_from_host_total") > 0

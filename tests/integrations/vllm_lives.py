@@ -10,7 +10,11 @@ import gc
 import json
 import os
 import random
+import shutil
+import signal
+import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -267,6 +271,136 @@ def hybrid(folder: Path) -> Any:
         "failed": [counts["failed"], lost > 0],
         "poisoned": sum(answer == right for answer, right in zip(wrong, expected, strict=True)),
     }
+
+
+@check
+def redis(folder: Path) -> Any:
+    """One engine fills a Redis, another finds everything there."""
+    llama, extra = model("llama", folder), {"host_bytes": "64MB", "remote": os.environ["KVPOOL_TEST_REDIS"]}
+    with life(llama, extra) as first:
+        expected = first.answers(PROMPTS)
+        first.settle()
+    with life(llama, extra) as second:
+        got = second.asked(PROMPTS)
+    return {"right": [answer for answer, _ in got] == expected, "cached": [cached for _, cached in got]}
+
+
+@check
+def random_requests(folder: Path) -> Any:
+    """300 requests with random common beginnings, many at once, through a pool that preempts and a host that evicts."""
+    rng = random.Random(4)
+    begins = prompts(5, 12, 320)
+    asked = [
+        rng.choice(begins)[: rng.randrange(40, 320)] + prompts(number, 1, rng.randrange(1, 60))[0]
+        for number in range(300)
+    ]
+    llama = model("llama", folder)
+    options = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 256, "max_model_len": 1024}
+    with life(llama, **options) as alone:
+        expected = [answer for part in parts(asked, 30) for answer in alone.answers(part, num_new=40)]
+    extra = {"host_blocks": 90, "disk": str(folder / "random"), "disk_bytes": "8MB"}
+    with life(llama, extra, **options) as each:
+        got = [answer for part in parts(asked, 30) for answer in each.answers(part, num_new=40)]
+        each.side.manager.check()
+        counts = each.side.stats()
+        preempted = sum(one.value for one in each.engine.get_metrics() if one.name == "vllm:num_preemptions")
+    return {
+        "wrong": sum(one != other for one, other in zip(got, expected, strict=True)),
+        "preempted": preempted > 0,
+        "from": {name: counts[name] > 0 for name in ("from_host", "from_tiers", "stored")},
+    }
+
+
+def parts(asked: list[list[int]], size: int) -> Iterator[list[list[int]]]:
+    """So many at a time."""
+    for start in range(0, len(asked), size):
+        yield asked[start : start + size]
+
+
+@check
+def damaged_disks(folder: Path) -> Any:
+    """A disk that was killed in the middle of work, then with swapped, cut and flipped contents: right answers, misses."""
+    llama, disk = model("llama", folder), folder / "killed"
+    task = json.dumps({"checks": ["_die"], "folder": str(folder)})
+    killed = subprocess.run([sys.executable, __file__, task], stdout=subprocess.DEVNULL, check=False).returncode
+    seen: dict[str, Any] = {"killed": killed == -signal.SIGKILL}
+    expected = None
+    for name, harm in (("restart", None), ("swapped", swap), ("cut", cut), ("flipped", damage)):
+        copy = folder / f"disk {name}"
+        shutil.copytree(disk, copy)
+        if harm is not None:
+            harm(copy)
+        with life(llama, {"host_bytes": "64MB", "disk": str(copy), "disk_bytes": "64MB"}) as each:
+            got = each.asked(PROMPTS)
+            counts = each.side.stats()
+        if expected is None:
+            with life(llama) as alone:
+                expected = alone.answers(PROMPTS)
+        seen[name] = {"right": [answer for answer, _ in got] == expected, "from_tiers": counts["from_tiers"]}
+    return seen
+
+
+@check
+def _die(folder: Path) -> Any:
+    """Answers, and is killed when the disk has everything."""
+    extra = {"host_bytes": "64MB", "disk": str(folder / "killed"), "disk_bytes": "64MB"}
+    alive = Life(model("llama", folder), extra)
+    alive.answers(PROMPTS)
+    alive.settle()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def swap(disk: Path) -> None:
+    """Exchanges the halves of what a disk holds: every value lies where another prompt's was."""
+    (slab,) = disk.glob("*.kvslab")
+    data = slab.read_bytes()
+    used = len(data.rstrip(b"\0")) // 8192 * 4096
+    slab.write_bytes(data[used : 2 * used] + data[:used] + data[2 * used :])
+
+
+def cut(disk: Path) -> None:
+    """Cuts the last third off."""
+    (slab,) = disk.glob("*.kvslab")
+    size = len(slab.read_bytes().rstrip(b"\0"))
+    with slab.open("r+b") as file:
+        file.truncate(size * 2 // 3)
+
+
+@check
+def broken_loads(folder: Path) -> Any:
+    """A tier that fails in the middle of a load, and one that hangs: right answers, and the next request is served."""
+    llama, disk = model("llama", folder), folder / "broken"
+    extra = {"host_bytes": "64MB", "disk": str(disk), "disk_bytes": "64MB", "timeout": 0.5}
+    with life(llama, extra) as first:
+        expected = first.answers(PROMPTS)
+        first.settle()
+    seen: dict[str, Any] = {}
+    for name in ("dies", "hangs"):
+        with life(llama, extra) as each:
+            (worker,) = workers()
+            tier, gate = worker._tiers[0].tier, threading.Event()
+            load = tier._load
+
+            def broken(keys: Any, out: Any, *rest: Any, name: str = name, gate: Any = gate) -> Any:
+                for row in out[: len(out) // 2]:
+                    place = memoryview(row).cast("B")
+                    place[:] = b"\x5a" * len(place)  # half of it was written already
+                if name == "hangs":
+                    gate.wait(30)
+                raise OSError("the disk is gone")
+
+            tier._load = broken
+            got = each.answers(PROMPTS)
+            tier._load = load
+            gate.set()
+            each.forget()
+            again = each.asked(PROMPTS)
+            seen[name] = {
+                "right": got == expected and [answer for answer, _ in again] == expected,
+                "failed": each.side.stats()["failed"],
+                "again": [cached for _, cached in again],
+            }
+    return seen
 
 
 def main() -> None:

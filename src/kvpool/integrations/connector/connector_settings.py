@@ -10,6 +10,7 @@ from typing import Any
 from kvpool.config.layers import MAX_BLOCKS, MAX_BYTES, check_int, check_number, show
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import make_policy
+from kvpool.integrations.connector.lmcache_yaml import settings_of
 from kvpool.terminal import parse_bytes
 from kvpool.tiers.tier_settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT
 
@@ -45,6 +46,8 @@ class ConnectorSettings:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> ConnectorSettings:
         """From the mapping that an engine hands over; what is unknown or cannot work raises `ConfigError`."""
+        if "lmcache_config" in given:
+            given = _with_lmcache(given)
         names = [each.name for each in fields(cls)]
         for key in given:
             if key not in names:
@@ -90,6 +93,15 @@ class ConnectorSettings:
         if self.host_bytes < block_bytes:
             raise ConfigError(f"host_bytes={self.host_bytes} holds no block: one has {block_bytes} bytes; raise it")
         return min(self.host_bytes // block_bytes, MAX_BLOCKS)
+
+
+def _with_lmcache(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings of a file of LMCache, and those given beside it, which go before."""
+    own = {key: value for key, value in given.items() if key != "lmcache_config"}
+    path = given["lmcache_config"]
+    if not isinstance(path, str) or not path:
+        raise ConfigError(f"lmcache_config must be the path of a file, got {show(path)}")
+    return {**settings_of(path), **own}
 
 
 def _bytes(name: str, value: Any) -> Any:

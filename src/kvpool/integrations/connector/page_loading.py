@@ -56,6 +56,8 @@ class Loader:
 
     def look_up(self, tracked: TrackedRequest, num_computed: int) -> tuple[int | None, bool]:
         """Tokens behind the engine's own that can be loaded, and whether that takes a while. None: ask again."""
+        if tracked.num_loading:  # the engine went on without it: a tier that hangs must not be asked again and again
+            tracked.has_lost = True
         first = tracked.num_local = num_computed // self._block_size
         tracked.waits = False
         tokens = tracked.tokens()
@@ -107,6 +109,7 @@ class Loader:
             num_present = min(max(handle.num_cached_blocks, first), last)
         rows = [] if handle is None else handle.block_ids()[first:last].tolist()
         digests = tracked.tier_digests(num_present, last) if tracked.waits and handle is not None else []
+        tracked.num_loading += 1
         self._jobs[job] = _LoadJob(tracked, handle, first, num_present, last)
         tracked.hits = num_present - first, last - num_present
         request_id, present = tracked.request.request_id, num_present - first
@@ -138,6 +141,7 @@ class Loader:
         done = self._jobs.pop(job, None)
         if done is None:
             return None
+        done.tracked.num_loading -= 1
         wanted, came = done.last - done.first, min(num_blocks, done.last - done.first)
         present = done.num_present - done.first
         self.stats.hits += came > 0

@@ -62,6 +62,7 @@ class TrackedRequest:
     asked_from: int = 0
     is_asking: bool = False
     waits: bool = False  # the last look-up promised a load that takes a while
+    num_loading: int = 0  # loads that no worker has reported yet
     has_lost: bool = False  # a load failed: tiers are not asked again
     hits: tuple[int, int] = (0, 0)  # of the last load: from the host, from tiers
     pages: list[list[int]] = field(default_factory=list)  # of each layer group

@@ -1,4 +1,4 @@
-"""vLLM's connector interface in terms of the two sides in `kvpool.integrations.connector`, as its versions have it in common."""
+"""The connector interface of vLLM in terms of the two sides in `kvpool.integrations.connector`, for all its versions."""
 
 from __future__ import annotations
 
