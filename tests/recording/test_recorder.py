@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -160,7 +161,7 @@ def test_given_tenants_and_sessions_then_the_trace_tells_them_apart_and_names_no
     assert trace.ids_of(0).tolist() == trace.ids_of(3).tolist() != trace.ids_of(2).tolist()
 
 
-@register_policy("notes hints")
+@register_policy("test-recorder-hints")
 class NotesHints(KeyedPolicy):
     """LRU that notes what was said about the runs it is given."""
 
@@ -173,15 +174,15 @@ class NotesHints(KeyedPolicy):
 
 def test_given_hints_then_the_recording_has_them_and_a_replay_gives_them_again(tmp_path: Path) -> None:
     manager = make_manager()
-    hints = [ReuseHint("tool_calls"), ReuseHint(expected_seconds=3), None]
+    hints = [ReuseHint("tool_calls"), ReuseHint(expected_seconds=3), ReuseHint(expected_seconds=math.inf), None]
     with TraceRecorder(tmp_path / "t").attach(manager):
         for number, hint in enumerate(hints):
             handle = manager.allocate(number, range(50 * number, 50 * number + 9))
             manager.commit(handle)
             manager.free(handle, hint=hint)
-    assert read_trace(tmp_path / "t").stops == ("tool_calls", None, None)
+    assert read_trace(tmp_path / "t").stops == ("tool_calls", None, None, None)
     NotesHints.seen.clear()
-    replay_recording(tmp_path / "t", policy="notes hints")
+    replay_recording(tmp_path / "t", policy="test-recorder-hints")
     assert NotesHints.seen == [hint.code if hint is not None else 0 for hint in hints]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
+from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
 
 STOPS: Final = ("stop", "tool_calls", "length")
@@ -34,13 +35,11 @@ class ReuseHint:
         if self.stop is not None:
             known = known_stop(self.stop)
             if known is None:
-                raise InvalidArgumentError(f"stop={self.stop!r} is unknown; known: {', '.join((*STOPS, *_SAME_AS))}")
+                raise InvalidArgumentError(f"stop={show(self.stop)} is unknown; known: {', '.join((*STOPS, *_SAME_AS))}")
             object.__setattr__(self, "stop", known)
         seconds = self.expected_seconds
         if seconds is not None:
-            if type(seconds) not in (int, float) or math.isnan(seconds) or seconds < 0:
-                raise InvalidArgumentError(f"expected_seconds={seconds!r} must be a number of seconds, not negative")
-            object.__setattr__(self, "expected_seconds", float(seconds))
+            object.__setattr__(self, "expected_seconds", _checked(seconds))
 
     @property
     def code(self) -> int:
@@ -51,6 +50,13 @@ class ReuseHint:
                 step, limit = step + 1, limit * _STEP
             return 1 + len(STOPS) + step
         return 0 if self.stop is None else 1 + STOPS.index(self.stop)
+
+
+def _checked(seconds: object) -> float:
+    with suppress(OverflowError):  # an integer above every float
+        if type(seconds) in (int, float) and (found := float(seconds)) >= 0:  # type: ignore[arg-type]
+            return found
+    raise InvalidArgumentError(f"expected_seconds={show(seconds)} must be a number of seconds, not negative")
 
 
 def known_stop(stop: object) -> str | None:

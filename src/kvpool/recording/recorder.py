@@ -15,6 +15,7 @@ from kvpool.eviction.run import MOMENTS_PER_SECOND, moment_of
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int64Array
 from kvpool.recording.lines import open_bytes
+from kvpool.recording.operations import MAX_SECONDS
 from kvpool.recording.playback import header_of
 from kvpool.recording.writer import Items, RecordingWriter
 from kvpool.sequences.live.batch import SequenceBatch
@@ -159,6 +160,11 @@ def _copied(values: Any) -> Any:
     return values.copy() if isinstance(values, np.ndarray) else list(values)
 
 
+def _written(seconds: float | None) -> float | None:
+    """JSON has no number for never: the longest time that a recording knows stands for it."""
+    return None if seconds is None else min(seconds, MAX_SECONDS)
+
+
 # What is noted of each verb: its letter, then what `RecordingWriter` needs; made of its result and its own arguments.
 _NOTED: dict[str, Callable[..., Operation]] = {
     "allocate": _allocated,
@@ -170,7 +176,7 @@ _NOTED: dict[str, Callable[..., Operation]] = {
     "rewind": lambda _, handle, num_tokens: ("r", handle.serial, num_tokens),
     "narrow": lambda _, handle, position: ("n", handle.serial, position),
     "fork": lambda children, handle, *_: ("k", handle.serial, [child.serial for child in children]),
-    "hint": lambda _, handle, hint: ("y", handle.serial, hint.stop, hint.expected_seconds),
+    "hint": lambda _, handle, hint: ("y", handle.serial, hint.stop, _written(hint.expected_seconds)),
     "free": lambda _, handle, keep: ("f", (handle,), keep),
     "free_batch": lambda _, handles, keep: ("f", handles, keep),
     "store_last_logits": lambda _, handle, logits, num_tokens: ("l", handle.serial, num_tokens),
