@@ -11,7 +11,7 @@ from stand_in import StandInRun
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.eviction import AdaptivePolicy, make_policy
 from kvpool.eviction.experience import EDGES, LOWEST, NUM_KINDS, Experience, as_shared, kind_of
-from kvpool.eviction.hazard import MOST_NEWCOMERS
+from kvpool.eviction.hazard import MOST_NEWCOMERS, MOST_NOTES
 from kvpool.eviction.hints import NUM_HINTS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.replay.simulation.bounds import run_model
@@ -260,6 +260,17 @@ def test_given_many_evictions_then_ghosts_are_bounded_by_the_cache() -> None:
         manager.commit(handle)
         manager.free(handle)
     assert 0 < max(policy.num_ghost_blocks for policy in policies) <= 4 * 200
+
+
+def test_given_prompts_that_only_come_again_then_what_is_noted_of_them_is_bounded() -> None:
+    policy, run = AdaptivePolicy(), StandInRun(last_access=0, fingerprint=1)
+    policy.add(run)
+    for tick in range(1, 3 * MOST_NOTES):
+        policy.remove(run)
+        run.hits, run.last_access = tick, tick
+        policy.add(run)
+    assert policy._learned.num_noted <= MOST_NOTES + 2
+    assert policy.victim() is run
 
 
 def test_runs_that_come_back_at_once_or_hardly_ever_have_a_value_at_every_age() -> None:

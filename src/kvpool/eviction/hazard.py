@@ -29,7 +29,7 @@ MARGIN: Final = 0.8  # a younger run goes instead of the oldest only if its valu
 LEARN_RUNS: Final = 32  # inserted before values are worked out anew: they share the cost
 LEARN_LATE: Final = 8  # times as many if none was reused: there is little to learn
 _HISTORY: Final = 0.999  # weight of what was counted an epoch ago
-_MOST_NOTES: Final = 4096  # of what happened before it is digested, even if no victim is asked for
+MOST_NOTES: Final = 4096  # of what happened before it is digested, even if no victim is asked for
 _MOST_EPOCHS: Final = 1024  # that are told apart
 MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few microseconds each
 
@@ -134,6 +134,9 @@ class AdaptivePolicy(EvictionPolicy):
             self._put_in(run, run.hits, self._cohort(run, run.hits), 0)
         else:
             self._put_in(run, run.hits, record.cohort, record.trimmed + self._lost(run, record))
+        if self._learned.num_noted >= MOST_NOTES:  # where nothing is inserted, no epoch ends
+            self._learn()
+            self._is_ordered = False
 
     def remove(self, run: Run) -> None:
         if self._newcomers:
@@ -324,7 +327,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._epochs.append(self._now)
         del self._epochs[:-_MOST_EPOCHS]
         self._is_ordered = False
-        if self._learned.num_noted >= _MOST_NOTES:
+        if self._learned.num_noted >= MOST_NOTES:
             self._learn()
             self._order()
 
