@@ -15,9 +15,13 @@ from pathlib import Path
 import pytest
 
 from kvpool.cli import main
-from kvpool.server.serve_command import bound
+from kvpool.server.serve_command import bound, step_limits
 
 SRC = str(Path(__file__).resolve().parents[2] / "src")
+
+
+def test_given_a_cpu_then_a_step_has_room_for_all_that_decode_and_few_tokens_of_prompts() -> None:
+    assert step_limits("cpu", 64).max_tokens_per_step == 64 + 256
 
 
 def test_given_a_process_when_it_is_told_to_end_then_the_answer_under_way_is_finished(tmp_path: Path) -> None:

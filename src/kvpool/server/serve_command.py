@@ -15,9 +15,11 @@ import typer
 
 from kvpool.engine.commands import engine_options as opt
 from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.scheduling import SchedulerConfig
 from kvpool.server.asking.access import ENVIRONMENT, Access, new_key
 
 GRACE_SECONDS = 30
+CPU_PROMPT_TOKENS = 256  # of one step, beside the sequences that decode
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -97,7 +99,7 @@ def serve(
         served = []
         for model in models:
             opt.tell(f"loading {model.name} ...", quiet)
-            scheduler = opt.limits(None, model.max_sequences)
+            scheduler = step_limits(model.options.device, model.max_sequences)
             engine = model.options.make_engine(host_memory=model.host_memory, scheduler=scheduler)
             served.append(ServedModel(model.name, stack.enter_context(engine)))
         config = uvicorn.Config(
@@ -131,6 +133,14 @@ def bound(host: str, port: int) -> list[socket.socket]:
             why = "another program listens there; --port 0 takes a free one"
         raise ConfigError(f"cannot listen at {host}, port {port}: {why}") from None
     return made
+
+
+def step_limits(device: str | None, max_sequences: int) -> SchedulerConfig:
+    """How much one step may hold. On a CPU its time grows with every token: long steps make streams wait and save nothing."""
+    from kvpool.engine.model.loading import torch_device
+
+    is_cpu = torch_device(device).type == "cpu"
+    return opt.limits(max_sequences + CPU_PROMPT_TOKENS if is_cpu else None, max_sequences)
 
 
 def _announced(uvicorn: Any, config: Any, name: str, quiet: bool) -> Any:

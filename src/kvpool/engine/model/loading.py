@@ -68,7 +68,7 @@ def load_model(
         import transformers
     except ImportError as error:
         raise ModelLoadError("loading a model needs transformers: pip install 'kvpool[hf]'") from error
-    where = _torch_device(device)
+    where = torch_device(device)
     wanted = _torch_dtype(dtype)
     usual = torch.bfloat16 if where.type == "cuda" else torch.float32
     trust = {"trust_remote_code": trust_remote_code}
@@ -105,7 +105,7 @@ def _torch_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _torch_device(device: torch.device | str | None) -> torch.device:
+def torch_device(device: torch.device | str | None) -> torch.device:
     """The device that is meant, which must be here; by default the GPU where there is one."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
