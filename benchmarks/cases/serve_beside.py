@@ -22,10 +22,9 @@ from kvpool.replay.load.load_run import figures, run_load
 
 CLIENTS = 16
 _START_SECONDS = 900.0
-_CORES = os.cpu_count() or 1
 _VLLM = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": f"0-{_CORES - 1}",  # it would take one thread by itself on two cores
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as many threads as OMP_NUM_THREADS says, on any core
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -113,8 +112,9 @@ class ServerProcess:
 class KvpoolServer:
     """`kvpool serve`, started once."""
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, threads: int) -> None:
         self._dtype = dtype
+        self._threads = threads
         self._server: ServerProcess | None = None
 
     def runner(self, figure: str, num_requests: int = 0, num_new: int = 0) -> Runner:
@@ -126,7 +126,7 @@ class KvpoolServer:
                 raise PeerAbsentError(str(error).splitlines()[0]) from None
             options = f"--device cpu --dtype {self._dtype} --memory 1GiB --name bench --max-sequences {CLIENTS} -q".split()
             command = [sys.executable, "-m", "kvpool", "serve", "--model", model, *options]
-            self._server = ServerProcess(command, {"OMP_NUM_THREADS": str(_CORES)})
+            self._server = ServerProcess(command, {"OMP_NUM_THREADS": str(self._threads)})
         return _runner(self._server, figure, num_requests, num_new)
 
     def close(self) -> None:
@@ -139,8 +139,9 @@ class VllmServer:
 
     name = "vllm"
 
-    def __init__(self, python: str, eager: bool) -> None:
+    def __init__(self, python: str, eager: bool, threads: int) -> None:
         self._python = python
+        self._threads = threads
         self._eager = eager
         self._server: ServerProcess | None = None
         self._runner: Runner | None = None
@@ -160,7 +161,7 @@ class VllmServer:
             options = f"--dtype {params['dtype']} --served-model-name bench --max-model-len 1024 --max-num-seqs {CLIENTS}"
             command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_model_directory())]
             command += [*options.split(), *(["--enforce-eager"] if self._eager else [])]
-            self._server = ServerProcess(command, _VLLM | {"PYTHONPATH": ""})
+            self._server = ServerProcess(command, _VLLM | {"PYTHONPATH": "", "OMP_NUM_THREADS": str(self._threads)})
         self._runner = _runner(self._server, case, params.get("num_requests", 0), params.get("num_new", 0))
 
     def repeat(self) -> Sequence[float]:
