@@ -16,7 +16,7 @@ from servers import MotoServer, eventually, running
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.testing import TierContract, key, load, store, value
-from kvpool.tiers import KeyedTier, Outcome
+from kvpool.tiers import KeyedTier, KeyPattern, Outcome, Purged
 from kvpool.tiers.envelope import HEADER_BYTES
 from kvpool.tiers.remote.loop_thread import LoopThread
 from kvpool.tiers.remote.remote_tier import NodeError
@@ -63,6 +63,18 @@ def test_given_a_stored_value_then_it_is_one_object_below_the_prefix_of_its_mode
         (path,) = (found["path"] for found in bucket.list().collect())
         assert path == path_of(1)
         assert bytes(bucket.get(path).bytes())[HEADER_BYTES:] == value(1)
+
+
+def test_given_a_purge_of_everything_then_objects_that_are_not_kvpools_stay(server: MotoServer) -> None:
+    with fresh(server) as tier:
+        store(tier, [1, 2])
+        bucket = server.bucket(name_of(tier))
+        older = f"some/where/{key(3)[:8].hex()}/{key(3)[8:].hex()}"  # as values lay before tenants had folders
+        others = ["some/where/photos/2026/cat.jpg", f"some/where/{key(1)[:8].hex()}/notes.txt", "some/where/file"]
+        for path in (older, *others):
+            bucket.put(path, b"mine")
+        assert tier.purge(KeyPattern()) == Purged(3, is_complete=True)
+        assert {found["path"] for found in bucket.list().collect()} == set(others)
 
 
 @pytest.mark.parametrize("what", ["flipped", "shorter", "empty", "header only", "of another key"])

@@ -8,6 +8,7 @@ those that are not done at the deadline are cancelled.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import wait
@@ -29,6 +30,8 @@ MAX_CONNECTIONS = 256
 NUM_THREADS = 4
 PURGE_AT_ONCE = 1000
 _PARTS = (0, SPACE_BYTES, SPACE_BYTES + TENANT_BYTES, SPACE_BYTES + TAG_BYTES, KEY_BYTES)
+# The end of an object's path if it is a value, also of the first format: what else lies in a bucket is not ours to remove.
+_VALUE = re.compile("(?:^|/)[0-9a-f]{16}/(?:[0-9a-f]{4}/[0-9a-f]{4}/[0-9a-f]{40}|[0-9a-f]{48})$")
 _FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "507 ")
 
 Request = Callable[[Share[Node], int], Awaitable[Outcome]]
@@ -124,7 +127,7 @@ class S3Tier(RemoteTier[Node]):
         for space in spaces:
             folder = "/".join(part for part in (space, *parts) if part)
             async for objects in self._obstore.list(self._bucket, folder, chunk_size=PURGE_AT_ONCE):
-                paths = [found["path"] for found in objects]
+                paths = [found["path"] for found in objects if _VALUE.search(found["path"])]
                 await self._obstore.delete_async(self._bucket, paths)
                 purging.removed += len(paths)
 
