@@ -70,4 +70,4 @@ def test_given_a_kind_of_ones_own_when_requests_come_fork_swap_and_go_then_the_b
             for handle in list(manager.handles)[::2]:
                 manager.free(handle)
         manager.check()
-    assert manager.stats().requests > 50
+    assert manager.stats().requests > 40
