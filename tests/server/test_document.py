@@ -70,6 +70,7 @@ def short() -> Iterator[Live]:
 def test_given_schemathesis_then_the_server_keeps_to_its_document(short: Live, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(HERE / "schemathesis.toml"), "run"]
     checks = ["--checks", "all", "--phases", "examples,coverage,fuzzing,stateful", "--max-examples", str(EXAMPLES)]
+    checks += ["--request-timeout", "60"]  # for a busy machine
     found = subprocess.run(
         [*command, f"{short.url}/openapi.json", *checks, "--continue-on-failure", "--no-color"],
         cwd=tmp_path, capture_output=True, text=True, timeout=1800,

@@ -103,6 +103,21 @@ def test_given_a_prompt_that_is_cached_when_the_chat_box_asks_then_its_pieces_an
         assert other["tiers"] == [], "another tenant's cache shows nothing"
 
 
+def test_given_a_browser_when_the_docs_are_opened_then_every_path_is_there_and_nothing_from_elsewhere(live: Live) -> None:
+    if (program := find_chromium()) is None:
+        pytest.skip("no Chromium: install Debian's package chromium, or name one in KVPOOL_CHROMIUM")
+    with Chromium(program) as browser:
+        page = browser.open(f"{live.url}/docs")
+        page.until("document.querySelectorAll('summary').length")
+        shown = page.value("[...document.querySelectorAll('summary code')].map((one) => one.textContent)")
+        document = httpx.get(f"{live.url}/openapi.json").json()
+        assert shown == [f"{method.upper()}{path}" for path, all_of in document["paths"].items() for method in all_of]
+        assert page.value("document.body.textContent.includes('repetition_penalty')")
+        loaded = page.value("performance.getEntriesByType('resource').map((one) => one.name)")
+        assert all(name.startswith(live.url) for name in loaded)
+        assert page.problems() == []
+
+
 def test_given_a_browser_when_somebody_chats_then_the_tokens_from_the_cache_are_coloured(live: Live) -> None:
     if (program := find_chromium()) is None:
         pytest.skip("no Chromium: install Debian's package chromium, or name one in KVPOOL_CHROMIUM")

@@ -95,7 +95,7 @@ def create_app(
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
-    app = FastAPI(title="kvpool", version=__version__, lifespan=lifespan, responses=REFUSALS)
+    app = FastAPI(title="kvpool", version=__version__, lifespan=lifespan, responses=REFUSALS, docs_url=None, redoc_url=None)
     app.state.server = server
     app.add_middleware(BodyLimit, limit=server.gate.limits.body_bytes, refuse=server.refusal)
     app.add_middleware(RequestIds)
@@ -309,7 +309,8 @@ def _add_live_view(app: FastAPI, server: Server) -> None:
         return await views.prompt(body, server.model(body.model), caller)
 
     @app.get("/", include_in_schema=False)
+    @app.get("/docs", include_in_schema=False)
     @app.get("/view/{name}", include_in_schema=False)
     async def page(request: Request) -> Response:
-        """The page of the live view, and the files that it loads."""
+        """The page of the live view, that of the API, and the files that they load."""
         return views.page(request.url.path)

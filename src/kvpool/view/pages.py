@@ -13,6 +13,7 @@ from kvpool.manager.picture import RunsPicture
 from kvpool.view.hub import Hub
 
 PREFIX = "/view/"
+_PAGES = {"/": "index.html", "/docs": "api.html"}
 HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -35,10 +36,10 @@ class Asset(NamedTuple):
 
 
 def asset(path: str) -> Asset | None:
-    """The file behind a path: the page at `/`, what it loads below `/view/`; None if there is none."""
-    name = "index.html" if path == "/" else path.removeprefix(PREFIX)
+    """The file behind a path: the page at `/`, a server's API at `/docs`, what they load below `/view/`; None for others."""
+    name = _PAGES.get(path) or path.removeprefix(PREFIX)
     stem, _, ending = name.partition(".")
-    if not stem.replace("-", "").isalnum() or ending not in _KINDS or (path != "/" and not path.startswith(PREFIX)):
+    if not stem.replace("-", "").isalnum() or ending not in _KINDS or not (path in _PAGES or path.startswith(PREFIX)):
         return None
     file = resources.files("kvpool.view").joinpath("page", name)
     return Asset(file.read_bytes(), _KINDS[ending]) if file.is_file() else None
