@@ -60,7 +60,7 @@ class FakeServer:
         self.publisher = EventPublisher(self.manager, "tcp://127.0.0.1:0", heartbeat=0.05)
         self.behaviour = "answers"
         self.prompts: list[list[int]] = []
-        paths = {"/ready": self.ready, "/tokenize": self.tokenize, "/v1/models": self.models}
+        paths = {"/ready": self.ready, "/tokenize": self.tokenize, "/v1/models": self.models, "/echo": self.echo}
         paths["/v1/completions"] = self.complete
         self.live = Live(Starlette(routes=[Route(path, call, methods=["GET", "POST"]) for path, call in paths.items()]))
 
@@ -77,6 +77,14 @@ class FakeServer:
         from starlette.responses import JSONResponse
 
         return JSONResponse({"data": ["m"]})
+
+    async def echo(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        answer = JSONResponse([[name.decode(), value.decode("latin-1")] for name, value in request.headers.raw])
+        answer.set_cookie("a", "1")
+        answer.set_cookie("b", "2")
+        return answer
 
     async def tokenize(self, request: Any) -> Any:
         from starlette.responses import JSONResponse
@@ -243,6 +251,21 @@ def test_given_other_paths_and_bodies_that_cannot_be_read_then_a_server_sees_the
     assert fleet.client.get("/nowhere").status_code == 404
 
 
+@pytest.mark.parametrize("body", [b'{"prompt": [1%s]}' % (b"0" * 30), b'{"prompt": [-1]}', b"[" * 200_000])
+def test_given_a_prompt_that_no_model_has_then_it_is_for_a_server_to_refuse(fleet: Fleet, body: bytes) -> None:
+    answer = fleet.client.post("/v1/completions", content=body)
+    assert answer.headers["x-kvpool-node"] in fleet.by_url
+
+
+def test_given_headers_then_they_pass_as_they_are_and_no_client_gets_the_cookies_of_another(fleet: Fleet) -> None:
+    given = [(b"x-name", "José".encode("latin-1")), (b"x-two", b"1"), (b"x-two", b"2")]
+    for _ in range(len(fleet.servers) + 1):
+        answer = httpx.get(f"{fleet.live.url}/echo", headers=given, trust_env=False)
+        seen = [(name, value) for name, value in answer.json() if name.startswith(("x-", "cookie"))]
+        assert seen == [("x-name", "José"), ("x-two", "1"), ("x-two", "2")]
+        assert [cookie[:3] for cookie in answer.headers.get_list("set-cookie")] == ["a=1", "b=2"]
+
+
 def test_given_the_proxy_when_asked_for_its_statistics_then_nodes_decisions_and_the_index_are_there(fleet: Fleet) -> None:
     fleet.ask([1, 2, 3])
     said = fleet.client.get("/route/stats").json()
@@ -262,6 +285,8 @@ def test_given_the_proxy_when_asked_for_its_statistics_then_nodes_decisions_and_
         ({"messages": [1], "system": "x"}, {"messages": [{"role": "system", "content": "x"}, 1]}, []),
         ({"input": "a"}, {"prompt": "a"}, []),
         ({"prompt": [True]}, None, []),
+        ({"prompt": [-1, 2]}, None, []),
+        ({"prompt": [2**31]}, None, []),
         ({}, None, []),
     ],
 )

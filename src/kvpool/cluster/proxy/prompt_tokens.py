@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
@@ -37,8 +37,12 @@ def given_tokens(body: dict[str, Any]) -> Sequence[int]:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
         prompt = prompt[0]
-    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    return prompt if is_ids and prompt else []
+    return prompt if are_tokens(prompt) else []
+
+
+def are_tokens(given: object) -> TypeGuard[list[int]]:
+    """Whether this is a list of token ids; anything else is for a server to refuse."""
+    return isinstance(given, list) and all(type(token) is int and 0 <= token < 2**31 for token in given)
 
 
 def session_of(body: dict[str, Any], headers: Any) -> str | None:

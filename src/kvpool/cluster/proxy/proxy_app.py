@@ -11,11 +11,12 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 from kvpool.cluster.index.cluster_index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends
-from kvpool.cluster.proxy.prompt_tokens import GENERATES, Asked, given_tokens, session_of, tokenize_body
+from kvpool.cluster.proxy.prompt_tokens import GENERATES, Asked, are_tokens, given_tokens, session_of, tokenize_body
 from kvpool.cluster.routing.router import Route, Router
 from kvpool.cluster.routing.routing_config import RoutingConfig
 from kvpool.errors import ConfigError, NoNodeError
@@ -47,7 +48,10 @@ class Proxy:
         self._errors: tuple[type[Exception], ...] = (httpx.TransportError,)
         self._tried_elsewhere: tuple[type[Exception], ...] = (_ElsewhereError, httpx.TransportError)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=5.0), limits=limits, trust_env=False)
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))  # those of one client are no other's
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=5.0), limits=limits, trust_env=False, cookies=no_cookies
+        )
         self._patience = tokenize_patience
         self.index = ClusterIndex(block_size)
         self.router = Router(self.index, routing)
@@ -87,7 +91,7 @@ class Proxy:
             return Asked((), (), None)
         try:
             body = json.loads(content)
-        except ValueError:
+        except (ValueError, RecursionError):
             body = None
         if not isinstance(body, dict):
             return Asked((), (), None)
@@ -99,7 +103,10 @@ class Proxy:
         if (question := tokenize_body(body)) is None:
             return Asked((), keys, session)
         said = await self._tokenized(question, request.headers.get("authorization"))
-        return Asked(said.get("tokens", ()), tuple(said.get("cache_keys", keys)), session)
+        said_keys = said.get("cache_keys")
+        if isinstance(said_keys, list) and all(isinstance(each, str) for each in said_keys):
+            keys = tuple(said_keys)
+        return Asked(said.get("tokens", ()), keys, session)
 
     async def _tokenized(self, question: dict[str, Any], key: str | None) -> dict[str, Any]:
         """What a server makes of a prompt: tokens, and the keys of its scope where it says so. Empty where none answers."""
@@ -111,7 +118,7 @@ class Proxy:
                     f"{node}/tokenize", json=question, headers={"authorization": key} if key else {}, timeout=self._patience
                 )
                 said = answer.json() if answer.status_code == 200 else None
-                if isinstance(said, dict) and isinstance(said.get("tokens"), list):
+                if isinstance(said, dict) and are_tokens(said.get("tokens")):
                     return said
         return {}
 
@@ -120,7 +127,7 @@ class Proxy:
         from starlette.responses import Response
 
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        headers = {name: value for name, value in request.headers.items() if name not in _HOP_BY_HOP}
+        headers = _passed_on(request.headers.raw)
         sent = self._client.build_request(request.method, f"{route.node}{path}", content=content, headers=headers)
         answer = await self._client.send(sent, stream=True)
         is_stream = False
@@ -138,16 +145,16 @@ class Proxy:
             if not is_stream:
                 await answer.aclose()
         route.first_token()
-        kept = {name: value for name, value in answer.headers.items() if name not in _HOP_BY_HOP}
-        kept[NODE_HEADER] = str(route.node)
         if is_stream:
-            return self._streamed(first, parts, answer, route, kept)
-        route.end()
-        return Response(first, status_code=answer.status_code, headers=kept)
+            answered = self._streamed(first, parts, answer, route)
+        else:
+            route.end()
+            answered = Response(first, status_code=answer.status_code)
+        own = [header for header in answered.raw_headers if header[0] == b"content-length"]
+        answered.raw_headers = [*_passed_on(answer.headers.raw), *own, (NODE_HEADER.encode(), str(route.node).encode())]
+        return answered
 
-    def _streamed(
-        self, first: bytes, parts: AsyncIterator[bytes], answer: Any, route: Route, headers: dict[str, str]
-    ) -> Any:
+    def _streamed(self, first: bytes, parts: AsyncIterator[bytes], answer: Any, route: Route) -> Any:
         """A stream as it comes. Whatever ends it, the route ends with it."""
         from starlette.responses import StreamingResponse
 
@@ -159,7 +166,7 @@ class Proxy:
                     route.end()
                     await answer.aclose()
 
-        return Streamed(self._parts(first, parts, route), status_code=answer.status_code, headers=headers)
+        return Streamed(self._parts(first, parts, route), status_code=answer.status_code)
 
     async def _parts(self, first: bytes, parts: AsyncIterator[bytes], route: Route) -> AsyncIterator[bytes]:
         """A node that dies now has said something already, so no other can go on: the client is told."""
@@ -213,6 +220,11 @@ def create_proxy_app(proxy: Proxy) -> Any:
     methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]
     everything = Path("/{path:path}", proxy.answer, methods=methods)
     return Starlette(routes=[Path("/route/stats", stats), everything], lifespan=lifespan)
+
+
+def _passed_on(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """The headers that are not about one connection, byte for byte, also those that come twice."""
+    return [(name, value) for name, value in headers if name.lower().decode("latin-1") not in _HOP_BY_HOP]
 
 
 class _ElsewhereError(Exception):
