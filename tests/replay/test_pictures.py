@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -119,3 +120,14 @@ def test_given_a_folder_then_every_picture_is_there_twice(tmp_path: Path) -> Non
     assert len(paths) == 12
     assert tmp_path / "new" / "what-the-cache-holds-by-tenant.png" in paths
     assert all(path.stat().st_size > 1000 for path in paths)
+
+
+def test_cards_of_the_report_read_like_sentences_and_not_like_fields() -> None:
+    trace = two_tenants()
+    text = render(trace, [replay(trace, CONFIG)], [CONFIG])
+    cards = {label: value for value, label in re.findall("<div><b>(.*?)</b>(.*?)</div>", text)}
+    assert cards["from the first to the last"] == "13.3 min"
+    assert cards["of blocks had been used before"] == "5.4%"
+    assert cards["tenants"] == "3"
+    assert "True" not in cards.values()
+    assert not {"name", "reuse known", "tokens per id"} & set(cards)

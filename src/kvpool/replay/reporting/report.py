@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,15 @@ from kvpool.replay.traces.trace import Trace
 _STYLE = """
 :root { color-scheme: light dark }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 60rem; padding: 1rem }
-h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+h1 { font-size: 1.4rem; overflow-wrap: anywhere } h2 { font-size: 1.1rem; margin-top: 2rem }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: .3rem .7rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #8884 }
 th:first-child, td:first-child { text-align: left } tr.bound { opacity: .65 } .best { font-weight: 700 }
 figure { margin: 1rem 0; background: #fff; border-radius: .5rem; padding: .5rem }
 svg { width: 100%; height: auto; max-width: 44rem; display: block; margin: auto }
 .facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .5rem }
-.facts div { border: 1px solid #8884; border-radius: .5rem; padding: .5rem } .facts b { display: block; font-size: 1.2rem }
+.facts div { border: 1px solid #8884; border-radius: .5rem; padding: .5rem; min-width: 0; overflow-wrap: anywhere }
+.facts b { display: block; font-size: 1.2rem }
 """
 
 
@@ -91,15 +92,50 @@ def _sentence(trace: Trace, results: Sequence[ReplayResult]) -> str:
 
 
 def _facts(figures: dict[str, Any]) -> str:
+    """Figures of the trace as cards; its name is in the heading, and what it does not know has none."""
+    unit = "token" if figures.get("tokens_per_id") == 1 else "block"
     cells = []
-    for name, value in figures.items():
-        if value == 0 and name in ("sessions", "tenants"):
-            continue  # the trace does not name them
-        shown = f"{value:,}" if type(value) is int else str(value)
-        if isinstance(value, float):
-            shown = f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
-        cells.append(f"<div><b>{escape(shown)}</b>{escape(name.replace('_', ' '))}</div>")
+    for name, (show, label) in _FACTS.items():
+        value = figures.get(name)
+        if value is not None and not (value == 0 and name in ("sessions", "tenants")):
+            cells.append(f"<div><b>{escape(show(value))}</b>{escape(label.format(unit=unit))}</div>")
+    if not figures["reuse_known"]:
+        cells.append("<div><b>not known</b>what prompts share</div>")
     return f'<div class="facts">{"".join(cells)}</div>'
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.3g}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds:.3g} s"
+
+
+# Of the figures of a trace: how each is shown, and what the card says it is.
+_FACTS: dict[str, tuple[Callable[[Any], str], str]] = {
+    "format": (str, "format of the file"),
+    "requests": (_number, "requests"),
+    "seconds": (_duration, "from the first to the last"),
+    "requests_per_second": (_number, "requests per second"),
+    "prompt_tokens": (_number, "tokens of prompts"),
+    "prompt_tokens_median": (_number, "tokens in half of the prompts, or fewer"),
+    "prompt_tokens_p99": (_number, "tokens in 99 % of the prompts, or fewer"),
+    "prompt_tokens_max": (_number, "tokens in the longest prompt"),
+    "output_tokens_median": (_number, "tokens in half of the answers, or fewer"),
+    "tokens_per_id": (_number, "tokens per {unit}"),
+    "ids": (_number, "{unit}s asked for"),
+    "different_ids": (_number, "different {unit}s"),
+    "ids_used_once": (_number, "{unit}s used only once"),
+    "reuse_ratio_infinite_cache": ("{:.1%}".format, "of {unit}s had been used before"),
+    "reuse_gap_seconds_median": (_duration, "between two uses in half of the cases, or less"),
+    "reuse_gap_seconds_p90": (_duration, "between two uses in 90 % of the cases, or less"),
+    "sessions": (_number, "sessions"),
+    "tenants": (_number, "tenants"),
+}
 
 
 def _matrix(results: Sequence[ReplayResult]) -> str:
