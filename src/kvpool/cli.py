@@ -27,6 +27,7 @@ COMMANDS = {
     "replay": Command(
         "kvpool.replay.commands.replay_command", "Replay a trace: what would a policy, a size or a tier reuse?"
     ),
+    "fleet": Command("kvpool.replay.commands.fleet_command", "Simulate a cluster on a trace: hits, waiting, index, events."),
     "plan": Command(
         "kvpool.replay.commands.plan_command", "What fits: weights, KV bytes, sequences, tiers, from a config.json."
     ),

@@ -68,7 +68,7 @@ class SlowIndex:
         return found
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("naming", ["by content", "by node", "by number"])
 def test_given_random_events_when_asked_then_the_index_answers_as_the_slow_one(seed: int, naming: str) -> None:
     rng = random.Random(seed)
@@ -191,17 +191,17 @@ def test_given_no_row_of_ids_when_asked_then_it_is_refused(prompt: Any) -> None:
         ClusterIndex(SIZE).match(prompt)
 
 
-def test_given_fifty_thousand_blocks_on_all_nodes_then_a_block_costs_what_the_documentation_says() -> None:
+def test_given_many_blocks_on_all_nodes_then_a_block_costs_what_the_documentation_says() -> None:
     index = ClusterIndex(16)
     rng = np.random.default_rng(0)
     for node in range(16):
         index.add_node(node)
-    for at in range(400):
+    for at in range(200):
         event = BlockStored(list(range(at * 128 + 1, at * 128 + 129)), None, rng.integers(0, 50_000, 2048).tolist(), 16)
         for node in (0, at % 16):
             index.apply(node, [event])
     stats = index.stats()
-    assert stats.num_blocks == 51_200
+    assert stats.num_blocks == 25_600
     assert stats.num_bytes / stats.num_blocks <= 160
 
 
@@ -268,7 +268,7 @@ def held(index: ClusterIndex) -> set[int]:
     return {token for token in range(30) if "n" in index.match([token] * SIZE)}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_given_lost_repeated_and_late_messages_restarts_and_clocks_that_jump_then_the_index_ends_right(seed: int) -> None:
     rng = random.Random(seed)
     index = ClusterIndex(SIZE)

@@ -11,7 +11,6 @@ Who holds a block is a bit for each node, one word for each medium: a block cost
 from __future__ import annotations
 
 import secrets
-import sys
 import threading
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -354,30 +353,31 @@ def _num_leading(values: Keys, wanted: Keys) -> int:
 def _hits(held: Keys, block_size: int) -> list[tuple[int, Hit]]:
     """The hits of all nodes, by their bits, from the words of the media for the blocks of a prompt."""
     num_blocks = held.shape[1]
-    words = held[:, 0].tolist()
-    if held.tobytes() == b"".join([word.to_bytes(8, sys.byteorder) * num_blocks for word in words]):
-        # the same nodes hold all of them in the same media: what most prompts find
-        full, (gpu, cpu, storage) = num_blocks * block_size, words
-        cpu |= gpu
-        return [(bit, Hit((gpu >> bit & 1) * full, (cpu >> bit & 1) * full, full)) for bit in _bits(cpu | storage)]
+    if not held[1:].tobytes().strip(b"\0"):  # on GPUs only: what most prompts find
+        gpu = held[0]
+        if gpu.tobytes() == gpu[:1].tobytes() * num_blocks:  # and the same nodes hold all of them
+            hit = Hit(*[num_blocks * block_size] * len(MEDIA))
+            return [(bit, hit) for bit in _bits(int(gpu[0]))]
+        changes = (np.flatnonzero(gpu[1:] != gpu[:-1]) + 1).tolist()
+        lengths = _lengths(gpu.take([0, *changes]).tolist(), [*changes, num_blocks], block_size)
+        same = {length: Hit(length, length, length) for length in set(lengths.values())}
+        return [(bit, same[length]) for bit, length in lengths.items()]
     changes = (np.flatnonzero((held[:, 1:] != held[:, :-1]).any(axis=0)) + 1).tolist()
-    columns = held[:, [0, *changes]].T.tolist()
-    ends = [at * block_size for at in (*changes, num_blocks)]
-    on_gpu = or_cpu = anywhere = _lengths([gpu for gpu, _, _ in columns], ends)
-    if any(cpu or storage for _, cpu, storage in columns):
-        or_cpu = _lengths([gpu | cpu for gpu, cpu, _ in columns], ends)
-        anywhere = _lengths([gpu | cpu | storage for gpu, cpu, storage in columns], ends)
+    columns, ends = held[:, [0, *changes]].T.tolist(), [*changes, num_blocks]
+    on_gpu = _lengths([gpu for gpu, _, _ in columns], ends, block_size)
+    or_cpu = _lengths([gpu | cpu for gpu, cpu, _ in columns], ends, block_size)
+    anywhere = _lengths([gpu | cpu | storage for gpu, cpu, storage in columns], ends, block_size)
     return [(bit, Hit(on_gpu.get(bit, 0), or_cpu.get(bit, 0), length)) for bit, length in anywhere.items()]
 
 
-def _lengths(words: list[int], ends: list[int]) -> dict[int, int]:
-    """Where the first gap of each node is, by its bit; each word counts up to its end. Without nodes that begin with one."""
+def _lengths(words: list[int], ends: list[int], block_size: int) -> dict[int, int]:
+    """Where the first gap of each node is, by its bit, in tokens; each word counts up to its end. A node may have none."""
     found: dict[int, int] = {}
     alive = words[0]
     for word, end in zip((*words[1:], 0), ends, strict=True):
-        for bit in _bits(alive & ~word):
-            found[bit] = end
-        alive &= word
+        if lost := alive & ~word:
+            found.update(dict.fromkeys(_bits(lost), end * block_size))
+            alive &= word
     return found
 
 

@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from kvpool.cluster.index.cluster_index import ClusterIndex, Hit
+from kvpool.cluster.index.cluster_index import MAX_NODES, ClusterIndex, Hit
 from kvpool.cluster.routing.routing_config import RoutingConfig
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError, NoNodeError
@@ -52,11 +52,17 @@ class RouterStats(NamedTuple):
 class _Books:
     """What one node has to do."""
 
-    __slots__ = ("context_tokens", "is_ready", "last_chosen", "requests", "waiting_tokens")
+    __slots__ = ("context_tokens", "is_ready", "last_chosen", "placed_at", "placed_tokens", "requests", "waiting_tokens")
 
     def __init__(self) -> None:
         self.requests = self.waiting_tokens = self.context_tokens = self.last_chosen = 0
+        self.placed_tokens = self.placed_at = 0.0  # computed lately, as of then
         self.is_ready = True
+
+    def fade(self, now: float, half_life: float) -> None:
+        """Forgets some of what was computed, by the time that passed."""
+        self.placed_tokens *= 0.5 ** ((now - self.placed_at) / half_life)
+        self.placed_at = now
 
 
 class Route:
@@ -102,7 +108,7 @@ class Router:
         self._nodes: dict[Hashable, _Books] = {}
         self._sessions: OrderedDict[Hashable, tuple[Hashable, float]] = OrderedDict()
         self._assumed: OrderedDict[int, tuple[Hashable, float]] = OrderedDict()  # blocks by content, newest last
-        self._heat: OrderedDict[int, deque[float]] = OrderedDict()  # when prompts with this first block came
+        self._heat: OrderedDict[int, deque[float]] = OrderedDict()  # when prompts came that were cached up to this block
         self._num_decided = 0
         self._reasons: Counter[str] = Counter()
         self._num_hit_tokens = self._num_prompt_tokens = 0
@@ -167,6 +173,8 @@ class Router:
                 )
             self._add_assumed(keys, hits, now)
             home = self._session_node(session, now)
+            for books in candidates.values():
+                books.fade(now, self._config.placed_seconds)
             costs = {
                 name: self._cost(num_tokens, hits.get(name, _NO_HIT), books, is_home=name == home)
                 for name, books in candidates.items()
@@ -177,7 +185,9 @@ class Router:
             return self._opened(node, hit, reason, num_tokens)
 
     def _cost(self, num_tokens: int, hit: Hit, books: _Books, *, is_home: bool) -> float:
-        """What a request costs on a node: the rest of its prompt, what has to come up, the queue, and the company."""
+        """What a request costs on a node: the rest of its prompt, what has to come up, the queue, the company, and what its
+        blocks push out.
+        """
         config = self._config
         return (
             self._left(num_tokens, hit)
@@ -186,6 +196,7 @@ class Router:
             + books.waiting_tokens
             + config.decode_cost * books.requests
             + config.context_cost * books.context_tokens
+            + config.placed_cost * books.placed_tokens
             - config.session_tokens * is_home
         )
 
@@ -212,7 +223,7 @@ class Router:
         best = min(roomy, key=order)
         if best != cheapest:
             return best, "spilled"
-        if keys and (colder := self._replica(roomy, hits, keys[0], now)):
+        if hits and (colder := self._replica(roomy, hits, keys, now)):
             return min(colder, key=order), "replicated"
         return best, "session" if best == home else "cheapest"
 
@@ -221,16 +232,22 @@ class Router:
             books.requests >= self._config.max_node_requests or books.waiting_tokens >= self._config.max_node_tokens
         )
 
-    def _replica(self, roomy: list[Hashable], hits: dict[Hashable, Hit], first: int, now: float) -> list[Hashable]:
-        """Nodes of which one should hold a hot prefix, too; empty if enough do."""
-        times = self._heat.get(first)
-        if times is None or not hits:
-            return []
+    def _replica(self, roomy: list[Hashable], hits: dict[Hashable, Hit], keys: list[int], now: float) -> list[Hashable]:
+        """Nodes of which one should hold a hot prefix, too; empty if enough do.
+
+        The heat of a prompt is that of its longest prefix that somebody holds: turns of one conversation each have another.
+        """
+        longest = max(hit.storage for hit in hits.values())
+        key = keys[longest // self._index.block_size - 1]
+        times = self._heat.get(key)
+        if times is None:
+            times = deque(maxlen=self._config.hot_requests * MAX_NODES)
         while times and times[0] <= now - self._config.hot_seconds:
             times.popleft()
         wanted = 1 + len(times) // self._config.hot_requests
-        longest = max(hit.storage for hit in hits.values())
-        holders = {name for name, hit in hits.items() if hit.storage * 2 >= longest}
+        times.append(now)
+        _remember(self._heat, key, times)
+        holders = {name for name, hit in hits.items() if hit.storage == longest}
         return [name for name in roomy if name not in holders] if len(holders) < wanted else []
 
     # --- memory ------------------------------------------------------------------------------------------------------
@@ -259,12 +276,6 @@ class Router:
             _remember(self._sessions, session, (node, now))
         for key in keys[hit.storage // self._index.block_size :]:
             _remember(self._assumed, key, (node, now))
-        if keys:
-            times = self._heat.get(keys[0])
-            if times is None:
-                times = deque(maxlen=self._config.hot_requests * 64)
-            times.append(now)
-            _remember(self._heat, keys[0], times)
 
     def _opened(self, node: Hashable, hit: Hit, reason: str, num_tokens: int) -> Route:
         books = self._nodes[node]
@@ -274,6 +285,7 @@ class Router:
         books.requests += 1
         books.waiting_tokens += left
         books.context_tokens += num_tokens
+        books.placed_tokens += left
         self._reasons[reason] += 1
         self._num_hit_tokens += num_tokens - left
         self._num_prompt_tokens += num_tokens

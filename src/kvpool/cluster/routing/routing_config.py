@@ -20,10 +20,12 @@ class RoutingConfig:
     storage_cost: float = 0.3
     decode_cost: float = 32.0
     context_cost: float = 0.005
+    placed_cost: float = 0.05  # for each token that a node computed lately: new blocks push others out there
+    placed_seconds: float = 300.0  # half of them are forgotten after so long
     session_tokens: int = 256  # how much cheaper its last node is for the next request of a session
     session_seconds: float = 600.0
     assumed_seconds: float = 5.0  # how long a prompt counts as cached where it was sent, until events say so
-    hot_requests: int = 32  # a prefix with so many requests within `hot_seconds` gets one more node, and so on
+    hot_requests: int = 32  # a cached prefix with so many requests within `hot_seconds` gets one more node
     hot_seconds: float = 10.0
     max_node_requests: int = 256  # a node with as many gets no more while another has room
     max_node_tokens: int = 131_072  # the same for tokens of prompts that it has still to compute

@@ -1,0 +1,246 @@
+"""A workload through a whole cluster: real managers, their events, the real index and the real router; only time is made up.
+
+Nodes stand in cells of up to 64, each with an index and a router. Cells share nothing, so one can stand for all of them: it
+gets the conversations that fall to it, and its hits are compared with those of one cache that has seen everything.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass, replace
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any
+
+import numpy as np
+
+from kvpool.cluster.index.cluster_index import MAX_NODES, ClusterIndex
+from kvpool.cluster.routing.router import Route, Router
+from kvpool.cluster.routing.routing_config import RoutingConfig
+from kvpool.cluster.wire.translating import WireTranslator, group_names
+from kvpool.cluster.wire.wire_events import BlockRemoved, BlockStored, WireEvent
+from kvpool.config import KVCacheConfig, LayerSpec
+from kvpool.config.layers import ceil_div, check_int
+from kvpool.errors import InvalidArgumentError, TraceError
+from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import Int32Array
+from kvpool.replay.traces.trace import Trace, TraceRequest
+
+ROUTINGS = ("prefix", "session", "round-robin")
+_HASH_BYTES, _TOKEN_BYTES = 9, 5  # of a number on the wire, at most
+_LEADING = 3  # ids that tell conversations apart where the trace does not name them
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """A cluster: how many nodes with how many blocks each, how requests find one, and how fast a node is."""
+
+    nodes: int
+    capacity: int
+    routing: str = "prefix"
+    cell: int = MAX_NODES
+    policy: str = "lru"
+    prefill_tokens_per_second: float = 10_000.0
+    decode_tokens_per_second: float = 40.0
+    event_seconds: float = 0.05  # until the router has heard of what a node does
+
+    def __post_init__(self) -> None:
+        check_int("nodes", self.nodes, 1, 1 << 20, InvalidArgumentError)
+        check_int("capacity", self.capacity, 1, 1 << 31, InvalidArgumentError)
+        check_int("cell", self.cell, 1, MAX_NODES, InvalidArgumentError)
+        if self.routing not in ROUTINGS:
+            raise InvalidArgumentError(f"routing {self.routing!r} is none of {', '.join(ROUTINGS)}")
+
+    @property
+    def num_cells(self) -> int:
+        """Cells of the cluster."""
+        return ceil_div(self.nodes, self.cell)
+
+
+@dataclass
+class FleetResult:
+    """What one cell of a cluster reused, against one infinite cache for the whole cluster, and what that cost the router."""
+
+    trace: str
+    routing: str
+    nodes: int
+    cells: int
+    capacity: int
+    requests: int  # of this cell
+    requested_blocks: int
+    hit_blocks: int
+    ideal_blocks: int  # that one infinite cache for the whole cluster would hit
+    share_of_ideal: float
+    index_blocks: int
+    index_bytes: int
+    event_bytes_per_second: float  # of one node, at most
+    busiest_over_mean: float  # requests of the busiest node over those of the mean
+    mean_seconds_to_first_token: float  # where a node computes one prompt after the other
+    p95_seconds_to_first_token: float
+    decisions_per_second: float | None  # of CPU time; None where no router decides
+
+    def row(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+
+def simulate_fleet(trace: Trace, config: FleetConfig, progress: Callable[[int], None] | None = None) -> FleetResult:
+    """Runs the requests of the cluster's first cell; those of other cells count for the ideal only.
+
+    >>> from kvpool.replay.traces.trace import TraceBuilder
+    >>> trace = TraceBuilder("tiny", unit=16).add(0, [1, 2], 32, 0).add(9e3, [1, 2, 3], 48, 0).build()
+    >>> simulate_fleet(trace, FleetConfig(nodes=4, capacity=8)).share_of_ideal
+    1.0
+    """
+    if not trace.reuse_known:
+        raise TraceError(f"{trace.name} has lengths only: what its prompts share is not known")
+    return _Cell(trace, config).run(progress)
+
+
+class _Node:
+    """One machine: its cache, and the events that are on their way."""
+
+    def __init__(self, config: FleetConfig, clock: Callable[[], float]) -> None:
+        cache = KVCacheConfig([LayerSpec(1, 1)], 1, gpu_blocks=config.capacity, watermark=0.0, partial_match=False)
+        self.capacity = config.capacity
+        self.manager = KVCacheManager(cache, policy=config.policy, clock=clock)
+        self.subscription = self.manager.subscribe()
+        self.translator = WireTranslator(group_names(cache))
+        self.num_requests = self.num_stored = self.num_removed = 0
+        self.free_at = 0.0  # when its queue is empty
+
+    def serve(self, name: int, ids: Int32Array) -> tuple[int, list[WireEvent]]:
+        """One request: how many of its blocks were cached, and what there is to announce."""
+        ids = ids[: self.capacity]  # longer prompts than the cache: their beginning
+        handle = self.manager.allocate(name, ids)
+        self.manager.commit(handle)
+        self.manager.free(handle)
+        events = self.translator.translate(self.subscription.poll().events)
+        self.num_requests += 1
+        for event in events:
+            self.num_stored += len(event.hashes) if isinstance(event, BlockStored) else 0
+            self.num_removed += len(event.hashes) if isinstance(event, BlockRemoved) else 0
+        return handle.num_cached_blocks, events
+
+
+def _weights(unit: int) -> RoutingConfig:
+    """The weights of the router where an id stands for so many tokens."""
+    usual = RoutingConfig()
+    return replace(
+        usual,
+        decode_cost=usual.decode_cost / unit,
+        session_tokens=ceil_div(usual.session_tokens, unit),
+        max_node_tokens=ceil_div(usual.max_node_tokens, unit),
+    )
+
+
+class _Cell:
+    def __init__(self, trace: Trace, config: FleetConfig) -> None:
+        self.trace, self.config = trace, config
+        self.now = 0.0
+        self.index = ClusterIndex(1, seed=1)
+        self.router = Router(self.index, _weights(trace.unit), clock=lambda: self.now)
+        self.nodes = [_Node(config, lambda: self.now) for _ in range(min(config.cell, config.nodes))]
+        self.places: dict[Hashable, int] = {number: number for number in range(len(self.nodes))}
+        for name in self.places:
+            self.router.add_node(name)
+        self.due: list[tuple[float, int, Callable[[], object]]] = []
+        self.serials = count()
+        self.seen: set[int] = set()
+        self.decision_seconds = 0.0
+        self.waits: list[float] = []
+
+    def later(self, seconds: float, call: Callable[[], object]) -> None:
+        heappush(self.due, (self.now + seconds, next(self.serials), call))
+
+    def run(self, progress: Callable[[int], None] | None) -> FleetResult:
+        hit = ideal = requested = num_own = 0
+        for number, request in enumerate(self.trace):
+            self.now = max(self.now, request.timestamp / 1000)
+            while self.due and self.due[0][0] <= self.now:
+                heappop(self.due)[2]()
+            ids = request.ids
+            known = self._num_seen(ids)
+            if self._cell_of(request) == 0 and len(ids):
+                num_own += 1
+                requested += len(ids)
+                ideal += known
+                hit += self._served(number, request)
+            if progress is not None:
+                progress(1)
+        while self.due:
+            heappop(self.due)[2]()
+        return self._result(hit, ideal, requested, num_own)
+
+    def _num_seen(self, ids: Int32Array) -> int:
+        """Leading blocks that were in any prompt before."""
+        known = 0
+        for block in ids.tolist():
+            if block not in self.seen:
+                break
+            known += 1
+        self.seen.update(ids.tolist())
+        return known
+
+    def _cell_of(self, request: TraceRequest) -> int:
+        return self._hash(request) % self.config.num_cells
+
+    @staticmethod
+    def _hash(request: TraceRequest) -> int:
+        name = request.session.encode() if request.session else request.ids[:_LEADING].tobytes()
+        return zlib.crc32(name)
+
+    def _served(self, number: int, request: TraceRequest) -> int:
+        config, route = self.config, None
+        if config.routing == "prefix":
+            started = time.thread_time()
+            route = self.router.route(request.ids, session=request.session)
+            self.decision_seconds += time.thread_time() - started
+            at = self.places[route.node]
+        elif config.routing == "session":
+            at = self._hash(request) // config.num_cells % len(self.nodes)
+        else:
+            at = number % len(self.nodes)
+        hits, events = self.nodes[at].serve(number, request.ids)
+        self.later(config.event_seconds, lambda: self.index.apply(at, events))
+        self._time(self.nodes[at], route, len(request.ids) - hits, request.output_length)
+        return hits
+
+    def _time(self, node: _Node, route: Route | None, num_computed: int, num_output: int) -> None:
+        """When the prompt is computed, behind those before it, and when the answer is over."""
+        config = self.config
+        node.free_at = max(self.now, node.free_at) + num_computed * self.trace.unit / config.prefill_tokens_per_second
+        first = node.free_at - self.now
+        self.waits.append(first)
+        if route is not None:
+            self.later(first, route.first_token)
+            self.later(first + num_output / config.decode_tokens_per_second, route.end)
+
+    def _result(self, hit: int, ideal: int, requested: int, num_own: int) -> FleetResult:
+        config, stats = self.config, self.index.stats()
+        seconds = max(self.trace.duration, 1e-9)
+        unit = self.trace.unit
+        stored = sum(node.num_stored for node in self.nodes) * (_HASH_BYTES + _TOKEN_BYTES * unit)
+        removed = sum(node.num_removed for node in self.nodes) * _HASH_BYTES
+        busiest = max(node.num_requests for node in self.nodes)
+        return FleetResult(
+            self.trace.name,
+            config.routing,
+            config.nodes,
+            config.num_cells,
+            config.capacity,
+            num_own,
+            requested,
+            hit,
+            ideal,
+            hit / ideal if ideal else 1.0,
+            stats.num_blocks,
+            stats.num_bytes,
+            (stored + removed) / seconds / len(self.nodes),
+            busiest * len(self.nodes) / max(num_own, 1),
+            float(np.mean(self.waits)) if self.waits else 0.0,
+            float(np.percentile(self.waits, 95)) if self.waits else 0.0,
+            num_own / self.decision_seconds if self.decision_seconds else None,
+        )

@@ -1,0 +1,75 @@
+"""A workload through a simulated cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvpool.cli import main
+from kvpool.errors import InvalidArgumentError, TraceError
+from kvpool.replay import Trace, TraceBuilder, write_trace
+from kvpool.replay.simulation.fleet import FleetConfig, simulate_fleet
+from kvpool.replay.traces.synth import WorkloadModel, synthesise
+
+
+@pytest.fixture(scope="module")
+def talks() -> Trace:
+    return synthesise(WorkloadModel(rate=2.0), 160, seed=1)
+
+
+def test_given_large_caches_when_routed_by_prefix_then_nearly_all_of_the_ideal_is_reached_and_round_robin_is_far_below(
+    talks: Trace,
+) -> None:
+    prefix, robin = (simulate_fleet(talks, FleetConfig(6, 1000, routing)) for routing in ("prefix", "round-robin"))
+    assert prefix.share_of_ideal >= 0.85  # each node computes the shared beginnings that it gets once
+    assert robin.share_of_ideal <= 0.6
+    assert prefix.requests == robin.requests == 160
+    assert prefix.ideal_blocks == robin.ideal_blocks
+    assert prefix.mean_seconds_to_first_token < robin.mean_seconds_to_first_token
+    assert prefix.decisions_per_second is not None
+    assert robin.decisions_per_second is None
+
+
+def test_given_one_node_with_room_for_everything_then_it_is_the_infinite_cache(talks: Trace) -> None:
+    for routing in ("prefix", "session"):
+        result = simulate_fleet(talks, FleetConfig(1, 5_000, routing))
+        assert result.share_of_ideal == 1.0
+        assert result.index_blocks == len(set(talks.ids.tolist()))
+
+
+def test_given_more_nodes_than_a_cell_when_simulated_then_one_cell_gets_its_share_of_the_conversations(talks: Trace) -> None:
+    result = simulate_fleet(talks, FleetConfig(64, 500, cell=16))
+    assert result.cells == 4
+    assert 10 <= result.requests <= 100
+    assert 0.5 < result.share_of_ideal <= 1.0
+
+
+def test_given_prompts_longer_than_a_cache_then_their_beginning_is_served() -> None:
+    trace = TraceBuilder("long", unit=16).add(0, list(range(20)), 320, 1).add(1, list(range(20)), 320, 1).build()
+    assert simulate_fleet(trace, FleetConfig(1, 8)).hit_blocks == 8
+
+
+@pytest.mark.parametrize("options", [{"nodes": 0}, {"capacity": 0}, {"cell": 65}, {"routing": "luck"}])
+def test_given_a_wrong_setting_then_it_is_refused(options: dict[str, int]) -> None:
+    with pytest.raises(InvalidArgumentError, match=str(next(iter(options.values())))):
+        FleetConfig(**{"nodes": 2, "capacity": 4, **options})
+
+
+def test_given_a_trace_of_lengths_then_it_is_refused() -> None:
+    with pytest.raises(TraceError, match="lengths only"):
+        simulate_fleet(TraceBuilder("lengths", reuse_known=False).add(0, [], 10, 1).build(), FleetConfig(2, 4))
+
+
+def test_given_the_command_then_it_prints_a_line_for_each_cluster_and_writes_json(
+    talks: Trace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, figures = tmp_path / "trace.jsonl", tmp_path / "out.json"
+    write_trace(talks.head(30), path)
+    options = ["--capacity", "500", "--routing", "prefix", "--json", str(figures)]
+    assert main(["fleet", str(path), "--nodes", "2,4", *options]) == 0
+    assert [row["nodes"] for row in json.loads(figures.read_text())] == [2, 4]
+    assert "ideal" in capsys.readouterr().out
+    assert main(["fleet", str(path), "--nodes", "many"]) == 2
+    assert main(["fleet", str(path), "--capacity", "inf"]) == 2
