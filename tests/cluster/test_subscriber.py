@@ -12,9 +12,10 @@ import managers
 from kvpool.cluster.index.cluster_index import ClusterIndex, Hit
 from kvpool.cluster.index.subscriber import NodeSubscriber
 from kvpool.cluster.wire.publisher import EventPublisher
+from kvpool.cluster.wire.wire_events import BlockStored, encode_batch
 from kvpool.errors import ConfigError
 
-pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
+zmq = pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
 pytest.importorskip("msgspec", reason="pip install 'kvpool[cluster]'")
 
 PROMPT = list(range(12))
@@ -83,6 +84,20 @@ def test_given_a_node_without_replay_when_followed_then_what_it_says_from_now_on
     until(lambda: follower.stats.num_applied > 0)
     managers.cached(manager, 8, first=100)
     until(lambda: index.match(list(range(100, 108))) == {"a": Hit(8, 8, 8)})
+
+
+@pytest.mark.parametrize("frames", [[b""], [b"", b"12", encode_batch(1.0, [])], [b"", b"\xff" * 8, encode_batch(1.0, [])]])
+def test_given_messages_that_are_none_when_followed_then_they_are_counted_and_the_rest_is_read(frames: list[bytes]) -> None:
+    index, said = ClusterIndex(4), BlockStored([1], None, [0, 1, 2, 3], 4)
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        follower = NodeSubscriber(index, "a", f"tcp://127.0.0.1:{port}")
+        publisher.recv()  # it listens
+        publisher.send_multipart(frames)
+        publisher.send_multipart([b"", bytes(8), encode_batch(1.0, [said])])
+        until(lambda: index.match(PROMPT) == {"a": Hit(4, 4, 4)})
+        assert follower.num_unreadable == 1
+        follower.close()
 
 
 def test_given_an_endpoint_that_is_none_when_followed_then_it_is_refused() -> None:

@@ -41,6 +41,9 @@ EVENTS = [
 ]
 
 
+ONE_BLOCK = {"block_hashes": [1], "token_ids": [1, 2], "block_size": 2}
+
+
 class Contents:
     """The slow and obvious reader: which hashes each medium of each group holds, and what they say of themselves."""
 
@@ -157,13 +160,24 @@ def test_given_events_of_an_older_form_or_with_whole_digests_when_read_then_they
     [
         b"",
         b"\xc1",
+        b"\x91" * 100_000,
         b"\x05",
         msgspec.msgpack.encode(["soon", []]),
         msgspec.msgpack.encode([1.0, [{"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 2}]]),
         msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved"}]]),
         msgspec.msgpack.encode([1.0, [7]]),
+        msgspec.msgpack.encode([1.0, [], float("inf")]),
+        *(
+            msgspec.msgpack.encode([1.0, [{"type": "BlockStored", **ONE_BLOCK, **wrong}]])
+            for wrong in (
+                {"token_ids": ["a", "b"]}, {"token_ids": "ab"}, {"token_ids": [1, 2**63]}, {"token_ids": [[1], [2]]},
+                {"block_size": float("inf")}, {"block_hashes": [float("inf")]}, {"lora_name": [1]}, {"group_idx": [1]},
+                {"extra_keys": [{"a": 1}]}, {"extra_keys": [[[{}]]]}, {"kv_cache_spec_kind": ["full_attention"]},
+            )
+        ),
+        msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [1], "group_idx": {}}]]),
     ],
-)
+)  # fmt: skip
 def test_given_bytes_that_are_no_batch_when_read_then_they_are_refused(payload: bytes) -> None:
     with pytest.raises(InvalidArgumentError, match="no batch of cache events"):
         decode_batch(payload)

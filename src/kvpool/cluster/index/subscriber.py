@@ -91,8 +91,7 @@ class NodeSubscriber:
                 self._stop_asking(poller)
                 self._feed.start_over()
             if self._live in ready:
-                frames = self._live.recv_multipart()
-                self._take(frames[-2], frames[-1], self._feed.live)
+                self._take(self._live.recv_multipart(), self._feed.live)
             if self._asking is not None and self._asking in ready:
                 self._take_replay(poller)
             if self._asking is not None and self._clock() > self._deadline:
@@ -118,23 +117,26 @@ class NodeSubscriber:
 
     def _take_replay(self, poller: Any) -> None:
         frames = self._asking.recv_multipart()
-        number, payload = frames[-2], frames[-1]  # a topic before them since vLLM 0.26
-        if number == END_OF_REPLAY:
+        if END_OF_REPLAY in frames[-2:-1]:
             self._stop_asking(poller)
             self._feed.replay_ended()
         else:
             self._deadline = self._clock() + self._patience
-            self._take(number, payload, self._feed.replayed)
+            self._take(frames, self._feed.replayed)
 
-    def _take(self, number: bytes, payload: bytes, hand_over: Callable[[int, Any], None]) -> None:
+    def _take(self, frames: list[bytes], hand_over: Callable[[int, Any], None]) -> None:
+        """The number of a message and its batch are its last frames: replies have a topic before them since vLLM 0.26."""
         self.last_heard = self._clock()
         try:
-            batch = decode_batch(payload)
+            number = int.from_bytes(frames[-2], "big", signed=True) if len(frames) > 1 and len(frames[-2]) == 8 else -1
+            if number < 0:
+                raise InvalidArgumentError("it has no number of 8 bytes before its batch")
+            batch = decode_batch(frames[-1])
         except InvalidArgumentError as error:
             self.num_unreadable += 1
             log.warning("a message of %s cannot be read: %s", self._endpoint, error)
             return  # the next number shows the gap
-        hand_over(int.from_bytes(number, "big"), batch)
+        hand_over(number, batch)
 
 
 def _zmq() -> Any:

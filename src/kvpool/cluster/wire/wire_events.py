@@ -82,7 +82,7 @@ def decode_batch(payload: bytes) -> WireBatch:
         timestamp, events, *rest = _msgpack().decode(payload)
         found = [event for event in map(_from_wire, events) if event is not None]
         return WireBatch(float(timestamp), found, None if not rest or rest[0] is None else int(rest[0]))
-    except (ValueError, TypeError, KeyError, IndexError, _decode_error()) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError, _decode_error()) as error:
         raise InvalidArgumentError(f"this payload of {len(payload)} bytes is no batch of cache events: {error}") from None
 
 
@@ -112,15 +112,19 @@ def _from_wire(event: Any) -> WireEvent | None:
     if kind == "AllBlocksCleared":
         return AllBlocksCleared()
     if kind == "BlockRemoved":
-        return BlockRemoved(_hashes(fields), _medium(fields), fields.get("group_idx"), fields.get("locality"))
+        return BlockRemoved(_hashes(fields), _medium(fields), _group(fields), fields.get("locality"))
     if kind != "BlockStored":
         return None
     hashes, tokens, block_size = _hashes(fields), fields["token_ids"], int(fields["block_size"])
+    if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int} or max(tokens, default=0) >= 2**63:
+        raise ValueError("tokens have ids that are whole numbers")
     if len(tokens) != len(hashes) * block_size:
         raise ValueError(f"{len(hashes)} blocks of {block_size} tokens were stored with {len(tokens)} tokens")
     extra = fields.get("extra_keys")
     if extra is not None and len(extra) != len(hashes):
         raise ValueError(f"{len(hashes)} blocks were stored with the extra keys of {len(extra)}")
+    if extra is not None and any(map(_holds_map, extra)):
+        raise ValueError("extra keys are texts, numbers and lists of them")
     parent = fields.get("parent_block_hash")
     return BlockStored(
         hashes,
@@ -128,10 +132,10 @@ def _from_wire(event: Any) -> WireEvent | None:
         tokens,
         block_size,
         _medium(fields),
-        fields.get("lora_name") or None,
+        _text_or_none(fields, "lora_name"),
         extra,
-        fields.get("group_idx"),
-        fields.get("kv_cache_spec_kind"),
+        _group(fields),
+        _text_or_none(fields, "kv_cache_spec_kind"),
         fields.get("kv_cache_spec_sliding_window"),
         fields.get("locality"),
         fields.get("session_id"),
@@ -144,6 +148,23 @@ def _hashes(fields: dict[str, Any]) -> list[int]:
 
 def _as_number(value: int | bytes) -> int:
     return wire_hash(value) if isinstance(value, bytes) else int(value) & _LOW_64
+
+
+def _group(fields: dict[str, Any]) -> int | None:
+    group = fields.get("group_idx")
+    return None if group is None else int(group)
+
+
+def _text_or_none(fields: dict[str, Any], name: str) -> str | None:
+    text = fields.get(name)
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"{name} is a text")
+    return text or None
+
+
+def _holds_map(value: Any) -> bool:
+    """Whether there is a map in nested lists, which has no hash."""
+    return any(map(_holds_map, value)) if isinstance(value, list) else isinstance(value, dict)
 
 
 def _medium(fields: dict[str, Any]) -> str:
