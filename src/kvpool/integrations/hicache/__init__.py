@@ -1,0 +1,1 @@
+"""SGLang's HiCache on the tiers of kvpool."""

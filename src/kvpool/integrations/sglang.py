@@ -1,0 +1,146 @@
+"""SGLang's HiCache storage on kvpool's tiers, loaded by SGLang itself:
+
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "kvpool",
+      "module_path": "kvpool.integrations.sglang", "class_name": "KVPoolStorage", "interface_v1": 1,
+      "kvpool": {"disk": "/var/cache/kvpool", "disk_bytes": "50GB"}}'
+
+Importing this needs SGLang. It was tested against the class definitions of 0.5.23 and not run on a GPU: docs/sglang.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+from torch import Tensor
+
+from kvpool.errors import ConfigError
+from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.step_orders import Introduction
+from kvpool.integrations.hicache.page_store import PageStore
+from kvpool.integrations.requests.weights_digest import weights_id
+from kvpool.tiers import Fingerprint, Shard
+from kvpool.tiers.transport.staging import Bytes
+
+
+class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
+    """The third level of HiCache: a disk that is there after a restart, and stores that many machines share."""
+
+    def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
+        given = (storage_config.extra_config or {}).get("kvpool", {})
+        self._settings = ConnectorSettings.of(given)
+        if not self._settings.has_tiers:
+            raise ConfigError('KVPoolStorage needs "kvpool": {"disk": …} or {"remote": …} in the extra config')
+        if storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
+            raise ConfigError("KVPoolStorage does not serve context parallelism: pages are divided between ranks there")
+        if storage_config.dp_rank and self._settings.disk is not None:  # replicas must not write to one directory
+            directory = str(Path(self._settings.disk) / f"dp-{storage_config.dp_rank}")
+            self._settings = replace(self._settings, disk=directory)
+        self._config = storage_config
+        self._store: PageStore | None = None
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """SGLang has made its host pool: now the size of a page is known, and the tiers are opened."""
+        super().register_mem_pool_host(mem_pool_host)
+        page, config = mem_pool_host.get_dummy_flat_data_page(), self._config
+        shard = Shard(0, 1)
+        if not config.is_mla_model:  # every rank of such a model has the same bytes
+            shard = Shard(config.pp_rank * config.tp_size + config.tp_rank, config.pp_size * config.tp_size)
+        elif config.pp_size > 1:
+            shard = Shard(config.pp_rank, config.pp_size)
+        fingerprint = Fingerprint(
+            model=f"{config.model_name} {page.dtype}",
+            weights=self._weights(),
+            block_size=int(mem_pool_host.page_size),
+            groups=(f"{page.numel() * page.element_size()} bytes",),
+            layout=f"sglang {_version()} {getattr(mem_pool_host, 'layout', '')} {type(mem_pool_host).__name__}",
+            shard=shard,
+        )
+        worker = Introduction(shard.rank, shard.of, 0, fingerprint)
+        self._store = PageStore(self._settings, worker, is_reader=not config.is_storage_writer)
+
+    def _weights(self) -> str:
+        name = self._config.model_name
+        if self._settings.model_id is not None:
+            return self._settings.model_id
+        if name and Path(name).is_dir():
+            return weights_id(name)
+        raise ConfigError(f'the files of {name} were not found; name the weights with "model_id" in "kvpool"')
+
+    # --- pages in SGLang's host pool ---------------------------------------------------------------------------------
+
+    def batch_get_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
+        """Fills pages of the host pool."""
+        pool = self.mem_pool_host
+        pages = [pool.get_dummy_flat_data_page() for _ in keys]
+        found = self._ready.load(keys, [_as_bytes(page) for page in pages])
+        for number, page in enumerate(pages[:found]):
+            pool.set_from_flat_data_page(int(host_indices[number * pool.page_size]), page)
+        return [True] * found + [False] * (len(keys) - found)
+
+    def batch_set_v1(self, keys: list[str], host_indices: Tensor, extra_info: Any = None) -> list[bool]:
+        """Stores pages of the host pool."""
+        pool = self.mem_pool_host
+        pages = [pool.get_data_page(int(host_indices[n * pool.page_size]), flat=True) for n in range(len(keys))]
+        return self._ready.store(keys, [_as_bytes(page) for page in pages])
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many pages from the first on are there."""
+        return self._ready.num_found(keys)
+
+    # --- single pages, and lists of them -----------------------------------------------------------------------------
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Tensor | None:
+        """One page, or None."""
+        return self.batch_get([key], None if target_location is None else [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Tensor | None]:
+        """Pages from the first on; None for the first that is missing and those behind it."""
+        pages = target_locations or [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
+        found = self._ready.load(keys, [_as_bytes(page) for page in pages])
+        return [*pages[:found], *[None] * (len(keys) - found)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Stores one page."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Stores pages; whether all of them are there."""
+        return all(self._ready.store(keys, [_as_bytes(value) for value in values]))
+
+    def exists(self, key: str) -> bool:
+        """Whether a page is there."""
+        return self._ready.num_found([key]) == 1
+
+    def clear(self) -> None:
+        """Nothing that was stored before is found any more."""
+        self._ready.forget()
+
+    def close(self) -> None:
+        """Lets go of the tiers."""
+        if self._store is not None:
+            self._store.close()
+
+    @property
+    def _ready(self) -> PageStore:
+        assert self._store is not None, "SGLang registers its host pool first"
+        return self._store
+
+
+def _as_bytes(page: Tensor) -> Bytes:
+    """A flat page as bytes, the same memory."""
+    array: Bytes = page.contiguous().view(torch.uint8).numpy()
+    return array
+
+
+def _version() -> str:
+    try:
+        return metadata.version("sglang")
+    except metadata.PackageNotFoundError:
+        return "unknown"

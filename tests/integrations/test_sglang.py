@@ -1,0 +1,250 @@
+"""SGLang's HiCache storage on our tiers: what its cache controller does to a backend, without SGLang's GPU code.
+
+`KVPOOL_SGLANG` names a directory with SGLang's sources (its wheel, unpacked): then its own classes are used. Otherwise the
+few that a backend needs stand below.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import types
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool.errors import ConfigError
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("xxhash")
+
+STORAGE = "sglang.srt.mem_cache.hicache_storage"
+PAGE, WIDTH = 4, 6  # tokens of a page, values of a token
+
+
+class StandIn(ABC):
+    """What SGLang 0.5.23 expects of a backend."""
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        self.mem_pool_host = mem_pool_host
+
+    @abstractmethod
+    def get(self, key: Any, target_location: Any = None, target_sizes: Any = None) -> Any: ...
+
+    @abstractmethod
+    def batch_get(self, keys: Any, target_locations: Any = None, target_sizes: Any = None) -> Any: ...
+
+    @abstractmethod
+    def set(self, key: Any, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> Any: ...
+
+    @abstractmethod
+    def batch_set(
+        self, keys: Any, values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> Any: ...
+
+    @abstractmethod
+    def exists(self, key: Any) -> Any: ...
+
+
+@dataclass
+class Config:
+    """The fields of SGLang's storage configuration that a backend reads."""
+
+    extra_config: dict[str, Any]
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    attn_cp_size: int = 1
+    dcp_size: int = 1
+    dp_rank: int = 0
+    is_mla_model: bool = False
+    model_name: str = "tiny"
+
+    @property
+    def is_storage_writer(self) -> bool:
+        return not self.is_mla_model or self.tp_rank == 0
+
+
+class HostPool:
+    """SGLang's host pool as a backend sees it: pages by the index of their first token."""
+
+    page_size = PAGE
+    layout = "page_first"
+
+    def __init__(self, num_pages: int, dtype: Any) -> None:
+        self.data = torch.zeros((num_pages * PAGE, WIDTH), dtype=dtype)
+
+    def get_dummy_flat_data_page(self) -> Any:
+        return torch.zeros(PAGE * WIDTH, dtype=self.data.dtype)
+
+    def get_data_page(self, index: int, flat: bool = True) -> Any:
+        return self.data[index : index + PAGE].flatten()
+
+    def set_from_flat_data_page(self, index: int, data_page: Any) -> None:
+        self.data[index : index + PAGE] = data_page.reshape(PAGE, WIDTH)
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The backend's class, made from SGLang's own or the stand-in."""
+    sources = os.environ.get("KVPOOL_SGLANG")
+    if sources:
+        monkeypatch.syspath_prepend(sources)
+    else:
+        module = types.ModuleType(STORAGE)
+        module.HiCacheStorage = StandIn  # type: ignore[attr-defined]
+        for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache"):
+            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        monkeypatch.setitem(sys.modules, STORAGE, module)
+    monkeypatch.delitem(sys.modules, "kvpool.integrations.sglang", raising=False)
+    yield importlib.import_module("kvpool.integrations.sglang").KVPoolStorage
+    sys.modules.pop("kvpool.integrations.sglang", None)
+
+
+def opened(storage: Any, disk: Path, *, dtype: Any = torch.bfloat16, num_pages: int = 4, **config: Any) -> Any:
+    extra = {"kvpool": {"disk": str(disk), "disk_bytes": "16MB", "model_id": "v1"}}
+    backend = storage(Config(extra, **config), {})
+    backend.register_mem_pool_host(HostPool(num_pages, dtype))
+    return backend
+
+
+def filled(backend: Any, seed: int = 1) -> Any:
+    """Random pages in the host pool; a copy of them."""
+    data = backend.mem_pool_host.data
+    data[:] = torch.randn(data.shape, generator=torch.Generator().manual_seed(seed)).to(data.dtype)
+    return data.clone()
+
+
+def indices(*pages: int) -> Any:
+    """Of all tokens of these pages, as SGLang gives them."""
+    return torch.cat([torch.arange(page * PAGE, (page + 1) * PAGE) for page in pages])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8], ids=str)
+def test_given_pages_that_were_stored_when_another_process_loads_them_then_they_are_the_same(
+    storage: Any, tmp_path: Path, dtype: Any
+) -> None:
+    first = opened(storage, tmp_path, dtype=dtype)
+    data = filled(first)
+    assert first.batch_set_v1(["a", "b", "c"], indices(0, 1, 2)) == [True] * 3
+    first.close()
+    second = opened(storage, tmp_path, dtype=dtype)
+    assert second.batch_exists(["a", "b", "c", "d"]) == 3
+    assert second.batch_get_v1(["a", "b", "c", "d"], indices(3, 2, 1, 0)) == [True, True, True, False]
+    got = second.mem_pool_host.data
+    assert torch.equal(got[12:16], data[0:4])
+    assert torch.equal(got[4:8], data[8:12])
+    assert not got[0:4].any()
+    second.close()
+
+
+def test_given_flat_pages_then_get_and_set_bring_them_back(storage: Any, tmp_path: Path) -> None:
+    backend = opened(storage, tmp_path)
+    filled(backend)
+    page = backend.mem_pool_host.get_data_page(0)
+    assert backend.set("a", page)
+    assert backend.exists("a")
+    assert not backend.exists("b")
+    assert torch.equal(backend.get("a"), page)
+    assert backend.get("b") is None
+    target = backend.mem_pool_host.get_dummy_flat_data_page()
+    found, missing = backend.batch_get(["a", "b"], [target, target.clone()])
+    assert found is target
+    assert torch.equal(found, page)
+    assert missing is None
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [dict(dtype=torch.float16), dict(model_name="other"), dict(tp_rank=1, tp_size=2)],
+    ids=["type", "model", "rank"],
+)
+def test_given_another_model_type_or_rank_then_nothing_is_found(
+    storage: Any, tmp_path: Path, other: dict[str, Any]
+) -> None:
+    first = opened(storage, tmp_path)
+    filled(first)
+    first.batch_set_v1(["a"], indices(0))
+    first.close()
+    second = opened(storage, tmp_path, **other)
+    assert second.batch_exists(["a"]) == 0
+    second.close()
+
+
+def test_given_a_model_whose_ranks_have_the_same_bytes_then_one_writes_and_all_read(
+    storage: Any, tmp_path: Path
+) -> None:
+    writer = opened(storage, tmp_path, is_mla_model=True, tp_size=2)
+    reader = opened(storage, tmp_path, is_mla_model=True, tp_size=2, tp_rank=1)
+    data = filled(writer)
+    assert writer.batch_set_v1(["a"], indices(0)) == [True]
+    assert reader.batch_set_v1(["b"], indices(0)) == [False]
+    assert reader.batch_get_v1(["a"], indices(1)) == [True]
+    assert torch.equal(reader.mem_pool_host.data[4:8], data[0:4])
+    reader.close()
+    writer.close()
+
+
+def test_given_a_flipped_byte_then_the_page_is_a_miss(storage: Any, tmp_path: Path) -> None:
+    first = opened(storage, tmp_path)
+    data = filled(first)
+    first.batch_set_v1(["a", "b"], indices(0, 1))
+    first.close()
+    (slab,) = tmp_path.glob("*.kvslab")
+    content = bytearray(slab.read_bytes())
+    content[content.index(data[4:8].view(torch.uint8).numpy().tobytes())] ^= 1
+    slab.write_bytes(content)
+    second = opened(storage, tmp_path)
+    assert second.batch_get_v1(["a", "b"], indices(0, 1)) == [True, False]
+    second.close()
+
+
+def test_given_a_clear_then_nothing_is_found(storage: Any, tmp_path: Path) -> None:
+    backend = opened(storage, tmp_path)
+    filled(backend)
+    backend.batch_set_v1(["a"], indices(0))
+    backend.clear()
+    assert backend.batch_exists(["a"]) == 0
+    assert backend.batch_set_v1(["a"], indices(0)) == [True]
+    assert backend.batch_exists(["a"]) == 1
+    backend.close()
+
+
+@pytest.mark.parametrize(
+    ("extra", "config", "message"),
+    [
+        ({}, {}, "needs .*disk"),
+        ({"kvpool": {"disc": "/x"}}, {}, "did you mean disk"),
+        ({"kvpool": {"disk": "/x"}}, {"attn_cp_size": 2}, "context parallelism"),
+    ],
+)
+def test_given_settings_that_cannot_work_then_one_line_says_so(
+    storage: Any, extra: dict[str, Any], config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        storage(Config(extra, **config), {})
+
+
+def test_given_a_model_without_files_and_without_a_name_then_one_line_says_so(storage: Any, tmp_path: Path) -> None:
+    backend = storage(Config({"kvpool": {"disk": str(tmp_path)}}), {})
+    with pytest.raises(ConfigError, match="name the weights"):
+        backend.register_mem_pool_host(HostPool(1, torch.float32))
+
+
+@pytest.mark.skipif(not os.environ.get("KVPOOL_SGLANG"), reason="needs SGLang's sources in KVPOOL_SGLANG")
+def test_given_sglangs_own_classes_then_our_methods_take_what_theirs_take(storage: Any) -> None:
+    base = importlib.import_module(STORAGE).HiCacheStorage
+    assert issubclass(storage, base)
+    ours = [name for name in vars(storage) if not name.startswith("_") and hasattr(base, name)]
+    assert {*base.__abstractmethods__, "batch_get_v1", "batch_set_v1", "batch_exists"} <= {*ours}
+    for name in ours:
+        expected, taken = (list(inspect.signature(getattr(each, name)).parameters) for each in (base, storage))
+        assert taken == expected, name
