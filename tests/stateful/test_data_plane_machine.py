@@ -391,14 +391,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         layers=[LayerSpec(kv_heads=1, head_dim=3, dtype="float32")], block_size=1, gpu_blocks=24, host_blocks=16
     ),
     "blocks of 16, fp8": dict(layers=[LayerSpec(kv_heads=1, head_dim=2, dtype="fp8")] * 2, block_size=16, **ALL_TIERS),
-    "full and sliding in one pool": dict(layers=[FULL, SLIDING], block_size=2, gpu_blocks=24, host_blocks=16),
+    "full and sliding in one pool": dict(
+        layers=[FULL, SLIDING], block_size=2, gpu_blocks=24, host_blocks=16, host_write="through"
+    ),
     "full and sliding, K-only and int8": dict(
         layers=[LayerSpec(kv_heads=1, head_dim=6, k_only=True), LayerSpec(kv_heads=2, head_dim=4, dtype="int8", window=5)],
         block_size=4, **ALL_TIERS,
     ),
     "int4 of odd width, host only": dict(
         layers=[LayerSpec(kv_heads=3, head_dim=5, v_head_dim=2, dtype="int4")] * 2, block_size=4,
-        gpu_blocks=10, host_blocks=12,
+        gpu_blocks=10, host_blocks=12, host_write=1,
     ),
     "disk without host": dict(layers=[FULL], block_size=2, gpu_blocks=12, disk_blocks=12),
     "with cross-attention": dict(
