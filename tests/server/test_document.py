@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Live, word_tokenizer
+from live import Live, access, call, word_tokenizer
 from models import tiny_model
-from test_serving import access, call
 
 HERE = Path(__file__).parent
 EXAMPLES = os.environ.get("KVPOOL_API_EXAMPLES")

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Live
-from test_serving import until
+from live import Live, until
 
 HERE = Path(__file__).parent
 MODULES = Path(os.environ.get("KVPOOL_NODE_MODULES", HERE.parents[1] / ".venv" / "npm" / "node_modules"))
