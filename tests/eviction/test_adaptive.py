@@ -10,7 +10,7 @@ from stand_in import StandInRun
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.eviction import AdaptivePolicy, make_policy
-from kvpool.eviction.experience import EDGES, LOWEST, NUM_KINDS, Experience, as_shared, kind_of
+from kvpool.eviction.experience import EDGES, LOWEST, MAX_AGE, NUM_KINDS, Experience, _best_rates, as_shared, kind_of
 from kvpool.eviction.hazard import MOST_NEWCOMERS, MOST_NOTES
 from kvpool.eviction.hints import NUM_HINTS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
@@ -193,7 +193,7 @@ def test_given_blocks_that_are_followed_then_they_are_exposed_as_long_as_they_ha
     learned.follow(0, 0, 5)  # of two kinds
     learned.follow(1, 0, 2)
     learned.follow(0, 1000, -1)
-    learned.digest(2000, {0: 4, 1: 2}, 1.0)
+    learned.digest(2000, 1.0)
     assert learned._exposure[:, 0].tolist() == [5 * EDGES[1], 2 * EDGES[1]]
     assert learned._exposure.sum(axis=1).tolist() == [4 * 2000 + 1000, 2 * 2000]
     assert not learned._exposure[:, np.array(EDGES) >= 2000].any()
@@ -202,17 +202,31 @@ def test_given_blocks_that_are_followed_then_they_are_exposed_as_long_as_they_ha
 def test_given_time_in_one_piece_or_in_many_then_the_same_exposure_is_counted() -> None:
     random = np.random.default_rng(3)
     often, once = Experience(), Experience()
-    alive: dict[int, int] = {}
+    followed: dict[int, int] = {}
     for now in range(0, 300_000, 1000):
         for _ in range(2):
             cohort = int(random.integers(now + 1)) // 1000 * 1000 * NUM_KINDS + int(random.integers(4))
-            blocks = int(random.integers(20)) - alive.get(cohort, 0) // 2
-            alive[cohort] = alive.get(cohort, 0) + blocks
+            blocks = int(random.integers(20)) - followed.get(cohort, 0) // 2
+            followed[cohort] = followed.get(cohort, 0) + blocks
             for learned in (often, once):
-                learned.follow(cohort % NUM_KINDS, now - cohort // NUM_KINDS, blocks)
-        often.digest(now, alive, 1.0)
-    once.digest(299_000, alive, 1.0)
-    assert np.allclose(often._exposure, once._exposure)
+                learned.follow(cohort, now, blocks)
+        often.digest(now, 1.0)
+    once.digest(299_000, 1.0)
+    rows = [once._rows[kind] for kind in often._rows]
+    assert np.allclose(often._exposure, once._exposure[rows])
+
+
+@pytest.mark.parametrize("peak", [0, 5, 20])
+def test_values_are_the_best_rates_that_any_time_of_keeping_gives(peak: int) -> None:
+    hazard = 1e-4 * np.exp(-np.abs(np.arange(len(EDGES)) - peak) / 4)[None]
+    widths = np.diff([*EDGES, MAX_AGE])
+    for start, best in enumerate(_best_rates(hazard.copy(), peak)[0]):
+        left, hits, time, rates = 1.0, 0.0, 0.0, []
+        for rate, width in zip(hazard[0, start:], widths[start:], strict=True):
+            fading = np.exp(-rate * width)
+            hits, time, left = hits + left * (1 - fading), time + left * (1 - fading) / rate, left * fading
+            rates.append(hits / time)
+        assert best == pytest.approx(max(rates))
 
 
 def test_what_was_said_about_the_continuation_makes_a_kind_of_its_own() -> None:
@@ -277,10 +291,10 @@ def test_runs_that_come_back_at_once_or_hardly_ever_have_a_value_at_every_age() 
     learned = Experience()
     for age in range(0, 64_000, 1000):  # reused so often early that almost nothing of it is left behind
         learned.follow(0, age, 1_000_000)
-        learned.follow(0, age + 1, -1_000_000)
         learned.count(0, age + 1, 1_000_000)
+        learned.follow(0, age + 1, -1_000_000)
     learned.follow(0, 128_000, 1_000_000)
-    learned.digest(10**6, {(10**6 - 256_000) * NUM_KINDS: 1_000_000}, 1.0)
+    learned.digest(256_000, 1.0)
     values = learned.values(64, 32_000.0)[0]
     assert all(0.0 < value < 10 for value in values)
     late = values[bisect_right(EDGES, 128_000) - 1]

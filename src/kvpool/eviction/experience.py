@@ -6,7 +6,7 @@ when the epoch began times the number of kinds plus the kind, so that older coho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from array import array
 from typing import Final
 
 import numpy as np
@@ -60,7 +60,6 @@ _FROM: Floats = np.array(EDGES, np.float64)
 _UPTO: Floats = np.array([*EDGES[1:], MAX_AGE], np.float64)
 _WIDTHS: Floats = _UPTO - _FROM
 _MIDDLES: Floats = (_FROM + _UPTO) / 2
-_NEVER_BACK: Floats = np.tril(np.full((_BINS, _BINS), 1e300), -1)  # the time that it takes to become younger
 
 
 class Experience:
@@ -73,7 +72,8 @@ class Experience:
         self.has_news = False  # whether anything was reused since the last digest
         self._rows: dict[int, int] = {}  # of the kinds met so far
         self._reused: list[tuple[int, int, int]] = []  # since the last digest: row, age, blocks
-        self._changes: list[tuple[int, int, int]] = []  # of what is followed, likewise
+        self._changes = array("q")  # of what is followed since then: cohort, moment and blocks of each
+        self._alive: dict[int, int] = {}  # blocks that are followed, by cohort
         self._hits: Floats = np.zeros((0, _BINS))
         self._followed: Floats = np.zeros((0, _BINS))  # block-milliseconds, if nobody left any more
         self._exposure: Floats = np.zeros((0, _BINS))
@@ -81,39 +81,43 @@ class Experience:
     @property
     def num_noted(self) -> int:
         """How much waits for the next digest."""
-        return len(self._changes)
+        return len(self._changes) // 3
 
     def count(self, kind: int, age: int, blocks: int) -> None:
         """Blocks of a kind were reused at this age."""
         self._reused.append((self._rows.setdefault(kind, len(self._rows)), age, blocks))
         self.has_news = True
 
-    def follow(self, kind: int, age: int, blocks: int) -> None:
-        """From this age on, so many more blocks of a kind are followed, or fewer."""
-        self._changes.append((self._rows.setdefault(kind, len(self._rows)), age, blocks))
+    def follow(self, cohort: int, now: int, blocks: int) -> None:
+        """From this moment on, so many more blocks of a cohort are followed, or fewer."""
+        self._changes.extend((cohort, now, blocks))
 
-    def digest(self, now: int, alive: Mapping[int, int], fading: float) -> None:
-        """Counts what was noted. `alive` is what is followed at this moment: blocks by cohort.
+    def digest(self, now: int, fading: float) -> None:
+        """Counts what was noted.
 
         What is followed from an age on is exposed at all later ones, less what is no longer followed then, and less what
         is not yet that old.
         """
         self.has_news = False
-        used = len(self._rows)
+        cohort, moment, change = np.frombuffer(self._changes, np.int64).reshape(-1, 3).T
+        since, kind = np.divmod(cohort, NUM_KINDS)
+        for met in np.unique(kind).tolist():
+            self._rows.setdefault(met, len(self._rows))
+        used, alive = len(self._rows), self._alive
+        row_of = np.zeros(NUM_KINDS, np.int64)
+        row_of[list(self._rows)] = np.arange(used)
         if self._reused:
             row, age, blocks = np.array(self._reused, np.int64).T
             places = row * _BINS + np.searchsorted(_FROM, age, side="right") - 1
             self._hits = _grown(self._hits, used) + np.bincount(places, blocks, used * _BINS).reshape(used, _BINS)
             self._reused.clear()
-        if self._changes:
-            row, age, blocks = np.array(self._changes, np.int64).T
-            self._followed = _grown(self._followed, used) + _exposed(row, age, blocks, used)
-            self._changes.clear()
-        cohorts = np.array(list(alive), np.int64)
-        since, kind = np.divmod(cohorts, NUM_KINDS)
-        rows = np.zeros(NUM_KINDS, np.int64)
-        rows[list(self._rows)] = np.arange(used)
-        to_come = _exposed(rows[kind], now - since, np.array(list(alive.values()), np.int64), used)
+        self._followed = _grown(self._followed, used) + _exposed(row_of[kind], moment - since, change, used)
+        for changed, blocks in zip(cohort.tolist(), change.tolist(), strict=True):
+            alive[changed] = alive.get(changed, 0) + blocks
+        self._changes = array("q")
+        self._alive = alive = {changed: blocks for changed, blocks in alive.items() if blocks}
+        since, kind = np.divmod(np.array(list(alive), np.int64), NUM_KINDS)
+        to_come = _exposed(row_of[kind], now - since, np.array(list(alive.values()), np.int64), used)
         self._exposure = np.maximum(_grown(self._followed, used) - to_come, 0.0) * fading
         self._followed = self._exposure + to_come
         self._hits = _grown(self._hits, used) * fading
@@ -130,17 +134,18 @@ class Experience:
         usual = (hits.sum() + 1.0) / (exposure.sum() + little + 1.0)
         branches = kinds // _KINDS_PER_BRANCH
         is_hot = np.isin(branches // NUM_HINTS, _HOT)
-        shapes = [
-            _shape(hits[of_family], exposure[of_family], usual, little, turnover) for of_family in (~is_hot, is_hot)
-        ]
-        hazard = np.array(shapes)[is_hot.astype(np.int64)]
-        hazard *= _factors(hits.sum(axis=1), (exposure * hazard).sum(axis=1), branches, _KIND_PRIOR * little * usual)[
-            :, None
-        ]
-        *best, unseen = _best_rates(np.vstack([hazard, shapes[0]]))
-        values = [unseen] * NUM_KINDS  # kinds of which nothing is known are all alike
-        for kind, rates in zip(self._rows, best, strict=True):
-            values[kind] = rates
+        hazard = np.empty((len(kinds), _BINS))
+        peaks = []
+        for of_family in (~is_hot, is_hot):
+            shape, peak = _shape(hits[of_family], exposure[of_family], usual, little, turnover)
+            hazard[of_family] = shape
+            peaks.append((shape, peak))
+        few = _KIND_PRIOR * little * usual
+        hazard *= _factors(hits.sum(axis=1), (exposure * hazard).sum(axis=1), branches, few)[:, None]
+        values = [_best_rates(peaks[0][0][None], peaks[0][1])[0]] * NUM_KINDS  # where nothing is known, all are alike
+        for of_family, (_, peak) in zip((~is_hot, is_hot), peaks, strict=True):
+            for kind, rates in zip(kinds[of_family].tolist(), _best_rates(hazard[of_family], peak), strict=True):
+                values[kind] = rates
         return values
 
 
@@ -162,15 +167,15 @@ def _exposed(row: Ints, age: Ints, blocks: Ints, num_rows: int) -> Floats:
     return np.asarray(partly + earlier * _WIDTHS)
 
 
-def _shape(hits: Floats, exposure: Floats, usual: float, little: float, turnover: float) -> Floats:
-    """The hazard by age that all kinds of a family have in common: it rises to one age and falls behind it."""
+def _shape(hits: Floats, exposure: Floats, usual: float, little: float, turnover: float) -> tuple[Floats, int]:
+    """The hazard by age that all kinds of a family have in common: it rises to one bin, which is returned, and then falls."""
     prior = _PRIOR * little + 1.0
     falling = 0.25 / (_MIDDLES / (turnover + 1.0) + 0.125)  # how reuse gets rarer with age where nothing is known
     reused = hits.sum(axis=0) + prior * usual * falling
     exposed = exposure.sum(axis=0) + prior
     peak = int((reused / exposed).argmax())
     rising = _falling_rates(reused[:peak][::-1], exposed[:peak][::-1])[::-1]
-    return np.array(rising + _falling_rates(reused[peak:], exposed[peak:]))
+    return np.array(rising + _falling_rates(reused[peak:], exposed[peak:])), peak
 
 
 def _falling_rates(reused: Floats, exposed: Floats) -> list[float]:
@@ -192,20 +197,24 @@ def _factors(seen: Floats, expected: Floats, branches: Ints, few: float) -> Floa
     return factors
 
 
-def _best_rates(hazard: Floats) -> list[list[float]]:
-    """Of every row of hazards by age bin: the best rate of hits from each bin on (its Gittins index).
+def _best_rates(hazard: Floats, peak: int) -> list[list[float]]:
+    """Of every row of hazards, which rise up to the bin `peak`: the best rate of hits from each bin on (its Gittins index).
 
-    With G the chance to be unused up to an age and T the time spent unused from it on, keeping a run from bin i to
-    bin j brings (G[i] - G[j]) hits for (T[i] - T[j]). T is summed up from the end: where runs are almost surely reused
-    early, what is left behind is small, and would be lost beside what came before.
+    From the peak on it is the hazard itself: waiting makes it no better. With G the chance to be unused up to an age
+    and T the time spent unused from it on, keeping a run from bin i to bin j behind the peak brings (G[i] - G[j]) hits for
+    (T[i] - T[j]). T is summed up from the end: where runs are almost surely reused early, what is left behind is small,
+    and would be lost beside what came before.
     """
     np.minimum(np.maximum(hazard, 1e-15, out=hazard), _SURELY / _WIDTHS, out=hazard)
-    fading = np.exp(-_WIDTHS * hazard)
-    unused = np.ones((len(hazard), _BINS + 1))
-    np.multiply.accumulate(fading, axis=1, out=unused[:, 1:])
-    left = np.zeros((len(hazard), _BINS + 1))
-    np.add.accumulate((unused[:, :-1] * (1 - fading) / hazard)[:, ::-1], axis=1, out=left[:, -2::-1])
-    gained = unused[:, :-1, None] - unused[:, None, 1:]
-    spent = left[:, :-1, None] - left[:, None, 1:] + _NEVER_BACK
-    best: list[list[float]] = np.maximum.reduce(gained / spent, axis=2).tolist()
-    return best
+    best = hazard.copy()
+    if peak and len(hazard):
+        fading = np.exp(-_WIDTHS * hazard)
+        unused = np.ones((len(hazard), _BINS + 1))
+        np.multiply.accumulate(fading, axis=1, out=unused[:, 1:])
+        left = np.zeros((len(hazard), _BINS + 1))
+        np.add.accumulate((unused[:, :-1] * (1 - fading) / hazard)[:, ::-1], axis=1, out=left[:, -2::-1])
+        gained = unused[:, :peak, None] - unused[:, None, peak + 1 :]
+        spent = left[:, :peak, None] - left[:, None, peak + 1 :]
+        np.maximum.reduce(gained / spent, axis=2, out=best[:, :peak])
+    rates: list[list[float]] = best.tolist()
+    return rates

@@ -30,6 +30,8 @@ LEARN_RUNS: Final = 32  # inserted before values are worked out anew: they share
 LEARN_LATE: Final = 8  # times as many if none was reused: there is little to learn
 _HISTORY: Final = 0.999  # weight of what was counted an epoch ago
 MOST_NOTES: Final = 4096  # of what happened before it is digested, even if no victim is asked for
+_NEVER: Final = 2**62
+_STEPS: Final = 8  # in which a value goes from one age bin to the next
 _MOST_EPOCHS: Final = 1024  # that are told apart
 MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few microseconds each
 
@@ -37,12 +39,13 @@ MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few mi
 class _Cell(RunQueue):
     """The candidates of one priority and cohort."""
 
-    __slots__ = ("kind", "since", "value")
+    __slots__ = ("due", "kind", "since", "value")
 
     def __init__(self, cohort: int) -> None:
         super().__init__()
         self.since, self.kind = divmod(cohort, NUM_KINDS)
         self.value = 0.0  # of its kind at its age
+        self.due = 0  # when it will have another one
 
 
 class _Record:
@@ -89,6 +92,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._cells = {}
         self._by_value: list[tuple[int, float, int]] = []  # heap of cells: priority, value, cohort
         self._by_age: list[tuple[int, int]] = []  # heap of the same cells: priority, cohort
+        self._due: list[tuple[int, int, int]] = []  # heap of the same cells: when their values change, priority, cohort
         self._least = self._oldest = self._chosen = _NO_CELL  # the first of both heaps, and the victim's
         self._is_ordered = True
         self._len = self._num_blocks = 0  # of the cells
@@ -102,7 +106,6 @@ class AdaptivePolicy(EvictionPolicy):
         self._num_met = 0  # runs inserted since values were worked out
         self._learned = Experience()
         self._values = self._learned.values(self._capacity, self._turnover)
-        self._alive: dict[int, int] = {}  # blocks that are followed, by cohort
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # by fingerprint
         self._leaders: dict[int, int] = {}  # fingerprint of a ghost -> of the run before it, if there was one
         self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
@@ -131,12 +134,11 @@ class AdaptivePolicy(EvictionPolicy):
         if record.item[RUN] is not None:
             self._take_out(record)
         if record.item[KEY] != run.last_access:
-            self._put_in(run, run.hits, self._cohort(run, run.hits), 0)
+            self._put_in(run, run.hits, self._cohort(run, run.hits, self._moment(run)), 0)
         else:
             self._put_in(run, run.hits, record.cohort, record.trimmed + self._lost(run, record))
         if self._learned.num_noted >= MOST_NOTES:  # where nothing is inserted, no epoch ends
             self._learn()
-            self._is_ordered = False
 
     def remove(self, run: Run) -> None:
         if self._newcomers:
@@ -171,7 +173,11 @@ class AdaptivePolicy(EvictionPolicy):
         if self._newcomers:
             self._settle()
         if not self._is_ordered:
-            self._order()
+            self._is_ordered = True
+            if self._num_met >= (LEARN_RUNS if self._learned.has_news else LEARN_LATE * LEARN_RUNS):
+                self._learn()
+        if self._due and self._due[0][0] <= self._now:
+            self._grow_older()
         if not self._least.num_runs or not self._oldest.num_runs:
             self._choose()
         return self._chosen.head()
@@ -206,8 +212,8 @@ class AdaptivePolicy(EvictionPolicy):
             self._now = moment
         return moment
 
-    def _cohort(self, run: Run, hits: int, num_known: int = 0) -> int:
-        moment, epochs = self._moment(run), self._epochs
+    def _cohort(self, run: Run, hits: int, moment: int, num_known: int = 0) -> int:
+        epochs = self._epochs
         if moment >= epochs[-1]:
             since = epochs[-1]
         else:  # the oldest epoch that is told apart, at least
@@ -232,7 +238,7 @@ class AdaptivePolicy(EvictionPolicy):
         item = cell.push(run.last_access, run)
         run.entry = _Record(self, cohort, cell, item, hits, trimmed)
         blocks = item[BLOCKS]
-        self._follow(cohort, blocks + trimmed)
+        self._learned.follow(cohort, self._now, blocks + trimmed)
         self._len += 1
         self._num_blocks = num_blocks = self._num_blocks + blocks
         if num_blocks > self._capacity:
@@ -241,7 +247,7 @@ class AdaptivePolicy(EvictionPolicy):
     def _take_out(self, record: _Record) -> None:
         blocks = record.item[BLOCKS]
         record.cell.discard(record.item)
-        self._follow(record.cohort, -blocks - record.trimmed)
+        self._learned.follow(record.cohort, self._now, -blocks - record.trimmed)
         self._len -= 1
         self._num_blocks -= blocks
 
@@ -252,70 +258,79 @@ class AdaptivePolicy(EvictionPolicy):
         cell = self._cells.get((priority, cohort))
         if cell is None:
             cell = self._cells[priority, cohort] = _Cell(cohort)
-            cell.value = self._values[cell.kind][bisect_right(EDGES, self._now - cell.since) - 1]
-        heappush(self._by_value, (priority, cell.value, cohort))
+        self._value(cell, priority, cohort)
         heappush(self._by_age, (priority, cohort))
-        self._least = _NO_CELL  # the new one may come first
         return cell
+
+    def _value(self, cell: _Cell, priority: int, cohort: int) -> None:
+        """Values a cell by its age now, and notes when that will change."""
+        age, rates = self._now - cell.since, self._values[cell.kind]
+        place = bisect_right(EDGES, age)
+        value, due = rates[place - 1], _NEVER
+        if place < len(EDGES):  # on the way from the value of this bin to that of the next one
+            start = EDGES[place - 1]
+            width = EDGES[place] - start
+            step = (age - start) * _STEPS // width
+            value += (rates[place] - value) * step / _STEPS
+            due = cell.since + start + -(-(step + 1) * width // _STEPS)
+        cell.value, cell.due = value, due
+        heappush(self._by_value, (priority, value, cohort))
+        heappush(self._due, (due, priority, cohort))
+        self._least = _NO_CELL  # another one may come first now
+
+    def _grow_older(self) -> None:
+        """Values the cells anew that have reached another age."""
+        cells, due, now = self._cells, self._due, self._now
+        while due and due[0][0] <= now:
+            when, priority, cohort = heappop(due)
+            cell = cells.get((priority, cohort))
+            if cell is not None and cell.due == when and cell.num_runs:
+                self._value(cell, priority, cohort)
 
     def _choose(self) -> None:
         """Finds the cells that come first by value and by age, and which of them gives the victim."""
         cells, by_value, by_age = self._cells, self._by_value, self._by_age
-        while by_value and not cells[by_value[0][0], by_value[0][2]].num_runs:
+        while by_value:
+            priority, value, cohort = by_value[0]
+            least = cells[priority, cohort]
+            if least.num_runs and least.value == value:
+                break
             heappop(by_value)
         if not by_value:
             raise LookupError("no run can be evicted: every cached run is referenced, pinned or has children")
         while not cells[by_age[0]].num_runs:
             heappop(by_age)
-        self._least = least = cells[by_value[0][0], by_value[0][2]]
+        self._least = least
         self._oldest = oldest = cells[by_age[0]]
         self._chosen = oldest if least.value > MARGIN * oldest.value else least
-
-    def _order(self) -> None:
-        """Puts cells in the order of their values at this epoch."""
-        if self._num_met >= (LEARN_RUNS if self._learned.has_news else LEARN_LATE * LEARN_RUNS):
-            self._learn()
-        values, now = self._values, self._now
-        self._by_value = by_value = []
-        for (priority, cohort), cell in self._cells.items():
-            if cell.num_runs:
-                age = now - cell.since
-                place = bisect_right(EDGES, age)
-                rates = values[cell.kind]
-                value = rates[place - 1]
-                if place < len(EDGES):
-                    value += (rates[place] - value) * (age - EDGES[place - 1]) / (EDGES[place] - EDGES[place - 1])
-                cell.value = value
-                by_value.append((priority, value, cohort))
-        heapify(by_value)
-        self._least = _NO_CELL
-        self._is_ordered = True
 
     def _learn(self) -> None:
         """Works out values from what happened up to this epoch; cells without candidates are forgotten on the way."""
         self._num_met = 0
-        self._learned.digest(self._now, self._alive, _HISTORY ** (self._num_epochs - self._num_digested))
+        self._learned.digest(self._now, _HISTORY ** (self._num_epochs - self._num_digested))
         self._num_digested = self._num_epochs
         self._values = self._learned.values(self._capacity, self._turnover)
         self._cells = {key: cell for key, cell in self._cells.items() if cell.num_runs}
         self._by_age = list(self._cells)
         heapify(self._by_age)
+        self._by_value, self._due = [], []
+        for (priority, cohort), cell in self._cells.items():
+            self._value(cell, priority, cohort)
 
     # --- what is learned from ----------------------------------------------------------------------------------------
 
     def _meet(self, run: Run, hits: int) -> None:
         """A run that is new here: it was computed, perhaps not for the first time."""
-        fingerprint, num_known = run.fingerprint, 0
+        fingerprint, moment, num_known = run.fingerprint, self._moment(run), 0
         if fingerprint in self._ghosts:
             num_known, turn, num_uses = self._count_ghosts(fingerprint, run.num_blocks)
             run.turn, run.fan_out = turn + 1 if num_uses <= 1 else 0, num_uses  # as if its beginning had stayed
         if not hits:
             self._num_met += 1
             self._inserted += run.num_blocks
-            self._moment(run)
             if self._inserted * EPOCHS_PER_CACHE >= self._capacity:
                 self._next_epoch()
-        self._put_in(run, hits, self._cohort(run, hits, num_known), 0)
+        self._put_in(run, hits, self._cohort(run, hits, moment, num_known), 0)
 
     def _next_epoch(self) -> None:
         """Time goes on. What follows from it is worked out for the next victim, or when much has come together."""
@@ -329,22 +344,11 @@ class AdaptivePolicy(EvictionPolicy):
         self._is_ordered = False
         if self._learned.num_noted >= MOST_NOTES:
             self._learn()
-            self._order()
 
     def _count(self, cohort: int, blocks: int) -> None:
         """Blocks of a cohort were reused."""
         since, kind = divmod(cohort, NUM_KINDS)
         self._learned.count(kind, self._now - since, blocks)
-
-    def _follow(self, cohort: int, blocks: int) -> None:
-        """So many more blocks of a cohort are followed, or fewer."""
-        since, kind = divmod(cohort, NUM_KINDS)
-        self._learned.follow(kind, self._now - since, blocks)
-        left = self._alive.get(cohort, 0) + blocks
-        if left:
-            self._alive[cohort] = left
-        else:
-            del self._alive[cohort]
 
     def _lost(self, run: Run, record: _Record) -> int:
         """By how many blocks a run that comes back unused was trimmed; 0 if its head was reused and is another run now."""
@@ -378,7 +382,7 @@ class AdaptivePolicy(EvictionPolicy):
         if leader is not None and self._followers.get(leader) == fingerprint:
             del self._followers[leader]
         self._ghost_blocks -= blocks
-        self._follow(cohort, -blocks)
+        self._learned.follow(cohort, self._now, -blocks)
         turn, num_uses = divmod(followed, _MOST_USES)
         return cohort, blocks, turn, num_uses
 
