@@ -68,7 +68,7 @@ class Saver:
         self._stores: dict[int, _StoreJob] = {}
         self._confirmed: list[_StoreJob] = []
         self._num_confirmed = 0  # blocks of them
-        self._spills: dict[int, _StoreJob] = {}
+        self._spills: dict[int, list[_StoreJob]] = {}
         self._waiting: list[Spill] = []
 
     @property
@@ -143,10 +143,10 @@ class Saver:
     def confirm(self, job: int, num_blocks: int) -> None:
         """All workers are done with a job and got so many blocks right."""
         if job in self._spills:
-            spilled = self._spills.pop(job)
-            if self._events is not None:
-                self._events.stored_in_tiers(spilled.saving.owner, spilled.first, spilled.last)
-            self._let_go(spilled.saving)
+            for spilled in self._spills.pop(job):
+                if self._events is not None:
+                    self._events.stored_in_tiers(spilled.saving.owner, spilled.first, spilled.last)
+                self._let_go(spilled.saving)
             return
         done = self._stores.pop(job)
         if num_blocks < done.last - done.first:
@@ -172,18 +172,22 @@ class Saver:
             counts.append(end - start)
             done.saving.num_published = done.last
         self._manager.commit_batch([done.saving.handle for done in upto.values()], np.concatenate(ids), counts)
+        spilled = [done for done in confirmed if self._has_tiers and done.saving.owner.wishes.ttl is None]
+        if spilled:
+            self._spill(spilled)
         for done in confirmed:
             self.stats.stored += done.last - done.first
-            if self._has_tiers and done.saving.owner.wishes.ttl is None:
-                self._spill(done)
-            else:
+            if not self._has_tiers or done.saving.owner.wishes.ttl is not None:
                 self._let_go(done.saving)
 
-    def _spill(self, done: _StoreJob) -> None:
+    def _spill(self, spilled: list[_StoreJob]) -> None:
         """The rows as they are now: publishing may have put a block that was there already in place of ours."""
-        rows = done.saving.handle.block_ids()[done.first : done.last].tolist()
-        self._waiting.append(Spill(done.number, rows, done.saving.owner.tier_digests(done.first, done.last)))
-        self._spills[done.number] = done
+        spill = Spill(self._new_job(), [], [])
+        for done in spilled:
+            spill.rows += done.saving.handle.block_ids()[done.first : done.last].tolist()
+            spill.digests += done.saving.owner.tier_digests(done.first, done.last)
+        self._waiting.append(spill)
+        self._spills[spill.job] = spilled
 
     def spoil(self) -> None:
         """What is on its way may be computed from pages that were not loaded, or is out of date: it is not published."""
