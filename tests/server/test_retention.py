@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 from live import Live, openai_client
 
+from kvpool import ReuseScope
 from kvpool.server import Limits
+from kvpool.server.answering.pin_book import PinBook
+from kvpool.server.asking.problems import Problem
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]  # two blocks of four tokens, and one token
 
@@ -57,6 +63,33 @@ def test_given_as_many_pins_as_a_tenant_may_have_then_a_request_for_one_more_is_
             ask(client, {"pin": True})
         assert engine.stats().cache.requests == requests
         client.delete(f"/cache/pin/{name}", cast_to=object)
+
+
+def test_given_more_pins_in_a_request_than_there_is_room_for_then_none_of_them_holds(serve: Callable[..., Live]) -> None:
+    with openai_client(serve(limits=Limits(pins_per_tenant=1))) as client:
+        with pytest.raises(openai.RateLimitError, match="1 pins hold"):
+            ask(client, {"end": 4, "pin": True}, {"end": 8, "pin": True})
+        assert pins(client) == []
+
+
+def test_given_pins_that_are_asked_for_at_once_then_no_more_are_made_than_a_tenant_may_have() -> None:
+    made: list[Any] = []
+
+    def pin(*asked: Any) -> Any:
+        made.append(SimpleNamespace(num_tokens=8))
+        return made[-1]
+
+    manager = SimpleNamespace(is_pinned=made.__contains__, pin=pin)
+    model: Any = SimpleNamespace(name="tiny", engine=SimpleNamespace(manager=manager))
+    book = PinBook(2)
+
+    async def all_at_once() -> list[Any]:
+        tokens = np.arange(8, dtype=np.int32)
+        asked = (book.pin("a", model, tokens, ReuseScope("a"), None) for _ in range(5))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    assert sum(isinstance(answer, Problem) for answer in asyncio.run(all_at_once())) == 3
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize(

@@ -114,11 +114,17 @@ class Exchange:
 
     async def _pin(self, running: LiveRequest) -> None:
         """Pins what was asked for, at the first token: the prompt is computed, and the request still holds its blocks."""
-        made = []
-        for kept in pins_of(self._body):
-            tokens = running.generation.prompt[: kept.end]
-            scope = scope_of(self._caller.tenant, self._body.cache_salt)
-            made.append(await self._pins.pin(self._caller.tenant, self._model, tokens, scope, kept.ttl_seconds))
+        made: list[dict[str, Any]] = []
+        tenant = self._caller.tenant
+        scope = scope_of(tenant, self._body.cache_salt)
+        try:
+            for kept in pins_of(self._body):
+                tokens = running.generation.prompt[: kept.end]
+                made.append(await self._pins.pin(tenant, self._model, tokens, scope, kept.ttl_seconds))
+        except Problem:  # all of them, or none: the client would not learn their names
+            for pin in made:
+                await self._pins.unpin(tenant, pin["id"])
+            raise
         if made:
             self._headers["x-kvpool-pins"] = ",".join(pin["id"] for pin in made)
 

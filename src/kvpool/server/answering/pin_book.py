@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from typing import Any, NamedTuple
 
 from kvpool.errors import KVPoolError
@@ -31,12 +32,13 @@ class PinBook:
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._pins: dict[str, _Kept] = {}
+        self._making: Counter[str] = Counter()  # pins that are on their way, by tenant
         self._numbers = itertools.count(1)
 
     async def check_room(self, tenant: str) -> None:
         """Raises a `Problem` if the tenant has as many pins as it may have."""
         await self._forget_ended()
-        if sum(kept.tenant == tenant for kept in self._pins.values()) >= self._limit:
+        if sum(kept.tenant == tenant for kept in self._pins.values()) + self._making[tenant] >= self._limit:
             raise Problem(
                 429, f"{self._limit} pins hold, which is the limit; end one", code="too_many_pins", retry_after=1
             )
@@ -46,7 +48,12 @@ class PinBook:
     ) -> dict[str, Any]:
         """Keeps the cached blocks of a prompt until `unpin`, or for so many seconds."""
         await self.check_room(tenant)
-        pin = await _in_thread(model.engine.manager.pin, tokens, scope, seconds)
+        self._making[tenant] += 1
+        try:
+            pin = await _in_thread(model.engine.manager.pin, tokens, scope, seconds)
+        finally:
+            self._making[tenant] -= 1
+            self._making += Counter()  # keeps those above 0
         name = f"pin-{next(self._numbers)}"
         self._pins[name] = _Kept(tenant, model, pin)
         return self._told(name)
