@@ -1,4 +1,4 @@
-"""What commands share: sizes written by people, where JSON and CSV go, progress, tables."""
+"""What commands share: sizes and addresses written by people, where JSON and CSV go, progress, tables."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvpool.errors import InvalidArgumentError
 
@@ -32,6 +33,19 @@ def parse_tokens(text: str, name: str) -> int:
     if found is None or not float(found[1]) > 0:
         raise InvalidArgumentError(f"{name} is {text!r}; write a number of tokens such as 4096 or 32k")
     return max(1, round(float(found[1]) * _BINARY[found[2]]))
+
+
+def is_http(text: str) -> bool:
+    """Whether this is an address such as http://HOST:PORT/PATH.
+
+    >>> is_http("http://127.0.0.1:4318/v1"), is_http("127.0.0.1:4318"), is_http("http://[")
+    (True, False, False)
+    """
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def parse_bytes(text: str, name: str) -> int:

@@ -301,7 +301,7 @@ def test_given_two_keys_then_their_sessions_of_one_name_are_two() -> None:
     assert session_of({}, {}) is None
 
 
-@pytest.mark.parametrize("text", ["127.0.0.1:8000", "ftp://x", "http://x=5557", "http://x=tcp://y"])
+@pytest.mark.parametrize("text", ["127.0.0.1:8000", "ftp://x", "http://x=5557", "http://x=tcp://y", "http://["])
 def test_given_a_wrong_backend_then_it_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         Backend.parse(text)

@@ -107,9 +107,12 @@ def test_given_help_then_what_stands_in_brackets_is_there(capsys: pytest.Capture
     assert "section [tiers]" in words
 
 
-def test_given_an_address_for_traces_that_is_none_then_it_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--traces", "collector", "nowhere"]) == 2
-    assert "--traces is 'collector'; write an address" in capsys.readouterr().err
+@pytest.mark.parametrize("address", ["collector", "http://["])
+def test_given_an_address_for_traces_that_is_none_then_it_is_refused(
+    capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    assert main(["serve", "--traces", address, "nowhere"]) == 2
+    assert f"--traces is '{address}'; write an address" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("under_way", "said"), [(2, "finishing 2 requests, for up to 30 s; Ctrl-C ends them\n"), (0, "")])

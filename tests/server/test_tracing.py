@@ -95,3 +95,12 @@ def test_given_a_request_then_its_answer_has_its_name(client: Any) -> None:
     with pytest.raises(openai.NotFoundError) as refused:
         client.completions.create(model="huge", prompt=PROMPT)
     assert refused.value.request_id.startswith("req-")
+
+
+def test_given_a_failure_of_the_server_itself_then_its_answer_has_the_name_too(
+    client: Any, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "token_ids", lambda prompt: 1 / 0)
+    with pytest.raises(openai.InternalServerError, match="ZeroDivisionError") as failed:
+        client.completions.create(model="tiny", prompt="hello", extra_headers={"x-request-id": "mine-3"})
+    assert failed.value.response.headers.get_list("x-request-id") == ["mine-3"]

@@ -152,7 +152,8 @@ def _add_refusals(app: FastAPI, server: Server) -> None:
 
     @app.exception_handler(Exception)
     async def admit(request: Request, error: Exception) -> Response:  # its traceback is logged by the server
-        return server.refusal(Problem(500, f"this server failed: {type(error).__name__}", code="failed"))
+        named = {"x-request-id": request.state.id}  # nothing that names answers is around this one
+        return server.refusal(Problem(500, f"this server failed: {type(error).__name__}", code="failed", headers=named))
 
 
 def _methods_at(app: FastAPI, request: Request) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from kvpool.cluster.index.cluster_index import ClusterIndex
 from kvpool.cluster.index.subscriber import NodeSubscriber
@@ -13,6 +12,7 @@ from kvpool.cluster.routing.router import Router
 from kvpool.cluster.wire.publisher import port_above
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError
+from kvpool.terminal import is_http
 
 log = logging.getLogger("kvpool")
 
@@ -33,8 +33,7 @@ class Backend(NamedTuple):
         """
         url, _, sockets = text.partition("=")
         events, _, replay = sockets.partition(",")
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        if not is_http(url) or "?" in url or "#" in url:
             raise ConfigError(f"a backend is http://HOST:PORT=tcp://HOST:PORT, got {show(text)}")
         if not events:
             return cls(url.rstrip("/"), None, None)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from kvpool.engine.generation import Generation
 from kvpool.errors import ConfigError
+from kvpool.terminal import is_http
 from kvpool.version import __version__
 
 _MAX_STEPS = 4096  # whose times a span holds
@@ -29,7 +29,7 @@ class Tracing:
     @classmethod
     def to(cls, url: str) -> Tracing:
         """Spans go to the collector at an address such as http://127.0.0.1:4318/v1/traces, in batches, in a thread."""
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+        if not is_http(url):
             raise ConfigError(f"--traces is {url!r}; write an address such as http://127.0.0.1:4318/v1/traces")
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
