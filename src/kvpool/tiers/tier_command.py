@@ -167,7 +167,9 @@ def purge(
     fingerprints: Annotated[
         Path | None, typer.Option(help="Of a store's models, for --tokens: what `kvpool tier ls --json` wrote.")
     ] = None,
-    unused_days: Annotated[float | None, typer.Option(min=0, help="Only what was not used for so many days.")] = None,
+    unused_days: Annotated[
+        float | None, typer.Option(min=0, max=36_500, help="Only what was not used for so many days.")
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All files of kvpool, also of older formats.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
 ) -> None:
