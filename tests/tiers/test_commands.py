@@ -240,7 +240,7 @@ def test_given_a_compressed_target_then_warm_tells_it_whose_values_they_are(
         (["purge", "redis://127.0.0.1:1", "--unused-days", "1"], "--unused-days is for directories"),
         (["purge", ".", "--space", "abc"], "--space 'abc' must be 16 hexadecimal digits"),
         (["purge", ".", "--all", "--unused-days", "3"], "--all takes everything"),
-        (["purge", ".", "--unused-days", "inf"], "'--unused-days': inf"),
+        (["purge", ".", "--unused-days", "inf"], "Invalid value for '--unused-days'"),
         (["warm", ".", "ftp://host"], "the address of a tier begins with one of"),
     ],
 )
