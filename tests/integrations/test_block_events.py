@@ -122,6 +122,30 @@ def test_given_a_reset_then_nothing_is_left(engine: Any, tmp_path: Path) -> None
     assert len(mirror.read(toy).media[HOST]) == 4
 
 
+def test_given_events_that_nobody_took_for_long_then_what_is_there_is_told_anew(engine: Any) -> None:
+    toy, mirror = engine(host_blocks=12), Mirror()
+    for number in range(40):
+        toy.serve(ToyRequest(str(number), [number] * 17))
+        if number == 2:
+            mirror.read(toy)
+    log = toy.scheduler.manager.events
+    log._buffer.discard_before(log._buffer.next_id)  # as a full buffer does with what is oldest
+    mirror.read(toy)
+    assert len(mirror.media[HOST]) == toy.scheduler.manager.stats().pools[0].cached
+    assert mirror.media[HOST] >= {*ToyRequest("last", [39] * 17).block_hashes}
+
+
+def test_given_names_of_blocks_that_never_come_then_the_oldest_are_forgotten(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.integrations.reports.block_events._MAX_NAMED", 6)
+    toy = engine()
+    events = toy.scheduler._events
+    for number in range(5):
+        events.name(toy.scheduler._tracked(ToyRequest(str(number), [number] * 17)), 0, 4)
+    assert len(events._named) == 6
+
+
 def test_given_random_prompts_then_what_was_told_of_the_host_is_what_is_there(engine: Any, tmp_path: Path) -> None:
     rng = random.Random(3)
     toy, mirror = engine(disk=str(tmp_path), host_blocks=12), Mirror()

@@ -2,7 +2,8 @@
 
 Inside, a block's identity is a digest of ours. The engine has hashes of its own, which routers already know from its events
 of the GPU; a block gets its name here before it can be found, and keeps it as long as it is on the host, or is thought to be
-in a tier. Tiers evict on their own: a block that one does not have any more is told when somebody looks for it.
+in a tier. Tiers evict on their own: a block that one does not have any more is told when somebody looks for it. If events
+were lost because nobody took them for long, all of the host is told to be gone, and then what is there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvpool.manager import KVCacheManager
 
 HOST, STORAGE = "CPU", "STORAGE"
 _MAX_IN_TIERS = 262_144  # blocks that are remembered as told; the oldest are told to be gone
+_MAX_NAMED = 65_536  # blocks that may be about to be published; of older ones nothing came
 
 
 class BlocksStored(NamedTuple):
@@ -48,14 +50,17 @@ class BlockEvents:
         self._block_size = block_size
         self._hash_size = hash_size  # tokens of each of the engine's hashes
         self._subscription = manager.events.subscribe()
-        self._names: dict[bytes, Any] = {}  # of blocks on the host, and of those about to be
+        self._named: OrderedDict[bytes, Any] = OrderedDict()  # blocks that are about to be on the host
+        self._on_host: dict[bytes, Any] = {}  # blocks that were told
         self._in_tiers: OrderedDict[bytes, Any] = OrderedDict()
         self._of_tiers: list[BlockEvent] = []
 
     def name(self, tracked: TrackedRequest, first: int, last: int) -> None:
         """These blocks of a request are about to be published."""
         for digest, name in zip(tracked.digests(first, last), self._engine_names(tracked, first, last), strict=False):
-            self._names[digest] = name
+            self._named[digest] = name
+        while len(self._named) > _MAX_NAMED:
+            self._named.popitem(last=False)
 
     def _engine_names(self, tracked: TrackedRequest, first: int, last: int) -> list[Any]:
         step, hashes = self._block_size // self._hash_size, tracked.request.block_hashes
@@ -96,22 +101,34 @@ class BlockEvents:
     def take(self) -> Sequence[BlockEvent]:
         """Everything that happened since the last call."""
         told: list[BlockEvent] = []
-        for event in self._subscription.poll().events:
+        batch = self._subscription.poll()
+        if batch.missed:
+            told += self._forget_host()
+            batch = self._subscription.resync()
+        for event in batch.events:
             if isinstance(event, Stored):
                 told += self._stored(event)
             elif isinstance(event, Removed):
-                names = [self._names.pop(digest) for digest in event.digests if digest in self._names]
+                names = [self._on_host.pop(digest) for digest in event.digests if digest in self._on_host]
                 if names:
                     told.append(BlocksRemoved(names, HOST, event.group))
         of_tiers, self._of_tiers = self._of_tiers, []
         return told + of_tiers
 
     def _stored(self, event: Stored) -> list[BlockEvent]:
-        names = [self._names[digest] for digest in event.digests if digest in self._names]
-        if len(names) < len(event.digests):  # the engine has no hash for one of them
+        if not all(digest in self._named for digest in event.digests):  # the engine has no hash for one of them
             return []
-        parent = None if event.parent is None else self._names.get(event.parent)
+        names = [self._named.pop(digest) for digest in event.digests]
+        self._on_host.update(zip(event.digests, names, strict=True))
+        parent = None if event.parent is None else self._on_host.get(event.parent)
         return [BlocksStored(names, parent, event.tokens.tolist(), HOST, _adapter(event.scope.adapter), event.group)]
+
+    def _forget_host(self) -> list[BlockEvent]:
+        """Nothing is known of the host any more but the names of what was there."""
+        names = list(self._on_host.values())
+        self._named.update(self._on_host)
+        self._on_host.clear()
+        return [BlocksRemoved(names, HOST, 0)] if names else []
 
 
 def _adapter(adapter: str) -> str | None:
