@@ -152,6 +152,24 @@ def test_given_a_tier_that_fails_then_it_is_a_miss(how: str) -> None:
         assert answer(pool, model)[1] == 40  # from the pool itself
 
 
+def test_given_a_device_that_fails_while_blocks_come_then_nothing_of_them_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    with made(model, filled(model)) as pool:
+        assert pool.tiers is not None
+        bring = pool.tiers.movers.bring
+
+        def lose_the_device() -> None:
+            raise RuntimeError("the device is lost")
+
+        monkeypatch.setattr(pool.tiers.movers, "bring", lambda *asked: (bring(*asked)[0], [lose_the_device]))
+        with PagedCache(pool) as cache, pytest.raises(RuntimeError, match="the device is lost"):
+            run(model, PROMPT, cache)
+        stats = pool.tier_stats()
+        assert stats is not None
+        assert (stats.staging_bytes, pool.stats().num_sequences) == (0, 0)
+        pool.manager.check()
+
+
 def test_given_rows_with_padding_or_places_of_their_own_then_nothing_of_them_is_stored() -> None:
     model = tiny_model("llama")
     mask = torch.ones(1, 41, dtype=torch.long)

@@ -55,17 +55,35 @@ class PoolTiers:
             if not arrival.wait(fetch):
                 self._timed_out += 1
                 return lease
-            handle, waits = self.movers.bring(request, fetch)
-            for wait in waits:
-                wait()
-            fetch.release()
+            try:
+                handle = self._write(request, fetch)
+            except BaseException:
+                self._free(lease)
+                raise
             if handle is None:
                 return lease
-            if lease is not None:
-                self._manager.free(lease)
+            self._free(lease)
             lease = handle
             if not fetch.is_part:  # else the rest may come, now that this is used
                 return lease
+
+    def _write(self, request: Request, fetch: Fetch) -> KVCacheHandle | None:
+        """Fetched blocks are written into the pool; a lease on them. The memory that they came in goes back in any case."""
+        handle: KVCacheHandle | None = None
+        try:
+            handle, waits = self.movers.bring(request, fetch)
+            for wait in waits:
+                wait()
+        except BaseException:
+            self._free(handle)
+            raise
+        finally:
+            fetch.release()
+        return handle
+
+    def _free(self, lease: KVCacheHandle | None) -> None:
+        if lease is not None:
+            self._manager.free(lease)
 
     def _begin(self, request: Request, latest: float) -> Fetch | None:
         """What to ask tiers for; None: nothing, or it does not pay."""
