@@ -132,13 +132,15 @@ class Hub:
         self.sampler.start()
         try:
             sent = usual = 0.0
+            due = time.perf_counter()
             while True:
-                began, used = time.perf_counter(), time.thread_time()
+                used = time.thread_time()
                 sent = self._step(sent)
                 usual += (time.thread_time() - used - usual) / _LOOKS_IN_MEAN
-                pause = max(self._period, usual / _SHARE_OF_TIME) - (time.perf_counter() - began)
+                # Counted from when this look was due: waking up late makes looks no rarer. Missed ones are not made up for.
+                due = max(due + max(self._period, usual / _SHARE_OF_TIME), time.perf_counter())
                 with self._wake:
-                    self._wake.wait_for(lambda: not self._viewers, pause)
+                    self._wake.wait_for(lambda: not self._viewers, due - time.perf_counter())
                     if not self._viewers:
                         self._end()
                         return
