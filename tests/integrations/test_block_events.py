@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +13,15 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("xxhash")
 
-from toy import BLOCK, ToyEngine, ToyRequest, lora
+from toy import BLOCK, PROMPT, ToyEngine, ToyRequest, lora
 
 from kvpool.integrations.reports.block_events import HOST, STORAGE, BlocksRemoved, BlocksStored
 
-PROMPT = list(range(100, 118))  # four whole blocks and two tokens
-
 
 @pytest.fixture
-def engine() -> Iterator[Callable[..., ToyEngine]]:
-    opened: list[ToyEngine] = []
-
-    def make(**options: Any) -> ToyEngine:
-        opened.append(ToyEngine(announces=True, **options))
-        return opened[-1]
-
-    yield make
-    for each in opened:
-        each.close()
+def engine(engine: Callable[..., ToyEngine]) -> Callable[..., ToyEngine]:
+    """Toy engines that announce their blocks."""
+    return partial(engine, announces=True)
 
 
 class Mirror:

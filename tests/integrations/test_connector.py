@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("xxhash")
 
-from toy import BLOCK, ToyEngine, ToyRequest, image, lora
-
-PROMPT = list(range(100, 118))  # four whole blocks and two tokens
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., ToyEngine]]:
-    opened: list[ToyEngine] = []
-
-    def make(**options: Any) -> ToyEngine:
-        opened.append(ToyEngine(**options))
-        return opened[-1]
-
-    yield make
-    for each in opened:
-        each.close()
+from toy import BLOCK, PROMPT, ToyEngine, ToyRequest, give_way, image, lora
 
 
 def served(toy: ToyEngine, request: ToyRequest, **options: Any) -> int:
@@ -265,7 +249,7 @@ def test_given_a_load_that_was_given_up_when_the_request_is_looked_up_again_then
     assert second.look_up(request) == (16, True)
     second.scheduler.order_load(request, [[0, 1, 2, 3, 4]], 16)
     while "b" not in second._step_loads(set()):
-        pass
+        give_way()
     assert second.look_up(request) == (0, False)
     lets_go.set()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +12,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("xxhash")
 
-from toy import BLOCK, ToyEngine, ToyRequest
+from toy import BLOCK, PROMPT, ToyRequest
 
 from kvpool.integrations.reports.connector_counts import COUNTS, Increments
 from kvpool.integrations.reports.unfound_prefixes import REPEATS, SHORT_PROMPTS
-
-PROMPT = list(range(100, 118))  # four whole blocks and two tokens
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., ToyEngine]]:
-    opened: list[ToyEngine] = []
-
-    def make(**options: Any) -> ToyEngine:
-        opened.append(ToyEngine(**options))
-        return opened[-1]
-
-    yield make
-    for each in opened:
-        each.close()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,24 +9,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("xxhash")
 
-from toy import BLOCK, ToyEngine, ToyRequest, image
+from toy import BLOCK, PROMPT, ToyEngine, ToyRequest, image
 
 from kvpool.integrations.connector.step_orders import NO_PAGE
-
-PROMPT = list(range(100, 118))  # four whole blocks and two tokens
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., ToyEngine]]:
-    opened: list[ToyEngine] = []
-
-    def make(**options: Any) -> ToyEngine:
-        opened.append(ToyEngine(**options))
-        return opened[-1]
-
-    yield make
-    for each in opened:
-        each.close()
 
 
 class Running:

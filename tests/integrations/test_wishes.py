@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,7 @@ from kvpool.integrations.requests.wishes import NO_WISHES, Wishes
 pytest.importorskip("torch")
 pytest.importorskip("xxhash")
 
-from toy import BLOCK, ToyEngine, ToyRequest, lora
-
-PROMPT = list(range(100, 118))  # four whole blocks and two tokens
-
-
-@pytest.fixture
-def engine() -> Iterator[Callable[..., ToyEngine]]:
-    opened: list[ToyEngine] = []
-
-    def make(**options: Any) -> ToyEngine:
-        opened.append(ToyEngine(**options))
-        return opened[-1]
-
-    yield make
-    for each in opened:
-        each.close()
+from toy import BLOCK, PROMPT, ToyEngine, ToyRequest, lora
 
 
 def wishing(name: str, prompt: list[int] = PROMPT, **wishes: Any) -> ToyRequest:

@@ -6,6 +6,7 @@ It drives both sides of a connector as vLLM does: looks up, makes room, loads, c
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from kvpool.tiers import Fingerprint, Shard
 BLOCK = 4
 PAGE_BYTES = 32
 LAYERS = 2
+PROMPT = list(range(100, 118))  # four whole blocks and two tokens
 
 
 def introduction(num_rows: int, rank: int = 0, num_workers: int = 1, layout: str = "toy") -> Introduction:
@@ -53,6 +55,11 @@ class ToyRequest:
         """The engine's own names of blocks."""
         ends = range(BLOCK, len(self.all_token_ids) + 1, BLOCK)
         return [content(self.all_token_ids[:end], 0, _salt(self)).hex()[:8] for end in ends]
+
+
+def give_way() -> None:
+    """Between steps that compute nothing, as vLLM does: a loop that only asks keeps the threads it waits for from running."""
+    time.sleep(0.0005)
 
 
 def lora(name: str, path: str = "") -> Any:
@@ -118,7 +125,7 @@ class ToyEngine:
         if waits:
             failed: set[int] = set()
             while request.request_id not in self._step_loads(failed):
-                pass
+                give_way()
             done = self._first_failed(pages, failed, done)
         self._prefill(request, pages, done, chunk)
         self.scheduler.finish(request.request_id)
@@ -130,11 +137,13 @@ class ToyEngine:
             count, waits = self.scheduler.look_up(request, num_computed)
             if count is not None:
                 return count, waits
+            give_way()
 
     def idle(self) -> None:
         """Steps without requests, as long as the connector wants them."""
         while self.scheduler.has_waiting:
             self._step_loads(set())
+            give_way()
         self.scheduler.manager.check()
 
     def _prefill(self, request: ToyRequest, pages: list[int], done: int, chunk: int) -> None:
