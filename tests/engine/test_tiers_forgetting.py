@@ -26,6 +26,7 @@ PROMPT = random_prompt(96, seed=1).tolist()
 OTHER = random_prompt(96, seed=2).tolist()
 PARAMS = SamplingParams(max_new_tokens=1, ignore_eos=True)
 TENANT = ReuseScope(tenant="acme")
+SALTED = ReuseScope(tenant="acme", salt="chat 7")
 
 
 def make_engine(tier: MemoryTier, family: str = "llama") -> Engine:
@@ -47,6 +48,7 @@ INVALIDATIONS: dict[str, tuple[Callable[[Engine], int], dict[str, Any]]] = {
     "scope": (lambda engine: engine.invalidate(scope=TENANT), {"scope": TENANT}),
     "prefix in a scope": (lambda engine: engine.invalidate(PROMPT[:8], scope=TENANT), {"scope": TENANT}),
     "session": (lambda engine: engine.invalidate(session="chat"), {"session": "chat"}),
+    "tenant": (lambda engine: engine.invalidate(tenant="acme"), {"scope": SALTED}),
     "everything": (lambda engine: engine.reset_prefix_cache(), {}),
 }
 
@@ -137,6 +139,39 @@ def test_given_values_of_another_process_in_a_scope_then_all_of_them_leave_the_t
         assert (tiers.stores.removed, tiers.stores.not_removed) == (others, 0)
         assert cached(engine, PROMPT, scope=TENANT) == 0
         assert cached(engine, PROMPT, scope=TENANT) > 80  # what is stored afterwards stays
+
+
+def test_given_a_tenant_whose_scopes_only_a_tier_knows_then_all_of_them_are_forgotten_and_others_stay() -> None:
+    tier = MemoryTier(2**28)
+    with make_engine(tier) as engine:
+        cached(engine, PROMPT, scope=ReuseScope(tenant="other"))
+        others = tier.stats().num_values
+        for scope in (TENANT, SALTED):
+            cached(engine, PROMPT, scope=scope)
+    with make_engine(tier) as engine:  # which has seen none of them
+        engine.invalidate(tenant="acme")
+        assert engine._tiers is not None
+        assert engine._tiers.flush(SECONDS)
+        assert tier.stats().num_values == others
+        assert [cached(engine, PROMPT, scope=scope) for scope in (TENANT, SALTED)] == [0, 0]
+        assert cached(engine, PROMPT, scope=ReuseScope(tenant="other")) > 80
+        assert cached(engine, PROMPT, scope=SALTED) > 80  # what is stored afterwards stays
+
+
+def test_given_a_tier_that_cannot_remove_then_a_forgotten_tenant_is_not_loaded_from_it_again() -> None:
+    class Keeping(MemoryTier):
+        def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
+            return [Outcome.FAILED] * len(keys)
+
+        def _purge(self, *arguments: Any) -> Any:
+            raise OSError("the store is read-only")
+
+    tier = Keeping(2**28)
+    with make_engine(tier) as engine:
+        cached(engine, PROMPT, scope=SALTED)
+    with make_engine(tier) as engine:
+        engine.invalidate(tenant="acme")
+        assert cached(engine, PROMPT, scope=SALTED) == 0
 
 
 class Waiting(MemoryTier):

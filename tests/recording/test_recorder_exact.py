@@ -145,6 +145,7 @@ def intervene(manager: KVCacheManager, seed: int, pins: list[Any]) -> None:
         lambda: manager.invalidate(random.integers(0, VOCABULARY, 4)),
         lambda: manager.invalidate(scope=ReuseScope(tenant="a")),
         lambda: manager.invalidate(session="chat"),
+        lambda: manager.invalidate(tenant="b") if random.random() < 0.3 else None,
         lambda: manager.set_quota("b", guaranteed=0.1, maximum=0.4),
         lambda: manager.reset_prefix_cache() if random.random() < 0.1 else None,
         lambda: pins.append(manager.pin(random.integers(0, VOCABULARY, 8), ttl=1e6)),

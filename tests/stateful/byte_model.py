@@ -26,6 +26,7 @@ class Histories:
         self._numbers: dict[Any, int] = {}
         self._resets = 0
         self._scope_resets: dict[ReuseScope, int] = {}
+        self._tenant_resets: dict[str, int] = {}
         self._renewed: dict[tuple[int, int], int] = {}  # (bytes before, token): how often it was invalidated
         self._chains: dict[tuple[int, bytes], Any] = {}
         self._digests: dict[tuple[int, bytes], list[bytes]] = {}
@@ -35,7 +36,8 @@ class Histories:
 
     def start(self, scope: ReuseScope, encoder: Any = None) -> int:
         """What a sequence begins with; `encoder` is an input that its scope does not name."""
-        return self._number((scope, encoder, self._resets, self._scope_resets.get(scope, 0)))
+        resets = self._resets, self._tenant_resets.get(scope.tenant, 0), self._scope_resets.get(scope, 0)
+        return self._number((scope, encoder, *resets))
 
     def follow(self, before: int, token: int) -> int:
         return self._number((before, token, self._renewed.get((before, token), 0)))
@@ -75,6 +77,9 @@ class Histories:
 
     def renew_scope(self, scope: ReuseScope) -> None:
         self._scope_resets[scope] = self._scope_resets.get(scope, 0) + 1
+
+    def renew_tenant(self, tenant: str) -> None:
+        self._tenant_resets[tenant] = self._tenant_resets.get(tenant, 0) + 1
 
     def renew_prefix(self, scope: ReuseScope, tokens: Sequence[int]) -> None:
         """What begins with `tokens` was invalidated; what is computed up to the last of them may still be used."""

@@ -45,6 +45,8 @@ def wrong_call(m: WildMachine, rng: Random) -> None:
         (InvalidArgumentError, lambda: manager.offload(1, tier=no_tier_below)),
         (InvalidArgumentError, lambda: manager.resize(0)),
         (InvalidArgumentError, lambda: manager.invalidate()),
+        (InvalidArgumentError, lambda: manager.invalidate(tenant="a", session="s")),
+        (InvalidArgumentError, lambda: manager.invalidate(tenant=7)),
         (InvalidArgumentError, lambda: manager.set_quota("a", guaranteed=4, maximum=1)),
         (InvalidArgumentError, lambda: manager.pin([7, 7, 7])),
         (InvalidArgumentError, lambda: manager.allocate("x", [1, 2], multimodal=[(0, 2, "cat"), (1, 1, "dog")])),

@@ -132,7 +132,11 @@ def invalidate(m: WildMachine, rng: Random) -> None:
         gone = {key for key in cached if key[0] == scope}
         removed = m.manager.invalidate(scope=scope)
         m.histories.renew_scope(scope)
-    elif kind < 0.8:
+    elif kind < 0.7:
+        gone = {key for key in cached if key[0].tenant == scope.tenant}
+        removed = m.manager.invalidate(tenant=scope.tenant)
+        m.histories.renew_tenant(scope.tenant)
+    elif kind < 0.85:
         session = rng.choice(("s", "t"))
         removed = m.manager.invalidate(session=session)
         gone = set(cached) - set(cached_blocks(m.manager))

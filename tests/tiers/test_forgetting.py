@@ -50,6 +50,16 @@ def test_given_a_forgotten_scope_then_all_of_it_is_renamed_and_others_are_not() 
     assert used(forgotten, OTHER_ROOT, [D]) == [D]
 
 
+def test_given_a_forgotten_tenant_then_every_root_of_it_is_renamed_also_one_that_was_forgotten_by_itself() -> None:
+    forgotten, tenant = Forgotten(), b"t" * 32
+    forgotten.forget([ROOT])
+    alone = forgotten.salt_of(tenant, ROOT)
+    forgotten.forget([tenant])
+    salts = [forgotten.salt_of(tenant, root) for root in (ROOT, OTHER_ROOT)]
+    assert len({alone, None, *salts}) == 4
+    assert forgotten.salt_of(b"u" * 32, OTHER_ROOT) is None
+
+
 @pytest.mark.parametrize("later", [[ROOT], [A], [B], None])
 def test_given_something_forgotten_before_when_more_above_it_is_forgotten_then_nothing_of_it_keeps_its_name(
     later: list[bytes] | None,

@@ -420,16 +420,26 @@ class Engine:
         return self._grammars.make(schema)
 
     def invalidate(
-        self, prefix: Prompt | None = None, *, scope: ReuseScope | None = None, session: str | None = None
+        self,
+        prefix: Prompt | None = None,
+        *,
+        scope: ReuseScope | None = None,
+        session: str | None = None,
+        tenant: str | None = None,
     ) -> int:
-        """Forgets content that must not be used again: below a prefix, in a scope, or made by a session, here and in tiers.
+        """Forgets content that must not be used again, here and in tiers: below a prefix, in a scope, made by a session, or
+        of a tenant in all its scopes.
 
         It takes what `KVCacheManager.invalidate` takes, which does not reach tiers. This engine never loads such content
         again, and what it knows the keys of is taken out of its tiers. Returns the blocks that left the cache.
         """
         ids = None if prefix is None else self.token_ids(prefix)
-        drop = partial(self.manager.invalidate, ids, scope=scope, session=session)
-        return drop() if self._tiers is None else self._tiers.forgetting.content(drop, ids, scope, session)
+        drop = partial(self.manager.invalidate, ids, scope=scope, session=session, tenant=tenant)
+        if self._tiers is None:
+            return drop()
+        if tenant is not None:
+            return self._tiers.forgetting.of_tenant(drop, tenant)
+        return self._tiers.forgetting.content(drop, ids, scope, session)
 
     def reset_prefix_cache(self) -> int:
         """Forgets everything cached, here and in tiers: this engine never loads what was stored before. Returns the number

@@ -116,13 +116,17 @@ class CachePool:
         """What came from tiers and went there; None without tiers."""
         return None if self.tiers is None else self.tiers.stats()
 
-    def invalidate(self, prefix: Any = None, *, scope: ReuseScope | None = None) -> int:
+    def invalidate(self, prefix: Any = None, *, scope: ReuseScope | None = None, tenant: str | None = None) -> int:
         """Forgets content that must not be used again, here and in tiers, as `Engine.invalidate` does: what follows the
-        token ids of `prefix`, or a whole scope. Returns the blocks that left the cache.
+        token ids of `prefix`, a whole scope, or all scopes of a tenant. Returns the blocks that left the cache.
         """
         ids = None if prefix is None else as_token_array(_plain(prefix), "prefix")
-        drop = partial(self.manager.invalidate, ids, scope=scope)
-        return drop() if self.tiers is None else self.tiers.movers.forgetting.content(drop, ids, scope, None)
+        drop = partial(self.manager.invalidate, ids, scope=scope, tenant=tenant)
+        if self.tiers is None:
+            return drop()
+        if tenant is not None:
+            return self.tiers.movers.forgetting.of_tenant(drop, tenant)
+        return self.tiers.movers.forgetting.content(drop, ids, scope, None)
 
     def reset_prefix_cache(self) -> int:
         """Forgets everything cached, here and in tiers. Returns the blocks that left the cache."""

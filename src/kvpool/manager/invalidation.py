@@ -48,6 +48,15 @@ class Invalidation:
             nodes = list((root.children or {}).values())
         return self._remove(nodes, lambda handle: handle.scope == scope, EvictionReason.INVALIDATED)
 
+    def of_tenant(self, tenant: str) -> int:
+        """All content of a tenant, in all its scopes."""
+        nodes: list[Node] = []
+        for scope, root in self.tree.roots.items():
+            if scope.tenant == tenant:
+                root.logits = None
+                nodes += (root.children or {}).values()
+        return self._remove(nodes, lambda handle: handle.scope.tenant == tenant, EvictionReason.INVALIDATED)
+
     def of_session(self, session: str) -> int:
         """What the requests of a session published, and blocks for which others took over a part of it."""
         nodes = sorted(self.tree.sessions.get(session, ()), key=lambda n: (n.start, n.created))

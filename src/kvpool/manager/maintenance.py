@@ -138,20 +138,22 @@ class Maintenance(Facade):
         *,
         scope: ReuseScope | None = None,
         session: str | None = None,
+        tenant: str | None = None,
         multimodal: Items | None = None,
     ) -> int:
-        """Removes cached content that must not be reused: below a prefix, in a scope, or made by a session.
+        """Removes cached content that must not be reused: below a prefix, in a scope, made by a session, or of a tenant.
 
         `prefix` (with `scope`, default scope otherwise, and its items in `multimodal`) removes what follows its last full
         block match, that block included. What a session made goes with all that others built on it or copied from it. Live
         requests that hold or compute some of what is removed keep their blocks and go on; they publish nothing more.
-        Returns the blocks removed.
+        Of a tenant everything goes, whatever its adapters and salts. Returns the blocks removed.
         """
-        given = [prefix is not None or scope is not None, session is not None]
+        given = [prefix is not None or scope is not None, session is not None, tenant is not None]
         if sum(given) != 1:
-            raise InvalidArgumentError("invalidate takes a prefix, a scope, a prefix with its scope, or a session")
-        if session is not None and not isinstance(session, str):
-            raise InvalidArgumentError(f"session must be a string, got {session!r}")
+            raise InvalidArgumentError("invalidate takes a prefix, a scope, a prefix with its scope, a session, or a tenant")
+        for name, value in (("session", session), ("tenant", tenant)):
+            if value is not None and not isinstance(value, str):
+                raise InvalidArgumentError(f"{name} must be a string, got {value!r}")
         if scope is not None:
             check_scope(scope)
         ids = None if prefix is None else as_token_array(prefix, "prefix")
@@ -160,13 +162,15 @@ class Maintenance(Facade):
             coded = self._coded(ids, items)
             if session is not None:
                 removed = self._invalidation.of_session(session)
+            elif tenant is not None:
+                removed = self._invalidation.of_tenant(tenant)
             elif coded is not None:
                 removed = self._invalidation.below_prefix(coded, scope or DEFAULT_SCOPE)
             else:
                 assert scope is not None
                 removed = self._invalidation.in_scope(scope)
             if self._observers:
-                self._tell("invalidate", removed, ids, scope, session, items)
+                self._tell("invalidate", removed, ids, scope, session, items, tenant)
             return removed
 
     def reset_prefix_cache(self) -> int:

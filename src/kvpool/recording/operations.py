@@ -28,6 +28,7 @@ VERBS = {
     "r": "rewind", "k": "fork", "f": "free", "l": "store_last_logits", "o": "swap_out", "i": "swap_in", "t": "pin",
     "u": "unpin", "q": "set_quota", "v": "evict", "d": "offload", "b": "onboard", "x": "invalidate", "h": "resize",
     "g": "defragment", "z": "reset_prefix_cache", "n": "narrow", "y": "hint",
+    "m": "invalidate_tenant",
 }  # fmt: skip
 MAX_SECONDS = 2**40  # since the recording began
 _MAX_NUMBER = 2**40
@@ -295,4 +296,5 @@ _ARGUMENTS: dict[str, tuple[Check, ...]] = {
     "g": (_tier,),
     "z": (),
     "y": (_number, _or_null(_text), _or_null(_seconds)),
+    "m": (_number,),
 }

@@ -242,6 +242,9 @@ class _Player:
         else:
             self.manager.invalidate(None if prefix is None else self.operations.tokens(prefix), scope=scope_of(scope))
 
+    def _invalidate_tenant(self, tenant: int) -> None:
+        self.manager.invalidate(tenant=scope_of([tenant, 0]).tenant)
+
     def _resize(self, num_blocks: int, pool: int, tier: int) -> None:
         if num_blocks > MAX_BLOCKS:
             raise TraceError(

@@ -189,7 +189,8 @@ _NOTED: dict[str, Callable[..., Operation]] = {
     "evict": lambda _, num_blocks, pool, tier: ("v", num_blocks, pool, int(tier)),
     "offload": lambda _, num_blocks, pool, tier: ("d", num_blocks, pool, int(tier)),
     "onboard": lambda _, tokens, scope, items: ("b", _copied(tokens), scope, items),
-    "invalidate": lambda _, prefix, scope, session, items: ("x", _copied(prefix), scope, session, items),
+    "invalidate": lambda _, prefix, scope, session, items, tenant: (
+        ("m", tenant) if tenant is not None else ("x", _copied(prefix), scope, session, items)),
     "resize": lambda _, num_blocks, pool, tier: ("h", num_blocks, pool, int(tier)),
     "defragment": lambda _, tier: ("g", int(tier)),
     "reset_prefix_cache": lambda _: ("z",),

@@ -301,6 +301,7 @@ _PREPARE: dict[str, Callable[..., list[Any]]] = {
     "f": RecordingWriter._free,
     "t": RecordingWriter._pin,
     "x": RecordingWriter._invalidate,
+    "m": lambda writer, tenant: [writer._number("tenant", tenant)],
     "w": lambda writer, handles, counts: [writer._serials(handles), _plain(counts)],
     "s": lambda writer, handles, start, stop: [writer._serials(handles), _plain(start), _plain(stop)],
     "o": lambda writer, handles: [writer._serials(handles)],

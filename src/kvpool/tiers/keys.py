@@ -113,9 +113,14 @@ def _described(group: LayerGroup) -> str:
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
+def tenant_digest(tenant: str) -> bytes:
+    """A name for everything of a tenant, whatever its scopes, as a root's digest is one for everything of a scope."""
+    return hashlib.sha256(b"kvpool tenant\0" + tenant.encode("utf-8", "surrogatepass")).digest()
+
+
 def tenant_tag(tenant: str) -> bytes:
     """What keys say about a tenant: two bytes, which one in 65,536 others share."""
-    return hashlib.sha256(b"kvpool tenant\0" + tenant.encode("utf-8", "surrogatepass")).digest()[:TENANT_BYTES]
+    return tenant_digest(tenant)[:TENANT_BYTES]
 
 
 def scope_tag(scope: ReuseScope) -> bytes:

@@ -9,7 +9,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.announcing.digests import root_digest
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
-from kvpool.tiers.keys import KeyPattern, named
+from kvpool.tiers.keys import KeyPattern, named, tenant_digest, tenant_tag
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.forgetting import Lineage
 from kvpool.tiers.transport.prefix_options import BlockKeys
@@ -49,6 +49,15 @@ class Forgetting:
             self._storer.purge(pattern)
         return removed
 
+    def of_tenant(self, drop: Callable[[], int], tenant: str) -> int:
+        """Everything of a tenant in all its scopes, also in those that only tiers know of; `drop` checks the argument."""
+        with self.lock:
+            removed = drop()
+            self._keys.forgotten.forget([tenant_digest(tenant)])
+        self._remove_named(self._lineage.take_tagged(tenant_tag(tenant)))
+        self._storer.purge(KeyPattern.of_tenant(tenant, self._keys.space.prefix))
+        return removed
+
     def is_valid(self, request: Request, fetch: Fetch) -> bool:
         """Whether nothing of what was loaded for a request was forgotten meanwhile."""
         if fetch.prompt.version == self._keys.forgotten.version:
@@ -69,10 +78,13 @@ class Forgetting:
             return []
         own = ReuseScope() if scope is None else scope
         root, forgotten = root_digest(own), self._keys.forgotten
-        used, _ = forgotten.renamed(forgotten.salt_of(root), self._keys.digests(root, prefix))
+        used, _ = forgotten.renamed(self._keys.salt_of(own, root), self._keys.digests(root, prefix))
         return named(own, {marks[-1], used[-1]})
 
     def _remove(self, marks: Sequence[bytes] | None, names: Sequence[bytes] = ()) -> None:
         """Takes values out of the tiers whose keys are known, in the background."""
-        gone = list(dict.fromkeys([*names, *self._lineage.take(marks)]))
+        self._remove_named([*names, *self._lineage.take(marks)])
+
+    def _remove_named(self, names: Sequence[bytes]) -> None:
+        gone = list(dict.fromkeys(names))
         self._storer.remove([key for of_group in self._keys.of_digests(gone) for key in of_group])

@@ -59,7 +59,7 @@ class Offers:
     def begin(self, scope: ReuseScope) -> Progress:
         """Of a sequence of which nothing was offered."""
         root = root_digest(scope)
-        return Progress(0, root, self._keys.forgotten.salt_of(root))
+        return Progress(0, root, self._keys.salt_of(scope, root))
 
     def offer(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from kvpool.engine.engine import Engine
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
@@ -58,7 +57,9 @@ class CacheDesk:
         if body.session_id is not None:
             removed = await _quietly(lambda: engine.invalidate(session=session_name(caller, str(body.session_id))))
         elif body.prompt is None and body.messages is None:
-            removed = await _quietly(_forget_all, engine, caller.tenant, body.cache_salt)
+            name, salt = caller.tenant, body.cache_salt
+            what: dict[str, Any] = {"scope": scope_of(name, salt)} if salt else {"tenant": name}
+            removed = await _quietly(lambda: engine.invalidate(**what))
         else:
             tokens, scope = await _asked(body, model, caller)
             removed = await _quietly(lambda: engine.invalidate(tokens, scope=scope))
@@ -78,14 +79,6 @@ class CacheDesk:
     def stats(self, models: list[ServedModel]) -> dict[str, Any]:
         """Everything that the caches count, per model."""
         return {model.name: model.engine.stats().cache.to_dict() for model in models}
-
-
-def _forget_all(engine: Engine, tenant: str, salt: str) -> int:
-    """Forgets everything of a tenant with that salt; without one, with every salt that is cached."""
-    scopes = {scope_of(tenant, salt)}
-    if not salt:
-        scopes |= {run.scope for run in engine.manager.cached_runs() if run.scope.tenant == tenant}
-    return sum(engine.invalidate(scope=scope) for scope in scopes)
 
 
 async def _asked(body: CacheQuery, model: ServedModel, caller: Caller) -> tuple[Int32Array, ReuseScope]:

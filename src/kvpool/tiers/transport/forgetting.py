@@ -48,7 +48,7 @@ class Forgotten:
         return self._marks.version
 
     def forget(self, digests: Iterable[bytes]) -> None:
-        """The values of these blocks, or scopes (by their root), and of all that follows them."""
+        """The values of these blocks, scopes (by their root) or tenants (`tenant_digest`), and of all that follows them."""
         with self._lock:
             salts = {**self._marks.salts, **{digest: secrets.token_bytes(32) for digest in digests}}
             if len(salts) <= self._limit:
@@ -61,10 +61,14 @@ class Forgotten:
         with self._lock:
             self._marks = _Marks(self._marks.version + 1, secrets.token_bytes(32), {})
 
-    def salt_of(self, root: bytes) -> bytes | None:
-        """What digests behind a root are mixed with; None: nothing."""
+    def salt_of(self, *roots: bytes) -> bytes | None:
+        """What digests behind a root are mixed with, for whom it is known by several names; None: nothing."""
         marks = self._marks
-        return _mixed(marks.salt, marks.salts[root]) if root in marks.salts else marks.salt
+        salt = marks.salt
+        for root in roots:
+            if root in marks.salts:
+                salt = _mixed(salt, marks.salts[root])
+        return salt
 
     def renamed(self, salt: bytes | None, digests: Sequence[bytes]) -> tuple[Sequence[bytes], bytes | None]:
         """Consecutive digests as keys are made of them, and the salt of those that follow. `salt` is that of the first."""
@@ -120,6 +124,12 @@ class Lineage:
         """The blocks with which content of a session begins."""
         with self._lock:
             return list(self._sessions.get(session, ()))
+
+    def take_tagged(self, tag: bytes) -> list[bytes]:
+        """Takes out all that was renamed to something that begins with `tag`; returns them so."""
+        with self._lock:
+            doomed = [digest for digest, (_, used) in self._blocks.items() if used.startswith(tag)]
+            return [self._blocks.pop(digest)[1] for digest in doomed]
 
     def take(self, marks: Iterable[bytes] | None) -> list[bytes]:
         """Takes out all that is or follows one of these digests (None: everything); returns them as they were renamed."""

@@ -19,7 +19,7 @@ from kvpool.pools.groups import Group, kind_of
 from kvpool.pools.pool import BlockPool
 from kvpool.prefix.announcing.digests import chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.tiers.keys import KeySpace, named
+from kvpool.tiers.keys import KeySpace, named, tenant_digest
 from kvpool.tiers.transport.forgetting import Forgotten
 
 NOWHERE = -1
@@ -54,8 +54,12 @@ class BlockKeys:
     ) -> PromptKeys:
         """The keys of all whole blocks of a prompt, with the images in it."""
         version, root = self.forgotten.version, root_digest(scope)
-        used, _ = self.forgotten.renamed(self.forgotten.salt_of(root), self.digests(root, tokens, multimodal))
+        used, _ = self.forgotten.renamed(self.salt_of(scope, root), self.digests(root, tokens, multimodal))
         return PromptKeys(len(tokens), self.of_digests(named(scope, used)), version)
+
+    def salt_of(self, scope: ReuseScope, root: bytes) -> bytes | None:
+        """What digests of a scope, whose root has the digest `root`, are mixed with before they become keys."""
+        return self.forgotten.salt_of(tenant_digest(scope.tenant), root)
 
     def digests(self, parent: bytes, tokens: Int32Array, multimodal: Sequence[MultimodalItem] = ()) -> list[bytes]:
         """Digests of the whole blocks of tokens that follow `parent`; items have positions in `tokens`."""
