@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
@@ -18,6 +19,41 @@ class Asked(NamedTuple):
     def extra_keys(self) -> list[Any] | None:
         """The keys of its blocks in the form of the wire; only the first one can have some here."""
         return [list(self.first_keys)] if self.first_keys else None
+
+
+NOTHING = Asked((), (), None)
+
+
+async def read_asked(
+    path: str,
+    headers: Mapping[str, str],
+    content: bytes,
+    tokenize: Callable[[dict[str, Any], str | None], Awaitable[dict[str, Any]]],
+) -> Asked:
+    """What routing needs of a request. One that cannot be read is for the node to refuse.
+
+    `tokenize` sends a question to `/tokenize` of a node, with the key of the caller; it answers {} where none can.
+    """
+    if path not in GENERATES:
+        return NOTHING
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        return NOTHING
+    session = session_of(body, headers)
+    salt = body.get("cache_salt")
+    keys = (salt,) if isinstance(salt, str) and salt else ()
+    if tokens := given_tokens(body):
+        return Asked(tokens, keys, session)
+    if (question := tokenize_body(body)) is None:
+        return Asked((), keys, session)
+    said = await tokenize(question, headers.get("authorization"))
+    said_keys = said.get("cache_keys")
+    if isinstance(said_keys, list) and all(isinstance(each, str) for each in said_keys):
+        keys = tuple(said_keys)
+    return Asked(said.get("tokens", ()), keys, session)
 
 
 def tokenize_body(body: dict[str, Any]) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ that the client can read.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -16,14 +15,12 @@ from typing import Any
 
 from kvpool.cluster.index.cluster_index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends
-from kvpool.cluster.proxy.prompt_tokens import GENERATES, Asked, are_tokens, given_tokens, session_of, tokenize_body
+from kvpool.cluster.proxy.passing import ELSEWHERE, NODE_HEADER, is_event_stream, lost, passed_on, refusal
+from kvpool.cluster.proxy.prompt_tokens import are_tokens, read_asked
 from kvpool.cluster.routing.router import Route, Router
 from kvpool.cluster.routing.routing_config import RoutingConfig
 from kvpool.errors import ConfigError, NoNodeError
 
-NODE_HEADER = "x-kvpool-node"
-_HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "host", "content-length"}
-_ELSEWHERE = {502, 503, 504}  # this node cannot, another one may
 log = logging.getLogger("kvpool")
 
 
@@ -64,7 +61,7 @@ class Proxy:
     async def answer(self, request: Any) -> Any:
         """The answer of the node that fits best, or of the next one."""
         content = await request.body()
-        asked = await self._asked(request, content)
+        asked = await read_asked(request.url.path, request.headers, content, self._tokenized)
         tried: list[str] = []
         while True:
             try:
@@ -72,7 +69,7 @@ class Proxy:
                     asked.tokens, session=asked.session, extra_keys=asked.extra_keys(), exclude=tried
                 )
             except NoNodeError as error:
-                return _refusal(502 if tried else 503, f"no server could answer: {error}")
+                return refusal(502 if tried else 503, f"no server could answer: {error}")
             try:
                 return await self._forward(request, content, route)
             except self._tried_elsewhere as error:
@@ -84,29 +81,6 @@ class Proxy:
             except BaseException:
                 route.end()
                 raise
-
-    async def _asked(self, request: Any, content: bytes) -> Asked:
-        """What routing needs to know. A request that cannot be read is for the node to refuse."""
-        if request.url.path not in GENERATES:
-            return Asked((), (), None)
-        try:
-            body = json.loads(content)
-        except (ValueError, RecursionError):
-            body = None
-        if not isinstance(body, dict):
-            return Asked((), (), None)
-        session = session_of(body, request.headers)
-        salt = body.get("cache_salt")
-        keys = (salt,) if isinstance(salt, str) and salt else ()
-        if tokens := given_tokens(body):
-            return Asked(tokens, keys, session)
-        if (question := tokenize_body(body)) is None:
-            return Asked((), keys, session)
-        said = await self._tokenized(question, request.headers.get("authorization"))
-        said_keys = said.get("cache_keys")
-        if isinstance(said_keys, list) and all(isinstance(each, str) for each in said_keys):
-            keys = tuple(said_keys)
-        return Asked(said.get("tokens", ()), keys, session)
 
     async def _tokenized(self, question: dict[str, Any], key: str | None) -> dict[str, Any]:
         """What a server makes of a prompt: tokens, and the keys of its scope where it says so. Empty where none answers."""
@@ -127,14 +101,14 @@ class Proxy:
         from starlette.responses import Response
 
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        headers = _passed_on(request.headers.raw)
+        headers = passed_on(request.headers.raw)
         sent = self._client.build_request(request.method, f"{route.node}{path}", content=content, headers=headers)
         answer = await self._client.send(sent, stream=True)
         is_stream = False
         try:
-            if answer.status_code in _ELSEWHERE:
+            if answer.status_code in ELSEWHERE:
                 raise _ElsewhereError(f"status {answer.status_code}")
-            is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
+            is_stream = is_event_stream(answer.headers.raw)
             parts = answer.aiter_raw()
             # nothing is sent before there is something: all of an answer, or the first part of a stream
             first = await anext(parts, b"") if is_stream else b"".join([part async for part in parts])
@@ -151,7 +125,7 @@ class Proxy:
             route.end()
             answered = Response(first, status_code=answer.status_code)
         own = [header for header in answered.raw_headers if header[0] == b"content-length"]
-        answered.raw_headers = [*_passed_on(answer.headers.raw), *own, (NODE_HEADER.encode(), str(route.node).encode())]
+        answered.raw_headers = [*passed_on(answer.headers.raw), *own, (NODE_HEADER.encode(), str(route.node).encode())]
         return answered
 
     def _streamed(self, first: bytes, parts: AsyncIterator[bytes], answer: Any, route: Route) -> Any:
@@ -176,8 +150,7 @@ class Proxy:
                 yield part
         except self._errors as error:
             self.backends.note(str(route.node), is_ready=False)
-            problem = {"message": f"the server of this stream failed: {type(error).__name__}", "type": "server_error"}
-            yield b"\n\ndata: " + json.dumps({"error": {**problem, "code": "node_lost"}}).encode() + b"\n\n"
+            yield lost(error)
 
     # --- its life ----------------------------------------------------------------------------------------------------
 
@@ -222,20 +195,8 @@ def create_proxy_app(proxy: Proxy) -> Any:
     return Starlette(routes=[Path("/route/stats", stats), everything], lifespan=lifespan)
 
 
-def _passed_on(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """The headers that are not about one connection, byte for byte, also those that come twice."""
-    return [(name, value) for name, value in headers if name.lower().decode("latin-1") not in _HOP_BY_HOP]
-
-
 class _ElsewhereError(Exception):
     """A node says that it cannot answer now."""
-
-
-def _refusal(status: int, message: str) -> Any:
-    from starlette.responses import JSONResponse
-
-    problem = {"message": message, "type": "server_error", "code": "no_node"}
-    return JSONResponse({"error": problem}, status_code=status, headers={"retry-after": "1"})
 
 
 def _httpx() -> Any:
