@@ -14,8 +14,7 @@ from models import tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from kvpool.engine import Engine
-from kvpool.engine import engine as engine_module
+from kvpool.engine import Engine, engine_parts
 from kvpool.engine.model import products
 from kvpool.engine.model.products import ChosenLinear, Way, choose_products, in_float32, plain, plain_products, swapped
 from kvpool.errors import UnsupportedModelError
@@ -168,7 +167,7 @@ def test_given_a_model_that_is_refused_when_it_was_tried_with_chosen_products_th
         seen.append(any(isinstance(module, ChosenLinear) for module in tried.modules()))
         raise UnsupportedModelError("not this one")
 
-    monkeypatch.setattr(engine_module, "inspect_model", refuse)
+    monkeypatch.setattr(engine_parts, "inspect_model", refuse)
     with pytest.raises(UnsupportedModelError, match="not this one"):
         Engine(model, kv_blocks=16)
 

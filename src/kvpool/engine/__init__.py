@@ -6,14 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvpool.engine.engine import Engine, EngineStats
+    from kvpool.engine.engine import Engine
+    from kvpool.engine.engine_stats import EngineStats
     from kvpool.engine.generation import Chunk, Completion, Generation, Sample, TokenLogprob
     from kvpool.engine.sampling.params import SamplingParams
 
 # Where each public name lives: torch and transformers are imported when one of them is used, not before.
 _HOMES = {
     "Engine": "engine",
-    "EngineStats": "engine",
+    "EngineStats": "engine_stats",
     "SamplingParams": "sampling.params",
     "Generation": "generation",
     "Completion": "generation",

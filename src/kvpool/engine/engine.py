@@ -12,29 +12,24 @@ import asyncio
 import logging
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from kvpool.attention import create_backend
 from kvpool.cluster.wire.publisher import EventPublisher, check_publishing
-from kvpool.config import KVCacheConfig, Tier
+from kvpool.config import Tier
 from kvpool.config.layers import show
-from kvpool.engine.engine_settings import cache_fields, check_settings, scheduler_config
+from kvpool.engine.engine_parts import assemble
+from kvpool.engine.engine_settings import check_settings, scheduler_config
+from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, waiting_requests
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.loop import EngineLoop
-from kvpool.engine.model.compiled_layers import uncompiled
 from kvpool.engine.model.loading import load_model
-from kvpool.engine.model.probing import ModelShape, inspect_model, run_probe
-from kvpool.engine.model.products import choose_products, plain_products
-from kvpool.engine.model.projections import join_projections
-from kvpool.engine.norms import fuse_norms, separate_norms
 from kvpool.engine.prompts import chat_tokens, prompt_tokens
 from kvpool.engine.requests import (
     Asked,
@@ -45,51 +40,23 @@ from kvpool.engine.requests import (
     of_prompt,
     results_of,
 )
-from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sampling.grammar import Grammar, JsonGrammars
 from kvpool.engine.sampling.model_defaults import described, eos_token_ids, sampling_defaults
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.engine.sampling.text import Pieces
-from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.thread import EngineThread
-from kvpool.engine.tiering.link import TierLink
-from kvpool.engine.tiering.movers import TieringStats
 from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT, TierSettings
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
-from kvpool.kernels.copying.current_device import current, whole_device
-from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.recording import TraceRecorder
-from kvpool.scheduling import LinearCostModel, Request, Scheduler, SchedulerConfig, SchedulerStats
+from kvpool.scheduling import Request, SchedulerConfig
 from kvpool.scope import ReuseScope
-from kvpool.stats import CacheStats
-from kvpool.storage import DataPlane
 from kvpool.tiers import KeyedTier
 
 Prompt = str | Sequence[int] | Int32Array
 USUAL = SamplingParams()  # as the model says; greedy where it says nothing
 log = logging.getLogger("kvpool")
-
-
-class EngineStats(NamedTuple):
-    """One look at an engine: its cache, its scheduler, and what waits and runs."""
-
-    cache: CacheStats
-    scheduler: SchedulerStats
-    num_waiting: int
-    num_running: int
-    num_swapped: int
-    tiers: TieringStats | None = None
-
-
-class WaitingRequest(NamedTuple):
-    """A request that holds no blocks yet, or none any more."""
-
-    request_id: Hashable
-    tenant: str
-    num_tokens: int
-    seconds: float  # since it came
 
 
 class Engine:
@@ -162,38 +129,31 @@ class Engine:
         )
         check_publishing(publish)
         tier_settings = TierSettings(tiers, disk, disk_bytes, remote, tier_timeout, tier_min_uses)
-        config = scheduler_config(scheduler, draft_tokens)
+        limits = scheduler_config(scheduler, draft_tokens)
         loaded = load_model(model, device=device, dtype=dtype)
         self.model = loaded.model
         self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
         self.sampling_defaults = sampling_defaults(self.model) if model_defaults else USUAL
         if self.sampling_defaults != USUAL:
             log.info("the model's own sampling defaults: %s", described(self.sampling_defaults))
-        where = self.model.device
-        with whole_device, current(where):  # one engine after another: each measures what memory is free
-            with uncompiled(self.model):  # an engine before this one may have compiled its layers
-                self.shape = self._prepare_model(compile)
-                if kv_blocks is None and kv_bytes is None:
-                    kv_bytes = kv_budget(self.model, self.shape, where, memory_fraction, config)
-            layers = self.shape.layer_specs(kv_dtype)
-            fields = cache_fields(cache, self.shape.max_positions, host_bytes)
-            self.config = KVCacheConfig(layers, block_size, gpu_blocks=kv_blocks, gpu_bytes=kv_bytes, **fields)
-            self.manager = KVCacheManager(self.config)
-            self.plane = DataPlane(self.manager, where, check_writes=False)
-            runner = self._make_runner(config, attention, cuda_graphs, compile)
-            runner.warm_up()
-            link = {"transfer_bytes_per_second": link_bytes_per_second(self.plane)} if host_bytes else {}
-            made = Scheduler(self.manager, config, LinearCostModel(**link), reports_landings=where.type == "cuda")
-            opened = tier_settings.open(self.model, self.config)
-            self._tiers = None if opened is None else TierLink(opened, made, self.plane)
-            self._loop = EngineLoop(
-                made,
-                runner,
-                self.shape.vocab_size,
-                num_draft_tokens=draft_tokens,
-                overlap=overlap,
-                tiers=self._tiers,
-            )
+        parts = assemble(
+            self.model,
+            limits,
+            tier_settings,
+            kv_dtype=kv_dtype,
+            block_size=block_size,
+            kv_bytes=kv_bytes,
+            kv_blocks=kv_blocks,
+            memory_fraction=memory_fraction,
+            host_bytes=host_bytes,
+            cache=cache,
+            attention=attention,
+            cuda_graphs=cuda_graphs,
+            overlap=overlap,
+            compile=compile,
+            draft_tokens=draft_tokens,
+        )
+        self.shape, self.config, self.manager, self.plane, self._tiers, self._loop = parts
         self._publisher = self._start_publishing(publish)
         self._recorder = None if record is None else TraceRecorder(record).attach(self.manager)
         self._closing = threading.Lock()
@@ -203,36 +163,6 @@ class Engine:
         self._requests = self._make_requests()
         self._grammars = JsonGrammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
         weakref.finalize(self, self._thread.abandon).atexit = False
-
-    def _prepare_model(self, compile: bool) -> ModelShape:
-        """What the model is; on a GPU its layers are made to start fewer kernels, on a CPU to multiply as it does best."""
-        plain_products(self.model)  # an engine before this one may have run it elsewhere, or uncompiled
-        if self.model.device.type == "cpu" and not compile:
-            choose_products(self.model)  # first: where plain products are slow, looking at the model takes minutes
-        try:
-            shape = inspect_model(self.model)
-        except BaseException:
-            plain_products(self.model)  # a refused model is as it was
-            raise
-        if self.model.device.type == "cuda":
-            join_projections(self.model, lambda: run_probe(self.model))
-            (separate_norms if compile else fuse_norms)(self.model)
-        return shape
-
-    def _make_runner(
-        self, limits: SchedulerConfig, attention: str, cuda_graphs: bool | None, compile: bool
-    ) -> ModelRunner:
-        """What runs steps of at most these sizes on the device."""
-        return ModelRunner(
-            self.model,
-            self.shape,
-            self.plane,
-            create_backend(attention, self.model.device),
-            cuda_graphs=cuda_graphs,
-            max_sequences=limits.max_sequences,
-            max_tokens=limits.max_tokens_per_step,
-            compile_layers=compile,
-        )
 
     def _start_publishing(self, endpoint: str | None) -> EventPublisher | None:
         """Announces what is cached. A port that is taken is the one thing here that a user meets: nothing stays open then."""
@@ -452,38 +382,20 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Cache, scheduler and queues as they are between two steps."""
+        look = partial(engine_stats, self._loop, self._tiers)
         if not self._thread.has_started:
-            return self._look()
+            return look()
         try:
-            return self._thread.ask(self._look)
+            return self._thread.ask(look)
         except KVPoolError:  # the engine has ended: nothing moves any more
             if self._thread.is_elsewhere:
                 raise
-            return self._look()
+            return look()
 
     def waiting(self, limit: int = 1000) -> list[WaitingRequest]:
         """At most `limit` of the requests that wait for blocks, as they are between two steps."""
-
-        def look() -> list[WaitingRequest]:
-            now = self._loop.scheduler.clock()
-            return [
-                WaitingRequest(one.request.id, one.request.scope.tenant, len(one.tokens), now - one.group.arrival)
-                for one in self._loop.scheduler.waiting(limit)
-            ]
-
+        look = partial(waiting_requests, self._loop, limit)
         return self._thread.ask(look) if self._thread.has_started else look()
-
-    def _look(self) -> EngineStats:
-        scheduler = self._loop.scheduler
-        counters = replace(scheduler.stats)
-        return EngineStats(
-            self.manager.stats(),
-            counters,
-            scheduler.num_waiting + self._loop.num_held,
-            scheduler.num_running,
-            scheduler.num_swapped,
-            None if self._tiers is None else self._tiers.stats(),
-        )
 
     @property
     def memory(self) -> dict[Tier, int]:

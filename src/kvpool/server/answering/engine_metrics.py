@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from kvpool.engine.engine import EngineStats
+from kvpool.engine.engine_stats import EngineStats
 from kvpool.scheduling import SchedulerStats
 from kvpool.server.asking.served import ServedModel
 from kvpool.stats import CacheStats

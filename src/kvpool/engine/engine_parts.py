@@ -1,0 +1,102 @@
+"""Puts an engine together: a model made ready, memory for its keys and values, and the loop that runs its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from kvpool.attention import create_backend
+from kvpool.config import KVCacheConfig
+from kvpool.engine.engine_settings import cache_fields
+from kvpool.engine.loop import EngineLoop
+from kvpool.engine.model.compiled_layers import uncompiled
+from kvpool.engine.model.norms import fuse_norms, separate_norms
+from kvpool.engine.model.probing import ModelShape, inspect_model, run_probe
+from kvpool.engine.model.products import choose_products, plain_products
+from kvpool.engine.model.projections import join_projections
+from kvpool.engine.runner import ModelRunner
+from kvpool.engine.sizing import kv_budget, link_bytes_per_second
+from kvpool.engine.tiering.link import TierLink
+from kvpool.engine.tiering.opening import TierSettings
+from kvpool.kernels.copying.current_device import current, whole_device
+from kvpool.manager import KVCacheManager
+from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
+from kvpool.storage import DataPlane
+
+
+class Parts(NamedTuple):
+    """What an engine is made of."""
+
+    shape: ModelShape
+    config: KVCacheConfig
+    manager: KVCacheManager
+    plane: DataPlane
+    tiers: TierLink | None
+    loop: EngineLoop
+
+
+def assemble(
+    model: Any,
+    limits: SchedulerConfig,
+    tier_settings: TierSettings,
+    *,
+    kv_dtype: Any,
+    block_size: int,
+    kv_bytes: int | None,
+    kv_blocks: int | None,
+    memory_fraction: float | None,
+    host_bytes: int,
+    cache: Mapping[str, Any] | None,
+    attention: str,
+    cuda_graphs: bool | None,
+    overlap: bool | None,
+    compile: bool,
+    draft_tokens: int,
+) -> Parts:
+    """The parts of an engine for a loaded model, warmed up; the settings are those of `Engine`."""
+    where = model.device
+    with whole_device, current(where):  # one engine after another: each measures what memory is free
+        with uncompiled(model):  # an engine before this one may have compiled its layers
+            shape = _prepared(model, compile)
+            if kv_blocks is None and kv_bytes is None:
+                kv_bytes = kv_budget(model, shape, where, memory_fraction, limits)
+        layers = shape.layer_specs(kv_dtype)
+        fields = cache_fields(cache, shape.max_positions, host_bytes)
+        config = KVCacheConfig(layers, block_size, gpu_blocks=kv_blocks, gpu_bytes=kv_bytes, **fields)
+        manager = KVCacheManager(config)
+        plane = DataPlane(manager, where, check_writes=False)
+        runner = ModelRunner(
+            model,
+            shape,
+            plane,
+            create_backend(attention, where),
+            cuda_graphs=cuda_graphs,
+            max_sequences=limits.max_sequences,
+            max_tokens=limits.max_tokens_per_step,
+            compile_layers=compile,
+        )
+        runner.warm_up()
+        link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if host_bytes else {}
+        scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
+        opened = tier_settings.open(model, config)
+        tiers = None if opened is None else TierLink(opened, scheduler, plane)
+        loop = EngineLoop(
+            scheduler, runner, shape.vocab_size, num_draft_tokens=draft_tokens, overlap=overlap, tiers=tiers
+        )
+    return Parts(shape, config, manager, plane, tiers, loop)
+
+
+def _prepared(model: Any, compile: bool) -> ModelShape:
+    """What the model is; on a GPU its layers are made to start fewer kernels, on a CPU to multiply as it does best."""
+    plain_products(model)  # an engine before this one may have run it elsewhere, or uncompiled
+    if model.device.type == "cpu" and not compile:
+        choose_products(model)  # first: where plain products are slow, looking at the model takes minutes
+    try:
+        shape = inspect_model(model)
+    except BaseException:
+        plain_products(model)  # a refused model is as it was
+        raise
+    if model.device.type == "cuda":
+        join_projections(model, lambda: run_probe(model))
+        (separate_norms if compile else fuse_norms)(model)
+    return shape

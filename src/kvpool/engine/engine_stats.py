@@ -1,0 +1,55 @@
+"""One look at an engine from outside, taken between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import NamedTuple
+
+from kvpool.engine.loop import EngineLoop
+from kvpool.engine.tiering.link import TierLink
+from kvpool.engine.tiering.movers import TieringStats
+from kvpool.scheduling import SchedulerStats
+from kvpool.stats import CacheStats
+
+
+class EngineStats(NamedTuple):
+    """One look at an engine: its cache, its scheduler, and what waits and runs."""
+
+    cache: CacheStats
+    scheduler: SchedulerStats
+    num_waiting: int
+    num_running: int
+    num_swapped: int
+    tiers: TieringStats | None = None
+
+
+class WaitingRequest(NamedTuple):
+    """A request that holds no blocks yet, or none any more."""
+
+    request_id: Hashable
+    tenant: str
+    num_tokens: int
+    seconds: float  # since it came
+
+
+def engine_stats(loop: EngineLoop, tiers: TierLink | None) -> EngineStats:
+    """Cache, scheduler and queues as they are now."""
+    scheduler = loop.scheduler
+    return EngineStats(
+        scheduler.manager.stats(),
+        replace(scheduler.stats),
+        scheduler.num_waiting + loop.num_held,
+        scheduler.num_running,
+        scheduler.num_swapped,
+        None if tiers is None else tiers.stats(),
+    )
+
+
+def waiting_requests(loop: EngineLoop, limit: int) -> list[WaitingRequest]:
+    """At most `limit` of the requests that wait for blocks."""
+    now = loop.scheduler.clock()
+    return [
+        WaitingRequest(one.request.id, one.request.scope.tenant, len(one.tokens), now - one.group.arrival)
+        for one in loop.scheduler.waiting(limit)
+    ]
