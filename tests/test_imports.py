@@ -24,7 +24,7 @@ MODULE_FILES = sorted((SRC / "kvpool").rglob("*.py"))
 LAYERS = (
     *("compiling", "errors", "jsonfile", "terminal", "scope", "config", "stats", "counters", "eviction", "events"),
     *("pools", "prefix", "sequences", "version", "manager", "recording", "scheduling"),
-    *("kernels", "storage", "attention", "tiers", "testing", "view", "cluster"),
+    *("kernels", "storage", "attention", "tiers", "testing", "view", "web", "cluster"),
     *("tour", "engine", "server", "hf", "integrations", "replay", "compat", "cli", "__main__"),
 )
 CONTROL_PLANE = LAYERS[: LAYERS.index("kernels")]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -13,6 +15,7 @@ import pytest
 import managers
 from kvpool.cluster.proxy.backends import Backend
 from kvpool.cluster.proxy.prompt_tokens import given_tokens, session_of, tokenize_body
+from kvpool.cluster.proxy.proxy_limits import ProxyLimits
 from kvpool.errors import ConfigError
 
 pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
@@ -60,8 +63,9 @@ class FakeServer:
         self.publisher = EventPublisher(self.manager, "tcp://127.0.0.1:0", heartbeat=0.05)
         self.behaviour = "answers"
         self.prompts: list[list[int]] = []
+        self.num_left = 0  # clients that did not wait
         paths = {"/ready": self.ready, "/tokenize": self.tokenize, "/v1/models": self.models, "/echo": self.echo}
-        paths["/v1/completions"] = self.complete
+        paths |= {"/v1/completions": self.complete, "/echo/{rest:path}": self.echo}
         self.live = Live(Starlette(routes=[Route(path, call, methods=["GET", "POST"]) for path, call in paths.items()]))
 
     @property
@@ -71,7 +75,15 @@ class FakeServer:
     async def ready(self, request: Any) -> Any:
         from starlette.responses import JSONResponse
 
+        if self.behaviour.startswith("hangs"):
+            await self.nobody(request)
         return JSONResponse({}, status_code=200 if self.behaviour != "drains" else 503)
+
+    async def nobody(self, request: Any) -> None:
+        """Says nothing until whoever asked has left."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.num_left += 1
 
     async def models(self, request: Any) -> Any:
         from starlette.responses import JSONResponse
@@ -81,7 +93,9 @@ class FakeServer:
     async def echo(self, request: Any) -> Any:
         from starlette.responses import JSONResponse
 
-        answer = JSONResponse([[name.decode(), value.decode("latin-1")] for name, value in request.headers.raw])
+        headers = [[name.decode(), value.decode("latin-1")] for name, value in request.headers.raw]
+        path = request.scope["raw_path"] + b"?" + request.scope["query_string"]
+        answer = JSONResponse([*headers, ["path", path.decode()]])
         answer.set_cookie("a", "1")
         answer.set_cookie("b", "2")
         return answer
@@ -101,6 +115,8 @@ class FakeServer:
             return JSONResponse({"error": {"message": "no such model"}}, status_code=404)
         prompt = body["prompt"] if isinstance(body["prompt"], list) else [int(word) for word in body["prompt"].split()]
         self.prompts.append(prompt)
+        if self.behaviour in ("waits", "hangs"):
+            await self.nobody(request)
         cached = self.manager.match_prefix(prompt).num_tokens
         handle = self.manager.allocate(len(self.prompts), prompt)
         self.manager.commit(handle, len(prompt) - handle.num_cached_tokens)
@@ -110,6 +126,8 @@ class FakeServer:
             for at in range(WORDS):
                 if at == {"dies at once": 0, "dies later": 3}.get(self.behaviour):
                     raise ConnectionError
+                if (at, self.behaviour) == (3, "hangs later"):
+                    await asyncio.Event().wait()
                 yield f"data: w{at}\n\n".encode()
             yield b"data: [DONE]\n\n"
 
@@ -127,12 +145,12 @@ class FakeServer:
 class Fleet:
     """Some servers and a proxy in front of them."""
 
-    def __init__(self, num_servers: int) -> None:
+    def __init__(self, num_servers: int, **options: Any) -> None:
         from kvpool.cluster.proxy.proxy_app import Proxy, create_proxy_app
 
         self.servers = [FakeServer() for _ in range(num_servers)]
         backends = [Backend.parse(server.backend) for server in self.servers]
-        self.proxy = Proxy(backends, block_size=SIZE, health_seconds=0.02)
+        self.proxy = Proxy(backends, block_size=SIZE, health_seconds=0.02, **options)
         self.live = Live(create_proxy_app(self.proxy))
         self.client = httpx.Client(base_url=self.live.url, timeout=60, trust_env=False)
         self.by_url = {server.live.url: server for server in self.servers}
@@ -261,8 +279,8 @@ def test_given_headers_then_they_pass_as_they_are_and_no_client_gets_the_cookies
     given = [(b"x-name", "José".encode("latin-1")), (b"x-two", b"1"), (b"x-two", b"2")]
     for _ in range(len(fleet.servers) + 1):
         answer = httpx.get(f"{fleet.live.url}/echo", headers=given, trust_env=False)
-        seen = [(name, value) for name, value in answer.json() if name.startswith(("x-", "cookie"))]
-        assert seen == [("x-name", "José"), ("x-two", "1"), ("x-two", "2")]
+        seen = [header for header in answer.json() if header[0].startswith(("x-", "cookie"))]
+        assert seen == [["x-name", "José"], ["x-two", "1"], ["x-two", "2"]]
         assert [cookie[:3] for cookie in answer.headers.get_list("set-cookie")] == ["a=1", "b=2"]
 
 
@@ -299,6 +317,126 @@ def test_given_two_keys_then_their_sessions_of_one_name_are_two() -> None:
     sessions = {session_of({"user": "alice"}, {"authorization": key}) for key in ("a", "b")}
     assert len(sessions) == 2
     assert session_of({}, {}) is None
+
+
+def test_given_a_long_name_of_a_session_then_little_is_kept_of_it_and_nothing_of_the_key() -> None:
+    session = session_of({"user": "\ud800" * 100_000}, {"authorization": "Bearer secret"})
+    assert session is not None
+    assert len(session) == 32
+    assert "secret" not in session
+
+
+# --- clients and servers that do not keep to the rules -----------------------------------------------------------------
+
+
+def test_given_other_limits_then_they_are_numbers_that_make_sense() -> None:
+    for wrong in ({"body_bytes": 0}, {"send_seconds": 0}, {"silence_seconds": -1.0}, {"lost_seconds": float("nan")}):
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            ProxyLimits(**wrong)
+
+
+@pytest.fixture(scope="module")
+def strict_fleet() -> Iterator[Fleet]:
+    limits = ProxyLimits(body_bytes=1000, send_seconds=0.2, lost_seconds=0.1)
+    made = Fleet(3, limits=limits, health_patience=0.5)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def strict(strict_fleet: Fleet) -> Iterator[Fleet]:
+    yield strict_fleet
+    for server in strict_fleet.servers:
+        server.behaviour = "answers"
+    strict_fleet.until(lambda: all(load.is_ready for load in strict_fleet.proxy.router.nodes.values()))
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_given_a_body_over_the_limit_then_it_is_refused_and_no_server_sees_it(strict: Fleet, announced: bool) -> None:
+    body = json.dumps({"prompt": [7] * 1000}).encode()
+    content = body if announced else (body[at : at + 300] for at in range(0, len(body), 300))
+    answer = strict.client.post("/v1/completions", content=content)
+    assert answer.status_code == 413
+    assert answer.json()["error"]["code"] == "too_large"
+    assert "1000 bytes" in answer.json()["error"]["message"]
+    assert not any([7] * 1000 in server.prompts for server in strict.servers)
+
+
+def test_given_half_a_body_when_nothing_more_comes_then_it_is_refused(strict: Fleet) -> None:
+    address = strict.client.base_url
+    with socket.create_connection((address.host, address.port), timeout=30) as connection:
+        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{"prompt": [')
+        said = b"".join(iter(lambda: connection.recv(4096), b""))  # until it is closed
+    assert said.startswith(b"HTTP/1.1 408 ")
+    assert b"too_slow" in said
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_given_a_client_that_leaves_before_anything_came_then_its_server_notices(fleet: Fleet, stream: bool) -> None:
+    for server in fleet.servers:
+        server.behaviour = "waits"
+    before = sum(server.num_left for server in fleet.servers)
+    body = json.dumps({"prompt": [8, 8, stream], "stream": stream}).encode()
+    address = fleet.client.base_url
+    with socket.create_connection((address.host, address.port), timeout=30) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        fleet.until(lambda: any([8, 8, stream] in server.prompts for server in fleet.servers))
+    fleet.until(lambda: sum(server.num_left for server in fleet.servers) == before + 1)
+
+
+def test_given_a_server_that_answers_nobody_then_its_request_goes_elsewhere(strict: Fleet) -> None:
+    prompt = list(range(500, 540))
+    _, first = strict.ask(prompt)
+    first.behaviour = "hangs"
+    answer, second = strict.ask(prompt)
+    assert answer.status_code == 200
+    assert second in strict.others(first)
+    assert first.prompts[-1] == prompt  # it had it
+
+
+def test_given_a_server_that_answers_nobody_in_a_stream_then_the_client_reads_an_error_and_no_end(strict: Fleet) -> None:
+    for server in strict.servers:
+        server.behaviour = "hangs later"
+    answer = strict.client.post("/v1/completions", json={"prompt": [9, 9], "stream": True})
+    strict.until(lambda: not any(load.num_requests for load in strict.proxy.router.nodes.values()))
+    assert answer.text.startswith("data: w0\n\ndata: w1\n\ndata: w2\n\n")
+    assert json.loads(answer.text.rsplit("data: ", 1)[1])["error"]["code"] == "node_lost"
+
+
+def test_given_a_request_that_no_server_survives_then_two_get_it_and_no_third(fleet: Fleet) -> None:
+    for server in fleet.servers:
+        server.behaviour = "dies at once"
+    prompt = [6, 6, 6]
+    answer, _ = fleet.ask(prompt)
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] == "node_lost"
+    assert sum(prompt in server.prompts for server in fleet.servers) == 2
+
+
+def test_given_a_server_that_lives_and_says_nothing_then_it_is_not_waited_for_for_ever() -> None:
+    fleet = Fleet(2, limits=ProxyLimits(silence_seconds=0.3))
+    try:
+        for server in fleet.servers:
+            server.behaviour = "waits"
+        answer, _ = fleet.ask([1, 2, 3])
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "silence"
+        assert sum(len(server.prompts) for server in fleet.servers) == 1  # no other one is made to wait
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("host", ["x", "x/y", "x#", "x?"])
+def test_given_a_path_then_a_server_sees_it_as_it_was_written(fleet: Fleet, host: str) -> None:
+    address = fleet.client.base_url
+    with socket.create_connection((address.host, address.port), timeout=30) as connection:
+        head = f"GET /echo/a%2Fb%3F/c?d=%26&e HTTP/1.1\r\nhost: {host}\r\nconnection: close, x-mine\r\nx-mine: 1\r\n\r\n"
+        connection.sendall(head.encode())
+        said = b"".join(iter(lambda: connection.recv(4096), b""))
+    seen = dict(json.loads(said.partition(b"\r\n\r\n")[2]))
+    assert seen["path"] == "/echo/a%2Fb%3F/c?d=%26&e"
+    assert "x-mine" not in seen  # it was about the connection
 
 
 @pytest.mark.parametrize("text", ["127.0.0.1:8000", "ftp://x", "http://x=5557", "http://x=tcp://y", "http://["])

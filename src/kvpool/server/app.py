@@ -21,7 +21,6 @@ from kvpool.server.answering.metrics import Metrics
 from kvpool.server.answering.pin_book import PinBook
 from kvpool.server.answering.tracing import Tracing
 from kvpool.server.asking.access import Access, Caller
-from kvpool.server.asking.body_limit import BodyLimit
 from kvpool.server.asking.limits import Gate, Limits
 from kvpool.server.asking.problems import Problem, problem_of, problem_of_body
 from kvpool.server.asking.request_ids import RequestIds
@@ -35,6 +34,7 @@ from kvpool.server.routes.live_view import LiveViews
 from kvpool.server.routes.messages import Messages, converse
 from kvpool.server.routes.responses import Responses, respond
 from kvpool.version import __version__
+from kvpool.web.body_limit import BodyLimit
 
 
 class Server:
@@ -70,6 +70,10 @@ class Server:
             )
         return self.models[name]
 
+    def refused_body(self, status: int, message: str, code: str) -> JSONResponse:
+        """The answer to a body that was not taken."""
+        return self.refusal(Problem(status, message, code=code))
+
     def refusal(self, problem: Problem) -> JSONResponse:
         """The answer to what is refused, counted."""
         self.metrics.latencies.refused(problem.status)
@@ -97,7 +101,8 @@ def create_app(
 
     app = FastAPI(title="kvpool", version=__version__, lifespan=lifespan, responses=REFUSALS, docs_url=None, redoc_url=None)
     app.state.server = server
-    app.add_middleware(BodyLimit, limit=server.gate.limits.body_bytes, refuse=server.refusal)
+    bounds = server.gate.limits
+    app.add_middleware(BodyLimit, limit=bounds.body_bytes, seconds=bounds.send_seconds, refuse=server.refused_body)
     app.add_middleware(RequestIds)
     app.add_middleware(InTurns)
     _add_refusals(app, server)

@@ -83,6 +83,7 @@ def serve(
     from kvpool.server.app import create_app
     from kvpool.server.asking.served import ServedModel
     from kvpool.server.serve_settings import read_serve
+    from kvpool.web.bounded_http import bounded_http
 
     if called is not None:
         if engine_options.model is not None:
@@ -108,6 +109,8 @@ def serve(
             timeout_graceful_shutdown=GRACE_SECONDS,
             lifespan="on",
             access_log=False,
+            http=bounded_http(),
+            ws="none",
         )
         _announced(uvicorn, config, ", ".join(model.name for model in served), quiet).run(sockets)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from kvpool.cluster.index.cluster_index import ClusterIndex
@@ -40,17 +42,45 @@ class Backend(NamedTuple):
         return cls(url.rstrip("/"), events, replay or port_above(events))
 
 
+class NodeLostError(Exception):
+    """A server has answered nobody for too long; what it was asked is lost."""
+
+
+class _Waiting:
+    """A task that waits for a server."""
+
+    __slots__ = ("is_lost", "task")
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self.task = task
+        self.is_lost = False
+
+
 class Backends:
-    """Watches servers: whoever does not answer gets no requests, and what it held is forgotten."""
+    """Watches servers: whoever does not answer gets no requests, and what it held is forgotten.
+
+    `every` so many seconds each is asked whether it lives and has `patience` for an answer; one that gave none for
+    `lost_seconds` has lost the requests that it has.
+    """
 
     def __init__(
-        self, backends: list[Backend], index: ClusterIndex, router: Router, client: Any, *, every: float, patience: float
+        self,
+        backends: list[Backend],
+        index: ClusterIndex,
+        router: Router,
+        client: Any,
+        *,
+        every: float,
+        patience: float,
+        lost_seconds: float,
     ) -> None:
         self._client = client
         self._router = router
-        self._every, self._patience = every, patience
+        self._every, self._patience, self._lost_seconds = every, patience, lost_seconds
         self._followers: dict[str, NodeSubscriber] = {}
+        self._lost: set[str] = set()
         self.urls = [backend.url for backend in backends]
+        self._waiting: dict[str, set[_Waiting]] = {url: set() for url in self.urls}
         for backend in backends:
             router.add_node(backend.url)
             router.set_ready(backend.url, False)  # until it answers
@@ -62,19 +92,54 @@ class Backends:
         await asyncio.gather(*(self._watch(url) for url in self.urls))
 
     async def _watch(self, url: str) -> None:
+        clock = asyncio.get_running_loop().time
+        heard = clock()
         while True:
-            self.note(url, is_ready=await self._answers(url))
+            answers = await self._answers(url)
+            self.note(url, is_ready=bool(answers))
+            if answers is not None:
+                heard = clock()
+                self._lost.discard(url)
+            elif clock() - heard >= self._lost_seconds:
+                self._give_up(url)
             await asyncio.sleep(self._every)
 
-    async def _answers(self, url: str) -> bool:
-        """Whether a server takes requests: `/ready` says so, or `/health` where there is no such path."""
+    def _give_up(self, url: str) -> None:
+        """Whoever waits for this server waits no more."""
+        self._lost.add(url)
+        for waiting in self._waiting[url]:
+            waiting.is_lost = True
+            waiting.task.cancel()
+
+    @contextmanager
+    def waiting(self, url: str) -> Iterator[None]:
+        """While a server is waited for; `NodeLostError` when it is given up."""
+        task = asyncio.current_task()
+        assert task is not None
+        if url in self._lost:
+            raise NodeLostError(f"{url} answers nobody")
+        waiting = _Waiting(task)
+        self._waiting[url].add(waiting)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not waiting.is_lost:
+                raise
+            if hasattr(task, "uncancel"):  # since Python 3.11 a task counts what cancelled it
+                task.uncancel()
+            raise NodeLostError(f"{url} answers nobody") from None
+        finally:
+            self._waiting[url].discard(waiting)
+
+    async def _answers(self, url: str) -> bool | None:
+        """Whether a server takes requests: `/ready` says so, or `/health` where there is no such path. None: no answer."""
         try:
             answer = await self._client.get(f"{url}/ready", timeout=self._patience)
             if answer.status_code == 404:
                 answer = await self._client.get(f"{url}/health", timeout=self._patience)
         except Exception as error:
             log.debug("%s does not answer: %s", url, error)
-            return False
+            return None
         return bool(answer.status_code == 200)
 
     def note(self, url: str, *, is_ready: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
@@ -82,6 +83,12 @@ def are_tokens(given: object) -> TypeGuard[list[int]]:
 
 
 def session_of(body: dict[str, Any], headers: Any) -> str | None:
-    """Whose request it is, in the words of the field, so that one follows the other; with the key, so that no two mix."""
+    """Whose request it is, in the words of the field, so that one follows the other; with the key, so that no two mix.
+
+    A digest: many are remembered, names may be long, and keys are nobody else's business.
+    """
     named = headers.get("x-session-id") or body.get("session_id") or body.get("user")
-    return f"{headers.get('authorization', '')} {named}" if isinstance(named, str) else None
+    if not isinstance(named, str):
+        return None
+    whose = f"{headers.get('authorization', '')} {named}".encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(whose, digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
 """An HTTP proxy in front of OpenAI servers: a request goes to the node where it costs least, and elsewhere if that fails.
 
-A request is sent again only while its client has got nothing. Once a stream has begun, a node that dies ends it with an error
-that the client can read.
+A request is sent again only while its client has got nothing, and ends when its client leaves. Once a stream has begun, a
+node that dies ends it with an error that the client can read.
 """
 
 from __future__ import annotations
@@ -13,14 +13,26 @@ from contextlib import asynccontextmanager, suppress
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route as Path
+from starlette.types import Receive, Scope, Send
+
 from kvpool.cluster.index.cluster_index import ClusterIndex
-from kvpool.cluster.proxy.backends import Backend, Backends
+from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError
 from kvpool.cluster.proxy.passing import ELSEWHERE, NODE_HEADER, is_event_stream, lost, passed_on, refusal
 from kvpool.cluster.proxy.prompt_tokens import are_tokens, read_asked
+from kvpool.cluster.proxy.proxy_limits import ProxyLimits
 from kvpool.cluster.routing.router import Route, Router
 from kvpool.cluster.routing.routing_config import RoutingConfig
 from kvpool.errors import ConfigError, NoNodeError
+from kvpool.web.body_limit import BodyLimit
+from kvpool.web.streams import EventStream, unless_gone
 
+MOST_LOST = 2  # servers that a request may take with it before it is not sent to one more
+_KEPT_SECONDS = 2.0  # that an idle connection is kept: less than any server does, or the next request meets a closed one
 log = logging.getLogger("kvpool")
 
 
@@ -33,6 +45,7 @@ class Proxy:
         *,
         block_size: int = 16,
         routing: RoutingConfig | None = None,
+        limits: ProxyLimits | None = None,
         health_seconds: float = 1.0,
         health_patience: float = 5.0,
         tokenize_patience: float = 5.0,
@@ -41,28 +54,41 @@ class Proxy:
             raise ConfigError("a proxy needs a backend at least: --backend http://HOST:PORT=tcp://HOST:PORT")
         if len({backend.url for backend in backends}) < len(backends):
             raise ConfigError("a backend is named twice; each has a URL of its own")
-        httpx = _httpx()
-        self._errors: tuple[type[Exception], ...] = (httpx.TransportError,)
-        self._tried_elsewhere: tuple[type[Exception], ...] = (_ElsewhereError, httpx.TransportError)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))  # those of one client are no other's
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=5.0), limits=limits, trust_env=False, cookies=no_cookies
+        self.limits = limits or ProxyLimits()
+        pool = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEPT_SECONDS)
+        patience = httpx.Timeout(
+            connect=5.0, read=self.limits.silence_seconds, write=self.limits.send_seconds, pool=None
         )
+        no_cookies = CookieJar(DefaultCookiePolicy(allowed_domains=()))  # those of one client are no other's
+        self._client = httpx.AsyncClient(timeout=patience, limits=pool, trust_env=False, cookies=no_cookies)
         self._patience = tokenize_patience
         self.index = ClusterIndex(block_size)
         self.router = Router(self.index, routing)
         self.backends = Backends(
-            backends, self.index, self.router, self._client, every=health_seconds, patience=health_patience
+            backends,
+            self.index,
+            self.router,
+            self._client,
+            every=health_seconds,
+            patience=health_patience,
+            lost_seconds=self.limits.lost_seconds,
         )
 
     # --- an answer ---------------------------------------------------------------------------------------------------
 
-    async def answer(self, request: Any) -> Any:
-        """The answer of the node that fits best, or of the next one."""
-        content = await request.body()
-        asked = await read_asked(request.url.path, request.headers, content, self._tokenized)
+    async def answer(self, request: Request) -> Response:
+        """The answer of the node that fits best, or of the next one; a client that leaves ends it."""
+        try:
+            content = await request.body()
+        except ClientDisconnect:
+            return Response(status_code=499)
+        answered: Response | None = await unless_gone(request, self._answered(request, content))
+        return Response(status_code=499) if answered is None else answered
+
+    async def _answered(self, request: Request, content: bytes) -> Response:
+        asked = await read_asked(request.scope["path"], request.headers, content, self._tokenized)
         tried: list[str] = []
+        num_lost = 0
         while True:
             try:
                 route = self.router.route(
@@ -72,22 +98,30 @@ class Proxy:
                 return refusal(502 if tried else 503, f"no server could answer: {error}")
             try:
                 return await self._forward(request, content, route)
-            except self._tried_elsewhere as error:
+            except httpx.ReadTimeout:
+                route.end()
+                message = f"{route.node} said nothing for {self.limits.silence_seconds:g} seconds"
+                return refusal(504, message, "silence")
+            except (_ElsewhereError, NodeLostError, httpx.TransportError) as error:
                 route.end()
                 tried.append(str(route.node))
-                if isinstance(error, self._errors):
+                if not isinstance(error, _ElsewhereError):
                     self.backends.note(str(route.node), is_ready=False)
                 log.info("%s did not answer (%s): elsewhere", route.node, error)
+                num_lost += not isinstance(error, (_ElsewhereError, httpx.ConnectError, httpx.ConnectTimeout))
+                if num_lost == MOST_LOST:
+                    return refusal(502, f"{num_lost} servers failed while they had this request", "node_lost")
             except BaseException:
                 route.end()
                 raise
 
     async def _tokenized(self, question: dict[str, Any], key: str | None) -> dict[str, Any]:
         """What a server makes of a prompt: tokens, and the keys of its scope where it says so. Empty where none answers."""
-        ready = [node for node, load in self.router.nodes.items() if load.is_ready]
-        ready.sort(key=lambda node: self.router.nodes[node].num_requests)
+        loads = self.router.nodes
+        ready = [node for node, load in loads.items() if load.is_ready]
+        ready.sort(key=lambda node: loads[node].num_requests)
         for node in ready[:2]:
-            with suppress(*self._errors, ValueError):
+            with suppress(httpx.TransportError, ValueError):
                 answer = await self._client.post(
                     f"{node}/tokenize", json=question, headers={"authorization": key} if key else {}, timeout=self._patience
                 )
@@ -96,31 +130,33 @@ class Proxy:
                     return said
         return {}
 
-    async def _forward(self, request: Any, content: bytes, route: Route) -> Any:
+    async def _forward(self, request: Request, content: bytes, route: Route) -> Response:
         """The answer of one node, from its first bytes on. Raises while another one may still be asked."""
-        from starlette.responses import Response
-
-        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        headers = passed_on(request.headers.raw)
-        sent = self._client.build_request(request.method, f"{route.node}{path}", content=content, headers=headers)
-        answer = await self._client.send(sent, stream=True)
-        is_stream = False
-        try:
-            if answer.status_code in ELSEWHERE:
-                raise _ElsewhereError(f"status {answer.status_code}")
-            is_stream = is_event_stream(answer.headers.raw)
-            parts = answer.aiter_raw()
-            # nothing is sent before there is something: all of an answer, or the first part of a stream
-            first = await anext(parts, b"") if is_stream else b"".join([part async for part in parts])
-        except BaseException:
+        url = _address(str(route.node), request.scope)
+        if url is None:
+            route.end()
+            return refusal(400, "this path cannot be passed on", "invalid_value")
+        sent = self._client.build_request(request.method, url, content=content, headers=passed_on(request.headers.raw))
+        with self.backends.waiting(str(route.node)):
+            answer = await self._client.send(sent, stream=True)
             is_stream = False
-            raise
-        finally:
-            if not is_stream:
-                await answer.aclose()
+            try:
+                if answer.status_code in ELSEWHERE:
+                    raise _ElsewhereError(f"status {answer.status_code}")
+                is_stream = answer.status_code == 200 and is_event_stream(answer.headers.raw)
+                parts = answer.aiter_raw()
+                # nothing is sent before there is something: all of an answer, or the first part of a stream
+                first = await anext(parts, b"") if is_stream else b"".join([part async for part in parts])
+            except BaseException:
+                is_stream = False
+                raise
+            finally:
+                if not is_stream:
+                    await answer.aclose()
         route.first_token()
+        answered: Response
         if is_stream:
-            answered = self._streamed(first, parts, answer, route)
+            answered = _Passed(self._parts(first, parts, route), route, answer, self.limits.send_seconds)
         else:
             route.end()
             answered = Response(first, status_code=answer.status_code)
@@ -128,29 +164,19 @@ class Proxy:
         answered.raw_headers = [*passed_on(answer.headers.raw), *own, (NODE_HEADER.encode(), str(route.node).encode())]
         return answered
 
-    def _streamed(self, first: bytes, parts: AsyncIterator[bytes], answer: Any, route: Route) -> Any:
-        """A stream as it comes. Whatever ends it, the route ends with it."""
-        from starlette.responses import StreamingResponse
-
-        class Streamed(StreamingResponse):
-            async def __call__(self, *connection: Any) -> None:
-                try:
-                    await super().__call__(*connection)
-                finally:
-                    route.end()
-                    await answer.aclose()
-
-        return Streamed(self._parts(first, parts, route), status_code=answer.status_code)
-
     async def _parts(self, first: bytes, parts: AsyncIterator[bytes], route: Route) -> AsyncIterator[bytes]:
         """A node that dies now has said something already, so no other can go on: the client is told."""
-        yield first
-        try:
-            async for part in parts:
-                yield part
-        except self._errors as error:
-            self.backends.note(str(route.node), is_ready=False)
-            yield lost(error)
+        node, part = str(route.node), first
+        while part:
+            yield part
+            try:
+                with self.backends.waiting(node):
+                    part = await anext(parts, b"")
+            except (NodeLostError, httpx.TransportError) as error:
+                if not isinstance(error, httpx.ReadTimeout):
+                    self.backends.note(node, is_ready=False)
+                yield lost(error)
+                return
 
     # --- its life ----------------------------------------------------------------------------------------------------
 
@@ -176,13 +202,24 @@ class Proxy:
             await asyncio.to_thread(self.backends.close)
 
 
-def create_proxy_app(proxy: Proxy) -> Any:
-    """The ASGI application of a proxy: `/route/stats` is its own, everything else is for the servers."""
-    from starlette.applications import Starlette
-    from starlette.responses import JSONResponse
-    from starlette.routing import Route as Path
+class _Passed(EventStream):
+    """A stream as it comes. Whatever ends it, the route and the stream of the node end with it."""
 
-    async def stats(request: Any) -> Any:
+    def __init__(self, parts: AsyncIterator[bytes], route: Route, answer: httpx.Response, seconds: float) -> None:
+        super().__init__(parts, route.end, seconds)
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._answer.aclose()
+
+
+def create_proxy_app(proxy: Proxy) -> Starlette:
+    """The ASGI application of a proxy: `/route/stats` is its own, everything else is for the servers."""
+
+    async def stats(request: Request) -> Response:
         return JSONResponse(proxy.described())
 
     @asynccontextmanager
@@ -190,19 +227,22 @@ def create_proxy_app(proxy: Proxy) -> Any:
         async with proxy.running():
             yield
 
-    methods = ["GET", "POST", "PUT", "DELETE", "PATCH"]
+    methods = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
     everything = Path("/{path:path}", proxy.answer, methods=methods)
-    return Starlette(routes=[Path("/route/stats", stats), everything], lifespan=lifespan)
+    app = Starlette(routes=[Path("/route/stats", stats), everything], lifespan=lifespan)
+    app.add_middleware(BodyLimit, limit=proxy.limits.body_bytes, seconds=proxy.limits.send_seconds, refuse=refusal)
+    return app
+
+
+def _address(node: str, scope: Scope) -> httpx.URL | None:
+    """Where a request goes at a node: the path as its client wrote it, whatever it says of a host."""
+    url = httpx.URL(node)
+    query = b"?" + scope["query_string"] if scope["query_string"] else b""
+    try:
+        return url.copy_with(raw_path=url.raw_path.rstrip(b"/") + scope["raw_path"] + query)
+    except httpx.InvalidURL:
+        return None
 
 
 class _ElsewhereError(Exception):
     """A node says that it cannot answer now."""
-
-
-def _httpx() -> Any:
-    try:
-        import httpx
-        import starlette  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"the proxy needs {error.name}: pip install 'kvpool[cluster]'") from None
-    return httpx

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cluster.proxy.backends import Backend
+from kvpool.cluster.proxy.proxy_limits import ProxyLimits
 from kvpool.errors import ConfigError
 
 
@@ -26,6 +27,15 @@ def route(
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8080,
     block_size: Annotated[int, typer.Option(help="Tokens in a block of the servers' caches.", min=1)] = 16,
     health_seconds: Annotated[float, typer.Option(help="How often servers are asked whether they live.", min=0.01)] = 1.0,
+    body_bytes: Annotated[int, typer.Option(help="The largest body; as large as the servers'.", min=1)] = 4 << 20,
+    send_seconds: Annotated[float, typer.Option(help="How long a client may keep the proxy waiting.", min=0.01)] = 30.0,
+    silence_seconds: Annotated[
+        float, typer.Option(help="How long a server may say nothing in an answer; then status 504.", min=0.01)
+    ] = 600.0,
+    lost_seconds: Annotated[
+        float, typer.Option(help="After how long a server that answers nobody has lost its requests.", min=0.01)
+    ] = 30.0,
+    max_connections: Annotated[int, typer.Option(help="Connections at once; more get status 503.", min=1)] = 8192,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only errors.")] = False,
 ) -> None:
     """Send each request to the server that has most of its prompt cached and least to do.
@@ -40,12 +50,16 @@ def route(
     """
     uvicorn = _uvicorn()
     from kvpool.cluster.proxy.proxy_app import Proxy, create_proxy_app
+    from kvpool.web.bounded_http import bounded_http
 
     if not quiet:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    proxy = Proxy([Backend.parse(text) for text in backend], block_size=block_size, health_seconds=health_seconds)
+    limits = ProxyLimits(body_bytes, send_seconds, silence_seconds, lost_seconds)
+    backends = [Backend.parse(text) for text in backend]
+    proxy = Proxy(backends, block_size=block_size, limits=limits, health_seconds=health_seconds)
     options = {"log_level": "warning", "lifespan": "on", "access_log": False, "timeout_graceful_shutdown": 30}
-    config = uvicorn.Config(create_proxy_app(proxy), host, port, **options)
+    bounds = {"http": bounded_http(), "ws": "none", "limit_concurrency": max_connections}
+    config = uvicorn.Config(create_proxy_app(proxy), host, port, **options, **bounds)
     _announced(uvicorn, config, len(backend), quiet).run()
 
 
@@ -66,6 +80,8 @@ def _announced(uvicorn: Any, config: Any, num_backends: int, quiet: bool) -> Any
 
 def _uvicorn() -> Any:
     try:
+        import httpx  # noqa: F401
+        import starlette  # noqa: F401
         import uvicorn
     except ModuleNotFoundError as error:
         raise ConfigError(f"the proxy needs {error.name}: pip install 'kvpool[cluster]'") from None

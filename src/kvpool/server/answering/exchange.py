@@ -16,7 +16,6 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.server.answering.answers import Writer
 from kvpool.server.answering.metrics import Latencies
 from kvpool.server.answering.pin_book import PinBook
-from kvpool.server.answering.streams import EventStream, unless_gone
 from kvpool.server.answering.tracing import RequestTrace, Tracing
 from kvpool.server.asking.access import Caller
 from kvpool.server.asking.limits import Gate
@@ -24,6 +23,7 @@ from kvpool.server.asking.parameters import pins_of, request_options
 from kvpool.server.asking.problems import Problem
 from kvpool.server.asking.schema import Sampling
 from kvpool.server.asking.served import LiveRequest, ServedModel, scope_of
+from kvpool.web.streams import EventStream, unless_gone
 
 
 class Reception(NamedTuple):

@@ -13,7 +13,6 @@ from kvpool.config import Tier
 from kvpool.engine.engine import Engine
 from kvpool.errors import KVPoolError
 from kvpool.server.answering.metrics import Latencies
-from kvpool.server.answering.streams import EventStream
 from kvpool.server.asking.access import Caller
 from kvpool.server.asking.limits import Gate
 from kvpool.server.asking.problems import Problem, problem_of
@@ -22,6 +21,7 @@ from kvpool.server.asking.served import ServedModel, scope_of
 from kvpool.server.routes.completing import named_tokens
 from kvpool.view.hub import Hub, Viewer
 from kvpool.view.pages import HEADERS, asset, block_details
+from kvpool.web.streams import EventStream
 
 _MAX_TOLD = 100  # of those who wait
 _ASK_SECONDS = 0.5  # between two questions of who waits, and until a stream notices that the server ends
