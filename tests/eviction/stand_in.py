@@ -19,5 +19,7 @@ class StandInRun:
     turn: int = 0
     fan_out: int = 0
     hint: int = 0
+    session: str | None = None
+    tenant: str = ""
     parent: Any = None
     entry: Any = None

@@ -11,6 +11,7 @@ import pytest
 
 from kvpool import KVCacheHandle, KVCacheManager, ReuseHint, ReuseScope
 from kvpool.errors import InvalidArgumentError, UnknownRequestError
+from kvpool.eviction import LRUPolicy, Run
 from kvpool.eviction.hints import NUM_HINTS, STOPS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from managers import make_manager
@@ -88,6 +89,35 @@ def test_given_a_batch_then_each_request_keeps_its_own_hint() -> None:
     manager.hint(handles["b"], ReuseHint(expected_seconds=3))
     manager.free_batch(list(handles.values()))
     assert [hints_of(manager, prompt) for prompt in prompts.values()] == [[TOOL.code], [5], [0]]
+
+
+def test_what_is_known_when_a_request_begins_holds_until_more_is_said() -> None:
+    manager = make_manager(gpu_blocks=64)
+    soon = ReuseHint(expected_seconds=3)
+    prompts = {"a": list(range(8)), "b": list(range(50, 58))}
+    for name, prompt in prompts.items():
+        handle = manager.allocate(name, prompt, hint=soon)
+        manager.commit(handle)
+        manager.free(handle, hint=TOOL if name == "b" else None)
+    assert [hints_of(manager, prompt) for prompt in prompts.values()] == [[soon.code], [TOOL.code]]
+    with pytest.raises(InvalidArgumentError, match="tool_calls"):
+        manager.allocate("c", [1, 2, 3], hint="tool_calls")  # type: ignore[arg-type]
+    assert not manager.handles
+
+
+def test_a_policy_sees_whose_run_it_is_and_which_request_made_it() -> None:
+    seen: list[tuple[str, str | None, int, int, int]] = []
+
+    class Looking(LRUPolicy):
+        def key(self, run: Run) -> int:
+            seen.append((run.tenant, run.session, run.turn, run.fan_out, run.hint))
+            return super().key(run)
+
+    manager = make_manager(gpu_blocks=64, policy=Looking)
+    handle = manager.allocate("a", list(range(8)), scope=ReuseScope(tenant="acme"), session="chat 7")
+    manager.commit(handle)
+    manager.free(handle, hint=TOOL)
+    assert seen == [("acme", "chat 7", 0, 0, TOOL.code)]
 
 
 def test_given_a_run_that_is_cut_in_two_then_both_parts_keep_its_hint() -> None:

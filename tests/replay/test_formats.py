@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kvpool import ReuseHint
 from kvpool.replay import Trace, TraceError, read_trace, write_trace
+from kvpool.replay.traces.synth import to_blocks
 
+TOKENS = {"timestamp": 0, "tokens": [7, 8, 9, 10]}
 GOOD = {"timestamp": 0, "input_length": 1000, "output_length": 7, "hash_ids": [1, 2]}
 
 
@@ -39,6 +42,15 @@ def test_given_token_lines_then_they_are_read_as_tokens(tmp_path: Path) -> None:
     trace = read_trace(path)
     assert (trace.format, trace.unit, trace[0].ids.tolist(), trace[0].session) == ("tokens", 1, [7, 8, 9], "3")
     assert trace[0].timestamp == 5.5
+
+
+def test_given_expected_continuations_then_they_are_read_and_written_and_survive_a_change_of_blocks(tmp_path: Path) -> None:
+    lines = ({**TOKENS, "expected_seconds": 3, "stop": "tool_use"}, TOKENS, {**TOKENS, "expected_seconds": -1})
+    trace = read_trace(write(tmp_path / "t.jsonl", *lines), max_errors=1)
+    assert trace.expected == (3.0, None)
+    write_trace(trace, tmp_path / "again.jsonl")
+    again = to_blocks(read_trace(tmp_path / "again.jsonl"), 2)
+    assert again.hints() == [ReuseHint("tool_calls", 3.0), None] == again.head(2).full_blocks_only().hints()
 
 
 def test_given_reasons_to_stop_then_known_ones_are_read_and_written(tmp_path: Path) -> None:

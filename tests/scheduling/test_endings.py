@@ -4,7 +4,9 @@ import pytest
 from support import add, make_engine, request
 from toy_engine import expected_output
 
-from kvpool.errors import UnknownRequestError
+from kvpool import ReuseHint
+from kvpool.errors import InvalidArgumentError, UnknownRequestError
+from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling import FinishReason
 from managers import Clock, make_manager
 
@@ -23,6 +25,32 @@ def test_given_max_new_tokens_then_a_request_ends_by_length_and_a_stop_token_cou
     assert engine.finished["plain"].reason is FinishReason.LENGTH
     assert engine.finished["stopped"].reason is FinishReason.STOP
     assert engine.finished["stopped"].token_ids[-1] == last
+
+
+def test_given_a_hint_of_its_own_then_the_policy_is_told_that_and_a_function_is_asked_with_the_answer() -> None:
+    engine = make_engine()
+    last = expected_output(request("x", 8, 4))[-1]
+    asked: list[list[int]] = []
+
+    def look(answer: Int32Array) -> ReuseHint:
+        asked.append(answer.tolist())
+        return ReuseHint("tool_calls")
+
+    def fail(answer: Int32Array) -> ReuseHint:
+        raise ValueError("no idea")
+
+    said = {"soon": ReuseHint(expected_seconds=3), "calls": look, "fails": fail, "wrong": lambda answer: "tool_calls"}
+    told: list[int] = []
+    for name, hint in said.items():
+        wanted = request(name, 8, 4, stop_token_ids=[last], hint=hint)
+        add(engine, wanted)
+        engine.drain()
+        told.append(engine.manager._state.cache.tree.match(wanted.scope, wanted.prompt, partial=False).path[-1].hint)
+        engine.manager.reset_prefix_cache()
+    assert told == [h.code for h in (said["soon"], ReuseHint("tool_calls"), ReuseHint("stop"), ReuseHint("stop"))]
+    assert asked == [expected_output(request("x", 8, 4))]
+    with pytest.raises(InvalidArgumentError, match="no hint"):
+        request("x", 8, 4, hint="tool_calls")
 
 
 @pytest.mark.parametrize("depth", [1, 3])

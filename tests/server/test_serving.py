@@ -15,6 +15,7 @@ import openai
 import pytest
 from live import Live, access, call, openai_client, refusal, until
 
+from kvpool import ReuseHint
 from kvpool.errors import ConfigError
 from kvpool.server import Access, Caller, Limits
 from kvpool.server.asking.access import CacheShare, new_key
@@ -187,6 +188,37 @@ def test_given_a_session_then_what_it_computed_can_be_forgotten(client: Any, liv
     client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"session_id": "s1"})
     assert call(live, "/v1/cache/invalidate", {"session_id": "s2"})["removed_blocks"] == 0
     assert call(live, "/v1/cache/invalidate", {"session_id": "s1"})["removed_blocks"] == 2
+
+
+def test_given_a_session_in_a_header_and_an_expected_continuation_then_the_cache_knows_both(
+    client: Any, live: Live, engine: Any
+) -> None:
+    client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=1, extra_headers={"x-session-id": "s3"}, extra_body={"expected_seconds": 3}
+    )
+    (root,) = engine.manager._state.cache.tree.roots.values()
+    assert {node.hint for node in root.children.values()} == {ReuseHint(expected_seconds=3).code}
+    assert call(live, "/v1/cache/invalidate", {"session_id": "s3"})["removed_blocks"] == 2
+    with pytest.raises(openai.BadRequestError, match="x-session-id"):
+        client.completions.create(model="tiny", prompt=PROMPT, max_tokens=1, extra_headers={"x-session-id": "s" * 257})
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_given_an_answer_that_calls_a_tool_then_the_policy_is_told_without_being_asked(
+    path: str, live: Live, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.engine.sampling.tool_calls.MARKS", ("w",))  # every answer is a call
+    function = {"name": "w33", "parameters": {}}
+    tool = {
+        "/v1/chat/completions": {"type": "function", "function": function},
+        "/v1/messages": {"name": "w33", "input_schema": {}},
+        "/v1/responses": {"type": "function", **function},
+    }[path]
+    said = [{"role": "user", "content": " ".join(f"w{number}" for number in range(9))}]
+    body = {"model": "tiny", "stop_token_ids": list(range(160)), "tools": [tool], "max_tokens": 4}
+    call(live, path, body | ({"input": said} if path == "/v1/responses" else {"messages": said}))
+    (root,) = engine.manager._state.cache.tree.roots.values()
+    assert {node.hint for node in root.children.values()} == {ReuseHint("tool_calls").code}
 
 
 def test_given_tenants_then_each_sees_and_changes_its_own_cache_only(serve: Callable[..., Live]) -> None:

@@ -47,6 +47,7 @@ from kvpool.engine.sampling.text import Pieces
 from kvpool.engine.thread import EngineThread
 from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT, TierSettings
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
+from kvpool.eviction.hints import ReuseHint
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.recording import TraceRecorder
@@ -243,10 +244,14 @@ class Engine:
         deadline: float | None = None,
         session: str | None = None,
         retention: Retention | None = None,
+        hint: ReuseHint | None = None,
+        offers_tools: bool = False,
     ) -> Generation:
         """Queues one prompt and returns at once; `Generation.result()` waits for it.
 
-        `deadline` is in seconds from now; `retention` says which of its tokens stay cached longer. `max_new_tokens` past the
+        `deadline` is in seconds from now; `retention` says which of its tokens stay cached longer; `hint` when its
+        continuation is expected. If the prompt `offers_tools` and there is no hint, the eviction policy is told whether the
+        answer calls one. `max_new_tokens` past the
         model's context is cut, and `Generation.notes` say so. A request that can never fit ends with `NeverFitsError`.
         """
         generation, request = self._requests.make(
@@ -259,6 +264,8 @@ class Engine:
             deadline=deadline,
             session=session,
             retention=retention,
+            hint=hint,
+            offers_tools=offers_tools,
         )
         self._queue(generation, request)
         return generation

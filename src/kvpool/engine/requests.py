@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from kvpool.config.layers import show
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.sampling.params import SamplingParams
+from kvpool.engine.sampling.tool_calls import ToolCalls
 from kvpool.errors import InvalidArgumentError, KVPoolError
-from kvpool.pools.arrays import Int32Array
+from kvpool.eviction.hints import ReuseHint, check_hint
+from kvpool.pools.arrays import Int32Array, as_flag
 from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
@@ -54,9 +56,14 @@ class RequestMaker:
         deadline: float | None = None,
         session: str | None = None,
         retention: Retention | None = None,
+        hint: ReuseHint | None = None,
+        offers_tools: bool = False,
     ) -> Asked:
         """A request for all tokens that follow these; the options are those of `Engine.submit`."""
         self._check(params, deadline, on_chunk, on_end)
+        if hint is not None:
+            check_hint(hint)
+        looks = as_flag(offers_tools, "offers_tools") and hint is None and self.tokenizer is not None
         params, notes = self._fitted(len(tokens), params.with_defaults(self.defaults))
         generation = Generation(
             next(self._ids), tokens, params, self.tokenizer, on_chunk, on_end, cancel=self.cancel, notes=notes
@@ -73,6 +80,7 @@ class RequestMaker:
             steered=params.num_beams > 1,
             session=session,
             retention=retention,
+            hint=ToolCalls(self.tokenizer) if looks else hint,
         )
         return Asked(generation, request)
 

@@ -19,7 +19,9 @@ NUM_HINTS: Final = 1 + len(STOPS) + _STEPS  # hints that policies tell apart; th
 
 @dataclass(frozen=True)
 class ReuseHint:
-    """A hint for the eviction policy, given when a request ends. It is no promise: policies learn what it is worth.
+    """A hint for the eviction policy, given when a request ends, or before if it is known then.
+
+    It is no promise: policies learn what it is worth.
 
     `stop` says why the request stopped, in OpenAI's words or Anthropic's; `expected_seconds` when its continuation is
     expected (`math.inf`: never), which says more and is what counts if both are given.
@@ -50,6 +52,12 @@ class ReuseHint:
                 step, limit = step + 1, limit * _STEP
             return 1 + len(STOPS) + step
         return 0 if self.stop is None else 1 + STOPS.index(self.stop)
+
+
+def check_hint(hint: object) -> None:
+    """Refuses what is no hint."""
+    if not isinstance(hint, ReuseHint):
+        raise InvalidArgumentError(f"{show(hint)} is no hint; write ReuseHint(stop=...) or ReuseHint(expected_seconds=...)")
 
 
 def _checked(seconds: object) -> float:

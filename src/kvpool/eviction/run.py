@@ -30,6 +30,14 @@ class Run(Protocol):
         """What was said about its continuation when its request ended, as `ReuseHint.code`; 0 if nothing."""
 
     @property
+    def session(self) -> str | None:
+        """The session of the request that published it, if it named one."""
+
+    @property
+    def tenant(self) -> str:
+        """Whose it is; "" for nobody's."""
+
+    @property
     def num_blocks(self) -> int: ...
 
     @property

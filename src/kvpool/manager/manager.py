@@ -36,7 +36,7 @@ from kvpool.errors import (
 )
 from kvpool.events import EventLog
 from kvpool.eviction import EvictionPolicy
-from kvpool.eviction.hints import ReuseHint
+from kvpool.eviction.hints import ReuseHint, check_hint
 from kvpool.manager.arguments import (
     DEFAULT_SCOPE,
     Items,
@@ -175,6 +175,7 @@ class KVCacheManager(Steps):
         session: str | None = None,
         lease: bool = False,
         multimodal: Items | None = None,
+        hint: ReuseHint | None = None,
     ) -> KVCacheHandle:
         """Admits a request and gives it blocks for its prompt, reusing the longest cached prefix.
 
@@ -184,7 +185,8 @@ class KVCacheManager(Steps):
         what it computes should stay cached; `session` names it for `invalidate`. A `lease` is no request and not counted as
         one: it holds blocks for somebody else, as for bytes that come from a keyed tier. `multimodal` lists the images
         behind placeholder tokens as (position, length, key), see `MultimodalItem`: text before an image is shared, the image
-        and what follows only with prompts that have the same one there. (A lease may end inside one.) Raises
+        and what follows only with prompts that have the same one there. (A lease may end inside one.) A `hint` says when a
+        continuation is expected, if that is known already; what `hint` or `free` are told later counts instead. Raises
         `OutOfBlocksError` (`NeverFitsError` if the pool is too small) and changes nothing.
         """
         ids, places = self._request(tokens, num_tokens, reserve)
@@ -195,6 +197,8 @@ class KVCacheManager(Steps):
         if lease is not False:
             lease = as_flag(lease, "lease")
         items = None if multimodal is None else check_items(multimodal, ids, may_be_cut=lease)
+        if hint is not None:
+            check_hint(hint)
         state = self._state
         limit = state.max_seq_len
         if limit is not None:
@@ -225,6 +229,8 @@ class KVCacheManager(Steps):
                     retention=retention, ttl=ttl, session=session, lease=lease, multimodal=items,
                 )  # fmt: skip
                 self._tell("allocate", handle, request_id, ids, options)
+            if hint is not None:
+                self.hint(handle, hint)
             return handle
 
     def allocate_batch(self, requests: Iterable[Mapping[str, Any]]) -> list[KVCacheHandle | KVPoolError]:
@@ -297,8 +303,7 @@ class KVCacheManager(Steps):
 
     def hint(self, handle: KVCacheHandle, hint: ReuseHint) -> None:
         """Tells the eviction policy why a request stops, or when its continuation is expected; say it before `free`."""
-        if not isinstance(hint, ReuseHint):
-            raise InvalidArgumentError(f"{hint!r} is no hint; write ReuseHint(stop=...) or ReuseHint(expected_seconds=...)")
+        check_hint(hint)
         with self._guard:
             self._state.any_row_of(handle)
             handle.hint = hint.code

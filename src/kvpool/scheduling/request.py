@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import logging
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from math import isfinite
@@ -12,6 +13,7 @@ import numpy as np
 
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
+from kvpool.eviction.hints import ReuseHint, check_hint
 from kvpool.pools.arrays import Int32Array, as_count, as_flag, as_token_array
 from kvpool.pools.symbols import as_items
 from kvpool.prefix.lifetimes.retention import Retention
@@ -19,6 +21,7 @@ from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.live.handle import KVCacheHandle
 
 MAX_PRIORITY = 2**31
+log = logging.getLogger("kvpool")
 
 
 class FinishReason(str, Enum):
@@ -38,8 +41,9 @@ class Request:
     """A prompt and how to continue it. Times are those of the scheduler's clock, in seconds.
 
     `n` samples share the prompt's blocks. With `steered`, `complete` must say which sequences go on (beam search): they
-    advance together, one step at a time. `retention`, `ttl`, `session`, `cross_tokens` and `multimodal` are handed to
-    `KVCacheManager.allocate`.
+    advance together, one step at a time. `hint` tells the eviction policy when a continuation is expected; a function is
+    asked when a sequence has stopped, with the tokens of its answer. `retention`, `ttl`, `session`, `cross_tokens` and
+    `multimodal` are handed to `KVCacheManager.allocate`.
 
     >>> Request("r1", [1, 2, 3], max_new_tokens=16, priority=5).num_places
     18
@@ -60,6 +64,7 @@ class Request:
     retention: Retention | None = None
     ttl: float | None = None
     session: str | None = None
+    hint: ReuseHint | Callable[[Int32Array], ReuseHint | None] | None = None  # what its end says about a continuation
     multimodal: Any = ()  # (position, length, key) of images in the prompt; a tuple of MultimodalItem after construction
     stop_ids: frozenset[int] = field(init=False, repr=False)
 
@@ -97,6 +102,21 @@ class Request:
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):
                 raise InvalidArgumentError(f"request {self.id!r}: {name} must be a {kind.__name__}, got {show(value)}")
+        if self.hint is not None and not callable(self.hint):
+            check_hint(self.hint)
+
+    def hint_at_end(self, answer: Int32Array) -> ReuseHint | None:
+        """What is known about its continuation now that it has stopped with this answer; what fails says nothing."""
+        if not callable(self.hint):
+            return self.hint
+        try:
+            said = self.hint(answer)
+            if said is not None:
+                check_hint(said)
+            return said
+        except Exception:
+            log.exception("the hint of request %r could not be asked; the policy is told why it stopped", self.id)
+            return None
 
     @property
     def items(self) -> tuple[MultimodalItem, ...] | None:

@@ -145,9 +145,9 @@ class Roster:
     ) -> None:
         """Ends sequences, wherever they are, and gives back all they hold; those that ended before stay as they are.
 
-        The eviction policy is told why: by the `hint`, or by the reason if it says something about the continuation.
+        The eviction policy is told why: by the `hint`, by the request's own, or by the reason if it says something about the
+        continuation.
         """
-        hint = hint or _SAYS.get(reason)
         handles = []
         for sequence in sequences:
             if sequence.is_finished:
@@ -158,8 +158,9 @@ class Roster:
                 self.leave_queue(sequence)
             if sequence.handle is not None:
                 handles.append(sequence.handle)
-                if hint is not None:
-                    self.manager.hint(sequence.handle, hint)
+                said = hint or _said(sequence, reason)
+                if said is not None:
+                    self.manager.hint(sequence.handle, said)
                 sequence.handle = None
             self.end(sequence, reason)
         self.manager.free_batch(handles)
@@ -172,3 +173,13 @@ class Roster:
         unused = sequence.request.num_places + 1 - len(sequence.tokens)
         if sequence.seniority and unused > 0:
             self.policy.charge(sequence, -unused)
+
+
+def _said(sequence: ScheduledSequence, reason: FinishReason) -> ReuseHint | None:
+    """What a sequence that ends says about its continuation: by its request, or by the reason alone."""
+    usual, request = _SAYS.get(reason), sequence.request
+    if usual is None or request.hint is None:
+        return usual
+    if callable(request.hint) and reason is FinishReason.LENGTH:  # an answer that was cut says nothing
+        return usual
+    return request.hint_at_end(sequence.tokens[len(request.prompt) :]) or usual

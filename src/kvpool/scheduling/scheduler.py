@@ -31,7 +31,7 @@ from kvpool.errors import (
     SequenceStateError,
     UnknownRequestError,
 )
-from kvpool.eviction.hints import ReuseHint
+from kvpool.eviction.hints import ReuseHint, check_hint
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, as_count, as_token_array
 from kvpool.scheduling.arrivals import Arrivals
@@ -187,10 +187,8 @@ class Scheduler:
         A `hint` tells the eviction policy more than that it stopped, as that the answer is a call of a tool. Returns the
         request's outputs if that was its last sequence.
         """
-        if hint is not None and not isinstance(hint, ReuseHint):
-            raise InvalidArgumentError(
-                f"{hint!r} is no hint; write ReuseHint(stop=...) or ReuseHint(expected_seconds=...)"
-            )
+        if hint is not None:
+            check_hint(hint)
         group = self._group(request_id)
         if index is None:
             return self._stop(group, FinishReason.STOP, hint)

@@ -129,6 +129,11 @@ class Node:
         self.entry = None
 
     @property
+    def tenant(self) -> str:
+        """Whose content this is."""
+        return self.root.scope.tenant
+
+    @property
     def sessions(self) -> tuple[str, ...]:
         """Every session of which something is in this run."""
         return self.copied_sessions if self.session is None else (self.session, *self.copied_sessions)

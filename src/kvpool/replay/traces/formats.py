@@ -14,10 +14,10 @@ from typing import Any
 
 from kvpool.config.layers import MAX_BLOCK_SIZE, check_int, check_number, show
 from kvpool.errors import InvalidArgumentError, TraceError
-from kvpool.eviction.hints import known_stop
+from kvpool.eviction.hints import ReuseHint, known_stop
 from kvpool.jsonfile import parse_json
 from kvpool.recording.lines import Lines, open_bytes
-from kvpool.recording.operations import MAGIC_KEY
+from kvpool.recording.operations import MAGIC_KEY, MAX_SECONDS
 from kvpool.replay.traces.recorded import requests_of_recording
 from kvpool.replay.traces.trace import MAX_LENGTH, Trace, TraceBuilder
 
@@ -31,7 +31,8 @@ _TOKEN_KEYS = ("tokens", "token_ids", "prompt_token_ids")
 _IDS, _TOKENS, _NUMBERS = frozenset({int, str}), frozenset({int}), frozenset({int, float})  # types that JSON gives
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,9}))? ?(?:Z|([+-]\d\d):?(\d\d))?", re.ASCII)
 
-_Request = tuple[float, list[Any], int, int, str | None, str | None, str | None]  # what `TraceBuilder.add` takes
+# What `TraceBuilder.add` takes.
+_Request = tuple[float, list[Any], int, int, str | None, str | None, str | None, float | None]
 
 
 def read_trace(
@@ -137,9 +138,12 @@ def _length(record: dict[str, Any], key: str, default: int) -> int:
     return check_int(key, value, 0, MAX_LENGTH, TraceError)
 
 
-def _who(record: dict[str, Any]) -> tuple[str | None, str | None, str | None]:
-    """Session and tenant of a request and why it stopped, where the file says so in words that are known."""
-    return _name(record, "session"), _name(record, "tenant"), known_stop(record.get("stop"))
+def _who(record: dict[str, Any]) -> tuple[str | None, str | None, str | None, float | None]:
+    """Session and tenant of a request, why it stopped (in words that are known) and when its continuation was expected."""
+    expected = record.get("expected_seconds")
+    if expected is not None:
+        expected = ReuseHint(expected_seconds=expected).expected_seconds
+    return _name(record, "session"), _name(record, "tenant"), known_stop(record.get("stop")), expected
 
 
 def _name(record: dict[str, Any], key: str) -> str | None:
@@ -235,4 +239,6 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
                 record["tenant"] = request.tenant
             if request.stop is not None:
                 record["stop"] = request.stop
+            if request.expected_seconds is not None:
+                record["expected_seconds"] = min(request.expected_seconds, MAX_SECONDS)
             stream.write(json.dumps(record, separators=(",", ":")).encode() + b"\n")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpool.errors import TraceError
-from kvpool.eviction.hints import known_stop
+from kvpool.errors import InvalidArgumentError, TraceError
+from kvpool.eviction.hints import ReuseHint
 from kvpool.pools.arrays import Int32Array
 from kvpool.recording.lines import Lines
 from kvpool.recording.operations import Operations, unpack
@@ -18,7 +18,7 @@ def requests_of_recording(lines: Lines, limit: int | None = None) -> Trace:
     operations = Operations(lines)
     found: dict[int, tuple[float, Int32Array, dict[str, Any]]] = {}
     committed: dict[int, int] = {}
-    stops: dict[int, str | None] = {}
+    hints: dict[int, ReuseHint] = {}
     for kind, when, *arguments in operations:
         if kind == "a":
             serial, prefix, more = arguments
@@ -30,7 +30,10 @@ def requests_of_recording(lines: Lines, limit: int | None = None) -> Trace:
                 raise operations.broken(error) from None
             found[serial] = (when * 1000, unpack("") if tokens is None else tokens, more)
         elif kind == "y":
-            stops[arguments[0]] = known_stop(arguments[1])
+            try:
+                hints[arguments[0]] = ReuseHint(arguments[1], arguments[2])
+            except InvalidArgumentError as error:
+                raise operations.broken(error) from None
         elif kind in "ewsfoi":
             operations.batch(arguments[0])
         elif kind == "c":
@@ -43,6 +46,7 @@ def requests_of_recording(lines: Lines, limit: int | None = None) -> Trace:
                     committed[serial] = committed.get(serial, 0) + count
     builder = TraceBuilder(operations.name, unit=1, format="recording")
     for serial, (when, tokens, more) in found.items():
+        said = hints.get(serial, ReuseHint())
         session = None if "session" not in more else f"session {more['session']}"
         builder.add(
             when,
@@ -51,6 +55,7 @@ def requests_of_recording(lines: Lines, limit: int | None = None) -> Trace:
             committed.get(serial, 0),
             session,
             scope_of(more.get("scope")).tenant or None,
-            stops.get(serial),
+            said.stop,
+            said.expected_seconds,
         )
     return builder.build()

@@ -216,6 +216,7 @@ def to_blocks(trace: Trace, block_size: int) -> Trace:
             parent = numbers.setdefault(key, len(numbers))
             ids.append(parent)
         builder.add(
-            request.timestamp, ids, request.input_length, request.output_length, request.session, request.tenant
-        )
+            request.timestamp, ids, request.input_length, request.output_length, request.session, request.tenant,
+            request.stop, request.expected_seconds,
+        )  # fmt: skip
     return builder.build()

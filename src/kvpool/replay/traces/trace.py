@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import TraceError
-from kvpool.eviction.hints import STOPS, ReuseHint
+from kvpool.eviction.hints import ReuseHint
 from kvpool.pools.arrays import MAX_TOKEN_ID, Int32Array, Int64Array
 
 FloatArray = npt.NDArray[np.float64]
@@ -33,6 +33,7 @@ class TraceRequest(NamedTuple):
     session: str | None = None
     tenant: str | None = None
     stop: str | None = None  # why it stopped: a word of `ReuseHint`
+    expected_seconds: float | None = None  # when its continuation was expected, as `ReuseHint` has it
 
 
 @dataclass
@@ -89,6 +90,7 @@ class Trace:
     problems: Problems = field(default_factory=Problems)
     tenants: tuple[str | None, ...] | None = None  # None: the trace does not say who asked
     stops: tuple[str | None, ...] | None = None  # None: the trace does not say why requests stopped
+    expected: tuple[float | None, ...] | None = None  # seconds until their continuation, if somebody said so
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -102,6 +104,7 @@ class Trace:
             int(self.output_lengths[index]), None if self.sessions is None else self.sessions[index],
             None if self.tenants is None else self.tenants[index],
             None if self.stops is None else self.stops[index],
+            None if self.expected is None else self.expected[index],
         )  # fmt: skip
 
     def ids_of(self, index: int) -> Int32Array:
@@ -137,10 +140,14 @@ class Trace:
 
     def hints(self) -> list[ReuseHint | None] | None:
         """What each request says about its continuation; None if none says anything."""
-        if self.stops is None:
+        if self.stops is None and self.expected is None:
             return None
-        known = {stop: ReuseHint(stop) for stop in STOPS}
-        return [known.get(stop) if stop is not None else None for stop in self.stops]
+        known: dict[tuple[str | None, float | None], ReuseHint | None] = {(None, None): None}
+        unsaid = (None,) * len(self)
+        said = list(zip(self.stops or unsaid, self.expected or unsaid, strict=True))
+        for each in dict.fromkeys(said):
+            known.setdefault(each, ReuseHint(*each))
+        return [known[each] for each in said]
 
     def head(self, num_requests: int) -> Trace:
         """The first requests, as a trace of its own."""
@@ -151,6 +158,7 @@ class Trace:
             None if self.sessions is None else self.sessions[:count], self.reuse_known, self.problems,
             None if self.tenants is None else self.tenants[:count],
             None if self.stops is None else self.stops[:count],
+            None if self.expected is None else self.expected[:count],
         )  # fmt: skip
 
     def full_blocks_only(self) -> Trace:
@@ -163,6 +171,7 @@ class Trace:
         return Trace(
             self.name, self.format, self.unit, self.ids[keep], offsets, self.timestamps, self.input_lengths,
             self.output_lengths, self.sessions, self.reuse_known, self.problems, self.tenants, self.stops,
+            self.expected,
         )  # fmt: skip
 
 
@@ -180,6 +189,7 @@ class TraceBuilder:
         self._sessions: list[str | None] = []
         self._tenants: list[str | None] = []
         self._stops: list[str | None] = []
+        self._expected: list[float | None] = []
         self._numbers: dict[object, int] | None = None
 
     def __len__(self) -> int:
@@ -188,6 +198,7 @@ class TraceBuilder:
     def add(
         self, timestamp: float, ids: Sequence[object], input_length: int, output_length: int,
         session: str | None = None, tenant: str | None = None, stop: str | None = None,
+        expected_seconds: float | None = None,
     ) -> TraceBuilder:  # fmt: skip
         """One more request. The caller has checked that lengths are not negative."""
         if len(self._ends) >= MAX_REQUESTS or len(self._ids) + len(ids) > MAX_IDS:
@@ -209,6 +220,7 @@ class TraceBuilder:
         self._sessions.append(session)
         self._tenants.append(tenant)
         self._stops.append(stop)
+        self._expected.append(expected_seconds)
         return self
 
     def _append_ids(self, ids: Sequence[Any]) -> None:
@@ -234,9 +246,10 @@ class TraceBuilder:
             tuple(names) if any(name is not None for name in names) else None
             for names in (self._sessions, self._tenants, self._stops)
         )
+        expected = tuple(self._expected) if any(value is not None for value in self._expected) else None
         return Trace(
             self.name, self.format, self.unit, np.array(self._ids, np.int32),
             np.concatenate(([0], np.array(self._ends, np.int64))), np.array(self._timestamps, np.float64),
             np.array(self._inputs, np.int64), np.array(self._outputs, np.int64), sessions, self.reuse_known,
-            self.problems, tenants, stops,
+            self.problems, tenants, stops, expected,
         )  # fmt: skip

@@ -70,7 +70,7 @@ class Exchange:
                 raise Problem(
                     400, f"the prompt has {len(prompt)} tokens, the limit is {limit}", code="context_length_exceeded"
                 )
-        options = request_options(self._body, self._caller)
+        options = request_options(self._body, self._caller, self._request.headers)
         options |= {name: value for name, value in more.items() if value is not None}
         if pins_of(self._body):
             if len(prompts) > 1:

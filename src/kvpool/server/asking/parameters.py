@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvpool.engine.sampling.grammar import Grammar
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, KVPoolError
+from kvpool.eviction.hints import ReuseHint
 from kvpool.prefix.lifetimes.retention import Retention, TokenRange
 from kvpool.server.asking.access import Caller
 from kvpool.server.asking.limits import Limits
 from kvpool.server.asking.problems import Problem, problem_of
 from kvpool.server.asking.schema import KeptTokens, ResponseFormat, Sampling
 from kvpool.server.asking.served import ServedModel, scope_of
+
+SESSION_HEADER = "x-session-id"
+MAX_NAME = 256  # characters, as of the field `session_id`
 
 
 async def sampling_params(
@@ -68,13 +72,17 @@ async def _grammar(wanted: ResponseFormat, model: ServedModel) -> Grammar | None
         raise problem_of(error) from error
 
 
-def request_options(body: Sampling, caller: Caller) -> dict[str, Any]:
+def request_options(body: Sampling, caller: Caller, headers: Mapping[str, str]) -> dict[str, Any]:
     """What the engine is told besides the prompt and the parameters."""
+    session = body.session_id or headers.get(SESSION_HEADER)
+    if session is not None and len(session) > MAX_NAME:
+        raise Problem(400, f"{SESSION_HEADER} is longer than {MAX_NAME} characters", code="invalid_value")
     return {
         "retention": _retention(body.retention or ()),
         "priority": body.priority,
         "scope": scope_of(caller.tenant, body.cache_salt),
-        "session": None if body.session_id is None else session_name(caller, body.session_id),
+        "session": session_name(caller, session) if session else None,
+        "hint": None if body.expected_seconds is None else ReuseHint(expected_seconds=body.expected_seconds),
         "deadline": None if body.deadline_ms is None else body.deadline_ms / 1e3,
     }
 

@@ -116,6 +116,7 @@ class Sampling(Body):
     cache_salt: Annotated[str, Field(max_length=256)] = ""
     priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] = 0
     session_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    expected_seconds: Annotated[float, Field(ge=0, le=1e9)] | None = None
     deadline_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
     retention: Annotated[list[KeptTokens], Field(max_length=64)] | None = None
 

@@ -54,7 +54,8 @@ async def chat(
     wanted = (body.top_logprobs or 0) if body.logprobs else None
     params = await sampling_params(body, model, reception.gate.limits, most, wanted)
     answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body))
-    return await Exchange(request, body, model, caller, reception, answer).run([prompt], params)
+    exchange = Exchange(request, body, model, caller, reception, answer)
+    return await exchange.run([prompt], params, offers_tools=bool(tools))
 
 
 def offered(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:

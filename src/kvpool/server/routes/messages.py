@@ -96,7 +96,8 @@ async def converse(
     if retention is not None and body.retention:
         raise Problem(400, "give cache_control or retention, not both", code="invalid_value", param="retention")
     answer = MessageAnswer(model.name)
-    return await Exchange(request, body, model, caller, reception, answer).run([prompt], params, retention=retention)
+    exchange = Exchange(request, body, model, caller, reception, answer)
+    return await exchange.run([prompt], params, retention=retention, offers_tools=bool(tools))
 
 
 def _text_of(turn: Turn, number: int) -> str:

@@ -93,9 +93,8 @@ async def respond(
     )
     tools = offered([tool.as_function() for tool in body.tools or ()], body.tool_choice)
     prompt = await conversation_tokens(model, turns, tools)
-    return await Exchange(request, body, model, caller, reception, ResponseAnswer(model.name, body)).run(
-        [prompt], params
-    )
+    exchange = Exchange(request, body, model, caller, reception, ResponseAnswer(model.name, body))
+    return await exchange.run([prompt], params, offers_tools=bool(tools))
 
 
 class ResponseAnswer:
