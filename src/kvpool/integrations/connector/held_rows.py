@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvpool.errors import OutOfBlocksError
 from kvpool.integrations.requests.tracked_request import Saving, TrackedRequest
@@ -26,20 +26,7 @@ class HeldRows:
 
     def take(self, tracked: TrackedRequest, tokens: Int32Array) -> KVCacheHandle:
         """Holds what the host has of a prefix, and rows for the rest; `OutOfBlocksError` if that cannot be."""
-        while True:
-            try:
-                return self._manager.allocate(
-                    object(),
-                    tokens,
-                    scope=tracked.scope,
-                    lease=True,
-                    multimodal=tracked.items_within(len(tokens)),
-                    retention=tracked.wishes.retention(),
-                    ttl=tracked.wishes.ttl,
-                )
-            except OutOfBlocksError:
-                if not self.make_room():
-                    raise
+        return take_rows(self._manager, tracked, tokens, len(tokens), self.make_room)
 
     def keep(self, tracked: TrackedRequest, handle: KVCacheHandle) -> Saving:
         """The rows of a request that goes on."""
@@ -106,3 +93,31 @@ class HeldRows:
         self._num_rows -= len(saving.rows)
         self._manager.free(saving.handle)
         saving.owner.saving = None
+
+
+def take_rows(
+    manager: KVCacheManager,
+    tracked: TrackedRequest,
+    tokens: Int32Array,
+    num_reserved: int,
+    make_room: Callable[[], bool],
+) -> KVCacheHandle:
+    """Holds what the host has of a request's first tokens, and rows up to `num_reserved` tokens.
+
+    As long as there are too few rows and `make_room` gives some back it tries again; then it raises `OutOfBlocksError`.
+    """
+    while True:
+        try:
+            return manager.allocate(
+                object(),
+                tokens,
+                scope=tracked.scope,
+                reserve=num_reserved,
+                lease=True,
+                multimodal=tracked.items_within(len(tokens)),
+                retention=tracked.wishes.retention(),
+                ttl=tracked.wishes.ttl,
+            )
+        except OutOfBlocksError:
+            if not make_room():
+                raise

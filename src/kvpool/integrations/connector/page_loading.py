@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import OutOfBlocksError
+from kvpool.integrations.connector.held_rows import take_rows
 from kvpool.integrations.connector.step_orders import Load, Orders
 from kvpool.integrations.connector.tier_lookups import TierLookups
 from kvpool.integrations.reports.block_events import BlockEvents
@@ -120,21 +121,10 @@ class Loader:
         """Holds the rows of a prefix, fresh ones where the host lacks it. None: there is no room after all."""
         # One id more than is loaded, where there is one: the last token of a lease would count as one to compute.
         tokens = tracked.tokens()[: last * self._block_size + 1]
-        while True:
-            try:
-                return self._manager.allocate(
-                    object(),
-                    tokens,
-                    scope=tracked.scope,
-                    reserve=last * self._block_size,
-                    lease=True,
-                    multimodal=tracked.items_within(len(tokens)),
-                    retention=tracked.wishes.retention(),
-                    ttl=tracked.wishes.ttl,
-                )
-            except OutOfBlocksError:
-                if not self._make_room():
-                    return None
+        try:
+            return take_rows(self._manager, tracked, tokens, last * self._block_size, self._make_room)
+        except OutOfBlocksError:
+            return None
 
     def confirm(self, job: int, num_blocks: int) -> bool | None:
         """All workers are done: what tiers brought is published. Whether all of it came; None: this was no load."""
