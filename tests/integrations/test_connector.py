@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ pytest.importorskip("torch")
 pytest.importorskip("xxhash")
 
 from toy import BLOCK, PROMPT, ToyEngine, ToyRequest, give_way, image, lora
+
+from kvpool.errors import TransferError
+from kvpool.integrations.connector.engine_pages import EnginePages, HostRows, Move
+from kvpool.integrations.connector.linked_pages import LinkedPages
+from kvpool.tiers import Outcome
 
 
 def served(toy: ToyEngine, request: ToyRequest, **options: Any) -> int:
@@ -274,3 +280,74 @@ def test_given_random_prompts_with_common_beginnings_then_every_page_is_right(
         toy.close()
         assert stats["from_host"]
     assert stats["from_tiers"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(3))
+def test_given_pages_on_a_gpu_then_every_page_is_right(engine: Any, tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    begins = [[rng.randrange(9) for _ in range(rng.randrange(60, 120))] for _ in range(4)]
+    for _ in range(2):
+        toy = engine(disk=str(tmp_path), host_blocks=60, num_pages=64, device="cuda", pages=LinkedPages)
+        for number in range(40):
+            tokens = rng.choice(begins)[: rng.randrange(8, 120)] + [
+                rng.randrange(9) for _ in range(rng.randrange(1, 6))
+            ]
+            served(toy, ToyRequest(str(number), tokens), chunk=rng.choice([7, 40, 1000]))
+        stats = toy.scheduler.stats()
+        toy.close()
+    assert stats["from_host"]
+    assert stats["from_tiers"]
+
+
+class BrokenPages(EnginePages):
+    """A link that refuses one copy."""
+
+    is_broken = False
+
+    def write(self, moves: Sequence[Move], host: HostRows) -> None:
+        if moves and self.is_broken:
+            self.is_broken = False
+            raise TransferError("the driver refused a batch of 4 copies with error 700")
+        super().write(moves, host)
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_given_a_link_that_refuses_a_copy_then_all_pages_of_the_load_are_computed_again(
+    engine: Any, tmp_path: Path, where: str
+) -> None:
+    toy = engine(disk=str(tmp_path), pages=BrokenPages)
+    served(toy, ToyRequest("a", PROMPT))
+    if where == "disk":
+        toy.close()
+        toy = engine(disk=str(tmp_path), pages=BrokenPages)
+    toy.workers[0]._pages.is_broken = True
+    assert served(toy, ToyRequest("b", PROMPT)) == 16
+    assert toy.scheduler.stats()["failed"] == 4
+    assert served(toy, ToyRequest("c", PROMPT)) == 16
+    assert toy.scheduler.stats()["failed"] == 4
+
+
+def test_given_a_load_that_fails_on_one_of_two_workers_then_its_pages_are_computed_again_on_both(engine: Any) -> None:
+    toy = engine(num_workers=2, pages=BrokenPages)
+    served(toy, ToyRequest("a", PROMPT))
+    toy.workers[1]._pages.is_broken = True
+    longer = PROMPT[:16] + list(range(8))
+    assert served(toy, ToyRequest("b", longer)) == 16
+    assert toy.scheduler.stats()["failed"] == 4
+    assert toy.scheduler.stats()["spoiled"] == 2
+    assert served(toy, ToyRequest("c", longer)) == 20
+
+
+def test_given_a_tier_that_lost_a_block_of_one_worker_then_no_worker_uses_its_part(engine: Any, tmp_path: Path) -> None:
+    first = engine(disk=str(tmp_path), num_workers=2)
+    served(first, ToyRequest("a", PROMPT))
+    first.close()
+    second = engine(disk=str(tmp_path), num_workers=2)
+    (watched,) = second.workers[1]._tiers
+    load = watched.tier._load
+    watched.tier._load = lambda keys, out, *rest: load(keys[:1], out[:1], *rest) + [Outcome.MISS] * (len(keys) - 1)
+    assert served(second, ToyRequest("b", PROMPT)) == 16  # promised, of which one block came
+    assert second.computed == 18 - 4
+    assert second.scheduler.stats()["failed"] == 3
+    assert served(second, ToyRequest("c", PROMPT)) == 16

@@ -87,16 +87,21 @@ class ToyEngine:
         num_pages: int = 32,
         layout: str = "toy",
         announces: bool = False,
+        device: str = "cpu",
+        pages: type[EnginePages] = EnginePages,
         **extra: Any,
     ) -> None:
         settings = ConnectorSettings.of({"host_blocks": host_blocks, **extra})
         self.layers = [
-            {f"layer {n}": torch.zeros((num_pages, PAGE_BYTES), dtype=torch.uint8) for n in range(LAYERS)}
+            {
+                f"layer {n}": torch.zeros((num_pages, PAGE_BYTES), dtype=torch.uint8, device=device)
+                for n in range(LAYERS)
+            }
             for _ in range(num_workers)
         ]
         workers = [introduction(host_blocks, rank, num_workers, layout) for rank in range(num_workers)]
         self.workers = [
-            WorkerSide(settings, EnginePages(layers, num_pages), worker)
+            WorkerSide(settings, pages(layers, num_pages), worker)
             for layers, worker in zip(self.layers, workers, strict=True)
         ]
         self.scheduler = SchedulerSide(settings, BLOCK, workers, hash_size=BLOCK if announces else None)
@@ -118,8 +123,8 @@ class ToyEngine:
         self._at += len(pages)
         for page in pages:
             self._fill(page, b"\xee" * PAGE_BYTES, b"\xee" * PAGE_BYTES)
-        for block in range(local_blocks):
-            self._compute(request, pages, block)
+        for name in self.layers[0]:
+            self._compute(request, pages, name, range(local_blocks))
         self.scheduler.order_load(request, [pages], count)
         done = local_blocks * BLOCK + count
         if waits:
@@ -157,8 +162,10 @@ class ToyEngine:
             orders, is_new = self.scheduler.orders(is_idle=False), False
             for worker in self.workers:
                 worker.load(orders)
-            for block in range(done // BLOCK, upto // BLOCK):
-                self._compute(request, pages, block)
+            for name in self.layers[0]:
+                self._compute(request, pages, name, range(done // BLOCK, upto // BLOCK))
+                for worker in self.workers:
+                    worker.store_layer(orders, name)
             self.computed += upto - done
             for worker in self.workers:
                 worker.store(orders)
@@ -167,24 +174,23 @@ class ToyEngine:
             self._report()
             done = self._first_failed(pages, failed, upto)
 
-    def _compute(self, request: ToyRequest, pages: list[int], block: int) -> None:
+    def _compute(self, request: ToyRequest, pages: list[int], name: str, blocks: range) -> None:
         """A page depends on the page before it, as attention does: garbage in, garbage out."""
+        salt = _salt(request)
         for rank, layers in enumerate(self.layers):
-            before = b""
-            if block:
-                before = layers["layer 0"][pages[block - 1]].numpy().tobytes()
-            tokens = request.all_token_ids[: (block + 1) * BLOCK]
-            salt = _salt(request)
-            right = content(tokens[:-BLOCK], rank, salt) if block else b""
-            value = content(tokens, rank, salt) if before == right else b"\xbb" * PAGE_BYTES
-            for layer in layers.values():
-                layer[pages[block]] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+            layer = layers[name]
+            for block in blocks:
+                before = layer[pages[block - 1]].cpu().numpy().tobytes() if block else b""
+                tokens = request.all_token_ids[: (block + 1) * BLOCK]
+                right = content(tokens[:-BLOCK], rank, salt) if block else b""
+                value = content(tokens, rank, salt) if before == right else b"\xbb" * PAGE_BYTES
+                layer[pages[block]] = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(layer.device)
 
     def holds(self, request: ToyRequest, pages: list[int], num_blocks: int) -> bool:
         """Whether the first blocks of a request are in its pages, for all workers and layers."""
         tokens, salt = request.all_token_ids, _salt(request)
         return all(
-            layer[pages[block]].numpy().tobytes() == content(tokens[: (block + 1) * BLOCK], rank, salt)
+            layer[pages[block]].cpu().numpy().tobytes() == content(tokens[: (block + 1) * BLOCK], rank, salt)
             for rank, layers in enumerate(self.layers)
             for layer in layers.values()
             for block in range(num_blocks)
@@ -198,7 +204,7 @@ class ToyEngine:
     def _fill(self, page: int, *values: bytes) -> None:
         for layers in self.layers:
             for layer, value in zip(layers.values(), values, strict=True):
-                layer[page] = torch.frombuffer(bytearray(value), dtype=torch.uint8)
+                layer[page] = torch.frombuffer(bytearray(value), dtype=torch.uint8).to(layer.device)
 
     def _step_loads(self, failed: set[int]) -> set[str]:
         """A step that computes nothing; requests whose loads all workers have ended."""

@@ -19,7 +19,7 @@ from kvpool.errors import TransferError
 from kvpool.kernels.copying.block_bytes import widest_view
 from kvpool.pools.arrays import Int32Array
 
-_Sizes = npt.NDArray[np.uint64]
+Places = npt.NDArray[np.uint64]
 _IN_STREAM_ORDER = 1
 _BATCH = 64  # copies in a call: the first ones move while the driver takes the next
 
@@ -42,15 +42,28 @@ def copy_over_link(source: Tensor, target: Tensor, src: Int32Array, dst: Int32Ar
     """
     starts, lengths = runs(src, dst)
     host = target if source.is_cuda else source
-    if (batch := _driver_call()) is not None and host.is_pinned() and len(starts) > 1:
-        src, dst = src[starts], dst[starts]
-        for at in range(0, len(starts), _BATCH):
-            part = slice(at, at + _BATCH)
-            _copy_batch(batch, source, target, src[part], dst[part], lengths[part])
-        return
+    if host.is_pinned() and len(starts) > 1:
+        row = np.uint64(source.shape[1])
+        sources: Places = np.uint64(source.data_ptr()) + src[starts].astype(np.uint64) * row
+        targets: Places = np.uint64(target.data_ptr()) + dst[starts].astype(np.uint64) * row
+        if copy_places(sources, targets, lengths.astype(np.uint64) * row):
+            return
     source, target = widest_view(source), widest_view(target)
     for a, b, n in zip(src[starts].tolist(), dst[starts].tolist(), lengths.tolist(), strict=True):
         target[b : b + n].copy_(source[a : a + n], non_blocking=True)
+
+
+def copy_places(sources: Places, targets: Places, sizes: Places) -> bool:
+    """Copies bytes from addresses to addresses on the current stream, which is not the default one.
+
+    One side is page-locked memory of the host, the other a GPU's. False, and nothing done: the driver is too old for it.
+    """
+    if (batch := _driver_call()) is None:
+        return False
+    for at in range(0, len(sizes), _BATCH):
+        part = slice(at, at + _BATCH)
+        _copy_batch(batch, sources[part], targets[part], sizes[part])
+    return True
 
 
 def runs(src: Int32Array, dst: Int32Array) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -74,13 +87,7 @@ def _driver_call() -> Any:
         return None
 
 
-def _copy_batch(
-    call: Any, source: Tensor, target: Tensor, src: Int32Array, dst: Int32Array, lengths: npt.NDArray[np.int64]
-) -> None:
-    row = np.uint64(source.shape[1])
-    sources: _Sizes = np.uint64(source.data_ptr()) + src.astype(np.uint64) * row
-    targets: _Sizes = np.uint64(target.data_ptr()) + dst.astype(np.uint64) * row
-    sizes: _Sizes = lengths.astype(np.uint64) * row
+def _copy_batch(call: Any, sources: Places, targets: Places, sizes: Places) -> None:
     attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
     status = call(
         _pointer(targets), _pointer(sources), _pointer(sizes), ctypes.c_size_t(len(sizes)),
@@ -91,5 +98,5 @@ def _copy_batch(
         raise TransferError(f"the CUDA driver refused a batch of {len(sizes)} copies with error {status}")
 
 
-def _pointer(array: _Sizes) -> ctypes.c_void_p:
+def _pointer(array: Places) -> ctypes.c_void_p:
     return ctypes.c_void_p(array.ctypes.data)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,72 +18,107 @@ from torch import Tensor
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.step_orders import NO_PAGE
+from kvpool.storage.memory import HostMemory
 from kvpool.tiers.transport.staging import Bytes, page_aligned
 
 _PARTS = 4  # at most so many pieces of a page per layer: keys and values apart, and their scales
 
 
-class EnginePages:
-    """The pages of all layers, [page, byte] for each piece; a row has the bytes of one block, piece after piece.
+class LayerPages(NamedTuple):
+    """One layer: its group, where its bytes begin in a row, and its pieces, each uint8 [page, byte]."""
 
-    `groups` names the layers that share page numbers; without it all do.
+    name: str
+    group: int
+    start: int
+    pieces: list[Tensor]
+
+
+class Move(NamedTuple):
+    """Pages of each group and the rows that hold them; what is not to be moved is `NO_PAGE`."""
+
+    pages: Sequence[Sequence[int]]
+    rows: Sequence[int]
+
+
+def nothing_left() -> bool:
+    """Copies that were over when they were asked for."""
+    return True
+
+
+class EnginePages:
+    """The pages of all layers; a row has the bytes of one block, layer after layer and piece after piece.
+
+    `groups` names the layers that share page numbers; without it all do. This class copies where an engine computes on a
+    CPU: whatever is asked for is done at once. `LinkedPages` copies over the link of a GPU while it computes.
     """
+
+    gpu: torch.device | None = None  # where the pages are
 
     def __init__(
         self, layers: Mapping[str, Tensor], num_pages: int, groups: Sequence[Sequence[str]] | None = None
     ) -> None:
         named = [list(layers)] if groups is None else [list(group) for group in groups]
-        self._pieces = [
-            [piece for name in group for piece in _pieces(name, layers[name], num_pages)] for group in named
-        ]
+        self.layers: list[LayerPages] = []
+        self.row_bytes = 0
+        for number, group in enumerate(named):
+            for name in group:
+                pieces = _pieces(name, layers[name], num_pages)
+                self.layers.append(LayerPages(name, number, self.row_bytes, pieces))
+                self.row_bytes += sum(piece.shape[1] for piece in pieces)
         self.num_pages = num_pages
         self.num_groups = len(named)
-        self.row_bytes = sum(piece.shape[1] for pieces in self._pieces for piece in pieces)
-        self.is_cuda = any(piece.is_cuda for pieces in self._pieces for piece in pieces)
         described = [[name, str(each.dtype), list(each.shape), list(each.stride())] for name, each in layers.items()]
         for each in described:
             each[2] = [0 if size == num_pages else size for size in each[2]]  # how many there are changes no page
             each[3] = [stride for stride, size in zip(each[3], each[2], strict=True) if size]
         told = described if len(named) == 1 else [described, named]
         self.layout = hashlib.sha256(json.dumps(told).encode()).hexdigest()
-        # Slices of arrays are copied with the least ado; a GPU's memory has none.
-        self._arrays = None if self.is_cuda else [[piece.numpy() for piece in pieces] for pieces in self._pieces]
 
-    def read(self, pages: Sequence[Sequence[int]], rows: Sequence[int], host: HostRows) -> None:
-        """Copies the pages of each group into rows. The bytes are there when it returns."""
-        self._copy(pages, rows, host, to_host=True)
+    def write(self, moves: Sequence[Move], host: HostRows) -> None:
+        """Copies rows into pages, before anything that is computed next. `TransferError`: some may not be there."""
+        for move in moves:
+            for layer, pieces in zip(self.layers, self._arrays, strict=True):
+                _write_layer(layer, pieces, move, host.slices)
 
-    def write(self, pages: Sequence[Sequence[int]], rows: Sequence[int], host: HostRows) -> None:
-        """Copies rows into the pages of each group; on a GPU before what is computed next on its stream."""
-        self._copy(pages, rows, host, to_host=False)
+    def read(self, moves: Sequence[Move], host: HostRows) -> Callable[[], bool]:
+        """Begins to copy pages, which are written by now, into rows. What it returns says whether the bytes are there."""
+        for move in moves:
+            for layer, pieces in zip(self.layers, self._arrays, strict=True):
+                _read_layer(layer, pieces, move, host.slices)
+        return nothing_left
 
-    def _copy(self, pages: Sequence[Sequence[int]], rows: Sequence[int], host: HostRows, *, to_host: bool) -> None:
-        theirs: list[list[Any]] = self._pieces if self._arrays is None else self._arrays
-        start = 0
-        for of_group, pieces in zip(pages, theirs, strict=True):
-            self._copy_group(pieces, of_group, rows, host, start, to_host=to_host)
-            start += sum(piece.shape[1] for piece in pieces)
-        if self.is_cuda:
-            torch.cuda.current_stream().synchronize()
+    def read_layer(self, name: str, moves: Sequence[Move], host: HostRows) -> None:
+        """Moves that `read` will be asked for: this layer has written its pages."""
 
-    def _copy_group(
-        self, pieces: list[Any], pages: Sequence[int], rows: Sequence[int], host: HostRows, start: int, *, to_host: bool
-    ) -> None:
-        """One group's part of each row, which begins at byte `start`."""
-        ours: list[Any] = host.rows_of(self._arrays is not None)
-        for page, row in zip(pages, rows, strict=True):
-            if page == NO_PAGE:
-                continue
-            at, whole = start, ours[row]
+    def settle(self) -> None:
+        """Waits until no row is copied into pages any more, so that others may write to rows."""
+
+    def close(self) -> None:
+        """Waits for all copies: their rows are about to go."""
+
+    @cached_property
+    def _arrays(self) -> list[list[Bytes]]:
+        """Slices of arrays are copied with the least ado."""
+        return [[piece.numpy() for piece in layer.pieces] for layer in self.layers]
+
+
+def _write_layer(layer: LayerPages, pieces: list[Bytes], move: Move, slices: list[Bytes]) -> None:
+    for page, row in zip(move.pages[layer.group], move.rows, strict=True):
+        if page != NO_PAGE:
+            at, whole = layer.start, slices[row]
             for piece in pieces:
                 end = at + piece.shape[1]
-                if self._arrays is None:
-                    target, source = (whole[at:end], piece[page]) if to_host else (piece[page], whole[at:end])
-                    target.copy_(source, non_blocking=True)
-                elif to_host:
-                    whole[at:end] = piece[page]
-                else:
-                    piece[page] = whole[at:end]
+                piece[page] = whole[at:end]
+                at = end
+
+
+def _read_layer(layer: LayerPages, pieces: list[Bytes], move: Move, slices: list[Bytes]) -> None:
+    for page, row in zip(move.pages[layer.group], move.rows, strict=True):
+        if page != NO_PAGE:
+            at, whole = layer.start, slices[row]
+            for piece in pieces:
+                end = at + piece.shape[1]
+                whole[at:end] = piece[page]
                 at = end
 
 
@@ -110,21 +146,22 @@ def _as_bytes(part: Tensor) -> Tensor:
 
 
 class HostRows:
-    """Memory of the host for `num_rows` pages, pinned where the engine computes on a GPU."""
+    """Memory of the host for `num_rows` pages, page-locked where the engine computes on a GPU."""
 
-    def __init__(self, num_rows: int, row_bytes: int, *, pinned: bool) -> None:
-        if pinned:
-            self._tensor = torch.empty((num_rows, row_bytes), dtype=torch.uint8, pin_memory=True)
-            self.array: Bytes = self._tensor.numpy()
+    def __init__(self, num_rows: int, row_bytes: int, gpu: torch.device | None = None) -> None:
+        self.is_pinned = False
+        if gpu is None:
+            self.array: Bytes = page_aligned(num_rows * row_bytes).reshape(num_rows, row_bytes)
         else:
-            self.array = page_aligned(num_rows * row_bytes).reshape(num_rows, row_bytes)
-            self._tensor = torch.from_numpy(self.array)
-        self._arrays, self._tensors = list(self.array), list(self._tensor)
-
-    def rows_of(self, as_arrays: bool) -> list[Any]:
-        """All rows, as arrays or as tensors."""
-        return self._arrays if as_arrays else self._tensors
+            self._memory = HostMemory(num_rows, row_bytes, gpu)
+            self.is_pinned, self.array = self._memory.pinned, self._memory.tensor.numpy()
+        self.slices = list(self.array)
 
     def gather(self, rows: Sequence[int], out: Bytes) -> None:
         """Copies rows one after the other into `out`."""
         np.take(self.array, rows, axis=0, out=out.reshape(len(rows), -1))
+
+    def close(self) -> None:
+        """The memory is not locked any more."""
+        if self.is_pinned:
+            self._memory.close()

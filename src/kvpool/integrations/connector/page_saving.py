@@ -74,7 +74,7 @@ class Saver:
     @property
     def has_waiting(self) -> bool:
         """Whether something is on its way that a further step must carry or confirm."""
-        return bool(self._waiting or self._spills or (self._has_tiers and self._confirmed))
+        return bool(self._stores or self._waiting or self._spills or (self._has_tiers and self._confirmed))
 
     # --- a step ------------------------------------------------------------------------------------------------------
 

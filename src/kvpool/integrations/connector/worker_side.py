@@ -5,13 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvpool.errors import TransferError
 from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.connector.connector_tiers import open_tiers, prefix_from
-from kvpool.integrations.connector.engine_pages import EnginePages, HostRows
-from kvpool.integrations.connector.step_orders import NO_PAGE, Introduction, Load, Orders, Progress, Report, Spill
+from kvpool.integrations.connector.engine_pages import EnginePages, HostRows, Move
+from kvpool.integrations.connector.step_orders import (
+    NO_PAGE,
+    Introduction,
+    Load,
+    Orders,
+    Progress,
+    Report,
+    Spill,
+    Store,
+)
 from kvpool.integrations.reports.connector_counts import Increments
 from kvpool.tiers import KeySpace, Outcome, TierStats
 from kvpool.tiers.transport.lanes import Lane
@@ -46,13 +57,14 @@ class WorkerSide:
     def __init__(self, settings: ConnectorSettings, pages: EnginePages, introduction: Introduction) -> None:
         self._settings = settings
         self._pages = pages
-        self._host = HostRows(introduction.num_rows, pages.row_bytes, pinned=pages.is_cuda)
+        self._host = HostRows(introduction.num_rows, pages.row_bytes, pages.gpu)
         self._space = KeySpace(introduction.fingerprint)
         self._tiers = [WatchedTier(tier) for tier in open_tiers(settings, introduction)] if settings.has_tiers else []
         self._memory = StagingMemory(max(_STAGING_BYTES, _STAGING_BLOCKS * pages.row_bytes))
         self._storer = Storer(self._tiers, self._memory) if self._tiers else None
         self._lane = Lane("fetch", num_threads=2, max_waiting=4096)
         self._fetches: list[_Fetch] = []
+        self._storing: deque[tuple[Callable[[], bool], list[Store]]] = deque()  # and whether their bytes are there
         self._wake = threading.Condition()
         self._report = Report()
         self._loaded: set[str] = set()
@@ -66,44 +78,68 @@ class WorkerSide:
 
     def load(self, orders: Orders) -> None:
         """Brings in what the step needs, and starts what requests outside of it wait for."""
+        landing = []
         for load in orders.loads:
             if load.is_async:
                 self._begin(_Fetch(load, time.monotonic() + self._settings.timeout))
             else:
-                num_loaded = load.num_present if load.rows else 0
-                self._land(load, num_loaded)
-                self._done(load.job, num_loaded)
+                landing.append((load, load.num_present if load.rows else 0))
+        self._land(landing)
+
+    def store_layer(self, orders: Orders, name: str) -> None:
+        """The step has written the pages of this layer; `store` follows when it has written all."""
+        if orders.stores:
+            self._pages.read_layer(name, _moves(orders), self._host)
 
     def store(self, orders: Orders) -> None:
         """Copies what the step has written, and hands confirmed rows over to the tiers."""
-        for store in orders.stores:
-            self._pages.read(store.pages, store.rows, self._host)
-            self._done(store.job, len(store.rows))
+        if orders.stores:
+            self._storing.append((self._pages.read(_moves(orders), self._host), orders.stores))
+            self._confirm_stores()
         for spill in orders.spills:
             self._spill(spill)
 
+    def _confirm_stores(self) -> None:
+        """Those whose bytes have arrived, in the order in which they were ordered."""
+        while self._storing and self._storing[0][0]():
+            for store in self._storing.popleft()[1]:
+                self._done(store.job, len(store.rows))
+
     def poll(self, *, is_idle: bool) -> None:
-        """Ends loads whose rows have come."""
+        """Ends loads whose rows have come, and stores that are over."""
+        self._confirm_stores()
         with self._wake:
             if is_idle and self._fetches and not any(fetch.is_over for fetch in self._fetches):
                 self._wake.wait(IDLE_WAIT)
             over = [fetch for fetch in self._fetches if fetch.is_over]
             self._fetches = [fetch for fetch in self._fetches if not fetch.is_over]
+        self._land([(fetch.load, fetch.num_loaded) for fetch in over if not fetch.is_given_up])
         for fetch in over:
-            if not fetch.is_given_up:
-                self._land(fetch.load, fetch.num_loaded)
+            if fetch.is_given_up:
+                self._done(fetch.load.job, 0)
+            else:
                 self._loaded.add(fetch.load.request_id)
-            self._done(fetch.load.job, 0 if fetch.is_given_up else fetch.num_loaded)
         overdue = time.monotonic() - GRACE_SECONDS
         for fetch in self._fetches:
             if fetch.due < overdue and not fetch.is_given_up:
                 fetch.is_given_up = True  # its rows stay held until the tier has let go of them
-                self._land(fetch.load, 0)
+                self._lose(fetch.load, 0)
                 self._loaded.add(fetch.load.request_id)
 
-    def _land(self, load: Load, num_loaded: int) -> None:
-        """Rows that are there go into their pages; the other pages are reported."""
-        self._pages.write([of_group[:num_loaded] for of_group in load.pages], load.rows[:num_loaded], self._host)
+    def _land(self, landing: Sequence[tuple[Load, int]]) -> None:
+        """So many rows of each load go into their pages, and the load is over; the other pages are reported."""
+        moves = [Move([of_group[:number] for of_group in load.pages], load.rows[:number]) for load, number in landing]
+        try:
+            self._pages.write(moves, self._host)
+        except TransferError as error:
+            _log.warning("kvpool connector: %s", error)
+            landing = [(load, 0) for load, _ in landing]
+        for load, num_loaded in landing:
+            self._lose(load, num_loaded)
+            self._done(load.job, num_loaded)
+
+    def _lose(self, load: Load, num_loaded: int) -> None:
+        """Pages from `num_loaded` on hold nothing."""
         if lost := load.pages[0][num_loaded:]:
             if len(load.pages) == 1:
                 self._failed_pages.update(page for page in lost if page != NO_PAGE)
@@ -178,6 +214,7 @@ class WorkerSide:
         load, came = fetch.load, 0
         try:
             keys = self._space.keys(load.digests)
+            self._pages.settle()  # these rows may have had another owner, whose pages they are still copied to
             rows = [self._host.array[row] for row in load.rows[load.num_present :]]
             came = load_prefix(self._tiers, keys, rows, fetch.due)
         finally:
@@ -202,6 +239,12 @@ class WorkerSide:
             self._storer.close(CLOSE_SECONDS)
         for watched in self._tiers:
             watched.tier.close()
+        self._pages.close()
+        self._host.close()
+
+
+def _moves(orders: Orders) -> list[Move]:
+    return [Move(store.pages, store.rows) for store in orders.stores]
 
 
 def load_prefix(tiers: Sequence[WatchedTier], keys: Sequence[bytes], rows: Sequence[object], due: float) -> int:

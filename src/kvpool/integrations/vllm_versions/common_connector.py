@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.connector.engine_pages import EnginePages
+from kvpool.integrations.connector.linked_pages import LinkedPages
 from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.step_orders import NO_PAGE, Introduction, Orders, Report
 from kvpool.integrations.connector.worker_side import WorkerSide
@@ -114,7 +115,8 @@ class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """The worker has made its pages."""
         config, parallel = self._vllm_config, self._vllm_config.parallel_config
         groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
-        pages = EnginePages(kv_caches, self._kv_cache_config.num_blocks, groups if len(groups) > 1 else None)
+        kind = LinkedPages if any(cache.is_cuda for cache in kv_caches.values()) else EnginePages
+        pages = kind(kv_caches, self._kv_cache_config.num_blocks, groups if len(groups) > 1 else None)
         self._introduction = Introduction(
             parallel.rank,
             parallel.world_size,
@@ -132,10 +134,11 @@ class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._ready_worker.load(self._step_orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads of a step are over before it computes."""
+        """Loads of a step come before all that it computes: docs/decisions/0014 says why."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Pages are copied whole, when the step has written all layers."""
+        """The step has written the pages of a layer."""
+        self._ready_worker.store_layer(self._step_orders, layer_name)
 
     def wait_for_save(self) -> None:
         """The step has written its pages."""
