@@ -328,3 +328,15 @@ def test_a_run_without_its_window_is_not_offloaded() -> None:
     assert manager.evict(5) == 5
     assert manager.stats().offloaded_blocks == 0
     manager.check()
+
+
+def test_given_a_host_tier_cut_to_nothing_then_no_run_goes_to_the_disk_above_one_that_has_no_blocks() -> None:
+    ends_chunks = LayerSpec(kv_heads=1, head_dim=8, chunk=4)  # nothing before the end of a block is read behind it
+    manager = make_manager(ends_chunks)
+    cached(manager, 12)
+    assert manager.offload(1) == 1
+    manager.resize(0, tier=Tier.HOST)
+    assert manager.offload(2) == 0
+    manager.check()
+    assert manager.evict(2) == 2
+    manager.check()
