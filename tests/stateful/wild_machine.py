@@ -46,7 +46,7 @@ class WildMachine:
         self.pins: list[Pin] = []
         self.names = itertools.count()
         self.published: set[int] = set()  # the last bytes of every block that was ever published
-        self.never_published: set[int] = set()  # the same of blocks that were given up while a fork kept them from being published
+        self.never_published: set[int] = set()  # the same of blocks given up while a fork kept them from being published
         self.only_grew = True  # nothing was ever removed from the index on purpose
         self.subscription: Any = None
         self.mirror: Any = None
@@ -239,7 +239,7 @@ class WildMachine:
             assert wanted <= set(ends), "a block that was committed cannot be found"
 
     def postponed_ends(self, request: Request) -> list[int]:
-        """The last bytes of blocks that a request committed and may not publish yet: a fork that was rewound holds them too."""
+        """The last bytes of blocks that a request committed and may not publish yet: a rewound fork holds them too."""
         handle, rows = request.handle, self.state.rows
         if request.swapped or not handle.family or rows.is_open[row := self.state.row_of(handle)]:
             return []
