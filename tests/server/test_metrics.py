@@ -22,7 +22,7 @@ SAID_OTHERWISE = {
     "pools": "blocks", "groups": "group_blocks", "num_sequences": "sequences", "num_swapped": "sequences",
     "num_cached_runs": "cached_runs", "tenants": "tenant_cached_blocks", "pressure": "memory_pressure",
 }  # fmt: skip
-PARTS = {"decisions": "tiering_decisions_", "fetches": "tiering_fetches_", "stores": "tiering_stores_", "tiers": "tier_"}
+PARTS = {name: f"tiering_{name}_" for name in ("decisions", "fetches", "stores", "handovers")} | {"tiers": "tier_"}
 
 
 @pytest.fixture

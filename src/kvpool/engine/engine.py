@@ -13,6 +13,7 @@ import logging
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,7 @@ from kvpool.engine.sampling.model_defaults import described, eos_token_ids, samp
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.engine.sampling.text import Pieces
 from kvpool.engine.thread import EngineThread
+from kvpool.engine.tiering.handing_over import Handovers, Prefill
 from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT, TierSettings
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
 from kvpool.eviction.hints import ReuseHint
@@ -160,7 +162,7 @@ class Engine:
         self._closing = threading.Lock()
         self._thread = EngineThread(self._loop)  # which does not hold the engine
         if self._tiers is not None:
-            self._tiers.tell = self._thread.tell
+            self._tiers.tell = self._tiers.handovers.tell = self._thread.tell
         self._requests = self._make_requests()
         self._grammars = JsonGrammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
         weakref.finalize(self, self._thread.abandon).atexit = False
@@ -281,6 +283,58 @@ class Engine:
                 generation.end(error)
 
         self._thread.tell(add, generation.end)
+
+    def prefill(
+        self,
+        prompt: Prompt,
+        *,
+        on_progress: Callable[[int], None] | None = None,
+        on_end: Callable[[], None] | None = None,
+        priority: int = 0,
+        scope: ReuseScope | None = None,
+        deadline: float | None = None,
+    ) -> Prefill:
+        """Computes a prompt for other engines, which find its blocks in the last of the tiers, and returns at once.
+
+        Blocks are stored while the rest is computed. `on_progress` hears, in any thread, how many tokens others find so far;
+        `Prefill.result()` waits until everything is there, or will not be.
+        """
+        tiers = self._handing_over()
+        prefill: list[Prefill] = []
+        generation, request = self._requests.make(
+            self.token_ids(prompt),
+            SamplingParams(max_new_tokens=1),
+            on_end=lambda: prefill[0].computed(),
+            priority=priority,
+            scope=scope,
+            deadline=deadline,
+        )
+        check_callbacks(on_progress, on_end)
+        prefill.append(tiers.follow(request, on_progress, on_end))
+        tiers.start(prefill[0], generation, request, partial(self._queue, generation, request))
+        return prefill[0]
+
+    def prefetch(
+        self, prompt: Prompt, *, scope: ReuseScope | None = None, on_end: Callable[[int], None] | None = None
+    ) -> Future[int]:
+        """Brings what tiers have of a prompt into the cache, whatever computing it would cost, and returns at once.
+
+        The result, which `on_end` also hears in the engine's thread, is how many of its tokens are cached then.
+        """
+        tiers, link = self._handing_over(), self._tiers
+        assert link is not None
+        check_callbacks(on_end)
+        _, request = self._requests.make(self.token_ids(prompt), USUAL, scope=scope)
+        keys, found = link.prompt_keys(request), Future[int]()
+        if on_end is not None:
+            found.add_done_callback(lambda future: on_end(future.result()))
+        self._thread.tell(partial(tiers.prefetch, request, keys, found.set_result), lambda error: found.set_result(0))
+        return found
+
+    def _handing_over(self) -> Handovers:
+        if self._tiers is None:
+            raise InvalidArgumentError("prompts are handed over through a tier: Engine(remote=...), disk=... or tiers=[...]")
+        return self._tiers.handovers
 
     def cancel(self, generation: Generation) -> None:
         """Ends a request that is not over; what it has so far is its result. `Generation.cancel` does the same."""

@@ -24,7 +24,15 @@ from kvpool.server.asking.access import Access, Caller
 from kvpool.server.asking.limits import Gate, Limits
 from kvpool.server.asking.problems import Problem, problem_of, problem_of_body
 from kvpool.server.asking.request_ids import RequestIds
-from kvpool.server.asking.schema import CacheQuery, ChatCompletions, Completions, Detokenize, Invalidation, Tokenize
+from kvpool.server.asking.schema import (
+    CacheQuery,
+    ChatCompletions,
+    Completions,
+    Detokenize,
+    Invalidation,
+    PromptForOthers,
+    Tokenize,
+)
 from kvpool.server.asking.served import ServedModel, scope_of
 from kvpool.server.asking.turns import InTurns
 from kvpool.server.routes.caching import CacheDesk
@@ -32,6 +40,7 @@ from kvpool.server.routes.completing import chat, complete, named_tokens
 from kvpool.server.routes.describing import REFUSALS, STREAMED
 from kvpool.server.routes.live_view import LiveViews
 from kvpool.server.routes.messages import Messages, converse
+from kvpool.server.routes.prefilling import prefetch, prefill
 from kvpool.server.routes.responses import Responses, respond
 from kvpool.version import __version__
 from kvpool.web.body_limit import BodyLimit
@@ -247,6 +256,11 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         """Answers a conversation, as Anthropic's endpoint does."""
         return await converse(request, body, server.model(body.model), caller, server.reception)
 
+    @app.post("/v1/prefill", responses=STREAMED)
+    async def prefill_prompt(request: Request, body: PromptForOthers, caller: Caller = caller_of) -> Response:
+        """Computes a prompt for another server, which finds its blocks in the tier that both have."""
+        return await prefill(request, body, server.model(body.model), caller, server.gate)
+
     @app.post("/v1/embeddings", include_in_schema=False)
     async def embeddings(caller: Caller = caller_of) -> Response:
         """Refused: these models write text."""
@@ -286,6 +300,12 @@ def _add_cache(app: FastAPI, server: Server) -> None:
         """Computes a prompt ahead of its use."""
         with server.gate.passed(caller.key):
             return await desk.warm(body, server.model(body.model), caller)
+
+    @app.post("/v1/cache/prefetch")
+    async def prefetch_prompt(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
+        """Brings what tiers have of a prompt into the cache."""
+        with server.gate.passed(caller.key):
+            return await prefetch(body, server.model(body.model), caller)
 
     @app.get("/v1/cache/stats")
     def stats(caller: Caller = caller_of) -> dict[str, Any]:  # not async: the engines are asked in a thread

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 
 from kvpool.engine.generation import Generation
 from kvpool.engine.tiering.collecting import Collector
+from kvpool.engine.tiering.handing_over import Handovers
 from kvpool.engine.tiering.importing import Leases
 from kvpool.engine.tiering.invalidating import Forgetting
 from kvpool.engine.tiering.movers import FLUSH_SECONDS, GRACE_SECONDS, Movers, TieringStats
@@ -30,7 +31,6 @@ from kvpool.scheduling import BatchPlan, Request, Scheduler
 from kvpool.storage import DataPlane
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.prefix_options import PromptKeys
-from kvpool.tiers.transport.storing import SharedStage
 
 log = logging.getLogger("kvpool")
 Tell = Callable[[Callable[[], None], Callable[[KVPoolError], None]], None]
@@ -59,9 +59,9 @@ class TierLink:
         self.tell: Tell = lambda run, fail: run()  # set by the engine: into its thread
         self._scheduler = scheduler
         self._manager = scheduler.manager
-        self._copies_at_once = plane.device.type == "cpu"
         self._movers = Movers(opened, self._manager, plane)
         self._collector = Collector(scheduler, self._movers.offers)
+        self.handovers = Handovers(self._movers, self._collector, self._manager)
         self._leases = Leases(self._manager)
         self._held: dict[Hashable, _Held] = {}
         self._leaders: dict[bytes, _Held] = {}
@@ -129,7 +129,6 @@ class TierLink:
             fetch.release()
             return
         came = self._import(held.request, fetch)
-        fetch.release()
         if came and fetch.is_part:  # the rest may come now, as if it were a new request that waits
             self._forget_keys(held)
             if self._hold(held):
@@ -141,12 +140,7 @@ class TierLink:
         handle, waits = self._movers.bring(request, fetch)
         if handle is not None:
             self._leases.keep(request.id, handle)
-        if waits and not self._copies_at_once and fetch.stage is not None:
-            stage = fetch.stage
-            stage.share()
-            release = partial(_release_after, waits, stage)
-            if not self._movers.lane.submit(release, release):
-                release()
+        self._movers.give_back(fetch, waits)
         return handle is not None
 
     def _let_go(self, held: _Held) -> None:
@@ -245,6 +239,7 @@ class TierLink:
             timed_out=self._timed_out,
             crowded=self._crowded,
             leases=self._leases.view(),
+            handovers=self.handovers.stats(),
         )
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
@@ -266,10 +261,3 @@ class TierLink:
         self._closed = True
         self._leases.end_all()
         self._movers.close()
-
-
-def _release_after(waits: Sequence[Callable[[], None]], stage: SharedStage) -> None:
-    """Gives fetched bytes back when the device has read them."""
-    for wait in waits:
-        wait()
-    stage.release()

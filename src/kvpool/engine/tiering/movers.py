@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from kvpool.tiers.transport.deciding import Decider, DecisionStats
 from kvpool.tiers.transport.fetching import Fetch, Fetcher, FetchStats
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import Bytes, StagingMemory, page_aligned
-from kvpool.tiers.transport.storing import Storer, StoreStats
+from kvpool.tiers.transport.storing import SharedStage, Storer, StoreStats
 from kvpool.tiers.transport.watching import WatchedTier
 
 FETCH_THREADS = 2
@@ -42,6 +43,17 @@ class MeasuredTier(NamedTuple):
     bytes_per_second: float
 
 
+@dataclass
+class HandoverStats:
+    """Prompts that one engine computed for another, since the engine was made."""
+
+    prefills: int = 0  # prompts that were computed here for others
+    prefills_cut: int = 0  # of which others do not find everything: a store failed, or somebody cancelled
+    prefill_blocks: int = 0  # of them that others find
+    prefetches: int = 0  # prefixes that were brought here before their request came
+    prefetched_blocks: int = 0
+
+
 class TieringStats(NamedTuple):
     """One look at the tiers of an engine or a pool."""
 
@@ -49,6 +61,7 @@ class TieringStats(NamedTuple):
     decisions: DecisionStats
     fetches: FetchStats
     stores: StoreStats
+    handovers: HandoverStats
     held: int  # requests that wait for their prefix
     joined: int  # that waited for a load of another request
     timed_out: int  # that stopped waiting
@@ -78,6 +91,7 @@ class Movers:
         self.offers = Offers(plane, keys, self.storer, opened.min_uses)
         self.forgetting = Forgetting(keys, self.offers.lineage, self.storer)
         self._importer = Importer(manager, plane, keys)
+        self._copies_at_once = plane.device.type == "cpu"
         self._owned = opened.owned
         self._tokens_loaded = self._imports = self._no_room = 0
 
@@ -111,8 +125,25 @@ class Movers:
         self.decider.observe_wait(fetch.decision, fetch.num_bytes, waited, fetch.loading_seconds)
         return handle, waits
 
+    def give_back(self, fetch: Fetch, waits: Sequence[Callable[[], None]]) -> None:
+        """The memory of a fetch goes back: at once, or when the device has read it."""
+        if waits and not self._copies_at_once and fetch.stage is not None:
+            stage = fetch.stage
+            stage.share()
+            release = partial(_release_after, waits, stage)
+            if not self.lane.submit(release, release):
+                release()
+        fetch.release()
+
     def stats(
-        self, *, held: int = 0, joined: int = 0, timed_out: int = 0, crowded: int = 0, leases: tuple[Lease, ...] = ()
+        self,
+        *,
+        held: int = 0,
+        joined: int = 0,
+        timed_out: int = 0,
+        crowded: int = 0,
+        leases: tuple[Lease, ...] = (),
+        handovers: HandoverStats | None = None,
     ) -> TieringStats:
         """Counters of everything here, of each tier, and of the requests that wait, which the caller knows."""
         measured = zip(self.watched, self.decider.speeds, strict=True)
@@ -121,6 +152,7 @@ class Movers:
             self.decider.stats(),
             self.fetcher.stats(),
             self.storer.stats(),
+            handovers or HandoverStats(),
             held,
             joined,
             timed_out,
@@ -140,6 +172,13 @@ class Movers:
         self.lane.stop(self.timeout + GRACE_SECONDS)
         for tier in self._owned:
             tier.close()
+
+
+def _release_after(waits: Sequence[Callable[[], None]], stage: SharedStage) -> None:
+    """Gives fetched bytes back when the device has read them."""
+    for wait in waits:
+        wait()
+    stage.release()
 
 
 def _pinned(num_bytes: int) -> Bytes:

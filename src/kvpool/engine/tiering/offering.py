@@ -68,8 +68,10 @@ class Offers:
         progress: Progress,
         multimodal: Sequence[MultimodalItem] = (),
         session: str | None = None,
+        *,
+        is_demanded: bool = False,
     ) -> None:
-        """The whole blocks of `tokens`, all of them written, that were not offered before."""
+        """The whole blocks of `tokens`, all of them written, that were not offered before; demanded: at any use."""
         size = self.block_size
         start, stop = progress.num_blocks, len(tokens) // size
         if stop <= start:
@@ -85,7 +87,9 @@ class Offers:
                 if each is not None:
                     self.lineage.begin(each, digests[own - start])
         progress.num_blocks, progress.digest, progress.salt = stop, digests[-1], salt
-        used = [self._min_uses == 1 or self._count_use(digest) >= self._min_uses for digest in digests]
+        used = [
+            self._min_uses == 1 or self._count_use(digest) >= self._min_uses or is_demanded for digest in digests
+        ]
         for group, keys in zip(self._keys.groups, self._keys.of_digests(names), strict=True):
             ids = handle.block_ids(group.index)[start:stop].tolist()
             wanted = [i for i, key in enumerate(keys) if used[i] and ids[i] >= 0 and self._storer.wants(key)]

@@ -23,7 +23,7 @@ _TIER_TOTALS = (
 _TIER_SIZES = ("num_values", "used_bytes", "capacity_bytes")
 _TIERING_TOTALS = ("joined", "timed_out", "crowded", "prompt_tokens_loaded", "imports", "imports_without_room")
 _TIERING_SIZES = ("held", "blocks_waiting", "staging_bytes")
-_TIERING_PARTS = ("decisions", "fetches", "stores")
+_TIERING_PARTS = ("decisions", "fetches", "stores", "handovers")
 _SPANS = ("lifetime_seconds", "idle_before_eviction_seconds", "reuse_gap_seconds")
 
 Looks = list[tuple[str, EngineStats]]

@@ -197,6 +197,14 @@ class CacheQuery(Body):
     ttl_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
 
 
+class PromptForOthers(CacheQuery):
+    """`POST /v1/prefill`: a prompt that another server answers. With `stream` its progress comes as events."""
+
+    stream: bool = False
+    priority: Annotated[Int, Field(ge=-(2**31), lt=2**31)] = 0
+    deadline_ms: Annotated[float, Field(gt=0, le=1e9)] | None = None
+
+
 class Invalidation(CacheQuery):
     """`POST /v1/cache/invalidate`; admin keys may name another tenant than their own."""
 

@@ -56,6 +56,7 @@ class Fetch:
     first: int  # blocks that the cache has already
     began: float  # by `time.monotonic`
     due: float  # when the request stops waiting
+    is_asked_for: bool = False  # to be loaded whatever computing would cost: somebody decided that already
     decision: Decision | None = None
     num_blocks: int = 0  # of the prefix that can be had now; `first` or less: nothing was loaded
     groups: list[GroupRows] = dataclass_field(default_factory=list)
@@ -152,7 +153,10 @@ class Fetcher:
         fetch.num_blocks = fetch.first
         prompt, size = fetch.prompt, self.block_size
         options = prefix_options(self.groups, sources, fetch.first, prompt.num_tokens, size, len(self.tiers))
-        decision = fetch.decision = self.decider.decide(options, fetch.first, size)
+        if fetch.is_asked_for and options:
+            decision = fetch.decision = Decision(options[-1], "it was asked for")
+        else:
+            decision = fetch.decision = self.decider.decide(options, fetch.first, size)
         self._stats.found += bool(options)
         option = decision.option
         if option is None:

@@ -61,6 +61,12 @@ class BlockKeys:
         """What digests of a scope, whose root has the digest `root`, are mixed with before they become keys."""
         return self.forgotten.salt_of(tenant_digest(scope.tenant), root)
 
+    def plain(
+        self, tokens: Int32Array, scope: ReuseScope, multimodal: Sequence[MultimodalItem] = ()
+    ) -> tuple[list[bytes], ...]:
+        """The same keys as they are for everybody, whatever was forgotten here."""
+        return self.of_digests(named(scope, self.digests(root_digest(scope), tokens, multimodal)))
+
     def digests(self, parent: bytes, tokens: Int32Array, multimodal: Sequence[MultimodalItem] = ()) -> list[bytes]:
         """Digests of the whole blocks of tokens that follow `parent`; items have positions in `tokens`."""
         whole = tokens[: len(tokens) // self.block_size * self.block_size]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
 from kvpool.tiers.contract import PURGE_TIMEOUT, Outcome
 from kvpool.tiers.keys import KeyPattern
@@ -20,6 +21,9 @@ from kvpool.tiers.transport.watching import WatchedTier
 STORE_TIMEOUT = 10.0  # nobody waits for it
 _MAX_BATCHES = 256
 _REMOVE_AT_ONCE = 1024
+
+Listener: TypeAlias = Callable[[int, Sequence[bytes]], None]
+"""Hears that blocks on their way to a tier (its number) are there, or will not be: `known` of the tier says which."""
 
 
 @dataclass
@@ -66,8 +70,30 @@ class Storer:
         self.memory = memory
         self._lanes = [Lane(f"store-{watched.tier.name}", max_waiting=_MAX_BATCHES) for watched in tiers]
         self._pending: list[set[bytes]] = [set() for _ in tiers]
+        self._listeners: list[Listener] = []
         self._lock = threading.Lock()
         self._stats = StoreStats()
+
+    def listen(self, listener: Listener) -> None:
+        """Calls this from now on, in threads of the lanes, whenever blocks have arrived or failed to."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def leave(self, listener: Listener) -> None:
+        """Calls it no more."""
+        with self._lock:
+            self._listeners.remove(listener)
+
+    def _tell(self, index: int, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            listeners = list(self._listeners)
+        for listener in listeners:
+            listener(index, keys)
+
+    def is_storing(self, index: int, keys: Collection[bytes]) -> bool:
+        """Whether one of these is on its way to a tier."""
+        with self._lock:
+            return not self._pending[index].isdisjoint(keys)
 
     def wants(self, key: bytes) -> bool:
         """Whether some tier may lack this block, and it is not on its way there."""
@@ -132,12 +158,14 @@ class Storer:
                 )
             rows.clear()
             stage.release()
+            self._tell(index, keys)
 
     def _drop(self, index: int, keys: list[bytes], stage: SharedStage) -> None:
         with self._lock:
             self._pending[index].difference_update(keys)
         self.drop(len(keys))
         stage.release()
+        self._tell(index, keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
         """Takes values out of all tiers, behind what is on its way there."""

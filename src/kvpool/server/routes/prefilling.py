@@ -1,0 +1,117 @@
+"""`/v1/prefill` and `/v1/cache/prefetch`: the two ends of a prompt that one server computes and another one answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvpool.engine.tiering.handing_over import Prefill
+from kvpool.errors import KVPoolError
+from kvpool.pools.arrays import Int32Array
+from kvpool.server.answering.events import as_event
+from kvpool.server.asking.access import Caller
+from kvpool.server.asking.limits import Gate
+from kvpool.server.asking.problems import Problem, problem_of
+from kvpool.server.asking.schema import CacheQuery, PromptForOthers
+from kvpool.server.asking.served import ServedModel, scope_of
+from kvpool.server.routes.completing import named_tokens
+from kvpool.web.streams import EventStream, unless_gone
+
+ALIVE_SECONDS = 1.0  # in which a stream says something, also while its prompt waits
+
+
+async def prefill(
+    request: Request, body: PromptForOthers, model: ServedModel, caller: Caller, gate: Gate
+) -> Response:
+    """Computes a prompt for others. Answers when all of it is in the tier, or as a stream how much is there so far."""
+    tokens = await named_tokens(model, body.prompt, body.messages)
+    if len(tokens) > gate.limits.prompt_tokens:
+        limit = gate.limits.prompt_tokens
+        raise Problem(400, f"the prompt has {len(tokens)} tokens, the limit is {limit}", code="context_length_exceeded")
+    stack = ExitStack()
+    stack.enter_context(gate.passed(caller.key))
+    try:
+        running = await _Running.start(model, tokens, body, caller)
+        stack.callback(running.prefill.cancel)
+        if body.stream:
+            return EventStream(running.events(), stack.close, gate.limits.send_seconds)
+        whole = await unless_gone(request, running.whole())
+    except BaseException:
+        stack.close()
+        raise
+    stack.close()
+    return JSONResponse(whole)
+
+
+async def prefetch(body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
+    """Brings what tiers have of a prompt into the cache."""
+    tokens, scope = await named_tokens(model, body.prompt, body.messages), scope_of(caller.tenant, body.cache_salt)
+    try:
+        found = await asyncio.to_thread(model.engine.prefetch, tokens, scope=scope)
+    except KVPoolError as error:
+        raise problem_of(error) from error
+    return {"prompt_tokens": len(tokens), "cached_tokens": await asyncio.wrap_future(found)}
+
+
+class _Running:
+    """A prefill as an event loop sees it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._news = asyncio.Event()
+        self.prefill: Prefill
+
+    @classmethod
+    async def start(cls, model: ServedModel, tokens: Int32Array, body: PromptForOthers, caller: Caller) -> _Running:
+        """Begins it; in a thread, since keys of a long prompt take a while."""
+        running = cls(asyncio.get_running_loop())
+        begin = partial(
+            model.engine.prefill,
+            tokens,
+            on_progress=lambda num_tokens: running._tell(),
+            on_end=running._tell,
+            priority=body.priority,
+            scope=scope_of(caller.tenant, body.cache_salt),
+            deadline=None if body.deadline_ms is None else body.deadline_ms / 1e3,
+        )
+        try:
+            running.prefill = await asyncio.to_thread(begin)
+        except KVPoolError as error:
+            raise problem_of(error) from error
+        return running
+
+    def _tell(self) -> None:  # in any thread
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer, when it is over."""
+        while not self.prefill.is_over:
+            await self._news.wait()
+            self._news.clear()
+        try:
+            done = self.prefill.result(0)
+        except KVPoolError as error:
+            raise problem_of(error) from error
+        usage = {"prompt_tokens": done.num_tokens, "prompt_tokens_details": {"cached_tokens": done.num_cached_tokens}}
+        return {"object": "prefill", "stored_tokens": done.num_stored_tokens, "usage": usage}
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """How much is there whenever it is more, and as a sign of life; the answer as the last event."""
+        while not self.prefill.is_over:
+            yield as_event({"object": "prefill.progress", "stored_tokens": self.prefill.num_stored_tokens})
+            try:
+                await asyncio.wait_for(self._news.wait(), ALIVE_SECONDS)
+            except (TimeoutError, asyncio.TimeoutError):
+                continue
+            self._news.clear()
+        try:
+            yield as_event(await self.whole()) + b"data: [DONE]\n\n"
+        except Problem as problem:
+            yield as_event(problem.body())
