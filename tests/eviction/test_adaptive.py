@@ -229,6 +229,23 @@ def test_values_are_the_best_rates_that_any_time_of_keeping_gives(peak: int) -> 
         assert best == pytest.approx(max(rates))
 
 
+def test_given_hints_after_which_reuse_comes_soon_or_late_then_each_is_valued_by_ages_of_its_own() -> None:
+    soon, late = (kind_of(0, 0, 0, 8, hint) for hint in (1, 2))
+    learned = Experience()
+    for since in range(0, 4_000_000, 10_000):
+        for kind, age, is_reused in ((soon, 2_000, since % 40_000), (late, 300_000, since % 20_000)):
+            cohort = since * NUM_KINDS + kind
+            learned.follow(cohort, since, 8)
+            learned.follow(cohort, since + (age if is_reused else 1_000_000), -8)
+            if is_reused:
+                learned.count(kind, age, 8)
+    learned.digest(5_000_000, 1.0)
+    values = learned.values(400, 200_000.0)
+    young, old = (bisect_right(EDGES, age) - 1 for age in (1_000, 200_000))
+    assert values[soon][young] > 10 * values[late][young]
+    assert values[late][old] > 10 * values[soon][old]
+
+
 def test_what_was_said_about_the_continuation_makes_a_kind_of_its_own() -> None:
     said = {kind(StandInRun(num_blocks=8, fingerprint=1, hint=hint)) for hint in range(NUM_HINTS)}
     assert len(said) == NUM_HINTS

@@ -16,6 +16,7 @@ from kvpool.eviction.hints import NUM_HINTS
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Shaped = tuple[Floats, int, npt.NDArray[np.bool_]]  # a hazard by age, the bin of its peak, and which kinds have it
 
 MAX_AGE: Final = 2**27  # milliseconds, a day and a half; older runs are worth as much as this old ones
 _FANS, _TURNS, _SIZES = 4, 4, 11
@@ -26,8 +27,9 @@ NUM_KINDS = LOWEST + 1
 _HOT: Final = (_FANS, 2 * _FANS - 1)  # fans of what is shared, as first of all or by many: it comes again
 _WIDENING = 1.35
 _SURELY = 12.0  # reuses in one bin; more would leave nothing to compute with behind it
-_KIND_PRIOR = 6.0  # exposure, in caches x epochs, that a kind borrows from those with the same fan-out
+_KIND_PRIOR = 6.0  # exposure, in caches x epochs, that a kind borrows from those with the same fan-out and hint
 _PRIOR = 4.0  # the same, that a family of kinds borrows from the assumption that reuse gets rarer with age
+_HINT_PRIOR = 0.25  # caches full of runs, followed through each age bin, that the kinds of one hint borrow from their family
 
 
 def kind_of(num_known: int, fan_out: int, turn: int, num_new: int, hint: int = 0) -> int:
@@ -133,18 +135,19 @@ class Experience:
         little = capacity * turnover / 32
         usual = (hits.sum() + 1.0) / (exposure.sum() + little + 1.0)
         branches = kinds // _KINDS_PER_BRANCH
-        is_hot = np.isin(branches // NUM_HINTS, _HOT)
+        rarer = usual * 0.25 / (_MIDDLES / (turnover + 1.0) + 0.125)  # with age, where nothing is known
+        family_prior = np.full(_BINS, _PRIOR * little + 1.0)
+        hint_prior = _HINT_PRIOR * capacity * np.minimum(_WIDTHS, turnover / 8) + 1.0
+        shapes = _shapes(hits, exposure, branches, rarer, family_prior, hint_prior)
         hazard = np.empty((len(kinds), _BINS))
-        peaks = []
-        for of_family in (~is_hot, is_hot):
-            shape, peak = _shape(hits[of_family], exposure[of_family], usual, little, turnover)
-            hazard[of_family] = shape
-            peaks.append((shape, peak))
+        for shape, _, of_shape in shapes:
+            hazard[of_shape] = shape
         few = _KIND_PRIOR * little * usual
         hazard *= _factors(hits.sum(axis=1), (exposure * hazard).sum(axis=1), branches, few)[:, None]
-        values = [_best_rates(peaks[0][0][None], peaks[0][1])[0]] * NUM_KINDS  # where nothing is known, all are alike
-        for of_family, (_, peak) in zip((~is_hot, is_hot), peaks, strict=True):
-            for kind, rates in zip(kinds[of_family].tolist(), _best_rates(hazard[of_family], peak), strict=True):
+        shape, peak, _ = shapes[0]
+        values = [_best_rates(shape[None].copy(), peak)[0]] * NUM_KINDS  # where nothing is known, all are alike
+        for _, peak, of_shape in shapes:
+            for kind, rates in zip(kinds[of_shape].tolist(), _best_rates(hazard[of_shape], peak), strict=True):
                 values[kind] = rates
         return values
 
@@ -167,11 +170,35 @@ def _exposed(row: Ints, age: Ints, blocks: Ints, num_rows: int) -> Floats:
     return np.asarray(partly + earlier * _WIDTHS)
 
 
-def _shape(hits: Floats, exposure: Floats, usual: float, little: float, turnover: float) -> tuple[Floats, int]:
-    """The hazard by age that all kinds of a family have in common: it rises to one bin, which is returned, and then falls."""
-    prior = _PRIOR * little + 1.0
-    falling = 0.25 / (_MIDDLES / (turnover + 1.0) + 0.125)  # how reuse gets rarer with age where nothing is known
-    reused = hits.sum(axis=0) + prior * usual * falling
+def _shapes(
+    hits: Floats, exposure: Floats, branches: Ints, expected: Floats, family_prior: Floats, hint_prior: Floats
+) -> list[Shaped]:
+    """The hazards by age that kinds have in common: those of a family, and in it those of one hint.
+
+    A hint says when reuse comes, not only how often: after a call of a tool soon or never, after an answer when a person
+    has read it. So a hint has a shape of its own, which is its family's where little was seen. The first is of no kind.
+    """
+    is_hot, hints = np.isin(branches // NUM_HINTS, _HOT), branches % NUM_HINTS
+    nobody = np.zeros(len(branches), np.bool_)
+    shapes: list[Shaped] = []
+    for of_family in (~is_hot, is_hot):
+        shape, peak = _shape(hits[of_family], exposure[of_family], expected, family_prior)
+        if not shapes:
+            shapes.append((shape, peak, nobody))
+        said = np.unique(hints[of_family]).tolist()
+        if len(said) == 1:
+            shapes.append((shape, peak, of_family))
+            continue
+        for hint in said:
+            of_hint = of_family & (hints == hint)
+            own, peak = _shape(hits[of_hint], exposure[of_hint], shape, hint_prior)
+            shapes.append((own, peak, of_hint))
+    return shapes
+
+
+def _shape(hits: Floats, exposure: Floats, expected: Floats, prior: Floats) -> tuple[Floats, int]:
+    """The hazard by age that rises to one bin, which is returned, and then falls; where little was seen, what is expected."""
+    reused = hits.sum(axis=0) + prior * expected
     exposed = exposure.sum(axis=0) + prior
     peak = int((reused / exposed).argmax())
     rising = _falling_rates(reused[:peak][::-1], exposed[:peak][::-1])[::-1]
