@@ -12,6 +12,7 @@ NPM := $(VENV)/npm
 VLLM ?= 0.32.0
 VLLM_VENV ?= $(HOME)/.cache/kvpool/vllm-$(basename $(VLLM))
 VLLM_PYTHON = $(or $(KVPOOL_VLLM_PYTHON),$(VLLM_VENV)/bin/python)
+RAY_VENV ?= $(HOME)/.cache/kvpool/ray-2.60
 DYNAMO_VENV ?= $(HOME)/.cache/kvpool/dynamo-1.6
 LMCACHE_SITE ?= $(HOME)/.cache/kvpool/lmcache-0.5.6
 MOONCAKE_SITE ?= $(HOME)/.cache/kvpool/mooncake-0.3.13
@@ -39,7 +40,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled vllm-site test-vllm test-vllm-short bench-vllm test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled vllm-site test-vllm test-vllm-short bench-vllm ray test-ray test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -138,8 +139,22 @@ bench-vllm: vllm-site redis ## kvpool's connector in a real vLLM beside vLLM alo
 		aiofile caio aiofiles nvtx redis sortedcontainers opentelemetry-exporter-prometheus awscrt || echo "pip could not install LMCache"
 	$(PY) benchmarks/connector_peers.py --vllm-python $(VLLM_PYTHON) --lmcache-site $(LMCACHE_SITE) $(ARGS)
 
-test-cluster: $(VENV)/.stamp-dev ## three real servers behind `kvpool route`: hits against round robin and one infinite cache, and a kill -9
-	KVPOOL_CLUSTER=1 OMP_NUM_THREADS=1 $(PY) -m pytest tests/cluster -s $(ARGS)
+# Ray brings packages of its own; in this environment they stand before those of .venv.
+$(RAY_VENV)/.stamp:
+	@echo "Installing Ray Serve into $(RAY_VENV)"
+	@$(PYTHON) -m venv $(RAY_VENV) && $(RAY_VENV)/bin/pip install $(PIP_FLAGS) 'ray[serve]==2.60.0' || $(PIP_FAILED)
+	@touch $@
+
+ray: $(VENV)/.stamp-dev $(RAY_VENV)/.stamp ## Ray Serve in an environment of its own that sees .venv, too (80 MB)
+	@echo "import site; site.addsitedir('$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > \
+		$$($(RAY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-kvpool.pth
+	@$(RAY_VENV)/bin/python -c "import kvpool, torch, ray.serve"
+
+test-ray: ray ## `kvpool serve --ray` with two replicas, one of which is killed
+	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest tests/cluster/test_ray_serve.py $(ARGS)
+
+test-cluster: ray ## real servers behind `kvpool route` and on Ray, with Redis: hits against round robin and one infinite cache, and kill -9
+	KVPOOL_CLUSTER=1 OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest tests/cluster -s $(ARGS)
 
 # Dynamo's indexer listens at every address, so it runs in a network namespace of its own, for which the tests need to be root.
 test-dynamo: $(VENV)/.stamp-dev ## Dynamo's own indexer (1.6, from PyPI) fed by kvpool's events: it must answer as the managers do

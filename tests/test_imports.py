@@ -37,7 +37,7 @@ SIBLINGS = {module_path.stem for module_path in (SRC / "kvpool").iterdir()}
 HEAVY = [
     *("torch", "triton", "flashinfer", "transformers", "safetensors"),
     *("xxhash", "lz4", "glide_sync", "obstore", "mooncake", "vllm", "sglang"),
-    *("msgspec", "zmq", "prometheus_client", "fastapi", "uvicorn", "llguidance", "typer", "rich"),
+    *("msgspec", "zmq", "prometheus_client", "fastapi", "uvicorn", "llguidance", "typer", "rich", "ray"),
 ]
 
 # Runs in a fresh interpreter: refuses and records every attempt to import a heavy module, then prints the record.

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,35 +22,10 @@ pytestmark = [
     pytest.mark.skipif("KVPOOL_CLUSTER" not in os.environ, reason="make test-cluster runs it"),
 ]
 httpx = pytest.importorskip("httpx")
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
+from traffic import PATIENCE, Traffic, answers, free_ports, post, until  # noqa: E402
 
 SERVERS = 3
-BLOCK = 16
-PATIENCE = 180
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now; neighbours of each are, too, most likely."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-def until(is_so: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + PATIENCE
-    while not is_so():
-        assert time.monotonic() < end, f"{what}: not in {PATIENCE} seconds"
-        time.sleep(0.05)
-
-
-def answers(url: str) -> bool:
-    try:
-        return bool(httpx.get(url, timeout=5, trust_env=False).status_code == 200)
-    except httpx.TransportError:
-        return False
 
 
 class RealCluster:
@@ -93,7 +65,6 @@ class RealCluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
     from models import tiny_model
 
     directory = tmp_path_factory.mktemp("model")
@@ -101,42 +72,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
     made = RealCluster(str(directory))
     yield made
     made.close()
-
-
-class Traffic:
-    """Conversations with shared beginnings; every turn is the last one and more."""
-
-    def __init__(self, seed: int, talks: int = 14) -> None:
-        rng = random.Random(seed)
-        beginnings = [[rng.randrange(1, 150) for _ in range(64)] for _ in range(3)]
-        self.rng = rng
-        self.talks = [beginnings[at % 3] + [rng.randrange(1, 150) for _ in range(20)] for at in range(talks)]
-        self.seen: set[tuple[int, ...]] = set()
-        self.got = self.ideal = 0
-        self.said: dict[tuple[int, ...], str] = {}
-
-    def turn(self, ask: Callable[[int, list[int]], Any]) -> None:
-        """One more turn of each conversation, four at a time; counts hits against one cache that keeps everything."""
-        for at, talk in enumerate(self.talks):
-            self.talks[at] = talk + [self.rng.randrange(1, 150) for _ in range(32)]
-        with ThreadPoolExecutor(4) as threads:
-            for talk, answer in zip(self.talks, threads.map(ask, range(len(self.talks)), self.talks), strict=True):
-                assert answer.status_code == 200, answer.text
-                body = answer.json()
-                self.got += body["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0) // BLOCK
-                prefixes = [tuple(talk[:end]) for end in range(BLOCK, len(talk), BLOCK)]
-                self.ideal += sum(prefix in self.seen for prefix in prefixes)
-                self.seen.update(prefixes)
-                self.said[tuple(talk)] = body["choices"][0]["text"]
-
-    @property
-    def share(self) -> float:
-        return self.got / self.ideal
-
-
-def post(url: str, prompt: list[int], **options: Any) -> Any:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True, **options}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE, trust_env=False)
 
 
 def test_given_conversations_when_routed_by_prefix_then_hits_are_near_one_infinite_cache_and_far_above_round_robin(

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from kvpool.cli import main
-from kvpool.server.serve_command import _announced, bound, step_limits
+from kvpool.server.serve_command import _announced, bound
+from kvpool.server.serve_settings import step_limits
 
 SRC = str(Path(__file__).resolve().parents[2] / "src")
 

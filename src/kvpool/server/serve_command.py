@@ -15,11 +15,9 @@ import typer
 
 from kvpool.engine.commands import engine_options as opt
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.scheduling import SchedulerConfig
 from kvpool.server.asking.access import ENVIRONMENT, Access, new_key
 
 GRACE_SECONDS = 30
-CPU_PROMPT_TOKENS = 256  # of one step, beside the sequences that decode
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -62,6 +60,10 @@ def serve(
         str | None, typer.Option(help="Send a span of each request to this OpenTelemetry collector: http://HOST:4318/v1/traces.")
     ] = None,
     max_sequences: Annotated[int | None, typer.Option(help="Sequences in one step: 256.", min=1)] = None,
+    on_ray: Annotated[
+        bool, typer.Option("--ray", help="Engines as replicas on Ray Serve, routed by what each has cached: docs/cluster.md.")
+    ] = False,
+    replicas: Annotated[int | None, typer.Option(help="Engines on Ray: 1.", min=1)] = None,
     quiet: opt.Quiet = False,
 ) -> None:
     """Serve models to every OpenAI client.
@@ -69,6 +71,7 @@ def serve(
     \b
     kvpool serve DIR                        # a Hugging Face directory or a GGUF file; without it a small model to try
     kvpool serve --config kvpool.toml       # several models, keys, limits and tiers in one file: docs/server.md
+    kvpool serve DIR --ray --replicas 4     # engines on a Ray cluster behind one address: docs/cluster.md
     curl localhost:8000/v1/chat/completions -H 'content-type: application/json' \\
          -d '{"messages": [{"role": "user", "content": "Hello"}]}'
 
@@ -94,15 +97,21 @@ def serve(
     settings, models = read_serve(engine_options, host_memory, name, given)
     access = Access.read(settings.keys, os.environ, share=settings.share_cache)
     _check_address(settings.host, access, settings.insecure)
+    if on_ray:
+        from kvpool.server.on_ray.ray_command import serve_on_ray
+        from kvpool.server.on_ray.ray_settings import read_ray
+
+        serve_on_ray(read_ray(engine_options.config, {"replicas": replicas}), settings, models, access, quiet=quiet)
+        return
+    if replicas is not None:
+        raise ConfigError("--replicas is for --ray; without it there is one engine for each model")
     tracing = None if settings.traces is None else Tracing.to(settings.traces)
     with ExitStack() as stack:
         sockets = [stack.enter_context(one) for one in bound(settings.host, settings.port)]
         served = []
         for model in models:
             opt.tell(f"loading {model.name} ...", quiet)
-            scheduler = step_limits(model.options.device, model.max_sequences)
-            engine = model.options.make_engine(host_memory=model.host_memory, scheduler=scheduler)
-            served.append(ServedModel(model.name, stack.enter_context(engine)))
+            served.append(ServedModel(model.name, stack.enter_context(model.make_engine())))
         config = uvicorn.Config(
             create_app(served, access, settings.limits, tracing),
             log_level="warning",
@@ -136,14 +145,6 @@ def bound(host: str, port: int) -> list[socket.socket]:
             why = "another program listens there; --port 0 takes a free one"
         raise ConfigError(f"cannot listen at {host}, port {port}: {why}") from None
     return made
-
-
-def step_limits(device: str | None, max_sequences: int) -> SchedulerConfig:
-    """How much one step may hold. On a CPU its time grows with every token: long steps make streams wait and save nothing."""
-    from kvpool.engine.model.loading import torch_device
-
-    is_cpu = torch_device(device).type == "cpu"
-    return opt.limits(max_sequences + CPU_PROMPT_TOKENS if is_cpu else None, max_sequences)
 
 
 def _announced(uvicorn: Any, config: Any, name: str, quiet: bool) -> Any:

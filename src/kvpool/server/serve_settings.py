@@ -21,7 +21,10 @@ from typing import Any
 
 from kvpool.config.layers import check_int, show
 from kvpool.engine.commands.engine_options import EngineOptions
+from kvpool.engine.commands.engine_options import limits as engine_limits
+from kvpool.engine.engine import Engine
 from kvpool.errors import ConfigError
+from kvpool.scheduling import SchedulerConfig
 from kvpool.server.asking.limits import Limits
 from kvpool.tiers.tier_settings import read_toml
 
@@ -38,6 +41,7 @@ _MODEL_KINDS: dict[str, type] = {
     "tier_timeout": float,
     "max_sequences": int,
 }
+CPU_PROMPT_TOKENS = 256  # of one step, beside the sequences that decode
 _LIMITS = {"max_requests": "requests", "max_requests_per_key": "requests_per_key"} | {
     each.name: each.name for each in fields(Limits) if not each.name.startswith("requests")
 }
@@ -55,6 +59,11 @@ class ModelSettings:
     options: EngineOptions
     host_memory: str | None
     max_sequences: int
+
+    def make_engine(self) -> Engine:
+        """Its engine."""
+        scheduler = step_limits(self.options.device, self.max_sequences)
+        return self.options.make_engine(host_memory=self.host_memory, scheduler=scheduler)
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,14 @@ def read_serve(
     if name is not None:
         raise ConfigError(f"--name is for --model; the models of {options.config} have names there")
     return settings, _models(tables, options, host_memory, settings.max_sequences)
+
+
+def step_limits(device: str | None, max_sequences: int) -> SchedulerConfig:
+    """How much one step may hold. On a CPU its time grows with every token: long steps make streams wait and save nothing."""
+    from kvpool.engine.model.loading import torch_device
+
+    is_cpu = torch_device(device).type == "cpu"
+    return engine_limits(max_sequences + CPU_PROMPT_TOKENS if is_cpu else None, max_sequences)
 
 
 def _models(

@@ -28,7 +28,7 @@ from kvpool.tiers.compression.compressed_tier import CODECS
 from kvpool.tiers.url import FALSE, MAX_SECONDS, TRUE
 
 SECTION = "tiers"
-OTHER_SECTIONS = frozenset({"server", "models"})  # of `kvpool serve`: a file of those needs none of tiers
+OTHER_SECTIONS = frozenset({"server", "models", "ray"})  # of `kvpool serve`: a file of those needs none of tiers
 PREFIX = "KVPOOL_TIERS_"
 DEFAULT_DISK_BYTES = 10 * 2**30
 LONGEST_TIMEOUT = 3600.0

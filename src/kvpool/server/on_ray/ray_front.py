@@ -1,0 +1,165 @@
+"""The front of a Ray Serve application: the same API as on one machine, answered by whichever replica costs least.
+
+A request is sent again only while its client has got nothing, as by `kvpool route`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+from ray.serve.exceptions import RayServeException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from kvpool.cluster.proxy.passing import ELSEWHERE, NODE_HEADER, is_event_stream, lost, passed_on, refusal
+from kvpool.cluster.proxy.prompt_tokens import are_tokens, read_asked
+from kvpool.server.on_ray.asgi_call import Head, scope_for
+from kvpool.server.on_ray.ticket import Ticket
+
+_DEAD = (ActorDiedError, ActorUnavailableError)
+_MOST_LOST = 3  # replicas that a request may take with it; a machine that dies takes several
+log = logging.getLogger("kvpool")
+
+
+class Front:
+    """The ingress deployment. `engines` is the handle of the others; a request waits for a replica for `patience` seconds."""
+
+    def __init__(self, engines: Any, patience: float, body_bytes: int) -> None:
+        self._engines = engines.options(stream=True)
+        self._patience = patience
+        self._body_bytes = body_bytes
+
+    async def __call__(self, request: Request) -> Response:
+        """Answers one request."""
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", "").rstrip("/")) or "/"
+        if path == "/route/stats":
+            return await self._stats()
+        content = b""
+        async for part in request.stream():
+            content += part
+            if len(content) > self._body_bytes:
+                return refusal(413, f"the body is larger than {self._body_bytes} bytes", "body_too_large")
+        scope = scope_for(request.method, path, request.scope["query_string"], passed_on(request.headers.raw))
+        ticket = Ticket(await read_asked(path, request.headers, content, self._tokenized))
+        try:
+            return await self._answered(scope, content, ticket)
+        except BaseException as error:
+            ticket.end()
+            if isinstance(error, _NobodyError):
+                return refusal(503, f"no replica took the request in {self._patience:g} seconds; is one of them alive?")
+            if isinstance(error, (RayError, RayServeException)):
+                log.exception("a replica failed")
+                return refusal(500, f"a replica failed: {type(error).__name__}", "failed")
+            raise
+
+    async def _answered(self, scope: dict[str, Any], content: bytes, ticket: Ticket) -> Response:
+        """The answer of the replica that fits best, or of the next one."""
+        num_lost = num_refused = 0
+        while True:
+            try:
+                return await self._forward(scope, content, ticket)
+            except (*_DEAD, _ElsewhereError) as error:
+                log.info("%s did not answer (%s): elsewhere", ticket.route and ticket.route.node, error)
+                ticket.fail()
+                num_refused += isinstance(error, _ElsewhereError)
+                num_lost += not isinstance(error, _ElsewhereError)
+            if num_lost == _MOST_LOST:
+                return refusal(502, f"{num_lost} replicas failed while they had this request", "node_lost")
+            if num_refused >= max(ticket.num_replicas, 1):
+                return refusal(503, f"no replica could answer; {num_refused} refused")
+
+    async def _forward(self, scope: dict[str, Any], content: bytes, ticket: Ticket) -> Response:
+        """The answer of one replica, from its first bytes on. Raises while another one may still be asked."""
+        parts = self._engines.answer.remote(scope, content, ticket)
+        head = await self._first(parts, ticket)
+        if head.status in ELSEWHERE:
+            raise _ElsewhereError(f"status {head.status}")
+        ticket.first_token()
+        node = str(ticket.route.node) if ticket.route else ""
+        answer: Response
+        if is_event_stream(head.headers):
+            answer = _Streamed(head, parts, ticket)
+        else:
+            ticket.end()
+            answer = Response(head.body, status_code=head.status)
+        own = [header for header in answer.raw_headers if header[0] == b"content-length"]
+        theirs = [header for header in passed_on(head.headers) if header[0] != b"x-request-id"]  # Ray adds the same one
+        answer.raw_headers = [*theirs, *own, (NODE_HEADER.encode(), node.encode())]
+        return answer
+
+    async def _first(self, parts: Any, ticket: Ticket) -> Head:
+        """The beginning of an answer. A request that no replica takes is given up; one that is taken may take its time."""
+        first = asyncio.ensure_future(parts.__anext__())
+        try:
+            await asyncio.wait([first], timeout=self._patience)
+            if not first.done() and ticket.route is None:
+                raise _NobodyError
+            return await first  # type: ignore[no-any-return]
+        except BaseException:
+            first.cancel()
+            parts.cancel()
+            raise
+
+    async def _tokenized(self, question: dict[str, Any], key: str | None) -> dict[str, Any]:
+        """What a replica makes of a prompt; empty where none answers."""
+        headers = [(b"content-type", b"application/json"), *([(b"authorization", key.encode("latin-1"))] if key else [])]
+        head = await self._asked("POST", "/tokenize", headers, json.dumps(question).encode())
+        said = json.loads(head.body) if head is not None and head.status == 200 else None
+        return said if isinstance(said, dict) and are_tokens(said.get("tokens")) else {}
+
+    async def _stats(self) -> Response:
+        ticket = Ticket()
+        await self._asked("GET", "/health", [], b"", ticket)
+        return JSONResponse(ticket.describe() if ticket.describe else {"nodes": {}, "router": None, "index": None})
+
+    async def _asked(
+        self, method: str, path: str, headers: list[tuple[bytes, bytes]], content: bytes, ticket: Ticket | None = None
+    ) -> Head | None:
+        """The answer of any replica to a question of the front's own; None where none answers."""
+        ticket = ticket or Ticket()
+        scope = scope_for(method, path, b"", headers)
+        try:
+            return await self._first(self._engines.answer.remote(scope, content, ticket), ticket)
+        except (RayError, RayServeException, _NobodyError) as error:
+            log.warning("no replica answers %s: %s", path, error)
+            return None
+        finally:
+            ticket.end()
+
+
+class _Streamed(StreamingResponse):
+    """A stream as it comes. Whatever ends it, the route ends with it, and so does the replica's work."""
+
+    def __init__(self, head: Head, parts: Any, ticket: Ticket) -> None:
+        super().__init__(self._all(head, parts), status_code=head.status)
+        self._parts, self._ticket = parts, ticket
+
+    async def __call__(self, *connection: Any) -> None:
+        try:
+            await super().__call__(*connection)
+        finally:
+            self._ticket.end()
+            self._parts.cancel()
+
+    @staticmethod
+    async def _all(head: Head, parts: Any) -> AsyncIterator[bytes]:
+        """A replica that dies now has said something already, so no other can go on: the client is told."""
+        yield head.body
+        try:
+            async for part in parts:
+                yield part
+        except (RayError, RayServeException) as error:
+            yield lost(error)
+
+
+class _ElsewhereError(Exception):
+    """A replica says that it cannot answer now."""
+
+
+class _NobodyError(Exception):
+    """No replica took a request."""

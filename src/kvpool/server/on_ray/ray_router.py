@@ -1,0 +1,46 @@
+"""The request router of the engines' deployment: what Ray Serve asks which replica a call goes to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import RequestRouter
+
+from kvpool.cluster.routing.routing_config import RoutingConfig
+from kvpool.server.on_ray.replica_book import ReplicaBook
+from kvpool.server.on_ray.ticket import Ticket
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
+    """Sends a call to the replica that has most of its prompt cached and least to do, as `kvpool route` does.
+
+    Ray says which replicas there are and retries what none of them accepted. A handle has a router of its own, so each front
+    knows what all replicas hold, and the load that it made itself.
+    """
+
+    # A replica that computes may answer late how many calls it has. To take another one for that costs its cached prefix.
+    queue_len_response_deadline_s = 5.0
+    max_queue_len_response_deadline_s = 10.0
+
+    def initialize_state(self, **routing: Any) -> None:
+        """Called by Ray with `request_router_kwargs`: fields of a `RoutingConfig`."""
+        self._book = ReplicaBook(RoutingConfig(**routing))
+
+    def update_replicas(self, replicas: list[Any]) -> None:
+        """Replicas came or went."""
+        super().update_replicas(replicas)
+        self._book.set({each.replica_id.unique_id: each.replica_metadata for each in replicas})
+
+    def on_replica_actor_died(self, replica_id: Any) -> None:
+        """A call showed that a replica is dead, before Ray's controller knows."""
+        super().on_replica_actor_died(replica_id)
+        self._book.remove(replica_id.unique_id)
+
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
+        """The one replica for a call; any of them where the call is not the front's or nothing is known of them."""
+        tickets = [each for each in (pending_request.args if pending_request else ()) if isinstance(each, Ticket)]
+        if not tickets:
+            return [candidate_replicas]
+        replicas = {each.replica_id.unique_id: each for each in candidate_replicas}
+        chosen = self._book.choose(tickets[0], replicas.keys())
+        return [candidate_replicas] if chosen is None else [[replicas[chosen]]]

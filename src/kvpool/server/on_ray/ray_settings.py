@@ -1,0 +1,87 @@
+"""The section `[ray]` of a configuration: how many replicas, where, and what Ray Serve is told besides.
+
+    [ray]
+    replicas = 4
+
+    [ray.engines]                          # options of Ray Serve's deployment of engines, as Ray names them
+    ray_actor_options = {num_gpus = 1}
+
+    [ray.routing]                          # weights: docs/cluster.md
+    session_tokens = 512
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from kvpool.cluster.index.cluster_index import MAX_NODES
+from kvpool.cluster.routing.routing_config import RoutingConfig
+from kvpool.config.layers import check_int, check_number, show
+from kvpool.errors import ConfigError
+from kvpool.tiers.tier_settings import read_toml
+
+_OURS = {"name", "func_or_class", "_func_or_class"}  # not for users to say
+
+
+@dataclass(frozen=True)
+class RaySettings:
+    """What runs where. `engines` and `front` go to Ray Serve as they are."""
+
+    address: str | None = None  # of a cluster that runs; None: as $RAY_ADDRESS says, or one of this machine's own
+    name: str = "kvpool"  # of the application
+    prefix: str = "/"  # of its paths
+    proxies: str = "EveryNode"  # where Ray listens for clients: HeadOnly, or every machine with replicas
+    replicas: int = 1
+    wait_seconds: float = 60.0  # that a request waits for a replica
+    engines: Mapping[str, Any] = field(default_factory=dict)
+    front: Mapping[str, Any] = field(default_factory=dict)
+    routing: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_ray(config: Path | None, given: Mapping[str, Any]) -> RaySettings:
+    """The settings of a file and of options, None where they were not given; these override those."""
+    table = {} if config is None else read_toml(config).get("ray", {})
+    where = f"{config}: [ray]"
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} must be a section, got {show(table)}")
+    known = {each.name for each in fields(RaySettings)}
+    for key, value in table.items():
+        if key not in known:
+            raise ConfigError(f"{where} has no key {show(key)}; it has {', '.join(sorted(known))}")
+        if key in ("engines", "front", "routing") and not isinstance(value, dict):
+            raise ConfigError(f"{config}: [ray.{key}] must be a section, got {show(value)}")
+        if key in ("address", "name", "prefix", "proxies") and not isinstance(value, str):
+            raise ConfigError(f"{where}: {key} must be of type str, got {show(value)}")
+    settings = RaySettings(**{**table, **{key: value for key, value in given.items() if value is not None}})
+    check_int(f"{where} replicas", settings.replicas, 1, MAX_NODES)
+    if check_number(f"{where} wait_seconds", settings.wait_seconds, "a number of seconds above 0") <= 0:
+        raise ConfigError(f"{where}: wait_seconds={settings.wait_seconds} must be a number of seconds above 0")
+    for section in (settings.engines, settings.front):
+        if taken := _OURS & section.keys():
+            raise ConfigError(f"{config}: {min(taken)!r} is not for a configuration to say")
+    _check_count(settings, table, given)
+    routing_of(settings)
+    return settings
+
+
+def _check_count(settings: RaySettings, table: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """One of the ways to say how many replicas, and not more than one router knows."""
+    scaled = {"num_replicas", "autoscaling_config"} & settings.engines.keys()
+    if scaled and ("replicas" in table or given.get("replicas") is not None):
+        raise ConfigError(f"[ray.engines] has {min(scaled)}, and replicas is given, too: say it once")
+    scaling = settings.engines.get("autoscaling_config")
+    most = scaling.get("max_replicas", 1) if isinstance(scaling, dict) else settings.engines.get("num_replicas", 1)
+    if isinstance(most, int) and most > MAX_NODES:
+        raise ConfigError(f"{most} replicas are more than the {MAX_NODES} that one router knows: start several applications")
+
+
+def routing_of(settings: RaySettings) -> RoutingConfig:
+    """The weights of the router, checked."""
+    known = {each.name for each in fields(RoutingConfig)}
+    for key in settings.routing:
+        if key not in known:
+            raise ConfigError(f"[ray.routing] has no key {show(key)}; it has {', '.join(sorted(known))}")
+    return RoutingConfig(**settings.routing)

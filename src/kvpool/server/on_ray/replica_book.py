@@ -1,0 +1,116 @@
+"""The replicas of a deployment as they come and go: who they are, what they announce, and which one gets a request.
+
+The decision is that of `kvpool route`: one `Router` over one `ClusterIndex`, fed by the events of the replicas.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from kvpool.cluster.index.cluster_index import MAX_NODES, ClusterIndex
+from kvpool.cluster.index.subscriber import NodeSubscriber
+from kvpool.cluster.routing.router import Router
+from kvpool.cluster.routing.routing_config import RoutingConfig
+from kvpool.errors import NoNodeError
+from kvpool.server.on_ray.ticket import Ticket
+
+log = logging.getLogger("kvpool")
+
+
+class ReplicaBook:
+    """Follows replicas by what they say of themselves: `{"block_size": 16, "events": "tcp://…", "replay": "tcp://…", …}`.
+
+    `follow` is for tests: what to follow a replica's events with.
+    """
+
+    def __init__(self, routing: RoutingConfig | None = None, *, follow: Callable[..., Any] = NodeSubscriber) -> None:
+        self._routing = routing
+        self._follow = follow
+        self._followers: dict[str, Any] = {}
+        self._said: dict[str, Mapping[str, Any]] = {}
+        self._leaving: list[threading.Thread] = []
+        self._index: ClusterIndex | None = None
+        self._router: Router | None = None
+
+    def set(self, replicas: Mapping[str, Mapping[str, Any]]) -> None:
+        """All replicas that there are now. One that is not among them any more vanishes with all it held."""
+        for name in self._followers.keys() - replicas.keys():
+            self.remove(name)
+        for name, said in replicas.items():
+            if name not in self._followers and "events" in said:
+                self._add(name, said)
+
+    def _add(self, name: str, said: Mapping[str, Any]) -> None:
+        if self._index is None or self._router is None:
+            self._index = ClusterIndex(said["block_size"])
+            self._router = Router(self._index, self._routing)
+        for thread in self._leaving:
+            thread.join()  # their places are free then
+        self._leaving.clear()
+        if len(self._followers) == MAX_NODES:
+            log.warning("replica %s gets only what the others cannot take: one router knows %d", name, MAX_NODES)
+            return
+        self._router.add_node(name)
+        self._said[name] = said
+        self._followers[name] = self._follow(self._index, name, said["events"], said["replay"])
+
+    def remove(self, name: str) -> None:
+        """A replica that died or was stopped. Nothing waits for its follower, which looks up ten times a second."""
+        if (follower := self._followers.pop(name, None)) is None:
+            return
+        del self._said[name]
+        assert self._router is not None
+        router = self._router
+        router.set_ready(name, False)
+
+        def leave() -> None:
+            follower.close()
+            router.remove_node(name)
+
+        self._leaving.append(threading.Thread(target=leave, name=f"kvpool-leave-{name}", daemon=True))
+        self._leaving[-1].start()
+
+    def choose(self, ticket: Ticket, among: Collection[str]) -> str | None:
+        """The replica for a request, of those that Ray sees now; None if this book knows none of them.
+
+        Those that were tried for it come last: a replica that was full or slow to answer may take it the next time.
+        """
+        if self._router is None:
+            return None
+        ticket.num_replicas, ticket.describe = len(among), self.described
+        others = self._followers.keys() - among
+        for exclude in (ticket.failed | ticket.offered, ticket.failed, set()):
+            try:
+                route = self._router.route(
+                    ticket.asked.tokens,
+                    session=ticket.asked.session,
+                    extra_keys=ticket.asked.extra_keys(),
+                    exclude=others | exclude,
+                )
+            except NoNodeError:
+                ticket.offered.clear()
+                continue
+            ticket.take(route)
+            return str(route.node)
+        return None
+
+    def described(self) -> dict[str, Any]:
+        """Replicas, decisions and the index, for people."""
+        if self._index is None or self._router is None:
+            return {"nodes": {}, "router": None, "index": None}
+        loads, followers, said = self._router.nodes, dict(self._followers), dict(self._said)
+        nodes = {
+            name: {**said[name], **loads[name]._asdict(), "events": follower.stats._asdict()}
+            for name, follower in followers.items()
+            if name in loads and name in said
+        }
+        return {"nodes": nodes, "router": self._router.stats()._asdict(), "index": self._index.stats()._asdict()}
+
+    def close(self) -> None:
+        """Stops following."""
+        self.set({})
+        for thread in self._leaving:
+            thread.join()
