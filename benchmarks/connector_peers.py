@@ -17,6 +17,7 @@ import argparse
 import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -201,6 +202,7 @@ def main() -> int:
     comparison = Comparison(place, Sizes(options.quick))
     lines = Lines(comparison, options.quick)
     lines.all()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended below
     versions = {"kvpool": getattr(kvpool, "__version__", "from source")}
     peers = [Told(name, found.get(name), comparison, lines.figures) for name in ("vllm", "lmcache", "example")]
     try:

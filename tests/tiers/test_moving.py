@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
+import re
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from kvpool.testing import key, value
 from kvpool.tiers import KeyedTier, MemoryTier, Outcome
 from kvpool.tiers.contract import Keeper
 from kvpool.tiers.transport.lanes import Lane
-from kvpool.tiers.transport.staging import StagingMemory
+from kvpool.tiers.transport.staging import StagingMemory, page_aligned
 from kvpool.tiers.transport.storing import Storer
 from kvpool.tiers.transport.watching import KnownKeys, WatchedTier
 
@@ -68,6 +71,20 @@ def test_given_memory_that_cannot_be_had_then_nothing_counts_as_lent() -> None:
     with pytest.raises(MemoryError):
         memory.take(100)
     assert memory.lent_bytes == 0
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="needs a Linux with huge pages")
+def test_given_fresh_memory_then_it_is_private_and_asks_for_huge_pages() -> None:
+    memory = page_aligned(8 * 2**20)
+    address, flags = memory.ctypes.data, ""
+    assert address % mmap.PAGESIZE == 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            inside = int(span[1], 16) <= address < int(span[2], 16)
+        elif line.startswith("VmFlags:") and inside:
+            flags = line
+    assert "hg" in flags.split()
+    assert "sh" not in flags.split()
 
 
 def test_given_a_full_lane_then_more_is_refused_and_stopping_drops_what_waits() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +16,17 @@ _PAGE = mmap.PAGESIZE
 
 
 def page_aligned(num_bytes: int) -> Bytes:
-    """Fresh memory that begins with a page, which files opened with O_DIRECT want."""
-    return np.frombuffer(mmap.mmap(-1, max(num_bytes, _PAGE)), np.uint8)[:num_bytes]
+    """Fresh memory that begins with a page, which files opened with O_DIRECT want.
+
+    Linux is asked for huge pages: writing to memory for the first time takes a sixth of the time then.
+    """
+    size = max(num_bytes, _PAGE)
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.frombuffer(mmap.mmap(-1, size), np.uint8)[:num_bytes]
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets none
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)[:num_bytes]
 
 
 class Staged(NamedTuple):
