@@ -13,6 +13,7 @@ pytest.importorskip("matplotlib")
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.replay.reporting.pictures import absent_pictures, all_pictures, sample_occupancy, save_pictures
 from kvpool.replay.reporting.report import render
+from kvpool.replay.simulation.runs import run_all
 from kvpool.replay.traces.synth import WorkloadModel, fit, synthesise
 
 CONFIG = ReplayConfig("lru", 20, host=10)
@@ -106,6 +107,26 @@ def test_given_a_report_then_it_needs_nothing_from_elsewhere_and_fits_a_phone() 
     assert "@import" not in text
     assert text.count('<div class="scroll"><table') == page.tags.count("table"), "a wide table scrolls by itself"
     assert page.tags.count("svg") == 6
+
+
+def test_the_report_sets_blocks_time_and_tiers_side_by_side() -> None:
+    trace = TraceBuilder("a" * 300, unit=16)
+    for number in range(40):
+        trace.add(number * 1000.0, [number % 5 * 10 + depth for depth in range(6)], 96, 0)
+    loaded = trace.build()
+    configs = [
+        ReplayConfig(policy, 8, host=12, objective=objective)
+        for policy, objective in (("lru", "blocks"), ("adaptive", "blocks"), ("adaptive", "seconds"), ("optimum", "blocks"))
+    ]
+    page = render(loaded, run_all(loaded, configs, workers=1), configs)
+    assert "overflow-wrap: anywhere" in page  # a long name stays in the page
+    for heading in ("Hit ratio", "Time saved", "Hits by tier"):
+        assert f"<h2>{heading}</h2>" in page
+    tables = [part.split("</table>")[0] for part in page.split("<table>")[1:4]]
+    for table in tables:
+        assert [f"<td>{name}</td>" in table for name in ("lru", "adaptive", "adaptive, seconds", "optimum")] == [True] * 4
+    assert "<th>GPU</th><th>host</th>" in tables[2]
+    assert "Hits by tier" not in render(loaded, run_all(loaded, [ReplayConfig("lru", 8)], workers=1))
 
 
 def test_given_the_same_results_then_the_report_is_the_same_text() -> None:

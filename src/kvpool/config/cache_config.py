@@ -31,6 +31,8 @@ from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, NeverF
 
 LOCAL_TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
 HOST_WRITES = ("back", "through")
+OBJECTIVES = ("blocks", "seconds")
+USUAL_DEPTH_COST = 2.5e-5  # per token, of an 8B model: as `LinearCostModel` has it
 DEFAULT_PLAN_TOKENS = 4096
 _UNLIMITED = 2**62  # above every reachable length: MAX_BLOCKS blocks of MAX_BLOCK_SIZE tokens are 2**51
 
@@ -76,6 +78,8 @@ class KVCacheConfig:
     host_write: str | int = "back"
     watermark: float = 0.01  # fraction of each GPU pool kept free at admission
     eviction_policy: str = "adaptive"  # learns what is reused; its comparison with "lru": docs/decisions/0005
+    objective: str = "blocks"  # what eviction saves: "blocks" found again, or the "seconds" that computing them takes
+    depth_cost: float | None = None  # for "seconds": what a token costs more for each one before it; None = of an 8B model
     default_ttl: float | None = None  # seconds
     max_pinned_tokens: int | None = None  # None = half of the smallest GPU pool's tokens
     pressure_levels: Sequence[float] = (0.6, 0.8, 0.95)  # used fractions: MEDIUM, HIGH, CRITICAL
@@ -327,6 +331,7 @@ class KVCacheConfig:
         policy: object = self.eviction_policy
         if not isinstance(policy, str) or not policy:
             raise ConfigError(f"eviction_policy={show(policy)} must be the name of a policy, such as 'lru'")
+        self._check_objective()
         if self.default_ttl is not None:
             self._put("default_ttl", check_number("default_ttl", self.default_ttl, "seconds above 0, or None"))
             if self.default_ttl <= 0:
@@ -341,6 +346,23 @@ class KVCacheConfig:
             raise ConfigError(f"pressure_levels={levels} must be {expected}")
         self._put("pressure_levels", levels)
         self._put("event_buffer_size", check_int("event_buffer_size", self.event_buffer_size, 0, MAX_BLOCKS))
+
+    def _check_objective(self) -> None:
+        check_objective(self.objective)
+        if self.depth_cost is not None:
+            if self.objective != "seconds":
+                raise ConfigError(f"depth_cost={show(self.depth_cost)} does nothing with objective={self.objective!r}")
+            expected = "a number, 0 or more"
+            self._put("depth_cost", check_number("depth_cost", self.depth_cost, expected))
+            if self.depth_cost < 0:
+                raise ConfigError(f"depth_cost={self.depth_cost} must be {expected}")
+
+    @property
+    def block_depth_cost(self) -> float:
+        """What a block costs more for each one before it, in units of a first one; 0 if eviction counts blocks."""
+        if self.objective == "blocks":
+            return 0.0
+        return self.block_size * (USUAL_DEPTH_COST if self.depth_cost is None else self.depth_cost)
 
     def _tier_counts(self, tier: Tier, pools: Sequence[PoolSpec]) -> tuple[int, ...]:
         prefix = tier.name.lower()
@@ -453,3 +475,10 @@ def _exact(fraction: float) -> Fraction:
 def _shape_text(spec: LayerSpec) -> str:
     values = "K only" if spec.k_only else "K and V" if spec.value_dim == spec.head_dim else f"V of {spec.value_dim}"
     return f"{spec.kv_heads} heads x {spec.head_dim} {spec.dtype.value} ({values})"
+
+
+def check_objective(objective: object, error: type[KVPoolError] = ConfigError) -> str:
+    """What eviction is to save."""
+    if not isinstance(objective, str) or objective not in OBJECTIVES:
+        raise error(f"objective={show(objective)} is unknown; known: {', '.join(OBJECTIVES)}")
+    return objective

@@ -62,6 +62,8 @@ def assemble(
                 kv_bytes = kv_budget(model, shape, where, memory_fraction, limits)
         layers = shape.layer_specs(kv_dtype)
         fields = cache_fields(cache, shape.max_positions, host_bytes)
+        if fields.get("objective") == "seconds":
+            fields.setdefault("depth_cost", shape.depth_cost(sum(part.numel() for part in model.parameters())))
         config = KVCacheConfig(layers, block_size, gpu_blocks=kv_blocks, gpu_bytes=kv_bytes, **fields)
         manager = KVCacheManager(config)
         plane = DataPlane(manager, where, check_writes=False)

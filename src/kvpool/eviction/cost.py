@@ -32,6 +32,7 @@ class CostAwarePolicy(KeyedPolicy):
     """
 
     name: ClassVar[str] = "cost"
+    weighs: ClassVar[bool] = True
 
     def __init__(self, base_cost: float = 1.0, depth_cost: float = 5e-4) -> None:
         if not base_cost > 0.0 or not depth_cost >= 0.0:
@@ -45,6 +46,9 @@ class CostAwarePolicy(KeyedPolicy):
         # The clock rose to _clocks[i] after tick _ticks[i]; accesses after it see that value.
         self._ticks: list[int] = []
         self._clocks: list[float] = []
+
+    def weigh(self, depth_cost: float) -> None:
+        self._depth_cost = self._base_cost * depth_cost
 
     def recompute_cost(self, run: Run) -> float:
         """Average cost of computing one block of `run` again, in units of a block at depth 0."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import OrderedDict
 from heapq import heapify, heappop, heappush
+from math import log2
 from typing import Any, ClassVar, Final
 
 from kvpool.compiling import mypyc_attr
@@ -34,16 +35,20 @@ _NEVER: Final = 2**62
 _STEPS: Final = 8  # in which a value goes from one age bin to the next
 _MOST_EPOCHS: Final = 1024  # that are told apart
 MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few microseconds each
+_WEIGHTS: Final = 32  # classes of what a block counts for its depth, in steps of a quarter octave
+_WEIGHT_OF: Final = [2 ** (weight_class / 4) for weight_class in range(_WEIGHTS)]
 
 
 class _Cell(RunQueue):
-    """The candidates of one priority and cohort."""
+    """The candidates of one priority and place: a cohort, and what their blocks cost to compute again."""
 
-    __slots__ = ("due", "kind", "since", "value")
+    __slots__ = ("due", "kind", "since", "value", "weight")
 
-    def __init__(self, cohort: int) -> None:
+    def __init__(self, place: int) -> None:
         super().__init__()
+        cohort, weight_class = divmod(place, _WEIGHTS)
         self.since, self.kind = divmod(cohort, NUM_KINDS)
+        self.weight = _WEIGHT_OF[weight_class]
         self.value = 0.0  # of its kind at its age
         self.due = 0  # when it will have another one
 
@@ -79,10 +84,12 @@ class AdaptivePolicy(EvictionPolicy):
 
     name: ClassVar[str] = "adaptive"
     by_priority: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
 
     def __init__(self) -> None:
+        self._depth_cost = 0.0  # of a block, per block before it; 0: all cost the same
         self._newcomers: list[Run] = []  # inserted runs, not yet met; their entry is the policy itself
-        self._cells: dict[tuple[int, int], _Cell] = {}  # by priority and cohort
+        self._cells: dict[tuple[int, int], _Cell] = {}  # by priority and place
         self.clear()
 
     def clear(self) -> None:
@@ -90,9 +97,9 @@ class AdaptivePolicy(EvictionPolicy):
             run.entry = None
         self._newcomers = []
         self._cells = {}
-        self._by_value: list[tuple[int, float, int]] = []  # heap of cells: priority, value, cohort
-        self._by_age: list[tuple[int, int]] = []  # heap of the same cells: priority, cohort
-        self._due: list[tuple[int, int, int]] = []  # heap of the same cells: when their values change, priority, cohort
+        self._by_value: list[tuple[int, float, int]] = []  # heap of cells: priority, value, place
+        self._by_age: list[tuple[int, int]] = []  # heap of the same cells: priority, place
+        self._due: list[tuple[int, int, int]] = []  # heap of the same cells: when their values change, priority, place
         self._least = self._oldest = self._chosen = _NO_CELL  # the first of both heaps, and the victim's
         self._is_ordered = True
         self._len = self._num_blocks = 0  # of the cells
@@ -115,6 +122,9 @@ class AdaptivePolicy(EvictionPolicy):
             -1,
             0,
         )  # fingerprint of the run before the one that left last, its tick, its kind when shared
+
+    def weigh(self, depth_cost: float) -> None:
+        self._depth_cost = depth_cost
 
     # --- candidates --------------------------------------------------------------------------------------------------
 
@@ -232,9 +242,12 @@ class AdaptivePolicy(EvictionPolicy):
         return as_shared(kind_of(run.start + run.num_blocks, hits, run.turn + 1 if hits <= 1 else 0, 0))
 
     def _put_in(self, run: Run, hits: int, cohort: int, trimmed: int) -> None:
-        cell = self._cells.get((run.priority, cohort))
+        place = cohort * _WEIGHTS
+        if self._depth_cost:
+            place += self._weight_class(run)
+        cell = self._cells.get((run.priority, place))
         if cell is None or not cell.num_runs:
-            cell = self._open(run.priority, cohort)
+            cell = self._open(run.priority, place)
         item = cell.push(run.last_access, run)
         run.entry = _Record(self, cohort, cell, item, hits, trimmed)
         blocks = item[BLOCKS]
@@ -243,6 +256,13 @@ class AdaptivePolicy(EvictionPolicy):
         self._num_blocks = num_blocks = self._num_blocks + blocks
         if num_blocks > self._capacity:
             self._capacity = num_blocks
+
+    def _weight_class(self, run: Run) -> int:
+        """How much more than a first block the last one of a run counts: the root of what attention makes it cost.
+
+        What kinds say about reuse holds less for the longest prompts, and the whole cost would keep those that are over.
+        """
+        return min(round(2 * log2(1.0 + self._depth_cost * (run.start + run.num_blocks - 1))), _WEIGHTS - 1)
 
     def _take_out(self, record: _Record) -> None:
         blocks = record.item[BLOCKS]
@@ -253,46 +273,47 @@ class AdaptivePolicy(EvictionPolicy):
 
     # --- order -------------------------------------------------------------------------------------------------------
 
-    def _open(self, priority: int, cohort: int) -> _Cell:
+    def _open(self, priority: int, place: int) -> _Cell:
         """A cell without candidates that is about to get one: it takes its place in the order."""
-        cell = self._cells.get((priority, cohort))
+        cell = self._cells.get((priority, place))
         if cell is None:
-            cell = self._cells[priority, cohort] = _Cell(cohort)
-        self._value(cell, priority, cohort)
-        heappush(self._by_age, (priority, cohort))
+            cell = self._cells[priority, place] = _Cell(place)
+        self._value(cell, priority, place)
+        heappush(self._by_age, (priority, place))
         return cell
 
-    def _value(self, cell: _Cell, priority: int, cohort: int) -> None:
+    def _value(self, cell: _Cell, priority: int, place: int) -> None:
         """Values a cell by its age now, and notes when that will change."""
         age, rates = self._now - cell.since, self._values[cell.kind]
-        place = bisect_right(EDGES, age)
-        value, due = rates[place - 1], _NEVER
-        if place < len(EDGES):  # on the way from the value of this bin to that of the next one
-            start = EDGES[place - 1]
-            width = EDGES[place] - start
+        upper = bisect_right(EDGES, age)
+        value, due = rates[upper - 1], _NEVER
+        if upper < len(EDGES):  # on the way from the value of this bin to that of the next one
+            start = EDGES[upper - 1]
+            width = EDGES[upper] - start
             step = (age - start) * _STEPS // width
-            value += (rates[place] - value) * step / _STEPS
+            value += (rates[upper] - value) * step / _STEPS
             due = cell.since + start + -(-(step + 1) * width // _STEPS)
+        value *= cell.weight
         cell.value, cell.due = value, due
-        heappush(self._by_value, (priority, value, cohort))
-        heappush(self._due, (due, priority, cohort))
+        heappush(self._by_value, (priority, value, place))
+        heappush(self._due, (due, priority, place))
         self._least = _NO_CELL  # another one may come first now
 
     def _grow_older(self) -> None:
         """Values the cells anew that have reached another age."""
         cells, due, now = self._cells, self._due, self._now
         while due and due[0][0] <= now:
-            when, priority, cohort = heappop(due)
-            cell = cells.get((priority, cohort))
+            when, priority, place = heappop(due)
+            cell = cells.get((priority, place))
             if cell is not None and cell.due == when and cell.num_runs:
-                self._value(cell, priority, cohort)
+                self._value(cell, priority, place)
 
     def _choose(self) -> None:
         """Finds the cells that come first by value and by age, and which of them gives the victim."""
         cells, by_value, by_age = self._cells, self._by_value, self._by_age
         while by_value:
-            priority, value, cohort = by_value[0]
-            least = cells[priority, cohort]
+            priority, value, place = by_value[0]
+            least = cells[priority, place]
             if least.num_runs and least.value == value:
                 break
             heappop(by_value)
@@ -314,8 +335,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._by_age = list(self._cells)
         heapify(self._by_age)
         self._by_value, self._due = [], []
-        for (priority, cohort), cell in self._cells.items():
-            self._value(cell, priority, cohort)
+        for (priority, place), cell in self._cells.items():
+            self._value(cell, priority, place)
 
     # --- what is learned from ----------------------------------------------------------------------------------------
 

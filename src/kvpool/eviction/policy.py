@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from kvpool.compiling import mypyc_attr
+from kvpool.errors import ConfigError
 from kvpool.eviction.queues import RUN, RunQueue
 from kvpool.eviction.run import Key, Run
 
@@ -26,6 +27,15 @@ class EvictionPolicy(ABC):
 
     name: ClassVar[str] = ""
     by_priority: ClassVar[bool] = False  # a run of a lower retention priority always goes before one of a higher
+
+    weighs: ClassVar[bool] = False  # whether it can value blocks by what computing them costs: `weigh`
+
+    def weigh(self, depth_cost: float) -> None:
+        """From now on what counts is the time that blocks save, not their number; called before anything is added.
+
+        A block behind n others takes 1 + n * `depth_cost` times as long to compute as a first one.
+        """
+        raise ConfigError(f"policy {self.name!r} does not know what blocks cost; take 'adaptive' or 'cost'")
 
     @abstractmethod
     def add(self, run: Run) -> None:

@@ -51,6 +51,7 @@ class PrefixCache:
         offload_on_evict: bool,
         offload_min_priority: int,
         host_write: str | int = "back",
+        depth_cost: float = 0.0,
     ) -> None:
         self.context = context
         self.offload_on_evict = offload_on_evict
@@ -58,7 +59,9 @@ class PrefixCache:
         self.least_uses = host_write if isinstance(host_write, int) else 0  # of a run that may leave the GPU for a lower tier
         if host_write != "back":
             context.shadows.waiting = []
-        self.orders = EvictionOrders(new_policy, context.num_tiers)
+        usable = [tier for tier in range(context.num_tiers) if all(tiers[tier].num_blocks for tiers in context.pools)]
+        last = max(usable, default=0) if offload_on_evict else 0
+        self.orders = EvictionOrders(new_policy, context.num_tiers, depth_cost, last)
         self.ledger = IdleLedger(context)
         self.announcer = Announcer(context)
         self.expiry = Expiry(context, self.announcer, self._drop_expired)

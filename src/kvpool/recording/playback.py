@@ -26,7 +26,8 @@ MAX_SLOTS = 2**26  # that one operation may ask for
 MAX_SEQUENCES = 2**20  # that are live at once
 _SWITCHES = (
     "block_size", "enable_prefix_caching", "partial_match", "copy_on_partial_reuse", "cache_unfilled_blocks",
-    "offload_on_evict", "offload_min_priority", "host_write", "watermark", "default_ttl", "max_pinned_tokens", "max_seq_len",
+    "offload_on_evict", "offload_min_priority", "host_write", "watermark", "objective", "depth_cost",
+    "default_ttl", "max_pinned_tokens", "max_seq_len",
 )  # fmt: skip
 _BUDGETS = {"gpu_blocks": Tier.GPU, "host_blocks": Tier.HOST, "disk_blocks": Tier.DISK}
 
@@ -46,7 +47,7 @@ def header_of(manager: KVCacheManager) -> dict[str, Any]:
 
 
 def manager_from(header: Mapping[str, Any], policy: str | None, clock: Callable[[], float]) -> KVCacheManager:
-    """A fresh manager like the recorded one; `policy` replaces its policy."""
+    """A fresh manager like the recorded one; `policy` replaces its policy, and with it what eviction saves."""
     layers = header.get("layers")
     known = {field.name for field in fields(LayerSpec)}
     if not isinstance(layers, list) or not all(isinstance(plain, dict) and known >= set(plain) for plain in layers):
@@ -54,6 +55,8 @@ def manager_from(header: Mapping[str, Any], policy: str | None, clock: Callable[
     if missing := next((key for plain in layers for key in ("kv_heads", "head_dim") if key not in plain), None):
         raise TraceError(f"a layer lacks {missing}")
     settings = {name: header[name] for name in (*_SWITCHES, *_BUDGETS) if header.get(name) is not None}
+    if policy is not None:
+        settings = {name: value for name, value in settings.items() if name not in ("objective", "depth_cost")}
     config = KVCacheConfig([LayerSpec(**plain) for plain in layers], **settings, event_buffer_size=0)
     if (num_blocks := sum(map(config.num_blocks, _BUDGETS.values()))) > MAX_BLOCKS:
         raise TraceError(f"its manager has {num_blocks:,} blocks; more than {MAX_BLOCKS:,} cannot be replayed")

@@ -63,6 +63,9 @@ class EngineOptions:
         float | None, typer.Option(help=f"Seconds that a request waits for them at most: {DEFAULT_TIMEOUT:g}.")
     ] = None
 
+    objective: Annotated[
+        str | None, typer.Option(help="What eviction saves: blocks, or seconds of computing them; default: blocks.")
+    ] = None
     publish: Annotated[
         str | None, typer.Option(help="Announce what is cached to routers, at tcp://127.0.0.1:5557: docs/cluster.md.")
     ] = None
@@ -91,8 +94,11 @@ class EngineOptions:
             record=self.record,
             publish=self.publish,
             **options,
-            **{**tiers, "cache": {**tiers.get("cache", {}), **(cache or {})} or None},
+            **{**tiers, "cache": {**tiers.get("cache", {}), **self._objective(), **(cache or {})} or None},
         )
+
+    def _objective(self) -> dict[str, Any]:
+        return {} if self.objective is None else {"objective": self.objective}
 
     def tiers(self, host_memory: str | None = None) -> TierConfig:
         """The settings of tiers: of the file, the environment and these options."""

@@ -57,6 +57,14 @@ class ModelShape:
     vocab_size: int
     max_positions: int | None  # None: the model names no limit
 
+    def depth_cost(self, num_parameters: int) -> float:
+        """What a token costs more to compute for each one before it, in units of a first token: attention reads them all.
+
+        Windowed layers read no more than their window, and do not count.
+        """
+        pairs = sum(2 * layer.q_heads * (layer.k_dim + layer.v_dim) for layer in self.layers if layer.window is None)
+        return pairs / (2 * max(num_parameters, 1))
+
     def layer_specs(self, kv_dtype: DType | str | None = None) -> list[LayerSpec]:
         """The layers of the KV cache; `kv_dtype` is how K and V are stored, by default as the model computes."""
         dtype = self.dtype if kv_dtype is None else DType.parse(kv_dtype, "kv_dtype")

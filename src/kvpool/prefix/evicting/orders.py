@@ -15,15 +15,27 @@ from kvpool.scope import ReuseScope
 class EvictionOrders:
     """One eviction policy per tier for everybody, and one per tier for each tenant that has a quota."""
 
-    def __init__(self, new_policy: Callable[[], EvictionPolicy], num_tiers: int) -> None:
+    def __init__(
+        self, new_policy: Callable[[], EvictionPolicy], num_tiers: int, depth_cost: float = 0.0, first_lost: int = 0
+    ) -> None:
         self.new_policy = new_policy
         self.num_tiers = num_tiers
+        self.depth_cost = depth_cost  # of a block, for each one before it; 0: eviction counts blocks
+        self.first_lost = first_lost  # the first tier whose victims must be computed again
         self.policies = self.new_policies()
         self.quotas: dict[str, Quota] = {}
 
     def new_policies(self) -> list[EvictionPolicy]:
-        """An order for each tier, all empty."""
-        return [self.new_policy() for _ in range(self.num_tiers)]
+        """An order for each tier, all empty.
+
+        What leaves a tier for the next takes as long to come back wherever it stood in its prompt; what leaves the last one
+        must be computed again, which takes longer the more is before it.
+        """
+        made = [self.new_policy() for _ in range(self.num_tiers)]
+        if self.depth_cost:
+            for policy in made[self.first_lost :]:
+                policy.weigh(self.depth_cost)
+        return made
 
     def new_root(self, scope: ReuseScope) -> Root:
         """The top of a scope, whose runs leave in the order of their tenant."""

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from kvpool.config.cache_config import check_host_write
+from kvpool.config.cache_config import OBJECTIVES, check_host_write, check_objective
 from kvpool.errors import InvalidArgumentError
 from kvpool.recording.playback import play_recording
 from kvpool.replay.commands import replay_options as opt
 from kvpool.replay.commands.replay_inputs import load_trace, parse_capacities, parse_tiers
 from kvpool.replay.simulation.bounds import FLAT_FIFO, INFINITE, MODELS, OPTIMUM
 from kvpool.replay.simulation.runs import map_over, run_all
+from kvpool.replay.simulation.saved_time import PrefillTime
 from kvpool.replay.simulation.simulate import ReplayConfig, ReplayResult
 from kvpool.replay.traces.formats import DEFAULT_MAX_ERRORS
 from kvpool.replay.traces.trace import Trace
@@ -39,6 +40,7 @@ def replay(
     capacity: opt.Capacity = DEFAULT_CAPACITIES,
     tiers: opt.Tiers = "",
     host_write: opt.HostWrite = "back",
+    objective: opt.Objective = "blocks",
     block_size: opt.BlockSize = None,
     bounds: opt.Bounds = True,
     full_blocks_only: opt.FullBlocksOnly = False,
@@ -73,12 +75,11 @@ def replay(
     if exact:
         _exact(trace, policy, json, csv, out)
         return
-    sizes = _sizes(policy or "lru", capacity, tiers, host_write)
+    sizes = _sizes(policy or "lru", capacity, tiers, host_write, objective)
     machine = _machine(model, kv_dtype, gpu, costs)
-    token_bytes = None if machine is None else sum(layer.bytes_per_token for layer in machine.layers)
     started = time.perf_counter()
     loaded = _read(out, trace, max_errors, limit, full_blocks_only)
-    configs = _configs(loaded, sizes, block_size, bounds, token_bytes)
+    configs = _configs(loaded, sizes, block_size, bounds, machine)
     with progress_bar(f"replaying {loaded.name}", len(configs), quiet) as advance:
         results = run_all(loaded, configs, workers=workers, progress=advance)
     rows = [result.row() for result in results]
@@ -122,20 +123,24 @@ def _draw(
 
 
 class _Sizes(NamedTuple):
-    """Policies and models by name, capacities, the blocks of lower tiers and when the host gets them."""
+    """Policies and models by name and what they save, capacities, the blocks of lower tiers and when the host gets them."""
 
-    policies: list[str]
+    policies: list[tuple[str, str]]
     capacities: list[int | None]
     lower: dict[str, Any]
 
 
-def _sizes(policy: str, capacity: str, tiers: str, host_write: str) -> _Sizes:
+def _sizes(policy: str, capacity: str, tiers: str, host_write: str, objective: str) -> _Sizes:
     from kvpool.eviction import make_policy, policy_names
 
-    names = list(policy_names()) if policy == "all" else [name.strip().lower() for name in policy.split(",")]
-    for name in names:
-        if name not in MODELS:
-            make_policy(name)  # an unknown name is refused before anything runs
+    wanted = OBJECTIVES if objective == "both" else (check_objective(objective, InvalidArgumentError),)
+    given = list(policy_names()) if policy == "all" else [name.strip().lower() for name in policy.split(",")]
+    names: list[tuple[str, str]] = []
+    for name in given:
+        weighs = name not in MODELS and make_policy(name).weighs  # an unknown name is refused before anything runs
+        names += [(name, each) for each in (wanted if weighs else ("blocks",))]
+    if objective != "blocks" and all(each == "blocks" for _, each in names):
+        raise InvalidArgumentError(f"--objective {objective} needs a policy that knows what blocks cost: adaptive, cost")
     blocks = parse_tiers(tiers) if tiers else {}
     write = check_host_write(int(host_write) if host_write.isdecimal() else host_write, InvalidArgumentError)
     if host_write != "back" and not blocks.get("host"):
@@ -146,12 +151,20 @@ def _sizes(policy: str, capacity: str, tiers: str, host_write: str) -> _Sizes:
 
 
 def _configs(
-    trace: Trace, sizes: _Sizes, block_size: int | None, bounds: bool, token_bytes: int | None
+    trace: Trace, sizes: _Sizes, block_size: int | None, bounds: bool, machine: _Machine | None
 ) -> list[ReplayConfig]:
     names, capacities, lower = sizes
-    options: dict[str, Any] = {"block_size": block_size, "token_bytes": token_bytes, **lower}
-    configs = [ReplayConfig(name, size, **options) for name in names if name not in MODELS for size in capacities]
-    models = [name for name in names if name in MODELS]
+    token_bytes = None if machine is None else sum(layer.bytes_per_token for layer in machine.layers)
+    usual = machine is None or machine.costs is None
+    time = PrefillTime() if usual else PrefillTime.of(machine.costs, token_bytes)  # type: ignore[union-attr,arg-type]
+    options: dict[str, Any] = {"block_size": block_size, "token_bytes": token_bytes, "time": time, **lower}
+    configs = [
+        ReplayConfig(name, size, objective=objective, **options)
+        for name, objective in names
+        if name not in MODELS
+        for size in capacities
+    ]
+    models = [name for name, _ in names if name in MODELS]
     known = trace.unit == 1 or block_size is None or block_size == trace.unit
     if bounds and known:
         models += [OPTIMUM, INFINITE]
@@ -159,7 +172,7 @@ def _configs(
     for name in dict.fromkeys(models):
         tiers = below if name == OPTIMUM else {}
         found = [None] if name == INFINITE else capacities
-        configs.extend(ReplayConfig(name, size, block_size=block_size, **tiers) for size in found)
+        configs.extend(ReplayConfig(name, size, block_size=block_size, time=time, **tiers) for size in found)
     return configs
 
 
@@ -220,19 +233,21 @@ def _print_tables(
     title = f"{trace.name}: {len(trace):,} requests, {results[0].requested_blocks:,} blocks"
     found = {tier for result in results for tier, blocks in result.hit_blocks_by_tier.items() if blocks}
     tiers = [tier for tier in ("GPU", "HOST", "DISK") if tier in found] if found & {"HOST", "DISK"} else []
-    table = _table(title, "policy", "capacity", "hit blocks", "hit ratio", "token ratio", "evicted")
+    wide = () if tiers else ("token ratio", "evicted")
+    table = _table(title, "policy", "capacity", "hit blocks", "hit ratio", "saved", *wide)
     for heading in (*(f"{_TIER_NAMES[tier]} hits" for tier in tiers), "offloaded") if tiers else ():
         table.add_column(heading, justify="right")
     for result in results:
         cells = [
-            result.policy, _size(result), f"{result.hit_blocks:,}", f"{result.hit_ratio:.4f}",
-            f"{result.token_hit_ratio:.4f}", "" if result.bound else f"{result.evicted_blocks:,}",
+            result.label, _size(result), f"{result.hit_blocks:,}", f"{result.hit_ratio:.4f}", f"{result.saved_ratio:.1%}",
         ]  # fmt: skip
+        if not tiers:
+            cells += [f"{result.token_hit_ratio:.4f}", "" if result.bound else f"{result.evicted_blocks:,}"]
         if tiers and result.policy not in (INFINITE, FLAT_FIFO):
             cells += [f"{result.hit_blocks_by_tier.get(tier, 0):,}" for tier in tiers]
             cells.append("" if result.bound else f"{result.offloaded_blocks:,}")
         table.add_row(*cells, style="dim" if result.bound else "")
-    table.caption = f"{seconds:.1f} s"
+    table.caption = f"saved: of the seconds that computing all prompts takes. {seconds:.1f} s"
     out.print(table)
     for bound in dict.fromkeys(f"{result.policy}: {result.bound}" for result in results if result.bound):
         out.print(bound, style="dim")
@@ -248,7 +263,7 @@ def _serving_table(served: list[tuple[ReplayResult, dict[str, Any]]]) -> Any:
     for result, row in served:
         waits = [f"{row[f'ttft_p{percent}']:,.2f} s" for percent in (50, 90, 99)]
         speeds = [f"{1e3 * row['tpot_p50']:,.1f}", f"{row['output_tokens_per_second']:,.0f}", f"{row['goodput']:.1%}"]
-        table.add_row(result.policy, _size(result), *waits, *speeds)
+        table.add_row(result.label, _size(result), *waits, *speeds)
     if refused := max(row["refused"] for _, row in served):
         table.caption = f"up to {refused:,} requests were refused: they are larger than the whole cache"
     return table

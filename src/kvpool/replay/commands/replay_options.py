@@ -29,6 +29,12 @@ HostWrite: TypeAlias = Annotated[
         rich_help_panel=_SIZES,
     ),
 ]
+Objective: TypeAlias = Annotated[
+    str,
+    typer.Option(
+        help="What eviction saves: blocks, seconds of computing them, or both side by side.", rich_help_panel=_SIZES
+    ),
+]
 BlockSize: TypeAlias = Annotated[
     int | None,
     typer.Option(min=1, help="Tokens per block; default: the trace's, 16 for tokens.", rich_help_panel=_SIZES),

@@ -41,10 +41,10 @@ def _figure(width: float = 5.6, height: float = 3.6) -> tuple[Any, Any]:
 def hit_curves(results: Sequence[ReplayResult]) -> Any:
     """Hit ratio over capacity, one line per policy; bounds are dashed."""
     figure, axes = _figure()
-    for policy in dict.fromkeys(result.policy for result in results):
-        points = [(r.capacity, r.hit_ratio) for r in results if r.policy == policy and r.capacity is not None]
-        level = next((r.hit_ratio for r in results if r.policy == policy and r.capacity is None), None)
-        bound = any(r.bound for r in results if r.policy == policy)
+    for policy in dict.fromkeys(result.label for result in results):
+        points = [(r.capacity, r.hit_ratio) for r in results if r.label == policy and r.capacity is not None]
+        level = next((r.hit_ratio for r in results if r.label == policy and r.capacity is None), None)
+        bound = any(r.bound for r in results if r.label == policy)
         if points:
             axes.plot(
                 *zip(*sorted(points), strict=True),

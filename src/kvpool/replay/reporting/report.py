@@ -9,6 +9,7 @@ from typing import Any
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.reporting.pictures import absent_pictures, all_pictures, to_svg
+from kvpool.replay.simulation.bounds import FLAT_FIFO, INFINITE
 from kvpool.replay.simulation.simulate import ReplayConfig, ReplayResult
 from kvpool.replay.traces.statistics import summary
 from kvpool.replay.traces.trace import Trace
@@ -61,10 +62,15 @@ def render(
         _facts(summary(trace)),
         "".join(f"<p>Note: {escape(text)}</p>" for text in trace.problems.sentences()),
         "<h2>Hit ratio</h2>",
-        _matrix(results),
+        "<p>Blocks that were found, of those asked for.</p>",
+        _matrix(results, lambda result: result.hit_ratio),
         "".join(
             f"<p>{escape(text)}</p>" for text in dict.fromkeys(f"{r.policy}: {r.bound}" for r in results if r.bound)
         ),
+        "<h2>Time saved</h2>",
+        f"<p>{escape(_SAVED)}</p>",
+        _matrix(results, lambda result: result.saved_ratio),
+        _tiers(results),
     ]
     for picture in all_pictures(trace, results, configs):
         title = escape(picture.title)
@@ -138,13 +144,19 @@ _FACTS: dict[str, tuple[Callable[[Any], str], str]] = {
 }
 
 
-def _matrix(results: Sequence[ReplayResult]) -> str:
+_SAVED = (
+    "What computing the blocks that were found would have taken, less what loading them from lower tiers takes, of the "
+    "time that computing all prompts would take. Deep blocks of long prompts take longer. The optimum is that of blocks."
+)
+
+
+def _matrix(results: Sequence[ReplayResult], figure: Callable[[ReplayResult], float]) -> str:
     """Policies down, capacities across; the best policy of each capacity is bold."""
     capacities = list(dict.fromkeys(result.capacity for result in results))
-    policies = list(dict.fromkeys(result.policy for result in results))
-    table = {(result.policy, result.capacity): result for result in results}
+    policies = list(dict.fromkeys(result.label for result in results))
+    table = {(result.label, result.capacity): result for result in results}
     best = {
-        size: max((r.hit_ratio for r in results if r.capacity == size and not r.bound), default=None)
+        size: max((figure(r) for r in results if r.capacity == size and not r.bound), default=None)
         for size in capacities
     }
     head = "".join(f"<th>{'∞' if size is None else f'{size:,}'}</th>" for size in capacities)
@@ -154,12 +166,37 @@ def _matrix(results: Sequence[ReplayResult]) -> str:
         for size in capacities:
             result = table.get((policy, size))
             bound = bound or (result is not None and bool(result.bound))
-            mark = result is not None and not result.bound and result.hit_ratio == best[size]
+            mark = result is not None and not result.bound and figure(result) == best[size]
             cells.append(
-                f"<td{' class=best' if mark else ''}>{'' if result is None else f'{result.hit_ratio:.4f}'}</td>"
+                f"<td{' class=best' if mark else ''}>{'' if result is None else f'{figure(result):.4f}'}</td>"
             )
         lines.append(f"<tr{' class=bound' if bound else ''}><td>{escape(policy)}</td>{''.join(cells)}</tr>")
     return f'<div class="scroll"><table><tr><th>policy</th>{head}</tr>{"".join(lines)}</table></div>'
+
+
+def _tiers(results: Sequence[ReplayResult]) -> str:
+    """What each tier found, of all blocks asked for, beside what the optimum finds there; "" without lower tiers."""
+    tiers = [tier for tier in _TIER_NAMES if any(result.hit_blocks_by_tier.get(tier) for result in results)]
+    shown = [result for result in results if result.policy not in (INFINITE, FLAT_FIFO)]
+    if not set(tiers) & {"HOST", "DISK"} or not shown:
+        return ""
+    head = "".join(f"<th>{_TIER_NAMES[tier]}</th>" for tier in tiers)
+    lines = []
+    for result in shown:
+        cells, found = [], 0
+        for tier in tiers:
+            found += result.hit_blocks_by_tier.get(tier, 0)
+            cells.append(f"<td>{found / max(result.requested_blocks, 1):.4f}</td>")
+        kind = " class=bound" if result.bound else ""
+        lines.append(f"<tr{kind}><td>{escape(result.label)}</td>{''.join(cells)}</tr>")
+    return (
+        "<h2>Hits by tier</h2><p>Blocks found on a tier or above it, of those asked for. The optimum of a tier is that of "
+        "one cache as large as it and those above it.</p>"
+        f'<div class="scroll"><table><tr><th>policy</th>{head}</tr>{"".join(lines)}</table></div>'
+    )
+
+
+_TIER_NAMES = {"GPU": "GPU", "HOST": "host", "DISK": "disk"}
 
 
 def _rows(rows: Sequence[dict[str, Any]]) -> str:

@@ -15,14 +15,18 @@ import numpy as np
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, Int64Array
+from kvpool.replay.simulation.saved_time import PrefillTime
 from kvpool.replay.simulation.simulate import ReplayResult, totals
 from kvpool.replay.traces.trace import Trace
 
+USUAL_TIME = PrefillTime()
 INFINITE, OPTIMUM, FLAT_FIFO = "infinite", "optimum", "fifo-flat"
 MODELS = (INFINITE, OPTIMUM, FLAT_FIFO)  # names that stand beside policies but are computed without a manager
 
 
-def run_model(trace: Trace, name: str, capacity: int | None, host: int = 0, disk: int = 0) -> ReplayResult:
+def run_model(
+    trace: Trace, name: str, capacity: int | None, host: int = 0, disk: int = 0, time: PrefillTime = USUAL_TIME
+) -> ReplayResult:
     """The row of one bound (or of the flat FIFO), block by block of the trace.
 
     The optimum of a GPU with lower tiers is that of one cache as large as all of them: what leaves one tier goes to the next
@@ -32,7 +36,7 @@ def run_model(trace: Trace, name: str, capacity: int | None, host: int = 0, disk
         raise InvalidArgumentError(f"unknown model {name!r}; known: {', '.join(MODELS)}")
     trace = _dense(trace)
     if name == OPTIMUM and capacity is not None and (host or disk):
-        return _optimum_of_tiers(trace, capacity, host, disk)
+        return _optimum_of_tiers(trace, capacity, host, disk, time)
     if name == INFINITE or capacity is None:
         hits, kind = _infinite_hits(trace), "offline bound: nothing is ever evicted"
     elif name == OPTIMUM:
@@ -42,12 +46,12 @@ def run_model(trace: Trace, name: str, capacity: int | None, host: int = 0, disk
         )
     else:
         hits, kind = _flat_fifo_hits(trace, capacity), "model: first in first out per block, parents may leave first"
-    result = ReplayResult(**totals(trace, hits, trace.unit), policy=name, capacity=capacity, bound=kind)
+    result = ReplayResult(**totals(trace, hits, trace.unit, time, {}), policy=name, capacity=capacity, bound=kind)
     result.hit_blocks_by_tier = {"GPU": result.hit_blocks}
     return result
 
 
-def _optimum_of_tiers(trace: Trace, capacity: int, host: int, disk: int) -> ReplayResult:
+def _optimum_of_tiers(trace: Trace, capacity: int, host: int, disk: int, time: PrefillTime) -> ReplayResult:
     sizes = {"GPU": capacity, "HOST": host, "DISK": disk}
     by_tier: dict[str, int] = {}
     total = 0
@@ -57,7 +61,7 @@ def _optimum_of_tiers(trace: Trace, capacity: int, host: int, disk: int) -> Repl
             hits = _optimal_hits(trace, total)
             by_tier[tier] = int(hits.sum()) - sum(by_tier.values())
     kind = "offline bound: Belady's optimum of all tiers as one; by tier, what each adds to the optimum of those above it"
-    found = totals(trace, hits, trace.unit)
+    found = totals(trace, hits, trace.unit, time, by_tier)
     return ReplayResult(**found, policy=OPTIMUM, capacity=capacity, bound=kind, hit_blocks_by_tier=by_tier)
 
 

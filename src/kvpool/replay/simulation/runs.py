@@ -27,13 +27,13 @@ def run_one(trace: Trace, config: ReplayConfig) -> ReplayResult:
     if config.policy not in MODELS:
         return replay(trace, config)
     if trace.unit > 1:
-        return run_model(trace, config.policy, config.capacity, config.host, config.disk)
+        return run_model(trace, config.policy, config.capacity, config.host, config.disk, config.time)
     # Of a trace of tokens only whole blocks are ever published; the others are asked for all the same.
     size = config.block_size or trace.block_size
     blocks = to_blocks(trace, size).full_blocks_only()
-    found = run_model(blocks, config.policy, config.capacity, config.host, config.disk)
+    found = run_model(blocks, config.policy, config.capacity, config.host, config.disk, config.time)
     assert found.hits is not None
-    return replace(found, **totals(trace, found.hits, size))
+    return replace(found, **totals(trace, found.hits, size, config.time, found.hit_blocks_by_tier))
 
 
 def run_all(
@@ -51,12 +51,14 @@ def run_all(
     results = dict(zip(distinct, map_over(trace, run_one, distinct, workers=workers, progress=progress), strict=True))
     if progress is not None:
         progress(len(configs) - len(distinct))
-    return [replace(results[_representative(config)], policy=config.policy) for config in configs]
+    return [
+        replace(results[_representative(config)], policy=config.policy, objective=config.objective) for config in configs
+    ]
 
 
 def _representative(config: ReplayConfig) -> ReplayConfig:
     unlimited = config.capacity is None and config.policy not in MODELS
-    return replace(config, policy="lru") if unlimited else config
+    return replace(config, policy="lru", objective="blocks") if unlimited else config
 
 
 def _haste(config: ReplayConfig) -> tuple[bool, float]:

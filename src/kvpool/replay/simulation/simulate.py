@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
-from kvpool.config.cache_config import check_host_write
+from kvpool.config.cache_config import check_host_write, check_objective
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.prefix.lifetimes.retention import Retention, TokenRange
+from kvpool.replay.simulation.saved_time import PrefillTime
 from kvpool.replay.traces.trace import Trace
 
 TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
@@ -46,6 +47,8 @@ class ReplayConfig:
     host_write: str | int = "back"  # when runs are copied to the host: see `KVCacheConfig`
     block_size: int | None = None
     token_bytes: int | None = None  # of K and V; None: bytes are not reported
+    objective: str = "blocks"  # what eviction saves: see `KVCacheConfig`
+    time: PrefillTime = PrefillTime()  # noqa: RUF009 - frozen; what found blocks are worth in seconds
 
     def __post_init__(self) -> None:
         for name in ("capacity", "host", "disk", "block_size", "token_bytes"):
@@ -54,6 +57,7 @@ class ReplayConfig:
             if value is not None and (type(value) is not int or value < least):
                 raise InvalidArgumentError(f"{name} is {value!r}; it must be an integer of at least {least}")
         check_host_write(self.host_write, InvalidArgumentError)
+        check_objective(self.objective, InvalidArgumentError)
 
 
 @dataclass
@@ -71,6 +75,9 @@ class ReplayResult:
     requested_tokens: int
     hit_tokens: int  # that need not be computed: whole blocks, less the last token of a fully cached prompt
     token_hit_ratio: float
+    saved_seconds: float  # of computing what was found, less what loading takes
+    saved_ratio: float  # of the seconds that computing all prompts would take
+    objective: str = "blocks"
     hit_blocks_by_tier: dict[str, int] = field(default_factory=dict)
     evicted_blocks: int = 0  # that left the index, or the tier
     offloaded_blocks: int = 0
@@ -82,6 +89,11 @@ class ReplayResult:
     oversized: int = 0  # requests larger than the cache, for which it was enlarged
     bound: str = ""  # for offline bounds: what kind
     hits: Int32Array | None = None
+
+    @property
+    def label(self) -> str:
+        """The policy, and what it was to save if that is not blocks."""
+        return self.policy if self.objective == "blocks" else f"{self.policy}, {self.objective}"
 
     def row(self) -> dict[str, Any]:
         """Plain data for JSON and CSV, without the hits per request."""
@@ -163,9 +175,15 @@ class _Replay:
         config = KVCacheConfig(
             layers, self.ids_per_block, gpu_blocks=self.capacity, host_blocks=self.config.host or None,
             disk_blocks=self.config.disk or None, host_write=self.config.host_write, watermark=0.0, partial_match=False,
-            event_buffer_size=0,
+            event_buffer_size=0, **self._objective(),
         )  # fmt: skip
         return KVCacheManager(config, policy=self.config.policy, clock=lambda: self.now)
+
+    def _objective(self) -> dict[str, Any]:
+        """A token of this manager is an id of the trace: so many tokens before it make it dearer."""
+        if self.config.objective == "blocks":
+            return {}
+        return {"objective": self.config.objective, "depth_cost": self.config.time.depth_cost * self.trace.unit}
 
     def run(self, progress: Progress | None, observe: Observer | None) -> ReplayResult:
         trace, manager = self.trace, self.manager
@@ -218,12 +236,14 @@ class _Replay:
 
     def _result(self, hits: Int32Array) -> ReplayResult:
         stats = self.manager.stats()
+        by_tier = {tier.name: stats.hit_blocks[tier.name] for tier in TIERS}
         block_bytes = None if self.config.token_bytes is None else self.config.token_bytes * self.block_size
         return ReplayResult(
-            **totals(self.trace, hits, self.block_size),
+            **totals(self.trace, hits, self.block_size, self.config.time, by_tier),
             policy=self.config.policy,
             capacity=self.config.capacity,
-            hit_blocks_by_tier={tier.name: stats.hit_blocks[tier.name] for tier in TIERS},
+            objective=self.config.objective,
+            hit_blocks_by_tier=by_tier,
             evicted_blocks=sum(stats.evictions.values()),
             offloaded_blocks=stats.offloaded_blocks,
             onboarded_blocks=stats.onboarded_blocks,
@@ -235,13 +255,17 @@ class _Replay:
         )
 
 
-def totals(trace: Trace, hits: Int32Array, block_size: int) -> Mapping[str, Any]:
+def totals(
+    trace: Trace, hits: Int32Array, block_size: int, time: PrefillTime, hit_blocks_by_tier: Mapping[str, int]
+) -> Mapping[str, Any]:
     """The fields of a `ReplayResult` that follow from the hits of each request."""
     ids_per_block = block_size // trace.unit
     lengths: Int64Array = ceil_div(np.diff(trace.offsets), ids_per_block)
     requested, hit = int(lengths.sum()), int(hits.sum())
     prompt_tokens = int(trace.input_lengths.sum())
     saved = np.minimum(hits.astype(np.int64) * block_size, np.maximum(trace.input_lengths - 1, 0))
+    seconds, of_all = float(time.computing(saved).sum()), float(time.computing(trace.input_lengths).sum())
+    seconds -= time.loading(hit_blocks_by_tier, block_size)
     return {
         "trace": trace.name,
         "block_size": block_size,
@@ -252,5 +276,7 @@ def totals(trace: Trace, hits: Int32Array, block_size: int) -> Mapping[str, Any]
         "requested_tokens": prompt_tokens,
         "hit_tokens": int(saved.sum()),
         "token_hit_ratio": int(saved.sum()) / prompt_tokens if prompt_tokens else 0.0,
+        "saved_seconds": seconds,
+        "saved_ratio": seconds / of_all if of_all else 0.0,
         "hits": hits,
     }
