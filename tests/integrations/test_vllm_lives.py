@@ -18,12 +18,16 @@ import pytest
 HERE = Path(__file__).parent
 SOURCES = HERE.parent.parent / "src"
 PATIENCE = 1500.0
+WHOLE = 448  # tokens of whole blocks in each prompt
 CHECKS = [
     "plain_and_host",
     "poisoned",
     "wishes",
+    "keeping",
     "events",
     "hybrid",
+    "refused",
+    "ranks",
     "redis",
     "random_requests",
     "damaged_disks",
@@ -113,6 +117,21 @@ def test_given_salts_resets_and_requests_that_are_not_to_be_stored_then_vllm_fin
     }
 
 
+def test_given_quotas_and_what_requests_ask_for_then_the_host_keeps_just_that(seen: Any) -> None:
+    result = of(seen, "keeping")
+    assert result["most"] == [WHOLE, 0]
+    assert result["least"] == [WHOLE]
+    assert result["pin"] == [WHOLE, 0]
+    assert result["ttl"] == [WHOLE, 0]
+    assert result["priority"] == [WHOLE]
+
+
+def test_given_prefixes_from_disk_and_host_then_vllms_metrics_tell_them_apart(seen: Any) -> None:
+    result = of(seen, "keeping")
+    expected = {"disk": 3 * WHOLE, "host": 3 * WHOLE} if result["counts sources"] else {}  # vLLM 0.31 does not
+    assert result["sources"] == expected
+
+
 def test_given_kv_events_then_host_and_disk_are_announced_under_vllms_own_hashes(seen: Any) -> None:
     assert of(seen, "events") == {
         "blocks": {"GPU": 42, "CPU": 42, "STORAGE": 42},
@@ -128,6 +147,33 @@ def test_given_layers_with_sliding_windows_then_vllm_answers_as_without_the_conn
     assert result["cached"] == [[448] * 3, [544] * 3, [448] * 3]
     assert result["failed"] == [0, True]
     assert result["poisoned"] == 0
+
+
+def test_given_kinds_of_layers_then_vllm_starts_with_those_that_are_served_and_one_line_names_the_others(
+    seen: Any,
+) -> None:
+    result = of(seen, "refused")
+    assert [result[kind] for kind in ("full", "latent", "windows")] == [16] * 3
+    for kind, named in {
+        "states": "layers with a state (MambaSpec:",
+        "reference windows": "RSWASpec",
+        "chunks": "ChunkedLocalAttentionSpec",
+        "both ways": "attend to later tokens",
+        "sizes": "[16, 32]",
+    }.items():
+        assert named in result[kind]
+        assert "\n" not in result[kind]
+    assert result["states alone"] == 3
+    assert "layers with a state (MambaSpec:" in result["states for real"]
+
+
+def test_given_two_ranks_then_vllm_joins_their_reports_and_what_failed_on_one_is_told(seen: Any) -> None:
+    assert of(seen, "ranks") == [
+        [{"1": [2, 2], "2": [1, 4]}, [7, 8], []],
+        [{"2": [1, 4]}, [], []],
+        [{"3": [1, 1]}, [], []],
+        [{"3": [1, 1]}, [], ["a"]],
+    ]
 
 
 def test_given_a_redis_that_another_engine_filled_then_prefixes_come_from_it(seen: Any) -> None:

@@ -67,15 +67,27 @@ def test_given_a_wish_that_cannot_be_then_the_request_is_served_and_a_line_is_wr
 
 
 def test_given_a_ttl_then_the_host_forgets_after_it_and_tiers_never_get_it(engine: Any, tmp_path: Path) -> None:
-    toy = engine(disk=str(tmp_path))
     now = [1000.0]
-    toy.scheduler.manager._state.context.clock = lambda: now[0]
+    toy = engine(disk=str(tmp_path), clock=lambda: now[0])
     toy.serve(wishing("a", ttl=60))
     assert toy.look_up(ToyRequest("b", PROMPT)) == (16, False)
+    toy.scheduler.orders(is_idle=True)
     now[0] += 61
     assert toy.look_up(ToyRequest("c", PROMPT)) == (0, False)
     toy.close()
     assert engine(disk=str(tmp_path)).look_up(ToyRequest("d", PROMPT)) == (0, False)
+
+
+def test_given_a_time_that_ends_between_look_up_and_load_then_what_was_found_is_loaded(engine: Any) -> None:
+    now = [1000.0]
+    toy = engine(clock=lambda: now[0])
+    toy.serve(wishing("a", ttl=60))
+    request = ToyRequest("b", PROMPT)
+    assert toy.look_up(request) == (16, False)
+    now[0] += 61  # a moment later, in truth
+    toy.scheduler.order_load(request, [[0, 1, 2, 3, 4]], 16)
+    (load,) = toy.scheduler.orders(is_idle=False).loads
+    assert load.num_present == len(load.rows) == 4
 
 
 def test_given_priorities_then_the_lower_one_leaves_first(engine: Any) -> None:

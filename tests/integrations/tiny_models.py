@@ -27,13 +27,25 @@ COMMON: dict[str, Any] = dict(
 
 
 def write(kind: str, directory: Path, seed: int = 7) -> str:
-    """Writes a model of a kind (`llama`, `gemma2`) and returns its directory."""
+    """Writes a model of a kind (`llama`, `gemma2`, `lfm2`) and returns its directory."""
     import torch
-    from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        Lfm2Config,
+        Lfm2ForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
 
     torch.manual_seed(seed)
     if kind == "llama":
         model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **COMMON))
+    elif kind == "lfm2":  # short convolutions, which keep a state, beside attention
+        given = {**COMMON, "num_attention_heads": 2, "num_key_value_heads": 1}
+        model = Lfm2ForCausalLM(
+            Lfm2Config(num_hidden_layers=4, full_attn_idxs=[1, 3], block_auto_adjust_ff_dim=False, **given)
+        )
     else:
         model = Gemma2ForCausalLM(
             Gemma2Config(
@@ -52,5 +64,8 @@ def write(kind: str, directory: Path, seed: int = 7) -> str:
     model.save_pretrained(directory)
     config = json.loads((directory / "config.json").read_text())
     config["torch_dtype"] = "float32"
+    if kind == "lfm2":  # what vLLM reads and transformers does not write
+        sizes = dict(block_dim=64, conv_dim=64, conv_dim_out=64, block_ff_dim=128, block_multiple_of=16)
+        config |= sizes | dict(block_auto_adjust_ff_dim=False, block_ffn_dim_multiplier=1.0)
     (directory / "config.json").write_text(json.dumps(config))
     return str(directory)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +89,7 @@ class ToyEngine:
         announces: bool = False,
         device: str = "cpu",
         pages: type[EnginePages] = EnginePages,
+        clock: Callable[[], float] = time.monotonic,
         **extra: Any,
     ) -> None:
         settings = ConnectorSettings.of({"host_blocks": host_blocks, **extra})
@@ -104,7 +105,7 @@ class ToyEngine:
             WorkerSide(settings, pages(layers, num_pages), worker)
             for layers, worker in zip(self.layers, workers, strict=True)
         ]
-        self.scheduler = SchedulerSide(settings, BLOCK, workers, hash_size=BLOCK if announces else None)
+        self.scheduler = SchedulerSide(settings, BLOCK, workers, hash_size=BLOCK if announces else None, clock=clock)
         self.num_pages = num_pages
         self.computed = 0  # tokens
         self._at = 0

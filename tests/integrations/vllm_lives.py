@@ -208,6 +208,63 @@ def wishes(folder: Path) -> Any:
 
 
 @check
+def keeping(folder: Path) -> Any:
+    """Quotas by salt, times to live, pins and priorities, on a host of four prompts; then vLLM's count of sources."""
+    many, llama = prompts(9, 5, 450), model("llama", folder)
+    quotas = {"ada": {"maximum": 14}, "eve": {"guaranteed": 14}}
+    seen: dict[str, Any] = {}
+    with life(llama, {"host_blocks": 56, "policy": "lru", "quotas": quotas}) as each:
+        now = [1000.0]
+        each.side._clock._clock = lambda: now[0]
+
+        def cached(*asked: list[int], **options: Any) -> list[int]:
+            numbers = [each.asked([prompt], **options)[0][1] for prompt in asked]
+            each.forget()
+            return numbers
+
+        cached(*many[:2], salt="ada")
+        seen["most"] = cached(many[1], many[0], salt="ada")
+        cached(PROMPTS[0], salt="eve")
+        cached(*many)
+        seen["least"] = cached(PROMPTS[0], salt="eve")
+        cached(PROMPTS[1], params={"kvpool": {"pin": 3600}})
+        cached(*many)
+        pinned = cached(PROMPTS[1], params={"kvpool": {"pin": 0}})
+        cached(*many)
+        seen["pin"] = pinned + cached(PROMPTS[1])
+        cached(*PROMPTS[1:], params={"kvpool": {"ttl": 60}})
+        living = cached(PROMPTS[1])
+        now[0] += 61
+        seen["ttl"] = living + cached(PROMPTS[2])
+        each.side.manager.check()
+    with life(llama, {"host_blocks": 56, "policy": "priority"}) as each:
+        cached(PROMPTS[0], params={"kvpool": {"priority": 90}})
+        cached(*many, params={"kvpool": {"priority": 5}})
+        seen["priority"] = cached(PROMPTS[0])
+    extra = {"host_bytes": "64MB", "disk": str(folder / "sources"), "disk_bytes": "64MB"}
+    with life(llama, extra) as each:
+        each.answers(PROMPTS)
+        each.settle()
+    with life(llama, extra) as each:
+        cached(*PROMPTS)
+        cached(*PROMPTS)
+        seen["sources"] = {
+            one.labels["source"]: one.value
+            for one in each.engine.get_metrics()
+            if one.name == "vllm:prompt_tokens_cached_by_source" and one.value
+        }
+    seen["counts sources"] = hasattr(connector_base(), "get_external_cache_hit_sources")
+    return seen
+
+
+def connector_base() -> Any:
+    """What connectors of the installed vLLM derive from."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    return KVConnectorBase_V1
+
+
+@check
 def events(folder: Path) -> Any:
     """KV events of the host and the disk, as they would go to subscribers, under the hashes of vLLM's own events."""
     from vllm.config import KVEventsConfig
@@ -271,6 +328,79 @@ def hybrid(folder: Path) -> Any:
         "failed": [counts["failed"], lost > 0],
         "poisoned": sum(answer == right for answer, right in zip(wrong, expected, strict=True)),
     }
+
+
+@check
+def refused(folder: Path) -> Any:
+    """Kinds of layers: what is served, and what the line says where one is not; then a model with states, for real."""
+    from types import SimpleNamespace
+
+    import torch
+    from vllm.v1 import kv_cache_interface as kinds
+
+    from kvpool.integrations.vllm_versions.served_layers import checked_block_size
+
+    shape: dict[str, Any] = dict(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    full, window = kinds.FullAttentionSpec(**shape), kinds.SlidingWindowSpec(**shape, sliding_window=64)
+    models = {
+        "full": [full],
+        "latent": [kinds.MLAAttentionSpec(**{**shape, "num_kv_heads": 1})],
+        "windows": [full, window],
+        "states": [full, kinds.MambaSpec(block_size=16, shapes=((3, 64),), dtypes=(torch.float32,))],
+        "reference windows": [kinds.RSWASpec(**shape, rswa_window=64)],
+        "chunks": [full, kinds.ChunkedLocalAttentionSpec(**shape, attention_chunk_size=64)],
+        "both ways": [kinds.FullAttentionSpec(**shape, non_causal=True)],
+        "sizes": [full, kinds.SlidingWindowSpec(**{**shape, "block_size": 32}, sliding_window=64)],
+    }
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="recompute"),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+    )
+    seen: dict[str, Any] = {}
+    for name, specs in models.items():
+        groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+        seen[name] = _answer(lambda groups=groups: checked_block_size(config, SimpleNamespace(kv_cache_groups=groups)))
+    lfm2 = model("lfm2", folder)
+    with life(lfm2) as alone:
+        seen["states alone"] = len({tuple(answer) for answer in alone.answers(PROMPTS)})
+    seen["states for real"] = _answer(lambda: Life(lfm2, {"host_bytes": "64MB"}))
+    return seen
+
+
+def _answer(ask: Callable[[], Any]) -> Any:
+    """What it returns, or what it says instead."""
+    try:
+        return ask()
+    except Exception as error:
+        return str(error)
+
+
+@check
+def ranks(folder: Path) -> Any:
+    """What two ranks report, joined by vLLM: jobs that one of them has done, did badly, and does a step later."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+    from kvpool.integrations.connector.step_orders import Progress, Report
+    from kvpool.integrations.vllm_versions.common_connector import WorkerMetadata
+
+    def said(jobs: dict[int, int], **more: Any) -> ModelRunnerOutput:
+        report = Report({job: Progress(1, num_blocks) for job, num_blocks in jobs.items()})
+        output = KVConnectorOutput(kv_connector_worker_meta=WorkerMetadata(report) if jobs else None, **more)
+        return ModelRunnerOutput.with_kv_conn_output_only(output)
+
+    aggregator, seen = KVOutputAggregator(2), []
+    for step in (
+        [said({1: 4, 2: 4}), said({1: 2}, invalid_block_ids={7, 8})],
+        [said({}), said({2: 4})],
+        [said({}, finished_recving={"a"}, failed_recving={"a"}), said({3: 1})],
+        [said({3: 1}), said({}, finished_recving={"a"})],
+    ):
+        joined = aggregator.aggregate(step).kv_connector_output
+        meta = joined.kv_connector_worker_meta
+        jobs = {} if meta is None else {job: [p.num_workers, p.num_blocks] for job, p in meta.report.jobs.items()}
+        seen.append([jobs, sorted(joined.invalid_block_ids), sorted(joined.failed_recving or ())])
+    return seen
 
 
 @check

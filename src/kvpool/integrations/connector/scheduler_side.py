@@ -12,6 +12,7 @@ Requests are the engine's own objects, read by the attributes that vLLM's have. 
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from kvpool.errors import ConfigError
 from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.connector.page_loading import Loader
 from kvpool.integrations.connector.page_saving import Saver
+from kvpool.integrations.connector.step_clock import StepClock
 from kvpool.integrations.connector.step_orders import Introduction, Orders, Progress, Report
 from kvpool.integrations.connector.tier_lookups import TierLookups
 from kvpool.integrations.reports.block_events import BlockEvent, BlockEvents
@@ -48,8 +50,10 @@ class SchedulerSide:
         loads: bool = True,
         stores: bool = True,
         hash_size: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """With `hash_size`, the tokens of each hash in the requests' `block_hashes`, blocks are announced by them."""
+        self._clock = StepClock(clock)
         self.num_workers = len(workers)
         if not workers or {worker.num_workers for worker in workers} != {len(workers)}:
             raise ConfigError(f"{len(workers)} workers introduced themselves to the connector; all of them must")
@@ -64,7 +68,8 @@ class SchedulerSide:
                 eviction_policy=settings.policy,
                 default_ttl=settings.ttl,
                 event_buffer_size=0 if hash_size is None else _MAX_EVENTS,
-            )
+            ),
+            clock=self._clock,
         )
         for salt, limits in settings.quotas.items():
             self.manager.set_quota(salt, **limits)
@@ -92,6 +97,7 @@ class SchedulerSide:
         tracked = self._tracked(request)
         if not self._loads or not tracked.is_known:
             return 0, False
+        self._clock.hold()
         self._saver.publish()
         self._pins.apply()
         num_tokens, waits = self._loader.look_up(tracked, num_computed_tokens)
@@ -150,6 +156,7 @@ class SchedulerSide:
         """What goes to the workers with this step."""
         orders, self._orders = self._orders, Orders()
         orders.is_idle = is_idle
+        self._clock.go_on()
         self._saver.order(orders)
         self._pins.apply()
         return orders

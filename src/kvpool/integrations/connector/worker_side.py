@@ -143,8 +143,13 @@ class WorkerSide:
         if lost := load.pages[0][num_loaded:]:
             if len(load.pages) == 1:
                 self._failed_pages.update(page for page in lost if page != NO_PAGE)
-            else:
+            elif load.is_async:
                 self._failed_requests.add(load.request_id)
+            else:
+                raise TransferError(
+                    f"{len(lost)} blocks of {load.request_id} could not be loaded in a step, and an engine with several "
+                    "groups of layers cannot be told to compute them again: restart it"
+                )
             self._say(f"{len(lost)} of {len(load.pages[0])} blocks of {load.request_id} could not be loaded")
 
     def _done(self, job: int, num_blocks: int) -> None:

@@ -18,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.connector_settings import ConnectorSettings
@@ -30,9 +29,8 @@ from kvpool.integrations.connector.worker_side import WorkerSide
 from kvpool.integrations.reports.block_events import STORAGE, BlockEvent, BlocksRemoved
 from kvpool.integrations.requests.weights_digest import config_id, weights_id
 from kvpool.integrations.vllm_versions.connector_stats import ConnectorMetrics, ConnectorStats
+from kvpool.integrations.vllm_versions.served_layers import checked_block_size, is_windowed
 from kvpool.tiers import Fingerprint, Shard
-
-_SERVED = (SlidingWindowSpec,)  # beside those with full attention; derived kinds keep their pages otherwise
 
 EXPECTED = {
     "__init__": ("vllm_config", "role", "kv_cache_config"),
@@ -308,30 +306,6 @@ class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _ready_scheduler(self) -> SchedulerSide:
         assert self._scheduler is not None, "vLLM hands over what the workers say of themselves first"
         return self._scheduler
-
-
-def checked_block_size(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Tokens per block; what this connector does not serve is refused with one line."""
-    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
-        raise ConfigError('KVPoolConnector needs "kv_load_failure_policy": "recompute" in --kv-transfer-config')
-    parallel = vllm_config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise ConfigError("KVPoolConnector does not serve context parallelism: blocks are divided between ranks there")
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    if not specs or not all(type(spec) in _SERVED or isinstance(spec, FullAttentionSpec) for spec in specs):
-        kinds = ", ".join(type(spec).__name__ for spec in specs) or "none"
-        raise ConfigError(
-            f"KVPoolConnector serves layers with full attention and sliding windows; this model has: {kinds}"
-        )
-    sizes = {int(spec.block_size) for spec in specs}
-    if len(sizes) > 1:
-        raise ConfigError(f"KVPoolConnector needs one block size for all layers; this model has {sorted(sizes)}")
-    return sizes.pop()
-
-
-def is_windowed(group: Any) -> bool:
-    """Whether pages of this group are given up as the sequence grows."""
-    return isinstance(group.kv_cache_spec, SlidingWindowSpec)
 
 
 def announces(vllm_config: Any) -> bool:
