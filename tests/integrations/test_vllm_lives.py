@@ -24,6 +24,7 @@ CHECKS = [
     "poisoned",
     "wishes",
     "keeping",
+    "adapters",
     "events",
     "hybrid",
     "refused",
@@ -130,6 +131,10 @@ def test_given_prefixes_from_disk_and_host_then_vllms_metrics_tell_them_apart(se
     result = of(seen, "keeping")
     expected = {"disk": 3 * WHOLE, "host": 3 * WHOLE} if result["counts sources"] else {}  # vLLM 0.31 does not
     assert result["sources"] == expected
+
+
+def test_given_lora_adapters_then_each_finds_its_own_blocks_only(seen: Any) -> None:
+    assert of(seen, "adapters") == {"differ": 3, "right": [True, True], "cached": [[0] * 3, [WHOLE] * 3]}
 
 
 def test_given_kv_events_then_host_and_disk_are_announced_under_vllms_own_hashes(seen: Any) -> None:

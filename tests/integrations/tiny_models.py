@@ -69,3 +69,23 @@ def write(kind: str, directory: Path, seed: int = 7) -> str:
         config |= sizes | dict(block_auto_adjust_ff_dim=False, block_ffn_dim_multiplier=1.0)
     (directory / "config.json").write_text(json.dumps(config))
     return str(directory)
+
+
+def write_adapter(directory: Path, seed: int) -> str:
+    """A LoRA adapter of the `llama` kind, as files of peft; returns its directory."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    directory.mkdir(exist_ok=True)
+    rank, width, outputs = 8, COMMON["hidden_size"], {"q_proj": 128, "v_proj": 64}
+    weights = {}
+    for layer in range(3):
+        for name, size in outputs.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn(rank, width) * 0.3
+            weights[f"{place}.lora_B.weight"] = torch.randn(size, rank) * 0.3
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=16, bias="none")
+    (directory / "adapter_config.json").write_text(json.dumps(config | {"target_modules": list(outputs)}))
+    return str(directory)

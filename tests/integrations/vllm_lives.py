@@ -75,7 +75,13 @@ class Life:
         return [each[0] for each in self.asked(prompts, num_new=num_new, **options)]
 
     def asked(
-        self, prompts: Sequence[Sequence[int]], *, num_new: int = 8, salt: str | None = None, params: Any = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        num_new: int = 8,
+        salt: str | None = None,
+        params: Any = None,
+        adapter: Any = None,
     ) -> list[tuple[list[int], int]]:
         """The same, and how many tokens of each prompt were cached."""
         from vllm import SamplingParams
@@ -85,7 +91,7 @@ class Life:
             temperature=0.0, max_tokens=num_new, detokenize=False, ignore_eos=True, extra_args=extra
         )
         given = [{"prompt_token_ids": list(prompt), **({"cache_salt": salt} if salt else {})} for prompt in prompts]
-        outputs = self.engine.generate(given, sampling, use_tqdm=False)
+        outputs = self.engine.generate(given, sampling, use_tqdm=False, lora_request=adapter)
         return [(list(each.outputs[0].token_ids), each.num_cached_tokens or 0) for each in outputs]
 
     def forget(self) -> None:
@@ -262,6 +268,34 @@ def connector_base() -> Any:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     return KVConnectorBase_V1
+
+
+@check
+def adapters(folder: Path) -> Any:
+    """The same prompt with two LoRA adapters and without: each gets its own blocks back, and nobody else's."""
+    from vllm.lora.request import LoRARequest
+
+    llama = model("llama", folder)
+    chosen: list[Any] = [None]
+    for number in (1, 2):
+        path = tiny_models.write_adapter(folder / f"adapter {number}", seed=number)
+        chosen.append(LoRARequest(f"adapter {number}", number, path))
+    options: dict[str, Any] = dict(enable_lora=True, max_lora_rank=8, max_loras=2)
+
+    def asked(each: Life) -> list[tuple[list[int], int]]:
+        return [each.asked(PROMPTS[:1], adapter=adapter)[0] for adapter in chosen]
+
+    with life(llama, **options) as alone:
+        expected = [answer for answer, _ in asked(alone)]
+    with life(llama, {"host_bytes": "64MB"}, **options) as each:
+        cold = asked(each)
+        each.forget()
+        host = asked(each)
+    return {
+        "differ": len({tuple(answer) for answer in expected}),
+        "right": [[answer for answer, _ in got] == expected for got in (cold, host)],
+        "cached": [[cached for _, cached in got] for got in (cold, host)],
+    }
 
 
 @check
