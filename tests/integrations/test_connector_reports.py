@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("xxhash")
 
-from toy import BLOCK, PROMPT, ToyRequest
+from toy import BLOCK, PROMPT, ToyEngine, ToyRequest
 
+from kvpool.integrations.connector import connector_tiers
 from kvpool.integrations.reports.connector_counts import COUNTS, Increments
 from kvpool.integrations.reports.unfound_prefixes import REPEATS, SHORT_PROMPTS
+from kvpool.tiers import MemoryTier
 
 
 @pytest.fixture
@@ -98,3 +101,55 @@ def test_given_only_prompts_without_a_whole_block_then_one_line_says_so(engine: 
         toy.serve(ToyRequest(str(number), PROMPT[:BLOCK]))
     (line,) = said()
     assert f"longer than a block of {BLOCK} tokens" in line
+
+
+class SharedTier(MemoryTier):
+    """A store that goes on when an engine lets go of it."""
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> str:
+    shared = SharedTier(2**20)
+    monkeypatch.setattr(connector_tiers, "open_tier", lambda address: shared)
+    return "redis://shared"
+
+
+def hits(toy: ToyEngine, name: str) -> tuple[int, int, int]:
+    """Where the blocks of a prompt would come from: host, disk, remote store."""
+    request = ToyRequest(name, PROMPT)
+    number, _ = toy.look_up(request)
+    toy.scheduler.order_load(request, [[0, 1, 2, 3, 4]], number)
+    return toy.scheduler.hit_blocks(request)
+
+
+def test_given_blocks_in_several_places_then_each_is_counted_where_it_comes_from(
+    engine: Any, tmp_path: Path, remote: str
+) -> None:
+    places: list[tuple[dict[str, str], list[int]]] = [
+        ({"remote": remote}, PROMPT),
+        ({"disk": str(tmp_path)}, PROMPT[:13]),
+    ]
+    for tiers, tokens in places:
+        first = engine(**tiers)
+        first.serve(ToyRequest("a", tokens))
+        first.close()
+    assert hits(engine(remote=remote), "b") == (0, 0, 4)
+    both = engine(disk=str(tmp_path), remote=remote)
+    assert hits(both, "c") == (0, 3, 1)
+    both.close()
+    warm = engine(disk=str(tmp_path), remote=remote)
+    warm.serve(ToyRequest("d", PROMPT[:9]))
+    assert hits(warm, "e") == (2, 1, 1)
+
+
+def test_given_two_workers_of_which_one_has_a_block_elsewhere_then_the_slower_place_counts(
+    engine: Any, tmp_path: Path, remote: str
+) -> None:
+    first = engine(disk=str(tmp_path), remote=remote, num_workers=2)
+    first.serve(ToyRequest("a", PROMPT))
+    first.close()
+    shutil.rmtree(tmp_path / "rank-1-of-2")
+    assert hits(engine(disk=str(tmp_path), remote=remote, num_workers=2), "b") == (0, 0, 4)

@@ -61,3 +61,9 @@ def test_given_a_disk_that_is_a_file_then_one_line_says_so(tmp_path: Path) -> No
     file.touch()
     with pytest.raises(ConfigError, match=r"disk='.*file' cannot be used: File exists"):
         open_tiers(ConnectorSettings.of({"disk": str(file)}), introduction(4))
+
+
+def test_given_several_engines_then_each_writes_to_a_directory_of_its_own() -> None:
+    settings = ConnectorSettings(disk="/cache")
+    assert [settings.of_engine(number).disk for number in range(3)] == ["/cache", "/cache/engine-1", "/cache/engine-2"]
+    assert ConnectorSettings().of_engine(1) == ConnectorSettings()

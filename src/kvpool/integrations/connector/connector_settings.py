@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from kvpool.config.layers import MAX_BLOCKS, MAX_BYTES, check_int, check_number, show
@@ -80,6 +81,12 @@ class ConnectorSettings:
         if self.ttl is not None and check_number("ttl", self.ttl, "seconds above 0") <= 0:
             raise ConfigError(f"ttl={self.ttl} must be seconds above 0; leave it out for no limit")
         _check_quotas(self.quotas)
+
+    def of_engine(self, number: int) -> ConnectorSettings:
+        """For one of several equal engines: only one writes to a directory, so that others have a folder each in it."""
+        if self.disk is None or number == 0:
+            return self
+        return replace(self, disk=str(Path(self.disk) / f"engine-{number}"))
 
     @property
     def has_tiers(self) -> bool:

@@ -13,6 +13,7 @@ from kvpool.tiers import DiskTier, KeyedTier, KeySpace, open_tier
 from kvpool.tiers.transport.watching import WatchedTier
 
 _SHORTEST_CALL = 0.001
+_NOBODY = -1
 
 
 def worker_directory(disk: str, rank: int, num_workers: int) -> Path:
@@ -48,14 +49,15 @@ def _open_disk(settings: ConnectorSettings, directory: Path, *, is_reader: bool)
 
 def prefix_from(
     tiers: Sequence[WatchedTier], number: int, due: float, ask: Callable[[WatchedTier, list[int], float], list[bool]]
-) -> int:
-    """Asks one tier after the other for what those before it lack; returns how many from the first on were had."""
-    there = [False] * number
-    for watched in tiers:
-        lacking = [index for index, known in enumerate(there) if not known]
+) -> list[int]:
+    """Asks one tier after the other for what those before it lack; says which tier had each, from the first on."""
+    holders = [_NOBODY] * number
+    for holder, watched in enumerate(tiers):
+        lacking = [index for index, known in enumerate(holders) if known == _NOBODY]
         left = due - time.monotonic()
         if not lacking or left < _SHORTEST_CALL or watched.num_hung:
             continue
         for index, found in zip(lacking, ask(watched, lacking, left), strict=True):
-            there[index] = found
-    return there.index(False) if False in there else number
+            if found:
+                holders[index] = holder
+    return holders[: holders.index(_NOBODY)] if _NOBODY in holders else holders

@@ -112,7 +112,8 @@ class Loader:
         digests = tracked.tier_digests(num_present, last) if tracked.waits and handle is not None else []
         tracked.num_loading += 1
         self._jobs[job] = _LoadJob(tracked, handle, first, num_present, last)
-        tracked.hits = num_present - first, last - num_present
+        held = tracked.holders[num_present - tracked.asked_from : last - tracked.asked_from] if tracked.waits else []
+        tracked.hits = num_present - first, held.count(0), last - num_present - held.count(0)
         request_id, present = tracked.request.request_id, num_present - first
         wanted = [of_group[first:last] for of_group in pages]
         orders.loads.append(Load(job, request_id, rows, wanted, present, digests, tracked.waits))

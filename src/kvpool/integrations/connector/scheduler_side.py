@@ -84,6 +84,7 @@ class SchedulerSide:
         self._increments = Increments()
         self._block_size = block_size
         self._loads, self._stores = loads, stores
+        self._has_disk = settings.disk is not None
         self._requests: dict[str, TrackedRequest] = {}
         self._reports: dict[int, Progress] = {}  # jobs that some workers have done
         self._orders = Orders()
@@ -110,13 +111,14 @@ class SchedulerSide:
     def order_load(self, request: Any, pages: Sequence[list[int]], num_tokens: int) -> None:
         """The engine gave the request these pages of each group, so many tokens of which are to be loaded."""
         tracked = self._tracked(request)
-        tracked.hits = (0, 0)
+        tracked.hits = (0, 0, 0)
         if num_tokens:
             self._loader.order(tracked, pages, num_tokens, self._job(), self._orders)
 
-    def hit_blocks(self, request: Any) -> tuple[int, int]:
-        """Of the last load of a request: blocks from the host, and from the tiers below."""
-        return self._tracked(request).hits
+    def hit_blocks(self, request: Any) -> tuple[int, int, int]:
+        """Of the last load of a request: blocks from the host, the disk and the remote store."""
+        host, first, others = self._tracked(request).hits
+        return (host, first, others) if self._has_disk else (host, 0, first + others)
 
     # --- steps -------------------------------------------------------------------------------------------------------
 

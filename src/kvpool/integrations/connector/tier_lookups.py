@@ -32,23 +32,25 @@ class TierLookups:
         if not tracked.is_asking:
             digests = tracked.tier_digests(first, last)
             tracked.num_below, tracked.asked_from, tracked.is_asking = None, first, True
-            if not self._lane.submit(lambda: self._ask(tracked, first, digests), lambda: self._answer(tracked, first)):
-                self._answer(tracked, first)
+            if not self._lane.submit(lambda: self._ask(tracked, digests), lambda: self._answer(tracked, [])):
+                self._answer(tracked, [])
         return tracked.num_below
 
-    def _ask(self, tracked: TrackedRequest, first: int, digests: list[bytes]) -> None:
+    def _ask(self, tracked: TrackedRequest, digests: list[bytes]) -> None:
         """In a thread of its own."""
-        found = 0
+        holders: list[int] = []
         try:
-            due = time.monotonic() + self._timeout
-            found = len(digests)
+            due, common = time.monotonic() + self._timeout, [0] * len(digests)
             for space, tiers in zip(self._spaces, self._tiers, strict=True):
-                found = min(found, _num_found(tiers, space.keys(digests[:found]), due))
+                found = _holders(tiers, space.keys(digests[: len(common)]), due)
+                common = [max(pair) for pair in zip(common, found, strict=False)]  # the slowest of all workers
+            holders = common
         finally:
-            self._answer(tracked, first + found)
+            self._answer(tracked, holders)
 
-    def _answer(self, tracked: TrackedRequest, num_blocks: int) -> None:
-        tracked.num_below, tracked.is_asking = num_blocks, False
+    def _answer(self, tracked: TrackedRequest, holders: list[int]) -> None:
+        tracked.holders = holders
+        tracked.num_below, tracked.is_asking = tracked.asked_from + len(holders), False
 
     def tiers(self) -> list[KeyedTier]:
         """The tiers of the first worker."""
@@ -61,8 +63,8 @@ class TierLookups:
             watched.tier.close()
 
 
-def _num_found(tiers: Sequence[WatchedTier], keys: Sequence[bytes], due: float) -> int:
-    """How many keys from the first on some tier has."""
+def _holders(tiers: Sequence[WatchedTier], keys: Sequence[bytes], due: float) -> list[int]:
+    """Which tier has each key, from the first on that any has."""
 
     def ask(watched: WatchedTier, lacking: list[int], seconds: float) -> list[bool]:
         return watched.contains([keys[index] for index in lacking], seconds)

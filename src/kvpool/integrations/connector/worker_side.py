@@ -259,4 +259,4 @@ def load_prefix(tiers: Sequence[WatchedTier], keys: Sequence[bytes], rows: Seque
         outcomes = watched.load([keys[index] for index in lacking], [rows[index] for index in lacking], seconds)
         return [outcome == Outcome.OK for outcome in outcomes]
 
-    return prefix_from(tiers, len(keys), due, ask)
+    return len(prefix_from(tiers, len(keys), due, ask))

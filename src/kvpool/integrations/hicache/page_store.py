@@ -33,7 +33,7 @@ class PageStore:
         def ask(watched: WatchedTier, lacking: list[int], seconds: float) -> list[bool]:
             return watched.contains([keys[index] for index in lacking], seconds)
 
-        return prefix_from(self._tiers, len(keys), time.monotonic() + self._timeout, ask)
+        return len(prefix_from(self._tiers, len(keys), time.monotonic() + self._timeout, ask))
 
     def load(self, names: Sequence[str], pages: Sequence[Bytes]) -> int:
         """Fills pages; returns how many from the first on are whole and right. What lies behind them is undefined."""

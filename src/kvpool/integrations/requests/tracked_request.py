@@ -60,11 +60,12 @@ class TrackedRequest:
     num_local: int = 0  # that the engine's own cache had at the last look-up
     num_below: int | None = None  # that tiers have, behind `asked_from`; None: not asked yet
     asked_from: int = 0
+    holders: list[int] = field(default_factory=list)  # which tier has each of these, from `asked_from` on
     is_asking: bool = False
     waits: bool = False  # the last look-up promised a load that takes a while
     num_loading: int = 0  # loads that no worker has reported yet
     has_lost: bool = False  # a load failed: tiers are not asked again
-    hits: tuple[int, int] = (0, 0)  # of the last load: from the host, from tiers
+    hits: tuple[int, int, int] = (0, 0, 0)  # of the last load: from the host, the first tier, others
     pages: list[list[int]] = field(default_factory=list)  # of each layer group
     num_seen: int = 0  # whole blocks that were considered for storing
     saving: Saving | None = None

@@ -92,7 +92,8 @@ class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
-        self._settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
+        settings = ConnectorSettings.of(transfer.kv_connector_extra_config)
+        self._settings = settings.of_engine(vllm_config.parallel_config.data_parallel_index)
         self._block_size = checked_block_size(vllm_config, kv_cache_config)
         groups = kv_cache_config.kv_cache_groups
         self._main_group = next((n for n, group in enumerate(groups) if not is_windowed(group)), 0)

@@ -18,7 +18,7 @@ class KVPoolConnector(CommonConnector):
     _cache_hit_source = CacheHitSource.HOST
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Of the tokens to be loaded: how many from the host, and from the tiers below it."""
-        host, below = (num_blocks * self._block_size for num_blocks in self._ready_scheduler.hit_blocks(request))
-        source = CacheHitSource.DISK if self._settings.disk is not None else CacheHitSource.EXTERNAL_UNSPECIFIED
-        return {name: number for name, number in ((CacheHitSource.HOST, host), (source, below)) if number}
+        """Of the tokens to be loaded: how many from the host, the disk and the remote store."""
+        sources = (CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.EXTERNAL_UNSPECIFIED)
+        numbers = self._ready_scheduler.hit_blocks(request)
+        return {source: number * self._block_size for source, number in zip(sources, numbers, strict=True) if number}
