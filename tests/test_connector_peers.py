@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import harness
-from cases.connector_engines import Answer, Place
+from cases.connector_engines import Answer, Place, end_session, processes
 from cases.connector_stages import Comparison, Sizes, trace
 from connector_peers import Lines, Told, overhead_of
 from harness import PeerAbsentError
@@ -99,6 +101,23 @@ class TestStages:
     def test_given_kvpool_that_stops_then_the_run_fails(self) -> None:
         with pytest.raises(RuntimeError, match="it stopped"):
             _ = comparison(Pretended("vllm"), Pretended("kvpool", dies=True)).near
+
+
+class TestProcesses:
+    def test_given_a_session_then_ending_it_ends_its_processes_and_no_others(self) -> None:
+        code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        code += "print('both', flush=True); time.sleep(600)"
+        one = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        assert one.stdout is not None
+        assert one.stdout.readline() == b"both\n"
+        end_session(one.pid)
+        assert one.wait(60) == -signal.SIGKILL
+        one.stdout.close()
+        assert one.pid not in {session for _, session in processes()}
+        assert other.poll() is None
+        end_session(other.pid)
+        assert other.wait(60) == -signal.SIGKILL
 
 
 class TestTable:

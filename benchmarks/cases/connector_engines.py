@@ -25,6 +25,7 @@ SOURCES = HERE.parent / "src"
 DRIVER = HERE / "peers" / "vllm_asked_peer.py"
 START_SECONDS = 300.0
 CALL_SECONDS = 600.0
+TRACKER_SECONDS = 10.0
 NUM_PAGES = 68  # of vLLM: the longest prompt fits and little else does, so that its own cache cannot answer for a connector
 
 
@@ -173,23 +174,29 @@ class Engine:
 
 
 def processes() -> Iterator[tuple[int, int]]:
-    """Every process and its session."""
+    """Every process that runs, and its session."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = stat.read_text()
         except OSError:
             continue
-        yield int(text.split(maxsplit=1)[0]), int(text.rpartition(")")[2].split()[3])
+        state, _, _, session = text.rpartition(")")[2].split()[:4]
+        if state != "Z":
+            yield int(text.split(maxsplit=1)[0]), int(session)
 
 
 def end_session(session: int) -> None:
-    """Kills what belongs to a session that was started here."""
-    for pid, its_session in list(processes()):
-        if its_session == session:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+    """Kills what belongs to a session that was started here. Python's trackers go last: they remove shared memory."""
+    for leaves_trackers in (True, False):
+        due = time.monotonic() + TRACKER_SECONDS
+        while left := [pid for pid, its_session in processes() if its_session == session]:
+            for pid in left:
+                with suppress(OSError):  # it ended
+                    if not (leaves_trackers and b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()):
+                        os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > due:
+                break
+            time.sleep(0.05)
 
 
 def kvpool_transfer(**extra: Any) -> dict[str, Any]:

@@ -152,8 +152,7 @@ class Comparison:
 
     def close(self) -> None:
         """Ends everything that was started."""
-        for engine in self._engines:
-            engine.kill()
+        self._end(list(self._engines))
         for server in self._servers:
             server.end()
 
