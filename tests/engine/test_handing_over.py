@@ -37,10 +37,12 @@ class Store(MemoryTier):
         self.num_loaded = 0
         self.refuses_from: int | None = None  # how many values it takes before it refuses
         self.num_stored = 0
-        self.may_store = threading.Event()
+        self.may_store, self.may_load = threading.Event(), threading.Event()
         self.may_store.set()
+        self.may_load.set()
 
     def _load(self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float) -> list[Outcome]:
+        assert self.may_load.wait(SECONDS)
         self.num_loaded += len(keys)
         return super()._load(keys, out, deadline)
 
@@ -213,6 +215,18 @@ def test_given_an_engine_that_is_closed_then_whoever_waits_is_told() -> None:
     assert prefill.is_over
     with pytest.raises(SequenceStateError):
         engine.prefetch(PROMPT)
+
+
+def test_given_a_prefetch_that_somebody_wants_to_cancel_then_the_engine_goes_on_and_so_does_the_load() -> None:
+    store = Store()
+    with make(store) as first, make(store) as second:
+        first.prefill(PROMPT).result(SECONDS)
+        store.may_load.clear()
+        abandoned, heard = second.prefetch(PROMPT, on_end=lambda num_tokens: None), second.prefetch(PROMPT)
+        assert not abandoned.cancel()  # as an event loop tries with what a client waited for that left
+        store.may_load.set()
+        assert heard.result(SECONDS) == 120
+        assert second.generate([PROMPT], GREEDY)[0].token_ids == alone()
 
 
 def test_given_a_prompt_that_never_fits_then_the_prefill_says_so() -> None:

@@ -319,13 +319,15 @@ class Engine:
     ) -> Future[int]:
         """Brings what tiers have of a prompt into the cache, whatever computing it would cost, and returns at once.
 
-        The result, which `on_end` also hears in the engine's thread, is how many of its tokens are cached then.
+        The result, which `on_end` also hears in the engine's thread, is how many of its tokens are cached then. It cannot be
+        cancelled: what is loaded is there for the next request.
         """
         tiers, link = self._handing_over(), self._tiers
         assert link is not None
         check_callbacks(on_end)
         _, request = self._requests.make(self.token_ids(prompt), USUAL, scope=scope)
         keys, found = link.prompt_keys(request), Future[int]()
+        found.set_running_or_notify_cancel()  # it cannot be cancelled: an event loop would do so if its client leaves
         if on_end is not None:
             found.add_done_callback(lambda future: on_end(future.result()))
         self._thread.tell(partial(tiers.prefetch, request, keys, found.set_result), lambda error: found.set_result(0))
