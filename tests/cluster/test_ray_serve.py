@@ -21,6 +21,7 @@ import pytest
 pytest.importorskip("ray.serve", reason="pip install 'kvpool[ray]'")
 httpx = pytest.importorskip("httpx")
 sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("cluster", "engine", "server")]
+from kvpool.errors import ConfigError  # noqa: E402
 from traffic import PATIENCE, post, until  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -33,14 +34,13 @@ class OnRay:
         self.app = f"kvpool-{os.getpid()}"
         config = folder / "kvpool.toml"
         config.write_text(
-            f'[server]\nport = 0\n[ray]\nname = "{self.app}"\nreplicas = 2\n'
+            f'[server]\nport = 0\n[ray]\naddress = "local"\nname = "{self.app}"\nreplicas = 2\n'
             "[ray.engines]\nray_actor_options = {num_cpus = 0.1}\nhealth_check_period_s = 1\n"
             f'[[models]]\nname = "tiny"\nmodel = "{folder}"\nmemory = "16MiB"\ndevice = "cpu"\n'
         )
-        environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvpool", "serve", "--ray", "--config", str(config)],
-            env={**environment, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self.process.stderr is not None
         lines = iter(self.process.stderr.readline, "")
@@ -109,6 +109,38 @@ def test_given_other_paths_then_they_are_answered_as_on_one_machine(on_ray: OnRa
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         assert len(refused.headers.get_list("x-request-id")) == 1
         assert client.post("/v1/completions", content=b"{").status_code == 400
+
+
+def test_given_a_client_that_hangs_up_then_its_request_ends_on_the_replica(on_ray: OnRay) -> None:
+    body = {"model": "tiny", "prompt": [5] * 20, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{on_ray.url}/v1/completions", json=body, timeout=PATIENCE, trust_env=False) as stream:
+        next(stream.iter_lines())
+        node = stream.headers["x-kvpool-node"]
+
+    def is_idle() -> bool:
+        answer = httpx.get(f"{on_ray.url}/ready", timeout=PATIENCE, trust_env=False)
+        return bool(answer.headers["x-kvpool-node"] == node and answer.json()["under_way"] == 0)
+
+    until(is_idle, "the replica is idle")
+    until(lambda: all(each["num_requests"] == 0 for each in on_ray.nodes().values()), "nothing stays open")
+
+
+def test_given_a_configuration_then_rays_own_tools_get_the_application_with_rays_own_options(tmp_path: Path) -> None:
+    from kvpool.server.on_ray.ray_application import build
+
+    config = tmp_path / "kvpool.toml"
+    config.write_text(
+        "[ray.engines]\nautoscaling_config = {min_replicas = 2, max_replicas = 5}\nmax_surge_percent = 25\n"
+        '[ray.routing]\nhot_requests = 7\n[[models]]\nname = "m"\nmodel = "somewhere"\n'
+    )
+    front = build({"config": str(config)})._bound_deployment
+    engines = front.init_args[0]._bound_deployment
+    described = engines._deployment_config
+    assert (described.autoscaling_config.min_replicas, described.autoscaling_config.max_replicas) == (2, 5)
+    assert described.max_surge_percent == 25
+    assert described.request_router_config.request_router_kwargs["hot_requests"] == 7
+    with pytest.raises(ConfigError, match="no argument 'configuration'"):
+        build({"configuration": str(config)})
 
 
 def test_given_a_replica_that_dies_then_requests_go_elsewhere_streams_say_so_and_a_new_one_comes(on_ray: OnRay) -> None:

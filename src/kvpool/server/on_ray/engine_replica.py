@@ -23,6 +23,7 @@ class ReplicaPlan:
     access: Access
     limits: Limits
     traces: str | None = None
+    host: str | None = None  # where to announce the cache; None: at the address by which Ray knows the machine
 
 
 class EngineReplica:
@@ -37,7 +38,7 @@ class EngineReplica:
         from kvpool.server.asking.served import ServedModel
 
         context = serve.get_replica_context()
-        model = placed(plan.model, ray.util.get_node_ip_address(), context.rank.local_rank)
+        model = placed(plan.model, plan.host or ray.util.get_node_ip_address(), context.rank.local_rank)
         self._engine = model.make_engine()
         self._tracing = None if plan.traces is None else Tracing.to(plan.traces)
         self._app = create_app([ServedModel(model.name, self._engine)], plan.access, plan.limits, self._tracing)
@@ -63,6 +64,8 @@ class EngineReplica:
             yield part
 
     def __del__(self) -> None:
+        if not hasattr(self, "_app"):  # it could not be made
+            return
         self._app.state.server.gate.is_draining = True
         self._engine.close()
         if self._tracing is not None:

@@ -34,12 +34,14 @@ def build(arguments: Mapping[str, str]) -> Any:
     return application(read_ray(config, {}), settings, models, access)
 
 
-def application(ray_settings: RaySettings, settings: ServeSettings, models: list[ModelSettings], access: Access) -> Any:
-    """A front and the deployment of engines behind it."""
+def application(
+    ray_settings: RaySettings, settings: ServeSettings, models: list[ModelSettings], access: Access, host: str | None = None
+) -> Any:
+    """A front and the engines behind it. Replicas announce their caches at `host`, or as Ray knows their machine."""
     serve = ray_serve()
     from kvpool.server.on_ray.ray_front import Front
 
-    plan = ReplicaPlan(travelling(models), access, settings.limits, settings.traces)
+    plan = ReplicaPlan(travelling(models), access, settings.limits, settings.traces, host)
     engines: dict[str, Any] = {
         "name": "engines",
         "max_ongoing_requests": settings.limits.requests + 1,  # a replica refuses what is over its limit, and says why

@@ -28,15 +28,16 @@ def serve_on_ray(
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     travelling(models)  # refuses what cannot be, before a cluster is started for it
-    context = _joined(ray, ray_settings)
+    is_own = _join(ray, ray_settings)
     ended = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     try:
-        opt.tell(f"starting {models[0].name} on Ray at {context.address_info['address']} ...", quiet)
+        where = ray.get_runtime_context().gcs_address
+        opt.tell(f"starting {models[0].name} on {'a Ray of its own' if is_own else f'Ray at {where}'} ...", quiet)
         port = settings.port or _free_port(settings.host)
         serve.start(proxy_location=ray_settings.proxies, http_options={"host": settings.host, "port": port})
-        run = application(ray_settings, settings, models, access)
+        run = application(ray_settings, settings, models, access, host="127.0.0.1" if is_own else None)
         serve.run(run, name=ray_settings.name, route_prefix=ray_settings.prefix)
         where = f"http://{settings.host}:{port}{ray_settings.prefix.rstrip('/')}"
         opt.tell(f"{models[0].name} at {where}/v1 (API), {where}/route/stats; Ctrl-C ends it", quiet)
@@ -47,23 +48,25 @@ def serve_on_ray(
         ray.shutdown()  # of a cluster that it started; one that it joined goes on
 
 
-def _joined(ray: Any, settings: RaySettings) -> Any:
-    """The cluster of the settings, the one that runs on this machine, or a new one with room for the replicas."""
-    try:
-        return ray.init(settings.address or "auto", log_to_driver=False, logging_level="error")
-    except (ConnectionError, ValueError) as error:
-        if settings.address is not None or "RAY_ADDRESS" in os.environ:
-            where = settings.address or os.environ["RAY_ADDRESS"]
-            raise ConfigError(f"no Ray cluster at {where!r}: {error}; `ray start --head` starts one") from None
-    return ray.init(
+def _join(ray: Any, settings: RaySettings) -> bool:
+    """Joins the cluster of the settings, or the one on this machine, or (True) a new one with room for the replicas."""
+    where = settings.address or os.environ.get("RAY_ADDRESS")
+    if where != "local":
+        try:
+            ray.init(where or "auto", log_to_driver=False, logging_level="error")
+            return False
+        except (ConnectionError, ValueError) as error:
+            if where is not None:
+                raise ConfigError(f"no Ray cluster at {where!r}: {error}; `ray start --head` starts one") from None
+    ray.init(
         "local",
         num_cpus=max(os.cpu_count() or 1, settings.replicas),
         object_store_memory=_OBJECT_STORE,
         include_dashboard=False,
-        _node_ip_address="127.0.0.1",  # it is for this machine alone; clients have the address of --host
         log_to_driver=False,
         logging_level="error",
     )
+    return True
 
 
 def _free_port(host: str) -> int:

@@ -38,6 +38,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
         """The one replica for a call; any of them where the call is not the front's or nothing is known of them."""
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # between one look at full replicas and the next
         tickets = [each for each in (pending_request.args if pending_request else ()) if isinstance(each, Ticket)]
         if not tickets:
             return [candidate_replicas]

@@ -30,7 +30,7 @@ _OURS = {"name", "func_or_class", "_func_or_class"}  # not for users to say
 class RaySettings:
     """What runs where. `engines` and `front` go to Ray Serve as they are."""
 
-    address: str | None = None  # of a cluster that runs; None: as $RAY_ADDRESS says, or one of this machine's own
+    address: str | None = None  # of a cluster; "local": a new one; None: $RAY_ADDRESS, the one on this machine, or a new one
     name: str = "kvpool"  # of the application
     prefix: str = "/"  # of its paths
     proxies: str = "EveryNode"  # where Ray listens for clients: HeadOnly, or every machine with replicas
