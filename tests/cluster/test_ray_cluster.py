@@ -205,6 +205,7 @@ def kill_machine(cluster: Cluster, application: Application) -> None:
 
 
 def kill_redis_master(cluster: Cluster, application: Application) -> None:
+    until(lambda: int(cluster.redis.nodes[1].ask("DBSIZE")[1:]) > 0, "it holds blocks")
     cluster.redis.nodes[1].kill()
 
 

@@ -93,7 +93,9 @@ def test_given_a_replica_that_failed_then_another_one_gets_the_request_while_the
     book.made["b"].holds(PROMPT)
     ticket = Ticket(Asked(PROMPT, (), None))
     assert book.choose(ticket, "ab") == "b"
+    assert ticket.num_replicas == 2
     ticket.fail()
+    assert ticket.num_replicas == 0  # nobody was there for the next attempt yet
     assert book.choose(ticket, "ab") == "a"
     ticket.fail()
     assert book.choose(ticket, "b") == "b"

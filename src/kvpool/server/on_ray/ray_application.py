@@ -54,6 +54,8 @@ def application(
     if "autoscaling_config" not in engines:
         engines.setdefault("num_replicas", ray_settings.replicas)
     engines.setdefault("ray_actor_options", _needs(plan.model.options.device))
+    # only our router says that a replica was there for a request
+    patience = None if "request_router_config" in ray_settings.engines else ray_settings.wait_seconds
     front = {
         "name": "front",
         "max_ongoing_requests": _MOST_IN_FRONT,
@@ -61,7 +63,7 @@ def application(
         **ray_settings.front,
     }
     behind = serve.deployment(EngineReplica, **engines).bind(plan)
-    return serve.deployment(Front, **front).bind(behind, ray_settings.wait_seconds, settings.limits.body_bytes)
+    return serve.deployment(Front, **front).bind(behind, patience, settings.limits.body_bytes)
 
 
 def travelling(models: list[ModelSettings]) -> ModelSettings:

@@ -27,9 +27,9 @@ log = logging.getLogger("kvpool")
 
 
 class Front:
-    """The ingress deployment. `engines` is the handle of the others; a request waits for a replica for `patience` seconds."""
+    """The ingress deployment, before the `engines`. A request waits for one for `patience` seconds, None: for ever."""
 
-    def __init__(self, engines: Any, patience: float, body_bytes: int) -> None:
+    def __init__(self, engines: Any, patience: float | None, body_bytes: int) -> None:
         self._engines = engines.options(stream=True)
         self._patience = patience
         self._body_bytes = body_bytes
@@ -65,12 +65,13 @@ class Front:
                 return await self._forward(scope, content, ticket)
             except (*_DEAD, _ElsewhereError) as error:
                 log.info("%s did not answer (%s): elsewhere", ticket.route and ticket.route.node, error)
+                num_replicas = ticket.num_replicas
                 ticket.fail()
                 num_refused += isinstance(error, _ElsewhereError)
                 num_lost += not isinstance(error, _ElsewhereError)
             if num_lost == _MOST_LOST:
                 return refusal(502, f"{num_lost} replicas failed while they had this request", "node_lost")
-            if num_refused >= max(ticket.num_replicas, 1):
+            if num_refused >= max(num_replicas, 1):
                 return refusal(503, f"no replica could answer; {num_refused} refused")
 
     async def _forward(self, scope: dict[str, Any], content: bytes, ticket: Ticket) -> Response:
@@ -97,7 +98,7 @@ class Front:
         first = asyncio.ensure_future(parts.__anext__())
         try:
             await asyncio.wait([first], timeout=self._patience)
-            if not first.done() and ticket.route is None:
+            if not first.done() and not ticket.num_replicas:
                 raise _NobodyError
             return await first  # type: ignore[no-any-return]
         except BaseException:

@@ -78,9 +78,9 @@ class ReplicaBook:
 
         Those that were tried for it come last: a replica that was full or slow to answer may take it the next time.
         """
+        ticket.num_replicas, ticket.describe = len(among), self.described
         if self._router is None:
             return None
-        ticket.num_replicas, ticket.describe = len(among), self.described
         others = self._followers.keys() - among
         for exclude in (ticket.failed | ticket.offered, ticket.failed, set()):
             try:

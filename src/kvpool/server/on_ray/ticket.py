@@ -21,7 +21,7 @@ class Ticket:
         self.failed: set[str] = set()  # replicas that did not answer it
         self.offered: set[str] = set()  # replicas chosen in the current attempt that did not take it
         self.route: Route | None = None
-        self.num_replicas = 0  # to choose from, the last time
+        self.num_replicas = 0  # to choose from, in the current attempt; 0 while nobody was there to take it
         self.describe: Callable[[], dict[str, Any]] | None = None  # the router's replicas and decisions, for people
         self._is_over = False
         self._lock = threading.Lock()
@@ -53,6 +53,7 @@ class Ticket:
             route.end()
             self.failed.add(str(route.node))
         self.offered.clear()
+        self.num_replicas = 0
 
     def end(self) -> None:
         """The request is over, also for a router that still has a replica in mind for it."""
