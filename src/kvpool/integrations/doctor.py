@@ -30,6 +30,8 @@ PARTS = (
     Part("data plane, attention", ("torch",), "torch"),
     Part("engine", ("torch", "transformers", "safetensors"), "hf"),
     Part("server", ("torch", "transformers", "fastapi", "uvicorn"), "server"),
+    Part("events and routing", ("pyzmq", "msgspec", "httpx", "starlette"), "cluster"),
+    Part("server on Ray Serve", ("ray", "torch", "transformers", "fastapi", "pyzmq"), "ray"),
     Part("disk tier", ("xxhash",), "tiers"),
     Part("Redis and Valkey tier", ("xxhash", "valkey-glide-sync"), "redis"),
     Part("S3 tier", ("xxhash", "obstore"), "s3"),
