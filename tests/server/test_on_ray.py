@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from models import tiny_model
 
 from kvpool.cli import main
 from kvpool.cluster.index.feed import FeedStats
 from kvpool.cluster.proxy.prompt_tokens import Asked
 from kvpool.cluster.wire.wire_events import BlockStored
+from kvpool.engine import Engine
 from kvpool.engine.commands.engine_options import EngineOptions
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, KVPoolError, SequenceStateError
+from kvpool.server import ServedModel, create_app
 from kvpool.server.on_ray.asgi_call import Head, called, scope_for
-from kvpool.server.on_ray.engine_replica import placed
+from kvpool.server.on_ray.engine_replica import EngineReplica, placed
 from kvpool.server.on_ray.ray_application import travelling
 from kvpool.server.on_ray.ray_settings import RaySettings, read_ray, routing_of
 from kvpool.server.on_ray.replica_book import ReplicaBook
@@ -209,6 +212,29 @@ def test_given_a_caller_that_stops_to_listen_then_the_work_is_cancelled() -> Non
 
     asyncio.run(run())
     assert seen == ["cancelled"]
+
+
+def test_given_an_engine_that_has_failed_then_its_replica_is_not_healthy_and_its_server_not_ready() -> None:
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    async def ready() -> int:
+        head = await anext(called(app, scope_for("GET", "/ready", b"", []), b""))
+        assert isinstance(head, Head)
+        return head.status
+
+    with Engine(tiny_model("llama"), device="cpu", kv_blocks=16) as engine:
+        replica = EngineReplica.__new__(EngineReplica)  # what Ray would have made
+        app = create_app([ServedModel("tiny", engine)])
+        replica._engine, replica._app, replica._tracing = engine, app, None
+        asyncio.run(replica.check_health())
+        assert asyncio.run(ready()) == 200
+        engine._thread.tell(fail, lambda error: None)
+        with pytest.raises(KVPoolError):
+            engine.generate([[1, 2, 3]])
+        with pytest.raises(SequenceStateError, match="has ended"):
+            asyncio.run(replica.check_health())
+        assert asyncio.run(ready()) == 503
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

@@ -182,6 +182,11 @@ class Engine:
         return publisher
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it takes no more requests: somebody closed it, or it failed."""
+        return self._thread.is_closed
+
+    @property
     def publishes(self) -> EventPublisher | None:
         """What announces its cache, with the ports that it took; None without `publish`."""
         return self._publisher

@@ -48,6 +48,11 @@ class EngineThread:
         return self._thread is not None
 
     @property
+    def is_closed(self) -> bool:
+        """Whether it does nothing more: it was closed, or something ended it."""
+        return self._closed.is_set()
+
+    @property
     def is_elsewhere(self) -> bool:
         """Whether it runs in the process that this one was forked from. Its locks are copies, perhaps held for ever."""
         return self.has_started and self._process != os.getpid()

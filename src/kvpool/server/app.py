@@ -194,6 +194,8 @@ def _add_looks(app: FastAPI, server: Server) -> None:
         """Whether requests are accepted."""
         if server.gate.is_draining:
             raise Problem(503, "the server is shutting down", code="draining")
+        if closed := next((name for name, model in server.models.items() if model.engine.is_closed), None):
+            raise Problem(503, f"the engine of {closed!r} has ended", code="unavailable")
         return {"status": "ready", "under_way": server.gate.under_way}
 
     @app.get("/metrics", response_class=PlainTextResponse)

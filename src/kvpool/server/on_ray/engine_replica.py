@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvpool.errors import SequenceStateError
 from kvpool.server.asking.access import Access
 from kvpool.server.asking.limits import Limits
 from kvpool.server.on_ray.asgi_call import Head, called
@@ -55,8 +56,10 @@ class EngineReplica:
         }
 
     async def check_health(self) -> None:
-        """Raises if the engine is dead; a hook of Ray Serve."""
-        await asyncio.to_thread(self._engine.stats)
+        """Raises if the engine is dead, and takes long if it hangs: Ray starts another one then. A hook of Ray Serve."""
+        await asyncio.to_thread(self._engine.stats)  # which an engine that has ended still answers
+        if self._engine.is_closed:
+            raise SequenceStateError("the engine of this replica has ended")
 
     async def answer(self, scope: dict[str, Any], content: bytes, ticket: None = None) -> AsyncIterator[Head | bytes]:
         """The answer to a request, as the server on one machine gives it. `ticket` was for the router."""
