@@ -243,6 +243,28 @@ def test_given_a_tier_that_hangs_then_the_engine_computes_and_the_rows_stay_held
     assert second.scheduler.stats()["failed"] == 4
 
 
+def test_given_a_tier_whose_stores_hang_then_the_engine_goes_on_and_stores_again_when_it_lets_go(
+    engine: Any, tmp_path: Path
+) -> None:
+    toy, lets_go = engine(disk=str(tmp_path), host_blocks=8), threading.Event()
+    (watched,) = toy.workers[0]._tiers
+    store = watched.tier._store
+
+    def hanging(*arguments: Any) -> Any:
+        lets_go.wait()
+        return store(*arguments)
+
+    watched.tier._store = hanging
+    for number in range(40):  # the host evicts most of it, and nothing of that is in the tier
+        served(toy, ToyRequest(str(number), [number, *PROMPT]))
+    assert served(toy, ToyRequest("again", [39, *PROMPT])) == 16
+    lets_go.set()
+    toy.workers[0]._storer.flush(10.0)
+    served(toy, ToyRequest("b", PROMPT))
+    toy.close()
+    assert served(engine(disk=str(tmp_path)), ToyRequest("c", PROMPT)) == 16
+
+
 def test_given_a_load_that_was_given_up_when_the_request_is_looked_up_again_then_tiers_are_left_alone(
     engine: Any, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ CHECKS = [
     "random_requests",
     "damaged_disks",
     "broken_loads",
+    "slow_stores",
 ]
 
 pytestmark = [
@@ -216,3 +217,9 @@ def test_given_a_tier_that_breaks_in_the_middle_of_a_load_then_the_answers_are_r
     assert result["right"]
     assert result["failed"] == 42
     assert result["again"] == [448] * 3
+
+
+def test_given_a_disk_that_takes_nothing_for_long_then_requests_are_answered_and_it_gets_their_blocks_later(
+    seen: Any,
+) -> None:
+    assert of(seen, "slow_stores") == {"right": [True] * 3, "cached": [[WHOLE] * 6] * 2}

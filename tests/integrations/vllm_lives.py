@@ -567,6 +567,31 @@ def broken_loads(folder: Path) -> Any:
     return seen
 
 
+@check
+def slow_stores(folder: Path) -> Any:
+    """A disk that takes nothing while requests come: they are answered, from the host too, and it gets them later."""
+    llama, asked = model("llama", folder), prompts(11, 6, 450)
+    extra = {"host_bytes": "64MB", "disk": str(folder / "slow"), "disk_bytes": "64MB"}
+    with life(llama) as alone:
+        expected = alone.answers(asked)
+    with life(llama, extra) as each:
+        (worker,) = workers()
+        tier, gate = worker._tiers[0].tier, threading.Event()
+        store = tier._store
+        tier._store = lambda *given: (gate.wait(600), store(*given))[1]
+        cold = each.answers(asked)
+        each.forget()
+        host = each.asked(asked)
+        gate.set()
+        each.settle()
+    with life(llama, extra) as second:
+        disk = second.asked(asked)
+    return {
+        "right": [cold == expected, *([answer for answer, _ in got] == expected for got in (host, disk))],
+        "cached": [[cached for _, cached in got] for got in (host, disk)],
+    }
+
+
 def main() -> None:
     """Runs the checks that were named and prints what they saw."""
     task = json.loads(sys.argv[1])

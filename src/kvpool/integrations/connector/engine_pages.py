@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from kvpool.integrations.connector.step_orders import NO_PAGE
 from kvpool.storage.memory import HostMemory
 from kvpool.tiers.transport.staging import Bytes, page_aligned
 
+_Parts = list[tuple[Bytes, slice]]
 _PARTS = 4  # at most so many pieces of a page per layer: keys and values apart, and their scales
 
 
@@ -76,15 +77,15 @@ class EnginePages:
 
     def write(self, moves: Sequence[Move], host: HostRows) -> None:
         """Copies rows into pages, before anything that is computed next. `TransferError`: some may not be there."""
-        for move in moves:
-            for layer, pieces in zip(self.layers, self._arrays, strict=True):
-                _write_layer(layer, pieces, move, host.slices)
+        for page, whole, pieces in self._places(moves, host):
+            for piece, part in pieces:
+                piece[page] = whole[part]
 
     def read(self, moves: Sequence[Move], host: HostRows) -> Callable[[], bool]:
         """Begins to copy pages, which are written by now, into rows. What it returns says whether the bytes are there."""
-        for move in moves:
-            for layer, pieces in zip(self.layers, self._arrays, strict=True):
-                _read_layer(layer, pieces, move, host.slices)
+        for page, whole, pieces in self._places(moves, host):
+            for piece, part in pieces:
+                whole[part] = piece[page]
         return nothing_left
 
     def read_layer(self, name: str, moves: Sequence[Move], host: HostRows) -> None:
@@ -96,30 +97,24 @@ class EnginePages:
     def close(self) -> None:
         """Waits for all copies: their rows are about to go."""
 
+    def _places(self, moves: Sequence[Move], host: HostRows) -> Iterator[tuple[int, Bytes, _Parts]]:
+        """Each page that is to be moved, its row, and the pieces of its group."""
+        for move in moves:
+            for of_group, pieces in zip(move.pages, self._arrays, strict=True):
+                for page, row in zip(of_group, move.rows, strict=True):
+                    if page != NO_PAGE:
+                        yield page, host.slices[row], pieces
+
     @cached_property
-    def _arrays(self) -> list[list[Bytes]]:
-        """Slices of arrays are copied with the least ado."""
-        return [[piece.numpy() for piece in layer.pieces] for layer in self.layers]
-
-
-def _write_layer(layer: LayerPages, pieces: list[Bytes], move: Move, slices: list[Bytes]) -> None:
-    for page, row in zip(move.pages[layer.group], move.rows, strict=True):
-        if page != NO_PAGE:
-            at, whole = layer.start, slices[row]
-            for piece in pieces:
-                end = at + piece.shape[1]
-                piece[page] = whole[at:end]
-                at = end
-
-
-def _read_layer(layer: LayerPages, pieces: list[Bytes], move: Move, slices: list[Bytes]) -> None:
-    for page, row in zip(move.pages[layer.group], move.rows, strict=True):
-        if page != NO_PAGE:
-            at, whole = layer.start, slices[row]
-            for piece in pieces:
-                end = at + piece.shape[1]
-                whole[at:end] = piece[page]
-                at = end
+    def _arrays(self) -> list[_Parts]:
+        """The pieces of each group and their parts of a row. Slices of arrays are copied with the least ado."""
+        groups: list[_Parts] = [[] for _ in range(self.num_groups)]
+        for layer in self.layers:
+            start = layer.start
+            for piece in layer.pieces:
+                groups[layer.group].append((piece.numpy(), slice(start, start + piece.shape[1])))
+                start += piece.shape[1]
+        return groups
 
 
 def _pieces(name: str, layer: Tensor, num_pages: int) -> list[Tensor]:
