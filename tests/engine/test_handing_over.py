@@ -229,6 +229,16 @@ def test_given_a_prefetch_that_somebody_wants_to_cancel_then_the_engine_goes_on_
         assert second.generate([PROMPT], GREEDY)[0].token_ids == alone()
 
 
+def test_given_too_many_that_wait_for_tiers_then_a_prefill_is_refused_and_says_why() -> None:
+    with make(Store()) as engine:
+        assert engine._tiers is not None
+        engine._tiers._movers.lane.max_waiting = 0
+        with pytest.raises(SequenceStateError, match="ask again later"):
+            engine.prefill(PROMPT).result(SECONDS)
+        assert engine.prefetch(PROMPT).result(SECONDS) == 0
+        assert engine.generate([PROMPT], GREEDY)[0].token_ids == alone()
+
+
 def test_given_a_prompt_that_never_fits_then_the_prefill_says_so() -> None:
     with make(Store(), kv_blocks=8) as engine, pytest.raises(NeverFitsError):
         engine.prefill(PROMPT).result(SECONDS)

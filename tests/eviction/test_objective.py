@@ -147,6 +147,7 @@ def test_given_a_recording_then_its_objective_is_replayed_and_old_ones_save_bloc
     recorder.close()
     assert replay_recording(tmp_path / "r.kvtrace").hit_blocks == manager.stats().hit_blocks
     old = (tmp_path / "r.kvtrace").read_text().replace('"objective":"seconds","depth_cost":0.2,', "")
+    assert "objective" not in old
     (tmp_path / "old.kvtrace").write_text(old)
     assert replay_recording(tmp_path / "old.kvtrace").requests == 300
     assert replay_recording(tmp_path / "r.kvtrace", policy="lru").requests == 300

@@ -126,9 +126,9 @@ class Prefill:
         if not self._is_queued:
             self.computed()
 
-    def drop(self) -> None:
-        """The engine ended before anything began."""
-        self._error = SequenceStateError("the engine was closed before this prompt was computed")
+    def drop(self, why: str = "the engine was closed before this prompt was computed") -> None:
+        """It ends before anything began."""
+        self._error = SequenceStateError(why)
         self.computed()
 
     def computed(self) -> None:
@@ -218,8 +218,9 @@ class Handovers:
         """Has it computed; `queue` hands its request to the engine."""
         prefill.after = partial(self._count_prefill, request)
         self._collector.demand(request.id)
-        if not self._movers.lane.submit(partial(prefill.begin, generation, queue), prefill.drop):
-            prefill.drop()
+        lane = self._movers.lane
+        if not lane.submit(partial(prefill.begin, generation, queue), prefill.drop):
+            prefill.drop(f"{lane.num_waiting} others wait for the tiers of this engine, or it is closed; ask again later")
 
     def _count_prefill(self, request: Request, prefill: Prefill) -> None:
         self._collector.forget(request.id)
