@@ -235,3 +235,31 @@ def test_given_traffic_when_something_is_killed_then_no_answer_is_wrong_none_han
     print(json.dumps({name: share, "streams that were told": sum("node_lost" in text for text in texts)}))
     assert share >= 0.95
     check_answers(cluster, traffic)
+
+
+REDEPLOY = """
+import sys, ray
+from ray import serve
+from kvpool.server.on_ray.ray_application import build
+ray.init(sys.argv[1], log_to_driver=False, logging_level="error")
+serve.run(build({"config": sys.argv[2]}), name="kvpool")
+"""
+
+
+def test_given_traffic_when_another_configuration_is_deployed_then_replicas_are_replaced_and_no_request_fails(
+    cluster: Cluster, application: Application
+) -> None:
+    before = set(application.nodes())
+    config = cluster.folder / "kvpool.toml"
+    config.write_text(config.read_text().replace('"16MiB"', '"20MiB"'))
+    talks = Traffic(9).talks[:6]
+    said = [post(application.url, talk).json()["choices"][0]["text"] for talk in talks]
+    command = [sys.executable, "-c", REDEPLOY, cluster.address, str(config)]
+    with subprocess.Popen(command, env=ENVIRONMENT) as deploying, ThreadPoolExecutor(3) as threads:
+        while deploying.poll() is None:
+            answers = list(threads.map(lambda talk: post(application.url, talk), talks))
+            assert [answer.status_code for answer in answers] == [200] * len(talks), [answer.text for answer in answers]
+            assert [answer.json()["choices"][0]["text"] for answer in answers] == said
+        assert deploying.returncode == 0
+    until(lambda: len(application.nodes()) == HEAD + OTHER, "all replicas are known")
+    assert not before & set(application.nodes())

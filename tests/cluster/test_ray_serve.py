@@ -139,6 +139,10 @@ def test_given_a_configuration_then_rays_own_tools_get_the_application_with_rays
     assert (described.autoscaling_config.min_replicas, described.autoscaling_config.max_replicas) == (2, 5)
     assert described.max_surge_percent == 25
     assert described.request_router_config.request_router_kwargs["hot_requests"] == 7
+    for wrong in ("num_replica = 2", "max_surge_percent = 200"):
+        config.write_text(f'[ray.engines]\n{wrong}\n[[models]]\nname = "m"\nmodel = "somewhere"\n')
+        with pytest.raises(ConfigError, match=r"\[ray.engines\] has options that Ray Serve refuses"):
+            build({"config": str(config)})
     with pytest.raises(ConfigError, match="no argument 'configuration'"):
         build({"configuration": str(config)})
 

@@ -291,7 +291,7 @@ def test_given_a_file_then_options_override_it_and_the_rest_is_rays(tmp_path: Pa
         ("[ray]\naddress = 1", "address must be of type str"),
         ("[ray]\nwait_seconds = 0", "wait_seconds"),
         ("[ray]\nengines = 1", r"\[ray.engines\] must be a section"),
-        ("[ray.engines]\nname = 'x'", "'name' is not for"),
+        ("[ray.engines]\nname = 'x'", "names of their own"),
         ("[ray]\nreplicas = 2\n[ray.engines]\nnum_replicas = 2", "say it once"),
         ("[ray.engines]\nnum_replicas = 100", "more than the 64"),
         ("[ray.engines.autoscaling_config]\nmax_replicas = 100", "more than the 64"),

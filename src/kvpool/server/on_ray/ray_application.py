@@ -62,8 +62,16 @@ def application(
         "ray_actor_options": {"num_cpus": 0},  # it waits
         **ray_settings.front,
     }
-    behind = serve.deployment(EngineReplica, **engines).bind(plan)
-    return serve.deployment(Front, **front).bind(behind, patience, settings.limits.body_bytes)
+    behind = _deployment(serve, EngineReplica, engines).bind(plan)
+    return _deployment(serve, Front, front).bind(behind, patience, settings.limits.body_bytes)
+
+
+def _deployment(serve: Any, kind: type, options: dict[str, Any]) -> Any:
+    """A deployment; what Ray says against its options, in one line."""
+    try:
+        return serve.deployment(kind, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"[ray.{options['name']}] has options that Ray Serve refuses: {error}") from None
 
 
 def travelling(models: list[ModelSettings]) -> ModelSettings:

@@ -23,8 +23,6 @@ from kvpool.config.layers import check_int, check_number, show
 from kvpool.errors import ConfigError
 from kvpool.tiers.tier_settings import read_toml
 
-_OURS = {"name", "func_or_class", "_func_or_class"}  # not for users to say
-
 
 @dataclass(frozen=True)
 class RaySettings:
@@ -60,8 +58,8 @@ def read_ray(config: Path | None, given: Mapping[str, Any]) -> RaySettings:
     if check_number(f"{where} wait_seconds", settings.wait_seconds, "a number of seconds above 0") <= 0:
         raise ConfigError(f"{where}: wait_seconds={settings.wait_seconds} must be a number of seconds above 0")
     for section in (settings.engines, settings.front):
-        if taken := _OURS & section.keys():
-            raise ConfigError(f"{config}: {min(taken)!r} is not for a configuration to say")
+        if "name" in section:
+            raise ConfigError(f"{config}: the deployments have names of their own; [ray] name is that of the application")
     _check_count(settings, table, given)
     routing_of(settings)
     return settings
