@@ -190,6 +190,9 @@ def test_given_a_scope_then_only_requests_of_that_scope_find_what_was_handed_ove
         first.prefill(PROMPT, scope=scope).result(SECONDS)
         assert second.prefetch(PROMPT).result(SECONDS) == 0
         assert second.prefetch(PROMPT, scope=scope).result(SECONDS) == 120
+        stats = second.stats().tiers
+        assert stats is not None
+        assert stats.handovers.prefetches == 1  # one brought something
 
 
 def test_given_a_prefill_that_is_cancelled_then_it_ends_with_what_is_there() -> None:

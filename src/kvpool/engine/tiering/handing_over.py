@@ -260,7 +260,7 @@ class Handovers:
         if handle is not None:
             self._manager.free(handle)  # cached, like anything else that was used just now
         with self._lock:
-            self._stats.prefetches += not is_part
+            self._stats.prefetches += handle is not None and not is_part
             self._stats.prefetched_blocks += num_blocks if handle is not None else 0
         if handle is not None and is_part:  # staging memory did not hold all at once
             self.prefetch(request, fetch.prompt, done)
