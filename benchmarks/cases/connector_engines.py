@@ -249,7 +249,11 @@ class LmcacheServer:
                 "lmcache.mp.mp_transfer_mode": "lmcache_driven",
             },
         }
-        self._wait(ports[1])
+        try:
+            self._wait(ports[1])
+        except BaseException:
+            self.end()
+            raise
 
     def _wait(self, port: int) -> None:
         due = time.monotonic() + START_SECONDS
@@ -261,7 +265,6 @@ class LmcacheServer:
                 return
             except OSError:
                 time.sleep(0.2)
-        self.end()
         raise PeerAbsentError(f"LMCache's server did not start; see {self._log}")
 
     def end(self) -> None:
