@@ -179,6 +179,37 @@ def test_given_chats_that_go_on_then_they_are_kept_over_questions_that_nobody_fo
     assert adaptive - lru > 0.8 * (best - lru)
 
 
+def test_given_a_run_that_is_trimmed_then_it_keeps_its_place_and_all_of_it_is_followed() -> None:
+    policy = AdaptivePolicy()
+    first, second = (StandInRun(last_access=tick, num_blocks=6, fingerprint=tick) for tick in (1, 2))
+    policy.add(first)
+    policy.add(second)
+    assert policy.victim() is first
+    first.num_blocks = 2
+    policy.trimmed(first)
+    assert policy.victim() is first
+    assert (len(policy), policy._num_blocks) == (2, 8)
+    policy.evicted(first)
+    policy.remove(first)
+    assert policy.num_ghost_blocks == 6
+    first.num_blocks = 5
+    policy.trimmed(first)  # one that is no candidate becomes one
+    assert first in policy
+
+
+def test_given_a_run_longer_than_a_ghost_can_say_then_as_much_is_forgotten_as_was_followed() -> None:
+    policy = AdaptivePolicy()
+    run = StandInRun(num_blocks=2**16 + 5, fingerprint=1)
+    policy.add(run)
+    policy.victim()
+    policy.evicted(run)
+    assert policy.num_ghost_blocks == 2**16 - 1
+    policy._forget(1)
+    policy._learn()
+    assert policy.num_ghost_blocks == 0
+    assert not policy._learned._alive
+
+
 def test_given_many_newcomers_then_only_so_many_wait() -> None:
     policy = AdaptivePolicy()
     for tick in range(MOST_NEWCOMERS + 5):

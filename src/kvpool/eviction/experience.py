@@ -114,10 +114,12 @@ class Experience:
             self._hits = _grown(self._hits, used) + np.bincount(places, blocks, used * _BINS).reshape(used, _BINS)
             self._reused.clear()
         self._followed = _grown(self._followed, used) + _exposed(row_of[kind], moment - since, change, used)
-        for changed, blocks in zip(cohort.tolist(), change.tolist(), strict=True):
-            alive[changed] = alive.get(changed, 0) + blocks
+        changed, of_changed = np.unique(cohort, return_inverse=True)
+        summed = np.bincount(of_changed, change, len(changed)).astype(np.int64)
+        for each, blocks in zip(changed.tolist(), summed.tolist(), strict=True):
+            alive[each] = alive.get(each, 0) + blocks
         self._changes = array("q")
-        self._alive = alive = {changed: blocks for changed, blocks in alive.items() if blocks}
+        self._alive = alive = {each: blocks for each, blocks in alive.items() if blocks}
         since, kind = np.divmod(np.array(list(alive), np.int64), NUM_KINDS)
         to_come = _exposed(row_of[kind], now - since, np.array(list(alive.values()), np.int64), used)
         self._exposure = np.maximum(_grown(self._followed, used) - to_come, 0.0) * fading

@@ -13,44 +13,25 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from heapq import heapify, heappop, heappush
 from math import log2
 from typing import Any, ClassVar, Final
 
 from kvpool.compiling import mypyc_attr
-from kvpool.eviction.experience import EDGES, LOWEST, NUM_KINDS, Experience, as_shared, kind_of
+from kvpool.eviction.cells import WEIGHTS, Cell, CellOrder
+from kvpool.eviction.experience import LOWEST, NUM_KINDS, Experience, as_shared, kind_of
 from kvpool.eviction.policy import EvictionPolicy
-from kvpool.eviction.queues import BLOCKS, KEY, RUN, START, Item, RunQueue
+from kvpool.eviction.queues import BLOCKS, KEY, RUN, START, Item
 from kvpool.eviction.run import Run, moment_of
 
 EPOCHS_PER_CACHE: Final = 32  # the cache turns over once in so many epochs
 GHOSTS_PER_CACHE: Final = 4  # blocks remembered of runs that have left, in caches
 _MIN_CAPACITY: Final = 64
-MARGIN: Final = 0.8  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
 LEARN_RUNS: Final = 32  # inserted before values are worked out anew: they share the cost
 LEARN_LATE: Final = 8  # times as many if none was reused: there is little to learn
 _HISTORY: Final = 0.999  # weight of what was counted an epoch ago
 MOST_NOTES: Final = 4096  # of what happened before it is digested, even if no victim is asked for
-_NEVER: Final = 2**62
-_STEPS: Final = 8  # in which a value goes from one age bin to the next
 _MOST_EPOCHS: Final = 1024  # that are told apart
 MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few microseconds each
-_WEIGHTS: Final = 32  # classes of what a block counts for its depth, in steps of a quarter octave
-_WEIGHT_OF: Final = [2 ** (weight_class / 4) for weight_class in range(_WEIGHTS)]
-
-
-class _Cell(RunQueue):
-    """The candidates of one priority and place: a cohort, and what their blocks cost to compute again."""
-
-    __slots__ = ("due", "kind", "since", "value", "weight")
-
-    def __init__(self, place: int) -> None:
-        super().__init__()
-        cohort, weight_class = divmod(place, _WEIGHTS)
-        self.since, self.kind = divmod(cohort, NUM_KINDS)
-        self.weight = _WEIGHT_OF[weight_class]
-        self.value = 0.0  # of its kind at its age
-        self.due = 0  # when it will have another one
 
 
 class _Record:
@@ -58,7 +39,7 @@ class _Record:
 
     __slots__ = ("cell", "cohort", "hits", "item", "owner", "trimmed")
 
-    def __init__(self, owner: AdaptivePolicy, cohort: int, cell: _Cell, item: Item, hits: int, trimmed: int) -> None:
+    def __init__(self, owner: AdaptivePolicy, cohort: int, cell: Cell, item: Item, hits: int, trimmed: int) -> None:
         self.owner = owner
         self.cohort = cohort
         self.cell = cell
@@ -67,10 +48,14 @@ class _Record:
         self.trimmed = trimmed  # blocks that it has lost since its last use
 
 
-# A ghost is one number, made of its cohort, blocks, turn and uses: tuples would call the collector.
-_MOST_BLOCKS: Final = 2**24
-_MOST_TURNS: Final = 4
-_MOST_USES: Final = 8
+# A ghost is one number, made of its cohort, blocks, turn and uses: tuples would call the collector. For days it is small
+# enough for the processor; of a longer run, which is rare, only so many blocks are followed.
+_BLOCK_BITS: Final = 16
+_TURN_BITS: Final = 2
+_USE_BITS: Final = 3
+_MOST_BLOCKS: Final = 2**_BLOCK_BITS - 1
+_MOST_TURNS: Final = 2**_TURN_BITS - 1
+_MOST_USES: Final = 2**_USE_BITS - 1
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -89,18 +74,13 @@ class AdaptivePolicy(EvictionPolicy):
     def __init__(self) -> None:
         self._depth_cost = 0.0  # of a block, per block before it; 0: all cost the same
         self._newcomers: list[Run] = []  # inserted runs, not yet met; their entry is the policy itself
-        self._cells: dict[tuple[int, int], _Cell] = {}  # by priority and place
+        self._order = CellOrder([])
         self.clear()
 
     def clear(self) -> None:
-        for run in [*self._newcomers, *(run for cell in self._cells.values() for run in cell.clear())]:
+        for run in [*self._newcomers, *self._order.clear()]:
             run.entry = None
         self._newcomers = []
-        self._cells = {}
-        self._by_value: list[tuple[int, float, int]] = []  # heap of cells: priority, value, place
-        self._by_age: list[tuple[int, int]] = []  # heap of the same cells: priority, place
-        self._due: list[tuple[int, int, int]] = []  # heap of the same cells: when their values change, priority, place
-        self._least = self._oldest = self._chosen = _NO_CELL  # the first of both heaps, and the victim's
         self._is_ordered = True
         self._len = self._num_blocks = 0  # of the cells
         self._capacity = _MIN_CAPACITY
@@ -112,7 +92,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._inserted = 0  # blocks since the epoch began
         self._num_met = 0  # runs inserted since values were worked out
         self._learned = Experience()
-        self._values = self._learned.values(self._capacity, self._turnover)
+        self._order = CellOrder(self._learned.values(self._capacity, self._turnover))
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # by fingerprint
         self._leaders: dict[int, int] = {}  # fingerprint of a ghost -> of the run before it, if there was one
         self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
@@ -162,20 +142,33 @@ class AdaptivePolicy(EvictionPolicy):
             if record.trimmed:
                 self._count_ghosts(self._followers.get(run.fingerprint), record.trimmed)
 
+    def trimmed(self, run: Run) -> None:
+        if self._newcomers:
+            self._settle()
+        record: _Record | None = run.entry
+        if record is None or record.owner is not self or record.item[RUN] is None:
+            self.add(run)
+            return
+        num_blocks = run.num_blocks
+        lost: int = record.item[BLOCKS] - num_blocks
+        record.cell.trim(record.item, num_blocks)  # what it lost is followed with it
+        record.trimmed += lost
+        self._num_blocks -= lost
+
     def evicted(self, run: Run) -> None:
         if self._newcomers:
             self._settle()
         record: _Record | None = run.entry
         if record is None or record.owner is not self or record.item[RUN] is None:
             return
-        blocks = record.item[BLOCKS]
+        blocks: int = record.item[BLOCKS]
         record.cell.discard(record.item)
         run.entry = None
         self._len -= 1
         self._num_blocks -= blocks
-        self._bury(run, record.cohort, blocks + record.trimmed)
-        kind = record.cohort % NUM_KINDS
-        above = getattr(run, "parent", None)
+        above = getattr(run, "parent", None) if run.start else None
+        self._bury(run, record.cohort, blocks + record.trimmed, above)
+        kind = record.cell.kind
         if above is not None and kind != LOWEST:
             self._last_left = above.fingerprint, run.last_access, as_shared(kind)
 
@@ -186,11 +179,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._is_ordered = True
             if self._num_met >= (LEARN_RUNS if self._learned.has_news else LEARN_LATE * LEARN_RUNS):
                 self._learn()
-        if self._due and self._due[0][0] <= self._now:
-            self._grow_older()
-        if not self._least.num_runs or not self._oldest.num_runs:
-            self._choose()
-        return self._chosen.head()
+        return self._order.first(self._now).head()
 
     @property
     def num_ghost_blocks(self) -> int:
@@ -242,12 +231,10 @@ class AdaptivePolicy(EvictionPolicy):
         return as_shared(kind_of(run.start + run.num_blocks, hits, run.turn + 1 if hits <= 1 else 0, 0))
 
     def _put_in(self, run: Run, hits: int, cohort: int, trimmed: int) -> None:
-        place = cohort * _WEIGHTS
+        place = cohort * WEIGHTS
         if self._depth_cost:
             place += self._weight_class(run)
-        cell = self._cells.get((run.priority, place))
-        if cell is None or not cell.num_runs:
-            cell = self._open(run.priority, place)
+        cell = self._order.open(run.priority, place, self._now)
         item = cell.push(run.last_access, run)
         run.entry = _Record(self, cohort, cell, item, hits, trimmed)
         blocks = item[BLOCKS]
@@ -262,7 +249,7 @@ class AdaptivePolicy(EvictionPolicy):
 
         What kinds say about reuse holds less for the longest prompts, and the whole cost would keep those that are over.
         """
-        return min(round(2 * log2(1.0 + self._depth_cost * (run.start + run.num_blocks - 1))), _WEIGHTS - 1)
+        return min(round(2 * log2(1.0 + self._depth_cost * (run.start + run.num_blocks - 1))), WEIGHTS - 1)
 
     def _take_out(self, record: _Record) -> None:
         blocks = record.item[BLOCKS]
@@ -271,72 +258,12 @@ class AdaptivePolicy(EvictionPolicy):
         self._len -= 1
         self._num_blocks -= blocks
 
-    # --- order -------------------------------------------------------------------------------------------------------
-
-    def _open(self, priority: int, place: int) -> _Cell:
-        """A cell without candidates that is about to get one: it takes its place in the order."""
-        cell = self._cells.get((priority, place))
-        if cell is None:
-            cell = self._cells[priority, place] = _Cell(place)
-        self._value(cell, priority, place)
-        heappush(self._by_age, (priority, place))
-        return cell
-
-    def _value(self, cell: _Cell, priority: int, place: int) -> None:
-        """Values a cell by its age now, and notes when that will change."""
-        age, rates = self._now - cell.since, self._values[cell.kind]
-        upper = bisect_right(EDGES, age)
-        value, due = rates[upper - 1], _NEVER
-        if upper < len(EDGES):  # on the way from the value of this bin to that of the next one
-            start = EDGES[upper - 1]
-            width = EDGES[upper] - start
-            step = (age - start) * _STEPS // width
-            value += (rates[upper] - value) * step / _STEPS
-            due = cell.since + start + -(-(step + 1) * width // _STEPS)
-        value *= cell.weight
-        cell.value, cell.due = value, due
-        heappush(self._by_value, (priority, value, place))
-        heappush(self._due, (due, priority, place))
-        self._least = _NO_CELL  # another one may come first now
-
-    def _grow_older(self) -> None:
-        """Values the cells anew that have reached another age."""
-        cells, due, now = self._cells, self._due, self._now
-        while due and due[0][0] <= now:
-            when, priority, place = heappop(due)
-            cell = cells.get((priority, place))
-            if cell is not None and cell.due == when and cell.num_runs:
-                self._value(cell, priority, place)
-
-    def _choose(self) -> None:
-        """Finds the cells that come first by value and by age, and which of them gives the victim."""
-        cells, by_value, by_age = self._cells, self._by_value, self._by_age
-        while by_value:
-            priority, value, place = by_value[0]
-            least = cells[priority, place]
-            if least.num_runs and least.value == value:
-                break
-            heappop(by_value)
-        if not by_value:
-            raise LookupError("no run can be evicted: every cached run is referenced, pinned or has children")
-        while not cells[by_age[0]].num_runs:
-            heappop(by_age)
-        self._least = least
-        self._oldest = oldest = cells[by_age[0]]
-        self._chosen = oldest if least.value > MARGIN * oldest.value else least
-
     def _learn(self) -> None:
-        """Works out values from what happened up to this epoch; cells without candidates are forgotten on the way."""
+        """Works out values from what happened up to this epoch."""
         self._num_met = 0
         self._learned.digest(self._now, _HISTORY ** (self._num_epochs - self._num_digested))
         self._num_digested = self._num_epochs
-        self._values = self._learned.values(self._capacity, self._turnover)
-        self._cells = {key: cell for key, cell in self._cells.items() if cell.num_runs}
-        self._by_age = list(self._cells)
-        heapify(self._by_age)
-        self._by_value, self._due = [], []
-        for (priority, place), cell in self._cells.items():
-            self._value(cell, priority, place)
+        self._order.learn(self._learned.values(self._capacity, self._turnover), self._now)
 
     # --- what is learned from ----------------------------------------------------------------------------------------
 
@@ -380,14 +307,16 @@ class AdaptivePolicy(EvictionPolicy):
             return 0
         return max(0, trimmed)
 
-    def _bury(self, run: Run, cohort: int, blocks: int) -> None:
-        """A run has left, and is followed further."""
+    def _bury(self, run: Run, cohort: int, blocks: int, above: Any) -> None:
+        """A run has left, and is followed further. `above` is the run before it, if there is one."""
         fingerprint = run.fingerprint
         if fingerprint in self._ghosts:
             self._forget(fingerprint)
-        followed = min(run.turn, _MOST_TURNS - 1) * _MOST_USES + min(run.hits + 1, _MOST_USES - 1)
-        self._ghosts[fingerprint] = (cohort * _MOST_BLOCKS + blocks) * (_MOST_TURNS * _MOST_USES) + followed
-        above = getattr(run, "parent", None) if run.start else None
+        if blocks > _MOST_BLOCKS:
+            self._learned.follow(cohort, self._now, _MOST_BLOCKS - blocks)
+            blocks = _MOST_BLOCKS
+        used = min(run.turn, _MOST_TURNS) << _USE_BITS | min(run.hits + 1, _MOST_USES)
+        self._ghosts[fingerprint] = (cohort << _BLOCK_BITS | blocks) << (_TURN_BITS + _USE_BITS) | used
         if above is not None:
             self._leaders[fingerprint] = leader = above.fingerprint
             self._followers[leader] = fingerprint
@@ -397,14 +326,15 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _forget(self, fingerprint: int) -> tuple[int, int, int, int]:
         """Follows a ghost no longer; returns its cohort, blocks, turn and uses."""
-        content, followed = divmod(self._ghosts.pop(fingerprint), _MOST_TURNS * _MOST_USES)
-        cohort, blocks = divmod(content, _MOST_BLOCKS)
+        ghost = self._ghosts.pop(fingerprint)
+        num_uses, turn = ghost & _MOST_USES, ghost >> _USE_BITS & _MOST_TURNS
+        ghost >>= _TURN_BITS + _USE_BITS
+        cohort, blocks = ghost >> _BLOCK_BITS, ghost & _MOST_BLOCKS
         leader = self._leaders.pop(fingerprint, None)
         if leader is not None and self._followers.get(leader) == fingerprint:
             del self._followers[leader]
         self._ghost_blocks -= blocks
         self._learned.follow(cohort, self._now, -blocks)
-        turn, num_uses = divmod(followed, _MOST_USES)
         return cohort, blocks, turn, num_uses
 
     def _count_ghosts(self, fingerprint: int | None, num_blocks: int) -> tuple[int, int, int]:
@@ -419,6 +349,3 @@ class AdaptivePolicy(EvictionPolicy):
             left -= blocks
             fingerprint = self._followers.get(fingerprint)
         return num_blocks - max(0, left), turn, num_uses
-
-
-_NO_CELL = _Cell(0)

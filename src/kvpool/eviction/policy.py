@@ -21,8 +21,8 @@ class EvictionPolicy(ABC):
     """Orders the candidates. One instance serves one cache, and a run is a candidate of one policy at a time.
 
     `add` and `remove` are idempotent. A run comes and goes many times in its life (reused and released, pinned and
-    unpinned, trimmed: the tree then calls `remove` and `add`), so an order that must survive this is derived from the
-    run's own attributes or kept in `run.entry`, never from the moment of `add`.
+    unpinned, trimmed), so an order that must survive this is derived from the run's own attributes or kept in
+    `run.entry`, never from the moment of `add`.
     """
 
     name: ClassVar[str] = ""
@@ -48,6 +48,11 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def victim(self) -> Run:
         """The candidate whose tail goes next; it stays a candidate. Raises `LookupError` when there is none."""
+
+    def trimmed(self, run: Run) -> None:
+        """`run`, a candidate, has lost blocks at its end, and remains one. Most policies rank it anew."""
+        self.remove(run)
+        self.add(run)
 
     def evicted(self, run: Run) -> None:  # noqa: B027 - most policies remember nothing of what has left
         """`run` has left the cache by eviction (not by invalidation); `remove(run)` follows."""

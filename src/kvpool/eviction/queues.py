@@ -60,6 +60,11 @@ class RunQueue:
         if stale > live + _SLACK:
             self._rebuild()
 
+    def trim(self, item: Item, num_blocks: int) -> None:
+        """A live item has only so many blocks left; its place stays."""
+        self.num_blocks += num_blocks - item[BLOCKS]
+        item[BLOCKS] = num_blocks
+
     def head(self) -> Run:
         """The first run; it stays. Raises `LookupError` when the queue is empty."""
         ordered, heap = self._ordered, self._heap

@@ -46,8 +46,8 @@ class Removal:
         keep = node.num_blocks - num_blocks
         if node.shadow is not None:
             context.shadows.trim(node, keep)
-        if evicted or node.is_candidate():
-            if evicted and not keep:
+        if not keep and (evicted or node.is_candidate()):
+            if evicted:
                 policy.evicted(node)
             policy.remove(node)
         self._note_departure(node, num_blocks, reason)
@@ -68,7 +68,7 @@ class Removal:
         if node.digests is not None:
             del node.digests[keep:]
         trim_logits(node, self.block_size)
-        policy.add(node)
+        policy.trimmed(node)
 
     def _note_departure(self, node: Node, num_blocks: int, reason: EvictionReason) -> None:
         context = self.context
