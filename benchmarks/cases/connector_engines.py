@@ -60,6 +60,7 @@ class Place:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, sites)),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
+            "OMP_NUM_THREADS": str(os.cpu_count() or 1),
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
