@@ -131,7 +131,7 @@ class Lines:
         add("wrong answers, from disk after a restart", "", "lower", right("far", "disk wrong"), (0.0,))
         add("first token, from another's Redis", "ms", "lower", lambda name: redis(seen.far, "disk ms")[name])
         add("hit tokens, from another's Redis", "tokens", "higher", lambda name: redis(seen.far, "disk hit")[name], whole)
-        add("from another's Redis, its own cold prefill over it", "x", "higher", lambda name: times_faster(seen.far)[name], (3.0,))
+        add("own cold prefill over another's Redis", "x", "higher", lambda name: times_faster(seen.far)[name], (3.0,))
 
 
 def stage_of(comparison: Comparison, stage: str) -> Samples:
