@@ -2,13 +2,17 @@
 
     python benchmarks/cluster.py [--json FILE] [--check] [--quick] [--only WORD]
 
-The index holds a million blocks of 16 tokens, each on all of 16 nodes; of every second prompt a node has the first half only.
+The index holds a million blocks of 16 tokens on 16 nodes; of every second prompt, half of the nodes have the first half only.
+A lookup is all of `ClusterIndex.match`, from token ids in an array to the hits of every node: keys of the blocks, the way
+through the index, lengths by node and medium. Memory is what Python's allocators handed out (tracemalloc), at its worst while
+an index grows.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+import tracemalloc
 from functools import cache
 from typing import Any
 
@@ -19,6 +23,7 @@ import kvpool
 from harness import Case, Runner, freeze_heap, random_tokens
 from kvpool.cluster.index.cluster_index import ClusterIndex
 from kvpool.cluster.routing.router import Router
+from kvpool.cluster.wire.translating import WireTranslator, group_names
 from kvpool.cluster.wire.wire_events import BlockRemoved, BlockStored
 
 SIZE = 16
@@ -112,9 +117,44 @@ def decide(num_blocks: int) -> Runner:
     return lambda: timed(one, rng.integers(0, len(prompts), AT_ONCE).tolist())
 
 
-def bytes_per_block(num_blocks: int) -> Runner:
-    stats = full_index(num_blocks, 1)[0].stats()
-    return lambda: [stats.num_bytes / stats.num_blocks]
+def bytes_indexed(num_blocks: int, *, named: bool = False) -> Runner:
+    """The most that a block takes while an index grows to this size from an eighth of it, in bytes.
+
+    `named` counts instead what one more node takes for each block that it calls otherwise than the first.
+    """
+    index = ClusterIndex(SIZE, seed=1)
+    for node in range(2):
+        index.add_node(node)
+    prompts = random_tokens(0, num_blocks // PROMPT_BLOCKS, PROMPT_BLOCKS * SIZE)
+    first, worst = len(prompts) // 8, 0.0
+    if named:
+        for number, tokens in enumerate(prompts):
+            index.apply(0, [stored(number, tokens, 0, PROMPT_BLOCKS)])
+    tracemalloc.start()
+    for number, tokens in enumerate(prompts, 1):
+        index.apply(1, [stored(number + len(prompts), tokens, 0, PROMPT_BLOCKS)])
+        if number > first:
+            worst = max(worst, tracemalloc.get_traced_memory()[0] / number / PROMPT_BLOCKS)
+    tracemalloc.stop()
+    return lambda: [worst]
+
+
+def bytes_published(num_blocks: int) -> Runner:
+    """What a publisher keeps for a block that is cached, in bytes."""
+    config = kvpool.KVCacheConfig([kvpool.LayerSpec(kv_heads=1, head_dim=8)], SIZE, gpu_blocks=num_blocks)
+    manager = kvpool.KVCacheManager(config)
+    subscription, translator = manager.subscribe(), WireTranslator(group_names(config))
+    tracemalloc.start()
+    translated = 0
+    for number, tokens in enumerate(random_tokens(0, num_blocks // PROMPT_BLOCKS, PROMPT_BLOCKS * SIZE)):
+        handle = manager.allocate(number, tokens)
+        manager.commit(handle, len(tokens) - handle.num_cached_tokens)
+        manager.free(handle)
+        before = tracemalloc.get_traced_memory()[0]
+        translator.translate(subscription.poll().events)
+        translated += tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    return lambda: [translated / translator.num_blocks]
 
 
 def cases(quick: bool) -> list[Case]:
@@ -128,7 +168,9 @@ def cases(quick: bool) -> list[Case]:
         Case(f"the same, announced in {TURNS} turns", "µs", "lower", lambda: lookup(million, TURNS)),
         Case("the same, cached nowhere", "µs", "lower", lambda: lookup(million, is_cached=False)),
         Case("follow a block stored and removed", "µs", "lower", lambda: follow(million)),
-        Case("memory of a block on all nodes", "bytes", "lower", lambda: bytes_per_block(million), (160.0,), **once),
+        Case("memory of a block, on any number of nodes", "bytes", "lower", lambda: bytes_indexed(million), (180.0,), **once),
+        Case("more, for a node with names of its own", "bytes", "lower", lambda: bytes_indexed(million, named=True), **once),
+        Case("kept by the publisher of a block", "bytes", "lower", lambda: bytes_published(million // 5), **once),
         Case(f"decide, {NODES} nodes, {router_blocks:,} blocks", "µs", "lower", lambda: decide(router_blocks), (500.0,)),
     ]
 

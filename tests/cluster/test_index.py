@@ -202,7 +202,7 @@ def test_given_many_blocks_on_all_nodes_then_a_block_costs_what_the_documentatio
             index.apply(node, [event])
     stats = index.stats()
     assert stats.num_blocks == 25_600
-    assert stats.num_bytes / stats.num_blocks <= 160
+    assert stats.num_bytes / stats.num_blocks <= 180
 
 
 def test_given_keys_that_come_and_go_when_looked_up_then_the_table_knows_those_that_are_there() -> None:

@@ -27,7 +27,9 @@ MAX_NODES = 64
 _MASK_64 = (1 << 64) - 1
 _WHOLE_PREFIX = ("full_attention", "mla_attention", "sink_full_attention")  # kinds of layer groups that need every block
 _ONE = np.uint64(1)
-_RUNS = 4  # so many are followed one by one before the rest is looked up at once
+_RUNS = 4  # runs that are followed one by one; where more seem to be left, the rest is looked up at once
+_MOST_MEMBERS = 4096
+_vecdot = getattr(np, "vecdot", None)  # since numpy 2.0
 
 
 class Hit(NamedTuple):
@@ -71,6 +73,8 @@ class ClusterIndex:
         self._lock = threading.Lock()
         self._nodes: dict[Hashable, _Node] = {}
         self._names: dict[int, Hashable] = {}  # by their bits
+        self._known_members: dict[int, tuple[Hashable, ...]] = {}  # sets of nodes by the words that stand for them
+        self._is_tiered = False  # whether any block was ever stored elsewhere than on a GPU
         self._weights = np.zeros((0, self.block_size), np.int64)  # of each position, in blocks
         self._block_weights: Keys = np.zeros(0, np.uint64)  # added up over each block
         self._no_key = np.random.default_rng(self._seed + 3).integers(0, 1 << 64, dtype=np.uint64)
@@ -105,6 +109,7 @@ class ClusterIndex:
             bit = next(bit for bit in range(MAX_NODES) if bit not in used)
             self._nodes[node] = _Node(bit)
             self._names[bit] = node
+            self._known_members.clear()
 
     def remove_node(self, node: Hashable) -> None:
         """Forgets a node and everything that it holds."""
@@ -112,6 +117,7 @@ class ClusterIndex:
             known = self._node(node)
             self._clear(known)
             del self._nodes[node], self._names[known.bit]
+            self._known_members.clear()
 
     def clear_node(self, node: Hashable) -> None:
         """Forgets what a node holds; it stays in the index."""
@@ -162,7 +168,9 @@ class ClusterIndex:
         if is_new.any():
             slots[is_new] = self._new_slots(keys[is_new], np.flatnonzero(is_new) + depth)
         self._name(node, hashes, slots, is_new)
-        self._holders[MEDIA.index(event.medium), slots] |= _ONE << np.uint64(node.bit)
+        medium = MEDIA.index(event.medium)
+        self._is_tiered |= medium > 0
+        self._holders[medium, slots] |= _ONE << np.uint64(node.bit)
         return 0
 
     def _name(self, node: _Node, hashes: Keys, slots: Slots, is_new: npt.NDArray[np.bool_]) -> None:
@@ -229,13 +237,13 @@ class ClusterIndex:
         if len(self._weights) < end:
             self._more_weights(end)
         ids = tokens.astype(np.int64).reshape(num_blocks, self.block_size)
-        sums = np.einsum("ij,ij->i", ids, self._weights[depth:end]).view(np.uint64)
+        sums = _row_products(ids, self._weights[depth:end]).view(np.uint64)
         sums += self._block_weights[depth:end]
         for at, extra in enumerate(extra_keys or ()):
             if extra and at < num_blocks:
                 sums[at : at + 1] += np.uint64(hash((self._seed, depth + at, _frozen(extra))) & _MASK_64)
-        sums[:1] += np.uint64(base)
         keys: Keys = np.add.accumulate(sums)
+        keys += np.array(base, np.uint64)  # an array without a dimension is added faster than a number
         return keys
 
     def _more_weights(self, num_blocks: int) -> None:
@@ -303,33 +311,70 @@ class ClusterIndex:
         num_tokens = len(ids) // self.block_size * self.block_size
         with self._lock:
             keys = self._content(ids[:num_tokens], 0, self._root(lora_name), extra_keys)
-            held = self._holders[:, self._path(keys)]
-            names = self._names
-            return keys, {names[bit]: hit for bit, hit in _hits(held, self.block_size)} if held.shape[1] else {}
+            path = self._path(keys)
+            return keys, {} if path is None else self._hits(path)
 
-    def _path(self, keys: Keys) -> slice | Slots:
-        """The slots of the longest prefix of a prompt that anybody holds.
+    def _hits(self, path: slice | Slots) -> dict[Hashable, Hit]:
+        """The hits of all nodes, from the words of the media for the blocks of a prompt."""
+        gpu = self._holders[0][path]
+        on_gpu = self._lengths(gpu)
+        lower = self._holders[1:, path] if self._is_tiered else None
+        if lower is None or not lower.tobytes().strip(b"\0"):  # on GPUs only: what most prompts find
+            same = {length: Hit(length, length, length) for length in set(on_gpu.values())}
+            return {node: same[length] for node, length in on_gpu.items()}
+        or_cpu = self._lengths(gpu | lower[0])
+        anywhere = self._lengths(gpu | lower[0] | lower[1])
+        return {node: Hit(on_gpu.get(node, 0), or_cpu.get(node, 0), length) for node, length in anywhere.items()}
 
-        Blocks that were announced together mostly lie side by side, so the first one leads to all of them; what is left
-        after a few such runs is looked up block by block.
+    def _lengths(self, words: Keys) -> dict[Hashable, int]:
+        """Where the first gap of each node is, in tokens, from the words of one medium. Nodes without the first block are
+        left out.
+        """
+        found: dict[Hashable, int] = {}
+        differs = (words[1:] != words[:-1]).tobytes()
+        alive, end = words.item(0), 0
+        while alive:
+            end = differs.find(b"\1", end) + 1
+            word = words.item(end) if end else 0
+            if lost := alive & ~word:
+                found.update(dict.fromkeys(self._members(lost), (end or len(words)) * self.block_size))
+                alive &= word
+        return found
+
+    def _members(self, word: int) -> tuple[Hashable, ...]:
+        """The nodes whose bits are set; the same sets come again and again."""
+        known = self._known_members.get(word)
+        if known is None:
+            if len(self._known_members) == _MOST_MEMBERS:
+                self._known_members.clear()
+            known = tuple(name for bit, name in self._names.items() if word >> bit & 1)
+            self._known_members[word] = known
+        return known
+
+    def _path(self, keys: Keys) -> slice | Slots | None:
+        """The slots of the longest prefix of a prompt that anybody holds; None if nobody has its first block.
+
+        Blocks that were announced together mostly lie side by side, so the first one leads to all of them. Where such a run
+        is short beside what is left of the prompt, many will follow: the rest is looked up at once.
         """
         runs: list[Slots] = []
-        at = 0
-        while at < len(keys) and len(runs) < _RUNS:
-            first = self._by_content.find_one(int(keys[at]))
+        at, num_keys = 0, len(keys)
+        while at < num_keys:
+            first = self._by_content.find_one(keys.item(at))
             if first < 0:
                 break
-            length = _num_leading(self._keys[first : first + len(keys) - at], keys[at:])
-            if length == len(keys):
+            length = _num_leading(self._keys[first : first + num_keys - at], keys[at:])
+            if length == num_keys:
                 return slice(first, first + length)
             runs.append(np.arange(first, first + length, dtype=np.int32))
             at += length
-        else:
-            slots = self._by_content.find(keys[at:])
-            missing = np.flatnonzero(slots < 0)
-            runs.append(slots[: missing[0]] if len(missing) else slots)
+            if length * _RUNS < num_keys - at:
+                slots = self._by_content.find(keys[at:])
+                missing = np.flatnonzero(slots < 0)
+                runs.append(slots[: missing[0]] if len(missing) else slots)
+                break
         if not runs:
-            return slice(0, 0)
+            return None
         return np.concatenate(runs) if len(runs) > 1 else runs[0]
 
     def stats(self) -> IndexStats:
@@ -350,45 +395,10 @@ def _num_leading(values: Keys, wanted: Keys) -> int:
     return len(values) if at < 0 else at
 
 
-def _hits(held: Keys, block_size: int) -> list[tuple[int, Hit]]:
-    """The hits of all nodes, by their bits, from the words of the media for the blocks of a prompt."""
-    num_blocks = held.shape[1]
-    if not held[1:].tobytes().strip(b"\0"):  # on GPUs only: what most prompts find
-        gpu = held[0]
-        if gpu.tobytes() == gpu[:1].tobytes() * num_blocks:  # and the same nodes hold all of them
-            hit = Hit(*[num_blocks * block_size] * len(MEDIA))
-            return [(bit, hit) for bit in _bits(int(gpu[0]))]
-        changes = (np.flatnonzero(gpu[1:] != gpu[:-1]) + 1).tolist()
-        lengths = _lengths(gpu.take([0, *changes]).tolist(), [*changes, num_blocks], block_size)
-        same = {length: Hit(length, length, length) for length in set(lengths.values())}
-        return [(bit, same[length]) for bit, length in lengths.items()]
-    changes = (np.flatnonzero((held[:, 1:] != held[:, :-1]).any(axis=0)) + 1).tolist()
-    columns, ends = held[:, [0, *changes]].T.tolist(), [*changes, num_blocks]
-    on_gpu = _lengths([gpu for gpu, _, _ in columns], ends, block_size)
-    or_cpu = _lengths([gpu | cpu for gpu, cpu, _ in columns], ends, block_size)
-    anywhere = _lengths([gpu | cpu | storage for gpu, cpu, storage in columns], ends, block_size)
-    return [(bit, Hit(on_gpu.get(bit, 0), or_cpu.get(bit, 0), length)) for bit, length in anywhere.items()]
-
-
-def _lengths(words: list[int], ends: list[int], block_size: int) -> dict[int, int]:
-    """Where the first gap of each node is, by its bit, in tokens; each word counts up to its end. A node may have none."""
-    found: dict[int, int] = {}
-    alive = words[0]
-    for word, end in zip((*words[1:], 0), ends, strict=True):
-        if lost := alive & ~word:
-            found.update(dict.fromkeys(_bits(lost), end * block_size))
-            alive &= word
-    return found
-
-
-def _bits(word: int) -> list[int]:
-    """The numbers of the bits that are set."""
-    bits = []
-    while word:
-        low = word & -word
-        bits.append(low.bit_length() - 1)
-        word ^= low
-    return bits
+def _row_products(ids: npt.NDArray[np.int64], weights: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The sum of the products of each row."""
+    products: npt.NDArray[np.int64] = np.einsum("ij,ij->i", ids, weights) if _vecdot is None else _vecdot(ids, weights)
+    return products
 
 
 def _frozen(value: Any) -> Any:

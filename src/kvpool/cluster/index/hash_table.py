@@ -29,6 +29,7 @@ class HashTable:
 
     def _allocate(self, bits: int) -> None:
         self._shift = np.uint64(64 - bits)
+        self._plain = [(multiplier, 64 - bits) for multiplier in self._multipliers.tolist()]  # for `find_one`
         self._keys = np.full((1 << bits, _WAYS), self._no_key)
         self._slots = np.full((1 << bits, _WAYS), _NONE)
 
@@ -56,10 +57,10 @@ class HashTable:
 
     def find_one(self, key: int) -> int:
         """The same for a single key, without the cost of vector operations."""
-        for multiplier in self._multipliers.tolist():
-            bucket = (key * multiplier & _MASK_64) >> int(self._shift)
+        for multiplier, shift in self._plain:
+            bucket = (key * multiplier & _MASK_64) >> shift
             row = self._keys[bucket].tolist()
-            if key in row and (slot := int(self._slots[bucket, row.index(key)])) >= 0:
+            if key in row and (slot := self._slots.item(bucket, row.index(key))) >= 0:
                 return slot
         return -1
 
