@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import managers
-from kvpool.cluster.index.cluster_index import MAX_NODES, ClusterIndex, Hit
+from kvpool.cluster.index.cluster_index import MAX_NODES, ClusterIndex, Hit, NodeBlocks
 from kvpool.cluster.index.feed import NodeFeed
 from kvpool.cluster.index.hash_table import HashTable
 from kvpool.cluster.wire.translating import WireTranslator, group_names
@@ -124,6 +124,8 @@ def test_given_random_events_when_asked_then_the_index_answers_as_the_slow_one(s
             assert index.match(tokens, lora_name=lora_name, extra_keys=extra) == slow.match(tokens, lora_name, extra)
         distinct = set().union(*(held for media in slow.held.values() for held in media.values()))
         assert index.stats().num_blocks == len(distinct)
+        counted = {name: NodeBlocks(*(len(media[medium]) for medium in MEDIA)) for name, media in slow.held.items()}
+        assert index.node_blocks() == counted
     for node in NODES:
         index.clear_node(node)
     assert index.stats().num_blocks == 0

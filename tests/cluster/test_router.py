@@ -203,3 +203,20 @@ def test_given_conversations_over_real_caches_when_routed_by_prefix_then_hits_ar
         hits[kind] = got / ideal
     assert hits["prefix"] >= 0.95
     assert hits["round robin"] <= 0.8
+
+
+def test_given_decisions_when_looked_at_then_the_last_are_told_newest_first_and_counted_for_their_nodes() -> None:
+    cluster = Cluster()
+    cluster.cache(1, prompt_of(0, 200))
+    for number in range(150):
+        cluster.clock.now = float(number)
+        cluster.routed(prompt_of(0), session="alice" if number == 149 else None)
+    last = cluster.router.decisions
+    assert [decision.number for decision in last] == list(range(150, 50, -1))
+    assert (last[0].at, last[0].num_tokens) == (149.0, 400)
+    assert last[0].hit.gpu >= 200  # what was sent lately counts
+    loads, stats = cluster.router.nodes, cluster.router.stats()
+    assert sum(load.num_routes for load in loads.values()) == stats.num_routes == 150
+    assert sum(load.num_hit_tokens for load in loads.values()) == stats.num_hit_tokens
+    assert sum(load.num_prompt_tokens for load in loads.values()) == stats.num_prompt_tokens
+    assert loads[last[0].node].num_routes > 0

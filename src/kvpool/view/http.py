@@ -80,16 +80,24 @@ def serve(
     """
     if not isinstance(manager, KVCacheManager):
         raise InvalidArgumentError(f"serve takes a KVCacheManager, got {type(manager).__name__}")
-    if not key and not _is_loopback(host):
+    if not key and not is_loopback(host):
         raise ConfigError(f"host {host!r} can be reached by others: give a key, which the page then asks for")
     return LiveView(Hub(manager, title=title, rate=rate, events=events, more=more), host, port, key)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's own, which no other can reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def has_key(authorization: str, wanted: bytes) -> bool:
+    """Whether this header brings the key that has this SHA-256 digest."""
+    scheme, _, given = authorization.partition(" ")
+    digest = hashlib.sha256(given.strip().encode("utf-8", "surrogatepass")).digest()
+    return hmac.compare_digest(digest, wanted) and scheme.lower() == "bearer"
 
 
 class _Server(ThreadingHTTPServer):
@@ -128,10 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _is_allowed(self) -> bool:
         if self.server.digest is None:  # a page of somebody else's must not reach this one under a name of its own
             name = self.headers.get("host", "").rsplit(":", 1)[0].strip("[]")
-            return _is_loopback(name)
-        scheme, _, given = self.headers.get("authorization", "").partition(" ")
-        digest = hashlib.sha256(given.strip().encode("utf-8", "surrogatepass")).digest()
-        return hmac.compare_digest(digest, self.server.digest) and scheme.lower() == "bearer"
+            return is_loopback(name)
+        return has_key(self.headers.get("authorization", ""), self.server.digest)
 
     def _stream(self) -> None:
         news = threading.Event()

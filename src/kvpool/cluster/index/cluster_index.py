@@ -40,6 +40,14 @@ class Hit(NamedTuple):
     storage: int
 
 
+class NodeBlocks(NamedTuple):
+    """How many blocks a node has in each medium."""
+
+    gpu: int
+    cpu: int
+    storage: int
+
+
 class IndexStats(NamedTuple):
     """The size of an index, and how many events it could not use."""
 
@@ -52,10 +60,11 @@ class IndexStats(NamedTuple):
 class _Node:
     """What is known of one node besides its bits."""
 
-    __slots__ = ("aliases", "bit", "skipped_groups")
+    __slots__ = ("aliases", "bit", "num_blocks", "skipped_groups")
 
     def __init__(self, bit: int) -> None:
         self.bit = bit
+        self.num_blocks = [0] * len(MEDIA)
         self.aliases: dict[int, int] = {}  # its hashes of blocks that others call otherwise
         self.skipped_groups: set[int] = set()  # layer groups that say nothing about prefixes
 
@@ -170,7 +179,9 @@ class ClusterIndex:
         self._name(node, hashes, slots, is_new)
         medium = MEDIA.index(event.medium)
         self._is_tiered |= medium > 0
-        self._holders[medium, slots] |= _ONE << np.uint64(node.bit)
+        bit, words = _ONE << np.uint64(node.bit), self._holders[medium, slots]
+        node.num_blocks[medium] += len(slots) - int(np.count_nonzero(words & bit))
+        self._holders[medium, slots] = words | bit
         return 0
 
     def _name(self, node: _Node, hashes: Keys, slots: Slots, is_new: npt.NDArray[np.bool_]) -> None:
@@ -194,7 +205,10 @@ class ClusterIndex:
             return
         slots = self._resolve(node, np.array(event.hashes, np.uint64))
         slots = np.unique(slots[slots >= 0])
-        self._holders[MEDIA.index(event.medium), slots] &= ~(_ONE << np.uint64(node.bit))
+        medium = MEDIA.index(event.medium)
+        bit, words = _ONE << np.uint64(node.bit), self._holders[medium, slots]
+        node.num_blocks[medium] -= int(np.count_nonzero(words & bit))
+        self._holders[medium, slots] = words & ~bit
         if node.aliases:
             gone = set(slots[~self._holds(node, slots)].tolist())
             for block_hash in event.hashes:
@@ -220,6 +234,7 @@ class ClusterIndex:
         bit = _ONE << np.uint64(node.bit)
         held = np.flatnonzero(np.bitwise_or.reduce(self._holders, axis=0) & bit).astype(np.int32)
         self._holders[:, held] &= ~bit
+        node.num_blocks = [0] * len(MEDIA)
         node.aliases.clear()
         node.skipped_groups.clear()
         self._drop(held[~self._holders[:, held].any(axis=0)])
@@ -376,6 +391,11 @@ class ClusterIndex:
         if not runs:
             return None
         return np.concatenate(runs) if len(runs) > 1 else runs[0]
+
+    def node_blocks(self) -> dict[Hashable, NodeBlocks]:
+        """What every node has, in blocks."""
+        with self._lock:
+            return {name: NodeBlocks(*node.num_blocks) for name, node in self._nodes.items()}
 
     def stats(self) -> IndexStats:
         """Its size, and what it could not use."""

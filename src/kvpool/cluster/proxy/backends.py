@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from kvpool.cluster.index.cluster_index import ClusterIndex
 from kvpool.cluster.index.subscriber import NodeSubscriber
-from kvpool.cluster.routing.router import Router
+from kvpool.cluster.routing.router import NodeLoad, Router
 from kvpool.cluster.wire.publisher import port_above
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError
@@ -75,10 +75,12 @@ class Backends:
         lost_seconds: float,
     ) -> None:
         self._client = client
+        self._index = index
         self._router = router
         self._every, self._patience, self._lost_seconds = every, patience, lost_seconds
         self._followers: dict[str, NodeSubscriber] = {}
         self._lost: set[str] = set()
+        self._silent: set[str] = set()
         self.urls = [backend.url for backend in backends]
         self._waiting: dict[str, set[_Waiting]] = {url: set() for url in self.urls}
         for backend in backends:
@@ -99,9 +101,12 @@ class Backends:
             self.note(url, is_ready=bool(answers))
             if answers is not None:
                 heard = clock()
+                self._silent.discard(url)
                 self._lost.discard(url)
-            elif clock() - heard >= self._lost_seconds:
-                self._give_up(url)
+            else:
+                self._silent.add(url)
+                if clock() - heard >= self._lost_seconds:
+                    self._give_up(url)
             await asyncio.sleep(self._every)
 
     def _give_up(self, url: str) -> None:
@@ -151,12 +156,19 @@ class Backends:
         if is_ready and (follower := self._followers.get(url)):
             follower.resync()  # what it held was forgotten
 
+    def _state(self, url: str, load: NodeLoad) -> str:
+        if load.is_ready:
+            return "ready"
+        return "lost" if url in self._lost else "silent" if url in self._silent else "not ready"
+
     def described(self) -> dict[str, Any]:
         """Every server, for people."""
-        loads = self._router.nodes
+        loads, blocks = self._router.nodes, self._index.node_blocks()
         return {
             url: {
+                "state": self._state(url, loads[url]),
                 **loads[url]._asdict(),
+                "blocks": blocks[url]._asdict(),
                 "events": self._followers[url].stats._asdict() if url in self._followers else None,
             }
             for url in self.urls

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -16,18 +17,20 @@ from typing import Any
 import httpx
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
 
 from kvpool.cluster.index.cluster_index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError
+from kvpool.cluster.proxy.cluster_view import ClusterView
 from kvpool.cluster.proxy.passing import ELSEWHERE, NODE_HEADER, is_event_stream, lost, passed_on, refusal
 from kvpool.cluster.proxy.prompt_tokens import are_tokens, read_asked
 from kvpool.cluster.proxy.proxy_limits import ProxyLimits
 from kvpool.cluster.routing.router import Route, Router
 from kvpool.cluster.routing.routing_config import RoutingConfig
 from kvpool.errors import ConfigError, NoNodeError
+from kvpool.version import __version__
 from kvpool.web.body_limit import BodyLimit
 from kvpool.web.streams import EventStream, unless_gone
 
@@ -49,6 +52,7 @@ class Proxy:
         health_seconds: float = 1.0,
         health_patience: float = 5.0,
         tokenize_patience: float = 5.0,
+        view_key: str | None = None,
     ) -> None:
         if not backends:
             raise ConfigError("a proxy needs a backend at least: --backend http://HOST:PORT=tcp://HOST:PORT")
@@ -64,6 +68,7 @@ class Proxy:
         self._patience = tokenize_patience
         self.index = ClusterIndex(block_size)
         self.router = Router(self.index, routing)
+        self.view = ClusterView(self.described, self.limits.send_seconds, view_key)
         self.backends = Backends(
             backends,
             self.index,
@@ -182,10 +187,17 @@ class Proxy:
 
     def described(self) -> dict[str, Any]:
         """Nodes, decisions and the index, for people."""
+        now = time.monotonic()
+        decisions = [
+            {**each._asdict(), "at": round(each.at, 2), "hit": each.hit._asdict()} for each in self.router.decisions
+        ]
         return {
+            "version": __version__,
+            "now": now,
             "nodes": self.backends.described(),
             "router": self.router.stats()._asdict(),
             "index": self.index.stats()._asdict(),
+            "decisions": decisions,
         }
 
     @asynccontextmanager
@@ -217,10 +229,8 @@ class _Passed(EventStream):
 
 
 def create_proxy_app(proxy: Proxy) -> Starlette:
-    """The ASGI application of a proxy: `/route/stats` is its own, everything else is for the servers."""
-
-    async def stats(request: Request) -> Response:
-        return JSONResponse(proxy.described())
+    """The ASGI application of a proxy: `/`, `/view/...` and `/route/stats` are its own, the rest is for the servers."""
+    view = proxy.view
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
@@ -229,7 +239,8 @@ def create_proxy_app(proxy: Proxy) -> Starlette:
 
     methods = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
     everything = Path("/{path:path}", proxy.answer, methods=methods)
-    app = Starlette(routes=[Path("/route/stats", stats), everything], lifespan=lifespan)
+    own = {"/route/stats": view.stats, "/view/stream": view.stream, "/": view.page, "/view/{name}": view.page}
+    app = Starlette(routes=[*(Path(path, answer) for path, answer in own.items()), everything], lifespan=lifespan)
     app.add_middleware(BodyLimit, limit=proxy.limits.body_bytes, seconds=proxy.limits.send_seconds, refuse=refusal)
     return app
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from typing import Annotated, Any
 
@@ -46,9 +47,11 @@ def route(
     kvpool route --backend http://127.0.0.1:8001=tcp://127.0.0.1:5557 --backend http://127.0.0.1:8002=tcp://127.0.0.1:5567
 
     Servers are kvpool's, vLLM's, or any that speak OpenAI's API, /tokenize and vLLM's events. Keys go through to them.
-    /route/stats tells of nodes and decisions. See docs/cluster.md.
+    / shows all nodes in the browser, /route/stats tells the same to scripts; from other machines with $KVPOOL_ROUTE_KEY.
+    See docs/cluster.md.
     """
     uvicorn = _uvicorn()
+    from kvpool.cluster.proxy.cluster_view import KEY_VARIABLE
     from kvpool.cluster.proxy.proxy_app import Proxy, create_proxy_app
     from kvpool.web.bounded_http import bounded_http
 
@@ -56,15 +59,17 @@ def route(
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
     limits = ProxyLimits(body_bytes, send_seconds, silence_seconds, lost_seconds)
     backends = [Backend.parse(text) for text in backend]
-    proxy = Proxy(backends, block_size=block_size, limits=limits, health_seconds=health_seconds)
+    proxy = Proxy(
+        backends, block_size=block_size, limits=limits, health_seconds=health_seconds, view_key=os.environ.get(KEY_VARIABLE)
+    )
     options = {"log_level": "warning", "lifespan": "on", "access_log": False, "timeout_graceful_shutdown": 30}
     bounds = {"http": bounded_http(), "ws": "none", "limit_concurrency": max_connections}
     config = uvicorn.Config(create_proxy_app(proxy), host, port, **options, **bounds)
-    _announced(uvicorn, config, len(backend), quiet).run()
+    _announced(uvicorn, config, proxy, quiet).run()
 
 
-def _announced(uvicorn: Any, config: Any, num_backends: int, quiet: bool) -> Any:
-    """A server that says where it listens once it does."""
+def _announced(uvicorn: Any, config: Any, proxy: Any, quiet: bool) -> Any:
+    """A server that says where it listens once it does, and waits for no page at its end."""
 
     class Announced(uvicorn.Server):  # type: ignore[misc]
         async def startup(self, sockets: Any = None) -> None:
@@ -73,7 +78,12 @@ def _announced(uvicorn: Any, config: Any, num_backends: int, quiet: bool) -> Any
                 for socket in server.sockets:
                     where = "http://{}:{}".format(*socket.getsockname()[:2])
                     if not quiet:
-                        print(f"{num_backends} servers behind {where}/v1, {where}/route/stats", file=sys.stderr, flush=True)
+                        pages = f"{where}/ (live view), {where}/route/stats"
+                        print(f"{len(proxy.backends.urls)} servers behind {where}/v1, {pages}", file=sys.stderr, flush=True)
+
+        async def shutdown(self, sockets: Any = None) -> None:
+            proxy.view.is_closing = True
+            await super().shutdown(sockets)
 
     return Announced(config)
 

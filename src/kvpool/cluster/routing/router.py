@@ -23,6 +23,7 @@ from kvpool.errors import InvalidArgumentError, NoNodeError
 
 _K = TypeVar("_K", bound=Hashable)
 _NO_HIT = Hit(0, 0, 0)
+_MOST_DECISIONS = 100
 _MOST_REMEMBERED = 1 << 17  # sessions, assumed blocks and hot prefixes each
 
 
@@ -33,6 +34,20 @@ class NodeLoad(NamedTuple):
     num_waiting_tokens: int  # of prompts that it has still to compute
     num_context_tokens: int  # that its running requests read
     is_ready: bool
+    num_routes: int = 0  # since it was added, as the next two
+    num_hit_tokens: int = 0  # of prompts that it got, those that it had when they came
+    num_prompt_tokens: int = 0
+
+
+class Decision(NamedTuple):
+    """One of the last decisions: when by the router's clock, where to and why, and what the node had of how many tokens."""
+
+    number: int
+    at: float
+    node: Hashable
+    reason: str
+    num_tokens: int
+    hit: Hit
 
 
 class RouterStats(NamedTuple):
@@ -52,10 +67,14 @@ class RouterStats(NamedTuple):
 class _Books:
     """What one node has to do."""
 
-    __slots__ = ("context_tokens", "is_ready", "last_chosen", "placed_at", "placed_tokens", "requests", "waiting_tokens")
+    __slots__ = (
+        *("context_tokens", "hit_tokens", "is_ready", "last_chosen", "placed_at", "placed_tokens", "prompt_tokens"),
+        *("requests", "routes", "waiting_tokens"),
+    )
 
     def __init__(self) -> None:
         self.requests = self.waiting_tokens = self.context_tokens = self.last_chosen = 0
+        self.routes = self.hit_tokens = self.prompt_tokens = 0
         self.placed_tokens = self.placed_at = 0.0  # computed lately, as of then
         self.is_ready = True
 
@@ -110,6 +129,7 @@ class Router:
         self._assumed: OrderedDict[int, tuple[Hashable, float]] = OrderedDict()  # blocks by content, newest last
         self._heat: OrderedDict[int, deque[float]] = OrderedDict()  # when prompts came that were cached up to this block
         self._num_decided = 0
+        self._decisions: deque[Decision] = deque(maxlen=_MOST_DECISIONS)
         self._reasons: Counter[str] = Counter()
         self._num_hit_tokens = self._num_prompt_tokens = 0
 
@@ -120,9 +140,23 @@ class Router:
         """All nodes and what they do."""
         with self._lock:
             return {
-                node: NodeLoad(books.requests, books.waiting_tokens, books.context_tokens, books.is_ready)
+                node: NodeLoad(
+                    books.requests,
+                    books.waiting_tokens,
+                    books.context_tokens,
+                    books.is_ready,
+                    books.routes,
+                    books.hit_tokens,
+                    books.prompt_tokens,
+                )
                 for node, books in self._nodes.items()
             }
+
+    @property
+    def decisions(self) -> list[Decision]:
+        """The last ones, newest first, and at most 100."""
+        with self._lock:
+            return list(reversed(self._decisions))
 
     def add_node(self, node: Hashable) -> None:
         """A node that requests can go to; the index may know it already."""
@@ -182,7 +216,7 @@ class Router:
             node, reason = self._choose(candidates, costs, hits, keys, home, now)
             hit = hits.get(node, _NO_HIT)
             self._note(node, keys, hit, session, now)
-            return self._opened(node, hit, reason, num_tokens)
+            return self._opened(node, hit, reason, num_tokens, now)
 
     def _cost(self, num_tokens: int, hit: Hit, books: _Books, *, is_home: bool) -> float:
         """What a request costs on a node: the rest of its prompt, what has to come up, the queue, the company, and what its
@@ -277,7 +311,7 @@ class Router:
         for key in keys[hit.storage // self._index.block_size :]:
             _remember(self._assumed, key, (node, now))
 
-    def _opened(self, node: Hashable, hit: Hit, reason: str, num_tokens: int) -> Route:
+    def _opened(self, node: Hashable, hit: Hit, reason: str, num_tokens: int, now: float) -> Route:
         books = self._nodes[node]
         left = self._left(num_tokens, hit)
         self._num_decided += 1
@@ -286,6 +320,10 @@ class Router:
         books.waiting_tokens += left
         books.context_tokens += num_tokens
         books.placed_tokens += left
+        books.routes += 1
+        books.hit_tokens += num_tokens - left
+        books.prompt_tokens += num_tokens
+        self._decisions.append(Decision(self._num_decided, now, node, reason, num_tokens, hit))
         self._reasons[reason] += 1
         self._num_hit_tokens += num_tokens - left
         self._num_prompt_tokens += num_tokens

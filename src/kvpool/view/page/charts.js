@@ -42,9 +42,9 @@ export function perSecond(frame, earlier, count) {
 export const earlierOf = (frames, place) => frames[Math.max(0, place - WINDOW)];
 
 export class Charts {
-  constructor(list, colours) {
+  constructor(list, colours, charts = CHARTS) {
     this.colours = colours;
-    this.charts = CHARTS.map(([title, unit, lines, stacked, top]) => {
+    this.charts = charts.map(([title, unit, lines, stacked, top]) => {
       const figure = document.createElement("figure");
       const caption = document.createElement("figcaption");
       const canvas = document.createElement("canvas");

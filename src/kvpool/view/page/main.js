@@ -6,7 +6,7 @@ import { Colours, describe } from "/view/colours.js";
 import { Grid } from "/view/grid.js";
 import { element, facts, many, maskOf, showEvents, showFlow, showRequests, showTiles, tableWords } from "/view/panels.js";
 import { Store, tablesOf } from "/view/store.js";
-import { follow, headers, keepKey } from "/view/stream.js";
+import { askForKey, follow, headers, status } from "/view/stream.js";
 import { Tree } from "/view/tree.js";
 
 const TIERS = ["GPU", "HOST", "DISK"];
@@ -342,21 +342,6 @@ matchMedia("(prefers-color-scheme: light)").addEventListener("change", () => {
 });
 
 // --- the stream ----------------------------------------------------------------------------------------------------------
-
-function status(text, ok) {
-  find("status").textContent = text;
-  find("status").className = `pill ${ok ? "ok" : "bad"}`;
-}
-
-function askForKey(message) {
-  const dialog = find("key-dialog");
-  find("key-problem").textContent = message;
-  dialog.showModal();
-  return new Promise((done) => dialog.addEventListener("close", () => {
-    keepKey(find("key").value);
-    done();
-  }, { once: true }));
-}
 
 function hello(told) {
   about = told;

@@ -31,6 +31,11 @@ export function showTiles(list, frames, place) {
     [short(perSecond(frame, earlier, (c) => c.prompt_tokens)), "prompt tokens a second", `${short(counts.requests)} requests so far`],
     [short(perSecond(frame, earlier, evicted)), "blocks evicted a second", `${short(evicted(counts))} so far`],
   ];
+  fillTiles(list, tiles);
+}
+
+// Tiles of three texts each: a figure, what it counts, and what else there is to say.
+export function fillTiles(list, tiles) {
   if (list.children.length !== tiles.length)
     list.replaceChildren(...tiles.map(() => element("div", { className: "tile" }, element("b"), element("span"), element("small"))));
   tiles.forEach((texts, number) => texts.forEach((text, part) => {
@@ -40,7 +45,7 @@ export function showTiles(list, frames, place) {
 }
 
 // Keeps a list of rows by key, so that focus and scroll stay where they are.
-function keep(list, wanted, make, fill) {
+export function keep(list, wanted, make, fill) {
   const old = new Map([...list.children].map((row) => [row.dataset.key, row]));
   let before = null;
   for (const one of wanted) {

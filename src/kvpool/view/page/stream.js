@@ -8,8 +8,22 @@ export function headers() {
   return key ? { authorization: `Bearer ${key}` } : {};
 }
 
-export function keepKey(key) {
-  sessionStorage.setItem(KEY, key);
+// What becomes of the connection, in the header of the page.
+export function status(text, ok) {
+  const pill = document.getElementById("status");
+  pill.textContent = text;
+  pill.className = `pill ${ok ? "ok" : "bad"}`;
+}
+
+// Asks for the key, which stays in this tab.
+export function askForKey(message) {
+  const dialog = document.getElementById("key-dialog");
+  document.getElementById("key-problem").textContent = message;
+  dialog.showModal();
+  return new Promise((done) => dialog.addEventListener("close", () => {
+    sessionStorage.setItem(KEY, document.getElementById("key").value);
+    done();
+  }, { once: true }));
 }
 
 const pause = (milliseconds) => new Promise((done) => setTimeout(done, milliseconds));
