@@ -324,6 +324,32 @@ def test_given_many_evictions_then_ghosts_are_bounded_by_the_cache() -> None:
     assert 0 < max(policy.num_ghost_blocks for policy in policies) <= 4 * 200
 
 
+def test_given_ever_new_sessions_and_tenants_then_what_is_held_of_them_is_bounded() -> None:
+    policy, blocks, most = AdaptivePolicy(), 0, [0, 0]
+    for tick in range(4_000):
+        above = StandInRun(fingerprint=-1 - tick) if tick % 2 else None
+        run = StandInRun(
+            num_blocks=1 + tick % 7, start=4 * (tick % 2), last_access=tick, created=tick, last_access_at=tick * 0.3,
+            fingerprint=tick, turn=tick % 3, hint=tick % 4, session=f"s{tick}", tenant=f"t{tick}", parent=above,
+        )  # fmt: skip
+        policy.add(run)
+        blocks += run.num_blocks
+        while blocks > 200:
+            victim = policy.victim()
+            blocks -= victim.num_blocks
+            policy.evicted(victim)
+            policy.remove(victim)
+        order, learned = policy._order, policy._learned
+        held = [
+            policy._ghosts, policy._leaders, policy._followers, policy._epochs, order._cells, order._by_value,
+            order._by_age, order._due, learned._alive, learned._rows, learned._changes,
+        ]  # fmt: skip
+        half = tick // 2_000
+        most[half] = max(most[half], sum(map(len, held)))
+    assert most[1] <= 1.1 * most[0]
+    assert policy.num_ghost_blocks <= 4 * 206  # a run comes before another one goes
+
+
 def test_given_prompts_that_only_come_again_then_what_is_noted_of_them_is_bounded() -> None:
     policy, run = AdaptivePolicy(), StandInRun(last_access=0, fingerprint=1)
     policy.add(run)
