@@ -116,15 +116,21 @@ def test_given_a_listener_that_takes_its_time_then_the_end_is_the_last_that_it_h
     eager_thread_switches: None,
 ) -> None:
     heard: list[Any] = []
+    ended = threading.Semaphore(0)
 
     def on_progress(num_tokens: int) -> None:
         sum(range(20_000))  # others go on meanwhile
         heard.append(num_tokens)
 
+    def on_end() -> None:
+        heard.append("end")
+        ended.release()
+
     with make(Store()) as engine:
         for at in range(10):
             turned = [*PROMPT[at:], *PROMPT[:at]]
-            engine.prefill(turned, on_progress=on_progress, on_end=lambda: heard.append("end")).result(SECONDS)
+            engine.prefill(turned, on_progress=on_progress, on_end=on_end)
+            assert ended.acquire(timeout=SECONDS)
     assert heard[4::5] == ["end"] * 10
     assert heard[3::5] == [120] * 10
 

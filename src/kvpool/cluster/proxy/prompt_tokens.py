@@ -11,11 +11,15 @@ GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/me
 
 
 class Asked(NamedTuple):
-    """What routing needs of a request: its first prompt, what isolates it besides tokens, and its session."""
+    """What routing needs of a request: its first prompt, what isolates it besides tokens, and its session.
+
+    `named` are the model and the salt as the request has them.
+    """
 
     tokens: Sequence[int]
     first_keys: tuple[Any, ...]
     session: str | None
+    named: Mapping[str, str] = {}
 
     def extra_keys(self) -> list[Any] | None:
         """The keys of its blocks in the form of the wire; only the first one can have some here."""
@@ -46,20 +50,21 @@ async def read_asked(
     session = session_of(body, headers)
     salt = body.get("cache_salt")
     keys = (salt,) if isinstance(salt, str) and salt else ()
+    named = named_in(body)
     if tokens := given_tokens(body):
-        return Asked(tokens, keys, session)
+        return Asked(tokens, keys, session, named)
     if (question := tokenize_body(body)) is None:
-        return Asked((), keys, session)
+        return Asked((), keys, session, named)
     said = await tokenize(question, headers.get("authorization"))
     said_keys = said.get("cache_keys")
     if isinstance(said_keys, list) and all(isinstance(each, str) for each in said_keys):
         keys = tuple(said_keys)
-    return Asked(said.get("tokens", ()), keys, session)
+    return Asked(said.get("tokens", ()), keys, session, named)
 
 
 def tokenize_body(body: dict[str, Any]) -> dict[str, Any] | None:
     """The question to `/tokenize` for a request, None where it needs none or has none."""
-    base = {name: body[name] for name in ("model", "cache_salt") if isinstance(body.get(name), str)}
+    base = named_in(body)
     if isinstance(messages := body.get("messages"), list):
         system = body.get("system")  # Anthropic's form
         spoken = [{"role": "system", "content": system}, *messages] if isinstance(system, str) else messages
@@ -67,6 +72,11 @@ def tokenize_body(body: dict[str, Any]) -> dict[str, Any] | None:
     prompt = body.get("prompt", body.get("input"))
     first = prompt[0] if isinstance(prompt, list) and prompt else prompt
     return {**base, "prompt": first} if isinstance(first, str) else None
+
+
+def named_in(body: dict[str, Any]) -> dict[str, str]:
+    """The model and the salt of a request, where it names them."""
+    return {name: body[name] for name in ("model", "cache_salt") if isinstance(body.get(name), str)}
 
 
 def given_tokens(body: dict[str, Any]) -> Sequence[int]:

@@ -25,6 +25,7 @@ from kvpool.cluster.index.cluster_index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError
 from kvpool.cluster.proxy.cluster_view import ClusterView
 from kvpool.cluster.proxy.passing import ELSEWHERE, NODE_HEADER, is_event_stream, lost, passed_on, refusal
+from kvpool.cluster.proxy.prefill_pool import MIN_TOKENS, PrefillPool
 from kvpool.cluster.proxy.prompt_tokens import are_tokens, read_asked
 from kvpool.cluster.proxy.proxy_limits import ProxyLimits
 from kvpool.cluster.routing.router import Route, Router
@@ -53,10 +54,14 @@ class Proxy:
         health_patience: float = 5.0,
         tokenize_patience: float = 5.0,
         view_key: str | None = None,
+        prefill: list[Backend] | None = None,
+        prefill_tokens: int = MIN_TOKENS,
+        prefill_silence: float = 5.0,
     ) -> None:
         if not backends:
             raise ConfigError("a proxy needs a backend at least: --backend http://HOST:PORT=tcp://HOST:PORT")
-        if len({backend.url for backend in backends}) < len(backends):
+        everybody = [*backends, *(prefill or ())]
+        if len({backend.url for backend in everybody}) < len(everybody):
             raise ConfigError("a backend is named twice; each has a URL of its own")
         self.limits = limits or ProxyLimits()
         pool = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_KEPT_SECONDS)
@@ -69,15 +74,19 @@ class Proxy:
         self.index = ClusterIndex(block_size)
         self.router = Router(self.index, routing)
         self.view = ClusterView(self.described, self.limits.send_seconds, view_key)
-        self.backends = Backends(
-            backends,
-            self.index,
-            self.router,
-            self._client,
-            every=health_seconds,
-            patience=health_patience,
-            lost_seconds=self.limits.lost_seconds,
-        )
+        watching = {"every": health_seconds, "patience": health_patience, "lost_seconds": self.limits.lost_seconds}
+        self.backends = Backends(backends, self.index, self.router, self._client, **watching)
+        self.prefill = None
+        if prefill:
+            self.prefill = PrefillPool(
+                prefill,
+                self._client,
+                block_size=block_size,
+                routing=routing,
+                min_tokens=prefill_tokens,
+                silence_seconds=prefill_silence,
+                watching=watching,
+            )
 
     # --- an answer ---------------------------------------------------------------------------------------------------
 
@@ -102,6 +111,8 @@ class Proxy:
             except NoNodeError as error:
                 return refusal(502 if tried else 503, f"no server could answer: {error}")
             try:
+                if self.prefill is not None:
+                    await self.prefill.hand_over(asked, route, request.headers)
                 return await self._forward(request, content, route)
             except httpx.ReadTimeout:
                 route.end()
@@ -198,12 +209,14 @@ class Proxy:
             "router": self.router.stats()._asdict(),
             "index": self.index.stats()._asdict(),
             "decisions": decisions,
+            "prefill": None if self.prefill is None else self.prefill.described(),
         }
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Watches the servers meanwhile."""
-        watching = asyncio.create_task(self.backends.watch())
+        pools = [self.backends] if self.prefill is None else [self.backends, self.prefill.backends]
+        watching = asyncio.gather(*(pool.watch() for pool in pools))
         try:
             yield
         finally:
@@ -211,7 +224,8 @@ class Proxy:
             with suppress(asyncio.CancelledError):
                 await watching
             await self._client.aclose()
-            await asyncio.to_thread(self.backends.close)
+            for pool in pools:
+                await asyncio.to_thread(pool.close)
 
 
 class _Passed(EventStream):

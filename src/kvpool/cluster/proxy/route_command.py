@@ -22,8 +22,19 @@ def register(app: typer.Typer, name: str) -> None:
 def route(
     backend: Annotated[
         list[str],
-        typer.Option(help="A server and where it publishes: http://HOST:PORT=tcp://HOST:PORT; once for each."),
+        typer.Option(
+            "--backend",
+            "--decode",
+            help="A server and where it publishes: http://HOST:PORT=tcp://HOST:PORT; once for each.",
+        ),
     ],
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option(help="A server that computes long prompts for the others, through the tier that all have."),
+    ] = None,
+    prefill_tokens: Annotated[
+        int, typer.Option(help="How many tokens of a prompt must be missing for that.", min=1)
+    ] = 256,
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8080,
     block_size: Annotated[int, typer.Option(help="Tokens in a block of the servers' caches.", min=1)] = 16,
@@ -46,6 +57,9 @@ def route(
     kvpool serve --model DIR --port 8002 --publish tcp://127.0.0.1:5567
     kvpool route --backend http://127.0.0.1:8001=tcp://127.0.0.1:5557 --backend http://127.0.0.1:8002=tcp://127.0.0.1:5567
 
+    \b
+    kvpool route --prefill http://127.0.0.1:8001 --decode http://127.0.0.1:8002    # both with --remote redis://…
+
     Servers are kvpool's, vLLM's, or any that speak OpenAI's API, /tokenize and vLLM's events. Keys go through to them.
     / shows all nodes in the browser, /route/stats tells the same to scripts; from other machines with $KVPOOL_ROUTE_KEY.
     See docs/cluster.md.
@@ -60,7 +74,13 @@ def route(
     limits = ProxyLimits(body_bytes, send_seconds, silence_seconds, lost_seconds)
     backends = [Backend.parse(text) for text in backend]
     proxy = Proxy(
-        backends, block_size=block_size, limits=limits, health_seconds=health_seconds, view_key=os.environ.get(KEY_VARIABLE)
+        backends,
+        block_size=block_size,
+        limits=limits,
+        health_seconds=health_seconds,
+        prefill=[Backend.parse(text) for text in prefill or ()],
+        prefill_tokens=prefill_tokens,
+        view_key=os.environ.get(KEY_VARIABLE),
     )
     options = {"log_level": "warning", "lifespan": "on", "access_log": False, "timeout_graceful_shutdown": 30}
     bounds = {"http": bounded_http(), "ws": "none", "limit_concurrency": max_connections}

@@ -1,0 +1,189 @@
+"""Servers that compute prompts for those that answer: long prompts go there first, and their blocks through a shared tier.
+
+    prefill server   POST /v1/prefill          tells chunk by chunk how much of the prompt is in the tier
+    decode server    POST /v1/cache/prefetch   loads each chunk while the next is computed; then it gets the request
+
+Nothing here can fail a request. Whatever goes wrong, the decode server has less of the prompt, or none, and computes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+from kvpool.cluster.index.cluster_index import ClusterIndex
+from kvpool.cluster.proxy.backends import Backend, Backends
+from kvpool.cluster.proxy.prompt_tokens import Asked
+from kvpool.cluster.routing.router import Route, Router
+from kvpool.cluster.routing.routing_config import RoutingConfig
+from kvpool.errors import NoNodeError
+
+MIN_TOKENS = 256
+_PASSED_ON = ("authorization", "x-api-key")
+log = logging.getLogger("kvpool")
+
+
+class PrefillPool:
+    """The prefill servers of a proxy. A prompt goes there when its decode server lacks `min_tokens` of it.
+
+    A server that says nothing for `silence_seconds`, or is not done after `seconds`, is not waited for. `watching` is how
+    `Backends` looks after them.
+    """
+
+    def __init__(
+        self,
+        backends: list[Backend],
+        client: httpx.AsyncClient,
+        *,
+        block_size: int,
+        routing: RoutingConfig | None = None,
+        min_tokens: int = MIN_TOKENS,
+        silence_seconds: float = 5.0,
+        seconds: float = 60.0,
+        watching: Mapping[str, float],
+    ) -> None:
+        self._client = client
+        self._min_tokens, self._silence, self._seconds = min_tokens, silence_seconds, seconds
+        self.index = ClusterIndex(block_size)
+        self.router = Router(self.index, routing)
+        self.backends = Backends(backends, self.index, self.router, client, **watching)
+        self._counts: Counter[str] = Counter()
+        self._reasons: Counter[str] = Counter()
+
+    async def hand_over(self, asked: Asked, route: Route, headers: Mapping[str, str]) -> None:
+        """Has the prompt of a request computed for the node of its route, if that is worth it. Never raises."""
+        left = len(asked.tokens) - route.hit.storage
+        if left < self._min_tokens:
+            self._counts["direct"] += 1
+            return
+        try:
+            own = self.router.route(asked.tokens, session=asked.session, extra_keys=asked.extra_keys())
+        except NoNodeError:
+            self._fall_back("no_node", "no prefill server is ready")
+            return
+        route.first_token()  # until it decodes, its node has nothing to do for it
+        passed = {name: value for name in _PASSED_ON if (value := headers.get(name)) is not None}
+        loading = _Loading(self._client, str(route.node), asked, passed, self._silence)
+        try:
+            await asyncio.wait_for(self._follow(str(own.node), asked, passed, loading), self._seconds)
+            await loading.finish()
+            if loading.num_loaded < loading.num_there:
+                raise _HandoverError("not_loaded", f"{route.node} could not load what was stored for it")
+            self._counts["handed_over"] += 1
+        except _HandoverError as error:
+            await loading.finish()  # what came nevertheless need not be computed
+            self._fall_back(error.reason, str(error))
+        except (TimeoutError, asyncio.TimeoutError):
+            self._fall_back("late", f"{own.node} was not done after {self._seconds:g} seconds")
+        finally:
+            loading.cancel()
+            own.end()
+            self._counts["tokens"] += loading.num_loaded
+            self._counts["blocks"] += loading.num_loaded // self.index.block_size
+
+    async def _follow(self, node: str, asked: Asked, headers: dict[str, str], loading: _Loading) -> None:
+        """Has a server compute the prompt, and has every chunk loaded as it comes. Raises if not everything came."""
+        body = {**asked.named, "prompt": list(asked.tokens), "stream": True}
+        try:
+            async with self._client.stream(
+                "POST", f"{node}/v1/prefill", json=body, headers=headers, timeout=self._silence
+            ) as answer:
+                if answer.status_code != 200:
+                    raise _HandoverError("refused", f"{node} refused with status {answer.status_code}")
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    said = json.loads(line[len("data: ") :])
+                    if "error" in said:
+                        raise _HandoverError("refused", f"{node} failed: {said['error']}")
+                    loading.reach(int(said["stored_tokens"]))
+                    if said["object"] == "prefill":
+                        break
+                else:
+                    raise _HandoverError("lost", f"{node} ended in the middle")
+        except httpx.TransportError as error:
+            self.backends.note(node, is_ready=False)
+            raise _HandoverError("lost", f"{node} did not answer: {type(error).__name__}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise _HandoverError("refused", f"{node} answered what cannot be read: {error}") from None
+        size, num_tokens = self.index.block_size, len(asked.tokens)
+        if loading.num_there < num_tokens // size * size:
+            raise _HandoverError("cut", f"{node} could store {loading.num_there} of {num_tokens} tokens")
+
+    def _fall_back(self, reason: str, words: str) -> None:
+        """The decode server computes, or the rest of it."""
+        self._reasons[reason] += 1
+        log.info("%s: the decode server computes", words)
+
+    def described(self) -> dict[str, Any]:
+        """Servers and counts, for people."""
+        counts = {name: self._counts[name] for name in ("handed_over", "blocks", "tokens", "direct")}
+        return {
+            "nodes": self.backends.described(),
+            "router": self.router.stats()._asdict(),
+            **counts,
+            "fallbacks": dict(self._reasons),
+        }
+
+
+class _HandoverError(Exception):
+    """Not all of a prompt was handed over: a word for the counts, and a sentence."""
+
+    def __init__(self, reason: str, words: str) -> None:
+        super().__init__(words)
+        self.reason = reason
+
+
+class _Loading:
+    """Has a decode server load what a tier has of a prompt, again whenever that is more."""
+
+    def __init__(
+        self, client: httpx.AsyncClient, node: str, asked: Asked, headers: dict[str, str], silence_seconds: float
+    ) -> None:
+        self.num_loaded = self.num_there = 0
+        self._client = client
+        self._node = node
+        self._asked = asked
+        self._headers = headers
+        self._silence = silence_seconds
+        self._has_failed = False
+        self._task: asyncio.Task[None] | None = None
+
+    def reach(self, num_tokens: int) -> None:
+        """So many tokens are there now."""
+        self.num_there = max(self.num_there, num_tokens)
+        is_idle = self._task is None or self._task.done()
+        if self.num_there > self.num_loaded and is_idle and not self._has_failed:
+            self._task = asyncio.create_task(self._load())
+
+    async def _load(self) -> None:
+        while self.num_loaded < self.num_there and not self._has_failed:
+            wanted = self.num_there
+            body = {**self._asked.named, "prompt": list(self._asked.tokens[:wanted])}
+            try:
+                answer = await self._client.post(
+                    f"{self._node}/v1/cache/prefetch", json=body, headers=self._headers, timeout=self._silence
+                )
+                found = int(answer.json()["cached_tokens"]) if answer.status_code == 200 else 0
+            except (httpx.TransportError, ValueError, KeyError, TypeError):
+                found = 0
+            if found < wanted - 1:  # the last token of a prompt is never found
+                self._has_failed = True
+                return
+            self.num_loaded = wanted
+
+    async def finish(self) -> None:
+        """Waits until everything is loaded that is there, or will not be."""
+        if self._task is not None:
+            await self._task
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        if self._task is not None:
+            self._task.cancel()
