@@ -14,7 +14,7 @@ import pytest
 
 import managers
 from kvpool.cluster.proxy.backends import Backend
-from kvpool.cluster.proxy.prompt_tokens import given_tokens, session_of, tokenize_body
+from kvpool.cluster.proxy.prompt_tokens import given_tokens, read_asked, session_of, tokenize_body
 from kvpool.cluster.proxy.proxy_limits import ProxyLimits
 from kvpool.errors import ConfigError
 
@@ -317,6 +317,28 @@ def test_given_two_keys_then_their_sessions_of_one_name_are_two() -> None:
     sessions = {session_of({"user": "alice"}, {"authorization": key}) for key in ("a", "b")}
     assert len(sessions) == 2
     assert session_of({}, {}) is None
+
+
+@pytest.mark.parametrize("header", ["authorization", "x-api-key"])
+def test_given_a_caller_with_a_key_then_its_prompt_is_made_tokens_with_it_and_its_sessions_are_its_own(header: str) -> None:
+    seen: list[dict[str, str]] = []
+
+    async def tokenize(question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
+        seen.append(credentials)
+        return {"tokens": [1, 2]}
+
+    body = json.dumps({"messages": [], "user": "alice"}).encode()
+    asked = [asyncio.run(read_asked("/v1/messages", {header: key, "x-other": "1"}, body, tokenize)) for key in "ab"]
+    assert seen == [{header: "a"}, {header: "b"}]
+    assert len({each.session for each in asked}) == 2
+
+
+def test_given_a_body_that_can_be_read_and_not_written_again_then_it_is_for_the_server_to_refuse() -> None:
+    async def tokenize(question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
+        raise RecursionError
+
+    asked = asyncio.run(read_asked("/v1/completions", {}, b'{"prompt": "w1"}', tokenize))
+    assert asked.tokens == ()
 
 
 def test_given_a_long_name_of_a_session_then_little_is_kept_of_it_and_nothing_of_the_key() -> None:

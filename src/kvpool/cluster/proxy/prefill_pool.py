@@ -19,13 +19,12 @@ import httpx
 
 from kvpool.cluster.index.cluster_index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends
-from kvpool.cluster.proxy.prompt_tokens import Asked
+from kvpool.cluster.proxy.prompt_tokens import Asked, credentials
 from kvpool.cluster.routing.router import Route, Router
 from kvpool.cluster.routing.routing_config import RoutingConfig
 from kvpool.errors import NoNodeError
 
 MIN_TOKENS = 256
-_PASSED_ON = ("authorization", "x-api-key")
 log = logging.getLogger("kvpool")
 
 
@@ -68,7 +67,7 @@ class PrefillPool:
             self._fall_back("no_node", "no prefill server is ready")
             return
         route.first_token()  # until it decodes, its node has nothing to do for it
-        passed = {name: value for name in _PASSED_ON if (value := headers.get(name)) is not None}
+        passed = credentials(headers)
         loading = _Loading(self._client, str(route.node), asked, passed, self._silence)
         try:
             await asyncio.wait_for(self._follow(str(own.node), asked, passed, loading), self._seconds)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's clients send the one, Anthropic's the other
 
 
 class Asked(NamedTuple):
@@ -33,11 +34,11 @@ async def read_asked(
     path: str,
     headers: Mapping[str, str],
     content: bytes,
-    tokenize: Callable[[dict[str, Any], str | None], Awaitable[dict[str, Any]]],
+    tokenize: Callable[[dict[str, Any], dict[str, str]], Awaitable[dict[str, Any]]],
 ) -> Asked:
     """What routing needs of a request. One that cannot be read is for the node to refuse.
 
-    `tokenize` sends a question to `/tokenize` of a node, with the key of the caller; it answers {} where none can.
+    `tokenize` sends a question to `/tokenize` of a node, with the credentials of the caller; it answers {} where none can.
     """
     if path not in GENERATES:
         return NOTHING
@@ -55,11 +56,19 @@ async def read_asked(
         return Asked(tokens, keys, session, named)
     if (question := tokenize_body(body)) is None:
         return Asked((), keys, session, named)
-    said = await tokenize(question, headers.get("authorization"))
+    try:
+        said = await tokenize(question, credentials(headers))
+    except RecursionError:  # what was read just so is nested too deeply to be written
+        said = {}
     said_keys = said.get("cache_keys")
     if isinstance(said_keys, list) and all(isinstance(each, str) for each in said_keys):
         keys = tuple(said_keys)
     return Asked(said.get("tokens", ()), keys, session, named)
+
+
+def credentials(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers of a request that say who asks."""
+    return {name: value for name in _CREDENTIALS if (value := headers.get(name)) is not None}
 
 
 def tokenize_body(body: dict[str, Any]) -> dict[str, Any] | None:
@@ -100,5 +109,5 @@ def session_of(body: dict[str, Any], headers: Any) -> str | None:
     named = headers.get("x-session-id") or body.get("session_id") or body.get("user")
     if not isinstance(named, str):
         return None
-    whose = f"{headers.get('authorization', '')} {named}".encode("utf-8", "surrogatepass")
+    whose = f"{' '.join(credentials(headers).values())} {named}".encode("utf-8", "surrogatepass")
     return hashlib.blake2b(whose, digest_size=16).hexdigest()

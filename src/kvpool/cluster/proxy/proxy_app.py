@@ -131,7 +131,7 @@ class Proxy:
                 route.end()
                 raise
 
-    async def _tokenized(self, question: dict[str, Any], key: str | None) -> dict[str, Any]:
+    async def _tokenized(self, question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
         """What a server makes of a prompt: tokens, and the keys of its scope where it says so. Empty where none answers."""
         loads = self.router.nodes
         ready = [node for node, load in loads.items() if load.is_ready]
@@ -139,7 +139,7 @@ class Proxy:
         for node in ready[:2]:
             with suppress(httpx.TransportError, ValueError):
                 answer = await self._client.post(
-                    f"{node}/tokenize", json=question, headers={"authorization": key} if key else {}, timeout=self._patience
+                    f"{node}/tokenize", json=question, headers=credentials, timeout=self._patience
                 )
                 said = answer.json() if answer.status_code == 200 else None
                 if isinstance(said, dict) and are_tokens(said.get("tokens")):

@@ -43,7 +43,7 @@ class Front:
         async for part in request.stream():
             content += part
             if len(content) > self._body_bytes:
-                return refusal(413, f"the body is larger than {self._body_bytes} bytes", "body_too_large")
+                return refusal(413, f"the body is over this server's limit of {self._body_bytes} bytes", "too_large")
         scope = scope_for(request.method, path, request.scope["query_string"], passed_on(request.headers.raw))
         ticket = Ticket(await read_asked(path, request.headers, content, self._tokenized))
         try:
@@ -106,9 +106,10 @@ class Front:
             parts.cancel()
             raise
 
-    async def _tokenized(self, question: dict[str, Any], key: str | None) -> dict[str, Any]:
+    async def _tokenized(self, question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
         """What a replica makes of a prompt; empty where none answers."""
-        headers = [(b"content-type", b"application/json"), *([(b"authorization", key.encode("latin-1"))] if key else [])]
+        headers = [(b"content-type", b"application/json")]
+        headers += [(name.encode(), value.encode("latin-1")) for name, value in credentials.items()]
         head = await self._asked("POST", "/tokenize", headers, json.dumps(question).encode())
         said = json.loads(head.body) if head is not None and head.status == 200 else None
         return said if isinstance(said, dict) and are_tokens(said.get("tokens")) else {}
