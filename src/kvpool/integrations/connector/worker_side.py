@@ -88,7 +88,7 @@ class WorkerSide:
 
     def store_layer(self, orders: Orders, name: str) -> None:
         """The step has written the pages of this layer; `store` follows when it has written all."""
-        if orders.stores:
+        if orders.stores and self._pages.gpu is not None:  # a CPU copies all layers at the end, and is asked often
             self._pages.read_layer(name, _moves(orders), self._host)
 
     def store(self, orders: Orders) -> None:
