@@ -8,6 +8,7 @@ Sweeps are CPU seconds of all processes divided by two, so that a busy machine d
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import subprocess
@@ -125,6 +126,33 @@ def recording() -> Runner:
     return lambda: [steps(True) - steps(False)]
 
 
+def evicting_admission(gap_seconds: float) -> Runner:
+    """Admissions of prompts that never repeat into a full pool, the default policy over LRU; requests come so far apart."""
+    now = [0.0]
+    config = KVCacheConfig([LayerSpec(kv_heads=8, head_dim=128)] * 32, 16, gpu_blocks=4_096)
+    managers = [KVCacheManager(config, policy=policy, clock=lambda: now[0]) for policy in ("lru", "adaptive")]
+    random, names = np.random.default_rng(0), itertools.count()
+
+    def taken(manager: KVCacheManager, prompts: list[Any], begun: float) -> int:
+        now[0] = begun
+        start = time.thread_time_ns()
+        for tokens in prompts:
+            now[0] += gap_seconds
+            handle = manager.allocate(next(names), tokens)
+            manager.commit(handle)
+            manager.free(handle)
+        return time.thread_time_ns() - start
+
+    def run() -> list[float]:
+        prompts = [random.integers(0, 50_000, 1_212, dtype=np.int32) for _ in range(200)]
+        begun = now[0]
+        lru, adaptive = (taken(manager, prompts, begun) for manager in managers)
+        return [adaptive / lru]
+
+    freeze_heap()
+    return run
+
+
 def cases(traces: Path, quick: bool) -> list[Case]:
     """All cases, in the order of the table."""
     num_blocks = LARGE_BLOCKS // 100 if quick else LARGE_BLOCKS
@@ -136,6 +164,8 @@ def cases(traces: Path, quick: bool) -> list[Case]:
         Case("8 policies x 7 capacities, two cores", "s", "lower", partial(sweep, traces), (30.0,), **once),
         Case(f"peak memory, {num_blocks:,} blocks", "MiB", "lower", partial(large_trace, num_blocks), (1024,), **once),
         Case("recording, per decode step of 256", "µs", "lower", recording, (100.0,), **few),
+        Case("evicting admission, over lru", "x", "lower", partial(evicting_admission, 1e-4), (1.15,), repeats=15),
+        Case("the same, 50 requests a second", "x", "lower", partial(evicting_admission, 0.02), repeats=15),
     ]
 
 
