@@ -207,6 +207,24 @@ def test_given_many_blocks_on_all_nodes_then_a_block_costs_what_the_documentatio
     assert stats.num_bytes / stats.num_blocks <= 180
 
 
+def test_given_a_block_that_came_back_to_another_place_when_asked_then_its_old_place_is_not_taken_for_it() -> None:
+    index = ClusterIndex(SIZE)
+    index.add_node("a")
+    index.apply("a", [BlockStored([1, 2], None, [1, 1, 2, 2], SIZE), BlockStored([3], None, [3, 3], SIZE)])
+    index.apply("a", [BlockRemoved([2]), BlockRemoved([3]), BlockStored([2], 1, [2, 2], SIZE)])
+    assert index.match([1, 1, 2, 2]) == {"a": Hit(4, 4, 4)}
+
+
+def test_given_blocks_that_come_and_go_under_new_names_then_an_index_does_not_grow() -> None:
+    index, sizes = ClusterIndex(SIZE), []
+    index.add_node("a")
+    for at in range(40):
+        hashes = list(range(at * 1000 + 1, at * 1000 + 1001))
+        index.apply("a", [BlockStored(hashes, None, list(range(2000)), SIZE), BlockRemoved(hashes)])
+        sizes.append(index.stats().num_bytes)
+    assert sizes[-1] == sizes[0]
+
+
 def test_given_keys_that_come_and_go_when_looked_up_then_the_table_knows_those_that_are_there() -> None:
     rng = np.random.default_rng(1)
     table, known = HashTable(3), {}
