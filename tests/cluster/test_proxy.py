@@ -103,7 +103,9 @@ class FakeServer:
     async def tokenize(self, request: Any) -> Any:
         from starlette.responses import JSONResponse
 
-        return JSONResponse({"tokens": [int(word) for word in (await request.json())["prompt"].split()]})
+        garbled = {"content-encoding": "gzip"} if self.behaviour == "garbles" else None
+        tokens = [int(word) for word in (await request.json())["prompt"].split()]
+        return JSONResponse({"tokens": tokens}, headers=garbled)
 
     async def complete(self, request: Any) -> Any:
         from starlette.responses import JSONResponse, StreamingResponse
@@ -359,8 +361,8 @@ def test_given_other_limits_then_they_are_numbers_that_make_sense() -> None:
 
 @pytest.fixture(scope="module")
 def strict_fleet() -> Iterator[Fleet]:
-    limits = ProxyLimits(body_bytes=1000, send_seconds=0.2, lost_seconds=0.1)
-    made = Fleet(3, limits=limits, health_patience=0.5)
+    limits = ProxyLimits(body_bytes=1000, send_seconds=1.0, lost_seconds=0.5)
+    made = Fleet(3, limits=limits, health_patience=2.0)
     yield made
     made.close()
 
@@ -424,6 +426,13 @@ def test_given_a_server_that_answers_nobody_in_a_stream_then_the_client_reads_an
     strict.until(lambda: not any(load.num_requests for load in strict.proxy.router.nodes.values()))
     assert answer.text.startswith("data: w0\n\ndata: w1\n\ndata: w2\n\n")
     assert json.loads(answer.text.rsplit("data: ", 1)[1])["error"]["code"] == "node_lost"
+
+
+def test_given_servers_whose_tokens_cannot_be_read_then_a_prompt_is_answered_without_them(fleet: Fleet) -> None:
+    for server in fleet.servers:
+        server.behaviour = "garbles"
+    answer = fleet.client.post("/v1/completions", json={"prompt": "5 6 7 8"})
+    assert answer.status_code == 200
 
 
 def test_given_a_request_that_no_server_survives_then_two_get_it_and_no_third(fleet: Fleet) -> None:

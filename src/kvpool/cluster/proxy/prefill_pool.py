@@ -106,7 +106,7 @@ class PrefillPool:
                         break
                 else:
                     raise _HandoverError("lost", f"{node} ended in the middle")
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             self.backends.note(node, is_ready=False)
             raise _HandoverError("lost", f"{node} did not answer: {type(error).__name__}") from None
         except (ValueError, KeyError, TypeError) as error:
@@ -170,7 +170,7 @@ class _Loading:
                     f"{self._node}/v1/cache/prefetch", json=body, headers=self._headers, timeout=self._silence
                 )
                 found = int(answer.json()["cached_tokens"]) if answer.status_code == 200 else 0
-            except (httpx.TransportError, ValueError, KeyError, TypeError):
+            except (httpx.RequestError, ValueError, KeyError, TypeError):
                 found = 0
             if found < wanted - 1:  # the last token of a prompt is never found
                 self._has_failed = True

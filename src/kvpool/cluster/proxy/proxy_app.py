@@ -118,7 +118,7 @@ class Proxy:
                 route.end()
                 message = f"{route.node} said nothing for {self.limits.silence_seconds:g} seconds"
                 return refusal(504, message, "silence")
-            except (_ElsewhereError, NodeLostError, httpx.TransportError) as error:
+            except (_ElsewhereError, NodeLostError, httpx.RequestError) as error:
                 route.end()
                 tried.append(str(route.node))
                 if not isinstance(error, _ElsewhereError):
@@ -137,7 +137,7 @@ class Proxy:
         ready = [node for node, load in loads.items() if load.is_ready]
         ready.sort(key=lambda node: loads[node].num_requests)
         for node in ready[:2]:
-            with suppress(httpx.TransportError, ValueError):
+            with suppress(httpx.RequestError, ValueError):
                 answer = await self._client.post(
                     f"{node}/tokenize", json=question, headers=credentials, timeout=self._patience
                 )
@@ -188,7 +188,7 @@ class Proxy:
             try:
                 with self.backends.waiting(node):
                     part = await anext(parts, b"")
-            except (NodeLostError, httpx.TransportError) as error:
+            except (NodeLostError, httpx.RequestError) as error:
                 if not isinstance(error, httpx.ReadTimeout):
                     self.backends.note(node, is_ready=False)
                 yield lost(error)
