@@ -29,7 +29,7 @@ _WIDENING = 1.35
 _SURELY = 12.0  # reuses in one bin; more would leave nothing to compute with behind it
 _KIND_PRIOR = 6.0  # exposure, in caches x epochs, that a kind borrows from those with the same fan-out and hint
 _PRIOR = 4.0  # the same, that a family of kinds borrows from the assumption that reuse gets rarer with age
-_HINT_PRIOR = 0.25  # caches full of runs, followed through each age bin, that the kinds of one hint borrow from their family
+_HINT_PRIOR = 0.25  # caches full of runs, in each age bin, that the kinds of one hint borrow from their family
 
 
 def kind_of(num_known: int, fan_out: int, turn: int, num_new: int, hint: int = 0) -> int:
@@ -142,13 +142,13 @@ class Experience:
         hint_prior = _HINT_PRIOR * capacity * np.minimum(_WIDTHS, turnover / 8) + 1.0
         shapes = _shapes(hits, exposure, branches, rarer, family_prior, hint_prior)
         hazard = np.empty((len(kinds), _BINS))
-        for shape, _, of_shape in shapes:
+        for shape, peak, of_shape in shapes:  # noqa: B007 - compiled, a name has one type
             hazard[of_shape] = shape
         few = _KIND_PRIOR * little * usual
         hazard *= _factors(hits.sum(axis=1), (exposure * hazard).sum(axis=1), branches, few)[:, None]
-        shape, peak, _ = shapes[0]
+        shape, peak, of_shape = shapes[0]
         values = [_best_rates(shape[None].copy(), peak)[0]] * NUM_KINDS  # where nothing is known, all are alike
-        for _, peak, of_shape in shapes:
+        for shape, peak, of_shape in shapes:  # noqa: B007 - compiled, a name has one type
             for kind, rates in zip(kinds[of_shape].tolist(), _best_rates(hazard[of_shape], peak), strict=True):
                 values[kind] = rates
         return values
