@@ -105,6 +105,7 @@ def resize(m: WildMachine, rng: Random) -> None:
     done, result = m.attempt(lambda: m.manager.resize(wanted, pool=pool, tier=tier), OutOfBlocksError)
     if done:
         assert m.state.pools[pool][tier].num_blocks == result.num_blocks == wanted
+        m.bytes.cells(m.bytes.pools.index(pool), tier)  # it grows at once: copies may use what the next resize takes
 
 
 def run_copies(m: WildMachine, rng: Random) -> None:
