@@ -149,7 +149,7 @@ class TestTrace:
 class TestCalls:
     def test_given_a_driver_with_calls_then_it_answers_them(self, tmp_path: Path) -> None:
         script = tmp_path / "driver.py"
-        script.write_text(DRIVER.format(benchmarks=sys.path[0]))
+        script.write_text(DRIVER.format(benchmarks=str(Path(harness.__file__).parent)))
         peer = PeerProcess("peer", script, sys.executable, "")
         assert peer.start() == "1.0"
         assert peer.call("twice", number=21) == 42

@@ -535,6 +535,8 @@ EFFECTS: dict[str, Any] = {
     "host_write": "through",
     "watermark": 0.5,
     "eviction_policy": "lfu",
+    "objective": "seconds",
+    "depth_cost": 1e-3,
     "default_ttl": 1.0,
     "max_pinned_tokens": 0,
     "pressure_levels": (0.01, 0.02, 0.03),
@@ -567,7 +569,8 @@ def behaviour(**overrides: Any) -> Any:
         manager.commit(handle, 9)
         seen.append(manager.pressure)
         manager.free(handle)
-    seen.append(type(manager._state.cache.orders.policies[0]).name)
+    orders = manager._state.cache.orders
+    seen += [type(orders.policies[0]).name, orders.depth_cost]
     seen.append(manager.match_prefix(list(range(7))))
     seen.append(manager.match_prefix(list(range(3))))
     seen.append(config.pinned_tokens_limit)
@@ -584,6 +587,8 @@ def test_rule_16_every_configuration_field_has_an_effect_or_raises(name: str) ->
     base = {"layers": [FULL, CROSS]} if name == "plan_cross_tokens" else {}
     if name in ("gpu_fraction", "free_gpu_bytes"):
         base = {"gpu_fraction": 1.0, "free_gpu_bytes": 2048}
+    if name == "depth_cost":
+        base = {"objective": "seconds"}
     try:
         changed = behaviour(**(base | {name: EFFECTS[name]}))
     except (ConfigError, InvalidArgumentError):

@@ -378,7 +378,7 @@ def test_given_counts_for_other_sequences_then_a_recording_is_no_trace(tmp_path:
 
 def test_given_every_option_of_allocate_then_a_recording_may_have_it() -> None:
     options = set(inspect.signature(KVCacheManager.allocate).parameters) - {"self", "request_id", "tokens"}
-    options -= {"multimodal"}  # mixed into the hashes of the tokens
+    options -= {"multimodal", "hint"}  # mixed into the hashes of the tokens; an operation of its own
     operations_module._check_operation(["a", 0, 1, None, {}])
     for name in options:
         with pytest.raises(TraceError) as refused:

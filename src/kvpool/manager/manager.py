@@ -73,7 +73,7 @@ from kvpool.sequences.live.sliding import RowWindows
 
 ALLOCATE_ARGUMENTS = frozenset({
     *("request_id", "tokens", "num_tokens", "scope", "reserve", "lookahead", "cross_tokens"),
-    *("retention", "ttl", "session", "lease", "multimodal"),
+    *("retention", "ttl", "session", "lease", "multimodal", "hint"),
 })  # fmt: skip
 
 
