@@ -131,7 +131,7 @@ test-vllm: vllm-site ## a real vLLM (on the CPU, VLLM=0.31.0 for that version) w
 
 test-vllm-short: $(VENV)/.stamp-dev ## the first minutes of test-vllm, where its environment is there already
 	@[ -e $(VLLM_VENV)/.stamp ] || { echo "$(VLLM_VENV) is not there: make test-vllm installs it"; exit 1; }
-	KVPOOL_VLLM_CHECKS="plain_and_host poisoned hybrid" KVPOOL_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PY) -m pytest tests/integrations/test_vllm_lives.py $(ARGS)
+	KVPOOL_VLLM_CHECKS="plain_and_host poisoned hybrid" KVPOOL_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PY) -m pytest tests/integrations/test_vllm_lives.py tests/cluster/test_vllm_index.py $(ARGS)
 
 # LMCache's packages lie beside vLLM's: without them, or without redis-server, their lines of the table say so.
 bench-vllm: vllm-site redis ## kvpool's connector in a real vLLM beside vLLM alone, LMCache and vLLM's ExampleConnector, in ten minutes; ARGS="--only disk"
@@ -153,7 +153,7 @@ ray: $(VENV)/.stamp-dev $(RAY_VENV)/.stamp ## Ray Serve in an environment of its
 test-ray: ray ## `kvpool serve --ray` with two replicas, one of which is killed
 	OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest tests/cluster/test_ray_serve.py $(ARGS)
 
-test-cluster: ray ## real servers behind `kvpool route` and on Ray, with Redis: hits against round robin and one infinite cache, and kill -9
+test-cluster: ray ## real servers behind `kvpool route`, on Ray, and apart for prefill and decode, with Redis: hits against round robin, and kill -9
 	KVPOOL_CLUSTER=1 OMP_NUM_THREADS=1 $(RAY_VENV)/bin/python -m pytest tests/cluster -s $(ARGS)
 
 # Dynamo's indexer listens at every address, so it runs in a network namespace of its own, for which the tests need to be root.
