@@ -5,6 +5,7 @@ It runs where Ray is installed: `make test-ray` puts it into an environment of i
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +111,27 @@ def test_given_other_paths_then_they_are_answered_as_on_one_machine(on_ray: OnRa
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         assert len(refused.headers.get_list("x-request-id")) == 1
         assert client.post("/v1/completions", content=b"{").status_code == 400
+
+
+def test_given_engines_with_keys_then_the_front_tells_its_numbers_to_those_who_have_one() -> None:
+    from starlette.requests import Request
+
+    from kvpool.server.on_ray.asgi_call import Head, scope_for
+    from kvpool.server.on_ray.ray_front import Front
+
+    class Answer:
+        def __init__(self, scope: dict[str, Any], content: bytes, ticket: Any) -> None:
+            self.status = 200 if (b"authorization", b"Bearer right") in scope["headers"] else 401
+            ticket.describe = lambda: {"nodes": {}}
+
+        async def __anext__(self) -> Head:
+            return Head(self.status, [], b"{}")
+
+    engines = SimpleNamespace(answer=SimpleNamespace(remote=Answer))
+    front = Front(SimpleNamespace(options=lambda stream: engines), 5.0, 1000)
+    for key, status in ((b"Bearer right", 200), (b"Bearer wrong", 401)):
+        request = Request(scope_for("GET", "/route/stats", b"", [(b"authorization", key)]))
+        assert asyncio.run(front(request)).status_code == status
 
 
 def test_given_a_client_that_hangs_up_then_its_request_ends_on_the_replica(on_ray: OnRay) -> None:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvpool.cluster.proxy.passing import ELSEWHERE, NODE_HEADER, is_event_stream, lost, passed_on, refusal
-from kvpool.cluster.proxy.prompt_tokens import are_tokens, read_asked
+from kvpool.cluster.proxy.prompt_tokens import are_tokens, credentials, read_asked
 from kvpool.server.on_ray.asgi_call import Head, scope_for
 from kvpool.server.on_ray.ticket import Ticket
 
@@ -38,7 +38,7 @@ class Front:
         """Answers one request."""
         path = request.scope["path"].removeprefix(request.scope.get("root_path", "").rstrip("/")) or "/"
         if path == "/route/stats":
-            return await self._stats()
+            return await self._stats(credentials(request.headers))
         content = b""
         async for part in request.stream():
             content += part
@@ -106,24 +106,29 @@ class Front:
             parts.cancel()
             raise
 
-    async def _tokenized(self, question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
+    async def _tokenized(self, question: dict[str, Any], caller: dict[str, str]) -> dict[str, Any]:
         """What a replica makes of a prompt; empty where none answers."""
-        headers = [(b"content-type", b"application/json")]
-        headers += [(name.encode(), value.encode("latin-1")) for name, value in credentials.items()]
-        head = await self._asked("POST", "/tokenize", headers, json.dumps(question).encode())
+        head = await self._asked("POST", "/tokenize", caller, json.dumps(question).encode())
         said = json.loads(head.body) if head is not None and head.status == 200 else None
         return said if isinstance(said, dict) and are_tokens(said.get("tokens")) else {}
 
-    async def _stats(self) -> Response:
+    async def _stats(self, caller: dict[str, str]) -> Response:
+        """Replicas, decisions and the index, for whoever may ask a replica for its models."""
         ticket = Ticket()
-        await self._asked("GET", "/health", [], b"", ticket)
-        return JSONResponse(ticket.describe() if ticket.describe else {"nodes": {}, "router": None, "index": None})
+        head = await self._asked("GET", "/v1/models", caller, b"", ticket)
+        if head is None or ticket.describe is None:
+            return JSONResponse({"nodes": {}, "router": None, "index": None})
+        if head.status != 200:
+            return Response(head.body, head.status, media_type="application/json")
+        return JSONResponse(ticket.describe())
 
     async def _asked(
-        self, method: str, path: str, headers: list[tuple[bytes, bytes]], content: bytes, ticket: Ticket | None = None
+        self, method: str, path: str, caller: dict[str, str], content: bytes, ticket: Ticket | None = None
     ) -> Head | None:
-        """The answer of any replica to a question of the front's own; None where none answers."""
+        """The answer of any replica to a question of the front's own for a caller; None where none answers."""
         ticket = ticket or Ticket()
+        headers = [(b"content-type", b"application/json")] if content else []
+        headers += [(name.encode(), value.encode("latin-1")) for name, value in caller.items()]
         scope = scope_for(method, path, b"", headers)
         try:
             return await self._first(self._engines.answer.remote(scope, content, ticket), ticket)
