@@ -186,14 +186,14 @@ class ClusterIndex:
 
     def _name(self, node: _Node, hashes: Keys, slots: Slots, is_new: npt.NDArray[np.bool_]) -> None:
         """Notes what a node calls blocks: new blocks get that name, others keep theirs and the node has an alias."""
-        taken = self._by_hash.find(hashes)
+        taken = self._by_hash.find(_spread(hashes))
         is_first = np.zeros(len(hashes), np.bool_)
         is_first[np.unique(hashes, return_index=True)[1]] = True
         named = is_new & (taken < 0) & is_first
         if named.any():
             self._hashes[slots[named]] = hashes[named]
             self._named[slots[named]] = True
-            self._by_hash.add(hashes[named], slots[named])
+            self._by_hash.add(_spread(hashes[named]), slots[named])
         for at in np.flatnonzero(~named & (taken != slots)).tolist():
             node.aliases[int(hashes[at])] = int(slots[at])
 
@@ -218,7 +218,7 @@ class ClusterIndex:
 
     def _resolve(self, node: _Node, hashes: Keys) -> Slots:
         """The slots of blocks by the names that a node uses, -1 for names it never said."""
-        slots = self._by_hash.find(hashes)
+        slots = self._by_hash.find(_spread(hashes))
         if node.aliases:
             for at, block_hash in enumerate(hashes.tolist()):
                 if (alias := node.aliases.get(block_hash)) is not None:
@@ -294,7 +294,7 @@ class ClusterIndex:
         self._by_content.remove(self._keys[slots])
         self._keys[slots] = self._no_key  # the content may come back in another slot
         named = slots[self._named[slots]]
-        self._by_hash.remove(self._hashes[named])
+        self._by_hash.remove(_spread(self._hashes[named]))
         self._named[named] = False
         self._free[self._num_free : self._num_free + len(slots)] = slots[::-1]
         self._num_free += len(slots)
@@ -407,6 +407,13 @@ class ClusterIndex:
         arrays = (self._keys, self._hashes, self._depths, self._named, self._holders, self._free, self._weights)
         tables = self._by_content.num_bytes + self._by_hash.num_bytes
         return tables + sum(array.nbytes for array in arrays) + self._block_weights.nbytes
+
+
+def _spread(names: Keys) -> Keys:
+    """Names of blocks evenly over 64 bits, also of a node that counts them up; no two become one."""
+    mixed: Keys = (names ^ (names >> np.uint64(31))) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xD1342543DE82EF95)
+    return mixed ^ (mixed >> np.uint64(32))
 
 
 def _num_leading(values: Keys, wanted: Keys) -> int:
