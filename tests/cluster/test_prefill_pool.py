@@ -18,35 +18,14 @@ from kvpool.errors import ConfigError
 
 pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
 httpx = pytest.importorskip("httpx")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
+
+from live_app import Live  # noqa: E402
 
 SIZE = 4
 PROMPT = list(range(100, 123))  # five blocks and three tokens
 SECONDS = 30.0
-
-
-class Live:
-    """An application behind a real socket, in a thread."""
-
-    def __init__(self, app: Any) -> None:
-        self.server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="critical", lifespan="on"))
-        started = threading.Event()
-        startup = self.server.startup
-
-        async def announced(sockets: Any = None) -> None:
-            await startup(sockets)
-            started.set()
-
-        self.server.startup = announced
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        assert started.wait(SECONDS)
-        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
-
-    def close(self) -> None:
-        self.server.should_exit = self.server.force_exit = True
-        self.thread.join(SECONDS)
 
 
 class FakeServer:
@@ -62,7 +41,8 @@ class FakeServer:
         self.loaded = threading.Event()
         paths = {"/ready": self.ready, "/v1/prefill": self.prefill, "/v1/cache/prefetch": self.prefetch}
         paths["/v1/completions"] = self.complete
-        self.live = Live(Starlette(routes=[Route(path, call, methods=["GET", "POST"]) for path, call in paths.items()]))
+        routes = [Route(path, call, methods=["GET", "POST"]) for path, call in paths.items()]
+        self.live = Live(Starlette(routes=routes), "critical")
 
     async def ready(self, request: Any) -> Any:
         from starlette.responses import JSONResponse
@@ -112,7 +92,7 @@ class FakeServer:
         return JSONResponse({"choices": []})
 
     def close(self) -> None:
-        self.live.close()
+        self.live.stop(waits=False)
 
 
 class Split:
@@ -130,7 +110,7 @@ class Split:
             prefill_tokens=16,
             prefill_silence=0.5,
         )
-        self.live = Live(create_proxy_app(self.proxy))
+        self.live = Live(create_proxy_app(self.proxy), "critical")
         self.client = httpx.Client(base_url=self.live.url, timeout=60, trust_env=False)
         self.until_ready()
 
@@ -148,7 +128,8 @@ class Split:
 
     def close(self) -> None:
         self.client.close()
-        for each in (self.live, self.prefill, self.decode):
+        self.live.stop(waits=False)
+        for each in (self.prefill, self.decode):
             each.close()
 
 
@@ -272,10 +253,10 @@ def test_given_two_servers_of_a_model_then_the_answer_is_that_of_one_and_the_sec
     limits = SchedulerConfig(max_tokens_per_step=chunk, max_sequences=8)
     settings: dict[str, Any] = {"kv_blocks": 128, "block_size": SIZE, "tiers": [store], "scheduler": limits}
     engines = [Engine(model, tokenizer=word_tokenizer(), device="cpu", **settings) for _ in range(2)]
-    servers = [Live(create_app([ServedModel("tiny", engine)])) for engine in engines]
+    servers = [Live(create_app([ServedModel("tiny", engine)]), "critical") for engine in engines]
     prefill, decode = ([Backend.parse(server.url)] for server in servers)
     proxy = Proxy(decode, block_size=SIZE, health_seconds=0.02, prefill=prefill, prefill_tokens=64)
-    front = Live(create_proxy_app(proxy))
+    front = Live(create_proxy_app(proxy), "critical")
     try:
         until(lambda: all(load.is_ready for router in (proxy.router, proxy.prefill.router) for load in router.nodes.values()))
         for seed in range(3):
@@ -289,6 +270,6 @@ def test_given_two_servers_of_a_model_then_the_answer_is_that_of_one_and_the_sec
         assert proxy.prefill.described()["handed_over"] == 3
     finally:
         for live in (front, *servers):
-            live.close()
+            live.stop(waits=False)
         for engine in engines:
             engine.close()

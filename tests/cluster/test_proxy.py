@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -20,34 +19,13 @@ from kvpool.errors import ConfigError
 
 pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
 httpx = pytest.importorskip("httpx")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
+
+from live_app import Live  # noqa: E402
 
 SIZE = 4
 WORDS = 12
-
-
-class Live:
-    """An application behind a real socket, in a thread."""
-
-    def __init__(self, app: Any) -> None:
-        self.server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="critical", lifespan="on"))
-        started = threading.Event()
-        startup = self.server.startup
-
-        async def announced(sockets: Any = None) -> None:
-            await startup(sockets)
-            started.set()
-
-        self.server.startup = announced
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        assert started.wait(30)
-        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
-
-    def close(self) -> None:
-        self.server.should_exit = self.server.force_exit = True
-        self.thread.join(30)
 
 
 class FakeServer:
@@ -66,7 +44,8 @@ class FakeServer:
         self.num_left = 0  # clients that did not wait
         paths = {"/ready": self.ready, "/tokenize": self.tokenize, "/v1/models": self.models, "/echo": self.echo}
         paths |= {"/v1/completions": self.complete, "/echo/{rest:path}": self.echo}
-        self.live = Live(Starlette(routes=[Route(path, call, methods=["GET", "POST"]) for path, call in paths.items()]))
+        routes = [Route(path, call, methods=["GET", "POST"]) for path, call in paths.items()]
+        self.live = Live(Starlette(routes=routes), "critical")
 
     @property
     def backend(self) -> str:
@@ -140,7 +119,7 @@ class FakeServer:
         return JSONResponse({"cached": cached})
 
     def close(self) -> None:
-        self.live.close()
+        self.live.stop(waits=False)
         self.publisher.close()
 
 
@@ -153,7 +132,7 @@ class Fleet:
         self.servers = [FakeServer() for _ in range(num_servers)]
         backends = [Backend.parse(server.backend) for server in self.servers]
         self.proxy = Proxy(backends, block_size=SIZE, health_seconds=0.02, **options)
-        self.live = Live(create_proxy_app(self.proxy))
+        self.live = Live(create_proxy_app(self.proxy), "critical")
         self.client = httpx.Client(base_url=self.live.url, timeout=60, trust_env=False)
         self.by_url = {server.live.url: server for server in self.servers}
         self.until(lambda: all(load.is_ready for load in self.proxy.router.nodes.values()))
@@ -171,9 +150,15 @@ class Fleet:
     def others(self, server: FakeServer | None) -> list[FakeServer]:
         return [each for each in self.servers if each is not server]
 
+    def mend(self) -> None:
+        """All servers answer again, and the proxy knows it."""
+        for server in self.servers:
+            server.behaviour = "answers"
+        self.until(lambda: all(load.is_ready for load in self.proxy.router.nodes.values()))
+
     def close(self) -> None:
         self.client.close()
-        self.live.close()
+        self.live.stop(waits=False)
         for server in self.servers:
             server.close()
 
@@ -188,9 +173,7 @@ def shared_fleet() -> Iterator[Fleet]:
 @pytest.fixture
 def fleet(shared_fleet: Fleet) -> Iterator[Fleet]:
     yield shared_fleet
-    for server in shared_fleet.servers:
-        server.behaviour = "answers"
-    shared_fleet.until(lambda: all(load.is_ready for load in shared_fleet.proxy.router.nodes.values()))
+    shared_fleet.mend()
     loads = shared_fleet.proxy.router
     shared_fleet.until(lambda: all(load.num_requests == load.num_waiting_tokens == 0 for load in loads.nodes.values()))
 
@@ -370,9 +353,7 @@ def strict_fleet() -> Iterator[Fleet]:
 @pytest.fixture
 def strict(strict_fleet: Fleet) -> Iterator[Fleet]:
     yield strict_fleet
-    for server in strict_fleet.servers:
-        server.behaviour = "answers"
-    strict_fleet.until(lambda: all(load.is_ready for load in strict_fleet.proxy.router.nodes.values()))
+    strict_fleet.mend()
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -13,45 +12,19 @@ from typing import Any
 
 import openai
 import pytest
-import uvicorn
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from kvpool.server import Access, Caller
+from live_app import Live
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
     "{% for t in tools or [] %}{{ t['function']['name'] }} {% endfor %}"
 )
 WORDS = 160
-
-
-class Live:
-    """A server that runs in a thread of its own, in this process."""
-
-    def __init__(self, app: Any) -> None:
-        self.app = app
-        self._server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level="error", lifespan="on"))
-        self._started = threading.Event()
-        startup = self._server.startup
-
-        async def announced(sockets: Any = None) -> None:
-            await startup(sockets)
-            self._started.set()
-
-        self._server.startup = announced  # type: ignore[method-assign]
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
-        self._thread.start()
-        assert self._started.wait(30)
-        self.port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(30)
-        assert not self._thread.is_alive()
 
 
 def openai_client(live: Live, key: str = "none") -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from chromium import Chromium, Page, find_chromium
@@ -13,8 +12,10 @@ from chromium import Chromium, Page, find_chromium
 from kvpool.cluster.wire.wire_events import BlockStored
 
 httpx = pytest.importorskip("httpx")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
+
+from live_app import Live  # noqa: E402
 
 PROGRAM = find_chromium()
 needs_browser = pytest.mark.skipif(
@@ -34,19 +35,8 @@ class Shown:
         self.nodes = [f"http://127.0.0.1:{9 + at}" for at in range(num_nodes)]  # nobody listens there
         backends = [Backend.parse(url) for url in self.nodes]
         self.proxy = Proxy(backends, block_size=SIZE, health_seconds=1e6, view_key=key)
-        config = uvicorn.Config(create_proxy_app(self.proxy), "127.0.0.1", 0, log_level="critical", lifespan="on")
-        self.server = uvicorn.Server(config)
-        started, startup = threading.Event(), self.server.startup
-
-        async def announced(sockets: Any = None) -> None:
-            await startup(sockets)
-            started.set()
-
-        self.server.startup = announced
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
-        self.thread.start()
-        assert started.wait(30)
-        self.url = f"http://127.0.0.1:{self.server.servers[0].sockets[0].getsockname()[1]}"
+        self._live = Live(create_proxy_app(self.proxy), "critical")
+        self.url = self._live.url
         self.rng = random.Random(num_nodes)
         self.until(lambda: all(node["state"] == "silent" for node in self.proxy.backends.described().values()))
         for node in self.nodes[1:] or self.nodes:
@@ -76,17 +66,7 @@ class Shown:
 
     def close(self) -> None:
         self.proxy.view.is_closing = True
-        self.server.should_exit = self.server.force_exit = True
-        self.thread.join(30)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    assert PROGRAM is not None
-    with Chromium(PROGRAM) as made:
-        if not made.runs():
-            pytest.skip(f"{PROGRAM} is there and does not start: name another in KVPOOL_CHROMIUM")
-        yield made
+        self._live.stop(waits=False)
 
 
 @pytest.fixture(scope="module")

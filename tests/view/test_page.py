@@ -24,15 +24,6 @@ ENTER_KEY = "document.getElementById('key').value = '{}'; document.querySelector
 BUTTONS = "document.querySelectorAll('#request-list button:enabled')"
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    assert PROGRAM is not None
-    with Chromium(PROGRAM) as made:
-        if not made.runs():
-            pytest.skip(f"{PROGRAM} is there and does not start: name another in KVPOOL_CHROMIUM")
-        yield made
-
-
 @pytest.fixture
 def traffic() -> Traffic:
     made = Traffic(512)
