@@ -16,6 +16,7 @@ RAY_VENV ?= $(HOME)/.cache/kvpool/ray-2.60
 DYNAMO_VENV ?= $(HOME)/.cache/kvpool/dynamo-1.6
 LMCACHE_SITE ?= $(HOME)/.cache/kvpool/lmcache-0.5.6
 MOONCAKE_SITE ?= $(HOME)/.cache/kvpool/mooncake-0.3.13
+LLAMA_SITE ?= $(HOME)/.cache/kvpool/llama-cpp-0.3
 
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 PIP_FLAGS += $(if $(wildcard $(WHEELS)),--find-links $(WHEELS)) $(if $(OFFLINE),--no-index)
@@ -40,7 +41,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled vllm-site test-vllm test-vllm-short bench-vllm ray test-ray test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled vllm-site test-vllm test-vllm-short bench-vllm llama-site test-llama ray test-ray test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -138,6 +139,14 @@ bench-vllm: vllm-site redis ## kvpool's connector in a real vLLM beside vLLM alo
 	@[ -e $(LMCACHE_SITE)/lmcache ] || $(VLLM_PYTHON) -m pip install --quiet --no-deps --target $(LMCACHE_SITE) lmcache==0.5.6 \
 		aiofile caio aiofiles nvtx redis sortedcontainers opentelemetry-exporter-prometheus awscrt || echo "pip could not install LMCache"
 	$(PY) benchmarks/connector_peers.py --vllm-python $(VLLM_PYTHON) --lmcache-site $(LMCACHE_SITE) $(ARGS)
+
+# llama-cpp-python is compiled from its sources (13 minutes on two cores), beside .venv, and kept between checkouts.
+llama-site: $(VENV)/.stamp-dev
+	@[ -e $(LLAMA_SITE)/llama_cpp ] || { echo "Building llama-cpp-python into $(LLAMA_SITE)" && \
+		$(PY) -m pip install $(PIP_FLAGS) --no-deps --target $(LLAMA_SITE) llama-cpp-python==0.3.36 diskcache==5.6.3; } || $(PIP_FAILED)
+
+test-llama: llama-site redis ## a real llama.cpp with kvpool's cache: same answers from disk, from Redis, after a kill
+	PYTHONPATH=$(LLAMA_SITE) $(PY) -m pytest tests/integrations/test_llama_cpp.py tests/integrations/test_llama_cpp_real.py $(ARGS)
 
 # Ray brings packages of its own; in this environment they stand before those of .venv.
 $(RAY_VENV)/.stamp:

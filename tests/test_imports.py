@@ -36,7 +36,7 @@ SIBLINGS = {module_path.stem for module_path in (SRC / "kvpool").iterdir()}
 # Everything an extra brings. Trying to import one of these counts, even inside try/except.
 HEAVY = [
     *("torch", "triton", "flashinfer", "transformers", "safetensors"),
-    *("xxhash", "lz4", "glide_sync", "obstore", "mooncake", "vllm", "sglang"),
+    *("xxhash", "lz4", "glide_sync", "obstore", "mooncake", "vllm", "sglang", "llama_cpp"),
     *("msgspec", "zmq", "prometheus_client", "fastapi", "uvicorn", "llguidance", "typer", "rich", "ray"),
 ]
 

@@ -23,6 +23,7 @@ def test_given_everything_then_the_line_for_vllm_can_be_used_as_it_is() -> None:
 def test_given_nothing_then_each_part_says_what_to_install() -> None:
     lines = diagnosis(lambda package: None, lambda: None)
     assert "  no   engine: torch, transformers, safetensors are not installed; pip install 'kvpool[hf]'" in lines
+    assert any("llama-cpp-python are not installed; pip install 'kvpool[llama]'" in line for line in lines)
     assert any("vLLM, which is not installed; versions that work: 0.31.x, 0.32.x" in line for line in lines)
 
 

@@ -36,6 +36,7 @@ PARTS = (
     Part("Redis and Valkey tier", ("xxhash", "valkey-glide-sync"), "redis"),
     Part("S3 tier", ("xxhash", "obstore"), "s3"),
     Part("Mooncake tier", ("xxhash", "mooncake-transfer-engine-non-cuda"), "mooncake"),
+    Part("cache for llama.cpp", ("xxhash", "llama-cpp-python"), "llama"),
 )
 
 TRANSFER = {

@@ -1,0 +1,74 @@
+"""Whose states are these? What must be equal before one llama.cpp may read what another wrote, and what is not served."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from kvpool.errors import ConfigError, UnsupportedModelError
+from kvpool.integrations.llama.state_store import BLOCK_TOKENS, GROUPS
+from kvpool.integrations.requests.weights_digest import weights_id
+from kvpool.tiers import Fingerprint
+
+# Parameters of a context that change what it writes, or what the numbers mean. Threads and batches do neither.
+_CONTEXT = (
+    *("n_ctx", "n_seq_max", "kv_unified", "type_k", "type_v", "flash_attn_type", "attention_type", "swa_full"),
+    *("rope_scaling_type", "rope_freq_base", "rope_freq_scale"),
+    *("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx"),
+)
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
+
+
+def check_served(api: Any, llama: Any) -> None:
+    """Raises for a model whose memory cannot be cut back to a prefix, or whose tokens do not say what is in it."""
+    keeps_state = api.llama_model_is_recurrent(llama.model) or api.llama_model_is_hybrid(llama.model)
+    reasons = (
+        (keeps_state, "layers that keep a state"),
+        (api.llama_model_n_swa(llama.model) > 0, "sliding windows"),
+        (api.llama_model_has_encoder(llama.model), "an encoder"),
+        (llama.context_params.embeddings, "a context for embeddings"),
+        (hasattr(llama.chat_handler, "clip_model_path"), "a handler of images"),
+    )
+    for has, what in reasons:
+        if has:
+            raise UnsupportedModelError(f"KVPoolCache does not serve {what}: call no set_cache for {llama.model_path}")
+
+
+def fingerprint_of(api: Any, llama: Any, model_id: str | None) -> Fingerprint:
+    """Everything that must be equal: weights, adapter, what the context was made with, and llama.cpp itself."""
+    layout = {
+        "llama_cpp_python": api.__version__,
+        "llama_cpp": api.llama_version().decode(),
+        "library": _library_id(api),
+        "context": {name: getattr(llama.context_params, name) for name in _CONTEXT},
+        "overrides": llama.kv_overrides,
+        "adapter": None if llama.lora_path is None else [weights_id(llama.lora_path), llama.lora_scale],
+    }
+    return Fingerprint(
+        model=f"llama.cpp {llama.metadata.get('general.architecture', '')}".strip(),
+        weights=_weights_id(llama.model_path) if model_id is None else model_id,
+        block_size=BLOCK_TOKENS,
+        groups=GROUPS,
+        layout=json.dumps(layout, sort_keys=True),
+    )
+
+
+def _weights_id(model_path: str) -> str:
+    """Of the file, or of all files where a model is cut into several and the first one was named."""
+    path = Path(model_path)
+    parts = [path]
+    if found := _PART.fullmatch(path.name):
+        parts = sorted(path.parent.glob(f"{found[1]}-?????-of-{found[2]}"))
+    return hashlib.sha256("".join(weights_id(part) for part in parts).encode()).hexdigest()
+
+
+def _library_id(api: Any) -> str:
+    """A digest of the library: versions do not tell builds of one's own apart, and no promise covers their states."""
+    path = Path(api.llama_cpp._lib._name)
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"cannot read llama.cpp's library {path}: {error.strerror or error}") from None

@@ -1,0 +1,291 @@
+"""States of llama.cpp in tiers: found by the blocks of tokens that they begin with, whole and verified, or not there.
+
+Every whole block of a stored state's tokens has a signpost under the chained digest of all tokens up to its end. So one
+question for the blocks of a prompt tells the longest prefix that some state has, and one state serves every text that
+begins as it does: what lies behind the common part is cut off in llama.cpp's memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import ConfigError, StorageError
+from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.connector_tiers import open_tiers
+from kvpool.integrations.connector.step_orders import Introduction
+from kvpool.integrations.llama.state_blob import PIECE_BYTES, SIGNPOST_BYTES, Signpost, StateBlob, num_common
+from kvpool.prefix.announcing.digests import chain_digests, root_digest
+from kvpool.scope import ReuseScope
+from kvpool.tiers import CompressedTier, Fingerprint, KeyedTier, KeySpace, Outcome, TierStats
+from kvpool.tiers.compression.codecs import Fp8
+from kvpool.tiers.keys import named
+from kvpool.tiers.remote.remote_tier import RemoteTier
+from kvpool.tiers.transport.staging import Bytes
+from kvpool.tiers.transport.watching import WatchedTier
+
+BLOCK_TOKENS = 64
+GROUPS = ("signposts", f"pieces of {PIECE_BYTES} bytes")
+_SIGNPOSTS, _PIECES = range(2)
+Tokens: TypeAlias = npt.NDArray[np.int32]
+_SCOPE = ReuseScope()
+_AT_ONCE = 16  # pieces that one call stores, each within the timeout: a large state may take longer than that
+_TRIES = 2  # states that a tier may bring wrongly before a prompt is computed
+_SHORTEST_CALL = 0.001
+
+
+@dataclass(frozen=True)
+class StateStats:
+    """Counts since the start; `hits` to `late` are of prompts, `stored` to `too_large` of states and tiers."""
+
+    lookups: int = 0
+    hits: int = 0
+    tokens_loaded: int = 0
+    failed: int = 0
+    """States that were found and could not be used: broken, cut off, of another prompt, evicted in part."""
+    late: int = 0
+    """States that did not come within the timeout."""
+    stored: int = 0
+    store_failures: int = 0
+    too_large: int = 0
+    bytes_stored: int = 0
+    tiers: tuple[TierStats, ...] = ()
+
+
+class StateStore:
+    """The tiers of one process. An error is a miss; nothing here raises for what a tier does."""
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        fingerprint: Fingerprint,
+        *,
+        min_tokens: int,
+        max_bytes: int,
+        is_reader: bool = False,
+    ) -> None:
+        self.is_reader = is_reader
+        self._timeout = settings.timeout
+        self._min_tokens = min_tokens
+        self._max_bytes = max_bytes
+        self._space = KeySpace(fingerprint)
+        opened = open_tiers(settings, Introduction(0, 1, 0, fingerprint), is_reader=is_reader)
+        try:
+            for tier in opened:
+                _check_holds_pieces(tier)
+        except ConfigError:
+            for tier in opened:
+                tier.close()
+            raise
+        self._tiers = [WatchedTier(tier) for tier in opened]
+        self._stats = StateStats()
+
+    def stats(self) -> StateStats:
+        """One look at the counters, and at the tiers."""
+        return replace(self._stats, tiers=tuple(watched.tier.stats() for watched in self._tiers))
+
+    def count(self, **more: int) -> None:
+        """Adds to counters."""
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + by for name, by in more.items()})
+
+    def close(self) -> None:
+        """Lets go of the tiers."""
+        for watched in self._tiers:
+            watched.tier.close()
+
+    # --- loading -----------------------------------------------------------------------------------------------------
+
+    def num_found(self, tokens: Tokens) -> int:
+        """How many tokens from the first on some tier has, in whole blocks."""
+        keys, due = self._signpost_keys(tokens), time.monotonic() + self._timeout
+        return max((_num_tokens(self._found(watched, keys, due)) for watched in self._tiers), default=0)
+
+    def load(self, tokens: Tokens, num_live: int) -> StateBlob | None:
+        """A state that has more of the first tokens than the `num_live` that are there already, by what is worth it."""
+        self.count(lookups=1)
+        keys, due = self._signpost_keys(tokens), time.monotonic() + self._timeout
+        least = num_live + self._min_tokens
+        known = [(watched, self._found(watched, keys, due)) for watched in self._tiers]
+        for watched, found in sorted(known, key=lambda each: -_num_tokens(each[1])):  # the fastest of equal ones first
+            try:
+                blob = self._load_from(watched, keys, found, tokens, least, due)
+            except _LateError:
+                self.count(late=1)
+                watched.tier.report(f"a state did not come within {self._timeout:g} s")
+                continue
+            if blob is not None:
+                return blob
+        return None
+
+    def _load_from(
+        self, watched: WatchedTier, keys: list[bytes], found: list[int], tokens: Tokens, least: int, due: float
+    ) -> StateBlob | None:
+        """The state of the longest prefix that is right; signposts to what is wrong are taken out."""
+        for _ in range(_TRIES):
+            if _num_tokens(found) < least:
+                return None
+            (signpost,) = self._signposts(watched, [keys[found[-1]]], due)
+            try:
+                return self._fetched(watched, signpost, tokens[: _num_tokens(found)], due)
+            except _UnusableError as error:
+                self.count(failed=1)
+                watched.tier.report(f"a state that begins with {_num_tokens(found)} tokens of a prompt: {error}")
+            known = self._signposts(watched, [keys[index] for index in found], due)
+            wrong = {index for index, each in zip(found, known, strict=True) if each in (None, signpost)}
+            if not self.is_reader:
+                watched.remove([keys[index] for index in wrong], _left(due))
+            found = [index for index in found if index not in wrong]
+        return None
+
+    def _fetched(self, watched: WatchedTier, signpost: Signpost | None, tokens: Tokens, due: float) -> StateBlob:
+        """The state behind a signpost, if it is whole and begins with these tokens."""
+        if signpost is None:
+            raise _UnusableError("its signpost is gone or broken")
+        if signpost.num_bytes > self._max_bytes:
+            raise _UnusableError(f"it has {signpost.num_bytes:,} bytes, more than max_bytes={self._max_bytes:,}")
+        blob = StateBlob(signpost)
+        outcomes = watched.load(self._piece_keys(signpost), blob.pieces, _left(due))
+        _check_in_time(outcomes)
+        if wrong := len(outcomes) - outcomes.count(Outcome.OK):
+            raise _UnusableError(f"{wrong} of its {len(outcomes)} pieces are missing or broken")
+        if not blob.is_whole():
+            raise _UnusableError("its checksum is wrong")
+        if num_common(blob.tokens, tokens) < len(tokens):
+            raise _UnusableError("it holds other tokens")
+        return blob
+
+    def _found(self, watched: WatchedTier, keys: Sequence[bytes], due: float) -> list[int]:
+        """Which blocks have a signpost in a tier."""
+        if not keys or watched.num_hung:
+            return []
+        return [index for index, there in enumerate(watched.contains(keys, _left(due))) if there]
+
+    def _signposts(self, watched: WatchedTier, keys: Sequence[bytes], due: float) -> list[Signpost | None]:
+        values = [bytearray(SIGNPOST_BYTES) for _ in keys]
+        outcomes = watched.load(keys, values, _left(due))
+        _check_in_time(outcomes)
+        return [
+            Signpost.read(value) if outcome == Outcome.OK else None
+            for value, outcome in zip(values, outcomes, strict=True)
+        ]
+
+    # --- storing -----------------------------------------------------------------------------------------------------
+
+    def store(self, tokens: Tokens, num_state_bytes: int, fill: Callable[[Bytes], bool]) -> None:
+        """Keeps a state in every tier that lacks much of its tokens; `fill` writes it, and says whether it could."""
+        keys, due = self._signpost_keys(tokens), time.monotonic() + self._timeout
+        if self.is_reader or not keys:
+            return
+        lacking = []
+        for watched in self._tiers:
+            if not watched.num_hung:
+                found = self._found(watched, keys, due)
+                if len(tokens) - _num_tokens(found) >= self._min_tokens:
+                    lacking.append((watched, found))
+        if not lacking:
+            return
+        num_bytes = Signpost(b"", len(tokens), num_state_bytes).num_bytes
+        lacking = [(watched, found) for watched, found in lacking if self._has_room(watched, num_bytes)]
+        if not lacking:
+            return
+        blob = StateBlob.of(tokens, num_state_bytes)
+        if not fill(blob.state):
+            raise StorageError(f"llama.cpp did not write its {num_state_bytes:,} bytes")
+        blob.seal()
+        for watched, found in lacking:
+            self._store_in(watched, blob, keys, found)
+
+    def _has_room(self, watched: WatchedTier, num_bytes: int) -> bool:
+        """Whether a state is small enough for a tier: one that takes most of it would only push out others."""
+        capacity = watched.tier.stats().capacity_bytes
+        limit = self._max_bytes if capacity is None else min(self._max_bytes, capacity // 2)
+        if num_bytes <= limit:
+            return True
+        self.count(too_large=1)
+        watched.tier.report(f"a state of {num_bytes:,} bytes is not stored: {limit:,} is the limit (max_bytes)")
+        return False
+
+    def _store_in(self, watched: WatchedTier, blob: StateBlob, keys: list[bytes], found: list[int]) -> None:
+        """Pieces first, signposts last: whoever finds one finds all of the state."""
+        piece_keys, pieces = self._piece_keys(blob.signpost), blob.pieces
+        outcomes = [Outcome.OK]
+        for start in range(0, len(pieces), _AT_ONCE):
+            part = slice(start, start + _AT_ONCE)
+            if {*outcomes} == {Outcome.OK}:
+                outcomes = watched.store(piece_keys[part], pieces[part], self._timeout)
+        older = None
+        if {*outcomes} == {Outcome.OK}:
+            older = self._outgrown(watched, keys, found)
+            # Signposts to older states give way: what was stored last will be there longest.
+            watched.remove([keys[index] for index in found], self._timeout)
+            outcomes = watched.store(keys, [blob.signpost.packed()] * len(keys), self._timeout)
+        if {*outcomes} != {Outcome.OK}:
+            self.count(store_failures=1)
+            watched.tier.report(f"a state of {len(blob.tokens)} tokens was not stored: {max(outcomes).name}")
+            return
+        self.count(stored=1, bytes_stored=blob.signpost.num_bytes)
+        if older is not None:
+            watched.remove(self._piece_keys(older), self._timeout)
+
+    def _outgrown(self, watched: WatchedTier, keys: list[bytes], found: list[int]) -> Signpost | None:
+        """The state that a new one makes needless: all its whole blocks are the first of the new one."""
+        if not found:
+            return None
+        try:
+            (older,) = self._signposts(watched, [keys[found[-1]]], time.monotonic() + self._timeout)
+        except _LateError:
+            return None
+        return older if older is not None and older.num_tokens // BLOCK_TOKENS == found[-1] + 1 else None
+
+    # --- keys --------------------------------------------------------------------------------------------------------
+
+    def _signpost_keys(self, tokens: Tokens) -> list[bytes]:
+        """The keys of all whole blocks."""
+        whole = tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS]
+        digests = chain_digests(root_digest(_SCOPE), whole, BLOCK_TOKENS)
+        return self._space.keys(named(_SCOPE, digests), _SIGNPOSTS)
+
+    def _piece_keys(self, signpost: Signpost) -> list[bytes]:
+        names = (signpost.name + number.to_bytes(8, "little") for number in range(signpost.num_bytes // PIECE_BYTES))
+        return self._space.keys(named(_SCOPE, (hashlib.sha256(name).digest() for name in names)), _PIECES)
+
+
+class _UnusableError(Exception):
+    """A state is there, and is not what was looked for."""
+
+
+class _LateError(Exception):
+    """A tier did not answer in time; what it has may be right."""
+
+
+def _check_in_time(outcomes: Sequence[Outcome]) -> None:
+    if Outcome.LATE in outcomes:
+        raise _LateError
+
+
+def _num_tokens(found: Sequence[int]) -> int:
+    """Up to the end of the last block that was found."""
+    return (found[-1] + 1) * BLOCK_TOKENS if found else 0
+
+
+def _left(due: float) -> float:
+    return max(due - time.monotonic(), _SHORTEST_CALL)
+
+
+def _check_holds_pieces(tier: KeyedTier) -> None:
+    """Refuses a tier that would change the bytes of a state, or hold none."""
+    inner = tier
+    if isinstance(tier, CompressedTier):
+        if isinstance(tier.codec, Fp8):
+            raise ConfigError(
+                "compress=fp8 changes bytes, and a state of llama.cpp must stay as it is; take zstd or lz4"
+            )
+        inner = tier.inner
+    if isinstance(inner, RemoteTier) and inner.max_value_bytes < PIECE_BYTES:
+        raise ConfigError(f"max_value_bytes={inner.max_value_bytes} is too small: states come in {PIECE_BYTES} bytes")

@@ -1,0 +1,179 @@
+"""A cache for `llama_cpp.Llama` on kvpool's tiers: prompts start warm after a restart, and from what others stored.
+
+    llm = Llama("model.gguf", n_ctx=8192)
+    llm.set_cache(KVPoolCache(llm, disk="/var/cache/kvpool", disk_bytes="50GB"))
+
+Importing this needs llama-cpp-python. How to use it, and why it does not take the states that llama-cpp-python hands to a
+cache: docs/llama-cpp.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from llama_cpp.llama_cache import BaseLlamaCache
+
+from kvpool.config.layers import MAX_BYTES, check_int
+from kvpool.errors import ConfigError
+from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.llama.llama_identity import check_served, fingerprint_of
+from kvpool.integrations.llama.state_blob import StateBlob, num_common
+from kvpool.integrations.llama.state_store import BLOCK_TOKENS, StateStats, StateStore, Tokens
+from kvpool.terminal import parse_bytes
+from kvpool.tiers.transport.staging import Bytes
+
+_SEQUENCE = 0  # the only one that Llama uses
+_log = logging.getLogger("kvpool")
+
+
+class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is not seen by mypy
+    """For `llm.set_cache`, and for this `llm` only. What it finds is written into `llm` itself, ready to go on from.
+
+    `disk`, `disk_bytes`, `remote`, `timeout` and `model_id` are those of kvpool's other integrations. A prefix is stored
+    and loaded where that saves `min_tokens` at least, and no state may have more than `max_bytes`. With `read_only`
+    nothing is stored, and the directory may be one that another process writes to.
+    """
+
+    def __init__(
+        self,
+        llama: Any,
+        *,
+        disk: str | None = None,
+        disk_bytes: int | str | None = None,
+        remote: str | None = None,
+        timeout: float = 2.0,
+        model_id: str | None = None,
+        min_tokens: int = 256,
+        max_bytes: int | str = 2 * 2**30,
+        read_only: bool = False,
+    ) -> None:
+        given = dict(disk=disk, disk_bytes=disk_bytes, remote=remote, timeout=timeout, model_id=model_id)
+        settings = ConnectorSettings.of({name: value for name, value in given.items() if value is not None})
+        if not settings.has_tiers:
+            raise ConfigError("KVPoolCache needs disk= or remote=: without them nothing would outlive the process")
+        if not isinstance(llama, llama_cpp.Llama):
+            raise ConfigError(f"KVPoolCache needs the Llama that it will be set on, got {type(llama).__name__}")
+        if not isinstance(read_only, bool):
+            raise ConfigError(f"read_only={read_only!r} must be True or False")
+        limit = parse_bytes(max_bytes, "max_bytes") if isinstance(max_bytes, str) else max_bytes
+        super().__init__(check_int("max_bytes", limit, 1, MAX_BYTES))
+        check_int("min_tokens", min_tokens, BLOCK_TOKENS, 2**31 - 1)
+        check_served(llama_cpp, llama)
+        self._llama = weakref.ref(llama)  # else `del llm` would not free its memory
+        fingerprint = fingerprint_of(llama_cpp, llama, settings.model_id)
+        self._store = StateStore(settings, fingerprint, min_tokens=min_tokens, max_bytes=limit, is_reader=read_only)
+
+    def stats(self) -> StateStats:
+        """What was found, loaded and stored since the start, and the tiers' own counters."""
+        return self._store.stats()
+
+    def close(self) -> None:
+        """Lets go of the tiers; what was stored stays, and nothing is found any more."""
+        self._store.close()
+
+    def __enter__(self) -> KVPoolCache:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- what llama-cpp-python asks for ------------------------------------------------------------------------------
+
+    @property
+    def cache_size(self) -> int:
+        """Bytes in the tiers that know how full they are."""
+        return sum(tier.used_bytes or 0 for tier in self.stats().tiers)
+
+    def __contains__(self, key: Sequence[int]) -> bool:
+        return self._store.num_found(np.array(key, np.int32)) > 0
+
+    def __getitem__(self, key: Sequence[int]) -> Any:
+        """Brings the longest known prefix of a prompt into the Llama's memory; KeyError if that has as much already.
+
+        Called before a prompt is computed. What is returned says which tokens are there, and need not be loaded.
+        """
+        llama = self._llama()
+        if llama is not None and self._brought(llama, np.array(key, np.int32)):
+            return llama_cpp.LlamaState(
+                input_ids=llama.input_ids[: llama.n_tokens].copy(),
+                scores=np.empty((0, 0), np.single),
+                n_tokens=llama.n_tokens,
+                llama_state=b"",
+                llama_state_size=0,
+                seed=llama._seed,
+            )
+        raise KeyError("no tier has more of this prompt than the memory of this Llama")
+
+    def __setitem__(self, key: Sequence[int], value: Any) -> None:
+        """Stores what the Llama's memory holds after a completion; the state that comes with it is not needed."""
+        llama = self._llama()
+        if llama is None:
+            return
+        try:
+            self._keep(llama)
+        except Exception as error:  # a completion that is done must not fail for its cache
+            self._store.count(store_failures=1)
+            _log.warning("a state of llama.cpp was not stored: %s: %s", type(error).__name__, error)
+
+    # --- to and from llama.cpp's memory ------------------------------------------------------------------------------
+
+    def _brought(self, llama: Any, tokens: Tokens) -> bool:
+        """Whether a state came that has more of the prompt; if one came and was wrong, the memory is empty."""
+        try:
+            blob = self._store.load(tokens, num_common(llama.input_ids[: llama.n_tokens], tokens))
+            if blob is None:
+                return False
+            if num_tokens := _restored(llama, blob, min(num_common(blob.tokens, tokens), len(tokens) - 1)):
+                self._store.count(hits=1, tokens_loaded=num_tokens)
+                return True
+            problem = "llama.cpp refused it"
+        except Exception as error:
+            _emptied(llama)
+            problem = f"{type(error).__name__}: {error}"
+        self._store.count(failed=1)
+        _log.warning("a state of llama.cpp could not be used: %s; the prompt is computed", problem)
+        return False
+
+    def _keep(self, llama: Any) -> None:
+        memory, num_tokens = llama_cpp.llama_get_memory(llama.ctx), int(llama.n_tokens)
+        first = llama_cpp.llama_memory_seq_pos_min(memory, _SEQUENCE)
+        last = llama_cpp.llama_memory_seq_pos_max(memory, _SEQUENCE)
+        if (first, last) != (0, num_tokens - 1):  # shifted by somebody: tokens and memory do not belong together
+            return
+        num_bytes = int(llama_cpp.llama_state_seq_get_size(llama.ctx, _SEQUENCE))
+
+        def fill(state: Bytes) -> bool:
+            written = llama_cpp.llama_state_seq_get_data(llama.ctx, _as_array(state), num_bytes, _SEQUENCE)
+            return int(written) == num_bytes > 0
+
+        self._store.store(llama.input_ids[:num_tokens].astype(np.int32), num_bytes, fill)
+
+
+def _restored(llama: Any, blob: StateBlob, num_tokens: int) -> int:
+    """Puts the first tokens of a state into a Llama's memory, and says how many; none are left there if that fails."""
+    _emptied(llama)
+    size = len(blob.state)
+    read = llama_cpp.llama_state_seq_set_data(llama.ctx, _as_array(blob.state), size, _SEQUENCE)
+    memory = llama_cpp.llama_get_memory(llama.ctx)
+    if int(read) != size or not llama_cpp.llama_memory_seq_rm(memory, _SEQUENCE, num_tokens, -1):
+        _emptied(llama)
+        return 0
+    llama.input_ids[:num_tokens] = blob.tokens[:num_tokens]
+    llama.n_tokens = num_tokens
+    return num_tokens
+
+
+def _emptied(llama: Any) -> None:
+    llama.reset()
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llama.ctx), False)
+
+
+def _as_array(state: Bytes) -> Any:
+    """The same memory as ctypes takes it."""
+    return (ctypes.c_uint8 * len(state)).from_buffer(state.data)
