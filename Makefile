@@ -41,7 +41,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled vllm-site test-vllm test-vllm-short bench-vllm llama-site test-llama ray test-ray test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled vllm-site test-vllm test-vllm-short bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -147,6 +147,9 @@ llama-site: $(VENV)/.stamp-dev
 
 test-llama: llama-site redis ## a real llama.cpp with kvpool's cache: same answers from disk, from Redis, after a kill
 	PYTHONPATH=$(LLAMA_SITE) $(PY) -m pytest tests/integrations/test_llama_cpp.py tests/integrations/test_llama_cpp_real.py $(ARGS)
+
+bench-llama: llama-site redis ## the first token of a prompt of llama.cpp: computed, from disk after a restart, from Redis
+	PYTHONPATH=$(LLAMA_SITE) $(PY) benchmarks/llama_cache.py $(ARGS)
 
 # Ray brings packages of its own; in this environment they stand before those of .venv.
 $(RAY_VENV)/.stamp:
