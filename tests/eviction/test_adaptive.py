@@ -207,7 +207,7 @@ def test_given_a_run_longer_than_a_ghost_can_say_then_as_much_is_forgotten_as_wa
     policy._forget(1)
     policy._learn()
     assert policy.num_ghost_blocks == 0
-    assert not policy._learned._alive
+    assert not len(policy._learned._alive)
 
 
 def test_given_many_newcomers_then_only_so_many_wait() -> None:
@@ -271,7 +271,8 @@ def test_given_hints_after_which_reuse_comes_soon_or_late_then_each_is_valued_by
             if is_reused:
                 learned.count(kind, age, 8)
     learned.digest(5_000_000, 1.0)
-    values = learned.values(400, 200_000.0)
+    worth = learned.worth(400, 200_000.0)
+    values = {kind: worth.of(kind) for kind in (soon, late)}
     young, old = (bisect_right(EDGES, age) - 1 for age in (1_000, 200_000))
     assert values[soon][young] > 10 * values[late][young]
     assert values[late][old] > 10 * values[soon][old]
@@ -341,8 +342,8 @@ def test_given_ever_new_sessions_and_tenants_then_what_is_held_of_them_is_bounde
             policy.remove(victim)
         order, learned = policy._order, policy._learned
         held = [
-            policy._ghosts, policy._leaders, policy._followers, policy._epochs, order._cells, order._by_value,
-            order._by_age, order._due, learned._alive, learned._rows, learned._changes,
+            policy._ghosts, policy._leaders, policy._followers, policy._epochs, order._rows, order._by_value,
+            order._by_age, learned._alive, learned._rows, learned._changes,
         ]  # fmt: skip
         half = tick // 2_000
         most[half] = max(most[half], sum(map(len, held)))
@@ -369,7 +370,7 @@ def test_runs_that_come_back_at_once_or_hardly_ever_have_a_value_at_every_age() 
         learned.follow(0, age + 1, -1_000_000)
     learned.follow(0, 128_000, 1_000_000)
     learned.digest(256_000, 1.0)
-    values = learned.values(64, 32_000.0)[0]
+    values = learned.worth(64, 32_000.0).of(0)
     assert all(0.0 < value < 10 for value in values)
     late = values[bisect_right(EDGES, 128_000) - 1]
     assert late < 0.01 * values[0]

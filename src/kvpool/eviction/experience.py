@@ -27,7 +27,7 @@ NUM_KINDS = LOWEST + 1
 _HOT: Final = (_FANS, 2 * _FANS - 1)  # fans of what is shared, as first of all or by many: it comes again
 _WIDENING = 1.35
 _SURELY = 12.0  # reuses in one bin; more would leave nothing to compute with behind it
-_KIND_PRIOR = 6.0  # exposure, in caches x epochs, that a kind borrows from those with the same fan-out and hint
+_KIND_PRIOR = 5.0  # exposure, in caches x epochs, that a kind borrows from those with the same fan-out and hint
 _PRIOR = 4.0  # the same, that a family of kinds borrows from the assumption that reuse gets rarer with age
 _HINT_PRIOR = 0.25  # caches full of runs, in each age bin, that the kinds of one hint borrow from their family
 
@@ -73,9 +73,11 @@ class Experience:
     def __init__(self) -> None:
         self.has_news = False  # whether anything was reused since the last digest
         self._rows: dict[int, int] = {}  # of the kinds met so far
-        self._reused: list[tuple[int, int, int]] = []  # since the last digest: row, age, blocks
+        self._row_of: Ints = np.zeros(NUM_KINDS, np.int64)  # the same
+        self._reused = array("q")  # since the last digest: kind, age and blocks of each
         self._changes = array("q")  # of what is followed since then: cohort, moment and blocks of each
-        self._alive: dict[int, int] = {}  # blocks that are followed, by cohort
+        self._alive: Ints = np.zeros(0, np.int64)  # cohorts that are followed
+        self._alive_blocks: Ints = np.zeros(0, np.int64)  # and how many blocks of each
         self._hits: Floats = np.zeros((0, _BINS))
         self._followed: Floats = np.zeros((0, _BINS))  # block-milliseconds, if nobody left any more
         self._exposure: Floats = np.zeros((0, _BINS))
@@ -83,11 +85,11 @@ class Experience:
     @property
     def num_noted(self) -> int:
         """How much waits for the next digest."""
-        return len(self._changes) // 3
+        return (len(self._changes) + len(self._reused)) // 3
 
     def count(self, kind: int, age: int, blocks: int) -> None:
         """Blocks of a kind were reused at this age."""
-        self._reused.append((self._rows.setdefault(kind, len(self._rows)), age, blocks))
+        self._reused.extend((kind, age, blocks))
         self.has_news = True
 
     def follow(self, cohort: int, now: int, blocks: int) -> None:
@@ -101,33 +103,35 @@ class Experience:
         is not yet that old.
         """
         self.has_news = False
-        cohort, moment, change = np.frombuffer(self._changes, np.int64).reshape(-1, 3).T
+        cohort, moment, change = _columns(self._changes)
+        reused, age, blocks = _columns(self._reused)
         since, kind = np.divmod(cohort, NUM_KINDS)
-        for met in np.unique(kind).tolist():
-            self._rows.setdefault(met, len(self._rows))
-        used, alive = len(self._rows), self._alive
-        row_of = np.zeros(NUM_KINDS, np.int64)
-        row_of[list(self._rows)] = np.arange(used)
-        if self._reused:
-            row, age, blocks = np.array(self._reused, np.int64).T
-            places = row * _BINS + np.searchsorted(_FROM, age, side="right") - 1
-            self._hits = _grown(self._hits, used) + np.bincount(places, blocks, used * _BINS).reshape(used, _BINS)
-            self._reused.clear()
+        self._meet(kind)
+        self._meet(reused)
+        used, row_of = len(self._rows), self._row_of
+        places = row_of[reused] * _BINS + np.searchsorted(_FROM, age, side="right") - 1
+        self._hits = (_grown(self._hits, used) + np.bincount(places, blocks, used * _BINS).reshape(used, _BINS)) * fading
         self._followed = _grown(self._followed, used) + _exposed(row_of[kind], moment - since, change, used)
-        changed, of_changed = np.unique(cohort, return_inverse=True)
-        summed = np.bincount(of_changed, change, len(changed)).astype(np.int64)
-        for each, blocks in zip(changed.tolist(), summed.tolist(), strict=True):
-            alive[each] = alive.get(each, 0) + blocks
-        self._changes = array("q")
-        self._alive = alive = {each: blocks for each, blocks in alive.items() if blocks}
-        since, kind = np.divmod(np.array(list(alive), np.int64), NUM_KINDS)
-        to_come = _exposed(row_of[kind], now - since, np.array(list(alive.values()), np.int64), used)
-        self._exposure = np.maximum(_grown(self._followed, used) - to_come, 0.0) * fading
+        self._changes, self._reused = array("q"), array("q")
+        self._change_alive(cohort, change)
+        since, kind = np.divmod(self._alive, NUM_KINDS)
+        to_come = _exposed(row_of[kind], now - since, self._alive_blocks, used)
+        self._exposure = np.maximum(self._followed - to_come, 0.0) * fading
         self._followed = self._exposure + to_come
-        self._hits = _grown(self._hits, used) * fading
 
-    def values(self, capacity: int, turnover: float) -> list[list[float]]:
-        """For every kind and age bin: the most hits per block and time that keeping a run for some time can bring.
+    def _meet(self, kinds: Ints) -> None:
+        """Gives new kinds a row."""
+        for kind in np.unique(kinds).tolist():
+            if kind not in self._rows:
+                self._row_of[kind] = self._rows[kind] = len(self._rows)
+
+    def _change_alive(self, cohorts: Ints, changes: Ints) -> None:
+        every, index = np.unique(np.concatenate((self._alive, cohorts)), return_inverse=True)
+        blocks = np.bincount(index, np.concatenate((self._alive_blocks, changes)), len(every)).astype(np.int64)
+        self._alive, self._alive_blocks = every[blocks != 0], blocks[blocks != 0]
+
+    def worth(self, capacity: int, turnover: float) -> Worth:
+        """What keeping runs is worth by all that was digested.
 
         `turnover` is the time in which the cache lately was filled anew.
         """
@@ -141,17 +145,37 @@ class Experience:
         family_prior = np.full(_BINS, _PRIOR * little + 1.0)
         hint_prior = _HINT_PRIOR * capacity * np.minimum(_WIDTHS, turnover / 8) + 1.0
         shapes = _shapes(hits, exposure, branches, rarer, family_prior, hint_prior)
-        hazard = np.empty((len(kinds), _BINS))
-        for shape, peak, of_shape in shapes:  # noqa: B007 - compiled, a name has one type
-            hazard[of_shape] = shape
+        hazard = np.empty((len(kinds) + 1, _BINS))
+        hazard[-1] = shapes[0][0]
+        last_peak = 0
+        for shape, peak, of_shape in shapes:
+            hazard[:-1][of_shape] = shape
+            last_peak = max(last_peak, peak)
         few = _KIND_PRIOR * little * usual
-        hazard *= _factors(hits.sum(axis=1), (exposure * hazard).sum(axis=1), branches, few)[:, None]
-        shape, peak, of_shape = shapes[0]
-        values = [_best_rates(shape[None].copy(), peak)[0]] * NUM_KINDS  # where nothing is known, all are alike
-        for shape, peak, of_shape in shapes:  # noqa: B007 - compiled, a name has one type
-            for kind, rates in zip(kinds[of_shape].tolist(), _best_rates(hazard[of_shape], peak), strict=True):
-                values[kind] = rates
-        return values
+        hazard[:-1] *= _factors(hits.sum(axis=1), (exposure * hazard[:-1]).sum(axis=1), branches, few)[:, None]
+        return Worth(hazard, dict(self._rows), last_peak)
+
+
+class Worth:
+    """For every kind and age bin: the most hits per block and time that keeping a run for some time can bring."""
+
+    def __init__(self, hazard: Floats, rows: dict[int, int], peak: int) -> None:
+        self._rates = _best_rates(hazard, peak)  # by row; the last one is of all kinds of which nothing is known
+        self._rows = rows
+        self._known: dict[int, list[float]] = {}  # those that were asked for: of hundreds that were met, few are in the cache
+
+    def of(self, kind: int) -> list[float]:
+        """By age bin; it rises to a peak and falls behind it."""
+        row = self._rows.get(kind, -1)
+        rates = self._known.get(row)
+        if rates is None:
+            rates = self._known[row] = self._rates[row].tolist()
+        return rates
+
+
+def _columns(noted: array[int]) -> Ints:
+    """What was noted in threes, by column."""
+    return np.frombuffer(noted, np.int64).reshape(-1, 3).T
 
 
 def _grown(rows: Floats, num_rows: int) -> Floats:
@@ -226,24 +250,23 @@ def _factors(seen: Floats, expected: Floats, branches: Ints, few: float) -> Floa
     return factors
 
 
-def _best_rates(hazard: Floats, peak: int) -> list[list[float]]:
-    """Of every row of hazards, which rise up to the bin `peak`: the best rate of hits from each bin on (its Gittins index).
+def _best_rates(hazard: Floats, peak: int) -> Floats:
+    """Of every row of hazards, none of which rises behind the bin `peak`: the best rate of hits from each bin on.
 
-    From the peak on it is the hazard itself: waiting makes it no better. With G the chance to be unused up to an age
-    and T the time spent unused from it on, keeping a run from bin i to bin j behind the peak brings (G[i] - G[j]) hits for
-    (T[i] - T[j]). T is summed up from the end: where runs are almost surely reused early, what is left behind is small,
+    This is its Gittins index. Where a hazard falls, it is the hazard itself: waiting makes it no better. With G the chance to
+    be unused up to an age and T the time spent unused from it on, keeping a run from bin i to bin j brings (G[i] - G[j]) hits
+    for (T[i] - T[j]). T is summed up from the end: where runs are almost surely reused early, what is left behind is small,
     and would be lost beside what came before.
     """
-    np.minimum(np.maximum(hazard, 1e-15, out=hazard), _SURELY / _WIDTHS, out=hazard)
-    best = hazard.copy()
-    if peak and len(hazard):
-        fading = np.exp(-_WIDTHS * hazard)
-        unused = np.ones((len(hazard), _BINS + 1))
-        np.multiply.accumulate(fading, axis=1, out=unused[:, 1:])
-        left = np.zeros((len(hazard), _BINS + 1))
-        np.add.accumulate((unused[:, :-1] * (1 - fading) / hazard)[:, ::-1], axis=1, out=left[:, -2::-1])
-        gained = unused[:, :peak, None] - unused[:, None, peak + 1 :]
-        spent = left[:, :peak, None] - left[:, None, peak + 1 :]
-        np.maximum.reduce(gained / spent, axis=2, out=best[:, :peak])
-    rates: list[list[float]] = best.tolist()
-    return rates
+    best = np.minimum(np.maximum(hazard, 1e-15), _SURELY / _WIDTHS).T.copy()  # by bin: what is compared lies together
+    if peak:
+        fading = np.exp(-_WIDTHS[:, None] * best)
+        unused = np.ones((_BINS + 1, len(hazard)))
+        np.multiply.accumulate(fading, axis=0, out=unused[1:])
+        left = np.zeros((_BINS + 1, len(hazard)))
+        np.add.accumulate((unused[:-1] * (1 - fading) / best)[::-1], axis=0, out=left[-2::-1])
+        for start in range(peak):
+            rates = unused[start] - unused[start + 1 :]
+            rates /= left[start] - left[start + 1 :]
+            np.maximum.reduce(rates, axis=0, out=best[start])
+    return best.T

@@ -17,17 +17,20 @@ from math import log2
 from typing import Any, ClassVar, Final
 
 from kvpool.compiling import mypyc_attr
-from kvpool.eviction.cells import WEIGHTS, Cell, CellOrder
 from kvpool.eviction.experience import LOWEST, NUM_KINDS, Experience, as_shared, kind_of
+from kvpool.eviction.kind_rows import WEIGHTS, Row, RowOrder
 from kvpool.eviction.policy import EvictionPolicy
 from kvpool.eviction.queues import BLOCKS, KEY, RUN, START, Item
 from kvpool.eviction.run import Run, moment_of
 
 EPOCHS_PER_CACHE: Final = 32  # the cache turns over once in so many epochs
+ORDERS_PER_CACHE: Final = 48  # how often candidates are put in order by their ages while it does
 GHOSTS_PER_CACHE: Final = 4  # blocks remembered of runs that have left, in caches
 _MIN_CAPACITY: Final = 64
 LEARN_RUNS: Final = 32  # inserted before values are worked out anew: they share the cost
-LEARN_LATE: Final = 8  # times as many if none was reused: there is little to learn
+LEARN_PART: Final = 32  # or so many of all that were inserted, if that is more: what is known from many changes slowly
+LEARN_LATE: Final = 256  # are enough, however many there were
+LEARN_LEAST: Final = 1024  # if none was reused, there is little to learn
 _HISTORY: Final = 0.999  # weight of what was counted an epoch ago
 MOST_NOTES: Final = 4096  # of what happened before it is digested, even if no victim is asked for
 _MOST_EPOCHS: Final = 1024  # that are told apart
@@ -37,12 +40,12 @@ MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few mi
 class _Record:
     """What the policy knows about one run. It lies in `run.entry` for as long as the run is in the cache."""
 
-    __slots__ = ("cell", "cohort", "hits", "item", "owner", "trimmed")
+    __slots__ = ("cohort", "hits", "item", "owner", "row", "trimmed")
 
-    def __init__(self, owner: AdaptivePolicy, cohort: int, cell: Cell, item: Item, hits: int, trimmed: int) -> None:
+    def __init__(self, owner: AdaptivePolicy, cohort: int, row: Row, item: Item, hits: int, trimmed: int) -> None:
         self.owner = owner
         self.cohort = cohort
-        self.cell = cell
+        self.row = row
         self.item = item  # as it was last pushed; without a run while it is no candidate
         self.hits = hits  # those seen
         self.trimmed = trimmed  # blocks that it has lost since its last use
@@ -74,7 +77,7 @@ class AdaptivePolicy(EvictionPolicy):
     def __init__(self) -> None:
         self._depth_cost = 0.0  # of a block, per block before it; 0: all cost the same
         self._newcomers: list[Run] = []  # inserted runs, not yet met; their entry is the policy itself
-        self._order = CellOrder([])
+        self._order = RowOrder(Experience().worth(_MIN_CAPACITY, 0.0))
         self.clear()
 
     def clear(self) -> None:
@@ -82,7 +85,7 @@ class AdaptivePolicy(EvictionPolicy):
             run.entry = None
         self._newcomers = []
         self._is_ordered = True
-        self._len = self._num_blocks = 0  # of the cells
+        self._len = self._num_blocks = 0  # of the candidates in order
         self._capacity = _MIN_CAPACITY
         self._has_begun, self._base = False, 0  # the first moment that was seen
         self._now = 0
@@ -91,17 +94,16 @@ class AdaptivePolicy(EvictionPolicy):
         self._turnover = 0.0  # how long it lately took to fill the cache anew
         self._inserted = 0  # blocks since the epoch began
         self._num_met = 0  # runs inserted since values were worked out
+        self._num_met_before = 0  # and before that
+        self._ordered_at = 0  # the moment by which candidates are in order
         self._learned = Experience()
-        self._order = CellOrder(self._learned.values(self._capacity, self._turnover))
+        self._order = RowOrder(self._learned.worth(self._capacity, self._turnover))
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # by fingerprint
         self._leaders: dict[int, int] = {}  # fingerprint of a ghost -> of the run before it, if there was one
         self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
         self._ghost_blocks = 0
-        self._last_left = (
-            0,
-            -1,
-            0,
-        )  # fingerprint of the run before the one that left last, its tick, its kind when shared
+        # of the run before the one that left last: its fingerprint, its tick, its kind when shared
+        self._last_left = 0, -1, 0
 
     def weigh(self, depth_cost: float) -> None:
         self._depth_cost = depth_cost
@@ -151,7 +153,7 @@ class AdaptivePolicy(EvictionPolicy):
             return
         num_blocks = run.num_blocks
         lost: int = record.item[BLOCKS] - num_blocks
-        record.cell.trim(record.item, num_blocks)  # what it lost is followed with it
+        record.row.trim(record.item, num_blocks)  # what it lost is followed with it
         record.trimmed += lost
         self._num_blocks -= lost
 
@@ -162,13 +164,13 @@ class AdaptivePolicy(EvictionPolicy):
         if record is None or record.owner is not self or record.item[RUN] is None:
             return
         blocks: int = record.item[BLOCKS]
-        record.cell.discard(record.item)
+        record.row.discard(record.item)
         run.entry = None
         self._len -= 1
         self._num_blocks -= blocks
         above = getattr(run, "parent", None) if run.start else None
         self._bury(run, record.cohort, blocks + record.trimmed, above)
-        kind = record.cell.kind
+        kind = record.row.kind
         if above is not None and kind != LOWEST:
             self._last_left = above.fingerprint, run.last_access, as_shared(kind)
 
@@ -177,9 +179,12 @@ class AdaptivePolicy(EvictionPolicy):
             self._settle()
         if not self._is_ordered:
             self._is_ordered = True
-            if self._num_met >= (LEARN_RUNS if self._learned.has_news else LEARN_LATE * LEARN_RUNS):
+            if self._num_met >= self._enough_to_learn():
                 self._learn()
-        return self._order.first(self._now).head()
+        if self._now != self._ordered_at and (self._now - self._ordered_at) * ORDERS_PER_CACHE >= self._turnover:
+            self._ordered_at = self._now
+            self._order.refresh(self._now)
+        return self._order.first()
 
     @property
     def num_ghost_blocks(self) -> int:
@@ -231,12 +236,10 @@ class AdaptivePolicy(EvictionPolicy):
         return as_shared(kind_of(run.start + run.num_blocks, hits, run.turn + 1 if hits <= 1 else 0, 0))
 
     def _put_in(self, run: Run, hits: int, cohort: int, trimmed: int) -> None:
-        place = cohort * WEIGHTS
-        if self._depth_cost:
-            place += self._weight_class(run)
-        cell = self._order.open(run.priority, place, self._now)
-        item = cell.push(run.last_access, run)
-        run.entry = _Record(self, cohort, cell, item, hits, trimmed)
+        since, kind = divmod(cohort, NUM_KINDS)
+        row = self._order.row(run.priority, kind, self._weight_class(run) if self._depth_cost else 0)
+        item = self._order.push(row, run, since)
+        run.entry = _Record(self, cohort, row, item, hits, trimmed)
         blocks = item[BLOCKS]
         self._learned.follow(cohort, self._now, blocks + trimmed)
         self._len += 1
@@ -253,17 +256,25 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _take_out(self, record: _Record) -> None:
         blocks = record.item[BLOCKS]
-        record.cell.discard(record.item)
+        record.row.discard(record.item)
         self._learned.follow(record.cohort, self._now, -blocks - record.trimmed)
         self._len -= 1
         self._num_blocks -= blocks
 
+    def _enough_to_learn(self) -> int:
+        """How many runs must have been inserted before values are worked out anew."""
+        if not self._learned.has_news:
+            return LEARN_LEAST
+        return min(max(LEARN_RUNS, self._num_met_before // LEARN_PART), LEARN_LATE)
+
     def _learn(self) -> None:
         """Works out values from what happened up to this epoch."""
+        self._num_met_before += self._num_met
         self._num_met = 0
         self._learned.digest(self._now, _HISTORY ** (self._num_epochs - self._num_digested))
         self._num_digested = self._num_epochs
-        self._order.learn(self._learned.values(self._capacity, self._turnover), self._now)
+        self._ordered_at = self._now
+        self._order.learn(self._learned.worth(self._capacity, self._turnover), self._now)
 
     # --- what is learned from ----------------------------------------------------------------------------------------
 

@@ -67,6 +67,14 @@ class RunQueue:
 
     def head(self) -> Run:
         """The first run; it stays. Raises `LookupError` when the queue is empty."""
+        first = self.first()
+        if first is None:
+            raise LookupError("no run can be evicted: every cached run is referenced, pinned or has children")
+        run: Run = first[RUN]
+        return run
+
+    def first(self) -> Item | None:
+        """The first live item; None when there is none."""
         ordered, heap = self._ordered, self._heap
         while ordered and ordered[0][RUN] is None:
             ordered.popleft()
@@ -75,13 +83,16 @@ class RunQueue:
             heappop(heap)
             self._stale -= 1
         if heap and (not ordered or heap[0] < ordered[0]):
-            first = heap[0]
-        elif ordered:
-            first = ordered[0]
-        else:
-            raise LookupError("no run can be evicted: every cached run is referenced, pinned or has children")
-        run: Run = first[RUN]
-        return run
+            return heap[0]
+        return ordered[0] if ordered else None
+
+    def last(self) -> Item | None:
+        """The last of the live items that arrived in order; None when there is none."""
+        ordered = self._ordered
+        while ordered and ordered[-1][RUN] is None:
+            ordered.pop()
+            self._stale -= 1
+        return ordered[-1] if ordered else None
 
     def clear(self) -> list[Run]:
         """Empty the queue and return the runs that were in it."""
