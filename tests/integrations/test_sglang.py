@@ -224,6 +224,7 @@ def test_given_a_clear_then_nothing_is_found(storage: Any, tmp_path: Path) -> No
         ({}, {}, "needs .*disk"),
         ({"kvpool": {"disc": "/x"}}, {}, "did you mean disk"),
         ({"kvpool": {"disk": "/x"}}, {"attn_cp_size": 2}, "context parallelism"),
+        ({"kvpool": {"disk": "/x", "host_bytes": "1GB", "quotas": {}}}, {}, "host_bytes, quotas: .*SGLang's own"),
     ],
 )
 def test_given_settings_that_cannot_work_then_one_line_says_so(

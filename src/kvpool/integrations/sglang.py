@@ -27,12 +27,18 @@ from kvpool.tiers import Fingerprint, Shard
 from kvpool.tiers.transport.staging import Bytes
 
 
+_OF_THE_HOST = ("host_bytes", "host_blocks", "policy", "ttl", "quotas")
+
+
 class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
     """The third level of HiCache: a disk that is there after a restart, and stores that many machines share."""
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         given = (storage_config.extra_config or {}).get("kvpool", {})
         self._settings = ConnectorSettings.of(given)
+        idle = ", ".join(name for name in _OF_THE_HOST if name in given)
+        if idle:
+            raise ConfigError(f"{idle}: memory of the host is SGLang's own here (--hicache-size); leave that out")
         if not self._settings.has_tiers:
             raise ConfigError('KVPoolStorage needs "kvpool": {"disk": …} or {"remote": …} in the extra config')
         if storage_config.attn_cp_size > 1 or storage_config.dcp_size > 1:
