@@ -263,6 +263,20 @@ def test_given_a_model_in_several_files_then_each_of_them_counts(live: Callable[
     assert live(model_path=str(first)).answer(PROMPT) == (True, 400)
 
 
+@pytest.mark.parametrize("name", ["big[q4]", "big*"])
+def test_given_a_model_in_several_files_whose_name_reads_like_a_pattern_then_its_files_count(
+    live: Callable[..., Life], tmp_path: Path, name: str
+) -> None:
+    for number in (1, 2):
+        (tmp_path / f"{name}-0000{number}-of-00002.gguf").write_bytes(b"small")
+    first = str(tmp_path / f"{name}-00001-of-00002.gguf")
+    live(model_path=first).answer(PROMPT)
+    (tmp_path / "bigger-00001-of-00002.gguf").write_bytes(b"of another model")
+    assert live(model_path=first).answer(PROMPT) == (True, 1)
+    Path(first).write_bytes(b"SMALL")
+    assert live(model_path=first).answer(PROMPT) == (True, 400)
+
+
 # --- faults --------------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import re
@@ -61,7 +62,7 @@ def _weights_id(model_path: str) -> str:
     path = Path(model_path)
     parts = [path]
     if found := _PART.fullmatch(path.name):
-        parts = sorted(path.parent.glob(f"{found[1]}-?????-of-{found[2]}"))
+        parts = sorted(path.parent.glob(f"{glob.escape(found[1])}-?????-of-{found[2]}"))
     return hashlib.sha256("".join(weights_id(part) for part in parts).encode()).hexdigest()
 
 
