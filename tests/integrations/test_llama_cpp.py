@@ -172,11 +172,40 @@ def test_given_a_conversation_that_grows_then_its_last_state_replaces_the_one_be
 def test_given_a_state_that_is_too_large_then_it_is_counted_and_not_stored(
     live: Callable[..., Life], caplog: pytest.LogCaptureFixture
 ) -> None:
-    for settings in ({"max_bytes": "1MB"}, {"disk_bytes": "2MB"}):
+    for settings, remedy in (
+        ({"max_bytes": "1MB"}, "more than max_bytes=1,048,576"),
+        ({"disk_bytes": "2MB"}, "half of the tier's 2,097,152"),
+    ):
+        caplog.clear()
         life = live(settings)
         assert life.answer(PROMPT) == (True, 400)
         assert (life.cache.stats().too_large, life.cache.stats().stored) == (1, 0)
-    assert "is not stored" in caplog.text
+        (line,) = (record.message for record in caplog.records if "is not stored" in record.message)
+        assert remedy in line
+
+
+def test_given_a_state_that_is_too_large_for_one_process_then_others_still_find_it(
+    live: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given(monkeypatch, MemoryTier(2**26))
+    live().answer(PROMPT)
+    small = live({"max_bytes": "1MB"})
+    assert small.answer(PROMPT) == (True, 400)
+    assert (small.cache.stats().hits, small.cache.stats().failed) == (0, 1)
+    assert live().answer(PROMPT) == (True, 1)
+
+
+def test_given_a_state_that_is_too_large_for_one_process_then_it_stores_its_own_beside_it(
+    live: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given(monkeypatch, MemoryTier(2**26))
+    longer = [*PROMPT, *OTHER]
+    live().answer(longer)
+    small = live({"max_bytes": "2MB"})
+    assert small.answer(PROMPT) == (True, 400)
+    assert small.cache.stats().stored == 1
+    assert live({"max_bytes": "2MB"}).answer(PROMPT) == (True, 1)
+    assert live().answer(longer) == (True, 1)
 
 
 def test_given_a_reader_then_it_finds_what_another_process_stores_and_stores_nothing(

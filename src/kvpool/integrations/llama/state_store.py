@@ -84,6 +84,7 @@ class StateStore:
                 tier.close()
             raise
         self._tiers = [WatchedTier(tier) for tier in opened]
+        self._too_large: set[bytes] = set()  # signposts of the last prompt to such states
         self._stats = StateStats()
 
     def stats(self) -> StateStats:
@@ -109,6 +110,7 @@ class StateStore:
     def load(self, tokens: Tokens, num_live: int) -> StateBlob | None:
         """A state that has more of the first tokens than the `num_live` that are there already, by what is worth it."""
         self.count(lookups=1)
+        self._too_large.clear()
         keys, due = self._signpost_keys(tokens), time.monotonic() + self._timeout
         least = num_live + self._min_tokens
         known = [(watched, self._found(watched, keys, due)) for watched in self._tiers]
@@ -126,7 +128,7 @@ class StateStore:
     def _load_from(
         self, watched: WatchedTier, keys: list[bytes], found: list[int], tokens: Tokens, least: int, due: float
     ) -> StateBlob | None:
-        """The state of the longest prefix that is right; signposts to what is wrong are taken out."""
+        """The state of the longest prefix that is right; signposts to what is wrong for everybody are taken out."""
         for _ in range(_TRIES):
             if _num_tokens(found) < least:
                 return None
@@ -134,11 +136,14 @@ class StateStore:
             try:
                 return self._fetched(watched, signpost, tokens[: _num_tokens(found)], due)
             except _UnusableError as error:
+                is_broken = not isinstance(error, _TooLargeError)
                 self.count(failed=1)
                 watched.tier.report(f"a state that begins with {_num_tokens(found)} tokens of a prompt: {error}")
             known = self._signposts(watched, [keys[index] for index in found], due)
             wrong = {index for index, each in zip(found, known, strict=True) if each in (None, signpost)}
-            if not self.is_reader:
+            if not is_broken:
+                self._too_large.update(keys[index] for index in wrong)
+            elif not self.is_reader:
                 watched.remove([keys[index] for index in wrong], _left(due))
             found = [index for index in found if index not in wrong]
         return None
@@ -148,7 +153,7 @@ class StateStore:
         if signpost is None:
             raise _UnusableError("its signpost is gone or broken")
         if signpost.num_bytes > self._max_bytes:
-            raise _UnusableError(f"it has {signpost.num_bytes:,} bytes, more than max_bytes={self._max_bytes:,}")
+            raise _TooLargeError(f"it has {signpost.num_bytes:,} bytes, more than max_bytes={self._max_bytes:,}")
         blob = StateBlob(signpost)
         outcomes = watched.load(self._piece_keys(signpost), blob.pieces, _left(due))
         _check_in_time(outcomes)
@@ -186,7 +191,8 @@ class StateStore:
         for watched in self._tiers:
             if not watched.num_hung:
                 found = self._found(watched, keys, due)
-                if len(tokens) - _num_tokens(found) >= self._min_tokens:
+                useful = [index for index in found if keys[index] not in self._too_large]
+                if len(tokens) - _num_tokens(useful) >= self._min_tokens:
                     lacking.append((watched, found))
         if not lacking:
             return
@@ -204,11 +210,14 @@ class StateStore:
     def _has_room(self, watched: WatchedTier, num_bytes: int) -> bool:
         """Whether a state is small enough for a tier: one that takes most of it would only push out others."""
         capacity = watched.tier.stats().capacity_bytes
-        limit = self._max_bytes if capacity is None else min(self._max_bytes, capacity // 2)
-        if num_bytes <= limit:
+        if num_bytes > self._max_bytes:
+            problem = f"more than max_bytes={self._max_bytes:,}"
+        elif capacity is not None and num_bytes > capacity // 2:
+            problem = f"more than half of the tier's {capacity:,}; give it more"
+        else:
             return True
         self.count(too_large=1)
-        watched.tier.report(f"a state of {num_bytes:,} bytes is not stored: {limit:,} is the limit (max_bytes)")
+        watched.tier.report(f"a state of {num_bytes:,} bytes is not stored: {problem}")
         return False
 
     def _store_in(self, watched: WatchedTier, blob: StateBlob, keys: list[bytes], found: list[int]) -> None:
@@ -258,6 +267,10 @@ class StateStore:
 
 class _UnusableError(Exception):
     """A state is there, and is not what was looked for."""
+
+
+class _TooLargeError(_UnusableError):
+    """Only for this process: one with another `max_bytes` may load it."""
 
 
 class _LateError(Exception):
