@@ -65,6 +65,7 @@ class Llama:
         self.model_path, self.model = model_path, model or {}
         self.lora_path, self.lora_scale = params.pop("lora_path", None), params.pop("lora_scale", 1.0)
         self.kv_overrides, self.chat_handler = params.pop("kv_overrides", None), params.pop("chat_handler", None)
+        self._logits_all = params.pop("logits_all", False)
         self.context_params = ContextParams(**params)
         self.metadata = {"general.architecture": "fake"}
         self.ctx: list[int] = []  # what each token became; its own memory

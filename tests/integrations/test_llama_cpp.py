@@ -547,6 +547,7 @@ def test_given_settings_that_cannot_work_then_one_line_says_so(
         (dict(model={"n_swa": 512}), "sliding windows"),
         (dict(model={"encoder": True}), "an encoder"),
         (dict(embeddings=True), "embeddings"),
+        (dict(logits_all=True), "logits_all"),
         (dict(chat_handler=type("Handler", (), {"clip_model_path": ""})()), "images"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -556,6 +557,14 @@ def test_given_a_model_that_is_not_served_then_one_line_says_so(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         live(**options)
+
+
+@pytest.mark.parametrize("version", ["0.3.35", "0.2.90", "0.4.0"])
+def test_given_a_llama_cpp_python_that_is_not_known_then_one_line_says_so(
+    live: Callable[..., Life], version: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"llama-cpp-python {version}: .*>=0\.3\.36,<0\.4"):
+        live(version=version)
 
 
 def test_given_something_that_is_no_llama_then_one_line_says_so(

@@ -22,7 +22,7 @@ from llama_cpp.llama_cache import BaseLlamaCache
 from kvpool.config.layers import MAX_BYTES, check_int
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.connector_settings import ConnectorSettings
-from kvpool.integrations.llama.llama_identity import check_served, fingerprint_of
+from kvpool.integrations.llama.llama_identity import check_served, check_version, fingerprint_of
 from kvpool.integrations.llama.state_blob import StateBlob, num_common
 from kvpool.integrations.llama.state_store import BLOCK_TOKENS, StateStats, StateStore, Tokens
 from kvpool.terminal import parse_bytes
@@ -64,6 +64,7 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
         limit = parse_bytes(max_bytes, "max_bytes") if isinstance(max_bytes, str) else max_bytes
         super().__init__(check_int("max_bytes", limit, 1, MAX_BYTES))
         check_int("min_tokens", min_tokens, BLOCK_TOKENS, 2**31 - 1)
+        check_version(llama_cpp.__version__)
         check_served(llama_cpp, llama)
         self._llama = weakref.ref(llama)  # else `del llm` would not free its memory
         fingerprint = fingerprint_of(llama_cpp, llama, settings.model_id)

@@ -20,7 +20,18 @@ _CONTEXT = (
     *("rope_scaling_type", "rope_freq_base", "rope_freq_scale"),
     *("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx"),
 )
+_KNOWN = re.compile(r"0\.3\.(\d+)")
+_FIRST_KNOWN = 36  # of 0.3: earlier ones lack functions that are called here
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
+
+
+def check_version(version: str) -> None:
+    """Raises for a llama-cpp-python whose functions are others."""
+    found = _KNOWN.match(version)
+    if found is None or int(found[1]) < _FIRST_KNOWN:
+        raise ConfigError(
+            f"KVPoolCache does not know llama-cpp-python {version}: pip install 'llama-cpp-python>=0.3.{_FIRST_KNOWN},<0.4'"
+        )
 
 
 def check_served(api: Any, llama: Any) -> None:
@@ -31,6 +42,8 @@ def check_served(api: Any, llama: Any) -> None:
         (api.llama_model_n_swa(llama.model) > 0, "sliding windows"),
         (api.llama_model_has_encoder(llama.model), "an encoder"),
         (llama.context_params.embeddings, "a context for embeddings"),
+        # A state brings no logits, so those of its tokens would be of an earlier prompt.
+        (llama._logits_all, "logits_all, which a draft model sets as well"),
         (hasattr(llama.chat_handler, "clip_model_path"), "a handler of images"),
     )
     for has, what in reasons:
