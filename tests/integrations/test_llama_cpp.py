@@ -507,6 +507,17 @@ def test_given_a_cache_then_its_llama_is_freed_when_nobody_else_wants_it(live: C
         life.cache[PROMPT]
 
 
+def test_given_a_cache_that_nobody_has_any_more_then_its_directory_is_free(
+    load_module: Callable[..., Any], model: str, tmp_path: Path
+) -> None:
+    module = load_module()
+    for expected in (400, 1):  # as when a cell of a notebook is run again
+        life = Life(module, model, tmp_path / "disk")
+        assert life.answer(PROMPT) == (True, expected)
+        del life
+    Life(module, model, tmp_path / "disk").cache.close()
+
+
 # --- what is refused -----------------------------------------------------------------------------------------------------
 
 

@@ -69,6 +69,8 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
         self._llama = weakref.ref(llama)  # else `del llm` would not free its memory
         fingerprint = fingerprint_of(llama_cpp, llama, settings.model_id)
         self._store = StateStore(settings, fingerprint, min_tokens=min_tokens, max_bytes=limit, is_reader=read_only)
+        # Else a directory would stay locked by a cache that nobody can close: in a notebook, when a cell is run again.
+        weakref.finalize(self, self._store.close).atexit = False
 
     def stats(self) -> StateStats:
         """What was found, loaded and stored since the start, and the tiers' own counters."""
