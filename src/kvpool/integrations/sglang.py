@@ -26,7 +26,6 @@ from kvpool.integrations.requests.weights_digest import weights_id
 from kvpool.tiers import Fingerprint, Shard
 from kvpool.tiers.transport.staging import Bytes
 
-
 _OF_THE_HOST = ("host_bytes", "host_blocks", "policy", "ttl", "quotas")
 
 
