@@ -95,6 +95,21 @@ def test_a_policy_of_ones_own_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(manager._state.cache.orders.policies[0], Own)
 
 
+@pytest.mark.parametrize("error", [KeyError("scores"), IndexError("out of my list"), LookupError("lost")])
+def test_a_policy_that_fails_with_candidates_left_is_heard_and_not_taken_for_a_full_cache(error: LookupError) -> None:
+    class Broken(LRUPolicy):
+        def victim(self) -> Any:
+            raise error
+
+    manager = KVCacheManager(KVCacheConfig([FULL], gpu_blocks=4, block_size=4), policy=Broken)
+    first = manager.allocate("cached", list(range(16)))
+    manager.commit(first, 16)
+    manager.free(first)
+    with pytest.raises(type(error)) as raised:
+        manager.allocate("needs its blocks", list(range(50, 66)))
+    assert raised.value is error
+
+
 @pytest.mark.parametrize("policy", ["no such policy", 5, object(), LRUPolicy()])
 def test_a_policy_that_cannot_be_is_refused(policy: Any) -> None:
     with pytest.raises(KVPoolError):

@@ -47,7 +47,10 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victim(self) -> Run:
-        """The candidate whose tail goes next; it stays a candidate. Raises `LookupError` when there is none."""
+        """The candidate whose tail goes next; it stays a candidate. Raises `LookupError` when there is none.
+
+        With candidates left, no error means that there is none: it reaches whoever asked the cache for blocks.
+        """
 
     def trimmed(self, run: Run) -> None:
         """`run`, a candidate, has lost blocks at its end, and remains one. Most policies rank it anew."""

@@ -53,9 +53,12 @@ class EvictionOrders:
 
     def victim(self, pool: BlockPool, tenant: str | None) -> Node | None:
         """The next run to lose its tail: the stalest among the policy's choice and those of tenants over their guarantee."""
+        policy = self.policies[pool.tier]
         try:
-            best: Any = self.policies[pool.tier].victim()
+            best: Any = policy.victim()
         except LookupError:
+            if len(policy):  # it has candidates: a KeyError or IndexError of its own code, and no word of theirs
+                raise
             best = None
         if not self.quotas:
             return best  # type: ignore[no-any-return]
