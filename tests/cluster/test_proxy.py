@@ -318,6 +318,39 @@ def test_given_a_caller_with_a_key_then_its_prompt_is_made_tokens_with_it_and_it
     assert len({each.session for each in asked}) == 2
 
 
+@pytest.mark.parametrize(
+    ("headers", "salt", "isolated_by"),
+    [
+        ({"authorization": "Bearer acme's"}, None, ("acme's scope",)),
+        ({}, "mine", ("acme's scope",)),
+        ({}, None, ()),
+    ],
+)
+def test_given_token_ids_then_only_what_isolates_their_caller_is_asked_for(
+    headers: dict[str, str], salt: str | None, isolated_by: tuple[str, ...]
+) -> None:
+    questions: list[dict[str, Any]] = []
+
+    async def tokenize(question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
+        assert credentials == headers
+        questions.append(question)
+        return {"tokens": [99], "cache_keys": ["acme's scope"]}
+
+    body = {"model": "m", "prompt": [1, 2, 3]} | ({"cache_salt": salt} if salt else {})
+    asked = asyncio.run(read_asked("/v1/completions", headers, json.dumps(body).encode(), tokenize))
+    assert (asked.tokens, asked.first_keys) == ([1, 2, 3], isolated_by)
+    named = {name: value for name, value in body.items() if name != "prompt"}
+    assert [{**question, "prompt": ""} for question in questions] == [{**named, "prompt": ""}] * len(isolated_by)
+
+
+def test_given_token_ids_and_servers_that_know_no_scopes_then_the_salt_isolates_them() -> None:
+    async def tokenize(question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
+        return {}
+
+    asked = asyncio.run(read_asked("/v1/completions", {}, b'{"prompt": [1, 2], "cache_salt": "s"}', tokenize))
+    assert (asked.tokens, asked.first_keys) == ([1, 2], ("s",))
+
+
 def test_given_a_body_that_can_be_read_and_not_written_again_then_it_is_for_the_server_to_refuse() -> None:
     async def tokenize(question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
         raise RecursionError

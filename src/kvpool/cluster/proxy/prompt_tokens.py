@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 _CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's clients send the one, Anthropic's the other
+_ANY_TEXT = "a"  # for a question whose answer is wanted for its `cache_keys`
 
 
 class Asked(NamedTuple):
@@ -51,19 +52,20 @@ async def read_asked(
     session = session_of(body, headers)
     salt = body.get("cache_salt")
     keys = (salt,) if isinstance(salt, str) and salt else ()
-    named = named_in(body)
-    if tokens := given_tokens(body):
+    named, caller = named_in(body), credentials(headers)
+    tokens, question = given_tokens(body), tokenize_body(body)
+    if tokens and (keys or caller):  # tokens are here; in whose cache they are only a server knows
+        question = {**named, "prompt": _ANY_TEXT}
+    if question is None:
         return Asked(tokens, keys, session, named)
-    if (question := tokenize_body(body)) is None:
-        return Asked((), keys, session, named)
     try:
-        said = await tokenize(question, credentials(headers))
+        said = await tokenize(question, caller)
     except RecursionError:  # what was read just so is nested too deeply to be written
         said = {}
     said_keys = said.get("cache_keys")
     if isinstance(said_keys, list) and all(isinstance(each, str) for each in said_keys):
         keys = tuple(said_keys)
-    return Asked(said.get("tokens", ()), keys, session, named)
+    return Asked(tokens or said.get("tokens", ()), keys, session, named)
 
 
 def credentials(headers: Mapping[str, str]) -> dict[str, str]:
