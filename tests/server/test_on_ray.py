@@ -18,7 +18,7 @@ from kvpool.engine import Engine
 from kvpool.engine.commands.engine_options import EngineOptions
 from kvpool.errors import ConfigError, KVPoolError, SequenceStateError
 from kvpool.server import ServedModel, create_app
-from kvpool.server.on_ray.asgi_call import Head, called, scope_for
+from kvpool.server.on_ray.asgi_call import MOST_WAITING, Head, called, scope_for
 from kvpool.server.on_ray.engine_replica import EngineReplica, placed
 from kvpool.server.on_ray.ray_application import travelling
 from kvpool.server.on_ray.ray_settings import RaySettings, read_ray, routing_of
@@ -212,6 +212,34 @@ def test_given_a_caller_that_stops_to_listen_then_the_work_is_cancelled() -> Non
 
     asyncio.run(run())
     assert seen == ["cancelled"]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_given_a_listener_that_takes_nothing_then_the_application_waits_and_can_still_be_left(goes_on: bool) -> None:
+    num_sent, num_parts = 0, 10 * MOST_WAITING
+
+    async def hasty(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_sent
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/event-stream")]})
+        for at in range(num_parts):
+            await send({"type": "http.response.body", "body": b"%d " % at, "more_body": at < num_parts - 1})
+            num_sent += 1
+            await asyncio.sleep(0)
+
+    async def run() -> bytes:
+        parts = called(hasty, scope_for("GET", "/", b"", []), b"")
+        head = await anext(parts)
+        assert isinstance(head, Head)
+        for _ in range(2 * num_parts):  # turns in which it could send everything
+            await asyncio.sleep(0)
+        assert num_sent <= len(head.body.split()) + MOST_WAITING
+        if not goes_on:
+            await parts.aclose()  # type: ignore[attr-defined]
+            return head.body
+        return head.body + b"".join([part async for part in parts if isinstance(part, bytes)])
+
+    numbers = [int(number) for number in asyncio.run(asyncio.wait_for(run(), 60)).split()]
+    assert numbers == list(range(num_parts if goes_on else len(numbers)))
 
 
 def test_given_an_engine_that_has_failed_then_its_replica_is_not_healthy_and_its_server_not_ready() -> None:
