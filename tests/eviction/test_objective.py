@@ -126,11 +126,19 @@ def test_given_a_policy_that_does_not_know_costs_then_seconds_are_refused() -> N
     assert [name for name in policy_names() if make_policy(name).weighs] == ["adaptive", "cost"]
     with pytest.raises(ConfigError, match="'lru' does not know what blocks cost"):
         KVCacheManager(config(objective="seconds", eviction_policy="lru"))
+    with pytest.raises(ConfigError, match="'lru' does not know what blocks cost"):
+        KVCacheManager(config(objective="seconds", depth_cost=0, eviction_policy="lru"))
     with pytest.raises(InvalidArgumentError, match="objective"):
         ReplayConfig("adaptive", objective="joy")
     cost: Any = KVCacheManager(config(objective="seconds", eviction_policy="cost"))._state.cache.orders.policies[0]
     assert isinstance(cost, CostAwarePolicy)
     assert cost.recompute_cost(StandInRun(num_blocks=1, start=1000)) == pytest.approx(1 + 1000 * 4 * 2.5e-5)
+
+
+def test_given_blocks_that_cost_the_same_at_any_depth_then_cost_weighs_them_so() -> None:
+    options = {"objective": "seconds", "depth_cost": 0, "eviction_policy": "cost"}
+    policy: Any = KVCacheManager(config(**options))._state.cache.orders.policies[0]
+    assert policy.recompute_cost(StandInRun(num_blocks=1, start=1000)) == 1
 
 
 def test_given_a_recording_then_its_objective_is_replayed_and_old_ones_save_blocks(tmp_path: Path) -> None:

@@ -358,10 +358,10 @@ class KVCacheConfig:
                 raise ConfigError(f"depth_cost={self.depth_cost} must be {expected}")
 
     @property
-    def block_depth_cost(self) -> float:
-        """What a block costs more for each one before it, in units of a first one; 0 if eviction counts blocks."""
+    def block_depth_cost(self) -> float | None:
+        """What a block costs more for each one before it, in units of a first one; None if eviction counts blocks."""
         if self.objective == "blocks":
-            return 0.0
+            return None
         return self.block_size * (USUAL_DEPTH_COST if self.depth_cost is None else self.depth_cost)
 
     def _tier_counts(self, tier: Tier, pools: Sequence[PoolSpec]) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ class PrefixCache:
         offload_on_evict: bool,
         offload_min_priority: int,
         host_write: str | int = "back",
-        depth_cost: float = 0.0,
+        depth_cost: float | None = None,
     ) -> None:
         self.context = context
         self.offload_on_evict = offload_on_evict

@@ -16,11 +16,15 @@ class EvictionOrders:
     """One eviction policy per tier for everybody, and one per tier for each tenant that has a quota."""
 
     def __init__(
-        self, new_policy: Callable[[], EvictionPolicy], num_tiers: int, depth_cost: float = 0.0, first_lost: int = 0
+        self,
+        new_policy: Callable[[], EvictionPolicy],
+        num_tiers: int,
+        depth_cost: float | None = None,
+        first_lost: int = 0,
     ) -> None:
         self.new_policy = new_policy
         self.num_tiers = num_tiers
-        self.depth_cost = depth_cost  # of a block, for each one before it; 0: eviction counts blocks
+        self.depth_cost = depth_cost  # of a block, for each one before it; None: eviction counts blocks
         self.first_lost = first_lost  # the first tier whose victims must be computed again
         self.policies = self.new_policies()
         self.quotas: dict[str, Quota] = {}
@@ -32,7 +36,7 @@ class EvictionOrders:
         must be computed again, which takes longer the more is before it.
         """
         made = [self.new_policy() for _ in range(self.num_tiers)]
-        if self.depth_cost:
+        if self.depth_cost is not None:
             for policy in made[self.first_lost :]:
                 policy.weigh(self.depth_cost)
         return made
