@@ -20,6 +20,7 @@ from kvpool.errors import InvalidArgumentError, NeverFitsError, SequenceStateErr
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 from kvpool.scope import ReuseScope  # noqa: E402
 from kvpool.tiers import MemoryTier, Outcome  # noqa: E402
+from kvpool.tiers.transport.watching import KnownKeys  # noqa: E402
 
 SECONDS = 60.0
 SIZE = 8
@@ -176,6 +177,17 @@ def test_given_a_prompt_that_the_store_has_then_nothing_is_computed() -> None:
         first.prefill(PROMPT).result(SECONDS)
         assert other.prefill(PROMPT).result(SECONDS) == (125, 120, 125)
         assert other.stats().scheduler.steps == 0
+
+
+def test_given_more_blocks_than_are_known_of_a_tier_then_all_of_them_are_told_of() -> None:
+    store = Store()
+    heard: list[int] = []
+    for _ in range(2):  # it is computed and stored, then it is there
+        with make(store) as engine:
+            assert engine._tiers is not None
+            engine._tiers._movers.storer.tiers[0].known = KnownKeys(5)  # a chunk has 4
+            assert engine.prefill(PROMPT, on_progress=heard.append).result(SECONDS).num_stored_tokens == 120
+    assert heard == [32, 64, 96, 120, 120]
 
 
 def test_given_blocks_that_are_stored_at_their_second_use_then_a_prefill_stores_them_at_the_first() -> None:

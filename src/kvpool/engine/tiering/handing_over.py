@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -62,6 +62,7 @@ class Prefill:
         self._prompt = prompt  # as far as others know its keys
         self._keys = keys
         self._all = frozenset(key for of_group in prompt.keys for key in of_group)
+        self._lacking = set(self._all)  # not seen in the tier yet; `known` forgets some of a long prompt
         self._storer = storer
         self._index = len(storer.tiers) - 1
         self._tier = storer.tiers[self._index]
@@ -109,8 +110,9 @@ class Prefill:
         """Asks the tier what it has, and has the rest computed: `queue` hands the request to the engine. In a thread."""
         self._storer.listen(self._settled)
         self._is_listening = True
-        found = self._tier.contains(list(self._all), self._tier.tier.timeout)
-        self._advance()
+        keys = list(self._all)
+        found = self._tier.contains(keys, self._tier.tier.timeout)
+        self._advance(key for key, is_there in zip(keys, found, strict=True) if is_there)
         if all(found) or self._tier.tier.stats().problem:  # a tier that is down takes nothing
             self.computed()
             return
@@ -141,16 +143,21 @@ class Prefill:
         if index != self._index or self._all.isdisjoint(keys):
             return
         self._advance()
-        if any(key in self._all and key not in self._tier.known for key in keys):
+        if not self._lacking.isdisjoint(keys):
             self.cancel()
         self._end_if_settled()
 
-    def _advance(self) -> None:
-        """Looks how far others would get now."""
+    def _advance(self, found: Iterable[bytes] = ()) -> None:
+        """Looks how far others would get now: with what was `found`, and with what the tier was seen to have since."""
         known, size = self._tier.known, self._keys.block_size
-        sources = [
-            np.array([HERE if key in known else NOWHERE for key in of_group], np.int16) for of_group in self._prompt.keys
-        ]
+        with self._lock:
+            lacking = self._lacking
+            lacking.difference_update(found)
+            lacking.difference_update([key for key in lacking if key in known])
+            sources = [
+                np.array([NOWHERE if key in lacking else HERE for key in of_group], np.int16)
+                for of_group in self._prompt.keys
+            ]
         stored = usable_blocks(self._keys.groups, sources, self._prompt.num_tokens, size) * size
         with self._lock:
             is_news = stored > self.num_stored_tokens
