@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 
 import managers
-from kvpool.cluster.proxy.backends import Backend
+from kvpool.cluster.index.cluster_index import ClusterIndex
+from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError
 from kvpool.cluster.proxy.prompt_tokens import given_tokens, read_asked, session_of, tokenize_body
 from kvpool.cluster.proxy.proxy_limits import ProxyLimits
+from kvpool.cluster.routing.router import Router
 from kvpool.errors import ConfigError
 
 pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
@@ -431,6 +433,48 @@ def test_given_a_server_that_answers_nobody_then_its_request_goes_elsewhere(stri
     assert answer.status_code == 200
     assert second in strict.others(first)
     assert first.prompts[-1] == prompt  # it had it
+
+
+@pytest.mark.skipif(not hasattr(asyncio.Task, "uncancel"), reason="Python 3.10 does not count what cancelled a task")
+@pytest.mark.parametrize(
+    ("happens", "ends_with"),
+    [
+        (("lost",), NodeLostError),
+        (("lost", "lost"), NodeLostError),
+        (("left",), asyncio.CancelledError),
+        (("lost", "left"), asyncio.CancelledError),
+        (("left", "lost"), asyncio.CancelledError),
+    ],
+)
+def test_given_a_client_that_leaves_as_its_server_is_given_up_then_nobody_else_is_asked(
+    happens: tuple[str, ...], ends_with: type[BaseException]
+) -> None:
+    index, url = ClusterIndex(SIZE), "http://a"
+    backends = Backends(
+        [Backend(url, None, None)], index, Router(index), None, every=1.0, patience=1.0, lost_seconds=1.0
+    )
+
+    async def work() -> None:
+        task: Any = asyncio.current_task()
+        try:
+            with backends.waiting(url):
+                await asyncio.Event().wait()
+        except NodeLostError:
+            assert task.cancelling() == 0
+            raise
+
+    async def run() -> None:
+        working = asyncio.ensure_future(work())
+        await asyncio.sleep(0)
+        for what in happens:  # in one turn of the loop
+            if what == "lost":
+                backends._give_up(url)
+            else:
+                working.cancel()
+        with pytest.raises(ends_with):
+            await working
+
+    asyncio.run(run())
 
 
 def test_given_a_server_that_answers_nobody_in_a_stream_then_the_client_reads_an_error_and_no_end(strict: Fleet) -> None:

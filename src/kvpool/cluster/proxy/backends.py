@@ -47,13 +47,27 @@ class NodeLostError(Exception):
 
 
 class _Waiting:
-    """A task that waits for a server."""
+    """A task that waits for a server, and whether it is cancelled because that is lost or because its client has left."""
 
-    __slots__ = ("is_lost", "task")
+    __slots__ = ("_num_before", "_num_cancels", "_task")
 
     def __init__(self, task: asyncio.Task[Any]) -> None:
-        self.task = task
-        self.is_lost = False
+        self._task = task
+        self._num_cancels = 0
+        self._num_before: int = getattr(task, "cancelling", lambda: 0)()
+
+    def give_up(self) -> None:
+        """Its server is lost."""
+        self._num_cancels += 1
+        self._task.cancel()
+
+    def is_lost_only(self) -> bool:
+        """Whether nobody else cancelled it, too; takes back what `give_up` did. Python 3.10 cannot tell."""
+        left = self._num_before
+        if hasattr(self._task, "uncancel"):  # since Python 3.11 a task counts what cancelled it
+            for _ in range(self._num_cancels):
+                left = self._task.uncancel()
+        return self._num_cancels > 0 and left <= self._num_before
 
 
 class Backends:
@@ -113,8 +127,7 @@ class Backends:
         """Whoever waits for this server waits no more."""
         self._lost.add(url)
         for waiting in self._waiting[url]:
-            waiting.is_lost = True
-            waiting.task.cancel()
+            waiting.give_up()
 
     @contextmanager
     def waiting(self, url: str) -> Iterator[None]:
@@ -128,10 +141,8 @@ class Backends:
         try:
             yield
         except asyncio.CancelledError:
-            if not waiting.is_lost:
+            if not waiting.is_lost_only():
                 raise
-            if hasattr(task, "uncancel"):  # since Python 3.11 a task counts what cancelled it
-                task.uncancel()
             raise NodeLostError(f"{url} answers nobody") from None
         finally:
             self._waiting[url].discard(waiting)
