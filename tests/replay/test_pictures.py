@@ -30,6 +30,13 @@ def two_tenants() -> Trace:
     return builder.build()
 
 
+@pytest.fixture(scope="module")
+def report() -> str:
+    """The page on `two_tenants`: drawing its pictures takes a second."""
+    trace = two_tenants()
+    return render(trace, [replay(trace, CONFIG)], [CONFIG])
+
+
 def test_given_tenants_then_blocks_count_for_who_had_them_computed() -> None:
     found = sample_occupancy(two_tenants(), ReplayConfig("lru", 100))
     assert found.by_tenant == {"acme": [12] * 5, "globex": [0, 0, 3, 3, 21], "no tenant": [0, 0, 0, 2, 2]}
@@ -96,16 +103,14 @@ class _Page(HTMLParser):
                 self.outside.append(f"{tag} {name}={value}")
 
 
-def test_given_a_report_then_it_needs_nothing_from_elsewhere_and_fits_a_phone() -> None:
-    trace = two_tenants()
-    text = render(trace, [replay(trace, CONFIG)], [CONFIG])
+def test_given_a_report_then_it_needs_nothing_from_elsewhere_and_fits_a_phone(report: str) -> None:
     page = _Page()
-    page.feed(text)
+    page.feed(report)
     assert page.outside == []
     assert not {"script", "link", "iframe", "img"} & set(page.tags)
     assert any(meta.get("name") == "viewport" for meta in page.metas)
-    assert "@import" not in text
-    assert text.count('<div class="scroll"><table') == page.tags.count("table"), "a wide table scrolls by itself"
+    assert "@import" not in report
+    assert report.count('<div class="scroll"><table') == page.tags.count("table"), "a wide table scrolls by itself"
     assert page.tags.count("svg") == 6
 
 
@@ -129,10 +134,9 @@ def test_the_report_sets_blocks_time_and_tiers_side_by_side() -> None:
     assert "Hits by tier" not in render(loaded, run_all(loaded, [ReplayConfig("lru", 8)], workers=1))
 
 
-def test_given_the_same_results_then_the_report_is_the_same_text() -> None:
+def test_given_the_same_results_then_the_report_is_the_same_text(report: str) -> None:
     trace = two_tenants()
-    results = [replay(trace, CONFIG)]
-    assert render(trace, results, [CONFIG]) == render(trace, results, [CONFIG])
+    assert render(trace, [replay(trace, CONFIG)], [CONFIG]) == report
 
 
 def test_given_a_folder_then_every_picture_is_there_twice(tmp_path: Path) -> None:
@@ -143,10 +147,8 @@ def test_given_a_folder_then_every_picture_is_there_twice(tmp_path: Path) -> Non
     assert all(path.stat().st_size > 1000 for path in paths)
 
 
-def test_cards_of_the_report_read_like_sentences_and_not_like_fields() -> None:
-    trace = two_tenants()
-    text = render(trace, [replay(trace, CONFIG)], [CONFIG])
-    cards = {label: value for value, label in re.findall("<div><b>(.*?)</b>(.*?)</div>", text)}
+def test_cards_of_the_report_read_like_sentences_and_not_like_fields(report: str) -> None:
+    cards = {label: value for value, label in re.findall("<div><b>(.*?)</b>(.*?)</div>", report)}
     assert cards["from the first to the last"] == "13.3 min"
     assert cards["of blocks had been used before"] == "5.4%"
     assert cards["tenants"] == "3"
