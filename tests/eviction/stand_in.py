@@ -23,3 +23,7 @@ class StandInRun:
     tenant: str = ""
     parent: Any = None
     entry: Any = None
+    tokens: tuple[int, ...] = ()  # the last ones of its blocks; by default those of its fingerprint
+
+    def last_token_of(self, block: int) -> int:
+        return self.tokens[block] if self.tokens else hash((self.fingerprint, block))

@@ -156,6 +156,24 @@ def test_when_what_had_left_comes_back_then_its_turn_is_counted_on() -> None:
     assert back.entry.cohort % NUM_KINDS == kind_of(num_known=8, fan_out=1, turn=3, num_new=3)
 
 
+def test_given_a_prompt_that_only_begins_like_one_that_had_left_then_nothing_came_back() -> None:
+    policy = AdaptivePolicy()
+    left = StandInRun(num_blocks=4, fingerprint=1, turn=1, tokens=(1, 2, 3, 4))
+    policy.add(left)
+    policy.evicted(policy.victim())
+    other = StandInRun(num_blocks=6, fingerprint=1, created=1, last_access=1, tokens=(1, 2, 8, 9, 10, 11))
+    policy.add(other)
+    policy.victim()
+    assert (other.turn, other.fan_out) == (0, 0)
+    assert not policy._learned.has_news
+    policy.evicted(other)
+    longer = StandInRun(num_blocks=8, fingerprint=1, created=2, last_access=2, tokens=(1, 2, 8, 9, 10, 11, 12, 13))
+    policy.add(longer)
+    policy.victim()
+    assert (longer.turn, longer.fan_out) == (1, 1)
+    assert policy._learned.has_news
+
+
 def test_what_a_run_shares_is_judged_by_the_request_that_shared_it_last() -> None:
     policy = AdaptivePolicy()
     shared = StandInRun(num_blocks=8, hits=1, fingerprint=1, last_access=5)

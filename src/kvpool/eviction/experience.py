@@ -27,7 +27,7 @@ NUM_KINDS = LOWEST + 1
 _HOT: Final = (_FANS, 2 * _FANS - 1)  # fans of what is shared, as first of all or by many: it comes again
 _WIDENING = 1.35
 _SURELY = 12.0  # reuses in one bin; more would leave nothing to compute with behind it
-_KIND_PRIOR = 5.0  # exposure, in caches x epochs, that a kind borrows from those with the same fan-out and hint
+_KIND_PRIOR = 5.5  # exposure, in caches x epochs, that a kind borrows from those with the same fan-out and hint
 _PRIOR = 4.0  # the same, that a family of kinds borrows from the assumption that reuse gets rarer with age
 _HINT_PRIOR = 0.25  # caches full of runs, in each age bin, that the kinds of one hint borrow from their family
 

@@ -59,6 +59,8 @@ _USE_BITS: Final = 3
 _MOST_BLOCKS: Final = 2**_BLOCK_BITS - 1
 _MOST_TURNS: Final = 2**_TURN_BITS - 1
 _MOST_USES: Final = 2**_USE_BITS - 1
+_TOKEN_BITS: Final = 32
+_MOST_TOKENS: Final = 2**_TOKEN_BITS - 1
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -101,6 +103,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # by fingerprint
         self._leaders: dict[int, int] = {}  # fingerprint of a ghost -> of the run before it, if there was one
         self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
+        self._ends: dict[int, int] = {}  # fingerprint of a ghost -> how many blocks it had when it left, and its last token
         self._ghost_blocks = 0
         # of the run before the one that left last: its fingerprint, its tick, its kind when shared
         self._last_left = 0, -1, 0
@@ -282,8 +285,9 @@ class AdaptivePolicy(EvictionPolicy):
         """A run that is new here: it was computed, perhaps not for the first time."""
         fingerprint, moment, num_known = run.fingerprint, self._moment(run), 0
         if fingerprint in self._ghosts:
-            num_known, turn, num_uses = self._count_ghosts(fingerprint, run.num_blocks)
-            run.turn, run.fan_out = turn + 1 if num_uses <= 1 else 0, num_uses  # as if its beginning had stayed
+            num_known, turn, num_uses = self._count_ghosts(fingerprint, run.num_blocks, run)
+            if num_known:
+                run.turn, run.fan_out = turn + 1 if num_uses <= 1 else 0, num_uses  # as if its beginning had stayed
         if not hits:
             self._num_met += 1
             self._inserted += run.num_blocks
@@ -326,6 +330,7 @@ class AdaptivePolicy(EvictionPolicy):
         if blocks > _MOST_BLOCKS:
             self._learned.follow(cohort, self._now, _MOST_BLOCKS - blocks)
             blocks = _MOST_BLOCKS
+        self._ends[fingerprint] = run.num_blocks << _TOKEN_BITS | run.last_token_of(run.num_blocks - 1) & _MOST_TOKENS
         used = min(run.turn, _MOST_TURNS) << _USE_BITS | min(run.hits + 1, _MOST_USES)
         self._ghosts[fingerprint] = (cohort << _BLOCK_BITS | blocks) << (_TURN_BITS + _USE_BITS) | used
         if above is not None:
@@ -338,6 +343,7 @@ class AdaptivePolicy(EvictionPolicy):
     def _forget(self, fingerprint: int) -> tuple[int, int, int, int]:
         """Follows a ghost no longer; returns its cohort, blocks, turn and uses."""
         ghost = self._ghosts.pop(fingerprint)
+        del self._ends[fingerprint]
         num_uses, turn = ghost & _MOST_USES, ghost >> _USE_BITS & _MOST_TURNS
         ghost >>= _TURN_BITS + _USE_BITS
         cohort, blocks = ghost >> _BLOCK_BITS, ghost & _MOST_BLOCKS
@@ -348,13 +354,25 @@ class AdaptivePolicy(EvictionPolicy):
         self._learned.follow(cohort, self._now, -blocks)
         return cohort, blocks, turn, num_uses
 
-    def _count_ghosts(self, fingerprint: int | None, num_blocks: int) -> tuple[int, int, int]:
+    def _goes_on(self, run: Run, offset: int, fingerprint: int) -> bool:
+        """Whether a run that begins like a ghost, so many blocks behind its own beginning, ends like it or before it.
+
+        Prompts with the same first block are often others behind it; their last tokens tell them apart well enough.
+        """
+        end = self._ends[fingerprint]
+        last = offset + (end >> _TOKEN_BITS) - 1
+        return last >= run.num_blocks or run.last_token_of(last) & _MOST_TOKENS == end & _MOST_TOKENS
+
+    def _count_ghosts(self, fingerprint: int | None, num_blocks: int, run: Run | None = None) -> tuple[int, int, int]:
         """Content that had left was computed again: its ghost, and those that followed it, as far as it reaches.
 
-        Returns how many blocks that were, the turn of the last ghost, and how many requests had used it.
+        `run` has that content, if it is known yet. Returns how many blocks that were, the turn of the last ghost, and how
+        many requests had used it.
         """
         left, turn, num_uses = num_blocks, 0, 0
         while left > 0 and fingerprint is not None and fingerprint in self._ghosts:
+            if run is not None and not self._goes_on(run, num_blocks - left, fingerprint):
+                break
             cohort, blocks, turn, num_uses = self._forget(fingerprint)
             self._count(cohort, min(blocks, left))
             left -= blocks

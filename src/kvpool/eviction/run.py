@@ -66,4 +66,7 @@ class Run(Protocol):
 
     @property
     def fingerprint(self) -> int:
-        """Identity of the content: the same when the run was evicted and computed again."""
+        """Identity of the content by its place and first block: the same when the run was evicted and computed again."""
+
+    def last_token_of(self, block: int) -> int:
+        """The last token of one of its blocks, by which runs that begin alike can be told apart."""

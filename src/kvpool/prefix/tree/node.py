@@ -128,6 +128,11 @@ class Node:
         self.logits = None
         self.entry = None
 
+    def last_token_of(self, block: int) -> int:
+        """The last token of a block of this run, of a closed node."""
+        size = len(self.tokens) // self.num_blocks
+        return int(self.tokens[(block + 1) * size - 1])
+
     @property
     def tenant(self) -> str:
         """Whose content this is."""
