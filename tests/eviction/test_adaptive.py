@@ -380,6 +380,15 @@ def test_given_prompts_that_only_come_again_then_what_is_noted_of_them_is_bounde
     assert policy.victim() is run
 
 
+def test_given_only_runs_that_were_used_before_they_came_then_what_is_noted_of_them_is_bounded() -> None:
+    policy = AdaptivePolicy()
+    for tick in range(1, 3 * MOST_NOTES):
+        policy.add(StandInRun(last_access=tick, created=tick, fingerprint=tick, hits=1))
+        if tick > 64:
+            policy.evicted(policy.victim())
+    assert policy._learned.num_noted <= MOST_NOTES + 2
+
+
 def test_runs_that_come_back_at_once_or_hardly_ever_have_a_value_at_every_age() -> None:
     learned = Experience()
     for age in range(0, 64_000, 1000):  # reused so often early that almost nothing of it is left behind

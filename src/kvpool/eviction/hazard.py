@@ -125,15 +125,19 @@ class AdaptivePolicy(EvictionPolicy):
         record: _Record | None = run.entry
         if record is None or record.owner is not self:
             self._meet(run, run.hits)
-            return
+        else:
+            self._come_back(run, record)
+        if self._learned.num_noted >= MOST_NOTES:  # where nothing is inserted, no epoch ends
+            self._learn()
+
+    def _come_back(self, run: Run, record: _Record) -> None:
+        """A run that was a candidate before is one again: it was used since, trimmed, or neither."""
         if record.item[RUN] is not None:
             self._take_out(record)
         if record.item[KEY] != run.last_access:
             self._put_in(run, run.hits, self._cohort(run, run.hits, self._moment(run)), 0)
         else:
             self._put_in(run, run.hits, record.cohort, record.trimmed + self._lost(run, record))
-        if self._learned.num_noted >= MOST_NOTES:  # where nothing is inserted, no epoch ends
-            self._learn()
 
     def remove(self, run: Run) -> None:
         if self._newcomers:
