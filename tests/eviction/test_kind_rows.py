@@ -19,7 +19,7 @@ def rising_and_falling(seed: int) -> Worth:
     """Worth of a few kinds whose hazards have their peaks at different ages, some at once."""
     random = np.random.default_rng(seed)
     bins = np.arange(len(EDGES))
-    peaks = [0, *random.integers(1, 24, KINDS)]
+    peaks = [0, *random.integers(1, 24, KINDS).tolist()]
     hazard = [random.uniform(1e-7, 1e-5) * np.exp(-np.abs(bins - peak) / random.uniform(1, 12)) for peak in peaks]
     return Worth(np.array(hazard), {kind: kind for kind in range(KINDS)}, max(peaks))
 
