@@ -29,3 +29,15 @@ def engine() -> Iterator[Callable[..., ToyEngine]]:
     yield make
     for each in opened:
         each.close()
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real server that nobody else uses."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiers"))
+    from servers import RedisServer
+
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield f"redis://127.0.0.1:{server.port}"
+    server.kill()

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +53,6 @@ def model() -> str:
         return str(gguf_file())
     except ModelLoadError as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    sys.path.insert(0, str(HERE.parent / "tiers"))
-    from servers import RedisServer
-
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield f"redis://127.0.0.1:{server.port}"
-    server.kill()
 
 
 def live(model: str, prompts: list[str], cache: dict[str, Any] | None = None, fault: str = "", **options: Any) -> Any:

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +51,6 @@ def environment() -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
     }
-
-
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    sys.path.insert(0, str(HERE.parent / "tiers"))
-    from servers import RedisServer
-
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    server.start()
-    yield f"redis://127.0.0.1:{server.port}"
-    server.kill()
 
 
 @pytest.fixture(scope="module")
