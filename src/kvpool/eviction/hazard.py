@@ -78,14 +78,16 @@ class AdaptivePolicy(EvictionPolicy):
 
     def __init__(self) -> None:
         self._depth_cost = 0.0  # of a block, per block before it; 0: all cost the same
-        self._newcomers: list[Run] = []  # inserted runs, not yet met; their entry is the policy itself
-        self._order = RowOrder(Experience().worth(_MIN_CAPACITY, 0.0))
-        self.clear()
+        self._begin()
 
     def clear(self) -> None:
         for run in [*self._newcomers, *self._order.clear()]:
             run.entry = None
-        self._newcomers = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Without candidates, and without having learned anything."""
+        self._newcomers: list[Run] = []  # inserted runs, not yet met; their entry is the policy itself
         self._is_ordered = True
         self._len = self._num_blocks = 0  # of the candidates in order
         self._capacity = _MIN_CAPACITY
@@ -97,7 +99,6 @@ class AdaptivePolicy(EvictionPolicy):
         self._inserted = 0  # blocks since the epoch began
         self._num_met = 0  # runs inserted since values were worked out
         self._num_met_before = 0  # and before that
-        self._ordered_at = 0  # the moment by which candidates are in order
         self._learned = Experience()
         self._order = RowOrder(self._learned.worth(self._capacity, self._turnover))
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # by fingerprint
@@ -188,10 +189,10 @@ class AdaptivePolicy(EvictionPolicy):
             self._is_ordered = True
             if self._num_met >= self._enough_to_learn():
                 self._learn()
-        if self._now != self._ordered_at and (self._now - self._ordered_at) * ORDERS_PER_CACHE >= self._turnover:
-            self._ordered_at = self._now
-            self._order.refresh(self._now)
-        return self._order.first()
+        order, now = self._order, self._now
+        if now != order.ordered_at and (now - order.ordered_at) * ORDERS_PER_CACHE >= self._turnover:
+            order.refresh(now)
+        return order.first()
 
     @property
     def num_ghost_blocks(self) -> int:
@@ -280,7 +281,6 @@ class AdaptivePolicy(EvictionPolicy):
         self._num_met = 0
         self._learned.digest(self._now, _HISTORY ** (self._num_epochs - self._num_digested))
         self._num_digested = self._num_epochs
-        self._ordered_at = self._now
         self._order.learn(self._learned.worth(self._capacity, self._turnover), self._now)
 
     # --- what is learned from ----------------------------------------------------------------------------------------

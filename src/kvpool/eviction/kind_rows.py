@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final
 
 from kvpool.eviction.experience import EDGES, NUM_KINDS, Worth
-from kvpool.eviction.queues import KEY, RUN, Item, RunQueue
+from kvpool.eviction.queues import KEY, NO_CANDIDATES, RUN, Item, RunQueue
 from kvpool.eviction.run import Run
 
 MARGIN: Final = 0.8  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
@@ -44,7 +44,7 @@ class RowOrder:
 
     def __init__(self, worth: Worth) -> None:
         self._worth = worth
-        self._now = 0
+        self.ordered_at = 0  # the moment by which candidates are in order
         self._rows: dict[int, Row] = {}
         self._by_value: list[tuple[int, float, int, int]] = []  # heap of rows: priority, value and key of an item, number
         self._by_age: list[tuple[int, int, int]] = []  # heap of rows: priority, key of the oldest item, number
@@ -68,12 +68,11 @@ class RowOrder:
         key = run.last_access
         item = row.push(key, run)
         item.append(since)
-        value = self._value(row, since)
         least = row.least
-        if row.num_runs == 1 or (value < row.value and least is not None and least[RUN] is not None):
-            self._stand(row, item, value)
-        elif least is None or least[RUN] is None:
+        if least is None or least[RUN] is None:
             self._look_at(row)
+        elif (value := self._value(row, since)) < row.value:
+            self._stand(row, item, value)
         if row.num_runs == 1 or key < row.age_key:
             row.age_key = key
             heappush(self._by_age, (row.priority, key, row.number))
@@ -98,7 +97,7 @@ class RowOrder:
                     oldest = self._find_oldest()
                 run: Run = oldest[RUN] if value > MARGIN * self._of_oldest else least[RUN]
                 return run
-        raise LookupError("no run can be evicted: every cached run is referenced, pinned or has children")
+        raise LookupError(NO_CANDIDATES)
 
     def learn(self, worth: Worth, now: int) -> None:
         """Kinds are worth something else now. Rows without candidates are forgotten on the way."""
@@ -112,7 +111,7 @@ class RowOrder:
 
     def refresh(self, now: int) -> None:
         """Puts all rows in order by the ages of their runs at this moment."""
-        self._now = now
+        self.ordered_at = now
         self._by_value = []
         self._oldest = None
         for row in self._rows.values():
@@ -120,7 +119,7 @@ class RowOrder:
 
     def _value(self, row: Row, since: int) -> float:
         """What runs of this row that were last used then are worth."""
-        rates, age = row.rates, self._now - since
+        rates, age = row.rates, self.ordered_at - since
         if age <= 0:
             return rates[0] * row.weight
         lower = bisect_right(EDGES, age) - 1

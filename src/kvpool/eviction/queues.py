@@ -13,6 +13,7 @@ KEY: Final = 0
 START: Final = 1  # negative: of equal keys the deepest comes first
 RUN: Final = 4
 BLOCKS: Final = 5
+NO_CANDIDATES: Final = "no run can be evicted: every cached run is referenced, pinned or has children"
 _SLACK: Final = 64  # discarded items tolerated beyond one per live item
 
 
@@ -69,7 +70,7 @@ class RunQueue:
         """The first run; it stays. Raises `LookupError` when the queue is empty."""
         first = self.first()
         if first is None:
-            raise LookupError("no run can be evicted: every cached run is referenced, pinned or has children")
+            raise LookupError(NO_CANDIDATES)
         run: Run = first[RUN]
         return run
 
