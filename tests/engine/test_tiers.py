@@ -511,7 +511,7 @@ def test_given_a_disk_then_the_next_engine_finds_what_this_one_computed(tmp_path
 
 
 def test_given_a_directory_in_use_then_the_second_engine_says_so(tmp_path: Path) -> None:
-    with make_engine(disk=tmp_path, disk_bytes=2**24), pytest.raises(ConfigError, match="belongs to process"):
+    with make_engine(disk=tmp_path, disk_bytes=2**24), pytest.raises(ConfigError, match="this process writes to"):
         make_engine(disk=tmp_path, disk_bytes=2**24)
 
 

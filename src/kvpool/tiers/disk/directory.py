@@ -17,6 +17,7 @@ from kvpool.tiers.keys import SPACE_BYTES, KeySpace
 LOCK = "lock"
 _SPACE = "space-"
 _NAMED = 5
+_locked_here: set[tuple[int, int]] = set()  # by this process; numbers of processes are alike in every container
 
 
 class Directory:
@@ -49,20 +50,26 @@ class Directory:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             owner = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            is_ours = _file_id(fd) in _locked_here
             os.close(fd)
             raise ConfigError(
-                f"{self.path} belongs to process {owner}, which writes to it; give this process a directory of its own, "
+                f"this process writes to {self.path} already: close what has opened it, give the second one a directory of "
+                "its own, or read_only=True to use what the first one stores"
+                if is_ours
+                else f"{self.path} belongs to process {owner}, which writes to it; give this process a directory of its own, "
                 "or read_only=True to use what the other one stores"
             ) from None
         with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._lock_fd = fd
+        _locked_here.add(_file_id(fd))
         return True
 
     def unlock(self) -> None:
         """Lets another process write."""
         if self._lock_fd >= 0:
+            _locked_here.discard(_file_id(self._lock_fd))
             os.close(self._lock_fd)
             self._lock_fd = -1
 
@@ -139,6 +146,11 @@ class Directory:
                 if isinstance(fields, dict):
                     found[bytes.fromhex(path.stem.removeprefix(_SPACE))] = fields
         return found
+
+
+def _file_id(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
 
 
 def _is_ours(path: Path) -> bool:
