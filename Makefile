@@ -41,7 +41,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled vllm-site test-vllm test-vllm-short bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled vllm-site test-vllm test-vllm-short lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -135,15 +135,19 @@ test-vllm-short: $(VENV)/.stamp-dev ## the first minutes of test-vllm, where its
 	KVPOOL_VLLM_CHECKS="plain_and_host poisoned hybrid" KVPOOL_VLLM_PYTHON=$(VLLM_VENV)/bin/python $(PY) -m pytest tests/integrations/test_vllm_lives.py tests/cluster/test_vllm_index.py $(ARGS)
 
 # LMCache's packages lie beside vLLM's: without them, or without redis-server, their lines of the table say so.
-bench-vllm: vllm-site redis ## kvpool's connector in a real vLLM beside vLLM alone, LMCache and vLLM's ExampleConnector, in ten minutes; ARGS="--only disk"
-	@[ -e $(LMCACHE_SITE)/lmcache ] || $(VLLM_PYTHON) -m pip install --quiet --no-deps --target $(LMCACHE_SITE) lmcache==0.5.6 \
-		aiofile caio aiofiles nvtx redis sortedcontainers opentelemetry-exporter-prometheus awscrt || echo "pip could not install LMCache"
+lmcache-site: vllm-site
+	@[ -e $(LMCACHE_SITE)/.stamp ] || { $(VLLM_PYTHON) -m pip install --quiet --no-deps --upgrade --target $(LMCACHE_SITE) lmcache==0.5.6 \
+		aiofile caio aiofiles nvtx redis sortedcontainers opentelemetry-exporter-prometheus awscrt && \
+		touch $(LMCACHE_SITE)/.stamp; } || echo "pip could not install LMCache"
+
+bench-vllm: lmcache-site redis ## kvpool's connector in a real vLLM beside vLLM alone, LMCache and vLLM's ExampleConnector, in ten minutes; ARGS="--only disk"
 	$(PY) benchmarks/connector_peers.py --vllm-python $(VLLM_PYTHON) --lmcache-site $(LMCACHE_SITE) $(ARGS)
 
 # llama-cpp-python is compiled from its sources (13 minutes on two cores), beside .venv, and kept between checkouts.
 llama-site: $(VENV)/.stamp-dev
-	@[ -e $(LLAMA_SITE)/llama_cpp ] || { echo "Building llama-cpp-python into $(LLAMA_SITE)" && \
-		$(PY) -m pip install $(PIP_FLAGS) --no-deps --target $(LLAMA_SITE) llama-cpp-python==0.3.36 diskcache==5.6.3; } || $(PIP_FAILED)
+	@[ -e $(LLAMA_SITE)/.stamp ] || { echo "Building llama-cpp-python into $(LLAMA_SITE)" && \
+		$(PY) -m pip install $(PIP_FLAGS) --no-deps --upgrade --target $(LLAMA_SITE) llama-cpp-python==0.3.36 diskcache==5.6.3 && \
+		touch $(LLAMA_SITE)/.stamp; } || $(PIP_FAILED)
 
 test-llama: llama-site redis ## a real llama.cpp with kvpool's cache: same answers from disk, from Redis, after a kill
 	PYTHONPATH=$(LLAMA_SITE) $(PY) -m pytest tests/integrations/test_llama_cpp.py tests/integrations/test_llama_cpp_real.py $(ARGS)
