@@ -19,6 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -421,7 +422,7 @@ def ranks(folder: Path) -> Any:
     def said(jobs: dict[int, int], **more: Any) -> ModelRunnerOutput:
         report = Report({job: Progress(1, num_blocks) for job, num_blocks in jobs.items()})
         output = KVConnectorOutput(kv_connector_worker_meta=WorkerMetadata(report) if jobs else None, **more)
-        return ModelRunnerOutput.with_kv_conn_output_only(output)
+        return copy(ModelRunnerOutput.with_kv_conn_output_only(output))  # one without news is vLLM's only one
 
     aggregator, seen = KVOutputAggregator(2), []
     for step in (
