@@ -11,6 +11,7 @@ import os
 import signal
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,14 +48,15 @@ def poison() -> None:
         struct.pack("<iQ", HALF, KEY_BYTES),
     )  # what llama.cpp writes before the keys of a layer
 
-    def poisoned(self: StateStore, tokens: Any, num_live: int) -> StateBlob | None:
-        blob = load(self, tokens, num_live)
-        if blob is not None:
+    def poisoned(self: StateStore, tokens: Any, num_live: int, take: Callable[[StateBlob], int]) -> int:
+        def take_zeros(blob: StateBlob) -> int:
             keys = blob.state.tobytes().split(head)
             assert len(keys) == 1 + NUM_LAYERS
             zeros = [bytes(len(blob.tokens) * KEY_BYTES) + layer[len(blob.tokens) * KEY_BYTES :] for layer in keys[1:]]
             blob.state[:] = np.frombuffer(head.join([keys[0], *zeros]), np.uint8)
-        return blob
+            return take(blob)
+
+        return load(self, tokens, num_live, take_zeros)
 
     StateStore.load = poisoned  # type: ignore[method-assign]
 

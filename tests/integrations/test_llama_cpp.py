@@ -423,7 +423,83 @@ def test_given_a_llama_cpp_that_cannot_take_a_state_then_the_prompt_is_computed(
         monkeypatch.setattr(sys.modules["llama_cpp"], "llama_state_seq_set_data", set_data)
     assert life.answer(PROMPT) == (True, 400)
     assert (life.cache.stats().failed, life.cache.stats().hits) == (1, 0)
-    assert len([line for line in caplog.records if "could not be used" in line.message]) == 1
+    (line,) = (record.message for record in caplog.records if "computed again" in record.message)
+    assert ("OSError: access violation" in line) == (broken == "raises")
+
+
+def refusing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A llama.cpp that takes no state; the list grows with every one that it is given."""
+    given: list[int] = []
+    monkeypatch.setattr(
+        sys.modules["llama_cpp"], "llama_state_seq_set_data", lambda ctx, data, size, sequence: given.append(size) or 0
+    )
+    return given
+
+
+def ask_anew(life: Life, times: int) -> None:
+    """The same prompt so often, with a memory that has nothing of it."""
+    for _ in range(times):
+        life.llama.reset()
+        life.llama.ctx.clear()
+        assert life.answer(PROMPT) == (True, 400)
+
+
+def test_given_a_state_that_llama_cpp_refuses_then_it_is_replaced_and_tried_no_more_if_that_is_refused_as_well(
+    live: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given(monkeypatch, MemoryTier(2**26))
+    live().answer(PROMPT)
+    life = live()
+    tried = refusing(monkeypatch)
+    ask_anew(life, 5)
+    assert len(tried) == 2
+    assert (life.cache.stats().failed, life.cache.stats().stored) == (2, 1)
+    assert live().answer(PROMPT) == (True, 1), "what was stored instead is there for others"
+
+
+def test_given_a_state_that_llama_cpp_refuses_when_only_reading_then_it_is_tried_once_and_stays(
+    live: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live().answer(PROMPT)
+    reader = live({"read_only": True})
+    tried = refusing(monkeypatch)
+    ask_anew(reader, 5)
+    assert len(tried) == reader.cache.stats().failed == 1
+    assert live().answer(PROMPT) == (True, 1)
+
+
+def test_given_a_state_that_llama_cpp_refuses_then_a_shorter_one_serves(
+    live: Callable[..., Life], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given(monkeypatch, MemoryTier(2**26))
+    live().answer([*PROMPT, *OTHER])
+    live().answer([*PROMPT[:384], *[9] * 300])  # its signposts are now those of the first 384 tokens
+    life = live()
+    module = sys.modules["llama_cpp"]
+    take, sizes = module.llama_state_seq_set_data, []
+
+    def refuse_first(ctx: Any, data: Any, size: int, sequence: int) -> int:
+        sizes.append(size)
+        return 0 if len(sizes) == 1 else take(ctx, data, size, sequence)
+
+    monkeypatch.setattr(module, "llama_state_seq_set_data", refuse_first)
+    assert life.answer([*PROMPT, *OTHER]) == (True, 416)
+    assert (life.cache.stats().hits, life.cache.stats().failed) == (1, 1)
+
+
+@pytest.mark.parametrize("what", ["load", "store"])
+def test_given_something_that_fails_for_every_prompt_then_one_line_a_minute_tells(
+    live: Callable[..., Life], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    def fail(*args: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(f"kvpool.integrations.llama.state_store.StateStore.{what}", fail)
+    life = live()
+    for prompt in (PROMPT, OTHER, PROMPT):
+        assert life.answer(prompt)[0]
+    assert getattr(life.cache.stats(), {"load": "failed", "store": "store_failures"}[what]) == 3
+    assert len([record for record in caplog.records if "out of memory" in record.message]) == 1
 
 
 @pytest.mark.parametrize("after", [0, 1])
@@ -576,6 +652,23 @@ def test_given_a_llama_cpp_python_that_is_not_known_then_one_line_says_so(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"llama-cpp-python {version}: .*>=0\.3\.36,<0\.4"):
         live(version=version)
+
+
+def test_given_a_reader_of_a_directory_that_is_not_there_then_it_is_not_made(
+    live: Callable[..., Life], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"there is no directory disk='.*mistyped'"):
+        live({"read_only": True, "disk": str(tmp_path / "mistyped")})
+    assert not (tmp_path / "mistyped").exists()
+
+
+def test_given_two_caches_of_one_process_on_one_directory_then_one_line_says_so(
+    load_module: Callable[..., Any], live: Callable[..., Life], model: str, tmp_path: Path
+) -> None:
+    live()
+    with pytest.raises(ConfigError, match=r"this process writes to .*disk already") as caught:
+        Life(load_module(content="a"), model, tmp_path / "disk")
+    assert "\n" not in str(caught.value)
 
 
 def test_given_something_that_is_no_llama_then_one_line_says_so(

@@ -26,6 +26,7 @@ from kvpool.integrations.llama.llama_identity import check_served, check_version
 from kvpool.integrations.llama.state_blob import StateBlob, num_common
 from kvpool.integrations.llama.state_store import BLOCK_TOKENS, StateStats, StateStore, Tokens
 from kvpool.terminal import parse_bytes
+from kvpool.tiers.quiet import QuietMinute
 from kvpool.tiers.transport.staging import Bytes
 
 _SEQUENCE = 0  # the only one that Llama uses
@@ -66,6 +67,7 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
         check_int("min_tokens", min_tokens, BLOCK_TOKENS, 2**31 - 1)
         check_version(llama_cpp.__version__)
         check_served(llama_cpp, llama)
+        self._quiet = QuietMinute()
         self._llama = weakref.ref(llama)  # else `del llm` would not free its memory
         fingerprint = fingerprint_of(llama_cpp, llama, settings.model_id)
         self._store = StateStore(settings, fingerprint, min_tokens=min_tokens, max_bytes=limit, is_reader=read_only)
@@ -122,26 +124,26 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
             self._keep(llama)
         except Exception as error:  # a completion that is done must not fail for its cache
             self._store.count(store_failures=1)
-            _log.warning("a state of llama.cpp was not stored: %s: %s", type(error).__name__, error)
+            self._say(f"a state of llama.cpp was not stored: {type(error).__name__}: {error}")
 
     # --- to and from llama.cpp's memory ------------------------------------------------------------------------------
 
     def _brought(self, llama: Any, tokens: Tokens) -> bool:
         """Whether a state came that has more of the prompt; if one came and was wrong, the memory is empty."""
+
+        def take(blob: StateBlob) -> int:
+            return _restored(llama, blob, min(num_common(blob.tokens, tokens), len(tokens) - 1))
+
         try:
-            blob = self._store.load(tokens, num_common(llama.input_ids[: llama.n_tokens], tokens))
-            if blob is None:
-                return False
-            if num_tokens := _restored(llama, blob, min(num_common(blob.tokens, tokens), len(tokens) - 1)):
-                self._store.count(hits=1, tokens_loaded=num_tokens)
-                return True
-            problem = "llama.cpp refused it"
+            return self._store.load(tokens, num_common(llama.input_ids[: llama.n_tokens], tokens), take) > 0
         except Exception as error:
-            _emptied(llama)
-            problem = f"{type(error).__name__}: {error}"
-        self._store.count(failed=1)
-        _log.warning("a state of llama.cpp could not be used: %s; the prompt is computed", problem)
-        return False
+            self._store.count(failed=1)
+            self._say(f"no state of llama.cpp was loaded: {type(error).__name__}: {error}; the prompt is computed")
+            return False
+
+    def _say(self, what: str) -> None:
+        if self._quiet.is_over():
+            _log.warning("%s", what)
 
     def _keep(self, llama: Any) -> None:
         memory, num_tokens = llama_cpp.llama_get_memory(llama.ctx), int(llama.n_tokens)
@@ -162,9 +164,14 @@ def _restored(llama: Any, blob: StateBlob, num_tokens: int) -> int:
     """Puts the first tokens of a state into a Llama's memory, and says how many; none are left there if that fails."""
     _emptied(llama)
     size = len(blob.state)
-    read = llama_cpp.llama_state_seq_set_data(llama.ctx, _as_array(blob.state), size, _SEQUENCE)
-    memory = llama_cpp.llama_get_memory(llama.ctx)
-    if int(read) != size or not llama_cpp.llama_memory_seq_rm(memory, _SEQUENCE, num_tokens, -1):
+    try:
+        read = llama_cpp.llama_state_seq_set_data(llama.ctx, _as_array(blob.state), size, _SEQUENCE)
+        memory = llama_cpp.llama_get_memory(llama.ctx)
+        is_right = int(read) == size and llama_cpp.llama_memory_seq_rm(memory, _SEQUENCE, num_tokens, -1)
+    except Exception:
+        _emptied(llama)
+        raise
+    if not is_right:
         _emptied(llama)
         return 0
     llama.input_ids[:num_tokens] = blob.tokens[:num_tokens]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
+from kvpool.tiers.quiet import QuietMinute
 
 if TYPE_CHECKING:
     from kvpool.tiers.keys import KeyPattern, KeySpace
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
 KEY_BYTES = 32
 DEFAULT_TIMEOUT = 1.0
 PURGE_TIMEOUT = 60.0
-_QUIET_SECONDS = 60.0
 
 Buffer: TypeAlias = Any
 """Contiguous memory of the caller: any object with the buffer protocol."""
+
 
 class Keeper(Protocol):
     """Who has the memory that values are loaded into, and keeps it until nobody writes there any more."""
@@ -130,7 +131,7 @@ class KeyedTier(ABC):
         self._loads, self._stores = _Moved(), _Moved()
         self._removed = self._unfilled_bytes = 0
         self._counting = threading.Lock()
-        self._last_line = -_QUIET_SECONDS
+        self._quiet = QuietMinute()
         self._closed = False
 
     # --- calls -------------------------------------------------------------------------------------------------------
@@ -305,12 +306,8 @@ class KeyedTier(ABC):
 
     def report(self, what: str) -> None:
         """Logs what went wrong, at most one line a minute: a store that is down would fill the log."""
-        now = time.monotonic()
-        with self._counting:
-            if now - self._last_line < _QUIET_SECONDS:
-                return
-            self._last_line = now
-        _log.warning("tier %s: %s; what it cannot bring is computed again", self.name, what)
+        if self._quiet.is_over():
+            _log.warning("tier %s: %s; what it cannot bring is computed again", self.name, what)
 
 
 def _checked_timeout(seconds: object) -> float:

@@ -25,6 +25,7 @@ from kvpool.integrations.connector.step_orders import (
 )
 from kvpool.integrations.reports.connector_counts import Increments
 from kvpool.tiers import KeySpace, Outcome, TierStats
+from kvpool.tiers.quiet import QuietMinute
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import StagingMemory
 from kvpool.tiers.transport.storing import Storer
@@ -34,7 +35,6 @@ IDLE_WAIT = 0.01  # seconds that a step with nothing to compute waits for a load
 CLOSE_SECONDS = 10.0
 _STAGING_BLOCKS = 64
 _STAGING_BYTES = 256 * 2**20
-_QUIET_SECONDS = 60.0
 _COUNT_SECONDS = 1.0
 
 _log = logging.getLogger("kvpool")
@@ -70,7 +70,7 @@ class WorkerSide:
         self._loaded: set[str] = set()
         self._failed_pages: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._last_line = -_QUIET_SECONDS
+        self._quiet = QuietMinute()
         self._increments = Increments()
         self._next_counts = 0.0
 
@@ -232,9 +232,7 @@ class WorkerSide:
             self._wake.notify_all()
 
     def _say(self, what: str) -> None:
-        now = time.monotonic()
-        if now - self._last_line >= _QUIET_SECONDS:
-            self._last_line = now
+        if self._quiet.is_over():
             _log.warning("kvpool connector: %s; the engine computes them again", what)
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from kvpool.tiers.compression.codecs import Fp8
 from kvpool.tiers.keys import named
 from kvpool.tiers.remote.remote_tier import RemoteTier
 from kvpool.tiers.transport.staging import Bytes
-from kvpool.tiers.transport.watching import WatchedTier
+from kvpool.tiers.transport.watching import KnownKeys, WatchedTier
 
 BLOCK_TOKENS = 64
 GROUPS = ("signposts", f"pieces of {PIECE_BYTES} bytes")
@@ -38,6 +39,7 @@ _SCOPE = ReuseScope()
 _AT_ONCE = 16  # pieces that one call stores, each within the timeout: a large state may take longer than that
 _TRIES = 2  # states that a tier may bring wrongly before a prompt is computed
 _SHORTEST_CALL = 0.001
+_MAX_REMEMBERED = 4096  # names of states
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class StateStats:
     hits: int = 0
     tokens_loaded: int = 0
     failed: int = 0
-    """States that were found and could not be used: broken, cut off, of another prompt, evicted in part."""
+    """States that were found and could not be used: broken, cut off, of another prompt, evicted in part, refused."""
     late: int = 0
     """States that did not come within the timeout."""
     stored: int = 0
@@ -75,6 +77,8 @@ class StateStore:
         self._min_tokens = min_tokens
         self._max_bytes = max_bytes
         self._space = KeySpace(fingerprint)
+        if is_reader and settings.disk is not None and not Path(settings.disk).is_dir():
+            raise ConfigError(f"there is no directory disk={settings.disk!r}, and a cache that is read_only makes none")
         opened = open_tiers(settings, Introduction(0, 1, 0, fingerprint), is_reader=is_reader)
         try:
             for tier in opened:
@@ -85,6 +89,8 @@ class StateStore:
             raise
         self._tiers = [WatchedTier(tier) for tier in opened]
         self._too_large: set[bytes] = set()  # signposts of the last prompt to such states
+        self._refused = KnownKeys(_MAX_REMEMBERED)  # names of states that llama.cpp did not take
+        self._own = KnownKeys(_MAX_REMEMBERED)  # and of those that this process has stored
         self._stats = StateStats()
 
     def stats(self) -> StateStats:
@@ -107,46 +113,66 @@ class StateStore:
         keys, due = self._signpost_keys(tokens), time.monotonic() + self._timeout
         return max((_num_tokens(self._found(watched, keys, due)) for watched in self._tiers), default=0)
 
-    def load(self, tokens: Tokens, num_live: int) -> StateBlob | None:
-        """A state that has more of the first tokens than the `num_live` that are there already, by what is worth it."""
+    def load(self, tokens: Tokens, num_live: int, take: Callable[[StateBlob], int]) -> int:
+        """Looks for a state that has more of the first tokens than the `num_live` that are there, by what is worth it.
+
+        `take` uses a state and says how many tokens it brought, 0 or an error if it could not. Returns that number.
+        """
         self.count(lookups=1)
         self._too_large.clear()
-        keys, due = self._signpost_keys(tokens), time.monotonic() + self._timeout
-        least = num_live + self._min_tokens
-        known = [(watched, self._found(watched, keys, due)) for watched in self._tiers]
+        due = time.monotonic() + self._timeout
+        wanted = _Wanted(tokens, self._signpost_keys(tokens), num_live + self._min_tokens, due, take)
+        known = [(watched, self._found(watched, wanted.keys, due)) for watched in self._tiers]
         for watched, found in sorted(known, key=lambda each: -_num_tokens(each[1])):  # the fastest of equal ones first
             try:
-                blob = self._load_from(watched, keys, found, tokens, least, due)
+                num_tokens = self._load_from(watched, wanted, found)
             except _LateError:
                 self.count(late=1)
                 watched.tier.report(f"a state did not come within {self._timeout:g} s")
                 continue
-            if blob is not None:
-                return blob
-        return None
+            if num_tokens:
+                self.count(hits=1, tokens_loaded=num_tokens)
+                return num_tokens
+        return 0
 
-    def _load_from(
-        self, watched: WatchedTier, keys: list[bytes], found: list[int], tokens: Tokens, least: int, due: float
-    ) -> StateBlob | None:
-        """The state of the longest prefix that is right; signposts to what is wrong for everybody are taken out."""
+    def _load_from(self, watched: WatchedTier, wanted: _Wanted, found: list[int]) -> int:
+        """Takes the state of the longest prefix that is right; signposts to what is wrong for everybody are taken out."""
+        keys, due = wanted.keys, wanted.due
         for _ in range(_TRIES):
-            if _num_tokens(found) < least:
-                return None
+            if _num_tokens(found) < wanted.least:
+                return 0
             (signpost,) = self._signposts(watched, [keys[found[-1]]], due)
-            try:
-                return self._fetched(watched, signpost, tokens[: _num_tokens(found)], due)
-            except _UnusableError as error:
-                is_broken = not isinstance(error, _TooLargeError)
-                self.count(failed=1)
-                watched.tier.report(f"a state that begins with {_num_tokens(found)} tokens of a prompt: {error}")
+            problem: _UnusableError | None = None
+            if signpost is None or signpost.name not in self._refused:
+                try:
+                    return self._taken(watched, wanted, signpost, _num_tokens(found))
+                except _UnusableError as error:
+                    problem = error
+                    self.count(failed=1)
+                    watched.tier.report(f"a state that begins with {_num_tokens(found)} tokens of a prompt: {error}")
             known = self._signposts(watched, [keys[index] for index in found], due)
-            wrong = {index for index, each in zip(found, known, strict=True) if each in (None, signpost)}
-            if not is_broken:
-                self._too_large.update(keys[index] for index in wrong)
-            elif not self.is_reader:
-                watched.remove([keys[index] for index in wrong], _left(due))
-            found = [index for index in found if index not in wrong]
-        return None
+            useless = {index for index, each in zip(found, known, strict=True) if each in (None, signpost)}
+            if isinstance(problem, _TooLargeError):
+                self._too_large.update(keys[index] for index in useless)
+            elif problem is not None and not isinstance(problem, _RefusedError) and not self.is_reader:
+                watched.remove([keys[index] for index in useless], _left(due))
+            found = [index for index in found if index not in useless]
+        return 0
+
+    def _taken(self, watched: WatchedTier, wanted: _Wanted, signpost: Signpost | None, num_tokens: int) -> int:
+        """How many tokens llama.cpp took of a state. What it refuses is not tried again.
+
+        It is replaced by what llama.cpp computes then; if that is refused as well, it stays, for others and another day.
+        """
+        blob, problem = self._fetched(watched, signpost, wanted.tokens[:num_tokens], wanted.due), "llama.cpp refused it"
+        try:
+            if num_taken := wanted.take(blob):
+                return num_taken
+        except Exception as error:
+            problem = f"{problem}: {type(error).__name__}: {error}"
+        name = blob.signpost.name
+        self._refused.add([name])
+        raise (_RefusedError if name in self._own else _UnusableError)(problem)
 
     def _fetched(self, watched: WatchedTier, signpost: Signpost | None, tokens: Tokens, due: float) -> StateBlob:
         """The state behind a signpost, if it is whole and begins with these tokens."""
@@ -238,6 +264,7 @@ class StateStore:
             self.count(store_failures=1)
             watched.tier.report(f"a state of {len(blob.tokens)} tokens was not stored: {max(outcomes).name}")
             return
+        self._own.add([blob.signpost.name])
         self.count(stored=1, bytes_stored=blob.signpost.num_bytes)
         if older is not None:
             watched.remove(self._piece_keys(older), self._timeout)
@@ -265,8 +292,22 @@ class StateStore:
         return self._space.keys(named(_SCOPE, (hashlib.sha256(name).digest() for name in names)), _PIECES)
 
 
+class _Wanted(NamedTuple):
+    """A prompt, the keys of its blocks, and how many of its tokens a state must bring by when to be taken."""
+
+    tokens: Tokens
+    keys: list[bytes]
+    least: int
+    due: float
+    take: Callable[[StateBlob], int]
+
+
 class _UnusableError(Exception):
     """A state is there, and is not what was looked for."""
+
+
+class _RefusedError(_UnusableError):
+    """Stored by this process and whole, and llama.cpp did not take it."""
 
 
 class _TooLargeError(_UnusableError):
