@@ -144,7 +144,7 @@ class Saver:
         """All workers are done with a job and got so many blocks right."""
         if job in self._spills:
             for spilled in self._spills.pop(job):
-                if self._events is not None:
+                if self._events is not None and not spilled.saving.is_spoiled:
                     self._events.stored_in_tiers(spilled.saving.owner, spilled.first, spilled.last)
                 self._let_go(spilled.saving)
             return
@@ -190,9 +190,17 @@ class Saver:
         self._spills[spill.job] = spilled
 
     def spoil(self) -> None:
-        """What is on its way may be computed from pages that were not loaded, or is out of date: it is not published."""
+        """What is on its way may be computed from pages that were not loaded: it is not published."""
         for job in self._stores.values():
             job.saving.is_spoiled = True
+
+    def forget(self) -> None:
+        """Everything is out of date: what is on its way is not published, nor told to be in tiers where nobody finds it."""
+        self.make_room()  # publishes what was confirmed, for the last time
+        self.spoil()
+        for spilled in self._spills.values():
+            for job in spilled:
+                job.saving.is_spoiled = True
 
     def _drop(self, done: _StoreJob) -> None:
         self.stats.spoiled += done.last - done.first

@@ -202,8 +202,7 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """Forgets everything: what was stored so far is never found again, on the host or in a tier."""
-        self._saver.spoil()
-        self._saver.make_room()
+        self._saver.forget()
         self._unfound.forget()
         self._pins.end_all()
         self.manager.reset_prefix_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.connector.connector_tiers import open_tiers, prefix_from
@@ -11,11 +12,13 @@ from kvpool.integrations.connector.step_orders import Introduction
 from kvpool.integrations.requests.tracked_request import TrackedRequest
 from kvpool.tiers import KeyedTier, KeySpace
 from kvpool.tiers.transport.lanes import Lane
-from kvpool.tiers.transport.watching import WatchedTier
+from kvpool.tiers.transport.watching import GRACE_SECONDS, WatchedTier
+
+_THREADS = 2
 
 
 class TierLookups:
-    """Asks tiers by key. The scheduler never waits: `num_blocks` answers None until it is known."""
+    """Asks tiers by key. The scheduler never waits: `num_blocks` answers None until it is known, or late."""
 
     def __init__(self, settings: ConnectorSettings, workers: Sequence[Introduction]) -> None:
         self._timeout = settings.timeout
@@ -23,7 +26,7 @@ class TierLookups:
         self._tiers = [
             [WatchedTier(tier) for tier in open_tiers(settings, worker, is_reader=True)] for worker in workers
         ]
-        self._lane = Lane("look-up", num_threads=2, max_waiting=1024)
+        self._lane = Lane("look-up", num_threads=_THREADS, max_waiting=1024)
 
     def num_blocks(self, tracked: TrackedRequest, first: int, last: int) -> int | None:
         """How many blocks from the prompt's beginning on could be had, if the `first` ones are here; None: ask again."""
@@ -32,9 +35,17 @@ class TierLookups:
         if not tracked.is_asking:
             digests = tracked.tier_digests(first, last)
             tracked.num_below, tracked.asked_from, tracked.is_asking = None, first, True
-            if not self._lane.submit(lambda: self._ask(tracked, digests), lambda: self._answer(tracked, [])):
-                self._answer(tracked, [])
+            tracked.answer_due = time.monotonic() + self._timeout + GRACE_SECONDS
+            nothing = partial(self._answer, tracked, [])
+            if self._are_all_hung() or not self._lane.submit(lambda: self._ask(tracked, digests), nothing):
+                nothing()
+        elif time.monotonic() > tracked.answer_due:  # a tier hangs, and knows nothing of deadlines
+            return first
         return tracked.num_below
+
+    def _are_all_hung(self) -> bool:
+        """Whether every thread is in a call that does not come back, so that nobody would ask."""
+        return sum(watched.num_hung for tiers in self._tiers for watched in tiers) >= _THREADS
 
     def _ask(self, tracked: TrackedRequest, digests: list[bytes]) -> None:
         """In a thread of its own."""

@@ -33,6 +33,7 @@ from kvpool.tiers.transport.watching import GRACE_SECONDS, WatchedTier
 
 IDLE_WAIT = 0.01  # seconds that a step with nothing to compute waits for a load: an engine would ask again at once
 CLOSE_SECONDS = 10.0
+_FETCH_THREADS = 2
 _STAGING_BLOCKS = 64
 _STAGING_BYTES = 256 * 2**20
 _COUNT_SECONDS = 1.0
@@ -62,7 +63,7 @@ class WorkerSide:
         self._tiers = [WatchedTier(tier) for tier in open_tiers(settings, introduction)] if settings.has_tiers else []
         self._memory = StagingMemory(max(_STAGING_BYTES, _STAGING_BLOCKS * pages.row_bytes))
         self._storer = Storer(self._tiers, self._memory) if self._tiers else None
-        self._lane = Lane("fetch", num_threads=2, max_waiting=4096)
+        self._lane = Lane("fetch", num_threads=_FETCH_THREADS, max_waiting=4096)
         self._fetches: list[_Fetch] = []
         self._storing: deque[tuple[Callable[[], bool], list[Store]]] = deque()  # and whether their bytes are there
         self._wake = threading.Condition()
@@ -210,8 +211,13 @@ class WorkerSide:
 
     def _begin(self, fetch: _Fetch) -> None:
         with self._wake:
+            are_hung = sum(each.is_given_up for each in self._fetches) >= _FETCH_THREADS  # nobody would fetch it
             self._fetches.append(fetch)
-        if not fetch.load.digests or not self._lane.submit(lambda: self._fetch(fetch), lambda: self._end(fetch)):
+        if (
+            are_hung
+            or not fetch.load.digests
+            or not self._lane.submit(lambda: self._fetch(fetch), lambda: self._end(fetch))
+        ):
             self._end(fetch)
 
     def _fetch(self, fetch: _Fetch) -> None:

@@ -62,6 +62,7 @@ class TrackedRequest:
     asked_from: int = 0
     holders: list[int] = field(default_factory=list)  # which tier has each of these, from `asked_from` on
     is_asking: bool = False
+    answer_due: float = 0.0  # when they should have answered
     waits: bool = False  # the last look-up promised a load that takes a while
     num_loading: int = 0  # loads that no worker has reported yet
     has_lost: bool = False  # a load failed: tiers are not asked again
