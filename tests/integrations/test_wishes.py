@@ -49,6 +49,48 @@ def test_given_a_wish_that_cannot_be_then_it_is_named(wishes: Any, message: str)
         Wishes.of({"kvpool": wishes})
 
 
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ("no_store", "kv_transfer_params must be a mapping"),
+        ([{"kvpool": {}}], "kv_transfer_params must be a mapping"),
+        ({"no_store": True}, r"no_store belongs into \{'kvpool': \{…\}\}"),
+        ({"ttl": 5, "do_remote_prefill": True}, r"ttl belongs into"),
+        ({"kv_pool": {"ttl": 5}}, r"'kv_pool'; did you mean 'kvpool'\?"),
+        ({"KVPool": {"ttl": 5}}, r"'KVPool'; did you mean 'kvpool'\?"),
+    ],
+)
+def test_given_wishes_in_the_wrong_place_then_it_is_said_where_they_belong(params: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Wishes.of(params)
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [{name: value} for name in ("ttl", "pin", "priority") for value in (float("nan"), float("inf"), True, "1", [1], {})]
+    + [{"ttl": 10**400}, {"no_store": None}, {"no_store": "true"}, {1: 2}, None, 5, [], ["no_store"]],
+    ids=str,
+)
+def test_given_anything_that_a_client_may_send_then_the_request_is_served(engine: Any, wishes: Any) -> None:
+    toy = engine()
+    toy.serve(ToyRequest("a", PROMPT, kv_transfer_params={"kvpool": wishes}))
+    assert toy.serve(ToyRequest("b", PROMPT)) == 16
+    with pytest.raises(ConfigError):
+        Wishes.of({"kvpool": wishes})
+
+
+def test_given_a_client_whose_every_request_is_wrong_then_one_line_a_minute_tells(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    toy = engine(host_blocks=12)
+    with caplog.at_level(logging.WARNING, "kvpool"):
+        for number in range(5):
+            toy.serve(wishing(f"a{number}", ttl=-5))
+            toy.serve(wishing(f"b{number}", [number] * 17, pin=60))
+    assert len([record for record in caplog.records if "must be seconds above 0" in record.message]) == 1
+    assert len([record for record in caplog.records if "is not pinned" in record.message]) == 1
+
+
 def test_given_no_store_then_nothing_is_kept_and_what_others_left_is_used(engine: Any) -> None:
     toy = engine()
     toy.serve(wishing("a", no_store=True))

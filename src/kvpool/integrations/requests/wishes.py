@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -33,10 +34,15 @@ class Wishes:
     @classmethod
     def of(cls, params: Any) -> Wishes:
         """From what an engine hands over with a request; `ConfigError` for what cannot be."""
-        if not isinstance(params, Mapping) or KEY not in params:
+        if params is None:
+            return NO_WISHES
+        names = [each.name for each in fields(cls)]
+        if not isinstance(params, Mapping):
+            raise ConfigError(f"kv_transfer_params must be a mapping, as {{{KEY!r}: {{…}}}}; got {show(params)}")
+        if KEY not in params:
+            _check_others(params, names)
             return NO_WISHES
         given = params[KEY]
-        names = [each.name for each in fields(cls)]
         if not isinstance(given, Mapping) or not set(given) <= set(names):
             raise ConfigError(f"kv_transfer_params[{KEY!r}] may hold {', '.join(names)}; got {show(given)}")
         return cls(**given)
@@ -59,6 +65,15 @@ class Wishes:
             return Retention([TokenRange(0, None, self.priority)], decode_priority=self.priority)
         except KVPoolError as error:
             raise ConfigError(str(error)) from None
+
+
+def _check_others(params: Mapping[Any, Any], names: list[str]) -> None:
+    """Other connectors have keys of their own there; what looks like ours in a wrong place is not passed over."""
+    for key in params:
+        if key in names:
+            raise ConfigError(f"{key} belongs into {{{KEY!r}: {{…}}}} in kv_transfer_params")
+        if difflib.get_close_matches(str(key).lower(), [KEY], cutoff=0.8):
+            raise ConfigError(f"kv_transfer_params has {show(key)}; did you mean {KEY!r}?")
 
 
 NO_WISHES = Wishes()
