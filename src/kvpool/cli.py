@@ -41,7 +41,7 @@ COMMANDS = {
         "kvpool.tiers.tier_command", "Look after disk tiers and remote stores: list, verify, compact, purge, warm."
     ),
     "doctor": Command(
-        "kvpool.integrations.doctor", "What is installed, which parts work with it, and what to pass to vllm serve."
+        "kvpool.integrations.doctor", "What is installed, which parts work with it, and how to start engines with them."
     ),
     "bench": Command(
         "kvpool.engine.commands.bench",

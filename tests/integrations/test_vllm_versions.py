@@ -35,7 +35,7 @@ def test_given_no_vllm_then_one_line_says_so() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 def test_given_no_vllm_when_the_connector_is_imported_then_the_line_is_raised() -> None:
-    with pytest.raises(ConfigError, match="needs vLLM"):
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
         importlib.import_module("kvpool.integrations.vllm")
 
 

