@@ -64,7 +64,7 @@ class Life:
     @property
     def connector(self) -> Any:
         """The connector beside the scheduler."""
-        return self.engine.llm_engine.engine_core.engine_core.scheduler.connector
+        return self.core.scheduler.connector
 
     @property
     def side(self) -> Any:
@@ -95,13 +95,38 @@ class Life:
         outputs = self.engine.generate(given, sampling, use_tqdm=False, lora_request=adapter)
         return [(list(each.outputs[0].token_ids), each.num_cached_tokens or 0) for each in outputs]
 
+    def submit(self, prompts: Sequence[Sequence[int]], *, num_new: int = 8) -> list[str]:
+        """Asks, and does not wait for the answers; the names of the requests."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_new, detokenize=False, ignore_eos=True)
+        names = [f"submitted {number}" for number in range(len(prompts))]
+        for name, prompt in zip(names, prompts, strict=True):
+            self.engine.llm_engine.add_request(name, {"prompt_token_ids": list(prompt)}, sampling)
+        return names
+
+    def finished(self, seconds: float = 120.0) -> dict[str, list[int]]:
+        """The answers to all that was submitted, by name; steps until nobody waits for anything."""
+        answers, due = {}, time.monotonic() + seconds
+        while self.core.scheduler.has_requests():
+            assert time.monotonic() < due, "requests never end"
+            for output in self.engine.llm_engine.step():
+                if output.finished:
+                    answers[output.request_id] = list(output.outputs[0].token_ids)
+        return answers
+
+    @property
+    def core(self) -> Any:
+        """vLLM's engine."""
+        return self.engine.llm_engine.engine_core.engine_core
+
     def forget(self) -> None:
         """Empties vLLM's own cache, and not the connector's."""
         self.engine.reset_prefix_cache()
 
     def settle(self, seconds: float = 20.0) -> None:
         """Steps without requests, until nothing is on its way to the tiers."""
-        core = self.engine.llm_engine.engine_core.engine_core
+        core = self.core
         due = time.monotonic() + seconds
         while self.connector.has_pending_push_work() and time.monotonic() < due:
             core.step_fn()
@@ -395,6 +420,8 @@ def refused(folder: Path) -> Any:
     for name, specs in models.items():
         groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
         seen[name] = _answer(lambda groups=groups: checked_block_size(config, SimpleNamespace(kv_cache_groups=groups)))
+    config.kv_transfer_config.kv_load_failure_policy = "fail"  # which is vLLM's default
+    seen["policy"] = _answer(lambda: checked_block_size(config, SimpleNamespace(kv_cache_groups=[])))
     lfm2 = model("lfm2", folder)
     with life(lfm2) as alone:
         seen["states alone"] = len({tuple(answer) for answer in alone.answers(PROMPTS)})
@@ -564,6 +591,44 @@ def broken_loads(folder: Path) -> Any:
                 "right": got == expected and [answer for answer, _ in again] == expected,
                 "failed": each.side.stats()["failed"],
                 "again": [cached for _, cached in again],
+            }
+    return seen
+
+
+@check
+def interrupted(folder: Path) -> Any:
+    """Requests that are aborted, and a reset, while a disk is being read: all pages come back, and answers are right."""
+    llama, extra = model("llama", folder), {"host_bytes": "64MB", "disk": str(folder / "interrupted"), "timeout": 60}
+    with life(llama, extra) as first:
+        expected = first.answers(PROMPTS)
+        first.settle()
+    seen: dict[str, Any] = {}
+    for name in ("abort", "reset"):
+        with life(llama, extra) as each:
+            (worker,) = workers()
+            tier, gate, begun = worker._tiers[0].tier, threading.Event(), threading.Event()
+            load = tier._load
+            tier._load = lambda *given, load=load, gate=gate, begun=begun: (begun.set(), gate.wait(60), load(*given))[2]
+            engine, names = each.engine.llm_engine, each.submit(PROMPTS)
+            while not begun.is_set():
+                engine.step()
+            if name == "abort":
+                engine.abort_request(names)
+            else:
+                each.engine.reset_prefix_cache(reset_connector=True)
+            gate.set()
+            answers = each.finished()
+            tier._load = load
+            each.forget()
+            again = each.asked(PROMPTS)
+            pool = each.core.scheduler.kv_cache_manager.block_pool
+            each.forget()
+            seen[name] = {
+                "answers": [answers.get(each) for each in names] == expected if answers else "none",
+                "again": [answer for answer, _ in again] == expected,
+                "cached": [cached for _, cached in again],
+                "used": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),  # one block is vLLM's own
+                "tracked": len(each.side._requests),
             }
     return seen
 
