@@ -32,6 +32,7 @@ def test_given_host_bytes_then_rows_are_as_many_blocks_as_fit() -> None:
         ({"host_bytes": 0}, "host_bytes"),
         ({"host_bytes": 10, "host_blocks": 10}, "give one of them"),
         ({"disk_bytes": "1GB"}, "needs disk"),
+        ({"disk": "/cache", "disk_bytes": 1000}, "disk_bytes=1000 must be at least"),
         ({"disk": ""}, "disk must be text"),
         ({"remote": 7}, "remote must be text"),
         ({"timeout": 0}, "timeout=0"),
@@ -61,6 +62,19 @@ def test_given_a_disk_that_is_a_file_then_one_line_says_so(tmp_path: Path) -> No
     file.touch()
     with pytest.raises(ConfigError, match=r"disk='.*file' cannot be used: File exists"):
         open_tiers(ConnectorSettings.of({"disk": str(file)}), introduction(4))
+
+
+def test_given_a_disk_in_the_home_directory_then_it_is_not_a_folder_with_a_strange_name() -> None:
+    assert ConnectorSettings.of({"disk": "~/blocks"}).disk == str(Path.home() / "blocks")
+
+
+def test_given_more_of_the_host_than_there_is_then_one_line_says_how_much_would_fit() -> None:
+    pytest.importorskip("torch")
+    from kvpool.integrations.connector.engine_pages import HostRows
+
+    with pytest.raises(ConfigError, match=r"host_bytes: .* about [\d,]+ bytes are free; lower host_bytes") as caught:
+        HostRows(10**9, 10**6)
+    assert "\n" not in str(caught.value)
 
 
 def test_given_several_engines_then_each_writes_to_a_directory_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import make_policy
 from kvpool.integrations.connector.lmcache_yaml import settings_of
 from kvpool.terminal import parse_bytes
+from kvpool.tiers.disk.disk_tier import MIN_CAPACITY_BYTES
 from kvpool.tiers.tier_settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT
 
 DEFAULT_HOST_BYTES = 4 * 2**30
@@ -63,13 +65,15 @@ class ConnectorSettings:
         for name in ("host_bytes", "disk_bytes"):
             if name in values:
                 values[name] = _bytes(name, values[name])
+        if isinstance(values.get("disk"), str):
+            values["disk"] = os.path.expanduser(values["disk"])  # no shell does so within JSON
         return cls(**values)
 
     def __post_init__(self) -> None:
         check_int("host_bytes", self.host_bytes, 1, MAX_BYTES)
         if self.host_blocks is not None:
             check_int("host_blocks", self.host_blocks, 1, MAX_BLOCKS)
-        check_int("disk_bytes", self.disk_bytes, 1, MAX_BYTES)
+        check_int("disk_bytes", self.disk_bytes, MIN_CAPACITY_BYTES, MAX_BYTES)
         for name in ("policy", "disk", "remote", "model_id"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):

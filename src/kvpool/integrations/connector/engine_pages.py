@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.step_orders import NO_PAGE
-from kvpool.storage.memory import HostMemory
+from kvpool.storage.memory import HostMemory, free_bytes
 from kvpool.tiers.transport.staging import Bytes, page_aligned
 
 _Parts = list[tuple[Bytes, slice]]
@@ -140,12 +140,22 @@ def _as_bytes(part: Tensor) -> Tensor:
     return flat.view(torch.uint8) if size > 1 else flat
 
 
+def _check_room(num_bytes: int) -> None:
+    """Refuses more than there is: the system would promise it, and end the engine when it is used."""
+    if num_bytes > (free := free_bytes("cpu")):
+        raise ConfigError(
+            f"host_bytes: {num_bytes:,} bytes do not fit into the memory of this machine, of which about {free:,} bytes are "
+            "free; lower host_bytes or host_blocks"
+        )
+
+
 class HostRows:
     """Memory of the host for `num_rows` pages, page-locked where the engine computes on a GPU."""
 
     def __init__(self, num_rows: int, row_bytes: int, gpu: torch.device | None = None) -> None:
         self.is_pinned = False
         if gpu is None:
+            _check_room(num_rows * row_bytes)
             self.array: Bytes = page_aligned(num_rows * row_bytes).reshape(num_rows, row_bytes)
         else:
             self._memory = HostMemory(num_rows, row_bytes, gpu)
