@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,6 +46,17 @@ def test_given_settings_that_cannot_work_then_one_line_says_why(given: dict[str,
     with pytest.raises(ConfigError, match=message) as caught:
         ConnectorSettings.of(given)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["/var/cache/kvpool", ["disk"], None, 7])
+def test_given_something_that_is_no_mapping_then_one_line_names_the_option(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r'^"kvpool" must be a mapping, as \{"disk": …\}; got '):
+        ConnectorSettings.of(given, '"kvpool"')
+
+
+def test_given_a_key_that_is_unknown_then_it_is_named_with_the_option_that_holds_it() -> None:
+    with pytest.raises(ConfigError, match=r'^"kvpool" has no \'dsk\'; did you mean disk\?'):
+        ConnectorSettings.of({"dsk": 1}, '"kvpool"')
 
 
 def test_given_an_unknown_policy_then_the_known_ones_are_named() -> None:

@@ -94,6 +94,11 @@ def test_given_a_restart_then_a_prompt_starts_warm_with_the_same_answer(live: Ca
     assert (life.cache.stats().hits, life.cache.stats().tokens_loaded) == (1, 399)
 
 
+def test_given_a_directory_as_a_path_then_it_is_taken(live: Callable[..., Life], tmp_path: Path) -> None:
+    live({"disk": tmp_path / "disk"}).answer(PROMPT)
+    assert live().answer(PROMPT) == (True, 1)
+
+
 def test_given_a_prompt_that_goes_on_then_only_the_rest_is_computed(live: Callable[..., Life]) -> None:
     first = live()
     conversation = [*PROMPT, *first.llama.answer(PROMPT), *OTHER[:30]]

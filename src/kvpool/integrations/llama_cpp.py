@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +46,7 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
         self,
         llama: Any,
         *,
-        disk: str | None = None,
+        disk: str | os.PathLike[str] | None = None,
         disk_bytes: int | str | None = None,
         remote: str | None = None,
         timeout: float = 2.0,
@@ -54,7 +55,8 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
         max_bytes: int | str = 2 * 2**30,
         read_only: bool = False,
     ) -> None:
-        given = dict(disk=disk, disk_bytes=disk_bytes, remote=remote, timeout=timeout, model_id=model_id)
+        directory = os.fspath(disk) if isinstance(disk, os.PathLike) else disk
+        given = dict(disk=directory, disk_bytes=disk_bytes, remote=remote, timeout=timeout, model_id=model_id)
         settings = ConnectorSettings.of({name: value for name, value in given.items() if value is not None})
         if not settings.has_tiers:
             raise ConfigError("KVPoolCache needs disk= or remote=: without them nothing would outlive the process")

@@ -34,7 +34,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         given = (storage_config.extra_config or {}).get("kvpool", {})
-        self._settings = ConnectorSettings.of(given)
+        self._settings = ConnectorSettings.of(given, '"kvpool" in the extra config')
         idle = ", ".join(name for name in _OF_THE_HOST if name in given)
         if idle:
             raise ConfigError(f"{idle}: memory of the host is SGLang's own here (--hicache-size); leave that out")

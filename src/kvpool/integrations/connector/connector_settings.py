@@ -47,8 +47,10 @@ class ConnectorSettings:
     """Names the weights in tiers, instead of a digest of their files."""
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> ConnectorSettings:
-        """From the mapping that an engine hands over; what is unknown or cannot work raises `ConfigError`."""
+    def of(cls, given: Mapping[str, Any], option: str = "kv_connector_extra_config") -> ConnectorSettings:
+        """From the mapping that an engine was given as `option`; what is unknown or cannot work raises `ConfigError`."""
+        if not isinstance(given, Mapping):
+            raise ConfigError(f'{option} must be a mapping, as {{"disk": …}}; got {show(given)}')
         if "lmcache_config" in given:
             given = _with_lmcache(given)
         names = [each.name for each in fields(cls)]
@@ -56,7 +58,7 @@ class ConnectorSettings:
             if key not in names:
                 near = difflib.get_close_matches(str(key), names, 1)
                 hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(names)}"
-                raise ConfigError(f"kv_connector_extra_config has no {show(key)}{hint}")
+                raise ConfigError(f"{option} has no {show(key)}{hint}")
         if "host_bytes" in given and given.get("host_blocks") is not None:
             raise ConfigError("host_bytes and host_blocks both size the host; give one of them")
         if "disk_bytes" in given and given.get("disk") is None:

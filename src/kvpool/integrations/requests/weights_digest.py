@@ -36,7 +36,7 @@ def weights_id(path: str | Path) -> str:
     if not files:
         raise ConfigError(
             f"{root} holds no files with weights ({', '.join(_SUFFIXES)}), so that its blocks in tiers could not be told "
-            "from another model's; name it with model_id in kv_connector_extra_config"
+            "from another model's; name it with model_id"
         )
     digest = hashlib.sha256()
     try:
