@@ -16,6 +16,7 @@ pytest.importorskip("xxhash")
 from toy import PROMPT, ToyEngine, ToyRequest, give_way
 
 from kvpool.integrations.reports.block_events import BlocksStored
+from kvpool.tiers import Outcome
 
 PAGES = [0, 1, 2, 3, 4]
 PATIENCE = 30.0  # seconds after which something waits for ever
@@ -177,7 +178,9 @@ def test_given_a_tier_that_does_not_answer_look_ups_then_requests_are_computed(e
     assert gate.num_waiting <= 2
     gate.opens.set()
     until(lambda: not toy.scheduler._lookups._tiers[0][0].num_hung)
-    toy.scheduler._lookups._timeout = PATIENCE  # a busy machine must not look like a tier that hangs
+    toy.scheduler._lookups._timeout = toy.scheduler._lookups.patience = (
+        PATIENCE  # a busy machine must not look like a tier that hangs
+    )
     assert toy.look_up(ToyRequest("c", PROMPT)) == (16, True)
 
 
@@ -198,6 +201,41 @@ def test_given_as_many_loads_that_hang_as_there_are_threads_then_the_next_one_fa
     assert toy._step_loads(failed) == {"b2"}
     assert failed == {20, 21, 22, 23}
     gate.opens.set()
+
+
+# --- many who want the same ----------------------------------------------------------------------------------------------
+
+
+def test_given_a_prefix_that_is_on_its_way_from_a_tier_then_others_wait_for_it_and_take_it_from_the_host(
+    engine: Any, tmp_path: Path
+) -> None:
+    toy = filled(engine, tmp_path, timeout=PATIENCE)
+    gate = begin_load(toy, ToyRequest("b", PROMPT))
+    longer, salted = ToyRequest("c", [*PROMPT, *PROMPT]), ToyRequest("d", PROMPT, cache_salt="ada")
+    until(lambda: toy.scheduler.look_up(longer, 0)[0] is None and not toy.scheduler._tracked(longer).is_asking)
+    assert toy.scheduler.look_up(longer, 0) == (None, False)
+    assert toy.look_up(salted) == (0, False)
+    end_load(toy, "b", gate)
+    assert toy.scheduler.look_up(longer, 0) == (16, False)
+    assert gate.num_waiting == 1
+
+
+def test_given_a_prefix_that_never_comes_from_a_tier_then_others_do_not_wait_for_it_for_ever(
+    engine: Any, tmp_path: Path
+) -> None:
+    toy = filled(engine, tmp_path, timeout=0.3)
+    gate = begin_load(toy, ToyRequest("b", PROMPT))
+    until(lambda: toy.scheduler.look_up(ToyRequest("c", PROMPT), 0)[0] is not None)
+    gate.opens.set()
+
+
+def test_given_a_prefix_that_could_not_be_loaded_then_those_who_waited_go_on(engine: Any, tmp_path: Path) -> None:
+    toy = filled(engine, tmp_path, timeout=PATIENCE)
+    gate = begin_load(toy, ToyRequest("b", PROMPT))
+    waiting = ToyRequest("c", PROMPT)
+    gate._method = lambda keys, *rest: [Outcome.FAILED] * len(keys)
+    end_load(toy, "b", gate)
+    assert toy.look_up(waiting) == (16, True), "it tries for itself"
 
 
 # --- ends ----------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ class _LoadJob:
     first: int
     num_present: int
     last: int
+    digests: list[bytes]  # of blocks that come from tiers
 
 
 class Loader:
@@ -54,6 +56,7 @@ class Loader:
         self._lookups = lookups
         self._events = events
         self._jobs: dict[int, _LoadJob] = {}
+        self._arriving: dict[bytes, float] = {}  # blocks on their way from tiers, and until when others wait for them
 
     def look_up(self, tracked: TrackedRequest, num_computed: int) -> tuple[int | None, bool]:
         """Tokens behind the engine's own that can be loaded, and whether that takes a while. None: ask again."""
@@ -68,18 +71,26 @@ class Loader:
         found = self._manager.match_prefix(tokens, tracked.scope, tracked.items or None)
         num_blocks, waits = min(found.num_blocks, last), False
         if self._lookups is not None and num_blocks < last and not tracked.has_lost:
-            num_below = self._lookups.num_blocks(tracked, max(first, num_blocks), last)
-            if num_below is None:
+            here = max(first, num_blocks)
+            num_below = self._lookups.num_blocks(tracked, here, last)
+            if num_below is None or (num_below > here and self._arrives(tracked, here)):
                 return None, False
             if self._events is not None and not tracked.was_looked_up:
-                self._tell(tracked, max(first, num_blocks), num_below, last)
-            if num_below > max(first, num_blocks):
+                self._tell(tracked, here, num_below, last)
+            if num_below > here:
                 num_below = self._with_room(tracked, num_blocks, num_below)
                 num_blocks, waits = max(num_blocks, num_below), num_below > num_blocks
         if num_blocks <= first:
             return 0, False
         tracked.waits = waits
         return (num_blocks - first) * self._block_size, waits
+
+    def _arrives(self, tracked: TrackedRequest, block: int) -> bool:
+        """Whether a load for somebody else brings this block: it will be on the host then, and is not loaded twice."""
+        if not self._arriving:
+            return False
+        due = self._arriving.get(tracked.tier_digests(block, block + 1)[0])
+        return due is not None and time.monotonic() < due
 
     def _tell(self, tracked: TrackedRequest, first: int, found: int, last: int) -> None:
         """Tiers were asked for the blocks first..last and have those below `found`."""
@@ -111,7 +122,9 @@ class Loader:
         rows = [] if handle is None else handle.block_ids()[first:last].tolist()
         digests = tracked.tier_digests(num_present, last) if tracked.waits and handle is not None else []
         tracked.num_loading += 1
-        self._jobs[job] = _LoadJob(tracked, handle, first, num_present, last)
+        self._jobs[job] = _LoadJob(tracked, handle, first, num_present, last, digests)
+        if digests and self._lookups is not None:
+            self._arriving.update(dict.fromkeys(digests, time.monotonic() + self._lookups.patience))
         held = tracked.holders[num_present - tracked.asked_from : last - tracked.asked_from] if tracked.waits else []
         tracked.hits = num_present - first, held.count(0), last - num_present - held.count(0)
         request_id, present = tracked.request.request_id, num_present - first
@@ -133,6 +146,8 @@ class Loader:
         if done is None:
             return None
         done.tracked.num_loading -= 1
+        for digest in done.digests:
+            self._arriving.pop(digest, None)
         wanted, came = done.last - done.first, min(num_blocks, done.last - done.first)
         present = done.num_present - done.first
         self.stats.hits += came > 0

@@ -22,6 +22,7 @@ class TierLookups:
 
     def __init__(self, settings: ConnectorSettings, workers: Sequence[Introduction]) -> None:
         self._timeout = settings.timeout
+        self.patience = settings.timeout + GRACE_SECONDS  # seconds after which a tier is taken to hang
         self._spaces = [KeySpace(worker.fingerprint) for worker in workers]
         self._tiers = [
             [WatchedTier(tier) for tier in open_tiers(settings, worker, is_reader=True)] for worker in workers
@@ -35,7 +36,7 @@ class TierLookups:
         if not tracked.is_asking:
             digests = tracked.tier_digests(first, last)
             tracked.num_below, tracked.asked_from, tracked.is_asking = None, first, True
-            tracked.answer_due = time.monotonic() + self._timeout + GRACE_SECONDS
+            tracked.answer_due = time.monotonic() + self.patience
             nothing = partial(self._answer, tracked, [])
             if self._are_all_hung() or not self._lane.submit(lambda: self._ask(tracked, digests), nothing):
                 nothing()
