@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -236,6 +238,43 @@ def test_given_a_prefix_that_could_not_be_loaded_then_those_who_waited_go_on(eng
     gate._method = lambda keys, *rest: [Outcome.FAILED] * len(keys)
     end_load(toy, "b", gate)
     assert toy.look_up(waiting) == (16, True), "it tries for itself"
+
+
+# --- servers that come later ---------------------------------------------------------------------------------------------
+
+
+def test_given_a_redis_that_is_started_after_the_engine_then_it_gets_blocks_from_then_on_and_others_find_them(
+    engine: Any, tmp_path: Path
+) -> None:
+    pytest.importorskip("glide_sync")
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tiers"))
+    from servers import RedisServer
+
+    server, numbers = RedisServer(tmp_path), itertools.count()
+    toy = engine(remote=server.url, timeout=5)
+    (watched,) = toy.workers[0]._tiers
+
+    def serve_another() -> ToyRequest:
+        request = ToyRequest("b", [next(numbers)] * 17)
+        toy.serve(request)
+        toy.workers[0]._storer.flush(PATIENCE)
+        return request
+
+    serve_another()
+    server.start()
+    try:
+        until(lambda: bool(serve_another() and watched.tier.stats().bytes_stored))
+        last, other = serve_another(), engine(remote=server.url, timeout=5)
+
+        def finds() -> bool:
+            request = ToyRequest(f"c{next(numbers)}", last.all_token_ids)
+            answer = other.look_up(request)
+            other.scheduler.finish(request.request_id)
+            return answer == (16, True)
+
+        until(finds)
+    finally:
+        server.kill()
 
 
 # --- ends ----------------------------------------------------------------------------------------------------------------
