@@ -172,7 +172,13 @@ def test_given_two_ranks_then_vllm_joins_their_reports_and_what_failed_on_one_is
 
 
 def test_given_a_redis_that_another_engine_filled_then_prefixes_come_from_it(seen: Any) -> None:
-    assert of(seen, "redis") == {"right": True, "cached": [448] * 3}
+    result = of(seen, "redis")
+    assert (result["right"], result["cached"]) == (True, [WHOLE] * 3)
+
+
+def test_given_eight_who_ask_the_same_then_it_is_read_from_redis_once(seen: Any) -> None:
+    result = of(seen, "redis")
+    assert (result["of eight"], result["loaded for eight"]) == (True, WHOLE // 32)
 
 
 def test_given_300_random_requests_a_pool_that_preempts_and_a_host_that_evicts_then_every_answer_is_right(

@@ -467,14 +467,22 @@ def ranks(folder: Path) -> Any:
 
 @check
 def redis(folder: Path) -> Any:
-    """One engine fills a Redis, another finds everything there."""
+    """One engine fills a Redis, another finds everything there, a third is asked the same by eight at once."""
     llama, extra = model("llama", folder), {"host_bytes": "64MB", "remote": os.environ["KVPOOL_TEST_REDIS"]}
     with life(llama, extra) as first:
         expected = first.answers(PROMPTS)
         first.settle()
     with life(llama, extra) as second:
         got = second.asked(PROMPTS)
-    return {"right": [answer for answer, _ in got] == expected, "cached": [cached for _, cached in got]}
+    with life(llama, extra) as third:
+        same = third.answers([PROMPTS[0]] * 8)
+        loaded = third.side.stats()["from_tiers"]
+    return {
+        "right": [answer for answer, _ in got] == expected,
+        "cached": [cached for _, cached in got],
+        "of eight": same == [expected[0]] * 8,
+        "loaded for eight": loaded,
+    }
 
 
 @check
