@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(eq=False, slots=True)
 class StandInRun:
@@ -23,7 +26,12 @@ class StandInRun:
     tenant: str = ""
     parent: Any = None
     entry: Any = None
-    tokens: tuple[int, ...] = ()  # the last ones of its blocks; by default those of its fingerprint
+    content: tuple[int, ...] = ()  # a token for each of its blocks; by default those of its fingerprint
 
-    def last_token_of(self, block: int) -> int:
-        return self.tokens[block] if self.tokens else hash((self.fingerprint, block))
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        blocks = range(self.start, self.start + self.num_blocks)
+        return np.array(self.content or [hash((self.fingerprint, block)) % 2**31 for block in blocks], np.int32)
+
+    def fingerprint_of(self, start: int, key: bytes) -> int:
+        return hash((start, key))

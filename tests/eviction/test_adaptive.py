@@ -6,11 +6,14 @@ from bisect import bisect_right
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from stand_in import StandInRun
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.eviction import AdaptivePolicy, make_policy
 from kvpool.eviction.experience import EDGES, LOWEST, MAX_AGE, NUM_KINDS, Experience, _best_rates, as_shared, kind_of
+from kvpool.eviction.ghosts import num_shared
 from kvpool.eviction.hazard import MOST_NEWCOMERS, MOST_NOTES
 from kvpool.eviction.hints import NUM_HINTS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
@@ -156,22 +159,62 @@ def test_when_what_had_left_comes_back_then_its_turn_is_counted_on() -> None:
     assert back.entry.cohort % NUM_KINDS == kind_of(num_known=8, fan_out=1, turn=3, num_new=3)
 
 
-def test_given_a_prompt_that_only_begins_like_one_that_had_left_then_nothing_came_back() -> None:
+def test_given_a_prompt_that_departs_from_one_that_had_left_then_only_what_they_share_came_back() -> None:
     policy = AdaptivePolicy()
-    left = StandInRun(num_blocks=4, fingerprint=1, turn=1, tokens=(1, 2, 3, 4))
+    left = StandInRun(num_blocks=4, fingerprint=1, turn=1, content=(1, 2, 3, 4))
     policy.add(left)
     policy.evicted(policy.victim())
-    other = StandInRun(num_blocks=6, fingerprint=1, created=1, last_access=1, tokens=(1, 2, 8, 9, 10, 11))
+    other = StandInRun(num_blocks=6, fingerprint=1, created=1, last_access=1, content=(1, 2, 8, 9, 10, 11))
     policy.add(other)
     policy.victim()
-    assert (other.turn, other.fan_out) == (0, 0)
-    assert not policy._learned.has_news
-    policy.evicted(other)
-    longer = StandInRun(num_blocks=8, fingerprint=1, created=2, last_access=2, tokens=(1, 2, 8, 9, 10, 11, 12, 13))
-    policy.add(longer)
+    assert (other.turn, other.fan_out) == (0, 2)  # a branch, not the next turn
+    assert policy._learned._reused.tolist()[2::3] == [2]
+    assert policy.num_ghost_blocks == 2  # the rest
+    key = np.array([3], np.int32).tobytes()
+    rest = StandInRun(num_blocks=3, start=2, fingerprint=left.fingerprint_of(2, key), last_access=2, content=(3, 4, 5))
+    policy.add(rest)
     policy.victim()
-    assert (longer.turn, longer.fan_out) == (1, 1)
-    assert policy._learned.has_news
+    assert policy._learned._reused.tolist()[2::3] == [2, 2]
+    assert policy.num_ghost_blocks == 0
+
+
+def test_given_a_run_that_was_trimmed_before_it_left_then_all_of_it_is_recognised() -> None:
+    policy = AdaptivePolicy()
+    left = StandInRun(num_blocks=6, fingerprint=1, content=(1, 2, 3, 4, 5, 6))
+    policy.add(left)
+    policy.victim()
+    left.num_blocks, left.content = 2, (1, 2)
+    policy.trimmed(left)
+    policy.evicted(left)
+    back = StandInRun(num_blocks=7, fingerprint=1, last_access=1, content=(1, 2, 3, 4, 5, 8, 9))
+    policy.add(back)
+    policy.victim()
+    assert policy._learned._reused.tolist()[2::3] == [5]
+
+
+def test_given_a_run_whose_head_was_reused_then_its_rest_is_recognised_by_its_own_tokens() -> None:
+    policy = AdaptivePolicy()
+    run = StandInRun(num_blocks=6, fingerprint=1, content=(1, 2, 3, 4, 5, 6))
+    policy.add(run)
+    policy.victim()
+    policy.remove(run)
+    run.start, run.num_blocks, run.fingerprint, run.content = 2, 4, 2, (3, 4, 5, 6)
+    policy.add(run)
+    policy.evicted(policy.victim())
+    back = StandInRun(num_blocks=5, start=2, fingerprint=2, last_access=1, content=(3, 4, 5, 6, 7))
+    policy.add(back)
+    policy.victim()
+    assert policy._learned._reused.tolist()[2::3] == [2, 4]
+
+
+@given(
+    left=st.lists(st.integers(0, 2), max_size=9), right=st.lists(st.integers(0, 2), max_size=9), size=st.integers(1, 3)
+)
+def test_what_two_prompts_share_is_counted_in_whole_blocks(left: list[int], right: list[int], size: int) -> None:
+    shared = 0
+    while (end := (shared + 1) * size) <= min(len(left), len(right)) and left[:end] == right[:end]:
+        shared += 1
+    assert num_shared(bytes(left), bytes(right), size) == shared
 
 
 def test_what_a_run_shares_is_judged_by_the_request_that_shared_it_last() -> None:
@@ -222,7 +265,7 @@ def test_given_a_run_longer_than_a_ghost_can_say_then_as_much_is_forgotten_as_wa
     policy.victim()
     policy.evicted(run)
     assert policy.num_ghost_blocks == 2**16 - 1
-    policy._forget(1)
+    policy._ghosts.trim(0, 0)
     policy._learn()
     assert policy.num_ghost_blocks == 0
     assert not len(policy._learned._alive)
@@ -287,7 +330,7 @@ def test_given_hints_after_which_reuse_comes_soon_or_late_then_each_is_valued_by
             learned.follow(cohort, since, 8)
             learned.follow(cohort, since + (age if is_reused else 1_000_000), -8)
             if is_reused:
-                learned.count(kind, age, 8)
+                learned.count(cohort, since + age, 8)
     learned.digest(5_000_000, 1.0)
     worth = learned.worth(400, 200_000.0)
     values = {kind: worth.of(kind) for kind in (soon, late)}
@@ -358,10 +401,10 @@ def test_given_ever_new_sessions_and_tenants_then_what_is_held_of_them_is_bounde
             blocks -= victim.num_blocks
             policy.evicted(victim)
             policy.remove(victim)
-        order, learned = policy._order, policy._learned
+        order, learned, ghosts = policy._order, policy._learned, policy._ghosts
         held = [
-            policy._ghosts, policy._leaders, policy._followers, policy._epochs, order._rows, order._by_value,
-            order._by_age, learned._alive, learned._rows, learned._changes,
+            ghosts._ghosts, ghosts._contents, ghosts._leaders, ghosts._followers, policy._epochs, order._rows,
+            order._by_value, order._by_age, learned._alive, learned._rows, learned._changes,
         ]  # fmt: skip
         half = tick // 2_000
         most[half] = max(most[half], sum(map(len, held)))

@@ -99,6 +99,9 @@ def serve(scheduler: Scheduler, workload: Workload, num_requests: int, num_draft
 
 
 @settings(max_examples=60)
+@example(  # prompts that differ were once taken for the same by their last token, which a recording hides
+    seed=29, gpu_blocks=29, host_blocks=10, windowed=True, policy="adaptive", num_drafts=0, copies=False, unfilled=False
+)  # fmt: skip
 @given(
     seed=st.integers(0, 2**32),
     gpu_blocks=st.integers(12, 60),

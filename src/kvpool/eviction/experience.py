@@ -87,9 +87,10 @@ class Experience:
         """How much waits for the next digest."""
         return (len(self._changes) + len(self._reused)) // 3
 
-    def count(self, kind: int, age: int, blocks: int) -> None:
-        """Blocks of a kind were reused at this age."""
-        self._reused.extend((kind, age, blocks))
+    def count(self, cohort: int, now: int, blocks: int) -> None:
+        """At this moment so many blocks of a cohort were reused."""
+        since, kind = divmod(cohort, NUM_KINDS)
+        self._reused.extend((kind, now - since, blocks))
         self.has_news = True
 
     def follow(self, cohort: int, now: int, blocks: int) -> None:

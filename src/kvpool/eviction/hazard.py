@@ -12,16 +12,16 @@ loses, is in docs/decisions/0005-eviction-policy.md.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
 from math import log2
 from typing import Any, ClassVar, Final
 
 from kvpool.compiling import mypyc_attr
 from kvpool.eviction.experience import LOWEST, NUM_KINDS, Experience, as_shared, kind_of
+from kvpool.eviction.ghosts import Ghosts
 from kvpool.eviction.kind_rows import WEIGHTS, Row, RowOrder
 from kvpool.eviction.policy import EvictionPolicy
 from kvpool.eviction.queues import BLOCKS, KEY, RUN, START, Item
-from kvpool.eviction.run import Run, moment_of
+from kvpool.eviction.run import Run, Tokens, moment_of
 
 EPOCHS_PER_CACHE: Final = 32  # the cache turns over once in so many epochs
 ORDERS_PER_CACHE: Final = 48  # how often candidates are put in order by their ages while it does
@@ -40,27 +40,18 @@ MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few mi
 class _Record:
     """What the policy knows about one run. It lies in `run.entry` for as long as the run is in the cache."""
 
-    __slots__ = ("cohort", "hits", "item", "owner", "row", "trimmed")
+    __slots__ = ("cohort", "hits", "item", "owner", "row", "tokens", "trimmed")
 
-    def __init__(self, owner: AdaptivePolicy, cohort: int, row: Row, item: Item, hits: int, trimmed: int) -> None:
+    def __init__(
+        self, owner: AdaptivePolicy, cohort: int, row: Row, item: Item, hits: int, tokens: Tokens, trimmed: int
+    ) -> None:
         self.owner = owner
         self.cohort = cohort
         self.row = row
         self.item = item  # as it was last pushed; without a run while it is no candidate
         self.hits = hits  # those seen
         self.trimmed = trimmed  # blocks that it has lost since its last use
-
-
-# A ghost is one number, made of its cohort, blocks, turn and uses: tuples would call the collector. For days it is small
-# enough for the processor; of a longer run, which is rare, only so many blocks are followed.
-_BLOCK_BITS: Final = 16
-_TURN_BITS: Final = 2
-_USE_BITS: Final = 3
-_MOST_BLOCKS: Final = 2**_BLOCK_BITS - 1
-_MOST_TURNS: Final = 2**_TURN_BITS - 1
-_MOST_USES: Final = 2**_USE_BITS - 1
-_TOKEN_BITS: Final = 32
-_MOST_TOKENS: Final = 2**_TOKEN_BITS - 1
+        self.tokens = tokens  # with those of the lost blocks
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -101,11 +92,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._num_met_before = 0  # and before that
         self._learned = Experience()
         self._order = RowOrder(self._learned.worth(self._capacity, self._turnover))
-        self._ghosts: OrderedDict[int, int] = OrderedDict()  # by fingerprint
-        self._leaders: dict[int, int] = {}  # fingerprint of a ghost -> of the run before it, if there was one
-        self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
-        self._ends: dict[int, int] = {}  # fingerprint of a ghost -> how many blocks it had when it left, and its last token
-        self._ghost_blocks = 0
+        self._ghosts = Ghosts(self._learned)
         # of the run before the one that left last: its fingerprint, its tick, its kind when shared
         self._last_left = 0, -1, 0
 
@@ -136,9 +123,10 @@ class AdaptivePolicy(EvictionPolicy):
         if record.item[RUN] is not None:
             self._take_out(record)
         if record.item[KEY] != run.last_access:
-            self._put_in(run, run.hits, self._cohort(run, run.hits, self._moment(run)), 0)
+            self._put_in(run, run.hits, self._cohort(run, run.hits, self._moment(run)), run.tokens, 0)
         else:
-            self._put_in(run, run.hits, record.cohort, record.trimmed + self._lost(run, record))
+            tokens, lost = self._rest(run, record)
+            self._put_in(run, run.hits, record.cohort, tokens, record.trimmed + lost)
 
     def remove(self, run: Run) -> None:
         if self._newcomers:
@@ -148,9 +136,9 @@ class AdaptivePolicy(EvictionPolicy):
             return
         self._take_out(record)
         if run.hits > record.hits:
-            self._count(record.cohort, record.item[BLOCKS] + record.trimmed)
+            self._learned.count(record.cohort, self._now, record.item[BLOCKS] + record.trimmed)
             if record.trimmed:
-                self._count_ghosts(self._followers.get(run.fingerprint), record.trimmed)
+                self._ghosts.count_behind(run.fingerprint, record.trimmed, self._now)
 
     def trimmed(self, run: Run) -> None:
         if self._newcomers:
@@ -177,7 +165,9 @@ class AdaptivePolicy(EvictionPolicy):
         self._len -= 1
         self._num_blocks -= blocks
         above = getattr(run, "parent", None) if run.start else None
-        self._bury(run, record.cohort, blocks + record.trimmed, above)
+        leader = None if above is None else above.fingerprint
+        self._ghosts.bury(run, record.tokens, blocks + record.trimmed, leader, record.cohort, self._now)
+        self._ghosts.trim(GHOSTS_PER_CACHE * self._capacity, self._now)
         kind = record.row.kind
         if above is not None and kind != LOWEST:
             self._last_left = above.fingerprint, run.last_access, as_shared(kind)
@@ -197,7 +187,7 @@ class AdaptivePolicy(EvictionPolicy):
     @property
     def num_ghost_blocks(self) -> int:
         """Number of blocks of the evicted runs remembered."""
-        return self._ghost_blocks
+        return self._ghosts.num_blocks
 
     def __len__(self) -> int:
         return self._len + len(self._newcomers)
@@ -243,11 +233,11 @@ class AdaptivePolicy(EvictionPolicy):
             return kind
         return as_shared(kind_of(run.start + run.num_blocks, hits, run.turn + 1 if hits <= 1 else 0, 0))
 
-    def _put_in(self, run: Run, hits: int, cohort: int, trimmed: int) -> None:
+    def _put_in(self, run: Run, hits: int, cohort: int, tokens: Tokens, trimmed: int) -> None:
         since, kind = divmod(cohort, NUM_KINDS)
         row = self._order.row(run.priority, kind, self._weight_class(run) if self._depth_cost else 0)
         item = self._order.push(row, run, since)
-        run.entry = _Record(self, cohort, row, item, hits, trimmed)
+        run.entry = _Record(self, cohort, row, item, hits, tokens, trimmed)
         blocks = item[BLOCKS]
         self._learned.follow(cohort, self._now, blocks + trimmed)
         self._len += 1
@@ -289,7 +279,7 @@ class AdaptivePolicy(EvictionPolicy):
         """A run that is new here: it was computed, perhaps not for the first time."""
         fingerprint, moment, num_known = run.fingerprint, self._moment(run), 0
         if fingerprint in self._ghosts:
-            num_known, turn, num_uses = self._count_ghosts(fingerprint, run.num_blocks, run)
+            num_known, turn, num_uses = self._ghosts.recognise(run, self._now)
             if num_known:
                 run.turn, run.fan_out = turn + 1 if num_uses <= 1 else 0, num_uses  # as if its beginning had stayed
         if not hits:
@@ -297,7 +287,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._inserted += run.num_blocks
             if self._inserted * EPOCHS_PER_CACHE >= self._capacity:
                 self._next_epoch()
-        self._put_in(run, hits, self._cohort(run, hits, moment, num_known), 0)
+        self._put_in(run, hits, self._cohort(run, hits, moment, num_known), run.tokens, 0)
 
     def _next_epoch(self) -> None:
         """Time goes on. What follows from it is worked out for the next victim, or when much has come together."""
@@ -312,73 +302,14 @@ class AdaptivePolicy(EvictionPolicy):
         if self._learned.num_noted >= MOST_NOTES:
             self._learn()
 
-    def _count(self, cohort: int, blocks: int) -> None:
-        """Blocks of a cohort were reused."""
-        since, kind = divmod(cohort, NUM_KINDS)
-        self._learned.count(kind, self._now - since, blocks)
+    def _rest(self, run: Run, record: _Record) -> tuple[Tokens, int]:
+        """Of a run that comes back unused: its tokens with those it has lost since its last use, and how many blocks it lost.
 
-    def _lost(self, run: Run, record: _Record) -> int:
-        """By how many blocks a run that comes back unused was trimmed; 0 if its head was reused and is another run now."""
+        If its head was reused and is another run now, that counts, and it begins behind it.
+        """
         split_off: int = run.start + record.item[START]
-        trimmed: int = record.item[BLOCKS] - run.num_blocks
         if split_off > 0:
-            self._count(record.cohort, split_off)
-            return 0
-        return max(0, trimmed)
-
-    def _bury(self, run: Run, cohort: int, blocks: int, above: Any) -> None:
-        """A run has left, and is followed further. `above` is the run before it, if there is one."""
-        fingerprint = run.fingerprint
-        if fingerprint in self._ghosts:
-            self._forget(fingerprint)
-        if blocks > _MOST_BLOCKS:
-            self._learned.follow(cohort, self._now, _MOST_BLOCKS - blocks)
-            blocks = _MOST_BLOCKS
-        self._ends[fingerprint] = run.num_blocks << _TOKEN_BITS | run.last_token_of(run.num_blocks - 1) & _MOST_TOKENS
-        used = min(run.turn, _MOST_TURNS) << _USE_BITS | min(run.hits + 1, _MOST_USES)
-        self._ghosts[fingerprint] = (cohort << _BLOCK_BITS | blocks) << (_TURN_BITS + _USE_BITS) | used
-        if above is not None:
-            self._leaders[fingerprint] = leader = above.fingerprint
-            self._followers[leader] = fingerprint
-        self._ghost_blocks += blocks
-        while self._ghost_blocks > GHOSTS_PER_CACHE * self._capacity:
-            self._forget(next(iter(self._ghosts)))
-
-    def _forget(self, fingerprint: int) -> tuple[int, int, int, int]:
-        """Follows a ghost no longer; returns its cohort, blocks, turn and uses."""
-        ghost = self._ghosts.pop(fingerprint)
-        del self._ends[fingerprint]
-        num_uses, turn = ghost & _MOST_USES, ghost >> _USE_BITS & _MOST_TURNS
-        ghost >>= _TURN_BITS + _USE_BITS
-        cohort, blocks = ghost >> _BLOCK_BITS, ghost & _MOST_BLOCKS
-        leader = self._leaders.pop(fingerprint, None)
-        if leader is not None and self._followers.get(leader) == fingerprint:
-            del self._followers[leader]
-        self._ghost_blocks -= blocks
-        self._learned.follow(cohort, self._now, -blocks)
-        return cohort, blocks, turn, num_uses
-
-    def _goes_on(self, run: Run, offset: int, fingerprint: int) -> bool:
-        """Whether a run that begins like a ghost, so many blocks behind its own beginning, ends like it or before it.
-
-        Prompts with the same first block are often others behind it; their last tokens tell them apart well enough.
-        """
-        end = self._ends[fingerprint]
-        last = offset + (end >> _TOKEN_BITS) - 1
-        return last >= run.num_blocks or run.last_token_of(last) & _MOST_TOKENS == end & _MOST_TOKENS
-
-    def _count_ghosts(self, fingerprint: int | None, num_blocks: int, run: Run | None = None) -> tuple[int, int, int]:
-        """Content that had left was computed again: its ghost, and those that followed it, as far as it reaches.
-
-        `run` has that content, if it is known yet. Returns how many blocks that were, the turn of the last ghost, and how
-        many requests had used it.
-        """
-        left, turn, num_uses = num_blocks, 0, 0
-        while left > 0 and fingerprint is not None and fingerprint in self._ghosts:
-            if run is not None and not self._goes_on(run, num_blocks - left, fingerprint):
-                break
-            cohort, blocks, turn, num_uses = self._forget(fingerprint)
-            self._count(cohort, min(blocks, left))
-            left -= blocks
-            fingerprint = self._followers.get(fingerprint)
-        return num_blocks - max(0, left), turn, num_uses
+            self._learned.count(record.cohort, self._now, split_off)
+            had = record.item[BLOCKS] + record.trimmed
+            return record.tokens[len(record.tokens) // had * split_off :], 0
+        return record.tokens, max(0, record.item[BLOCKS] - run.num_blocks)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
+Tokens: TypeAlias = npt.NDArray[np.int32]
 MOMENTS_PER_SECOND: Final = 2**20
 
 
@@ -68,5 +72,9 @@ class Run(Protocol):
     def fingerprint(self) -> int:
         """Identity of the content by its place and first block: the same when the run was evicted and computed again."""
 
-    def last_token_of(self, block: int) -> int:
-        """The last token of one of its blocks, by which runs that begin alike can be told apart."""
+    @property
+    def tokens(self) -> Tokens:
+        """Those of its blocks. A policy may keep the array."""
+
+    def fingerprint_of(self, start: int, key: bytes) -> int:
+        """What a run of the same reuse scope has for its fingerprint that begins at this depth with these tokens."""

@@ -120,7 +120,7 @@ class Node:
         self.published_by = 0
         self.ttl = None
         self.expires_at = NEVER
-        self.fingerprint = hash((parent.root.fingerprint, start, key))
+        self.fingerprint = self.fingerprint_of(start, key)
         self.session = None
         self.copied_sessions = ()
         self.digests = None
@@ -128,10 +128,9 @@ class Node:
         self.logits = None
         self.entry = None
 
-    def last_token_of(self, block: int) -> int:
-        """The last token of a block of this run, of a closed node."""
-        size = len(self.tokens) // self.num_blocks
-        return int(self.tokens[(block + 1) * size - 1])
+    def fingerprint_of(self, start: int, key: bytes) -> int:
+        """What a run of this reuse scope is known by that begins at this depth with a block of these tokens."""
+        return hash((self.root.fingerprint, start, key))
 
     @property
     def tenant(self) -> str:

@@ -232,7 +232,7 @@ class RunTree:
         if node.shadow is not None:
             self.context.shadows.divide(upper, node, num_blocks)
         node.key = node.tokens[:size].tobytes()
-        node.fingerprint = hash((node.root.fingerprint, node.start, node.key))
+        node.fingerprint = node.fingerprint_of(node.start, node.key)
         if self.context.rows.symbols.placeholders:
             mark_items_before(node)
         if not node.detached:
