@@ -81,7 +81,7 @@ def version(policy: str) -> str:
     root = Path(kvpool.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(path for part in SOURCES for path in (root / part).rglob("*.py")):
-        if policy == "adaptive" or path.stem not in ("hazard", "experience"):
+        if policy == "adaptive" or "learning" not in path.parts:
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

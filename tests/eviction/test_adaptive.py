@@ -12,10 +12,19 @@ from stand_in import StandInRun
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.eviction import AdaptivePolicy, make_policy
-from kvpool.eviction.experience import EDGES, LOWEST, MAX_AGE, NUM_KINDS, Experience, _best_rates, as_shared, kind_of
-from kvpool.eviction.ghosts import num_shared
-from kvpool.eviction.hazard import MOST_NEWCOMERS, MOST_NOTES
 from kvpool.eviction.hints import NUM_HINTS
+from kvpool.eviction.learning.experience import (
+    EDGES,
+    LOWEST,
+    MAX_AGE,
+    NUM_KINDS,
+    Experience,
+    _best_rates,
+    as_shared,
+    kind_of,
+)
+from kvpool.eviction.learning.ghosts import num_shared
+from kvpool.eviction.learning.hazard import MOST_NEWCOMERS, MOST_NOTES
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.replay.simulation.bounds import run_model
 from managers import make_manager
@@ -168,13 +177,13 @@ def test_given_a_prompt_that_departs_from_one_that_had_left_then_only_what_they_
     policy.add(other)
     policy.victim()
     assert (other.turn, other.fan_out) == (0, 2)  # a branch, not the next turn
-    assert policy._learned._reused.tolist()[2::3] == [2]
+    assert policy._learned._reused[2::3] == [2]
     assert policy.num_ghost_blocks == 2  # the rest
     key = np.array([3], np.int32).tobytes()
     rest = StandInRun(num_blocks=3, start=2, fingerprint=left.fingerprint_of(2, key), last_access=2, content=(3, 4, 5))
     policy.add(rest)
     policy.victim()
-    assert policy._learned._reused.tolist()[2::3] == [2, 2]
+    assert policy._learned._reused[2::3] == [2, 2]
     assert policy.num_ghost_blocks == 0
 
 
@@ -189,7 +198,7 @@ def test_given_a_run_that_was_trimmed_before_it_left_then_all_of_it_is_recognise
     back = StandInRun(num_blocks=7, fingerprint=1, last_access=1, content=(1, 2, 3, 4, 5, 8, 9))
     policy.add(back)
     policy.victim()
-    assert policy._learned._reused.tolist()[2::3] == [5]
+    assert policy._learned._reused[2::3] == [5]
 
 
 def test_given_a_run_whose_head_was_reused_then_its_rest_is_recognised_by_its_own_tokens() -> None:
@@ -204,7 +213,7 @@ def test_given_a_run_whose_head_was_reused_then_its_rest_is_recognised_by_its_ow
     back = StandInRun(num_blocks=5, start=2, fingerprint=2, last_access=1, content=(3, 4, 5, 6, 7))
     policy.add(back)
     policy.victim()
-    assert policy._learned._reused.tolist()[2::3] == [2, 4]
+    assert policy._learned._reused[2::3] == [2, 4]
 
 
 @given(

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from stand_in import StandInRun
 
-from kvpool.eviction.experience import EDGES, NUM_KINDS, Experience, Worth
-from kvpool.eviction.kind_rows import MARGIN, WEIGHT_OF, RowOrder
+from kvpool.eviction.learning.experience import EDGES, NUM_KINDS, Experience, Worth
+from kvpool.eviction.learning.kind_rows import MARGIN, WEIGHT_OF, RowOrder
 from kvpool.eviction.queues import KEY, RUN, Item
 
 KINDS = 5

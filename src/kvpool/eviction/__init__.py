@@ -10,8 +10,8 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.adaptive import ARCPolicy, TwoQueuePolicy
 from kvpool.eviction.clock import ClockPolicy, SievePolicy
 from kvpool.eviction.cost import CostAwarePolicy
-from kvpool.eviction.hazard import AdaptivePolicy
 from kvpool.eviction.keyed import FIFOPolicy, LFUPolicy, LRUPolicy, PriorityPolicy
+from kvpool.eviction.learning.hazard import AdaptivePolicy
 from kvpool.eviction.policy import EvictionPolicy, KeyedPolicy
 from kvpool.eviction.remembering import GhostPolicy, RememberingPolicy
 from kvpool.eviction.run import Run

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 Tokens: TypeAlias = npt.NDArray[np.int32]
-MOMENTS_PER_SECOND: Final = 2**20
-
-
-def moment_of(seconds: float) -> int:
-    """A time as policies compute with it. Recordings write times on this grid, so that a replay decides the same again."""
-    return round(seconds * MOMENTS_PER_SECOND)
 
 
 class Key(Protocol):

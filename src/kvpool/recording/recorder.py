@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.eviction.run import MOMENTS_PER_SECOND, moment_of
+from kvpool.eviction.moments import MOMENTS_PER_SECOND, moment_of
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int64Array
 from kvpool.recording.lines import open_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
-from kvpool.eviction.experience import Experience
+from kvpool.eviction.learning.experience import Experience
 from kvpool.eviction.run import Run, Tokens
 
 # A ghost is one number, made of its cohort, blocks, turn and uses: tuples would call the collector. For days it is small

@@ -16,12 +16,13 @@ from math import log2
 from typing import Any, ClassVar, Final
 
 from kvpool.compiling import mypyc_attr
-from kvpool.eviction.experience import LOWEST, NUM_KINDS, Experience, as_shared, kind_of
-from kvpool.eviction.ghosts import Ghosts
-from kvpool.eviction.kind_rows import WEIGHTS, Row, RowOrder
+from kvpool.eviction.learning.experience import LOWEST, NUM_KINDS, Experience, as_shared, kind_of
+from kvpool.eviction.learning.ghosts import Ghosts
+from kvpool.eviction.learning.kind_rows import WEIGHTS, Row, RowOrder
+from kvpool.eviction.moments import moment_of
 from kvpool.eviction.policy import EvictionPolicy
 from kvpool.eviction.queues import BLOCKS, KEY, RUN, START, Item
-from kvpool.eviction.run import Run, Tokens, moment_of
+from kvpool.eviction.run import Run, Tokens
 
 EPOCHS_PER_CACHE: Final = 32  # the cache turns over once in so many epochs
 ORDERS_PER_CACHE: Final = 48  # how often candidates are put in order by their ages while it does

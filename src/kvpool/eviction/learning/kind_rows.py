@@ -11,7 +11,7 @@ from bisect import bisect_right
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final
 
-from kvpool.eviction.experience import EDGES, NUM_KINDS, Worth
+from kvpool.eviction.learning.experience import EDGES, NUM_KINDS, Worth
 from kvpool.eviction.queues import KEY, NO_CANDIDATES, RUN, Item, RunQueue
 from kvpool.eviction.run import Run
 
@@ -157,9 +157,12 @@ class RowOrder:
             item = None if row is None or row.age_key != key else row.first()
             if row is None or item is None:
                 heappop(by_age)  # it stands elsewhere, or has no candidates
-            elif item[KEY] != key:
+                continue
+            if item[KEY] != key:
                 row.age_key = item[KEY]
                 heapreplace(by_age, (priority, row.age_key, number))
-            else:
-                self._oldest, self._of_oldest = item, self._value(row, item[_SINCE])
-                return item
+                if by_age[0][2] != number:
+                    continue
+            self._oldest = item
+            self._of_oldest = row.value if item is row.least else self._value(row, item[_SINCE])
+            return item

@@ -6,7 +6,6 @@ when the epoch began times the number of kinds plus the kind, so that older coho
 
 from __future__ import annotations
 
-from array import array
 from typing import Final
 
 import numpy as np
@@ -74,8 +73,8 @@ class Experience:
         self.has_news = False  # whether anything was reused since the last digest
         self._rows: dict[int, int] = {}  # of the kinds met so far
         self._row_of: Ints = np.zeros(NUM_KINDS, np.int64)  # the same
-        self._reused = array("q")  # since the last digest: kind, age and blocks of each
-        self._changes = array("q")  # of what is followed since then: cohort, moment and blocks of each
+        self._reused: list[int] = []  # since the last digest: kind, age and blocks of each
+        self._changes: list[int] = []  # of what is followed since then: cohort, moment and blocks of each
         self._alive: Ints = np.zeros(0, np.int64)  # cohorts that are followed
         self._alive_blocks: Ints = np.zeros(0, np.int64)  # and how many blocks of each
         self._hits: Floats = np.zeros((0, _BINS))
@@ -90,12 +89,12 @@ class Experience:
     def count(self, cohort: int, now: int, blocks: int) -> None:
         """At this moment so many blocks of a cohort were reused."""
         since, kind = divmod(cohort, NUM_KINDS)
-        self._reused.extend((kind, now - since, blocks))
+        _note(self._reused, kind, now - since, blocks)
         self.has_news = True
 
     def follow(self, cohort: int, now: int, blocks: int) -> None:
         """From this moment on, so many more blocks of a cohort are followed, or fewer."""
-        self._changes.extend((cohort, now, blocks))
+        _note(self._changes, cohort, now, blocks)
 
     def digest(self, now: int, fading: float) -> None:
         """Counts what was noted.
@@ -113,7 +112,7 @@ class Experience:
         places = row_of[reused] * _BINS + np.searchsorted(_FROM, age, side="right") - 1
         self._hits = (_grown(self._hits, used) + np.bincount(places, blocks, used * _BINS).reshape(used, _BINS)) * fading
         self._followed = _grown(self._followed, used) + _exposed(row_of[kind], moment - since, change, used)
-        self._changes, self._reused = array("q"), array("q")
+        self._changes, self._reused = [], []
         self._change_alive(cohort, change)
         since, kind = np.divmod(self._alive, NUM_KINDS)
         to_come = _exposed(row_of[kind], now - since, self._alive_blocks, used)
@@ -174,9 +173,16 @@ class Worth:
         return rates
 
 
-def _columns(noted: array[int]) -> Ints:
+def _note(notes: list[int], first: int, second: int, third: int) -> None:
+    """Appends one by one: compiled, that makes no tuple and asks no iterator."""
+    notes.append(first)
+    notes.append(second)
+    notes.append(third)
+
+
+def _columns(noted: list[int]) -> Ints:
     """What was noted in threes, by column."""
-    return np.frombuffer(noted, np.int64).reshape(-1, 3).T
+    return np.array(noted, np.int64).reshape(-1, 3).T
 
 
 def _grown(rows: Floats, num_rows: int) -> Floats:
