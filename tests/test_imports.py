@@ -6,6 +6,7 @@ The layer rules read the source, so they also see imports inside functions and u
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -66,15 +68,39 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+class Module(NamedTuple):
+    """What the rules ask of a module's source."""
+
+    name: str
+    has_docstring: bool
+    imports: list[tuple[int, str]]
+
+
+@functools.cache
+def modules() -> list[Module]:
+    """Every module of the package, parsed once for all rules."""
+    found = []
+    for path in MODULE_FILES:
+        tree, name = ast.parse(path.read_text(encoding="utf-8")), module_name(path)
+        imports = list(imported_names(tree, name, is_package=path.name == "__init__.py"))
+        found.append(Module(name, bool(ast.get_docstring(tree)), imports))
+    return found
+
+
+def room_of(name: str) -> str:
+    """The part of the package that a dotted name belongs to; of the root itself, and of what is no part of it, nothing."""
+    top, _, rest = name.partition(".")
+    return rest.partition(".")[0] if top == "kvpool" else ""
+
+
 def is_control_plane(name: str) -> bool:
-    room = name.split(".")[1] if "." in name else ""
-    return room in (*CONTROL_PLANE, "", "cli", "compat")
+    return room_of(name) in (*CONTROL_PLANE, "", "cli", "compat")
 
 
-def imported_names(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
+def imported_names(tree: ast.AST, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
     """Line and absolute dotted name of every import; `from a import b` gives `a.b`, be it a module or a name in one."""
     package = module.split(".") if is_package else module.split(".")[:-1]
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -83,14 +109,14 @@ def imported_names(source: str, module: str, *, is_package: bool) -> Iterator[tu
             yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
 
 
-def upward_imports(source: str, module: str, *, is_package: bool = False) -> list[str]:
-    """Imports in `source` that reach a higher layer, or the root package, which holds the names of all layers."""
-    own = module.split(".")[1] if "." in module else ""
+def upward_imports(module: str, imports: list[tuple[int, str]]) -> list[str]:
+    """Those of a module's imports that reach a higher layer, or the root package, which holds the names of all layers."""
+    own = room_of(module)
     if not own:
         return []
     above = LAYERS[LAYERS.index(own) + 1 :]
     found = []
-    for line, name in imported_names(source, module, is_package=is_package):
+    for line, name in imports:
         top, _, rest = name.partition(".")
         target = rest.partition(".")[0]
         if top == "kvpool" and (target in above or target not in {*LAYERS, *SIBLINGS}):
@@ -99,9 +125,9 @@ def upward_imports(source: str, module: str, *, is_package: bool = False) -> lis
 
 
 def test_given_a_fresh_interpreter_when_the_control_plane_is_imported_then_no_optional_package_is_asked_for() -> None:
-    modules = [name for name in map(module_name, MODULE_FILES) if is_control_plane(name)]
+    names = [name for name in map(module_name, MODULE_FILES) if is_control_plane(name)]
     result = subprocess.run(
-        [sys.executable, "-c", PROBE, json.dumps([HEAVY, modules])],
+        [sys.executable, "-c", PROBE, json.dumps([HEAVY, names])],
         capture_output=True,
         text=True,
         check=False,
@@ -112,10 +138,8 @@ def test_given_a_fresh_interpreter_when_the_control_plane_is_imported_then_no_op
     assert json.loads(result.stdout) == []
 
 
-@pytest.mark.parametrize("path", MODULE_FILES, ids=module_name)
-def test_given_a_module_then_it_imports_no_higher_layer(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    assert upward_imports(source, module_name(path), is_package=path.name == "__init__.py") == []
+def test_given_a_module_then_it_imports_no_higher_layer() -> None:
+    assert [found for module in modules() for found in upward_imports(module.name, module.imports)] == []
 
 
 def test_given_the_package_then_every_module_of_it_has_a_layer() -> None:
@@ -125,13 +149,12 @@ def test_given_the_package_then_every_module_of_it_has_a_layer() -> None:
 
 def import_graph() -> dict[str, set[str]]:
     """Which module imports which, also inside functions and for types alone. Packages count as their `__init__`."""
-    names = {module_name(path) for path in MODULE_FILES}
+    names = {module.name for module in modules()}
     graph: dict[str, set[str]] = {}
-    for path in MODULE_FILES:
-        module, is_package = module_name(path), path.name == "__init__.py"
-        used = graph.setdefault(module, set())
-        for _, name in imported_names(path.read_text(encoding="utf-8"), module, is_package=is_package):
-            used.update({name, name.rpartition(".")[0]} & names - {module})
+    for module in modules():
+        used = graph.setdefault(module.name, set())
+        for _, name in module.imports:
+            used.update({name, name.rpartition(".")[0]} & names - {module.name})
     return graph
 
 
@@ -171,17 +194,21 @@ def test_given_a_file_name_then_only_one_module_has_it() -> None:
     assert [name for name, number in names.items() if number > 1] == []
 
 
-@pytest.mark.parametrize("path", MODULE_FILES, ids=module_name)
-def test_given_a_module_of_the_control_plane_then_it_imports_none_that_holds_bytes(path: Path) -> None:
-    module = module_name(path)
-    if module.split(".")[1:2] and module.split(".")[1] in CONTROL_PLANE:
-        names = imported_names(path.read_text(encoding="utf-8"), module, is_package=path.name == "__init__.py")
-        assert [name for _, name in names if name.split(".")[:1] == ["kvpool"] and name.split(".")[1] in BYTES] == []
+def test_given_a_module_of_the_control_plane_then_it_imports_none_that_holds_bytes() -> None:
+    plane = [module for module in modules() if room_of(module.name) in CONTROL_PLANE]
+    assert plane
+    imports = [(f"{module.name}:{line}", name) for module in plane for line, name in module.imports]
+    assert [found for found in imports if room_of(found[1]) in BYTES] == []
 
 
-@pytest.mark.parametrize("path", MODULE_FILES, ids=module_name)
-def test_given_a_module_then_its_docstring_says_what_it_is_for(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), f"{path.relative_to(SRC)} has no docstring"
+def test_given_a_module_then_its_docstring_says_what_it_is_for() -> None:
+    assert [module.name for module in modules() if not module.has_docstring] == []
+
+
+def upward_in_pools(source: str) -> list[str]:
+    """What the rule says of a module of `pools/` with this source."""
+    module = "kvpool.pools.pool"
+    return upward_imports(module, list(imported_names(ast.parse(source), module, is_package=False)))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +226,7 @@ def test_given_a_module_then_its_docstring_says_what_it_is_for(path: Path) -> No
     ],
 )
 def test_given_an_upward_import_in_blocks_then_it_is_found(source: str) -> None:
-    assert len(upward_imports(source, "kvpool.pools.pool")) == 1
+    assert len(upward_in_pools(source)) == 1
 
 
 @pytest.mark.parametrize(
@@ -213,4 +240,4 @@ def test_given_an_upward_import_in_blocks_then_it_is_found(source: str) -> None:
     ],
 )
 def test_given_a_downward_import_in_blocks_then_it_is_allowed(source: str) -> None:
-    assert upward_imports(source, "kvpool.pools.pool") == []
+    assert upward_in_pools(source) == []
