@@ -25,9 +25,9 @@ EXPECTED = {
     "compat/ferrum.py": "share: [0, 1, 2, 3] [0, 1, 4] copied 1 block",
     "compat/trtllm.py": "system prompt kept: 64 of 64 tokens",
 }
-NEEDS = {
-    name: "torch" for name in EXPECTED if name == "data_plane.py" or name.startswith("compat/")
-}  # need not be there
+NEED_TORCH = [
+    name for name in EXPECTED if name == "data_plane.py" or name.startswith("compat/")
+]  # it need not be there
 EXAMPLES = sorted(path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.py"))
 README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
 
@@ -44,13 +44,35 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_given_an_example_when_it_runs_then_it_shows_what_it_promises(name: str) -> None:
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
-    result = run_python(str(ROOT / "examples" / name))
+RUN_EACH = """
+import runpy, sys
+for path in sys.argv[1:]:
+    runpy.run_path(path, run_name="__main__")
+    print("-- end", flush=True)
+"""
+
+
+def outputs_of(names: list[str]) -> dict[str, list[str]]:
+    """The lines of each example, run one after the other in one process."""
+    result = run_python("-c", RUN_EACH, *(str(ROOT / "examples" / name) for name in names))
     assert result.returncode == 0, result.stderr
-    assert EXPECTED[name] in result.stdout.splitlines()
+    parts = result.stdout.split("-- end\n")
+    return dict(zip(names, map(str.splitlines, parts[:-1]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def torch_outputs() -> dict[str, list[str]]:
+    """What the examples say that need torch. To import it takes longer than to run them, so one process runs them all."""
+    pytest.importorskip("torch")
+    return outputs_of(NEED_TORCH)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_given_an_example_when_it_runs_then_it_shows_what_it_promises(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    outputs = request.getfixturevalue("torch_outputs") if name in NEED_TORCH else outputs_of([name])
+    assert EXPECTED[name] in outputs[name]
 
 
 @pytest.mark.parametrize("number", range(len(README_BLOCKS)))
