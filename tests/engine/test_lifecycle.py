@@ -85,7 +85,9 @@ def test_given_a_fork_of_the_process_then_the_engine_says_there_that_it_runs_els
 def test_given_a_request_of_the_parent_then_a_forked_process_is_told_instead_of_waiting_for_ever(method: str) -> None:
     reader, writer = os.pipe()
     with make_engine() as engine:
-        generation = engine.submit(PROMPT, params(400))
+        step = HeldStep()
+        generation = engine.submit(PROMPT, params(8), on_chunk=step)
+        step.begun.wait(SECONDS)
         child = os.fork()
         if child == 0:
             signal.alarm(int(SECONDS))  # ends the child if it does wait
@@ -97,8 +99,9 @@ def test_given_a_request_of_the_parent_then_a_forked_process_is_told_instead_of_
                 os._exit(0)
         os.waitpid(child, 0)
         os.close(writer)
+        step.may_end.set()
         assert f"runs in process {os.getpid()}" in os.read(reader, 4096).decode()
-        assert len(generation.result(SECONDS).token_ids) == 400
+        assert len(generation.result(SECONDS).token_ids) == 8
     os.close(reader)
 
 
@@ -336,7 +339,9 @@ def test_given_a_beam_search_that_is_cancelled_then_there_is_a_result_at_any_mom
         assert (never_ran.token_ids, never_ran.text, never_ran.finish_reason) == ([], "", "deadline")
         steps = iter(range(100))
         beams = engine.submit(PROMPT, params(400, num_beams=2, n=2))
-        watcher = engine.submit(PROMPT, params(99), on_chunk=lambda _: engine.cancel(beams) if next(steps) == 5 else None)
+        watcher = engine.submit(
+            PROMPT, params(99), on_chunk=lambda _: engine.cancel(beams) if next(steps) == 5 else None
+        )
         watcher.result(SECONDS)
         result = beams.result(SECONDS)
         assert [sample.finish_reason for sample in result.samples] == ["cancelled", "cancelled"]

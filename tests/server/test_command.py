@@ -46,7 +46,7 @@ def test_given_a_process_when_it_is_told_to_end_then_the_answer_under_way_is_fin
         url = next(found[1] for line in lines if (found := re.search(r" at (http://127.0.0.1:\d+)/v1", line)))
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
             assert [model["id"] for model in json.load(answer)["data"]] == ["one", "two"]
-        body = json.dumps({"model": "two", "prompt": "w5 w6", "max_tokens": 300, "ignore_eos": True, "stream": True}).encode()
+        body = json.dumps({"model": "two", "prompt": "w5 w6", "max_tokens": 120, "ignore_eos": True, "stream": True}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
             answer.readline()
