@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -55,6 +56,28 @@ def eager_thread_switches() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
+
+
+_kinds_checked: set[tuple[Any, ...]] = set()
+
+
+@pytest.fixture
+def one_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines compare a model with its own attention once for all models of its kind, not whenever one starts.
+
+    The comparison takes longer than what most tests of tiny models do. What it finds is tested in test_probing.py.
+    """
+    from kvpool.engine.model import probing
+
+    honest = probing.check_against_eager
+
+    def check(model: Any, forward: Any, max_positions: int | None) -> None:
+        kind = type(model), str(sorted(vars(model.config).items())), str(model.dtype), str(model.device)
+        if kind not in _kinds_checked:
+            honest(model, forward, max_positions)
+            _kinds_checked.add(kind)
+
+    monkeypatch.setattr(probing, "check_against_eager", check)
 
 
 @functools.cache

@@ -16,6 +16,8 @@ from kvpool.engine import Chunk, Completion, Engine, SamplingParams  # noqa: E40
 from kvpool.errors import NeverFitsError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 VOCABULARY = 24  # so few that stop tokens are hit and drafts come true
 MAX_STEPS = 5000
 

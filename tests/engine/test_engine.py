@@ -21,6 +21,8 @@ from kvpool.engine import Chunk, Engine, Generation, SamplingParams  # noqa: E40
 from kvpool.errors import ConfigError, InvalidArgumentError, NeverFitsError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "qwen3_moe", "mixtral"]
 NEW = 12
 

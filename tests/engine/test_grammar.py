@@ -21,6 +21,8 @@ from kvpool.engine.sampling.grammar import Words
 from kvpool.errors import InvalidArgumentError, StepError
 from kvpool.scheduling import SchedulerConfig
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 PROMPT = "Who was it?"
 
 

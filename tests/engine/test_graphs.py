@@ -19,6 +19,8 @@ from kvpool.engine.graphs import CaptureError, MixedGraphs, mixed_sizes  # noqa:
 from kvpool.engine.runner import ModelRunner  # noqa: E402
 from kvpool.scheduling import BatchPlan, SchedulerConfig  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 LIMITS = SchedulerConfig(max_tokens_per_step=100, max_sequences=8)
 PROMPTS = [random_prompt(length, seed=seed).tolist() for seed, length in enumerate([5, 70, 1, 30, 64, 150])]
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)

@@ -22,6 +22,8 @@ from kvpool.scope import ReuseScope  # noqa: E402
 from kvpool.tiers import MemoryTier, Outcome  # noqa: E402
 from kvpool.tiers.transport.watching import KnownKeys  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 SECONDS = 60.0
 SIZE = 8
 CHUNK = 32

@@ -25,6 +25,8 @@ from kvpool.engine import Chunk, Engine, SamplingParams  # noqa: E402
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError, StepError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 PROMPT = random_prompt(9).tolist()
 SECONDS = 60.0  # until a test that hangs is a failure
 

@@ -21,6 +21,8 @@ from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.engine.sampling.model_defaults import described, sampling_defaults  # noqa: E402
 from kvpool.errors import ConfigError  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 PROMPT = [5, 6, 7, 8]
 LIVELY = dict(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.1, eos_token_id=[2, 3])
 

@@ -21,6 +21,8 @@ from kvpool.storage.moving import move  # noqa: E402
 from kvpool.storage.transfer_steps import TransferStep  # noqa: E402
 from kvpool.storage.under_way import UnderWay  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 LINK_STEPS = 3  # that a copy from the host takes
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 

@@ -25,6 +25,8 @@ from kvpool.scheduling import SchedulerConfig  # noqa: E402
 from kvpool.scope import ReuseScope  # noqa: E402
 from kvpool.tiers import KeyedTier, MemoryTier, Outcome  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 SECONDS = 60.0  # until a test that hangs is a failure
 PROMPT = random_prompt(120).tolist()
 ENDS_WITH_A_BLOCK = random_prompt(96, seed=1).tolist()

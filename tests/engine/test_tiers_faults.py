@@ -30,6 +30,8 @@ from tier_faults import (  # noqa: E402
 from kvpool.engine.tiering.movers import GRACE_SECONDS  # noqa: E402
 from kvpool.tiers import DiskTier  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:

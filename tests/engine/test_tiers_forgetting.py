@@ -21,6 +21,8 @@ from kvpool.errors import InvalidArgumentError  # noqa: E402
 from kvpool.scope import ReuseScope  # noqa: E402
 from kvpool.tiers import MemoryTier, Outcome  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 SECONDS = 60.0
 PROMPT = random_prompt(96, seed=1).tolist()
 OTHER = random_prompt(96, seed=2).tolist()

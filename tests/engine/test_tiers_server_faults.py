@@ -40,6 +40,8 @@ from kvpool.engine.tiering.movers import GRACE_SECONDS  # noqa: E402
 from kvpool.testing import key  # noqa: E402
 from kvpool.tiers import TierStats, open_tier  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 DEADLINE = 0.5
 
 

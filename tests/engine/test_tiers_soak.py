@@ -19,7 +19,7 @@ from models import random_prompt, tiny_model  # noqa: E402
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.tiers import DiskTier, MemoryTier, Outcome  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_self_check")]
 SECONDS = 120.0
 ROUNDS = 40
 

@@ -19,6 +19,8 @@ from kvpool import ReuseScope  # noqa: E402
 from kvpool.errors import InvalidArgumentError, KVPoolError, OutOfBlocksError, SequenceStateError  # noqa: E402
 from kvpool.hf import CachePool, PagedCache  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:

@@ -22,6 +22,8 @@ from kvpool.errors import ConfigError  # noqa: E402
 from kvpool.hf import CachePool, PagedCache  # noqa: E402
 from kvpool.tiers import KeyedTier, MemoryTier, Outcome  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("one_self_check")
+
 SECONDS = 60.0  # until a test that hangs is a failure
 PROMPT = random_prompt(41)
 
