@@ -1,4 +1,4 @@
-"""Makes the cases of attention importable, and Triton's interpreter work with numpy 2.4."""
+"""Makes the cases of attention importable, and Triton's interpreter work with numpy 2.4 and without doing things twice."""
 
 from __future__ import annotations
 
@@ -21,3 +21,15 @@ if os.environ.get("TRITON_INTERPRET") and importlib.util.find_spec("triton") is 
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_tensor_for_numpy
+
+    patch_language = interpreter._patch_lang
+
+    def patch_language_once(function: Any) -> Any:
+        """A kernel's launch has replaced the language; each call of a function in it would look at all of it again."""
+        language = interpreter.tl
+        seen = [each for each in function.__globals__.values() if each is language or each is language.core]
+        if any(language.core.is_builtin(each.program_id) for each in seen):
+            return patch_language(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_language_once

@@ -17,6 +17,7 @@ from kvpool.attention import PagedBatch, triton_backend
 from kvpool.attention.triton_backend import TritonBackend
 from kvpool.config.layers import DType
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
+from kvpool.kernels.paged import paged_attention
 from kvpool.kernels.paged.paged_attention import TileShape
 from kvpool.kernels.paged.paged_reference import attend_items_reference, merge_partials_reference
 from kvpool.kernels.paged.paged_spec import AttentionSpec
@@ -134,9 +135,13 @@ def test_given_buffers_for_mixed_steps_then_decode_and_chunks_are_right_and_the_
 ) -> None:
     kind = spec(2, 1, 16, **options)
     backend = TritonBackend(CPU)
+    backend.num_sms = 2  # fewer rows behind, which cost as much as the others in the interpreter
     buffers = backend.reserve(kind, max_sequences=4, max_query_tokens=80, max_blocks=64)
+    steps = [((1, 1, 70), (90, 33, 75)), ((9, 1, 1, 30), (9, 5, 70, 60))]
+    if not options:  # how full the buffers are is the same to all kinds
+        steps += [((1,), (40,)), ((80,), (80,))]
 
-    for queries, keys in (((1, 1, 70), (90, 33, 75)), ((1,), (40,)), ((9, 1, 1, 30), (9, 5, 70, 60)), ((80,), (80,))):
+    for queries, keys in steps:
         built = Case("step", kind, queries, keys).build()
         q = torch.randn(80, 2, 16)
         q[: sum(queries)] = built.q
@@ -165,12 +170,15 @@ def test_given_buffers_beside_larger_ones_then_they_share_the_memory_of_partial_
 
 @interpreted
 @pytest.mark.parametrize("heads", [4, 6])
-def test_given_buffers_for_many_sequences_then_several_heads_are_merged_together(heads: int) -> None:
+def test_given_buffers_for_many_sequences_then_several_heads_are_merged_together(
+    heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "_FEW_MERGES", 40)  # so that 12 sequences are many: the interpreter is slow
     kind = spec(heads, 2, 16, sink_logits=True)
     backend = TritonBackend(CPU)
-    buffers = backend.reserve(kind, max_sequences=300, max_blocks=64)
+    buffers = backend.reserve(kind, max_sequences=12, max_blocks=64)
     built = Case("two of them", kind, (1, 1), (300, 9)).build()
-    q = torch.zeros(300, heads, 16)
+    q = torch.zeros(12, heads, 16)
     q[:2] = built.q
 
     out = backend.run(q, built.cache, backend.plan(kind, built.batch, buffers), sink_logits=built.sink_logits)
