@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from stand_in import StandInRun
 
-from kvpool.eviction.learning.experience import EDGES, NUM_KINDS, Experience, Worth
+from kvpool.eviction.learning.experience import EDGES, MAX_AGE, NUM_KINDS, Experience, Worth, bin_of
 from kvpool.eviction.learning.kind_rows import MARGIN, WEIGHT_OF, RowOrder
 from kvpool.eviction.queues import KEY, RUN, Item
 
@@ -132,3 +135,13 @@ def test_what_a_kind_is_worth_rises_to_a_peak_and_falls_behind_it() -> None:
         steps = np.diff(rates) / rates[1:]
         assert (steps[:peak] > -1e-9).all()
         assert (steps[peak:] < 1e-9).all()
+
+
+@given(st.integers(0, 2 * MAX_AGE))
+def test_an_age_lies_in_the_last_bin_that_begins_before_it(age: int) -> None:
+    assert bin_of(age) == bisect_right(EDGES, age) - 1
+
+
+def test_every_edge_and_its_neighbours_lie_in_their_bins() -> None:
+    ages = [age for edge in EDGES for age in (edge - 1, edge, edge + 1) if age >= 0]
+    assert [bin_of(age) for age in ages] == [bisect_right(EDGES, age) - 1 for age in ages]

@@ -9,4 +9,4 @@ MOMENTS_PER_SECOND: Final = 2**20
 
 def moment_of(seconds: float) -> int:
     """A time as policies compute with it. Recordings write times on this grid, so that a replay decides the same again."""
-    return round(seconds * MOMENTS_PER_SECOND)
+    return int(seconds * MOMENTS_PER_SECOND + 0.5)

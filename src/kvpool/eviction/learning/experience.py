@@ -6,6 +6,7 @@ when the epoch began times the number of kinds plus the kind, so that older coho
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Final
 
 import numpy as np
@@ -57,10 +58,21 @@ def _edges() -> list[int]:
 
 EDGES: Final = _edges()
 _BINS = len(EDGES)
+_FIRST_BIN: Final = [max(0, bisect_right(EDGES, 1 << bits >> 1) - 1) for bits in range(MAX_AGE.bit_length() + 1)]  # by length
 _FROM: Floats = np.array(EDGES, np.float64)
 _UPTO: Floats = np.array([*EDGES[1:], MAX_AGE], np.float64)
 _WIDTHS: Floats = _UPTO - _FROM
 _MIDDLES: Floats = (_FROM + _UPTO) / 2
+
+
+def bin_of(age: int) -> int:
+    """The bin of an age that is not negative: a few steps from the first bin of its power of two, compiled, and no search."""
+    if age >= MAX_AGE:
+        return _BINS - 1
+    found = _FIRST_BIN[age.bit_length()]
+    while found + 1 < _BINS and EDGES[found + 1] <= age:
+        found += 1
+    return found
 
 
 class Experience:

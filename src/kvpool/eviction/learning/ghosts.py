@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Final
 
+import numpy as np
+
 from kvpool.eviction.learning.experience import Experience
 from kvpool.eviction.run import Run, Tokens
 
@@ -28,7 +30,7 @@ class Ghosts:
         self.num_blocks = 0
         self._learned = learned
         self._ghosts: OrderedDict[int, int] = OrderedDict()
-        self._contents: dict[int, bytes] = {}  # the tokens of each
+        self._contents: dict[int, Tokens] = {}
         self._leaders: dict[int, int] = {}  # fingerprint of a ghost -> of the run before it, if there was one
         self._followers: dict[int, int] = {}  # fingerprint of a run -> of the ghost that followed it
 
@@ -48,12 +50,14 @@ class Ghosts:
         if fingerprint in self._ghosts:
             self._forget(fingerprint, now)
         used = min(run.turn, _MOST_TURNS) << _USE_BITS | min(run.hits + 1, _MOST_USES)
-        self._put(fingerprint, cohort, num_blocks, used, tokens.tobytes(), leader)
+        self._put(fingerprint, cohort, num_blocks, used, _alone(tokens), leader)
 
     def trim(self, max_blocks: int, now: int) -> None:
         """Forgets the oldest until at most so many blocks are followed."""
         while self.num_blocks > max_blocks:
-            self._forget(next(iter(self._ghosts)), now)
+            fingerprint, ghost = self._ghosts.popitem(last=False)
+            cohort, blocks, _ = self._leave(fingerprint, ghost)
+            self._learned.follow(cohort, now, -blocks)
 
     def recognise(self, run: Run, now: int) -> tuple[int, int, int]:
         """Counts as reused what a new run begins with: a ghost, and those that followed it.
@@ -67,7 +71,7 @@ class Ghosts:
         fingerprint: int | None = run.fingerprint
         known = turn = num_uses = 0
         while known < num_blocks and fingerprint is not None and fingerprint in self._ghosts:
-            had = self._contents[fingerprint]
+            had = self._contents[fingerprint].tobytes()
             shared = num_shared(content[known * size :], had, size)
             if not shared:
                 break
@@ -77,8 +81,8 @@ class Ghosts:
             self._learned.follow(cohort, now, -shared)
             known += shared
             if shared < blocks:
-                rest = had[shared * size :]
-                behind = run.fingerprint_of(run.start + known, rest[:size])
+                rest = np.frombuffer(had[shared * size :], np.int32)
+                behind = run.fingerprint_of(run.start + known, had[shared * size : (shared + 1) * size])
                 if behind in self._ghosts:
                     self._forget(behind, now)
                 self._put(behind, cohort, blocks - shared, used, rest, fingerprint)
@@ -97,9 +101,9 @@ class Ghosts:
             num_blocks -= blocks
             follower = self._followers.get(follower)
 
-    def _put(self, fingerprint: int, cohort: int, blocks: int, used: int, content: bytes, leader: int | None) -> None:
+    def _put(self, fingerprint: int, cohort: int, blocks: int, used: int, tokens: Tokens, leader: int | None) -> None:
         self._ghosts[fingerprint] = (cohort << _BLOCK_BITS | blocks) << (_TURN_BITS + _USE_BITS) | used
-        self._contents[fingerprint] = content
+        self._contents[fingerprint] = tokens
         if leader is not None:
             self._leaders[fingerprint] = leader
             self._followers[leader] = fingerprint
@@ -107,7 +111,9 @@ class Ghosts:
 
     def _take(self, fingerprint: int) -> tuple[int, int, int]:
         """Removes a ghost; returns its cohort, its blocks, and its turn and uses."""
-        ghost = self._ghosts.pop(fingerprint)
+        return self._leave(fingerprint, self._ghosts.pop(fingerprint))
+
+    def _leave(self, fingerprint: int, ghost: int) -> tuple[int, int, int]:
         del self._contents[fingerprint]
         leader = self._leaders.pop(fingerprint, None)
         if leader is not None and self._followers.get(leader) == fingerprint:
@@ -122,6 +128,12 @@ class Ghosts:
         cohort, blocks, _ = self._take(fingerprint)
         self._learned.follow(cohort, now, -blocks)
         return cohort, blocks
+
+
+def _alone(tokens: Tokens) -> Tokens:
+    """Tokens that do not keep the memory of many others: those of a short rest of a run are copied."""
+    base = tokens.base
+    return tokens if base is None or len(base) <= 2 * len(tokens) else tokens.copy()
 
 
 def num_shared(left: bytes, right: bytes, size: int) -> int:

@@ -34,7 +34,7 @@ LEARN_LATE: Final = 256  # are enough, however many there were
 LEARN_LEAST: Final = 1024  # if none was reused, there is little to learn
 _HISTORY: Final = 0.999  # weight of what was counted an epoch ago
 MOST_NOTES: Final = 4096  # of what happened before it is digested, even if no victim is asked for
-_MOST_EPOCHS: Final = 1024  # that are told apart
+_MOST_EPOCHS: Final = 1024  # that are told apart at least; twice as many at most
 MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few microseconds each
 
 
@@ -298,7 +298,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._num_epochs += 1
         self._inserted = 0
         self._epochs.append(self._now)
-        del self._epochs[:-_MOST_EPOCHS]
+        if len(self._epochs) >= 2 * _MOST_EPOCHS:
+            del self._epochs[:-_MOST_EPOCHS]
         self._is_ordered = False
         if self._learned.num_noted >= MOST_NOTES:
             self._learn()

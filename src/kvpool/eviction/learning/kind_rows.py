@@ -7,11 +7,10 @@ between.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final
 
-from kvpool.eviction.learning.experience import EDGES, NUM_KINDS, Worth
+from kvpool.eviction.learning.experience import EDGES, NUM_KINDS, Worth, bin_of
 from kvpool.eviction.queues import KEY, NO_CANDIDATES, RUN, Item, RunQueue
 from kvpool.eviction.run import Run
 
@@ -122,7 +121,7 @@ class RowOrder:
         rates, age = row.rates, self.ordered_at - since
         if age <= 0:
             return rates[0] * row.weight
-        lower = bisect_right(EDGES, age) - 1
+        lower = bin_of(age)
         if lower == _LAST:
             return rates[lower] * row.weight
         start = EDGES[lower]  # on the way from the value of this bin to that of the next one
