@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib.util
 import os
 import sys
@@ -88,6 +89,18 @@ def _missing_gpu_reason() -> str | None:
     import torch
 
     return None if torch.cuda.is_available() else "needs a CUDA device: torch finds none"
+
+
+_IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if _IS_WORKER:
+    gc.disable()  # while half of what is installed is imported, which leaves no garbage
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What a worker of the whole suite has imported stays to the end: no collection needs to look at it again."""
+    if _IS_WORKER:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
