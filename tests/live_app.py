@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 from typing import Any
 
@@ -17,13 +19,15 @@ class Live:
         self.app = app
         self._server = uvicorn.Server(uvicorn.Config(app, "127.0.0.1", 0, log_level=log_level, lifespan="on"))
         started = threading.Event()
-        startup = self._server.startup
 
-        async def announced(sockets: Any = None) -> None:
-            await startup(sockets)
+        async def until_told() -> None:
+            """uvicorn looks ten times a second whether it shall end, which is most of what a server in a test takes."""
+            await self._server.on_tick(0)
+            self._told, self._loop = asyncio.Event(), asyncio.get_running_loop()
             started.set()
+            await self._told.wait()
 
-        self._server.startup = announced  # type: ignore[method-assign]
+        self._server.main_loop = until_told  # type: ignore[method-assign]
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
         assert started.wait(PATIENCE)
@@ -34,5 +38,7 @@ class Live:
         """Ends it, when those who are connected have left, or at once."""
         self._server.should_exit = True
         self._server.force_exit = not waits
+        with contextlib.suppress(RuntimeError):  # its loop is gone: somebody stopped it before
+            self._loop.call_soon_threadsafe(self._told.set)
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
