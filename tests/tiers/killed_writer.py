@@ -27,6 +27,10 @@ def size_of(number: int) -> int:
     return SIZES[number % 7 % 3]
 
 
+KEYS = [key(number) for number in range(NUMBERS)]
+VALUES = [value(number, size_of(number)) for number in range(NUMBERS)]  # made once: the children inherit them
+
+
 def write_and_die(directory: str, capacity: int, seed: int, acknowledged: int) -> None:
     """Stores until the chosen system call, in which the process ends."""
     rng = random.Random(seed)
@@ -36,11 +40,9 @@ def write_and_die(directory: str, capacity: int, seed: int, acknowledged: int) -
         numbers = [rng.randrange(NUMBERS) for _ in range(rng.randrange(1, 6))]
         if rng.random() < 0.2:
             os.write(acknowledged, b"".join(b"-%d\n" % number for number in numbers))
-            tier.remove([key(number) for number in numbers])
+            tier.remove([KEYS[number] for number in numbers])
             continue
-        outcomes = tier.store(
-            [key(number) for number in numbers], [value(number, size_of(number)) for number in numbers]
-        )
+        outcomes = tier.store([KEYS[number] for number in numbers], [VALUES[number] for number in numbers])
         stored = [number for number, outcome in zip(numbers, outcomes, strict=True) if outcome == Outcome.OK]
         os.write(acknowledged, b"".join(b"+%d\n" % number for number in stored))
 
@@ -49,13 +51,10 @@ def look(directory: str, capacity: int) -> dict[str, Any]:
     """What is there, and whether all of it is right."""
     with DiskTier(directory, capacity, timeout=60) as tier:
         out = [bytearray(size_of(number)) for number in range(NUMBERS)]
-        keys = [key(number) for number in range(NUMBERS)]
-        promised = tier.contains(keys)
-        outcomes = tier.load(keys, out)
+        promised = tier.contains(KEYS)
+        outcomes = tier.load(KEYS, out)
         wrong = [
-            number
-            for number in range(NUMBERS)
-            if outcomes[number] == Outcome.OK and bytes(out[number]) != value(number, size_of(number))
+            number for number in range(NUMBERS) if outcomes[number] == Outcome.OK and out[number] != VALUES[number]
         ]
         hits = [number for number in range(NUMBERS) if outcomes[number] == Outcome.OK]
         broken = [number for number in range(NUMBERS) if outcomes[number] not in (Outcome.OK, Outcome.MISS)]
