@@ -115,11 +115,12 @@ def parameters(method: Any) -> list[inspect.Parameter]:
 
 def call(method: Any, good: dict[str, Any], wrong: str, value: Any) -> Any:
     """Calls a method with one wrong argument and good ones for what it needs besides."""
+    taken = parameters(method)
     given: list[Any] = []
     named: dict[str, Any] = {}
-    needed = {"tokens"} if {"tokens", "num_tokens", "scope"} <= {p.name for p in parameters(method)} else {"prefix"}
-    has_rest = any(p.kind is p.VAR_POSITIONAL for p in parameters(method))
-    for parameter in parameters(method):
+    needed = {"tokens"} if {"tokens", "num_tokens", "scope"} <= {p.name for p in taken} else {"prefix"}
+    has_rest = any(p.kind is p.VAR_POSITIONAL for p in taken)
+    for parameter in taken:
         if parameter.name == wrong:
             argument = value
         elif parameter.default is parameter.empty or (
