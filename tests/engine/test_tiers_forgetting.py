@@ -20,6 +20,7 @@ from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.errors import InvalidArgumentError  # noqa: E402
 from kvpool.scope import ReuseScope  # noqa: E402
 from kvpool.tiers import MemoryTier, Outcome  # noqa: E402
+from kvpool.tiers.transport.deciding import Decision  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
 
@@ -29,6 +30,15 @@ OTHER = random_prompt(96, seed=2).tolist()
 PARAMS = SamplingParams(max_new_tokens=1, ignore_eos=True)
 TENANT = ReuseScope(tenant="acme")
 SALTED = ReuseScope(tenant="acme", salt="chat 7")
+
+
+@pytest.fixture(autouse=True)
+def _loads_all_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine this model computes faster than a thread gets to look: have the engine wait, look and load anyway."""
+    monkeypatch.setattr("kvpool.engine.tiering.movers.SHORTEST_WAIT", SECONDS)
+    deciding = "kvpool.tiers.transport.deciding.Decider."
+    monkeypatch.setattr(deciding + "is_worth_looking", lambda self, num_tokens: True)
+    monkeypatch.setattr(deciding + "_decide", lambda self, options, *_: Decision([None, *options][-1], "always"))
 
 
 def make_engine(tier: MemoryTier, family: str = "llama") -> Engine:
