@@ -37,20 +37,14 @@ class Ghosts:
     def __contains__(self, fingerprint: int) -> bool:
         return fingerprint in self._ghosts
 
-    def __len__(self) -> int:
-        return len(self._ghosts)
-
     def bury(self, run: Run, tokens: Tokens, num_blocks: int, leader: int | None, cohort: int, now: int) -> None:
         """A run has left with so many blocks that had these tokens; `leader` is the run before it, if there is one."""
         if num_blocks > _MOST_BLOCKS:
             tokens = tokens[: len(tokens) // num_blocks * _MOST_BLOCKS]
             self._learned.follow(cohort, now, _MOST_BLOCKS - num_blocks)
             num_blocks = _MOST_BLOCKS
-        fingerprint = run.fingerprint
-        if fingerprint in self._ghosts:
-            self._forget(fingerprint, now)
         used = min(run.turn, _MOST_TURNS) << _USE_BITS | min(run.hits + 1, _MOST_USES)
-        self._put(fingerprint, cohort, num_blocks, used, _alone(tokens), leader)
+        self._put(run.fingerprint, cohort, num_blocks, used, _alone(tokens), leader, now)
 
     def trim(self, max_blocks: int, now: int) -> None:
         """Forgets the oldest until at most so many blocks are followed."""
@@ -83,9 +77,7 @@ class Ghosts:
             if shared < blocks:
                 rest = np.frombuffer(had[shared * size :], np.int32)
                 behind = run.fingerprint_of(run.start + known, had[shared * size : (shared + 1) * size])
-                if behind in self._ghosts:
-                    self._forget(behind, now)
-                self._put(behind, cohort, blocks - shared, used, rest, fingerprint)
+                self._put(behind, cohort, blocks - shared, used, rest, fingerprint, now)
                 if known < num_blocks:
                     turn, num_uses = 0, num_uses + 1
                 break
@@ -101,7 +93,12 @@ class Ghosts:
             num_blocks -= blocks
             follower = self._followers.get(follower)
 
-    def _put(self, fingerprint: int, cohort: int, blocks: int, used: int, tokens: Tokens, leader: int | None) -> None:
+    def _put(
+        self, fingerprint: int, cohort: int, blocks: int, used: int, tokens: Tokens, leader: int | None, now: int
+    ) -> None:
+        """Adds a ghost as the youngest, instead of one that began alike."""
+        if fingerprint in self._ghosts:
+            self._forget(fingerprint, now)
         self._ghosts[fingerprint] = (cohort << _BLOCK_BITS | blocks) << (_TURN_BITS + _USE_BITS) | used
         self._contents[fingerprint] = tokens
         if leader is not None:

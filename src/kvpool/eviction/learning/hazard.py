@@ -130,10 +130,8 @@ class AdaptivePolicy(EvictionPolicy):
             self._put_in(run, run.hits, record.cohort, tokens, record.trimmed + lost)
 
     def remove(self, run: Run) -> None:
-        if self._newcomers:
-            self._settle()
-        record: _Record | None = run.entry
-        if record is None or record.owner is not self or record.item[RUN] is None:
+        record = self._candidate(run)
+        if record is None:
             return
         self._take_out(record)
         if run.hits > record.hits:
@@ -142,10 +140,8 @@ class AdaptivePolicy(EvictionPolicy):
                 self._ghosts.count_behind(run.fingerprint, record.trimmed, self._now)
 
     def trimmed(self, run: Run) -> None:
-        if self._newcomers:
-            self._settle()
-        record: _Record | None = run.entry
-        if record is None or record.owner is not self or record.item[RUN] is None:
+        record = self._candidate(run)
+        if record is None:
             self.add(run)
             return
         num_blocks = run.num_blocks
@@ -155,10 +151,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._num_blocks -= lost
 
     def evicted(self, run: Run) -> None:
-        if self._newcomers:
-            self._settle()
-        record: _Record | None = run.entry
-        if record is None or record.owner is not self or record.item[RUN] is None:
+        record = self._candidate(run)
+        if record is None:
             return
         blocks: int = record.item[BLOCKS]
         record.row.discard(record.item)
@@ -198,6 +192,13 @@ class AdaptivePolicy(EvictionPolicy):
         if isinstance(record, _Record):
             return record.owner is self and record.item[RUN] is not None
         return record is self
+
+    def _candidate(self, run: Run) -> _Record | None:
+        """What is known about a run that is a candidate, be it put in order only now; None if it is none."""
+        if self._newcomers:
+            self._settle()
+        record: _Record | None = run.entry
+        return None if record is None or record.owner is not self or record.item[RUN] is None else record
 
     def _settle(self) -> None:
         """Meets the newcomers that waited in a list. One may have been hit since; it counts as it was when it came."""
