@@ -81,6 +81,16 @@ def one_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "check_against_eager", check)
 
 
+@pytest.fixture
+def patient_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines wait and look for prefixes in tiers whatever that takes.
+
+    On a busy machine a tiny model computes faster than a thread gets to look, and a tier would not be asked.
+    """
+    monkeypatch.setattr("kvpool.engine.tiering.movers.SHORTEST_WAIT", 30.0)
+    monkeypatch.setattr("kvpool.tiers.transport.deciding.Decider.is_worth_looking", lambda self, num_tokens: True)
+
+
 @functools.cache
 def _missing_gpu_reason() -> str | None:
     """Why tests marked `gpu` cannot run here, or None when they can. Imports torch: asked only when one is selected."""

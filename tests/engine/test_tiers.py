@@ -184,13 +184,9 @@ def test_given_samples_and_beams_then_they_start_from_the_tier_and_store_nothing
             assert_at_rest(engine)
 
 
+@pytest.mark.usefixtures("patient_tiers")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_given_a_pool_so_small_that_blocks_are_evicted_then_they_come_back_from_the_tier(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # On a busy machine this model computes faster than a thread gets to look: have the engine wait and look all the same.
-    monkeypatch.setattr("kvpool.engine.tiering.movers.SHORTEST_WAIT", 30.0)
-    monkeypatch.setattr("kvpool.tiers.transport.deciding.Decider.is_worth_looking", lambda self, num_tokens: True)
+def test_given_a_pool_so_small_that_blocks_are_evicted_then_they_come_back_from_the_tier(family: str) -> None:
     prompts = [random_prompt(80, seed=seed).tolist() for seed in range(6)]
     want = computed(*prompts, family=family)
     tier = MemoryTier(2**28)

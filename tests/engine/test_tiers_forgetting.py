@@ -33,12 +33,10 @@ SALTED = ReuseScope(tenant="acme", salt="chat 7")
 
 
 @pytest.fixture(autouse=True)
-def _loads_all_it_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine this model computes faster than a thread gets to look: have the engine wait, look and load anyway."""
-    monkeypatch.setattr("kvpool.engine.tiering.movers.SHORTEST_WAIT", SECONDS)
-    deciding = "kvpool.tiers.transport.deciding.Decider."
-    monkeypatch.setattr(deciding + "is_worth_looking", lambda self, num_tokens: True)
-    monkeypatch.setattr(deciding + "_decide", lambda self, options, *_: Decision([None, *options][-1], "always"))
+def _loads_all_it_finds(patient_tiers: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine also loads what it finds, whatever computing it would take."""
+    decide = "kvpool.tiers.transport.deciding.Decider._decide"
+    monkeypatch.setattr(decide, lambda self, options, *_: Decision([None, *options][-1], "always"))
 
 
 def make_engine(tier: MemoryTier, family: str = "llama") -> Engine:

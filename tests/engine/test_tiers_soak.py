@@ -62,13 +62,9 @@ def num_files() -> int:
     return len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
 
 
+@pytest.mark.usefixtures("patient_tiers")
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_given_hours_of_traffic_then_answers_stay_right_and_nothing_grows(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # On a busy machine this model computes faster than a thread gets to look: have the engine wait and look all the same.
-    monkeypatch.setattr("kvpool.engine.tiering.movers.SHORTEST_WAIT", 30.0)
-    monkeypatch.setattr("kvpool.tiers.transport.deciding.Decider.is_worth_looking", lambda self, num_tokens: True)
+def test_given_hours_of_traffic_then_answers_stay_right_and_nothing_grows(family: str, tmp_path: Path) -> None:
     random = np.random.default_rng(7)
     systems = [random_prompt(72, seed=seed).tolist() for seed in range(12)]
     model: Any = tiny_model(family)
