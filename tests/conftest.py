@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,6 +58,20 @@ def eager_thread_switches() -> Iterator[None]:
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(interval)
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    """A test that waits for ever, for instance in `open` of a FIFO, fails instead."""
+
+    def stop(*_: object) -> None:
+        raise AssertionError("it waits for something that never comes")
+
+    earlier = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, earlier)
 
 
 _kinds_checked: set[tuple[Any, ...]] = set()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.errors import InvalidArgumentError, KVPoolError
+from kvpool.plainfile import read_plain
 
 MAX_FILE_BYTES = 16 * 2**20  # a config.json or a measurement has some kilobytes
 
@@ -30,8 +31,7 @@ def parse_json(data: bytes) -> Any:
 def read_json(path: Path, error: type[KVPoolError], remedy: str) -> Any:
     """The value in a small file; what is wrong with the file is an `error` that ends with the remedy."""
     try:
-        with path.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
+        data = read_plain(path, MAX_FILE_BYTES + 1)
     except OSError as failure:
         raise error(f"cannot read {path}: {failure.strerror or failure}; {remedy}") from None
     if len(data) > MAX_FILE_BYTES:

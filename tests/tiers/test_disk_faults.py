@@ -14,8 +14,12 @@ from typing import Any
 
 import pytest
 
+from kvpool import KVCacheConfig, LayerSpec
+from kvpool.errors import ConfigError
 from kvpool.testing import Kept, key, load, store, value
-from kvpool.tiers import DiskTier, Outcome
+from kvpool.tiers import DiskTier, Fingerprint, KeySpace, Outcome
+from kvpool.tiers.disk.directory import Directory
+from kvpool.tiers.disk.upkeep import Upkeep
 from kvpool.tiers.transport.staging import page_aligned
 
 CAPACITY = 2**22
@@ -232,6 +236,62 @@ def test_given_files_that_vanish_while_the_tier_is_open_then_it_works_on(filled:
         assert load(tier, [1])[0] == [Outcome.OK]  # the file is open
         assert store(tier, [2000]) == [Outcome.OK]
     assert found_after(filled, [1])[0] == [Outcome.MISS]
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.parametrize("suffix", [".kvslab", ".kvindex"])
+@pytest.mark.usefixtures("no_waiting")
+def test_given_a_fifo_in_place_of_a_file_then_that_slab_is_skipped_and_the_other_is_read(
+    filled: Path, suffix: str, read_only: bool
+) -> None:
+    replaced = slab_of_small_values(filled, suffix)
+    replaced.unlink()
+    os.mkfifo(replaced)
+    with DiskTier(filled, CAPACITY, read_only=read_only) as tier:
+        assert load(tier, [1])[0] == [Outcome.MISS]
+        assert load(tier, [100], 60_000)[0] == [Outcome.OK]
+        how = "opened" if suffix == ".kvslab" else "used with its records"
+        slab = replaced.with_suffix(".kvslab").name
+        assert tier.notes == [f"{slab} cannot be {how} (not a plain file but a FIFO): skipped"]
+    with Upkeep(filled) as upkeep:
+        assert upkeep.verify(lambda _: None).num_values == 1
+    assert replaced.is_fifo()
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_given_a_fifo_that_comes_while_a_reader_has_the_directory_open_then_its_slab_is_given_up(filled: Path) -> None:
+    with DiskTier(filled, CAPACITY, read_only=True) as tier:
+        index = slab_of_small_values(filled, ".kvindex")
+        index.unlink()
+        os.mkfifo(index)
+        assert load(tier, [1, 9])[0] == [Outcome.MISS] * 2
+        assert load(tier, [100], 60_000)[0] == [Outcome.OK]
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_given_a_fifo_in_place_of_the_lock_then_nobody_writes_and_readers_read(filled: Path) -> None:
+    (filled / "lock").unlink()
+    os.mkfifo(filled / "lock")
+    with pytest.raises(ConfigError, match="lock is not a plain file but a FIFO; remove it"):
+        DiskTier(filled, CAPACITY)
+    with DiskTier(filled, CAPACITY, read_only=True) as tier:
+        assert load(tier, [1])[0] == [Outcome.OK]
+    assert Directory(filled, create=False).owner() == ""
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_given_fifos_under_the_names_of_files_to_be_made_then_they_do_not_stop_the_tier(filled: Path) -> None:
+    index = slab_of_small_values(filled, ".kvindex")
+    index.unlink()
+    space = KeySpace(
+        Fingerprint.of(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=8), "tiny", "v1")
+    )
+    with DiskTier(filled, CAPACITY) as tier:
+        os.mkfifo(filled / f"space-{space.prefix.hex()}.json.new")
+        tier.introduce(space)
+        assert tier.directory.descriptions() == {}
+    os.mkfifo(index.with_name(index.name + ".new"))
+    assert found_after(filled, [1]) == ([Outcome.OK], [])
 
 
 # --- a disk that refuses -------------------------------------------------------------------------------------------------

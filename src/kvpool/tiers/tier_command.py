@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from kvpool.errors import InvalidArgumentError
+from kvpool.plainfile import read_plain, write_plain
 from kvpool.terminal import check_files, console, progress_bar, write_json
 from kvpool.tiers.compression.compressed_tier import CompressedTier
 from kvpool.tiers.contract import Outcome
@@ -284,7 +285,7 @@ def _copy_descriptions(upkeep: Upkeep, tier: Any) -> None:
         for path in upkeep.directory.path.glob("space-*.json"):
             target = directory.path / path.name
             if not target.exists():
-                target.write_bytes(path.read_bytes())
+                write_plain(target, read_plain(path))
 
 
 def _directory_figures(path: Path) -> dict[str, Any]:

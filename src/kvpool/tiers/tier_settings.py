@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 from kvpool.config.cache_config import HOST_WRITES
 from kvpool.config.layers import MAX_BYTES, show
 from kvpool.errors import ConfigError
+from kvpool.plainfile import read_plain
 from kvpool.terminal import parse_bytes
 from kvpool.tiers.compression.codecs import ITEM_BYTES
 from kvpool.tiers.compression.compressed_tier import CODECS
@@ -149,7 +150,7 @@ def read_tiers(
 def read_toml(path: Path) -> dict[str, Any]:
     """What a TOML file holds; ConfigError with the file where it is none."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_plain(path).decode("utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:

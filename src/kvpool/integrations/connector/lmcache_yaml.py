@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError
+from kvpool.plainfile import read_plain
 
 _GIGABYTE = 2**30
 _REMOTE_SCHEMES = ("redis", "rediss", "s3")
@@ -60,7 +61,7 @@ def _read(path: str) -> Mapping[str, Any]:
     import yaml  # type: ignore[import-untyped]
 
     try:
-        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        given = yaml.safe_load(read_plain(Path(path)).decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"lmcache_config={path!r} cannot be read: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

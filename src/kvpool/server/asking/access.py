@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvpool.errors import ConfigError
+from kvpool.plainfile import read_plain
 from kvpool.server.asking.problems import Problem
 
 ENVIRONMENT = "KVPOOL_API_KEYS"
@@ -86,7 +87,7 @@ class Access:
         quotas: dict[str, CacheShare] = {}
         if file is not None:
             try:
-                text = file.read_text(encoding="utf-8")
+                text = read_plain(file).decode("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"cannot read the keys in {str(file)!r}: {error}") from None
             for number, line in enumerate(text.splitlines(), 1):

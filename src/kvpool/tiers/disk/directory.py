@@ -11,6 +11,7 @@ from typing import Any
 
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError
+from kvpool.plainfile import NotPlainError, open_plain, read_plain, write_plain
 from kvpool.tiers.disk.slab import INDEX_SUFFIX, NEW_SUFFIX, SLAB_SUFFIX, Slab, UnreadableSlabError
 from kvpool.tiers.keys import SPACE_BYTES, KeySpace
 
@@ -43,7 +44,11 @@ class Directory:
         import fcntl
 
         try:
-            fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            fd = open_plain(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except NotPlainError as error:
+            raise ConfigError(
+                f"{self.path / LOCK} is {error.strerror}; remove it, and a disk tier makes its own"
+            ) from None
         except OSError:
             return False
         try:
@@ -78,7 +83,7 @@ class Directory:
         import fcntl
 
         try:
-            fd = os.open(self.path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+            fd = open_plain(self.path / LOCK)
         except OSError:
             return ""
         try:
@@ -134,7 +139,7 @@ class Directory:
         path = self.path / f"{_SPACE}{space.prefix.hex()}.json"
         if not path.exists():
             new = path.with_name(path.name + NEW_SUFFIX)
-            new.write_text(json.dumps(space.fingerprint.describe(), indent=2) + "\n", encoding="utf-8")
+            write_plain(new, (json.dumps(space.fingerprint.describe(), indent=2) + "\n").encode())
             os.replace(new, path)
 
     def descriptions(self) -> dict[bytes, dict[str, Any]]:
@@ -142,7 +147,7 @@ class Directory:
         found = {}
         for path in self.path.glob(f"{_SPACE}{'?' * 2 * SPACE_BYTES}.json"):
             with contextlib.suppress(OSError, ValueError):
-                fields = json.loads(path.read_text(encoding="utf-8"))
+                fields = json.loads(read_plain(path))
                 if isinstance(fields, dict):
                     found[bytes.fromhex(path.stem.removeprefix(_SPACE))] = fields
         return found

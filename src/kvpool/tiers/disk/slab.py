@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvpool.plainfile import open_plain, read_plain, write_plain
 from kvpool.tiers.contract import KEY_BYTES
 from kvpool.tiers.disk.buffers import PAGE, Buffer, pages
 from kvpool.tiers.disk.records import RECORD, RECORD_BYTES, Records, empty_records, fill_record, is_held, take_damaged
@@ -89,25 +90,23 @@ class Slab:
     def open(cls, path: Path, *, writable: bool, direct: bool) -> Slab:
         """Opens a slab that an earlier process made; `UnreadableSlabError` if it is none of this format."""
         try:
-            with open(path, "rb") as stream:
-                slab_id, slot_bytes, num_slots = read_head(stream.read(_HEAD_BYTES), _MAGIC)
-                size = os.fstat(stream.fileno()).st_size
+            slab_id, slot_bytes, num_slots = read_head(read_plain(path, _HEAD_BYTES), _MAGIC)
             slab = cls(path, slab_id, slot_bytes, num_slots, writable=writable, direct=direct)
         except OSError as error:
-            raise UnreadableSlabError(error.strerror or str(error)) from None
+            raise UnreadableSlabError(f"cannot be opened ({error.strerror or error})") from None
         try:
             slab._read_records(writable)
-            slab._mend_size(size, writable)
+            slab._mend_size(os.fstat(slab.data_fd).st_size, writable)
         except OSError as error:
             slab.close()
-            raise UnreadableSlabError(error.strerror or str(error)) from None
+            raise UnreadableSlabError(f"cannot be used with its records ({error.strerror or error})") from None
         return slab
 
     def _read_records(self, writable: bool) -> None:
         """From the file of records; from the headers in the slots where that file is missing or another's."""
         path = self.path.with_suffix(INDEX_SUFFIX)
         try:
-            found = path.read_bytes()
+            found = read_plain(path)
             ours = read_head(found[:_HEAD_BYTES], _INDEX_MAGIC) == (self.slab_id, self.slot_bytes, self.num_slots)
             problem = "" if ours else "belongs to another slab"
         except FileNotFoundError:
@@ -125,7 +124,7 @@ class Slab:
         if damaged:
             self.notes.append(f"{path.name}: {damaged} damaged records skipped")
         if writable:
-            self.index_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            self.index_fd = open_plain(path, os.O_RDWR)
 
     def _parsed(self, found: bytes) -> tuple[Records, int]:
         """The records in a file of records and how many were damaged; what it is too short for is free."""
@@ -137,11 +136,11 @@ class Slab:
 
     def reread(self) -> Records:
         """The records as they are in the file now, for a process that only reads."""
-        return self._parsed(self.path.with_suffix(INDEX_SUFFIX).read_bytes())[0]
+        return self._parsed(read_plain(self.path.with_suffix(INDEX_SUFFIX)))[0]
 
     def _rebuild(self) -> None:
         """Records from the headers in the slots; the oldest of all, because nobody knows when they were used."""
-        fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_plain(self.path)
         try:
             for slot in range(self.num_slots):
                 header = os.pread(fd, HEADER_BYTES, self.offset(slot))
@@ -167,9 +166,9 @@ class Slab:
         """A new file of records, whole or not there."""
         path = self.path.with_suffix(INDEX_SUFFIX)
         new = path.with_name(path.name + NEW_SUFFIX)
-        new.write_bytes(_head(_INDEX_MAGIC, self.slab_id, self.slot_bytes, self.num_slots) + self.records.tobytes())
+        write_plain(new, _head(_INDEX_MAGIC, self.slab_id, self.slot_bytes, self.num_slots) + self.records.tobytes())
         os.replace(new, path)
-        self.index_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.index_fd = open_plain(path, os.O_RDWR)
 
     # --- using -------------------------------------------------------------------------------------------------------
 
@@ -260,8 +259,8 @@ def _head_check(start: bytes) -> int:
 
 
 def _open(path: Path, writable: bool, direct: bool) -> int:
-    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC
-    return os.open(path, flags | _O_DIRECT if direct else flags)
+    flags = os.O_RDWR if writable else os.O_RDONLY
+    return open_plain(path, flags | _O_DIRECT if direct else flags)
 
 
 def _allocate(fd: int, size: int) -> None:
@@ -283,7 +282,7 @@ def supports_direct(directory: Path, readable: Path | None) -> bool:
     probe = readable or directory / f"probe-{os.getpid()}{NEW_SUFFIX}"
     flags = os.O_RDONLY if readable else os.O_RDWR | os.O_CREAT
     try:
-        fd = os.open(probe, flags | os.O_CLOEXEC | _O_DIRECT, 0o600)
+        fd = open_plain(probe, flags | _O_DIRECT, 0o600)
         try:
             memory = Buffer().view(PAGE)
             os.preadv(fd, [memory], 0) if readable else os.pwritev(fd, [memory], 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
+from kvpool.plainfile import read_plain
 from kvpool.tiers.contract import DEFAULT_TIMEOUT
 from kvpool.tiers.remote.breaker import FIRST_PAUSE
 from kvpool.tiers.url import MAX_SECONDS, Options, TierURL, check_namespace
@@ -90,6 +91,6 @@ def _file(path: str, name: str, url: TierURL) -> bytes | None:
     if not path:
         return None
     try:
-        return Path(path).read_bytes()
+        return read_plain(Path(path))
     except OSError as error:
         raise InvalidArgumentError(f"{name}={show(path)} of {url.shown} cannot be read: {error.strerror}") from None
