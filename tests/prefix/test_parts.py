@@ -342,10 +342,10 @@ def test_given_stored_logits_when_their_run_is_cut_then_they_stay_with_the_last_
     tree, logits = make_tree(context), StoredLogits(context)
     run = add_run(context, tree, tree.root_for(ReuseScope()), 1, 2, 3, 4)
     assert not logits.are_stored
-    assert logits.store(run, tokens_of(1, 2, 3), "of three")
-    assert logits.store(run, tokens_of(1, 2, 3, 4), "of four")
+    assert logits.store(run, tokens_of(1, 2, 3), "of three", ())
+    assert logits.store(run, tokens_of(1, 2, 3, 4), "of four", ())
     upper = tree.split(run, 1)
-    assert (list(upper.logits.values()), list(run.logits.values())) == (["of three"], ["of four"])
+    assert (list(upper.logits.values()), list(run.logits.values())) == ([("of three", ())], [("of four", ())])
     assert logits.find(run.root, [upper, run], tokens_of(1, 2, 3, 4)) == "of four"
     assert logits.find(run.root, [upper], tokens_of(1, 2, 9)) is None
 
@@ -354,7 +354,7 @@ def test_given_a_prompt_longer_than_what_is_cached_then_its_logits_are_not_store
     context = make_context()
     tree, logits = make_tree(context), StoredLogits(context)
     run = add_run(context, tree, tree.root_for(ReuseScope()), 1, 2)
-    assert not logits.store(run, tokens_of(1, 2, 3, 4), "of four")
+    assert not logits.store(run, tokens_of(1, 2, 3, 4), "of four", ())
     assert (logits.are_stored, run.logits) == (False, None)
 
 
@@ -362,7 +362,7 @@ def test_given_stored_logits_when_the_block_that_their_prompt_ends_in_is_invalid
     context = make_context()
     tree, logits = make_tree(context), StoredLogits(context)
     run = add_run(context, tree, tree.root_for(ReuseScope()), 1, 2)
-    logits.store(run, tokens_of(1, 2, 3), "of three")
+    logits.store(run, tokens_of(1, 2, 3), "of three", ())
     logits.forget_inside(run, 1, tokens_of(4, 4).tobytes())
     assert logits.find(run.root, [run], tokens_of(1, 2, 3)) == "of three"
     logits.forget_inside(run, 1, tokens_of(3, 4).tobytes())

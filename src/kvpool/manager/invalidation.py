@@ -62,10 +62,11 @@ class Invalidation:
         nodes = sorted(self.tree.sessions.get(session, ()), key=lambda n: (n.start, n.created))
 
         def affected(handle: KVCacheHandle) -> bool:
-            return handle.session == session or session in handle.copied_sessions
+            return session in handle.sessions
 
         for node in nodes:
             self.logits.forget_inside(node.parent, node.start, node.key)
+        self.logits.forget_made_by(session, self.tree.roots.values())
         return self._remove(nodes, affected, EvictionReason.INVALIDATED)
 
     def below_prefix(self, prefix: Int32Array, scope: ReuseScope) -> int:

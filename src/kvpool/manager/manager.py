@@ -348,7 +348,7 @@ class KVCacheManager(Steps):
                 raise SequenceStateError(f"request {handle.request_id!r}: commit the whole prompt before its logits")
             ids, tip = self._state.rows.token_ids(row)[:length], self._state.rows.tips[row]
             assert tip is not None
-            kept = handle.publishes and self._state.cache.logits.store(tip, ids, logits)
+            kept = handle.publishes and self._state.cache.logits.store(tip, ids, logits, handle.sessions)
             stored = kept and self._admissions.is_whole(ids, handle.scope)
             if self._observers:
                 self._tell("store_last_logits", stored, handle, logits, num_tokens)

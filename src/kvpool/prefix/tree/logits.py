@@ -5,6 +5,7 @@ They hang on the node that holds the last full block of their prompt, and leave 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from kvpool.pools.arrays import Int32Array
@@ -15,7 +16,10 @@ MAX_LOGITS = 64  # prompts that end in one run and have their logits stored; the
 
 
 class StoredLogits:
-    """Finds, stores and forgets them. `are_stored`: whether any ever were; without, nobody looks for them."""
+    """Finds, stores and forgets them. `are_stored`: whether any ever were; without, nobody looks for them.
+
+    They stand with the sessions of the request that computed them: those need not be the sessions of the run.
+    """
 
     def __init__(self, context: CacheContext) -> None:
         self.context = context
@@ -29,9 +33,10 @@ class StoredLogits:
         node: Node | None = next((n for n in reversed(path) if n.start < blocks <= n.end), root)
         if node is None or node.logits is None:
             return None
-        return node.logits.get((len(tokens), tokens[blocks * size :].tobytes()))
+        found = node.logits.get((len(tokens), tokens[blocks * size :].tobytes()))
+        return None if found is None else found[0]
 
-    def store(self, tip: Node, tokens: Int32Array, logits: Any) -> bool:
+    def store(self, tip: Node, tokens: Int32Array, logits: Any, sessions: tuple[str, ...]) -> bool:
         """Keeps the logits behind `tokens`, which lie on the path to `tip`; False if their last full block is not cached."""
         blocks = len(tokens) // self.block_size
         node = tip
@@ -45,8 +50,14 @@ class StoredLogits:
             node.logits = {}
         elif len(node.logits) >= MAX_LOGITS:
             del node.logits[next(iter(node.logits))]
-        node.logits[len(tokens), tokens[blocks * self.block_size :].tobytes()] = logits
+        node.logits[len(tokens), tokens[blocks * self.block_size :].tobytes()] = logits, sessions
         return True
+
+    def forget_made_by(self, session: str, roots: Iterable[Root]) -> None:
+        """Forgets the logits that requests with content of a session computed, wherever they are kept."""
+        for node in (node for root in roots if self.are_stored for node in root.subtree()):
+            if node.logits:
+                node.logits = {key: stored for key, stored in node.logits.items() if session not in stored[1]}
 
     def forget_inside(self, node: Node, depth: int, key: bytes) -> None:
         """Forgets the logits of prompts that end inside the block `key` behind `node`, at `depth`."""

@@ -78,12 +78,13 @@ class Node:
     root: Root
     children: ChildIndex | None
     digests: list[bytes] | None
-    logits: dict[tuple[int, bytes], Any] | None  # by prompt length and the tokens behind the last full block
+    # By prompt length and the tokens behind the last full block: the logits, and the sessions of who computed them.
+    logits: dict[tuple[int, bytes], tuple[Any, tuple[str, ...]]] | None
     tokens: Int32Array
     ids: list[Int32Array]
     shadow: list[Int32Array] | None  # on the host, with the same data as `ids` on the GPU: `Shadows`
     session: str | None
-    copied_sessions: tuple[str, ...]  # of those that computed what the request which published it did not
+    copied_sessions: tuple[str, ...]  # of those that computed some of it and did not publish it
     ttl: float | None
     entry: Any
     detached: bool

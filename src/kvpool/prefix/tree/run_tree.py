@@ -190,7 +190,8 @@ class RunTree:
         if context.rows.symbols.placeholders:
             mark_items_before(node)
         if session is not None or copied_sessions:
-            self._tag(node, session, copied_sessions)
+            node.session = session
+            self.add_sessions(node, (session, *copied_sessions) if session is not None else copied_sessions)
         return node
 
     def add(self, node: Node) -> None:
@@ -267,7 +268,8 @@ class RunTree:
         upper.active = int(node.active > 0)
         upper.pins = int(node.pins > 0)
         if node.session is not None or node.copied_sessions:
-            self._tag(upper, node.session, node.copied_sessions)
+            upper.session = node.session
+            self.add_sessions(upper, node.sessions)
         if node.digests is not None:
             upper.digests, node.digests = node.digests[:num_blocks], node.digests[num_blocks:]
         divide_logits(node, upper, node.start + num_blocks, self.block_size)
@@ -275,10 +277,14 @@ class RunTree:
 
     # --- sessions ----------------------------------------------------------------------------------------------------
 
-    def _tag(self, node: Node, session: str | None, copied_sessions: tuple[str, ...]) -> None:
-        node.session, node.copied_sessions = session, copied_sessions
-        for name in node.sessions:
-            self.sessions.setdefault(name, set()).add(node)
+    def add_sessions(self, node: Node, names: tuple[str, ...]) -> None:
+        """Something in a run was computed by requests of these sessions."""
+        for name in names:
+            tagged = self.sessions.setdefault(name, set())
+            if node not in tagged:
+                tagged.add(node)
+                if name != node.session:
+                    node.copied_sessions = (*node.copied_sessions, name)
 
     def _untag(self, node: Node, session: str) -> None:
         tagged = self.sessions.get(session)

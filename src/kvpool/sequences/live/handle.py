@@ -89,6 +89,11 @@ class KVCacheHandle:
         """Its blocks are on the host; `swap_in` brings them back."""
         return self.swapped is not None
 
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        """Every session of which something is in its private blocks, its own first."""
+        return self.copied_sessions if self.session is None else (self.session, *self.copied_sessions)
+
     def _live_row(self) -> int:
         if self.row < 0:
             raise UnknownRequestError(f"request {self.request_id!r} was freed; its handle cannot be used any more")

@@ -211,12 +211,17 @@ class Publisher:
         return node
 
     def _merge(self, readers: list[int], tip: Node, child: Node, first: int) -> None:
-        """The readers computed again what `child` holds: they take its blocks and free their own."""
+        """The readers computed again what `child` holds: they take its blocks and free their own.
+
+        What it has lost on the GPU, it takes from them.
+        """
         rows = self.rows
         rows.moves += 1
+        first_adopted = child.end
         if child.tier != GPU:
             own = [rows.tables[g.index][readers, first : child.end].max(axis=0) for g in self.context.cached]
             self.mover.adopt_blocks(child, own)
+            first_adopted = first
         for reader in readers:
             handle = rows.handles[reader]
             assert handle is not None
@@ -224,10 +229,29 @@ class Publisher:
             for group in self.context.full:
                 self._adopt_full(reader, child, group, first, handle.family is not None)
             for group in self.context.windowed:
-                self._adopt_windowed(reader, child, group, first)
+                first_adopted = min(first_adopted, self._adopt_windowed(reader, child, group, first))
             self.readers.release(tip)
             rows.tips[reader] = child
             handle.stats.merged_blocks += child.num_blocks
+        if first_adopted < child.end:
+            self._share_origin(readers, child, first_adopted)
+
+    def _share_origin(self, readers: list[int], child: Node, first: int) -> None:
+        """From block `first` on, a run holds blocks that these rows computed: what is wanted of theirs holds for it too.
+
+        What it was published with stays: runs behind it were computed with the blocks that it had before.
+        """
+        for reader in readers:
+            handle = self.rows.handles[reader]
+            assert handle is not None
+            new = any(child not in self.tree.sessions.get(name, ()) for name in handle.sessions)
+            shorter = handle.ttl is not None and (child.ttl is None or handle.ttl < child.ttl)
+            if (new or shorter) and child.start < first:
+                self.tree.split(child, first - child.start)
+            if new:
+                self.tree.add_sessions(child, handle.sessions)
+            if shorter:
+                child.ttl = handle.ttl
 
     def _adopt_full(self, row: int, child: Node, group: Group, first: int, shared: bool) -> None:
         table = self.rows.tables[group.index]
@@ -238,12 +262,13 @@ class Publisher:
             self.context.counters.blocks_merged += len(doubled)
             table[row, first : child.end] = theirs
 
-    def _adopt_windowed(self, row: int, child: Node, group: Group, first: int) -> None:
-        """As `_adopt_full`, where the tree may have lost blocks that this row still has."""
+    def _adopt_windowed(self, row: int, child: Node, group: Group, first: int) -> int:
+        """As `_adopt_full`, where the tree may have lost blocks that this row still has; returns where the first one is."""
         table = self.rows.tables[group.index]
         own, theirs = table[row, first : child.end], child.ids[group.index]
-        lost = (theirs < 0) & (own >= 0)
+        lost, first_lost = (theirs < 0) & (own >= 0), child.end
         if lost.any():
+            first_lost = first + int(lost.argmax())
             child.ids[group.index] = theirs = np.where(lost, own, theirs)
             if child.digests is not None and self.events.listening:
                 self.announcer.stored_blocks(child, group, np.flatnonzero(lost))
@@ -253,6 +278,7 @@ class Publisher:
             group.gpu.release(own[doubled])
             self.context.counters.blocks_merged += int(doubled.sum())
             table[row, first : child.end] = np.where(doubled, theirs, own)
+        return first_lost
 
     def close(self, row: int) -> None:
         """Ends the growth of a row's open node: the node gets arrays of its own and may have other readers."""
