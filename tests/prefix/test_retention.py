@@ -7,7 +7,8 @@ import pytest
 
 from kvpool import KVCacheManager, Retention, Tier, TokenRange
 from kvpool.errors import InvalidArgumentError
-from kvpool.events import Updated
+from kvpool.events import Stored, Updated
+from kvpool.events.mirror import CacheMirror
 from managers import Clock, cached, make_manager
 
 
@@ -111,10 +112,62 @@ def test_a_priority_ends_with_its_duration_and_starts_when_the_request_is_freed(
 def test_a_change_of_priority_is_announced_once() -> None:
     manager = make_manager()
     subscription = manager.subscribe()
+    cached(manager, 8)
     cached(manager, 8, retention=Retention([TokenRange(0, None, 90)]))
     cached(manager, 8, retention=Retention([TokenRange(0, None, 90)]))
     updates = [event for event in subscription.poll().events if isinstance(event, Updated)]
     assert [(event.old_priority, event.new_priority, len(event.digests)) for event in updates] == [(35, 90, 2)]
+
+
+def test_blocks_are_announced_with_the_priority_that_their_request_gives_them() -> None:
+    manager = make_manager()
+    subscription = manager.subscribe()
+    retention = Retention([TokenRange(0, 4, 90), TokenRange(4, 12, 20, duration=5.0)], decode_priority=10)
+    handle = manager.allocate("a", list(range(12)), retention=retention)
+    manager.commit(handle, 8)
+    manager.commit(handle, 4)
+    manager.extend(handle, 8)
+    manager.commit(handle, list(range(50, 58)))
+    live = subscription.poll().events
+    stored = [event for event in live if isinstance(event, Stored)]
+    assert [(event.priority, len(event.digests)) for event in stored] == [(90, 1), (20, 1), (20, 1), (10, 2)]
+    assert [later.parent for later in stored[1:]] == [event.digests[-1] for event in stored[:-1]]
+    manager.check()
+    manager.free(handle)
+    assert subscription.poll().events == []
+    assert priorities(manager) == {0: 90, 1: 20, 2: 20, 3: 10, 4: 10}
+    mirror = CacheMirror()
+    mirror.apply(live)
+    manager.check()
+
+
+def test_blocks_that_forks_store_together_are_announced_with_their_priority() -> None:
+    manager = make_manager()
+    subscription = manager.subscribe()
+    handle = manager.allocate("a", list(range(14)), retention=Retention([TokenRange(4, None, 80)], decode_priority=10))
+    manager.mark_written(handle, 14)
+    (fork,) = manager.fork(handle, "b")
+    manager.commit(handle, 14)
+    manager.commit(fork, 14)
+    stored = [event for event in subscription.poll().events if isinstance(event, Stored)]
+    assert [(event.priority, len(event.digests)) for event in stored] == [(35, 1), (80, 2)]
+    manager.check()
+    manager.free(handle)
+    manager.free(fork)
+    manager.check()
+
+
+def test_a_listener_that_came_late_hears_of_priorities_that_change_for_blocks_it_knows() -> None:
+    manager = make_manager()
+    handle = manager.allocate("a", list(range(12)), retention=Retention([TokenRange(0, None, 80)]))
+    manager.commit(handle, 8)
+    subscription = manager.subscribe()
+    manager.commit(handle, 4)
+    events = subscription.poll().events
+    mirror = CacheMirror()
+    mirror.apply(events)
+    assert {state.priority for state in mirror.blocks[0].values()} == {80}
+    manager.check()
 
 
 def test_an_idle_candidate_moves_in_the_order_when_its_priority_changes() -> None:

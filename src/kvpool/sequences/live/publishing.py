@@ -9,7 +9,7 @@ import numpy as np
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
 from kvpool.prefix.cache import PrefixCache
-from kvpool.prefix.tree.node import Node
+from kvpool.prefix.tree.node import NEVER, Node
 from kvpool.sequences.live.handle import KVCacheHandle, Rows
 
 _NOBODY: list[int] = []
@@ -33,6 +33,7 @@ class Publisher:
         self.windows = cache.windows
         self.removal = cache.removal
         self.announcer = cache.announcer
+        self.expiry = cache.expiry
         self.mover = cache.mover
         self.events = cache.context.events
         self.on_follow: Callable[[int], None] = lambda row: (
@@ -52,7 +53,25 @@ class Publisher:
             tip = rows.tips[row]
             assert tip is not None
             if tip.open_row == row:
-                self.announcer.stored(tip)
+                self._announce(handle, tip)
+
+    def _announce(self, handle: KVCacheHandle, node: Node) -> None:
+        """Tells subscribers of blocks that a sequence stored in a node of its own, with the priorities they will have.
+
+        Priorities count from the end of the request on, which sets them for those whom nobody told.
+        """
+        parts, retention, size = [node], handle.retention, self.block_size
+        if retention is not None and not node.detached:
+            self.context.sync(node)
+            for cut in retention.cuts(handle.num_prompt_tokens, size):
+                if node.start < cut < node.end:
+                    parts.insert(-1, self.tree.split(node, cut - node.start))
+            for part in parts:
+                priority, _ = retention.priority_at(part.start * size, handle.num_prompt_tokens)
+                if priority is not None:
+                    self.expiry.set_priority(part, priority, NEVER)
+        for part in parts:
+            self.announcer.stored(part)
 
     def _attach(self, row: int, handle: KVCacheHandle, tip: Node) -> None:
         rows, size = self.rows, self.block_size
@@ -83,6 +102,8 @@ class Publisher:
                 tip.active -= len(followers)  # each held the tip itself; together they now count as one active child
                 for reader in (row, *followers):
                     rows.tips[reader] = child
+                if self.events.listening:
+                    self._announce(handle, child)
             else:
                 self._open(row, handle, tip, key, done)
                 return
@@ -206,8 +227,6 @@ class Publisher:
         self.tree.add(node)
         if tip.num_remainders:
             self.removal.drop_covered(tip, key)
-        if self.events.listening:
-            self.announcer.stored(node)
         return node
 
     def _merge(self, readers: list[int], tip: Node, child: Node, first: int) -> None:
