@@ -85,6 +85,25 @@ def test_configured_levels_are_used() -> None:
     assert manager.pressure is CRITICAL
 
 
+@pytest.mark.parametrize(("num_blocks", "level", "reached"), [(25, 0.28, 7), (50, 0.14, 7), (50, 0.56, 28), (8, 0.5, 4)])
+def test_a_level_begins_at_its_fraction_however_floats_round(num_blocks: int, level: float, reached: int) -> None:
+    manager = make_manager(gpu_blocks=num_blocks, pressure_levels=(level / 2, level, 1.0))
+    for name in range(reached):
+        assert manager.pressure < HIGH
+        manager.allocate(name, num_tokens=4)
+    assert manager.pressure is HIGH
+    manager.free(manager.get(0))
+    assert manager.pressure is MEDIUM
+
+
+def test_equal_fractions_leave_a_level_out() -> None:
+    manager = make_manager(gpu_blocks=16, pressure_levels=(0.5, 0.5, 0.75))
+    seen = watch(manager)
+    for name in range(12):
+        manager.allocate(name, num_tokens=4)
+    assert seen == [(LOW, HIGH), (HIGH, CRITICAL)]
+
+
 def test_the_fullest_pool_counts_and_is_named() -> None:
     manager = make_manager(FULL, LayerSpec(kv_heads=2, head_dim=8), gpu_blocks=(100, 10))
     changes: list[PressureChange] = []

@@ -82,7 +82,7 @@ class KVCacheConfig:
     depth_cost: float | None = None  # for "seconds": what a token costs more for each one before it; None = of an 8B model
     default_ttl: float | None = None  # seconds
     max_pinned_tokens: int | None = None  # None = half of the smallest GPU pool's tokens
-    pressure_levels: Sequence[float] = (0.6, 0.8, 0.95)  # used fractions: MEDIUM, HIGH, CRITICAL
+    pressure_levels: Sequence[float] = (0.6, 0.8, 0.95)  # used fractions from which on it is MEDIUM, HIGH, CRITICAL
     event_buffer_size: int = 65536  # 0 = events off
 
     groups: tuple[LayerGroup, ...] = field(init=False, repr=False, compare=False)
@@ -338,11 +338,11 @@ class KVCacheConfig:
                 raise ConfigError(f"default_ttl={self.default_ttl} must be seconds above 0, or None for no limit")
             if not self.enable_prefix_caching:
                 raise ConfigError(f"default_ttl={self.default_ttl} does nothing with enable_prefix_caching=False")
-        expected = "three rising fractions in (0, 1]"
+        expected = "three rising fractions in (0, 1]; equal ones leave a level out"
         if not isinstance(self.pressure_levels, (tuple, list)) or len(self.pressure_levels) != 3:
             raise ConfigError(f"pressure_levels={show(self.pressure_levels)} must be {expected}")
         levels = tuple(check_number("pressure_levels", level, expected) for level in self.pressure_levels)
-        if not 0 < levels[0] < levels[1] < levels[2] <= 1:
+        if not 0 < levels[0] <= levels[1] <= levels[2] <= 1:
             raise ConfigError(f"pressure_levels={levels} must be {expected}")
         self._put("pressure_levels", levels)
         self._put("event_buffer_size", check_int("event_buffer_size", self.event_buffer_size, 0, MAX_BLOCKS))

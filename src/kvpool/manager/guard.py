@@ -108,7 +108,7 @@ class Guard:
                 fullest, at = used, pool.index
         level = MemoryPressure(sum(fullest >= limit for limit in self.levels))
         if len(self.state.gpu_pools) == 1:
-            edges = [0, *(math.ceil(limit * pool.num_blocks) for limit in self.levels), pool.num_blocks + 1]
+            edges = [0, *(_fewest(limit, pool.num_blocks) for limit in self.levels), pool.num_blocks + 1]
             self.calm = (edges[level], edges[level + 1])
         if level == self.level:
             return
@@ -120,6 +120,12 @@ class Guard:
             f"{pool.num_free} free; pressure {direction} from {previous.name} to {level.name}"
         )
         self._changes.append(PressureChange(level, previous, fullest, at, reason))
+
+
+def _fewest(limit: float, num_blocks: int) -> int:
+    """The fewest blocks in use whose fraction of `num_blocks` reaches `limit`, by the comparison that finds the level."""
+    used = math.floor(limit * num_blocks)  # rounding may leave it one off, either way
+    return next(n for n in range(max(0, used - 1), num_blocks + 2) if n / num_blocks >= limit)
 
 
 def contain(callback: Callable[[], None]) -> None:
