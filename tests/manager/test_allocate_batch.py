@@ -38,7 +38,7 @@ def test_given_requests_that_are_refused_then_the_others_are_admitted_and_each_r
             {"request_id": "a", "tokens": [2]},
             {"request_id": "b", "tokens": [3] * 40},
             {"request_id": "c", "tokens": [4] * 16},
-            {"request_id": "d", "tokens": [4] * 9, "reserve": 0},
+            {"request_id": "d", "tokens": [4] * 9, "reserve": 10},
             {"request_id": "e", "tokens": [5] * 12},
         ]
     )

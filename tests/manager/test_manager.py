@@ -322,6 +322,25 @@ def test_a_request_id_that_cannot_be_hashed_is_refused(request_id: Any) -> None:
     refuse(lambda m, h: m.get(request_id), InvalidArgumentError, "hashable")
 
 
+def test_a_handle_is_no_request_id() -> None:
+    refuse(lambda m, h: m.allocate(h, [1]), InvalidArgumentError, "the handle of request 'live'")
+    refuse(lambda m, h: m.fork(h, h), InvalidArgumentError, "the handle of request 'live'")
+    refuse(lambda m, h: m.get(h), InvalidArgumentError, "the handle of request 'live'")
+
+
+def test_a_request_may_begin_without_a_place() -> None:
+    manager = make_manager(gpu_blocks=2)
+    full = manager.allocate("full", num_tokens=8)
+    assert manager.can_allocate(num_tokens=5, reserve=0)
+    handle = manager.allocate("empty", num_tokens=5, reserve=0)
+    assert (handle.num_reserved, handle.num_blocks, manager.get_num_free_blocks()) == (0, 0, 0)
+    manager.check()
+    manager.free(full)
+    manager.extend(handle, 5)
+    assert (handle.num_reserved, handle.num_blocks) == (5, 2)
+    manager.check()
+
+
 def test_duplicate_and_unknown_ids_are_named() -> None:
     refuse(lambda m, h: m.allocate("live", [1]), DuplicateRequestError, "'live'")
     refuse(lambda m, h: m.fork(h, "live"), DuplicateRequestError, "'live'")

@@ -59,7 +59,7 @@ def draw_admission(m: WildMachine, rng: Random) -> tuple[list[int], bool, dict[s
     tokens, scope = draw_prompt(m, rng)
     options: dict[str, Any] = {"scope": scope, "lookahead": rng.choice((0, 0, 0, 0, 1, 3, m.size))}
     if rng.random() < 0.3:
-        options["reserve"] = rng.randrange(1, len(tokens) + 1)
+        options["reserve"] = rng.randrange(len(tokens) + 1)
     if m.cross:
         options["cross_tokens"] = rng.choice((0, 1, m.size, 2 * m.size))
         if rng.random() < 0.7:  # an input that has a name may be shared

@@ -15,6 +15,7 @@ from kvpool.pools.arrays import Int32Array, Int64Array, as_array, as_count
 from kvpool.pools.symbols import Key, as_items
 from kvpool.prefix.lifetimes.retention import Retention
 from kvpool.scope import MultimodalItem, ReuseScope
+from kvpool.sequences.live.handle import KVCacheHandle
 
 DEFAULT_SCOPE = ReuseScope()
 Items: TypeAlias = Iterable[MultimodalItem | tuple[int, int, Key]]  # what users give for multimodal items
@@ -33,7 +34,11 @@ def as_policy_factory(chosen: str | Callable[[], EvictionPolicy]) -> Callable[[]
 
 
 def is_among(request_id: Hashable, request_ids: Container[Hashable]) -> bool:
-    """Whether an id is there; ids that cannot be compared are refused."""
+    """Whether an id is there; handles, and ids that cannot be compared, are refused."""
+    if isinstance(request_id, KVCacheHandle):
+        raise InvalidArgumentError(
+            f"a request id was asked for, got the handle of request {show(request_id.request_id)}; give an id"
+        )
     try:
         return request_id in request_ids
     except Exception as error:

@@ -179,8 +179,8 @@ class KVCacheManager(Steps):
     ) -> KVCacheHandle:
         """Admits a request and gives it blocks for its prompt, reusing the longest cached prefix.
 
-        Give the prompt's `tokens`, or only `num_tokens` when reuse is not wanted. `reserve` limits the places taken now
-        (chunked prefill: `extend` before each further chunk); `lookahead` adds places for draft tokens; `cross_tokens` are
+        Give the prompt's `tokens`, or only `num_tokens` when reuse is not wanted. `reserve` limits the places taken now, down
+        to none (chunked prefill: `extend` before each chunk); `lookahead` adds places for draft tokens; `cross_tokens` are
         the encoder's, whose input `scope.encoder` must name if blocks are to be shared. `retention` and `ttl` say how long
         what it computes should stay cached; `session` names it for `invalidate`. A `lease` is no request and not counted as
         one: it holds blocks for somebody else, as for bytes that come from a keyed tier. `multimodal` lists the images
@@ -263,7 +263,7 @@ class KVCacheManager(Steps):
                 raise InvalidArgumentError("a request needs at least one token")
         if reserve is None:
             return ids, total
-        return ids, as_count(reserve, "reserve", minimum=1, maximum=total)
+        return ids, as_count(reserve, "reserve", maximum=total)
 
     def _cross_tokens(self, cross_tokens: int) -> int:
         if as_count(cross_tokens, "cross_tokens") and not self._state.fixed:
