@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Retention, ReuseScope, TokenRange
+from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Retention, ReuseScope, TokenRange
 from kvpool.errors import KVPoolError
 from kvpool.replay import TraceRecorder, replay_recording
 from kvpool.scheduling import Request, Scheduler, SchedulerConfig
@@ -237,3 +238,59 @@ def test_given_live_requests_then_a_recorder_refuses_to_attach(tmp_path: Path) -
     with pytest.raises(KVPoolError, match="1 requests are live"):
         TraceRecorder(tmp_path / "t").attach(manager)
     assert not (tmp_path / "t").exists()
+
+
+def commit_by_ids(manager: KVCacheManager, handle: KVCacheHandle, prompt: list[int]) -> None:
+    manager.commit(handle, prompt)
+
+
+def commit_by_turns(manager: KVCacheManager, handle: KVCacheHandle, prompt: list[int]) -> None:
+    manager.commit(handle, prompt[:5])
+    manager.commit(handle, 4)
+    manager.commit(handle, prompt[9:])
+
+
+def commit_by_steps_and_turns(manager: KVCacheManager, handle: KVCacheHandle, prompt: list[int]) -> None:
+    """A batch that decodes what was announced."""
+    batch = manager.batch([handle])
+    for token in prompt[:5]:
+        manager.commit_batch(batch, [token])
+    manager.commit(handle, 4)
+    for token in prompt[9:]:
+        manager.commit_batch(batch, [token])
+
+
+def commit_after_rewinding(manager: KVCacheManager, handle: KVCacheHandle, prompt: list[int]) -> None:
+    """What was taken back is not what comes in its place."""
+    manager.commit(handle, prompt[:9])
+    manager.rewind(handle, len(prompt) - 6)
+    manager.extend(handle, len(prompt) - 6)
+    manager.commit(handle, prompt[6:8])
+    manager.commit(handle, prompt[8:])
+
+
+@pytest.mark.parametrize("scope", [ReuseScope(), ReuseScope(tenant="t")])
+@pytest.mark.parametrize(
+    ("announced", "commit"),
+    [
+        (True, commit_by_ids),
+        (False, commit_by_ids),
+        (True, commit_by_turns),
+        (True, commit_by_steps_and_turns),
+        (True, commit_after_rewinding),
+        (False, commit_after_rewinding),
+    ],
+)
+def test_given_a_prompt_that_is_committed_by_ids_when_replayed_then_it_is_found_again(
+    tmp_path: Path, announced: bool, scope: ReuseScope, commit: Callable[..., None]
+) -> None:
+    manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], 4, gpu_blocks=32))
+    prompt = list(range(20))
+    with TraceRecorder(tmp_path / "ids.kvtrace").attach(manager):
+        first = manager.allocate("first", prompt if announced else None, scope=scope, num_tokens=None if announced else 20)
+        commit(manager, first, prompt)
+        manager.extend(first, 4)
+        manager.commit(first, [7, 7, 7, 7])
+        assert manager.allocate("again", [*prompt, 7, 7, 7, 7, 0], scope=scope).num_cached_tokens == 24
+        assert manager.allocate("elsewhere", prompt, scope=ReuseScope(adapter="a")).num_cached_tokens == 0
+    assert_equal_counters(replay_recording(tmp_path / "ids.kvtrace"), manager.stats())

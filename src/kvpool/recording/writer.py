@@ -94,7 +94,8 @@ class _Batch:
     def __init__(self, handles: Handles, histories: list[array[int]], num_tokens: Int64Array) -> None:
         self.handles = handles
         self.num_tokens = num_tokens
-        self.sums = np.array([history[-1] if history else 0 for history in histories], np.uint64)
+        lengths = num_tokens.tolist()
+        self.sums = np.array([history[end] for history, end in zip(histories, lengths, strict=True)], np.uint64)
         self._histories = histories
         self._steps: list[UInt64Array] = []  # sums that the histories lack
 
@@ -108,8 +109,9 @@ class _Batch:
     def settle(self) -> None:
         """Brings the histories up to date."""
         if self._steps:
-            for history, sums in zip(self._histories, np.stack(self._steps, axis=1), strict=True):
-                history.frombytes(sums.tobytes())
+            ends = self.num_tokens.tolist()
+            for history, end, sums in zip(self._histories, ends, np.stack(self._steps, axis=1), strict=True):
+                _put_sums(history, end - len(sums), sums)
             self._steps.clear()
 
 
@@ -120,7 +122,8 @@ class RecordingWriter:
         self._stream, self._left = stream, max_bytes
         self._hash = PrefixHash()
         self._block_size: int = header["block_size"]
-        self._histories: dict[int, array[int]] = {}  # live sequences: the sum at each of their positions
+        # Live sequences: the sum behind so many of their known tokens. It begins with the number of their scope.
+        self._histories: dict[int, array[int]] = {}
         self._known: dict[int, int] = {}  # sum at the end of a block of a prompt -> the sequence that had it first
         self._scopes: dict[ReuseScope, int] = {ReuseScope(): 0}
         self._names: dict[tuple[str, str], int] = {("tenant", ""): 0}
@@ -189,16 +192,19 @@ class RecordingWriter:
             more["session"] = self._number("session", more["session"])
         if "retention" in more:
             more["retention"] = _plain_retention(more["retention"])
+        history = self._histories[serial] = array("Q", [self._base(scope)])
         if tokens is None:
-            self._histories[serial] = array("Q")
             return [serial, None, more]
         sums = self._sums(tokens, scope, items)
-        self._histories[serial] = array("Q", sums.tobytes())
+        _put_sums(history, 0, sums)
         return [serial, self._prefix(sums, serial), more]
 
+    def _base(self, scope: ReuseScope) -> int:
+        """The sum before the first token: scopes share nothing."""
+        return self._scopes.setdefault(scope, len(self._scopes))
+
     def _sums(self, tokens: Any, scope: ReuseScope, items: Items) -> UInt64Array:
-        base = self._scopes.setdefault(scope, len(self._scopes))
-        return self._hash.sums(as_token_array(tokens), 0, base, items)
+        return self._hash.sums(as_token_array(tokens), 0, self._base(scope), items)
 
     def _prefix(self, sums: UInt64Array, serial: int | None) -> list[Any]:
         """Tokens as what they share with an earlier prompt, and the rest. Remembered under `serial`, if there is one."""
@@ -234,10 +240,9 @@ class RecordingWriter:
         written, at = [], 0
         for handle, position, count in zip(handles, before.tolist(), numbers or [1] * len(handles), strict=True):
             history = self._histories[handle.serial]
-            del history[position:]
             own = [item._replace(position=item.position - at) for item in items or () if 0 <= item.position - at < count]
-            sums = self._hash.sums(ids[at : at + count], position, history[-1] if history else 0, own)
-            history.frombytes(sums.tobytes())
+            sums = self._hash.sums(ids[at : at + count], position, history[position], own)
+            _put_sums(history, position, sums)
             written.append(sums)
             at += count
         if numbers is None and handles is self._members:
@@ -282,6 +287,11 @@ class RecordingWriter:
         where = scope or ReuseScope()
         tokens = None if prefix is None else self._prefix(self._sums(prefix, where, items), None)
         return [tokens, self._scope(where), self._number("session", session)]
+
+
+def _put_sums(history: array[int], position: int, sums: UInt64Array) -> None:
+    """The tokens from `position` on are known; what is known behind them stays as it is."""
+    history[position + 1 : position + 1 + len(sums)] = array("Q", sums.tobytes())
 
 
 def _plain(numbers: Any) -> Any:
