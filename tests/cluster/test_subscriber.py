@@ -60,7 +60,9 @@ def test_given_nodes_that_cached_before_and_after_when_followed_then_the_index_k
     until(lambda: index.match(PROMPT) == {"b": Hit(12, 12, 12)})
 
 
-def test_given_a_node_that_dies_and_comes_back_then_its_blocks_vanish_and_only_its_new_ones_appear(opened: list[Any]) -> None:
+def test_given_a_node_that_dies_and_comes_back_then_its_blocks_vanish_and_only_its_new_ones_appear(
+    opened: list[Any],
+) -> None:
     index = ClusterIndex(4)
     old, new = managers.make_manager(), managers.make_manager()
     managers.cached(old, 12)
@@ -86,8 +88,12 @@ def test_given_a_node_without_replay_when_followed_then_what_it_says_from_now_on
     until(lambda: index.match(list(range(100, 108))) == {"a": Hit(8, 8, 8)})
 
 
-@pytest.mark.parametrize("frames", [[b""], [b"", b"12", encode_batch(1.0, [])], [b"", b"\xff" * 8, encode_batch(1.0, [])]])
-def test_given_messages_that_are_none_when_followed_then_they_are_counted_and_the_rest_is_read(frames: list[bytes]) -> None:
+@pytest.mark.parametrize(
+    "frames", [[b""], [b"", b"12", encode_batch(1.0, [])], [b"", b"\xff" * 8, encode_batch(1.0, [])]]
+)
+def test_given_messages_that_are_none_when_followed_then_they_are_counted_and_the_rest_is_read(
+    frames: list[bytes],
+) -> None:
     index, said = ClusterIndex(4), BlockStored([1], None, [0, 1, 2, 3], 4)
     with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
         port = publisher.bind_to_random_port("tcp://127.0.0.1")
@@ -98,6 +104,20 @@ def test_given_messages_that_are_none_when_followed_then_they_are_counted_and_th
         until(lambda: index.match(PROMPT) == {"a": Hit(4, 4, 4)})
         assert follower.num_unreadable == 1
         follower.close()
+
+
+def test_given_many_messages_that_are_none_when_followed_then_all_are_counted_and_one_line_is_written(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        follower = NodeSubscriber(ClusterIndex(4), "a", f"tcp://127.0.0.1:{port}")
+        publisher.recv()  # it listens
+        for _ in range(500):
+            publisher.send_multipart([b"", bytes(8), b"noise"])
+        until(lambda: follower.num_unreadable == 500)
+        follower.close()
+    assert [record.getMessage()[:14] for record in caplog.records] == ["a message of t"]
 
 
 def test_given_an_endpoint_that_is_none_when_followed_then_it_is_refused() -> None:

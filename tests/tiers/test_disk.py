@@ -18,6 +18,7 @@ from kvpool.testing import Kept, TierContract, key, load, store, value
 from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome
 from kvpool.tiers.disk import growth
 from kvpool.tiers.disk.directory import Directory
+from kvpool.tiers.disk.upkeep import Upkeep
 from kvpool.tiers.transport.staging import page_aligned
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -237,6 +238,62 @@ def test_given_a_writer_when_another_process_reads_then_it_finds_what_is_stored_
         assert reader.contains([key(number) for number in held]) == [True] * len(held)
         assert reader.stats().num_values == writer.stats().num_values == len(held)
         assert reader.stats().used_bytes == writer.stats().used_bytes
+
+
+def overwritten(reader: DiskTier, writer: DiskTier) -> list[int]:
+    """Values whose slots the writer has given to others, which the reader has not heard of."""
+    reader._next_refresh = float("inf")
+    count = (writer.stats().num_values or 0) + 10
+    for number in range(1000, 1000 + count):
+        assert store(writer, [number]) == [Outcome.OK]
+    gone = [number for number in range(1, 41) if not writer.contains([key(number)])[0]]
+    assert len(gone) >= 10
+    return gone
+
+
+def test_given_a_writer_that_overwrites_slots_when_its_reader_loads_then_they_are_misses_and_not_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with DiskTier(tmp_path, 2**20) as writer:
+        store(writer, list(range(1, 41)))
+        with DiskTier(tmp_path, 2**20, read_only=True) as reader:
+            gone = overwritten(reader, writer)
+            assert reader.contains([key(number) for number in gone]) == [True] * len(gone)
+            assert load(reader, gone)[0] == [Outcome.MISS] * len(gone)
+            assert reader.stats().load_failures == 0
+            assert reader.contains([key(number) for number in gone]) == [False] * len(gone)
+            out = page_aligned(8192)
+            assert reader.load([key(gone[0])], [out], keeper=Kept()) == [Outcome.MISS]
+            reader._next_refresh = 0.0
+            held = [number for number in range(1000, 1010) if writer.contains([key(number)])[0]]
+            assert load(reader, held) == ([Outcome.OK] * len(held), [value(number) for number in held])
+            assert held
+    assert caplog.records == []
+
+
+def test_given_a_writer_and_a_damaged_slot_then_its_reader_says_so_and_forgets_the_value(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with DiskTier(tmp_path, 2**20) as writer:
+        store(writer, [1, 2])
+        with DiskTier(tmp_path, 2**20, read_only=True) as reader:
+            (slab,) = tmp_path.glob("*.kvslab")
+            with slab.open("r+b") as stream:
+                stream.seek(PAGE + PAGE + 7)
+                stream.write(b"?")
+            outcomes, _ = load(reader, [1, 2])
+            assert sorted(outcomes) == [Outcome.OK, Outcome.FAILED]
+            assert reader.stats().load_failures == 1
+    assert ["is damaged" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_given_a_writer_that_overwrites_slots_while_verify_reads_then_they_are_not_damaged(tmp_path: Path) -> None:
+    with DiskTier(tmp_path, 2**20) as writer:
+        store(writer, list(range(1, 41)))
+        with DiskTier(tmp_path, 2**20, read_only=True) as reader, Upkeep(tmp_path) as upkeep:
+            gone = overwritten(reader, writer)
+            found = upkeep.verify(lambda _: None)
+            assert (found.num_values, found.damaged) == (40 - len(gone), [])
 
 
 def test_given_a_tier_that_only_reads_then_the_directory_stays_as_it_was(tmp_path: Path) -> None:

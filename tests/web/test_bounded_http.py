@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from typing import Any
 
@@ -20,7 +21,7 @@ def parser(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         pytest.importorskip("httptools")
 
 
-def talked(given: list[bytes], *, head_seconds: float = 30.0) -> bytes:
+def talked(given: list[bytes], *, head_seconds: float = 30.0, log_level: str = "critical") -> bytes:
     """What a server says to these parts of a request, one after the other, until it closes the connection."""
     import uvicorn
     from starlette.responses import PlainTextResponse
@@ -31,7 +32,9 @@ def talked(given: list[bytes], *, head_seconds: float = 30.0) -> bytes:
         await PlainTextResponse(scope["method"])(scope, receive, send)
 
     async def talk() -> bytes:
-        config = uvicorn.Config(app, http=bounded_http(head_seconds), ws="none", lifespan="off", log_level="critical")
+        config = uvicorn.Config(
+            app, http=bounded_http(head_seconds), ws="none", lifespan="off", log_level=log_level, log_config=None
+        )
         config.load()
         server = uvicorn.Server(config)
         with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -73,3 +76,18 @@ def test_given_a_head_that_goes_on_and_on_then_the_connection_is_closed(part: by
 @pytest.mark.parametrize("half", [[], [b"GET / HTTP/1.1\r\nho"]], ids=["nothing", "half"])
 def test_given_half_a_head_when_nothing_more_comes_then_the_connection_is_closed(half: list[bytes]) -> None:
     assert talked(half, head_seconds=0.05) == b""
+
+
+@pytest.mark.usefixtures("parser")
+def test_given_many_requests_that_are_no_http_then_one_line_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpool.web import bounded_http
+
+    monkeypatch.setattr(bounded_http, "_one_invalid", bounded_http._OneInvalid())
+    log = logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(log, "filters", [])
+    monkeypatch.setattr(log, "propagate", True)
+    for _ in range(5):
+        assert b"400 Bad Request" in talked([b"\0\1 no request\r\n\r\n"], log_level="warning")
+    assert [record.getMessage() for record in caplog.records] == ["Invalid HTTP request received."]

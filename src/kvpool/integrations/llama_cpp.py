@@ -26,8 +26,8 @@ from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.llama.llama_identity import check_served, check_version, fingerprint_of
 from kvpool.integrations.llama.state_blob import StateBlob, num_common
 from kvpool.integrations.llama.state_store import BLOCK_TOKENS, StateStats, StateStore, Tokens
+from kvpool.quiet import QuietLog
 from kvpool.terminal import parse_bytes
-from kvpool.tiers.quiet import QuietMinute
 from kvpool.tiers.transport.staging import Bytes
 
 _SEQUENCE = 0  # the only one that Llama uses
@@ -69,7 +69,7 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
         check_int("min_tokens", min_tokens, BLOCK_TOKENS, 2**31 - 1)
         check_version(llama_cpp.__version__)
         check_served(llama_cpp, llama)
-        self._quiet = QuietMinute()
+        self._quiet = QuietLog(_log)
         self._llama = weakref.ref(llama)  # else `del llm` would not free its memory
         fingerprint = fingerprint_of(llama_cpp, llama, settings.model_id)
         self._store = StateStore(settings, fingerprint, min_tokens=min_tokens, max_bytes=limit, is_reader=read_only)
@@ -144,8 +144,7 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
             return False
 
     def _say(self, what: str) -> None:
-        if self._quiet.is_over():
-            _log.warning("%s", what)
+        self._quiet.warning("%s", what)
 
     def _keep(self, llama: Any) -> None:
         memory, num_tokens = llama_cpp.llama_get_memory(llama.ctx), int(llama.n_tokens)

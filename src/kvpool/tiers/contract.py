@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
-from kvpool.tiers.quiet import QuietMinute
+from kvpool.quiet import QuietLog
 
 if TYPE_CHECKING:
     from kvpool.tiers.keys import KeyPattern, KeySpace
@@ -131,7 +131,7 @@ class KeyedTier(ABC):
         self._loads, self._stores = _Moved(), _Moved()
         self._removed = self._unfilled_bytes = 0
         self._counting = threading.Lock()
-        self._quiet = QuietMinute()
+        self._quiet = QuietLog(_log)
         self._closed = False
 
     # --- calls -------------------------------------------------------------------------------------------------------
@@ -306,8 +306,7 @@ class KeyedTier(ABC):
 
     def report(self, what: str) -> None:
         """Logs what went wrong, at most one line a minute: a store that is down would fill the log."""
-        if self._quiet.is_over():
-            _log.warning("tier %s: %s; what it cannot bring is computed again", self.name, what)
+        self._quiet.warning("tier %s: %s; what it cannot bring is computed again", self.name, what)
 
 
 def _checked_timeout(seconds: object) -> float:

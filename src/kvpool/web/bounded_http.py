@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
+
+from kvpool.quiet import QuietLog
 
 HEAD_BYTES = 64 << 10
 HEAD_SECONDS = 30.0
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
+class _OneInvalid(logging.Filter):
+    """Of uvicorn's lines about requests that are no HTTP, one a minute: anybody who can connect can cause them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._quiet = QuietLog(logging.getLogger("uvicorn.error"))
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("Invalid HTTP"):
+            return True
+        added = self._quiet.added()
+        record.msg = f"{record.msg}{added or ''}"
+        return added is not None
+
+
+_one_invalid = _OneInvalid()
+
+
 def bounded_http(head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:
     """For `uvicorn.Config(http=...)`. A connection that asks nothing whole within `head_seconds` is closed; so is one whose
-    head is over `HEAD_BYTES`, by more than what is read at once.
+    head is over `HEAD_BYTES`, by more than what is read at once. Requests that are no HTTP are logged once a minute.
     """
     base = _base()
+    logging.getLogger("uvicorn.error").addFilter(_one_invalid)  # the same object is added once
 
     class Bounded(base):  # type: ignore[misc, valid-type]
         def connection_made(self, transport: Any) -> None:

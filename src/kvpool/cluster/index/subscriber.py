@@ -12,6 +12,7 @@ from kvpool.cluster.index.cluster_index import ClusterIndex
 from kvpool.cluster.index.feed import FeedStats, NodeFeed
 from kvpool.cluster.wire.wire_events import decode_batch
 from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.quiet import QuietLog
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 log = logging.getLogger("kvpool")
@@ -42,6 +43,7 @@ class NodeSubscriber:
         self._context = self._zmq.Context()
         self._feed = NodeFeed(index, node, can_replay=replay is not None)
         self.num_unreadable = 0
+        self._quiet = QuietLog(log)
         self.last_heard: float | None = None
         self._asking: Any = None
         self._deadline = 0.0
@@ -134,7 +136,7 @@ class NodeSubscriber:
             batch = decode_batch(frames[-1])
         except InvalidArgumentError as error:
             self.num_unreadable += 1
-            log.warning("a message of %s cannot be read: %s", self._endpoint, error)
+            self._quiet.warning("a message of %s cannot be read: %s", self._endpoint, error)
             return  # the next number shows the gap
         hand_over(number, batch)
 

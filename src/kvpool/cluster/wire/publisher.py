@@ -26,6 +26,7 @@ from kvpool.cluster.wire.wire_events import AllBlocksCleared, BlockStored, WireE
 from kvpool.config.layers import check_int, check_number, show
 from kvpool.errors import ConfigError
 from kvpool.manager import KVCacheManager
+from kvpool.quiet import QuietLog
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 SNAPSHOT = END_OF_REPLAY  # asked for instead of a number: everything that is cached
@@ -72,6 +73,7 @@ class EventPublisher:
         self._topic = topic.encode()
         self._clock = clock
         self._translator = WireTranslator(group_names(manager.config))
+        self._quiet = QuietLog(log)
         self._next_number = self._num_lost = self._num_snapshots = 0
         self._lock = threading.Lock()  # over the translator and the kept messages
         self._zmq = _zmq()
@@ -98,7 +100,9 @@ class EventPublisher:
         try:
             socket.bind(endpoint)
         except self._zmq.ZMQError as error:
-            raise ConfigError(f"events cannot be published at {show(endpoint)}: {error}; give tcp://HOST:PORT") from None
+            raise ConfigError(
+                f"events cannot be published at {show(endpoint)}: {error}; give tcp://HOST:PORT"
+            ) from None
         return str(socket.get_string(self._zmq.LAST_ENDPOINT))
 
     # --- its two threads ---------------------------------------------------------------------------------------------
@@ -118,7 +122,9 @@ class EventPublisher:
         batch = self._subscription.poll()
         if batch.missed:
             self._num_lost += batch.missed
-            log.warning("the event publisher came too late for %d events; everything is announced anew", batch.missed)
+            self._quiet.warning(
+                "the event publisher came too late for %d events; everything is announced anew", batch.missed
+            )
             events = self._translator.start_over(self._subscription.resync().events)
         else:
             events = self._translator.translate(batch.events)
@@ -137,7 +143,9 @@ class EventPublisher:
                 if len(frames) == 3 and len(frames[2]) == 8:
                     with suppress(self._zmq.ZMQError):  # it went away
                         for number, payload in self._replayed(frames[2]):
-                            self._asked.send_multipart((frames[0], b"", self._topic, number.to_bytes(8, "big"), payload))
+                            self._asked.send_multipart(
+                                (frames[0], b"", self._topic, number.to_bytes(8, "big"), payload)
+                            )
                         self._asked.send_multipart((frames[0], b"", b"", END_OF_REPLAY, b""))
 
     def _replayed(self, wanted: bytes) -> list[tuple[int, bytes]]:

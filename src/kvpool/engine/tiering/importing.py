@@ -15,6 +15,7 @@ import torch
 
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError
 from kvpool.manager import KVCacheManager
+from kvpool.quiet import QuietLog
 from kvpool.scheduling import Request
 from kvpool.sequences.live.handle import KVCacheHandle
 from kvpool.storage import DataPlane
@@ -78,6 +79,7 @@ class Importer:
         self._plane = plane
         self._groups = keys.groups
         self._size = keys.block_size
+        self._quiet = QuietLog(log)
 
     def bring(self, request: Request, fetch: Fetch) -> tuple[KVCacheHandle | None, list[Callable[[], None]]]:
         """A lease on the prefix of a request, now cached, and what to wait for before the fetched bytes go.
@@ -93,7 +95,7 @@ class Importer:
                 self._manager.commit(handle)
         except KVPoolError as error:
             if not isinstance(error, OutOfBlocksError):
-                log.warning("a prefix from a tier could not be used and is computed: %s", error)
+                self._quiet.warning("a prefix from a tier could not be used and is computed: %s", error)
             self._give_up(handle)
             handle = None
         return handle, waits

@@ -32,7 +32,7 @@ from kvpool.integrations.requests.prompt_pins import PromptPins
 from kvpool.integrations.requests.tracked_request import TrackedRequest, items_of, scope_of
 from kvpool.integrations.requests.wishes import NO_WISHES, Wishes
 from kvpool.manager import KVCacheManager
-from kvpool.tiers.quiet import QuietMinute
+from kvpool.quiet import QuietLog
 
 _MAX_EVENTS = 65_536  # that are kept until the engine takes them
 
@@ -91,7 +91,7 @@ class SchedulerSide:
         self._orders = Orders()
         self._num_jobs = 0
         self._epoch = ""
-        self._quiet = QuietMinute()
+        self._quiet = QuietLog(_log)
 
     # --- loads -------------------------------------------------------------------------------------------------------
 
@@ -249,6 +249,5 @@ class SchedulerSide:
         try:
             return Wishes.of(request.kv_transfer_params)
         except ConfigError as error:
-            if self._quiet.is_over():
-                _log.warning("kvpool connector: request %s: %s", request.request_id, error)
+            self._quiet.warning("kvpool connector: request %s: %s", request.request_id, error)
             return NO_WISHES

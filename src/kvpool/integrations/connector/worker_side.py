@@ -24,8 +24,8 @@ from kvpool.integrations.connector.step_orders import (
     Store,
 )
 from kvpool.integrations.reports.connector_counts import Increments
+from kvpool.quiet import QuietLog
 from kvpool.tiers import KeySpace, Outcome, TierStats
-from kvpool.tiers.quiet import QuietMinute
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import StagingMemory
 from kvpool.tiers.transport.storing import Storer
@@ -71,7 +71,7 @@ class WorkerSide:
         self._loaded: set[str] = set()
         self._failed_pages: set[int] = set()
         self._failed_requests: set[str] = set()
-        self._quiet = QuietMinute()
+        self._quiet = QuietLog(_log)
         self._increments = Increments()
         self._next_counts = 0.0
 
@@ -238,8 +238,7 @@ class WorkerSide:
             self._wake.notify_all()
 
     def _say(self, what: str) -> None:
-        if self._quiet.is_over():
-            _log.warning("kvpool connector: %s; the engine computes them again", what)
+        self._quiet.warning("kvpool connector: %s; the engine computes them again", what)
 
     def close(self) -> None:
         """Stores what waits, within some seconds, and lets go of the tiers."""

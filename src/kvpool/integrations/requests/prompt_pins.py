@@ -8,7 +8,7 @@ from kvpool.errors import KVPoolError
 from kvpool.integrations.requests.tracked_request import TrackedRequest
 from kvpool.manager import KVCacheManager
 from kvpool.manager.pins import Pin
-from kvpool.tiers.quiet import QuietMinute
+from kvpool.quiet import QuietLog
 
 _MANY = 1024  # pins after which those whose time is over are dropped
 
@@ -23,7 +23,7 @@ class PromptPins:
         self._block_size = block_size
         self._due: list[TrackedRequest] = []
         self._pins: dict[tuple[object, ...], Pin] = {}
-        self._quiet = QuietMinute()
+        self._quiet = QuietLog(_log)
 
     def add(self, tracked: TrackedRequest) -> None:
         """A request has ended that wanted its prompt pinned, or not any more."""
@@ -47,9 +47,8 @@ class PromptPins:
             try:
                 self._pins[key] = self._manager.pin(tokens, tracked.scope, float(seconds), items)
             except KVPoolError as error:
-                if self._quiet.is_over():
-                    name = tracked.request.request_id
-                    _log.warning("kvpool connector: the prompt of %s is not pinned: %s", name, error)
+                name = tracked.request.request_id
+                self._quiet.warning("kvpool connector: the prompt of %s is not pinned: %s", name, error)
         if before is not None and self._manager.is_pinned(before):
             self._manager.unpin(before)
         if len(self._pins) > _MANY:

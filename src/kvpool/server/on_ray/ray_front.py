@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvpool.cluster.proxy.passing import ELSEWHERE, NODE_HEADER, is_event_stream, lost, passed_on, refusal
 from kvpool.cluster.proxy.prompt_tokens import are_tokens, credentials, read_asked
+from kvpool.quiet import QuietLog
 from kvpool.server.on_ray.asgi_call import Head, scope_for
 from kvpool.server.on_ray.ticket import Ticket
 
@@ -33,6 +34,7 @@ class Front:
         self._engines = engines.options(stream=True)
         self._patience = patience
         self._body_bytes = body_bytes
+        self._quiet = QuietLog(log)
 
     async def __call__(self, request: Request) -> Response:
         """Answers one request."""
@@ -133,7 +135,7 @@ class Front:
         try:
             return await self._first(self._engines.answer.remote(scope, content, ticket), ticket)
         except (RayError, RayServeException, _NobodyError) as error:
-            log.warning("no replica answers %s: %s", path, error)
+            self._quiet.warning("no replica answers %s: %s", path, error)
             return None
         finally:
             ticket.end()

@@ -195,6 +195,10 @@ class Catalog:
         self._empty(*self.at(place))
         return self._reserved(place)
 
+    def forget(self, key: bytes) -> None:
+        """Takes a value out whose slot another process may write to: it is not free here."""
+        self._empty(*self.at(self._places[key]))
+
     def _reserved(self, place: int) -> int:
         self.at(place)[0].num_writing += 1
         return place

@@ -138,6 +138,32 @@ class Slab:
         """The records as they are in the file now, for a process that only reads."""
         return self._parsed(read_plain(self.path.with_suffix(INDEX_SUFFIX)))[0]
 
+    def is_replaced(self, slot: int) -> bool:
+        """Whether the process that writes has given the slot to another value, or the slab up, since its record was read.
+
+        That process empties the record before it touches the slot: who reads another value there asks this afterwards.
+        """
+        path = self.path.with_suffix(INDEX_SUFFIX)
+        try:
+            fd = open_plain(path)
+        except FileNotFoundError:
+            return not self.path.exists()
+        except OSError:
+            return False
+        try:
+            ours = read_head(os.pread(fd, _HEAD_BYTES, 0), _INDEX_MAGIC) == (
+                self.slab_id,
+                self.slot_bytes,
+                self.num_slots,
+            )
+            found = os.pread(fd, RECORD_BYTES, _HEAD_BYTES + slot * RECORD_BYTES)
+        except (OSError, UnreadableSlabError):
+            return False
+        finally:
+            os.close(fd)
+        record, known = np.frombuffer(found.ljust(RECORD_BYTES, b"\0"), RECORD)[0], self.records[slot]
+        return ours and bool(record["key"] != known["key"] or record["check"] != known["check"])
+
     def _rebuild(self) -> None:
         """Records from the headers in the slots; the oldest of all, because nobody knows when they were used."""
         fd = open_plain(self.path)

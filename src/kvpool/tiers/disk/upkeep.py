@@ -108,8 +108,10 @@ class Upkeep:
         for slab in self.slabs:
             for slot in np.flatnonzero(is_held(slab.records)).tolist():
                 progress(1)
-                result.num_values += 1
                 data = self._read(slab, slot)
+                if data is None and not self._writing and slab.is_replaced(slot):
+                    continue  # an engine evicted it meanwhile
+                result.num_values += 1
                 if data is not None:
                     result.num_bytes += data.nbytes
                     continue

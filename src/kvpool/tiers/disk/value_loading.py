@@ -121,28 +121,40 @@ class Loading:
     def _doubted(self, read: _Read) -> Outcome:
         """What a slot with other bytes than expected means: `LATE` to look again.
 
-        The value may have been evicted meanwhile, and its slot written again; then it is a miss. It may have been evicted and
-        stored again in the same slot; then it is right at the second look. Otherwise it is damaged, and is forgotten.
+        The value may have been evicted meanwhile, by this process or the one that writes, and its slot written again; then it
+        is a miss. It may have been evicted and stored again in the same slot; then it is right at the second look. Otherwise
+        it is damaged, and is forgotten.
         """
         state, slab = self._state, read.slab
+        is_replaced = not state.is_writable and slab.is_replaced(read.slot)
         with state.lock:
             if slab.retired or state.catalog.find(read.key) != read.place:
                 return Outcome.MISS
-            if read.attempt == 1:
+            if read.attempt == 1 and not is_replaced:
                 return Outcome.LATE
-            state.catalog.withdraw(read.key)
-            slab.num_jobs += 1
+            if not state.is_writable:
+                state.catalog.forget(read.key)
+            else:
+                state.catalog.withdraw(read.key)
+                slab.num_jobs += 1
+        if is_replaced:
+            return Outcome.MISS
+        if state.is_writable:
+            self._wipe_record(read)
+        state.report(f"slot {read.slot} of {slab.path.name} is damaged: its value is forgotten")
+        return Outcome.FAILED
+
+    def _wipe_record(self, read: _Read) -> None:
+        """The slot of a damaged value is free again."""
+        state, slab = self._state, read.slab
         try:
-            if state.is_writable:
-                slab.write_record(read.slot)
+            slab.write_record(read.slot)
         except OSError:
             pass  # the header is as wrong at the next start
         finally:
             with state.lock:
                 state.catalog.give_back(read.place)
             state.end_job(slab)
-        state.report(f"slot {read.slot} of {slab.path.name} is damaged: its value is forgotten")
-        return Outcome.FAILED
 
 
 def _taken(read: _Read, buffer: Buffer) -> Outcome:
