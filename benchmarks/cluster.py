@@ -21,10 +21,10 @@ import numpy as np
 import harness
 import kvpool
 from harness import Case, Runner, freeze_heap, random_tokens
-from kvpool.cluster.index.cluster_index import ClusterIndex
-from kvpool.cluster.routing.router import Router
-from kvpool.cluster.wire.translating import WireTranslator, group_names
-from kvpool.cluster.wire.wire_events import BlockRemoved, BlockStored
+from kvpool.cluster.index import ClusterIndex
+from kvpool.cluster.router import Router
+from kvpool.cluster.translator import WireTranslator, group_names
+from kvpool.cluster.wire_events import BlockRemoved, BlockStored
 
 SIZE = 16
 NODES = 16

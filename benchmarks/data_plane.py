@@ -25,8 +25,8 @@ import kvpool
 from data_plane_attention import attention_cases, attention_peers
 from harness import Case, NoPartError, Peer, PeerAbsentError, PeerCase, Runner, Times
 from kvpool import CopyKind, CopyOp, KVCacheConfig, KVCacheManager, LayerSpec, Tier
-from kvpool.kernels.scattering.layer_cache import LayerCache
-from kvpool.kernels.scattering.scatter import read_slots, write_slots
+from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.write import read_slots, write_slots
 from kvpool.storage import DataPlane, GroupLayout
 
 LAYERS, HEADS, DIM, BLOCK_SIZE = 32, 8, 128, 16

@@ -28,8 +28,8 @@ from torch import Tensor
 from harness import Case, NoPartError, Peer, PeerAbsentError, PeerCase, Runner, Times, argument_parser, main
 from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch, create_backend
 from kvpool.config.layers import DType, LayerSpec
-from kvpool.kernels.scattering.layer_cache import LayerCache
-from kvpool.kernels.scattering.quantization import TORCH_DTYPES
+from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.quantization import TORCH_DTYPES
 
 BLOCK_SIZE = 16
 LAYERS = 3  # of the store; runs go round them, so that nothing is left in a cache from the run before

@@ -13,13 +13,13 @@ from kvpool.manager.inspection import BlockState, KVCacheBlock
 from kvpool.manager.pins import Pin
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.pool import ResizeResult
-from kvpool.prefix.lifetimes.retention import Retention, TokenRange
+from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.sequences.beginning.admission import PrefixMatch
-from kvpool.sequences.live.batch import CSRTable, SequenceBatch
-from kvpool.sequences.live.block_table import BlockTable
-from kvpool.sequences.live.cache_state import Admission, AllocStatus
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.admission import PrefixMatch
+from kvpool.sequences.batch import CSRTable, SequenceBatch
+from kvpool.sequences.block_table import BlockTable
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.state import Admission, AllocStatus
 from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, PoolStats
 from kvpool.version import __version__, compiled
 

@@ -20,8 +20,8 @@ from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.manager import KVCacheManager
 from kvpool.manager.guard import PressureChange
 from kvpool.pools.arrays import Int32Array
-from kvpool.sequences.live.batch import SequenceBatch
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.handle import KVCacheHandle
 
 COLOURS = (36, 35, 32, 34, 33, 31, 96, 95, 92, 94)
 SYSTEM = list(range(96))  # a system prompt that requests share: 6 blocks

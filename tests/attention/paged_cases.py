@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch
 from kvpool.config.layers import DType
-from kvpool.kernels.paged.paged_reference import reference_attention
-from kvpool.kernels.scattering.layer_cache import LayerCache
-from kvpool.kernels.scattering.quantization import TORCH_DTYPES, quantize
+from kvpool.kernels.attention_reference import reference_attention
+from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.quantization import TORCH_DTYPES, quantize
 
 MIXED_QUERIES = (1, 1, 5, 1, 33, 2, 0, 1)
 MIXED_KEYS = (1, 70, 5, 33, 64, 18, 40, 17)

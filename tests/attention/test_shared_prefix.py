@@ -15,7 +15,7 @@ from paged_cases import BuiltCase, Case, spec
 from kvpool.attention import PagedBatch, create_backend, torch_backend
 from kvpool.attention.shared_prefix import SharedPrefix, shared_prefixes
 from kvpool.config.layers import DType
-from kvpool.kernels.paged.paged_reference import reference_attention
+from kvpool.kernels.attention_reference import reference_attention
 
 
 def batch_of(*lists: list[int], kv_lens: list[int] | None = None, query_lens: list[int] | None = None) -> PagedBatch:

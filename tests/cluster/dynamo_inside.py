@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Tier
-from kvpool.cluster.wire.publisher import EventPublisher
+from kvpool.cluster.publisher import EventPublisher
 
 BLOCK_SIZE = 4
 HTTP = "http://127.0.0.1:8090"

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import managers
-from kvpool.cluster.index.cluster_index import MAX_NODES, ClusterIndex, Hit, NodeBlocks
-from kvpool.cluster.index.feed import NodeFeed
-from kvpool.cluster.index.hash_table import HashTable
-from kvpool.cluster.wire.translating import WireTranslator, group_names
-from kvpool.cluster.wire.wire_events import AllBlocksCleared, BlockRemoved, BlockStored, WireBatch, WireEvent
+from kvpool.cluster.feed import NodeFeed
+from kvpool.cluster.hash_table import HashTable
+from kvpool.cluster.index import MAX_NODES, ClusterIndex, Hit, NodeBlocks
+from kvpool.cluster.translator import WireTranslator, group_names
+from kvpool.cluster.wire_events import AllBlocksCleared, BlockRemoved, BlockStored, WireBatch, WireEvent
 from kvpool.errors import InvalidArgumentError
 
 SIZE = 2

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 import managers
-from kvpool.cluster.index.cluster_index import ClusterIndex
+from kvpool.cluster.index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError
 from kvpool.cluster.proxy.prompt_tokens import given_tokens, read_asked, session_of, tokenize_body
 from kvpool.cluster.proxy.proxy_limits import ProxyLimits
-from kvpool.cluster.routing.router import Router
+from kvpool.cluster.router import Router
 from kvpool.errors import ConfigError
 
 pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
@@ -37,7 +37,7 @@ class FakeServer:
         from starlette.applications import Starlette
         from starlette.routing import Route
 
-        from kvpool.cluster.wire.publisher import EventPublisher
+        from kvpool.cluster.publisher import EventPublisher
 
         self.manager = managers.make_manager(gpu_blocks=64)
         self.publisher = EventPublisher(self.manager, "tcp://127.0.0.1:0", heartbeat=0.05)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 import managers
-from kvpool.cluster.index.cluster_index import ClusterIndex, Hit
-from kvpool.cluster.routing.router import Router
-from kvpool.cluster.routing.routing_config import RoutingConfig
-from kvpool.cluster.wire.wire_events import BlockStored
+from kvpool.cluster.index import ClusterIndex, Hit
+from kvpool.cluster.router import Router
+from kvpool.cluster.routing_config import RoutingConfig
+from kvpool.cluster.wire_events import BlockStored
 from kvpool.errors import ConfigError, InvalidArgumentError, NoNodeError
 
 SIZE = 4

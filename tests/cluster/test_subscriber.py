@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 import managers
-from kvpool.cluster.index.cluster_index import ClusterIndex, Hit
-from kvpool.cluster.index.subscriber import NodeSubscriber
-from kvpool.cluster.wire.publisher import EventPublisher
-from kvpool.cluster.wire.wire_events import BlockStored, encode_batch
+from kvpool.cluster.index import ClusterIndex, Hit
+from kvpool.cluster.publisher import EventPublisher
+from kvpool.cluster.subscriber import NodeSubscriber
+from kvpool.cluster.wire_events import BlockStored, encode_batch
 from kvpool.errors import ConfigError
 
 zmq = pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")

@@ -16,9 +16,9 @@ import pytest
 
 import managers
 from kvpool import KVCacheManager, LayerSpec, MultimodalItem, ReuseScope, Tier
-from kvpool.cluster.wire.publisher import SNAPSHOT, EventPublisher, in_messages
-from kvpool.cluster.wire.translating import WireTranslator, group_names, scope_keys
-from kvpool.cluster.wire.wire_events import (
+from kvpool.cluster.publisher import SNAPSHOT, EventPublisher, in_messages
+from kvpool.cluster.translator import WireTranslator, group_names, scope_keys
+from kvpool.cluster.wire_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -28,7 +28,7 @@ from kvpool.cluster.wire.wire_events import (
     wire_hash,
 )
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.prefix.announcing.digests import chain_digests, root_digest
+from kvpool.prefix.digests import chain_digests, root_digest
 
 zmq = pytest.importorskip("zmq", reason="pip install 'kvpool[cluster]'")
 msgspec = pytest.importorskip("msgspec", reason="pip install 'kvpool[cluster]'")

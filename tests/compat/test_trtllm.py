@@ -9,7 +9,7 @@ import pytest
 from kvpool import AllocStatus
 from kvpool.compat import KvCacheRetentionConfig, TokenRangeRetentionConfig, TrtLlmKVCacheManager
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, SequenceStateError
-from kvpool.prefix.lifetimes.retention import Retention, TokenRange
+from kvpool.prefix.retention import Retention, TokenRange
 
 torch = pytest.importorskip("torch")
 

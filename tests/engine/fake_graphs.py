@@ -12,7 +12,7 @@ from kvpool.attention import AttentionPlan, PagedBatch, PlanBuffers
 from kvpool.attention.torch_backend import TorchBackend
 from kvpool.engine.graphs import CaptureError, Recorded
 from kvpool.errors import UnsupportedAttentionError
-from kvpool.kernels.paged.paged_spec import AttentionSpec
+from kvpool.kernels.attention_spec import AttentionSpec
 
 
 class FakeRecorder:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from models import tiny_config
 
-from kvpool.cluster.wire.wire_events import BlockStored, decode_batch
+from kvpool.cluster.wire_events import BlockStored, decode_batch
 from kvpool.engine import Engine, SamplingParams
 from kvpool.errors import ConfigError
 

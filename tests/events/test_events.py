@@ -16,7 +16,7 @@ from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, InvariantError
 from kvpool.events import Created, Event, EventLog, PoolSize, Removed, Stored, Subscription, Updated, to_dict
 from kvpool.events.mirror import CacheMirror
-from kvpool.prefix.announcing.digests import chain_digests, root_digest
+from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
 
 SCOPE = ReuseScope()

@@ -12,8 +12,8 @@ from stand_in import StandInRun
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.eviction import AdaptivePolicy, make_policy
-from kvpool.eviction.hints import NUM_HINTS
-from kvpool.eviction.learning.experience import (
+from kvpool.eviction.adaptive import MOST_NEWCOMERS, MOST_NOTES
+from kvpool.eviction.experience import (
     EDGES,
     LOWEST,
     MAX_AGE,
@@ -23,8 +23,8 @@ from kvpool.eviction.learning.experience import (
     as_shared,
     kind_of,
 )
-from kvpool.eviction.learning.ghosts import num_shared
-from kvpool.eviction.learning.hazard import MOST_NEWCOMERS, MOST_NOTES
+from kvpool.eviction.ghosts import num_shared
+from kvpool.eviction.hints import NUM_HINTS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
 from kvpool.replay.simulation.bounds import run_model
 from managers import make_manager

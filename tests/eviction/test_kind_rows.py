@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from stand_in import StandInRun
 
-from kvpool.eviction.learning.experience import EDGES, MAX_AGE, NUM_KINDS, Experience, Worth, bin_of
-from kvpool.eviction.learning.kind_rows import MARGIN, WEIGHT_OF, RowOrder
+from kvpool.eviction.experience import EDGES, MAX_AGE, NUM_KINDS, Experience, Worth, bin_of
+from kvpool.eviction.kind_rows import MARGIN, WEIGHT_OF, RowOrder
 from kvpool.eviction.queues import KEY, RUN, Item
 
 KINDS = 5

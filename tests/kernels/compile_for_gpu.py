@@ -21,11 +21,10 @@ from paged_cases import poisoned_layer, spec
 from kvpool.attention import AttentionBackend, AttentionSpec, PagedBatch
 from kvpool.attention.triton_backend import TritonBackend
 from kvpool.config.layers import DType
-from kvpool.kernels.copying.block_bytes import Runs
-from kvpool.kernels.copying.copy_blocks_triton import copy_blocks_triton, copy_tokens_triton
-from kvpool.kernels.copying.upload_triton import copy_words
-from kvpool.kernels.scattering.quantization import TORCH_DTYPES
-from kvpool.kernels.scattering.scatter_triton import write_slots_triton
+from kvpool.kernels.copy_triton import copy_blocks_triton, copy_tokens_triton, copy_words
+from kvpool.kernels.layout import Runs
+from kvpool.kernels.quantization import TORCH_DTYPES
+from kvpool.kernels.write_triton import write_slots_triton
 
 HALF: dict[str, Any] = {"dtype": DType.BFLOAT16, "kv_dtype": DType.BFLOAT16}
 SPECS = {

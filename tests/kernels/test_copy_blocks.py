@@ -10,13 +10,13 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from kvpool import KVCacheConfig, LayerSpec  # noqa: E402
-from kvpool.kernels.copying.copy_blocks import (  # noqa: E402
+from kvpool.kernels.copy import (  # noqa: E402
     copy_blocks,
     copy_blocks_reference,
     copy_tokens,
     copy_tokens_reference,
 )
-from kvpool.kernels.copying.copy_blocks_triton import copy_blocks_triton, copy_tokens_triton  # noqa: E402
+from kvpool.kernels.copy_triton import copy_blocks_triton, copy_tokens_triton  # noqa: E402
 from kvpool.storage.layout import GroupLayout  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

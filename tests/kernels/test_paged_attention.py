@@ -17,10 +17,10 @@ from kvpool.attention import PagedBatch, triton_backend
 from kvpool.attention.triton_backend import TritonBackend
 from kvpool.config.layers import DType
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
-from kvpool.kernels.paged import paged_attention
-from kvpool.kernels.paged.paged_attention import TileShape
-from kvpool.kernels.paged.paged_reference import attend_items_reference, merge_partials_reference
-from kvpool.kernels.paged.paged_spec import AttentionSpec
+from kvpool.kernels import attention as paged_attention
+from kvpool.kernels.attention import TileShape
+from kvpool.kernels.attention_reference import attend_items_reference, merge_partials_reference
+from kvpool.kernels.attention_spec import AttentionSpec
 
 CASES = feature_cases() + shape_cases()
 CPU = torch.device("cpu")

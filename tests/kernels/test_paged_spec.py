@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import ConfigError
-from kvpool.kernels.paged.paged_spec import AttentionSpec
+from kvpool.kernels.attention_spec import AttentionSpec
 
 PICTURES: list[tuple[dict[str, Any], str]] = [
     ({}, "x..... xx.... xxx... xxxx.. xxxxx. xxxxxx"),

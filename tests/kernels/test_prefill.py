@@ -15,11 +15,11 @@ from paged_cases import Case, spec
 from kvpool.attention import triton_backend
 from kvpool.attention.triton_backend import TritonBackend
 from kvpool.config.layers import DType
-from kvpool.kernels.paged.paged_attention import Partials, TileShape
-from kvpool.kernels.paged.paged_reference import attend_items_reference
-from kvpool.kernels.paged.paged_spec import AttentionSpec
-from kvpool.kernels.paged.prefill import PREFILL_TILE, prefills, prefills_on, reads
-from kvpool.kernels.scattering.layer_cache import LayerCache
+from kvpool.kernels.attention import Partials, TileShape
+from kvpool.kernels.attention_reference import attend_items_reference
+from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.prefill import PREFILL_TILE, prefills, prefills_on, reads
 
 CPU = torch.device("cpu")
 HALF: dict[str, Any] = {"dtype": DType.BFLOAT16, "kv_dtype": DType.BFLOAT16}

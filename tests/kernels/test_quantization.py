@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from kvpool import DType  # noqa: E402
-from kvpool.kernels.scattering.quantization import dequantize, pack_nibbles, quantize, unpack_nibbles  # noqa: E402
+from kvpool.kernels.quantization import dequantize, pack_nibbles, quantize, unpack_nibbles  # noqa: E402
 
 SCALED = [DType.INT8, DType.INT4]
 

@@ -10,9 +10,9 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from kvpool import DType, KVCacheConfig, LayerSpec  # noqa: E402
-from kvpool.kernels.scattering.quantization import dequantize, quantize  # noqa: E402
-from kvpool.kernels.scattering.scatter import read_slots, write_slots_reference  # noqa: E402
-from kvpool.kernels.scattering.scatter_triton import write_slots_triton  # noqa: E402
+from kvpool.kernels.quantization import dequantize, quantize  # noqa: E402
+from kvpool.kernels.write import read_slots, write_slots_reference  # noqa: E402
+from kvpool.kernels.write_triton import write_slots_triton  # noqa: E402
 from kvpool.storage.layout import GroupLayout  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

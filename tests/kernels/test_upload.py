@@ -9,9 +9,9 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-from kvpool.kernels.copying import upload as uploads  # noqa: E402
-from kvpool.kernels.copying.upload import note_transfers, upload  # noqa: E402
-from kvpool.kernels.copying.upload_triton import copy_words  # noqa: E402
+from kvpool.kernels import copy as uploads  # noqa: E402
+from kvpool.kernels.copy import note_transfers, upload  # noqa: E402
+from kvpool.kernels.copy_triton import copy_words  # noqa: E402
 
 CPU = torch.device("cpu")
 

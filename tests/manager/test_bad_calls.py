@@ -14,7 +14,7 @@ from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, Reus
 from kvpool.errors import KVPoolError
 from kvpool.manager.aio import AsyncKVCacheManager
 from kvpool.scheduling import Request, Scheduler
-from kvpool.sequences.live.batch import SequenceBatch
+from kvpool.sequences.batch import SequenceBatch
 from managers import signature
 
 LAYERS = [LayerSpec(kv_heads=1, head_dim=8), LayerSpec(kv_heads=2, head_dim=8, window=8)]

@@ -9,7 +9,7 @@ import pytest
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvariantError
-from kvpool.prefix.tree.node import Node
+from kvpool.prefix.node import Node
 from managers import FULL
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)

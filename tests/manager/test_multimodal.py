@@ -15,7 +15,7 @@ from kvpool.events import Stored
 from kvpool.events.mirror import CacheMirror
 from kvpool.manager.aio import AsyncKVCacheManager
 from kvpool.pools.symbols import Placeholder, Symbols, hashed
-from kvpool.prefix.announcing.digests import chain_digests, root_digest
+from kvpool.prefix.digests import chain_digests, root_digest
 from managers import make_manager
 
 IMAGE = 99

@@ -8,8 +8,7 @@ import pytest
 
 from kvpool import GroupKind, KVCacheManager, LayerSpec
 from kvpool.errors import OutOfBlocksError
-from kvpool.pools.groups import KINDS
-from kvpool.pools.groups.windowed import WindowedGroup
+from kvpool.pools.groups import KINDS, WindowedGroup
 from managers import FULL, make_manager, running
 
 

@@ -12,9 +12,9 @@ from kvpool.events import EventLog
 from kvpool.eviction import LRUPolicy
 from kvpool.pools.groups import make_groups
 from kvpool.pools.rows import SequenceRows
-from kvpool.prefix.tree.context import CacheContext
-from kvpool.prefix.tree.node import Node, Root
-from kvpool.prefix.tree.run_tree import RunTree
+from kvpool.prefix.context import CacheContext
+from kvpool.prefix.node import Node, Root
+from kvpool.prefix.tree import RunTree
 from kvpool.scope import ReuseScope
 from managers import FULL, Clock, pools_of
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.prefix.announcing.digests import DIGEST_BYTES, chain_digests, root_digest
+from kvpool.prefix.digests import DIGEST_BYTES, chain_digests, root_digest
 from kvpool.scope import ReuseScope
 
 ROOT = root_digest(ReuseScope())
@@ -91,7 +91,7 @@ def test_strided_and_read_only_tokens_give_the_same_digests() -> None:
 @pytest.fixture(scope="module")
 def hash_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bytes, bytes, int], list[bytes]]:
     """What wheels have compiled for runs of blocks, built from its source."""
-    source = Path(__file__).resolve().parents[2] / "src/kvpool/prefix/announcing/_sha256_chain.c"
+    source = Path(__file__).resolve().parents[2] / "src/kvpool/prefix/_sha256_chain.c"
     compiler, include = shutil.which("cc"), sysconfig.get_path("include")
     if compiler is None or os.name != "posix" or not Path(include, "Python.h").exists():
         pytest.skip("no C compiler was found")

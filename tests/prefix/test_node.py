@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.config import Tier
-from kvpool.prefix.tree.node import DEFAULT_PRIORITY, NEVER, ChildIndex, Node, Root, SortedKeys, common_prefix_length
+from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, ChildIndex, Node, Root, SortedKeys, common_prefix_length
 from kvpool.scope import ReuseScope
 
 

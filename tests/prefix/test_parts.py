@@ -11,20 +11,20 @@ from kvpool.config import Tier
 from kvpool.events import Removed, Stored, Updated
 from kvpool.eviction import LRUPolicy
 from kvpool.pools.copies import CopyKind
-from kvpool.prefix.announcing.announcer import Announcer
-from kvpool.prefix.announcing.digests import chain_digests, root_digest
+from kvpool.prefix.announcer import Announcer
 from kvpool.prefix.cache import PrefixCache
-from kvpool.prefix.evicting.orders import EvictionOrders
-from kvpool.prefix.evicting.quota import Quota
-from kvpool.prefix.evicting.removal import Removal
-from kvpool.prefix.lifetimes.expiry import Expiry
-from kvpool.prefix.readers.ledger import IdleLedger
-from kvpool.prefix.readers.paths import PathReaders
-from kvpool.prefix.readers.windows import WindowReaders
-from kvpool.prefix.tree.context import CacheContext
-from kvpool.prefix.tree.logits import StoredLogits
-from kvpool.prefix.tree.node import DEFAULT_PRIORITY, NEVER, Node
-from kvpool.prefix.tree.run_tree import RunTree
+from kvpool.prefix.context import CacheContext
+from kvpool.prefix.digests import chain_digests, root_digest
+from kvpool.prefix.expiry import Expiry
+from kvpool.prefix.ledger import IdleLedger
+from kvpool.prefix.logits import StoredLogits
+from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, Node
+from kvpool.prefix.orders import EvictionOrders
+from kvpool.prefix.path_readers import PathReaders
+from kvpool.prefix.quota import Quota
+from kvpool.prefix.removal import Removal
+from kvpool.prefix.tree import RunTree
+from kvpool.prefix.window_readers import WindowReaders
 from kvpool.scope import ReuseScope
 from kvpool.stats import EvictionReason
 from managers import FULL

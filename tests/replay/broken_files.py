@@ -25,7 +25,7 @@ import zstandard
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, ReuseScope
 from kvpool.config import Tier
 from kvpool.errors import KVPoolError
-from kvpool.prefix.lifetimes.retention import Retention, TokenRange
+from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.recording.playback import play_recording
 from kvpool.replay import ReplayConfig, TraceRecorder, read_trace, write_trace
 from kvpool.replay.planning.capacity_plan import PlanRequest, make_plan
@@ -34,7 +34,7 @@ from kvpool.replay.simulation.runs import run_all
 from kvpool.replay.traces.formats import FORMATS
 from kvpool.replay.traces.statistics import summary, working_set
 from kvpool.replay.traces.synth import fit, synthesise
-from kvpool.scheduling.costs.measured import COSTS, read_costs
+from kvpool.scheduling.measured_costs import COSTS, read_costs
 
 HOSTILE: list[Any] = [
     None, True, False, 0, -1, 1, 2, 7, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, -(2**63), 2**64, 10**400, -(10**400), 0.5, -0.0,

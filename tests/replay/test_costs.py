@@ -15,7 +15,7 @@ from kvpool.replay import TraceBuilder, write_trace
 from kvpool.replay.planning.capacity_plan import PlanRequest, make_plan
 from kvpool.replay.planning.expected_costs import costs_for
 from kvpool.scheduling import LinearCostModel
-from kvpool.scheduling.costs.measured import Measurement, read_costs
+from kvpool.scheduling.measured_costs import Measurement, read_costs
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,

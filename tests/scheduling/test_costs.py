@@ -5,7 +5,7 @@ from support import add, make_engine, request
 
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.scheduling import CostModel, LinearCostModel
-from kvpool.scheduling.costs.measured import COSTS, MeasuredStep, fit_costs
+from kvpool.scheduling.measured_costs import COSTS, MeasuredStep, fit_costs
 
 TRUE = LinearCostModel(
     prefill_seconds_per_token=2e-4, seconds_per_token_pair=3e-8, decode_seconds_per_step=4e-3,

@@ -11,7 +11,7 @@ from toy_engine import ToyEngine
 
 from kvpool import CopyKind, CopyOp, LayerSpec, ReuseScope, Tier
 from kvpool.scheduling import Request
-from kvpool.scheduling.steps.batch_plan import transferred_bytes
+from kvpool.scheduling.batch_plan import transferred_bytes
 from managers import FULL
 
 TENANT = ReuseScope(tenant="acme")

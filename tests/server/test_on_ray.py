@@ -11,9 +11,9 @@ import pytest
 from models import tiny_model
 
 from kvpool.cli import main
-from kvpool.cluster.index.feed import FeedStats
+from kvpool.cluster.feed import FeedStats
 from kvpool.cluster.proxy.prompt_tokens import Asked
-from kvpool.cluster.wire.wire_events import BlockStored
+from kvpool.cluster.wire_events import BlockStored
 from kvpool.engine import Engine
 from kvpool.engine.commands.engine_options import EngineOptions
 from kvpool.errors import ConfigError, KVPoolError, SequenceStateError

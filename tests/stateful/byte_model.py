@@ -16,7 +16,7 @@ from item_codes import as_array, codes_of, items_of_run, raw
 from reference import LOCAL_TIERS
 
 from kvpool import CopyOp, GroupKind, KVCacheConfig, KVCacheHandle, KVCacheManager, ReuseScope, Tier
-from kvpool.prefix.announcing.digests import chain_digests, root_digest
+from kvpool.prefix.digests import chain_digests, root_digest
 
 
 class Histories:

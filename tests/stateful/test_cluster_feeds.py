@@ -8,9 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from kvpool.cluster.index.cluster_index import ClusterIndex, Hit, NodeBlocks
-from kvpool.cluster.index.feed import NodeFeed
-from kvpool.cluster.wire.wire_events import AllBlocksCleared, BlockRemoved, BlockStored, WireBatch, WireEvent
+from kvpool.cluster.feed import NodeFeed
+from kvpool.cluster.index import ClusterIndex, Hit, NodeBlocks
+from kvpool.cluster.wire_events import AllBlocksCleared, BlockRemoved, BlockStored, WireBatch, WireEvent
 
 SIZE = 2
 MEDIA = ("GPU", "CPU", "STORAGE")

@@ -22,8 +22,8 @@ from kvpool.pools.groups import kind_of
 
 torch = pytest.importorskip("torch")
 
-from kvpool.kernels.scattering.quantization import dequantize, quantize  # noqa: E402
-from kvpool.kernels.scattering.scatter import read_slots  # noqa: E402
+from kvpool.kernels.quantization import dequantize, quantize  # noqa: E402
+from kvpool.kernels.write import read_slots  # noqa: E402
 from kvpool.storage import DataPlane  # noqa: E402
 from kvpool.storage.disk import DiskStore  # noqa: E402
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvpool import KVCacheConfig, LayerSpec, ReuseScope
 from kvpool.errors import InvalidArgumentError
-from kvpool.prefix.announcing.digests import chain_digests, root_digest
+from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.tiers import Fingerprint, KeyPattern, KeySpace, Shard
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole, seal
 from kvpool.tiers.keys import named

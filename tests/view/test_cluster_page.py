@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from chromium import Chromium, Page, find_chromium
 
-from kvpool.cluster.wire.wire_events import BlockStored
+from kvpool.cluster.wire_events import BlockStored
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvpool.attention.attention_batch import PagedBatch
 from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.registry import available_backends, create_backend, register_backend
-from kvpool.kernels.paged.paged_spec import AttentionSpec
+from kvpool.kernels.attention_spec import AttentionSpec
 
 __all__ = [
     "AttentionBackend",

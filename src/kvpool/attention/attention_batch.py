@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from kvpool.config.layers import LayerGroup, ceil_div
 from kvpool.errors import InvalidArgumentError
-from kvpool.kernels.paged.paged_spec import AttentionSpec
-from kvpool.sequences.live.batch import CSRTable
+from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.sequences.batch import CSRTable
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]

@@ -11,9 +11,9 @@ from torch import Tensor
 from kvpool.attention.attention_batch import PagedBatch
 from kvpool.config.layers import check_int
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
-from kvpool.kernels.paged.paged_spec import AttentionSpec
-from kvpool.kernels.scattering.layer_cache import LayerCache
-from kvpool.kernels.scattering.quantization import TORCH_DTYPES
+from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.quantization import TORCH_DTYPES
 
 
 class AttentionPlan:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvpool.kernels.paged.paged_spec import AttentionSpec
+from kvpool.kernels.attention_spec import AttentionSpec
 
 PACKED_QUERIES = 16  # up to so many queries a sequence, the heads of a group share one pass over K
 

@@ -16,9 +16,9 @@ from kvpool.attention.attention_batch import Int64Array, PagedBatch
 from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
-from kvpool.kernels.paged.paged_spec import AttentionSpec
-from kvpool.kernels.scattering.layer_cache import LayerCache
-from kvpool.kernels.scattering.quantization import TORCH_DTYPES
+from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.quantization import TORCH_DTYPES
 
 _WORKSPACE_BYTES = 128 * 2**20
 _HEAD_DIMS = (64, 128, 256)

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvpool.kernels.scattering.layer_cache import LayerCache
-from kvpool.kernels.scattering.quantization import Quantized, dequantize
+from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.quantization import Quantized, dequantize
 
 
 class Scratch(threading.local):

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvpool.attention.attention_batch import PagedBatch
 from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.errors import ConfigError, UnsupportedAttentionError
-from kvpool.kernels.paged.paged_spec import AttentionSpec
-from kvpool.kernels.scattering.layer_cache import LayerCache
+from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.kernels.layout import LayerCache
 
 Factory = Callable[[torch.device], AttentionBackend]
 _FACTORIES: dict[str, Factory] = {}  # in order of preference

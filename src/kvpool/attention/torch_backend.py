@@ -21,8 +21,8 @@ from kvpool.attention.dense import PACKED_QUERIES, attend, attend_with_sums, mat
 from kvpool.attention.gather import Scratch, TokenPlaces, WholeBlocks, gather_layer
 from kvpool.attention.precision import computing_dtype
 from kvpool.attention.shared_prefix import shared_prefixes
-from kvpool.kernels.paged.paged_spec import AttentionSpec
-from kvpool.kernels.scattering.layer_cache import LayerCache
+from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.kernels.layout import LayerCache
 
 _TILE_QUERIES = {"cpu": 64, "cuda": 512}
 _TILE_SCORES = 2**22  # of one tile, where scores are materialised

@@ -13,9 +13,7 @@ from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffer
 from kvpool.attention.work import MANY_WAVES, Work, divide_work, max_items, max_partials
 from kvpool.config.layers import DType, ceil_div
 from kvpool.errors import UnsupportedAttentionError
-from kvpool.kernels.copying.current_device import current
-from kvpool.kernels.copying.upload import upload
-from kvpool.kernels.paged.paged_attention import (
+from kvpool.kernels.attention import (
     ITEM_FIELDS,
     TILE_FIELDS,
     Partials,
@@ -24,9 +22,11 @@ from kvpool.kernels.paged.paged_attention import (
     merge_partials,
     use_interpreter,
 )
-from kvpool.kernels.paged.paged_spec import AttentionSpec
-from kvpool.kernels.paged.prefill import PREFILL_TILE, prefill_items, prefills, prefills_on, reads
-from kvpool.kernels.scattering.layer_cache import LayerCache
+from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.kernels.copy import upload
+from kvpool.kernels.device import current
+from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.prefill import PREFILL_TILE, prefill_items, prefills, prefills_on, reads
 
 _DECODE_ROWS = 16  # the smallest tile that tensor cores take
 _DECODE_BYTES = 2**14  # of keys that one round of decoding takes

@@ -9,8 +9,8 @@ import numpy as np
 
 from kvpool.attention.attention_batch import Int32Array, Int64Array, PagedBatch
 from kvpool.config.layers import ceil_div
-from kvpool.kernels.paged.paged_attention import ITEM_FIELDS, TILE_FIELDS
-from kvpool.kernels.paged.paged_spec import AttentionSpec
+from kvpool.kernels.attention import ITEM_FIELDS, TILE_FIELDS
+from kvpool.kernels.attention_spec import AttentionSpec
 
 MANY_WAVES = 4  # how often a GPU is filled where once is not enough
 _FULL = 0.9  # of the places of all waves taken: an end that nobody needs to fill

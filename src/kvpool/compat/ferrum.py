@@ -13,9 +13,9 @@ from kvpool.config import Tier
 from kvpool.errors import SequenceStateError, UnknownRequestError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import as_count, as_token_array
-from kvpool.prefix.announcing.digests import chain_digests, root_digest
+from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import ReuseScope
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import MemoryPressure
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from kvpool.config import DType, KVCacheConfig, LayerSpec
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
-from kvpool.prefix.lifetimes.retention import Retention, TokenRange
-from kvpool.sequences.live.block_table import BlockTable
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.sequences.block_table import BlockTable
+from kvpool.sequences.handle import KVCacheHandle
 
 if TYPE_CHECKING:
     from torch import Tensor

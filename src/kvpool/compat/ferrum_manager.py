@@ -15,7 +15,7 @@ from kvpool.config import DType, KVCacheConfig, LayerSpec
 from kvpool.config.layers import check_bool, check_int, check_number
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError
 from kvpool.manager import KVCacheManager
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 
 
 @checked_settings

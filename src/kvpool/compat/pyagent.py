@@ -28,8 +28,8 @@ from kvpool.config.layers import DType as StoredType
 from kvpool.errors import ConfigError
 from kvpool.manager import KVCacheManager as Manager
 from kvpool.manager.guard import PressureChange
-from kvpool.sequences.live.cache_state import Admission
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.state import Admission
 
 __all__ = [
     "DType",

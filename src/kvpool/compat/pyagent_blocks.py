@@ -28,7 +28,7 @@ from kvpool.pools.pool import BlockPool
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvpool.kernels.scattering.layer_cache import LayerCache
+    from kvpool.kernels.layout import LayerCache
     from kvpool.storage import BlockStore
 
 DEFAULT_GPU_BLOCKS = 1000
@@ -169,7 +169,7 @@ class KVCacheBlock:
     def allocate(self, num_heads: int, head_dim: int, block_size: int, dtype: Any = DType.FLOAT16) -> None:
         """Zeroed keys and values of the block's own, for a block that no allocator handed out."""
         torch = import_torch()
-        from kvpool.kernels.scattering.quantization import TORCH_DTYPES
+        from kvpool.kernels.quantization import TORCH_DTYPES
 
         stored, shape, place = stored_type(dtype), (block_size, num_heads, head_dim), DeviceType(self.device).value
         self.key_cache, self.value_cache = (torch.zeros(shape, dtype=TORCH_DTYPES[stored], device=place) for _ in "kv")

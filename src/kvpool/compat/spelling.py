@@ -11,7 +11,7 @@ from kvpool.errors import InvalidArgumentError, SequenceStateError, StorageError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, as_count, as_token_array
 from kvpool.pools.groups import kind_of
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 
 if TYPE_CHECKING:
     from torch import Tensor

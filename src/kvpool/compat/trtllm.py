@@ -16,7 +16,7 @@ from kvpool.errors import ConfigError
 from kvpool.manager import KVCacheManager
 from kvpool.manager.pins import Pin
 from kvpool.pools.arrays import as_token_array
-from kvpool.prefix.lifetimes.retention import Retention, TokenRange
+from kvpool.prefix.retention import Retention, TokenRange
 
 if TYPE_CHECKING:
     from kvpool.storage import LayerCache

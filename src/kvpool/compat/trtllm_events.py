@@ -13,7 +13,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.events import Created, Event, Removed, Stored, Updated
 from kvpool.scope import ReuseScope
 
-HASH_ALGORITHM = "kvpool_sha256"  # see kvpool.prefix.announcing.digests; none of TensorRT-LLM's, so none of its names
+HASH_ALGORITHM = "kvpool_sha256"  # see kvpool.prefix.digests; none of TensorRT-LLM's, so none of its names
 _EXTRA = "extra id "
 _MAX_PAST = 65536
 

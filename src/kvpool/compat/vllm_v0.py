@@ -23,8 +23,8 @@ from kvpool.manager import KVCacheManager
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import kind_of
 from kvpool.scope import ReuseScope
-from kvpool.sequences.live.cache_state import AllocStatus
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.state import AllocStatus
 
 Pairs = list[tuple[int, int]]
 

@@ -23,7 +23,7 @@ from kvpool.engine.sampling.params import SamplingParams
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.tour import Board, Screen
 
 SYSTEM = (

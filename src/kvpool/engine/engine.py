@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from kvpool.cluster.wire.publisher import EventPublisher, check_publishing
+from kvpool.cluster.publisher import EventPublisher, check_publishing
 from kvpool.config import Tier
 from kvpool.config.layers import show
 from kvpool.engine.engine_parts import assemble
@@ -51,7 +51,7 @@ from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT, TierSettings
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
 from kvpool.eviction.hints import ReuseHint
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.lifetimes.retention import Retention
+from kvpool.prefix.retention import Retention
 from kvpool.recording import TraceRecorder
 from kvpool.scheduling import Request, SchedulerConfig
 from kvpool.scope import ReuseScope

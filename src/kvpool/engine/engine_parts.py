@@ -18,7 +18,7 @@ from kvpool.engine.runner import ModelRunner
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.tiering.link import TierLink
 from kvpool.engine.tiering.opening import TierSettings
-from kvpool.kernels.copying.current_device import current, whole_device
+from kvpool.kernels.device import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
 from kvpool.storage import DataPlane

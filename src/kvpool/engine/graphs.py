@@ -25,9 +25,9 @@ from kvpool.config.layers import ceil_div
 from kvpool.engine.model.hook import AttentionCall
 from kvpool.engine.model.probing import forward
 from kvpool.errors import KVPoolError
-from kvpool.kernels.copying.current_device import whole_device
-from kvpool.kernels.paged.paged_spec import AttentionSpec
-from kvpool.scheduling.steps.batch_plan import BatchPlan
+from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.kernels.device import whole_device
+from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.storage import DataPlane
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)

@@ -27,7 +27,7 @@ from kvpool.engine.sampling.speculation import propose
 from kvpool.engine.sampling.step_sampling import StepSampler, logprob_of
 from kvpool.engine.tiering.link import TierLink
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
-from kvpool.kernels.copying.current_device import whole_device
+from kvpool.kernels.device import whole_device
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished

@@ -17,7 +17,7 @@ from kvpool.engine.sampling.tool_calls import ToolCalls
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.eviction.hints import ReuseHint, check_hint
 from kvpool.pools.arrays import Int32Array, as_flag
-from kvpool.prefix.lifetimes.retention import Retention
+from kvpool.prefix.retention import Retention
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
 

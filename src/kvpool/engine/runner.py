@@ -29,7 +29,7 @@ from kvpool.engine.model.compiled_layers import compile_each_layer
 from kvpool.engine.model.hook import AttentionCall
 from kvpool.engine.model.probing import ModelShape, forward
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
-from kvpool.scheduling.steps.batch_plan import BatchPlan
+from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.moving import upload
 

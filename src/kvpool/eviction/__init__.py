@@ -7,11 +7,11 @@ from typing import TypeVar
 
 from kvpool.compiling import tell_apart
 from kvpool.errors import InvalidArgumentError
-from kvpool.eviction.adaptive import ARCPolicy, TwoQueuePolicy
+from kvpool.eviction.adaptive import AdaptivePolicy
+from kvpool.eviction.arc import ARCPolicy, TwoQueuePolicy
 from kvpool.eviction.clock import ClockPolicy, SievePolicy
 from kvpool.eviction.cost import CostAwarePolicy
 from kvpool.eviction.keyed import FIFOPolicy, LFUPolicy, LRUPolicy, PriorityPolicy
-from kvpool.eviction.learning.hazard import AdaptivePolicy
 from kvpool.eviction.policy import EvictionPolicy, KeyedPolicy
 from kvpool.eviction.remembering import GhostPolicy, RememberingPolicy
 from kvpool.eviction.run import Run

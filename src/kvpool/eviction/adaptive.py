@@ -1,105 +1,317 @@
-"""2Q and ARC: new runs and proven runs stand in separate queues, and runs that were evicted too early are recognised.
+"""The adaptive policy: learns when runs like this one are reused, and evicts what earns the least for its place.
 
-Both count in blocks, and both know a run that comes back by its content (`fingerprint`), never by a block id.
+Reuse of a prompt depends on its age in a way that differs by kind: the next turn of a chat comes after a while or never, a
+system prompt comes again and again. What tells kinds apart is the request, not the run: its turn, how many others had gone
+on from the same place, how much it added, and what its caller said about it. For each kind the policy counts reuses and
+exposure by age, also of runs that have left (ghosts), and derives from them the best rate of hits per block and time that
+keeping a run can still achieve (its Gittins index, see `experience`). The candidate with the smallest index is the victim,
+unless the oldest one is hardly worth more. Age is time on the manager's clock. How it was found, and what it gains and
+loses, is in docs/decisions/0005-eviction-policy.md.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from bisect import bisect_right
+from math import log2
+from typing import Any, ClassVar, Final
 
 from kvpool.compiling import mypyc_attr
-from kvpool.errors import InvalidArgumentError
-from kvpool.eviction.queues import GhostList, RunQueue
-from kvpool.eviction.remembering import GhostPolicy, Record
-from kvpool.eviction.run import Run
+from kvpool.eviction.experience import LOWEST, NUM_KINDS, Experience, as_shared, kind_of
+from kvpool.eviction.ghosts import Ghosts
+from kvpool.eviction.kind_rows import WEIGHTS, Row, RowOrder
+from kvpool.eviction.policy import EvictionPolicy, moment_of
+from kvpool.eviction.queues import BLOCKS, KEY, RUN, START, Item
+from kvpool.eviction.run import Run, Tokens
+
+EPOCHS_PER_CACHE: Final = 32  # the cache turns over once in so many epochs
+ORDERS_PER_CACHE: Final = 48  # how often candidates are put in order by their ages while it does
+GHOSTS_PER_CACHE: Final = 4  # blocks remembered of runs that have left, in caches
+_MIN_CAPACITY: Final = 64
+LEARN_RUNS: Final = 32  # inserted before values are worked out anew: they share the cost
+LEARN_PART: Final = 32  # or so many of all that were inserted, if that is more: what is known from many changes slowly
+LEARN_LATE: Final = 256  # are enough, however many there were
+LEARN_LEAST: Final = 1024  # if none was reused, there is little to learn
+_HISTORY: Final = 0.999  # weight of what was counted an epoch ago
+MOST_NOTES: Final = 4096  # of what happened before it is digested, even if no victim is asked for
+_MOST_EPOCHS: Final = 1024  # that are told apart at least; twice as many at most
+MOST_NEWCOMERS: Final = 2048  # runs that are put in order together, at a few microseconds each
+
+
+class _Record:
+    """What the policy knows about one run. It lies in `run.entry` for as long as the run is in the cache."""
+
+    __slots__ = ("cohort", "hits", "item", "owner", "row", "tokens", "trimmed")
+
+    def __init__(
+        self, owner: AdaptivePolicy, cohort: int, row: Row, item: Item, hits: int, tokens: Tokens, trimmed: int
+    ) -> None:
+        self.owner = owner
+        self.cohort = cohort
+        self.row = row
+        self.item = item  # as it was last pushed; without a run while it is no candidate
+        self.hits = hits  # those seen
+        self.trimmed = trimmed  # blocks that it has lost since its last use
+        self.tokens = tokens  # with those of the lost blocks
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class TwoQueuePolicy(GhostPolicy):
-    """2Q (VLDB '94): first-time runs are a FIFO, runs that came back after leaving it are an LRU.
+class AdaptivePolicy(EvictionPolicy):
+    """Evicts the candidate whose kind and age promise the fewest hits per block and time; retention priorities come first.
 
-    Reuse while a run is still in the FIFO proves nothing (the turns of one conversation are close together). The FIFO
-    gives the victim while it holds more than `in_fraction` of the candidate blocks; what left it is remembered, up to
-    `out_fraction` of the capacity.
+    Kinds are told apart by the request that published a run or shared it last (`kind_of`). With nothing learned the order
+    is that of LRU. Runs that are inserted while nobody asks for a victim only wait in a list, so a cache that fills costs
+    nothing more than with LRU.
     """
 
-    name: ClassVar[str] = "2q"
-
-    def __init__(self, in_fraction: float = 0.25, out_fraction: float = 0.5) -> None:
-        for label, fraction in (("in_fraction", in_fraction), ("out_fraction", out_fraction)):
-            if not 0.0 < fraction <= 1.0:
-                raise InvalidArgumentError(f"{label} is {fraction}; it must lie above 0 and not above 1")
-        self._out = GhostList()
-        super().__init__(RunQueue(), RunQueue(), self._out)
-        self._in_fraction = in_fraction
-        self._out_fraction = out_fraction
-
-    def _admit(self, run: Run) -> Record:
-        if self._out.take(run.fingerprint):
-            return Record(self, self._proven, run.last_access)
-        return Record(self, self._new, run.created)
-
-    def _readmit(self, run: Run, record: Record) -> None:
-        if record.queue is self._proven:
-            record.place = run.last_access
-
-    def victim(self) -> Run:
-        return (self._new if self._new_exceeds(self._in_fraction * self._num_blocks()) else self._proven).head()
-
-    def _bury(self, run: Run, record: Record, num_blocks: int) -> None:
-        if record.queue is self._new:
-            self._out.add(run.fingerprint, num_blocks)
-            self._out.trim(self._out_fraction * self._capacity)
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
-class ARCPolicy(GhostPolicy):
-    """ARC (FAST '03): an LRU of runs used once and an LRU of runs used again, with a boundary that learns.
-
-    A run that comes back shortly after it left the first list says that this list is too short, one that left the
-    second says the opposite; the target for the first list moves by the blocks of the run, times how much shorter
-    the list of its ghosts is than the other one.
-    """
-
-    name: ClassVar[str] = "arc"
+    name: ClassVar[str] = "adaptive"
+    by_priority: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        self._once, self._again = RunQueue(), RunQueue()
-        self._once_ghost, self._again_ghost = GhostList(), GhostList()
-        super().__init__(self._once, self._again, self._once_ghost, self._again_ghost)
-        self._target = 0.0  # blocks that the first list should hold
-
-    def _admit(self, run: Run) -> Record:
-        came_back = self._learn(run)
-        record = Record(self, self._again if came_back or run.hits > 0 else self._once, run.last_access)
-        record.seen_hits = run.hits
-        return record
-
-    def _readmit(self, run: Run, record: Record) -> None:
-        if run.hits > record.seen_hits:
-            record.queue = self._again
-            record.seen_hits = run.hits
-        record.place = run.last_access
-
-    def _learn(self, run: Run) -> bool:
-        once, again = self._once_ghost.num_blocks, self._again_ghost.num_blocks
-        if self._once_ghost.take(run.fingerprint):
-            self._target = min(self._target + run.num_blocks * max(1.0, again / once), float(self._capacity))
-            return True
-        if self._again_ghost.take(run.fingerprint):
-            self._target = max(self._target - run.num_blocks * max(1.0, once / again), 0.0)
-            return True
-        return False
-
-    def victim(self) -> Run:
-        return (self._once if self._new_exceeds(self._target) else self._again).head()
-
-    def _bury(self, run: Run, record: Record, num_blocks: int) -> None:
-        ghosts = self._once_ghost if record.queue is self._once else self._again_ghost
-        ghosts.add(run.fingerprint, num_blocks)
-        self._once_ghost.trim(self._capacity - self._once.num_blocks)
-        self._again_ghost.trim(self._capacity - self._once_ghost.num_blocks)
+        self._depth_cost = 0.0  # of a block, per block before it; 0: all cost the same
+        self._begin()
 
     def clear(self) -> None:
-        super().clear()
-        self._target = 0.0
+        for run in [*self._newcomers, *self._order.clear()]:
+            run.entry = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Without candidates, and without having learned anything."""
+        self._newcomers: list[Run] = []  # inserted runs, not yet met; their entry is the policy itself
+        self._is_ordered = True
+        self._len = self._num_blocks = 0  # of the candidates in order
+        self._capacity = _MIN_CAPACITY
+        self._has_begun, self._base = False, 0  # the first moment that was seen
+        self._now = 0
+        self._epochs = [0]  # when epochs began, the current one last
+        self._num_digested = self._num_epochs = 0
+        self._turnover = 0.0  # how long it lately took to fill the cache anew
+        self._inserted = 0  # blocks since the epoch began
+        self._num_met = 0  # runs inserted since values were worked out
+        self._num_met_before = 0  # and before that
+        self._learned = Experience()
+        self._order = RowOrder(self._learned.worth(self._capacity, self._turnover))
+        self._ghosts = Ghosts(self._learned)
+        # of the run before the one that left last: its fingerprint, its tick, its kind when shared
+        self._last_left = 0, -1, 0
+
+    def weigh(self, depth_cost: float) -> None:
+        self._depth_cost = depth_cost
+
+    # --- candidates --------------------------------------------------------------------------------------------------
+
+    def add(self, run: Run) -> None:
+        if run.entry is None and not run.hits:
+            run.entry = self
+            self._newcomers.append(run)
+            if len(self._newcomers) >= MOST_NEWCOMERS:
+                self._settle()
+            return
+        if self._newcomers:
+            self._settle()
+        record: _Record | None = run.entry
+        if record is None or record.owner is not self:
+            self._meet(run, run.hits)
+        else:
+            self._come_back(run, record)
+        if self._learned.num_noted >= MOST_NOTES:  # where nothing is inserted, no epoch ends
+            self._learn()
+
+    def _come_back(self, run: Run, record: _Record) -> None:
+        """A run that was a candidate before is one again: it was used since, trimmed, or neither."""
+        if record.item[RUN] is not None:
+            self._take_out(record)
+        if record.item[KEY] != run.last_access:
+            self._put_in(run, run.hits, self._cohort(run, run.hits, self._moment(run)), run.tokens, 0)
+        else:
+            tokens, lost = self._rest(run, record)
+            self._put_in(run, run.hits, record.cohort, tokens, record.trimmed + lost)
+
+    def remove(self, run: Run) -> None:
+        record = self._candidate(run)
+        if record is None:
+            return
+        self._take_out(record)
+        if run.hits > record.hits:
+            self._learned.count(record.cohort, self._now, record.item[BLOCKS] + record.trimmed)
+            if record.trimmed:
+                self._ghosts.count_behind(run.fingerprint, record.trimmed, self._now)
+
+    def trimmed(self, run: Run) -> None:
+        record = self._candidate(run)
+        if record is None:
+            self.add(run)
+            return
+        num_blocks = run.num_blocks
+        lost: int = record.item[BLOCKS] - num_blocks
+        record.row.trim(record.item, num_blocks)  # what it lost is followed with it
+        record.trimmed += lost
+        self._num_blocks -= lost
+
+    def evicted(self, run: Run) -> None:
+        record = self._candidate(run)
+        if record is None:
+            return
+        blocks: int = record.item[BLOCKS]
+        record.row.discard(record.item)
+        run.entry = None
+        self._len -= 1
+        self._num_blocks -= blocks
+        above = getattr(run, "parent", None) if run.start else None
+        leader = None if above is None else above.fingerprint
+        self._ghosts.bury(run, record.tokens, blocks + record.trimmed, leader, record.cohort, self._now)
+        self._ghosts.trim(GHOSTS_PER_CACHE * self._capacity, self._now)
+        kind = record.row.kind
+        if above is not None and kind != LOWEST:
+            self._last_left = above.fingerprint, run.last_access, as_shared(kind)
+
+    def victim(self) -> Run:
+        if self._newcomers:
+            self._settle()
+        if not self._is_ordered:
+            self._is_ordered = True
+            if self._num_met >= self._enough_to_learn():
+                self._learn()
+        order, now = self._order, self._now
+        if now != order.ordered_at and (now - order.ordered_at) * ORDERS_PER_CACHE >= self._turnover:
+            order.refresh(now)
+        return order.first()
+
+    @property
+    def num_ghost_blocks(self) -> int:
+        """Number of blocks of the evicted runs remembered."""
+        return self._ghosts.num_blocks
+
+    def __len__(self) -> int:
+        return self._len + len(self._newcomers)
+
+    def __contains__(self, run: object) -> bool:
+        record: Any = getattr(run, "entry", None)
+        if isinstance(record, _Record):
+            return record.owner is self and record.item[RUN] is not None
+        return record is self
+
+    def _candidate(self, run: Run) -> _Record | None:
+        """What is known about a run that is a candidate, be it put in order only now; None if it is none."""
+        if self._newcomers:
+            self._settle()
+        record: _Record | None = run.entry
+        return None if record is None or record.owner is not self or record.item[RUN] is None else record
+
+    def _settle(self) -> None:
+        """Meets the newcomers that waited in a list. One may have been hit since; it counts as it was when it came."""
+        newcomers, self._newcomers = self._newcomers, []
+        for run in newcomers:
+            self._meet(run, 0)
+
+    def _moment(self, run: Run) -> int:
+        """When a run was last used, in milliseconds since the first that was seen."""
+        moment = moment_of(run.last_access_at)
+        if not self._has_begun:
+            self._has_begun, self._base = True, moment
+        moment = max(0, (moment - self._base) >> 10)
+        if moment > self._now:
+            self._now = moment
+        return moment
+
+    def _cohort(self, run: Run, hits: int, moment: int, num_known: int = 0) -> int:
+        epochs = self._epochs
+        if moment >= epochs[-1]:
+            since = epochs[-1]
+        else:  # the oldest epoch that is told apart, at least
+            since = epochs[max(0, bisect_right(epochs, moment) - 1)]
+        return since * NUM_KINDS + self._kind(run, hits, num_known)
+
+    def _kind(self, run: Run, hits: int, num_known: int) -> int:
+        """The kind of a run: by the request that published it, or the last one that shared it."""
+        if not run.priority:
+            return LOWEST
+        if not hits:
+            return kind_of(run.start + num_known, run.fan_out, run.turn, run.num_blocks - num_known, run.hint)
+        fingerprint, tick, kind = self._last_left
+        if fingerprint == run.fingerprint and tick == run.last_access:
+            return kind
+        return as_shared(kind_of(run.start + run.num_blocks, hits, run.turn + 1 if hits <= 1 else 0, 0))
+
+    def _put_in(self, run: Run, hits: int, cohort: int, tokens: Tokens, trimmed: int) -> None:
+        since, kind = divmod(cohort, NUM_KINDS)
+        row = self._order.row(run.priority, kind, self._weight_class(run) if self._depth_cost else 0)
+        item = self._order.push(row, run, since)
+        run.entry = _Record(self, cohort, row, item, hits, tokens, trimmed)
+        blocks = item[BLOCKS]
+        self._learned.follow(cohort, self._now, blocks + trimmed)
+        self._len += 1
+        self._num_blocks = num_blocks = self._num_blocks + blocks
+        if num_blocks > self._capacity:
+            self._capacity = num_blocks
+
+    def _weight_class(self, run: Run) -> int:
+        """How much more than a first block the last one of a run counts: the root of what attention makes it cost.
+
+        What kinds say about reuse holds less for the longest prompts, and the whole cost would keep those that are over.
+        """
+        return min(round(2 * log2(1.0 + self._depth_cost * (run.start + run.num_blocks - 1))), WEIGHTS - 1)
+
+    def _take_out(self, record: _Record) -> None:
+        blocks = record.item[BLOCKS]
+        record.row.discard(record.item)
+        self._learned.follow(record.cohort, self._now, -blocks - record.trimmed)
+        self._len -= 1
+        self._num_blocks -= blocks
+
+    def _enough_to_learn(self) -> int:
+        """How many runs must have been inserted before values are worked out anew."""
+        if not self._learned.has_news:
+            return LEARN_LEAST
+        return min(max(LEARN_RUNS, self._num_met_before // LEARN_PART), LEARN_LATE)
+
+    def _learn(self) -> None:
+        """Works out values from what happened up to this epoch."""
+        self._num_met_before += self._num_met
+        self._num_met = 0
+        self._learned.digest(self._now, _HISTORY ** (self._num_epochs - self._num_digested))
+        self._num_digested = self._num_epochs
+        self._order.learn(self._learned.worth(self._capacity, self._turnover), self._now)
+
+    # --- what is learned from ----------------------------------------------------------------------------------------
+
+    def _meet(self, run: Run, hits: int) -> None:
+        """A run that is new here: it was computed, perhaps not for the first time."""
+        fingerprint, moment, num_known = run.fingerprint, self._moment(run), 0
+        if fingerprint in self._ghosts:
+            num_known, turn, num_uses = self._ghosts.recognise(run, self._now)
+            if num_known:
+                run.turn, run.fan_out = turn + 1 if num_uses <= 1 else 0, num_uses  # as if its beginning had stayed
+        if not hits:
+            self._num_met += 1
+            self._inserted += run.num_blocks
+            if self._inserted * EPOCHS_PER_CACHE >= self._capacity:
+                self._next_epoch()
+        self._put_in(run, hits, self._cohort(run, hits, moment, num_known), run.tokens, 0)
+
+    def _next_epoch(self) -> None:
+        """Time goes on. What follows from it is worked out for the next victim, or when much has come together."""
+        self._turnover += ((self._now - self._epochs[-1]) * EPOCHS_PER_CACHE - self._turnover) / min(
+            self._num_epochs + 1, EPOCHS_PER_CACHE
+        )
+        self._num_epochs += 1
+        self._inserted = 0
+        self._epochs.append(self._now)
+        if len(self._epochs) >= 2 * _MOST_EPOCHS:
+            del self._epochs[:-_MOST_EPOCHS]
+        self._is_ordered = False
+        if self._learned.num_noted >= MOST_NOTES:
+            self._learn()
+
+    def _rest(self, run: Run, record: _Record) -> tuple[Tokens, int]:
+        """Of a run that comes back unused: its tokens with those it has lost since its last use, and how many blocks it lost.
+
+        If its head was reused and is another run now, that counts, and it begins behind it.
+        """
+        split_off: int = run.start + record.item[START]
+        if split_off > 0:
+            self._learned.count(record.cohort, self._now, split_off)
+            had = record.item[BLOCKS] + record.trimmed
+            return record.tokens[len(record.tokens) // had * split_off :], 0
+        return record.tokens, max(0, record.item[BLOCKS] - run.num_blocks)

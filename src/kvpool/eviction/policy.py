@@ -8,12 +8,19 @@ candidates and decides nothing else, so it can never evict a run that is in use 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from kvpool.compiling import mypyc_attr
 from kvpool.errors import ConfigError
 from kvpool.eviction.queues import RUN, RunQueue
 from kvpool.eviction.run import Key, Run
+
+MOMENTS_PER_SECOND: Final = 2**20
+
+
+def moment_of(seconds: float) -> int:
+    """A time as policies compute with it. Recordings write times on this grid, so that a replay decides the same again."""
+    return int(seconds * MOMENTS_PER_SECOND + 0.5)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)

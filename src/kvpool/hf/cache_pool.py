@@ -25,7 +25,7 @@ from kvpool.hf.pool_tiers import PoolTiers
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, as_token_array
 from kvpool.scope import ReuseScope
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import CacheStats
 from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers import KeyedTier

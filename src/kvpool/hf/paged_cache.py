@@ -17,10 +17,10 @@ from kvpool.engine.tiering.offering import Progress
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.hf.cache_pool import CachePool
 from kvpool.hf.pool_tiers import PoolTiers
-from kvpool.kernels.scattering.scatter import read_values
+from kvpool.kernels.write import read_values
 from kvpool.pools.arrays import BoolArray
 from kvpool.scope import ReuseScope
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.data_plane import StepSlots
 from kvpool.storage.moving import upload
 

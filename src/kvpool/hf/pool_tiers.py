@@ -18,7 +18,7 @@ from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers.transport.fetching import Fetch
 

@@ -24,8 +24,8 @@ from kvpool.errors import (
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import as_flag, as_token_array
 from kvpool.pools.symbols import as_items
-from kvpool.sequences.live.cache_state import Admission, AllocStatus
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.state import Admission, AllocStatus
 
 ADMISSION_OPTIONS = ("num_tokens", "scope", "reserve", "lookahead", "cross_tokens", "multimodal")
 

@@ -13,9 +13,9 @@ from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import EvictionPolicy, make_policy
 from kvpool.pools.arrays import Int32Array, Int64Array, as_array, as_count
 from kvpool.pools.symbols import Key, as_items
-from kvpool.prefix.lifetimes.retention import Retention
+from kvpool.prefix.retention import Retention
 from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 
 DEFAULT_SCOPE = ReuseScope()
 Items: TypeAlias = Iterable[MultimodalItem | tuple[int, int, Key]]  # what users give for multimodal items

@@ -11,9 +11,9 @@ from kvpool.errors import InvariantError
 from kvpool.manager.pins import Pins
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool
-from kvpool.prefix.tree.node import Node, path_ids
-from kvpool.sequences.live.cache_state import CacheState
-from kvpool.sequences.live.in_flight import InFlight
+from kvpool.prefix.node import Node, path_ids
+from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.state import CacheState
 
 
 class Checker:

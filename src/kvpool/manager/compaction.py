@@ -10,7 +10,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool, ResizeResult
-from kvpool.sequences.live.cache_state import CacheState
+from kvpool.sequences.state import CacheState
 from kvpool.stats import EvictionReason
 
 

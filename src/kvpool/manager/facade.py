@@ -10,7 +10,7 @@ from kvpool.manager.guard import Guard, contain
 from kvpool.manager.observer import Observer
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import MultimodalItem
-from kvpool.sequences.live.cache_state import CacheState
+from kvpool.sequences.state import CacheState
 
 Ids = TypeVar("Ids", Int32Array, "Int32Array | None")
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvpool.sequences.live.cache_state import CacheState
+from kvpool.sequences.state import CacheState
 from kvpool.stats import MemoryPressure
 
 log = logging.getLogger("kvpool")

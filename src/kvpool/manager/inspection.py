@@ -11,9 +11,9 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import GPU, BlockPool
-from kvpool.prefix.tree.node import Node
+from kvpool.prefix.node import Node
 from kvpool.scope import ReuseScope
-from kvpool.sequences.live.cache_state import LOCAL_TIERS, CacheState
+from kvpool.sequences.state import LOCAL_TIERS, CacheState
 from kvpool.stats import CacheStats, GroupStats, MemoryPressure, PoolStats
 
 

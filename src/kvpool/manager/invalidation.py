@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 from kvpool.manager.pins import Pins
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.tree.node import Node
+from kvpool.prefix.node import Node
 from kvpool.scope import ReuseScope
-from kvpool.sequences.live.cache_state import CacheState
-from kvpool.sequences.live.handle import KVCacheHandle
-from kvpool.sequences.live.in_flight import InFlight
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.state import CacheState
 from kvpool.stats import EvictionReason
 
 

@@ -24,13 +24,13 @@ from kvpool.manager.picture import Picture, RunsPicture, picture, read_runs, run
 from kvpool.manager.pins import Pin, Pins
 from kvpool.pools.arrays import as_count, as_flag, as_token_array
 from kvpool.pools.pool import BlockPool, ResizeResult
-from kvpool.prefix.evicting.quota import TenantQuota
+from kvpool.prefix.node import NEVER
+from kvpool.prefix.quota import TenantQuota
 from kvpool.prefix.tenants import TenantQuotas
-from kvpool.prefix.tree.node import NEVER
 from kvpool.scope import ReuseScope
-from kvpool.sequences.beginning.onboarding import Onboarding
-from kvpool.sequences.live.handle import KVCacheHandle
-from kvpool.sequences.live.in_flight import InFlight
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.onboard import Onboarding
 from kvpool.stats import CacheStats, EvictionReason, MemoryPressure
 
 

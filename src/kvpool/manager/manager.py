@@ -55,21 +55,21 @@ from kvpool.manager.pins import Pins
 from kvpool.manager.steps import BatchLike, Steps
 from kvpool.pools.arrays import Int32Array, as_count, as_flag, as_token_array
 from kvpool.pools.copies import CopyOp
-from kvpool.prefix.lifetimes.retention import Retention
+from kvpool.prefix.retention import Retention
 from kvpool.prefix.tenants import TenantQuotas
 from kvpool.scope import ReuseScope
-from kvpool.sequences.advancing.rewinding import Rewinding
-from kvpool.sequences.advancing.stepping import Stepping
-from kvpool.sequences.beginning.admission import AdmissionPlanner, PrefixMatch
-from kvpool.sequences.beginning.lifecycle import Lifecycle
-from kvpool.sequences.beginning.onboarding import Onboarding
-from kvpool.sequences.leaving.ending import Ending
-from kvpool.sequences.leaving.swapping import Swapping
-from kvpool.sequences.live.batch import SequenceBatch, as_handles
-from kvpool.sequences.live.cache_state import Admission, CacheState
-from kvpool.sequences.live.handle import KVCacheHandle
-from kvpool.sequences.live.in_flight import InFlight
-from kvpool.sequences.live.sliding import RowWindows
+from kvpool.sequences.admission import AdmissionPlanner, PrefixMatch
+from kvpool.sequences.allocate import Lifecycle
+from kvpool.sequences.batch import SequenceBatch, as_handles
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.onboard import Onboarding
+from kvpool.sequences.release import Ending
+from kvpool.sequences.rewind import Rewinding
+from kvpool.sequences.state import Admission, CacheState
+from kvpool.sequences.step import Stepping
+from kvpool.sequences.swap import Swapping
+from kvpool.sequences.windows import RowWindows
 
 ALLOCATE_ARGUMENTS = frozenset({
     *("request_id", "tokens", "num_tokens", "scope", "reserve", "lookahead", "cross_tokens"),

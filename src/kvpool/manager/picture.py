@@ -20,10 +20,10 @@ from kvpool.config import Tier
 from kvpool.counters import Counters
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import GPU, BlockPool
-from kvpool.prefix.tree.node import Node
+from kvpool.prefix.node import Node
 from kvpool.scope import ReuseScope
-from kvpool.sequences.live.cache_state import CacheState
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.state import CacheState
 
 PIECE: Final = 256  # runs that are read while the lock is held
 

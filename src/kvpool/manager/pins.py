@@ -11,9 +11,9 @@ from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError, PinBudgetError
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
-from kvpool.prefix.tree.node import NEVER, Node
+from kvpool.prefix.node import NEVER, Node
 from kvpool.scope import ReuseScope
-from kvpool.sequences.live.cache_state import CacheState
+from kvpool.sequences.state import CacheState
 
 
 @dataclass(slots=True, eq=False)

@@ -12,12 +12,12 @@ from kvpool.errors import InvalidArgumentError, UnknownRequestError
 from kvpool.manager.arguments import Items, as_counts, check_counts, check_items
 from kvpool.manager.maintenance import Maintenance
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count, as_token_array
-from kvpool.sequences.advancing.rewinding import Rewinding
-from kvpool.sequences.advancing.stepping import Stepping
-from kvpool.sequences.advancing.writing import writable_blocks
-from kvpool.sequences.live.batch import SequenceBatch
-from kvpool.sequences.live.handle import KVCacheHandle
-from kvpool.sequences.live.sliding import RowWindows
+from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.rewind import Rewinding
+from kvpool.sequences.slots import writable_blocks
+from kvpool.sequences.step import Stepping
+from kvpool.sequences.windows import RowWindows
 
 BatchLike = SequenceBatch | Sequence[KVCacheHandle]
 

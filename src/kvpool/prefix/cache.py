@@ -17,19 +17,19 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.eviction import EvictionPolicy
 from kvpool.pools.pool import GPU, BlockPool
-from kvpool.prefix.announcing.announcer import Announcer
-from kvpool.prefix.evicting.orders import EvictionOrders
-from kvpool.prefix.evicting.quota import Quota
-from kvpool.prefix.evicting.removal import Removal
-from kvpool.prefix.evicting.tier_mover import TierMover, importance
-from kvpool.prefix.lifetimes.expiry import Expiry
-from kvpool.prefix.readers.ledger import IdleLedger
-from kvpool.prefix.readers.paths import PathReaders
-from kvpool.prefix.readers.windows import WindowReaders
-from kvpool.prefix.tree.context import CacheContext
-from kvpool.prefix.tree.logits import StoredLogits
-from kvpool.prefix.tree.node import MAX_PRIORITY, Node, Root
-from kvpool.prefix.tree.run_tree import RunTree
+from kvpool.prefix.announcer import Announcer
+from kvpool.prefix.context import CacheContext
+from kvpool.prefix.expiry import Expiry
+from kvpool.prefix.ledger import IdleLedger
+from kvpool.prefix.logits import StoredLogits
+from kvpool.prefix.node import MAX_PRIORITY, Node, Root
+from kvpool.prefix.orders import EvictionOrders
+from kvpool.prefix.path_readers import PathReaders
+from kvpool.prefix.quota import Quota
+from kvpool.prefix.removal import Removal
+from kvpool.prefix.tier_mover import TierMover, importance
+from kvpool.prefix.tree import RunTree
+from kvpool.prefix.window_readers import WindowReaders
 from kvpool.stats import EvictionReason
 
 CAPACITY: Final = EvictionReason.CAPACITY  # a global is several times cheaper than a member of an enum

@@ -13,11 +13,11 @@ from kvpool.errors import KVPoolError, OutOfBlocksError, TraceError
 from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
 from kvpool.manager.pins import Pin
-from kvpool.prefix.lifetimes.retention import Retention, TokenRange
+from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.recording.lines import Lines
 from kvpool.recording.operations import MAGIC_KEY, VERBS, VERSION, Operations, unpack
 from kvpool.scope import ReuseScope
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import CacheStats
 
 MAX_BLOCKS = 2**26  # of the pools of a manager that is made for a recording

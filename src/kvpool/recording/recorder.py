@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.eviction.moments import MOMENTS_PER_SECOND, moment_of
+from kvpool.eviction.policy import MOMENTS_PER_SECOND, moment_of
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int64Array
 from kvpool.recording.lines import open_bytes
 from kvpool.recording.operations import MAX_SECONDS
 from kvpool.recording.playback import header_of
 from kvpool.recording.writer import Items, RecordingWriter
-from kvpool.sequences.live.batch import SequenceBatch
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.handle import KVCacheHandle
 
 DEFAULT_MAX_BYTES = 2**30
 MAX_PENDING = 2**17  # operations that may wait for the writer

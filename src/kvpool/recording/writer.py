@@ -21,10 +21,10 @@ import numpy.typing as npt
 
 from kvpool.pools.arrays import MAX_TOKEN_ID, Int32Array, Int64Array, as_token_array
 from kvpool.pools.symbols import encoded_key
-from kvpool.prefix.lifetimes.retention import Retention
+from kvpool.prefix.retention import Retention
 from kvpool.recording.operations import pack
 from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 
 UInt64Array = npt.NDArray[np.uint64]
 Handles = Sequence[KVCacheHandle]

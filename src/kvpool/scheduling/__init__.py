@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvpool.scheduling.costs.linear import CostModel, LinearCostModel
+from kvpool.scheduling.batch_plan import BatchPlan
+from kvpool.scheduling.cost_model import CostModel, LinearCostModel
 from kvpool.scheduling.policies import (
     POLICIES,
     FairShare,
@@ -15,11 +16,10 @@ from kvpool.scheduling.policies import (
     SoonestFirstToken,
 )
 from kvpool.scheduling.request import Finished, FinishReason, Output, Request, ScheduledSequence, SequenceState
+from kvpool.scheduling.results import Fork
 from kvpool.scheduling.scheduler import Scheduler, StepResult
 from kvpool.scheduling.scheduler_config import CapacityMode, PreemptionMode, SchedulerConfig
 from kvpool.scheduling.scheduler_stats import SchedulerStats
-from kvpool.scheduling.steps.batch_plan import BatchPlan
-from kvpool.scheduling.steps.results import Fork
 
 __all__ = [
     "BatchPlan",

@@ -11,10 +11,10 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.request import ScheduledSequence, SequenceState
 from kvpool.scheduling.roster import Roster
-from kvpool.scheduling.steps.round import PromptChunk, Round
-from kvpool.sequences.beginning.admission import PrefixMatch
-from kvpool.sequences.live.cache_state import Admission
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.scheduling.round import PromptChunk, Round
+from kvpool.sequences.admission import PrefixMatch
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.state import Admission
 
 SPARE_CANDIDATES = 16  # looked at beyond the free lanes: some only wait for a prefix and let others pass
 RETRY_STEPS = 8  # while nobody came or left, a full pool is asked again only so often: windows may have moved on

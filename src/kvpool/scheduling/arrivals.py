@@ -16,7 +16,7 @@ from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyOp
 from kvpool.scheduling.request import ScheduledSequence
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 
 
 class _Held(NamedTuple):

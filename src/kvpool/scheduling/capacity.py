@@ -10,8 +10,8 @@ from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int64Array
 from kvpool.pools.groups import kind_of
 from kvpool.scheduling.request import Request, ScheduledSequence
+from kvpool.scheduling.running import Lanes
 from kvpool.scheduling.scheduler_config import CapacityMode, SchedulerConfig
-from kvpool.scheduling.steps.running import Lanes
 from kvpool.scheduling.supply import Supply
 
 SPARE_WINDOW_BLOCKS = 2  # a window moves on when a step is committed: until then its last blocks are held

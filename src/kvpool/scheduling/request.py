@@ -16,9 +16,9 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.hints import ReuseHint, check_hint
 from kvpool.pools.arrays import Int32Array, as_count, as_flag, as_token_array
 from kvpool.pools.symbols import as_items
-from kvpool.prefix.lifetimes.retention import Retention
+from kvpool.prefix.retention import Retention
 from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 
 MAX_PRIORITY = 2**31
 log = logging.getLogger("kvpool")

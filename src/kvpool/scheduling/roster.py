@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from kvpool.config import Tier
 from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
-from kvpool.scheduling.costs.linear import CostModel
+from kvpool.scheduling.cost_model import CostModel
 from kvpool.scheduling.policies import OrderedQueue, make_policy
 from kvpool.scheduling.request import FinishReason, ScheduledSequence, SequenceState
+from kvpool.scheduling.running import Running
 from kvpool.scheduling.scheduler_config import PreemptionMode, SchedulerConfig
 from kvpool.scheduling.scheduler_stats import SchedulerStats
-from kvpool.scheduling.steps.running import Running
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 
 # What the end of a sequence says about its continuation.
 _SAYS = {reason: ReuseHint(reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)}

@@ -35,8 +35,10 @@ from kvpool.eviction.hints import ReuseHint, check_hint
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, as_count, as_token_array
 from kvpool.scheduling.arrivals import Arrivals
+from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.capacity import Capacity
-from kvpool.scheduling.costs.linear import CostModel, LearningCostModel, LinearCostModel
+from kvpool.scheduling.cost_model import CostModel, LearningCostModel, LinearCostModel
+from kvpool.scheduling.planning import Planner
 from kvpool.scheduling.request import (
     Finished,
     FinishReason,
@@ -46,12 +48,10 @@ from kvpool.scheduling.request import (
     ScheduledSequence,
     SequenceState,
 )
+from kvpool.scheduling.results import Fork, Results
 from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.scheduler_config import SchedulerConfig
 from kvpool.scheduling.scheduler_stats import SchedulerStats
-from kvpool.scheduling.steps.batch_plan import BatchPlan
-from kvpool.scheduling.steps.planning import Planner
-from kvpool.scheduling.steps.results import Fork, Results
 
 
 class StepResult(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling.request import ScheduledSequence
 from kvpool.scope import ReuseScope
-from kvpool.sequences.live.cache_state import Admission
+from kvpool.sequences.state import Admission
 
 
 class Supply:

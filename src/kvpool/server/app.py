@@ -14,7 +14,7 @@ from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBea
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
-from kvpool.cluster.wire.translating import scope_keys
+from kvpool.cluster.translator import scope_keys
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server.answering.exchange import Reception
 from kvpool.server.answering.metrics import Metrics

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpool.config import Tier
-from kvpool.kernels.copying.block_bytes import widest_view
+from kvpool.kernels.layout import widest_view
 from kvpool.pools.arrays import BoolArray, Int32Array
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer_steps import Store, TransferStep

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from kvpool.config import KVCacheConfig, LayerGroup, Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError, SharedBlockError, TransferError
-from kvpool.kernels.scattering.scatter import read_slots, read_values, write_slots
+from kvpool.kernels.write import read_slots, read_values, write_slots
 from kvpool.pools.arrays import BoolArray, Int32Array, as_array, as_count
 from kvpool.pools.copies import CopyOp
 from kvpool.pools.groups import kind_of
 from kvpool.pools.pool import ResizeResult
-from kvpool.sequences.live.batch import SequenceBatch
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.layout import GroupLayout, LayerCache
 from kvpool.storage.moving import upload

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvpool.errors import TransferError
-from kvpool.kernels.copying.block_bytes import widest_view
+from kvpool.kernels.layout import widest_view
 from kvpool.pools.arrays import Int32Array
 
 Places = npt.NDArray[np.uint64]

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from kvpool.config.layers import LayerGroup, ceil_div
 from kvpool.errors import ConfigError
-from kvpool.kernels.copying.block_bytes import Runs
-from kvpool.kernels.scattering.layer_cache import LayerCache
-from kvpool.kernels.scattering.quantization import TORCH_DTYPES
+from kvpool.kernels.layout import LayerCache, Runs
+from kvpool.kernels.quantization import TORCH_DTYPES
 
 __all__ = ["GroupLayout", "LayerCache", "Part"]
 

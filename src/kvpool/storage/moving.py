@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvpool.kernels.copying.copy_blocks import copy_blocks, copy_tokens
-from kvpool.kernels.copying.upload import upload as send
+from kvpool.kernels.copy import copy_blocks, copy_tokens
+from kvpool.kernels.copy import upload as send
 from kvpool.pools.arrays import Int32Array
 from kvpool.storage.disk import ByteRows, DiskStore
 from kvpool.storage.dma import copy_over_link

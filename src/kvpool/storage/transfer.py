@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kvpool.config import LayerGroup, Tier
 from kvpool.errors import ChecksumError, TransferError
-from kvpool.kernels.copying.upload import note_transfers, upload_by_kernel
+from kvpool.kernels.copy import note_transfers, upload_by_kernel
 from kvpool.pools.arrays import BoolArray, Int32Array
 from kvpool.pools.copies import CopyOp
 from kvpool.storage.checksums import TravellingChecksums

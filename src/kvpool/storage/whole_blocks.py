@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.kernels.copying.copy_blocks import copy_blocks
+from kvpool.kernels.copy import copy_blocks
 from kvpool.pools.arrays import Int32Array
 from kvpool.storage.moving import upload
 from kvpool.storage.store import BlockStore

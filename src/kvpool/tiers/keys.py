@@ -3,7 +3,7 @@
     fingerprint (8) | tenant (2) | scope (2) | SHA-256 of fingerprint, layer group and digest of the block (20)
 
 The first bytes let all values of one model, tenant or scope be found together, to take them out (decision 12). The
-digest (`prefix/announcing/digests.py`) is chained over every token before the block and the reuse scope. Neither a token
+digest (`prefix/digests.py`) is chained over every token before the block and the reuse scope. Neither a token
 nor a tenant's name can be read from a key.
 """
 
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from kvpool.config import KVCacheConfig, LayerGroup
 from kvpool.config.layers import check_int, show
 from kvpool.errors import InvalidArgumentError
-from kvpool.prefix.announcing.digests import DIGEST_BYTES, chain_digests, root_digest
+from kvpool.prefix.digests import DIGEST_BYTES, chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
 
 FORMAT_VERSION = 2

@@ -21,7 +21,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.events import Event, Subscription
 from kvpool.manager import KVCacheManager
 from kvpool.manager.picture import Picture, PoolPicture, RunsPicture, SequencePicture
-from kvpool.prefix.tree.node import DEFAULT_PRIORITY
+from kvpool.prefix.node import DEFAULT_PRIORITY
 from kvpool.view.words import CACHED, FREE, MAX_TENANTS, PINNED, REFERENCED, Words, pack_words
 
 RUNS_SECONDS = 0.5

@@ -15,9 +15,9 @@ from kvpool.config import KVCacheConfig, LayerSpec
 from kvpool.errors import OutOfBlocksError, PinBudgetError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.lifetimes.retention import Retention, TokenRange
+from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.scope import ReuseScope
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 
 TENANTS = ("acme", "globex", "initech", "umbrella", "hooli")
 BLOCK_SIZE = 16

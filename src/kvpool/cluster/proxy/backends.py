@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from kvpool.cluster.index.cluster_index import ClusterIndex
-from kvpool.cluster.index.subscriber import NodeSubscriber
-from kvpool.cluster.routing.router import NodeLoad, Router
-from kvpool.cluster.wire.publisher import port_above
+from kvpool.cluster.index import ClusterIndex
+from kvpool.cluster.publisher import port_above
+from kvpool.cluster.router import NodeLoad, Router
+from kvpool.cluster.subscriber import NodeSubscriber
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError
 from kvpool.terminal import is_http

@@ -17,11 +17,11 @@ from typing import Any
 
 import httpx
 
-from kvpool.cluster.index.cluster_index import ClusterIndex
+from kvpool.cluster.index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends
 from kvpool.cluster.proxy.prompt_tokens import Asked, credentials
-from kvpool.cluster.routing.router import Route, Router
-from kvpool.cluster.routing.routing_config import RoutingConfig
+from kvpool.cluster.router import Route, Router
+from kvpool.cluster.routing_config import RoutingConfig
 from kvpool.errors import NoNodeError
 
 MIN_TOKENS = 256

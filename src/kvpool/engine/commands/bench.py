@@ -17,7 +17,7 @@ from kvpool.engine.generation import Chunk
 from kvpool.engine.model.default_model import NAME as DEFAULT_NAME
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.scheduling.costs.measured import Measurement
+from kvpool.scheduling.measured_costs import Measurement
 from kvpool.terminal import check_files, console, progress_bar, write_json
 
 DEFAULT_SHARED_TOKENS = 128

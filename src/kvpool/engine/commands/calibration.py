@@ -14,7 +14,7 @@ from kvpool.engine.engine import Engine
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.engine.sizing import copy_seconds
 from kvpool.scheduling import LinearCostModel
-from kvpool.scheduling.costs.measured import MeasuredStep, Measurement, fit_costs
+from kvpool.scheduling.measured_costs import MeasuredStep, Measurement, fit_costs
 from kvpool.scope import ReuseScope
 
 PROMPTS = (32, 128, 512, 1024)

@@ -15,8 +15,8 @@ from kvpool.engine.sampling.choosing import Sampled, SamplingRows, TokenCounts, 
 from kvpool.engine.sampling.grammar import num_words
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.pools.arrays import Int64Array
+from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.request import ScheduledSequence
-from kvpool.scheduling.steps.batch_plan import BatchPlan
 from kvpool.storage.moving import upload
 
 

@@ -17,7 +17,7 @@ from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError
 from kvpool.manager import KVCacheManager
 from kvpool.quiet import QuietLog
 from kvpool.scheduling import Request
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage import DataPlane
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.prefix_options import BlockKeys, next_query

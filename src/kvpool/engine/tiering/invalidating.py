@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.announcing.digests import root_digest
+from kvpool.prefix.digests import root_digest
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
 from kvpool.tiers.keys import KeyPattern, named, tenant_digest, tenant_tag

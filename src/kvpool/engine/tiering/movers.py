@@ -17,7 +17,7 @@ from kvpool.engine.tiering.offering import Offers
 from kvpool.engine.tiering.opening import OpenedTiers
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling import Request
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage import DataPlane
 from kvpool.tiers.contract import TierStats
 from kvpool.tiers.transport.deciding import Decider, DecisionStats

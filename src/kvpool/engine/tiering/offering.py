@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.announcing.digests import root_digest
+from kvpool.prefix.digests import root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage import DataPlane
 from kvpool.tiers.keys import named
 from kvpool.tiers.transport.forgetting import Lineage

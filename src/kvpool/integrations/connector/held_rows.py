@@ -8,7 +8,7 @@ from kvpool.errors import OutOfBlocksError
 from kvpool.integrations.requests.tracked_request import Saving, TrackedRequest
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 
 _SHARE = 4  # rows that are held are at most the host's divided by this, unless something is on its way to them
 _AHEAD = 8  # blocks that a request has rows for before it fills them

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpool.integrations.connector.engine_pages import EnginePages, HostRows, LayerPages, Move
 from kvpool.integrations.connector.step_orders import NO_PAGE
-from kvpool.kernels.copying.current_device import current
+from kvpool.kernels.device import current
 from kvpool.pools.arrays import Int32Array
 from kvpool.storage.dma import copy_places
 

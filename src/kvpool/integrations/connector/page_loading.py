@@ -13,7 +13,7 @@ from kvpool.integrations.connector.tier_lookups import TierLookups
 from kvpool.integrations.reports.block_events import BlockEvents
 from kvpool.integrations.requests.tracked_request import TrackedRequest
 from kvpool.manager import KVCacheManager
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 
 
 @dataclass

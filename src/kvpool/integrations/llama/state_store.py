@@ -22,7 +22,7 @@ from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.connector.connector_tiers import open_tiers
 from kvpool.integrations.connector.step_orders import Introduction
 from kvpool.integrations.llama.state_blob import PIECE_BYTES, SIGNPOST_BYTES, Signpost, StateBlob, num_common
-from kvpool.prefix.announcing.digests import chain_digests, root_digest
+from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import ReuseScope
 from kvpool.tiers import CompressedTier, Fingerprint, KeyedTier, KeySpace, Outcome, TierStats
 from kvpool.tiers.compression.codecs import Fp8

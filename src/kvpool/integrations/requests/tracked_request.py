@@ -10,9 +10,9 @@ import numpy as np
 from kvpool.integrations.requests.weights_digest import adapter_id
 from kvpool.integrations.requests.wishes import NO_WISHES, Wishes
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.announcing.digests import chain_digests, root_digest
+from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.sequences.live.handle import KVCacheHandle
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.tiers.keys import scope_tag
 
 _ROOM = 256  # tokens that the array of ids has to spare when it grows

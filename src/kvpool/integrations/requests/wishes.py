@@ -9,7 +9,7 @@ from typing import Any
 
 from kvpool.config.layers import check_number, show
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.prefix.lifetimes.retention import Retention, TokenRange
+from kvpool.prefix.retention import Retention, TokenRange
 
 KEY = "kvpool"
 

@@ -187,7 +187,7 @@ def _machine(model: Path | None, kv_dtype: str | None, gpu: str | None, measured
     from kvpool.config.model_config import layers_from_hf
     from kvpool.replay.planning.expected_costs import costs_for
     from kvpool.replay.planning.weights import count_weights
-    from kvpool.scheduling.costs.measured import read_costs
+    from kvpool.scheduling.measured_costs import read_costs
 
     if gpu is not None and measured is not None:
         raise InvalidArgumentError("give --gpu NAME or --costs FILE, not both: each says what a step costs")

@@ -15,7 +15,7 @@ from kvpool.replay.planning.expected_costs import costs_for
 from kvpool.replay.planning.gpus import COMPUTE_EFFICIENCY, DISK_BYTES_PER_SECOND, LINK_EFFICIENCY, find_gpu
 from kvpool.replay.planning.weights import Weights, count_weights
 from kvpool.scheduling import LinearCostModel
-from kvpool.scheduling.costs.measured import Measurement
+from kvpool.scheduling.measured_costs import Measurement
 
 GPU_FRACTION = 0.9
 LINK_LATENCY = 5e-5  # seconds before the first byte of a copy

@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.cluster.index.cluster_index import MAX_NODES, ClusterIndex
-from kvpool.cluster.routing.router import Route, Router
-from kvpool.cluster.routing.routing_config import RoutingConfig
-from kvpool.cluster.wire.translating import WireTranslator, group_names
-from kvpool.cluster.wire.wire_events import BlockRemoved, BlockStored, WireEvent
+from kvpool.cluster.index import MAX_NODES, ClusterIndex
+from kvpool.cluster.router import Route, Router
+from kvpool.cluster.routing_config import RoutingConfig
+from kvpool.cluster.translator import WireTranslator, group_names
+from kvpool.cluster.wire_events import BlockRemoved, BlockStored, WireEvent
 from kvpool.config import KVCacheConfig, LayerSpec
 from kvpool.config.layers import ceil_div, check_int
 from kvpool.errors import InvalidArgumentError, TraceError

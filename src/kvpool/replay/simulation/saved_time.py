@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvpool.pools.arrays import Int64Array
 from kvpool.replay.planning.gpus import DISK_BYTES_PER_SECOND
-from kvpool.scheduling.costs.linear import LinearCostModel
+from kvpool.scheduling.cost_model import LinearCostModel
 
 _USUAL = LinearCostModel()
 USUAL_TOKEN_BYTES = 131_072  # of K and V, of the 8-billion-parameter model whose costs are the usual ones

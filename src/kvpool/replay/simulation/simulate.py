@@ -21,7 +21,7 @@ from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.prefix.lifetimes.retention import Retention, TokenRange
+from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.replay.simulation.saved_time import PrefillTime
 from kvpool.replay.traces.trace import Trace
 

@@ -10,7 +10,7 @@ from kvpool.engine.sampling.grammar import Grammar
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.eviction.hints import ReuseHint
-from kvpool.prefix.lifetimes.retention import Retention, TokenRange
+from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.server.asking.access import Caller
 from kvpool.server.asking.limits import Limits
 from kvpool.server.asking.problems import Problem, problem_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from ray.serve.request_router import RequestRouter
 
-from kvpool.cluster.routing.routing_config import RoutingConfig
+from kvpool.cluster.routing_config import RoutingConfig
 from kvpool.server.on_ray.replica_book import ReplicaBook
 from kvpool.server.on_ray.ticket import Ticket
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from kvpool.cluster.index.cluster_index import MAX_NODES
-from kvpool.cluster.routing.routing_config import RoutingConfig
+from kvpool.cluster.index import MAX_NODES
+from kvpool.cluster.routing_config import RoutingConfig
 from kvpool.config.layers import check_int, check_number, show
 from kvpool.errors import ConfigError
 from kvpool.tiers.tier_settings import read_toml

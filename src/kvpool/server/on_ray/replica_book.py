@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from kvpool.cluster.index.cluster_index import MAX_NODES, ClusterIndex
-from kvpool.cluster.index.subscriber import NodeSubscriber
-from kvpool.cluster.routing.router import Router
-from kvpool.cluster.routing.routing_config import RoutingConfig
+from kvpool.cluster.index import MAX_NODES, ClusterIndex
+from kvpool.cluster.router import Router
+from kvpool.cluster.routing_config import RoutingConfig
+from kvpool.cluster.subscriber import NodeSubscriber
 from kvpool.errors import NoNodeError
 from kvpool.server.on_ray.ticket import Ticket
 

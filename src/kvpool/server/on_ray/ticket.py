@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpool.cluster.proxy.prompt_tokens import NOTHING, Asked
-from kvpool.cluster.routing.router import Route
+from kvpool.cluster.router import Route
 
 
 class Ticket:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.engine.sampling.params import MAX_STOPS
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.lifetimes.retention import Retention, TokenRange
+from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.server.answering.events import HOLE, EventForm, as_event
 from kvpool.server.answering.exchange import Exchange, Reception
 from kvpool.server.asking.access import Caller

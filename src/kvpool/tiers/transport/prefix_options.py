@@ -17,7 +17,7 @@ from kvpool.config.layers import ceil_div
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.groups import Group, kind_of
 from kvpool.pools.pool import BlockPool
-from kvpool.prefix.announcing.digests import chain_digests, root_digest
+from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.tiers.keys import KeySpace, named, tenant_digest
 from kvpool.tiers.transport.forgetting import Forgotten

@@ -1,1 +1,0 @@
-"""What every node of a cluster holds, followed by its events."""

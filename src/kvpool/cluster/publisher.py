@@ -1,0 +1,247 @@
+"""Publishes what a manager caches over ZeroMQ, as vLLM does, so that the routers of the field can read it.
+
+    publisher = EventPublisher(manager, "tcp://127.0.0.1:5557")
+
+Messages have three frames: a topic, the number of the message (8 bytes, big-endian), a batch of events. Whoever missed some
+asks the replay socket, one port above: it sends kept messages from a number on, or, where these are gone, everything that is
+cached, as messages whose last one has the number up to which it counts.
+
+The manager never waits: a thread reads its bounded event log. When it falls behind, the oldest events are lost, which is
+counted, and everything cached is announced anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from kvpool.cluster.translator import WireTranslator, group_names
+from kvpool.cluster.wire_events import AllBlocksCleared, BlockStored, WireEvent, encode_batch
+from kvpool.config.layers import check_int, check_number, show
+from kvpool.errors import ConfigError
+from kvpool.manager import KVCacheManager
+from kvpool.quiet import QuietLog
+
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+SNAPSHOT = END_OF_REPLAY  # asked for instead of a number: everything that is cached
+_BLOCKS_PER_MESSAGE = 4096
+_SEND_QUEUE = 100_000
+log = logging.getLogger("kvpool")
+
+
+class PublisherStats(NamedTuple):
+    """What a publisher has done: messages sent, events it came too late for, and blocks that are cached now."""
+
+    num_messages: int
+    num_lost_events: int
+    num_blocks: int
+    num_snapshots: int
+
+
+class EventPublisher:
+    """Announces the contents of one manager to any number of subscribers.
+
+    `endpoint` is where to listen, as `tcp://127.0.0.1:5557`; port 0 takes a free one, which `endpoint` then says. The
+    replay socket is one port above unless `replay` says where; beside a free port it takes a free one, too. `keep_messages`
+    bounds what can be sent again. While nothing happens, an empty batch every `heartbeat` seconds shows that the node lives
+    and that nothing was missed.
+    """
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        endpoint: str = "tcp://127.0.0.1:5557",
+        *,
+        replay: str | None = None,
+        topic: str = "",
+        rank: int = 0,
+        keep_messages: int = 10_000,
+        heartbeat: float = 1.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._rank = check_int("rank", rank, 0, 2**31)
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=check_int("keep_messages", keep_messages, 1, 2**31))
+        self._heartbeat = check_number("heartbeat", heartbeat, "a number of seconds above 0")
+        if self._heartbeat <= 0:
+            raise ConfigError(f"heartbeat={heartbeat} must be a number of seconds above 0")
+        self._topic = topic.encode()
+        self._clock = clock
+        self._translator = WireTranslator(group_names(manager.config))
+        self._quiet = QuietLog(log)
+        self._next_number = self._num_lost = self._num_snapshots = 0
+        self._lock = threading.Lock()  # over the translator and the kept messages
+        self._zmq = _zmq()
+        self._context = self._zmq.Context()
+        try:
+            self._out = self._context.socket(self._zmq.PUB)
+            self._out.set(self._zmq.SNDHWM, _SEND_QUEUE)
+            self.endpoint = self._bind(self._out, endpoint)
+            self._asked = self._context.socket(self._zmq.ROUTER)
+            self.replay_endpoint = self._bind(self._asked, replay or port_above(endpoint))
+            self._subscription = manager.subscribe()
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._threads = [
+            threading.Thread(target=target, name=f"kvpool-{name}", daemon=True)
+            for target, name in ((self._publish, "publish"), (self._answer, "replay"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _bind(self, socket: Any, endpoint: str) -> str:
+        socket.set(self._zmq.LINGER, 0)
+        try:
+            socket.bind(endpoint)
+        except self._zmq.ZMQError as error:
+            raise ConfigError(
+                f"events cannot be published at {show(endpoint)}: {error}; give tcp://HOST:PORT"
+            ) from None
+        return str(socket.get_string(self._zmq.LAST_ENDPOINT))
+
+    # --- its two threads ---------------------------------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        with self._out:
+            while not self._subscription.closed:
+                self._subscription.wait(self._heartbeat)
+                if self._subscription.closed:
+                    break
+                with self._lock:
+                    for number, payload in self._next_messages():
+                        self._kept.append((number, payload))
+                        self._out.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+
+    def _next_messages(self) -> Iterator[tuple[int, bytes]]:
+        batch = self._subscription.poll()
+        if batch.missed:
+            self._num_lost += batch.missed
+            self._quiet.warning(
+                "the event publisher came too late for %d events; everything is announced anew", batch.missed
+            )
+            events = self._translator.start_over(self._subscription.resync().events)
+        else:
+            events = self._translator.translate(batch.events)
+        for part in in_messages(events):
+            yield self._next_number, encode_batch(self._clock(), part, self._rank)
+            self._next_number += 1
+
+    def _answer(self) -> None:
+        """Sends again what subscribers ask for."""
+        with self._asked:
+            while True:
+                try:
+                    frames = self._asked.recv_multipart()
+                except self._zmq.ContextTerminated:
+                    return
+                if len(frames) == 3 and len(frames[2]) == 8:
+                    with suppress(self._zmq.ZMQError):  # it went away
+                        for number, payload in self._replayed(frames[2]):
+                            self._asked.send_multipart(
+                                (frames[0], b"", self._topic, number.to_bytes(8, "big"), payload)
+                            )
+                        self._asked.send_multipart((frames[0], b"", b"", END_OF_REPLAY, b""))
+
+    def _replayed(self, wanted: bytes) -> list[tuple[int, bytes]]:
+        with self._lock:
+            start = int.from_bytes(wanted, "big")
+            first_kept = self._kept[0][0] if self._kept else self._next_number
+            if not self._kept or (wanted != SNAPSHOT and start >= first_kept):
+                return [(number, payload) for number, payload in self._kept if number >= start]
+            parts = list(in_messages(self._translator.snapshot()))
+            if len(parts) > self._next_number:  # each needs a number that was used
+                parts = [[event for part in parts for event in part]]
+            self._num_snapshots += 1
+            now = self._clock()
+            return [
+                (number, encode_batch(now, part, self._rank))
+                for number, part in enumerate(parts, self._next_number - len(parts))
+            ]
+
+    # --- for its owner -----------------------------------------------------------------------------------------------
+
+    def stats(self) -> PublisherStats:
+        """What was sent so far."""
+        with self._lock:
+            return PublisherStats(self._next_number, self._num_lost, self._translator.num_blocks, self._num_snapshots)
+
+    def close(self) -> None:
+        """Ends both threads and frees the ports. Events that were not sent yet are dropped."""
+        if self._subscription.closed:
+            return
+        self._subscription.close()
+        self._threads[0].join()
+        self._context.term()  # wakes the other one
+        self._threads[1].join()
+
+    def __enter__(self) -> EventPublisher:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def in_messages(events: Sequence[WireEvent]) -> Iterator[list[WireEvent]]:
+    """Events in portions of so many blocks at most; a portion more where there are none, which is a sign of life."""
+    part: list[WireEvent] = []
+    room = _BLOCKS_PER_MESSAGE
+    for event in _cut(events):
+        size = 0 if isinstance(event, AllBlocksCleared) else len(event.hashes)
+        if size > room:
+            yield part
+            part, room = [], _BLOCKS_PER_MESSAGE
+        part.append(event)
+        room -= size
+    yield part
+
+
+def _cut(events: Iterable[WireEvent]) -> Iterator[WireEvent]:
+    """The same with no event longer than a message."""
+    for event in events:
+        if isinstance(event, AllBlocksCleared) or len(event.hashes) <= _BLOCKS_PER_MESSAGE:
+            yield event
+            continue
+        for begin in range(0, len(event.hashes), _BLOCKS_PER_MESSAGE):
+            part = slice(begin, begin + _BLOCKS_PER_MESSAGE)
+            if isinstance(event, BlockStored):
+                yield replace(
+                    event,
+                    hashes=event.hashes[part],
+                    parent=event.hashes[begin - 1] if begin else event.parent,
+                    tokens=event.tokens[begin * event.block_size : part.stop * event.block_size],
+                    extra_keys=None if event.extra_keys is None else event.extra_keys[part],
+                )
+            else:
+                yield replace(event, hashes=event.hashes[part])
+
+
+def check_publishing(endpoint: object) -> None:
+    """Refuses an endpoint of `publish=` before anything else was done for it; None is nobody's."""
+    if endpoint is not None:
+        if not isinstance(endpoint, str):
+            raise ConfigError(f"publish must be where to listen, as tcp://127.0.0.1:5557, got {show(endpoint)}")
+        port_above(endpoint)
+        _zmq()
+
+
+def port_above(endpoint: str) -> str:
+    """Where the replay socket is unless somebody says: one port above; a free one beside a free one."""
+    host, _, port = endpoint.rpartition(":")
+    if not endpoint.startswith("tcp://") or not port.isdecimal() or int(port) > 65534:
+        raise ConfigError(f"publish at tcp://HOST:PORT, or say where to listen for replay, too; got {show(endpoint)}")
+    return f"{host}:{int(port) + 1 if int(port) else 0}"
+
+
+def _zmq() -> Any:
+    try:
+        import msgspec  # noqa: F401
+        import zmq
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"publishing events needs {error.name}: pip install 'kvpool[cluster]'") from None
+    return zmq

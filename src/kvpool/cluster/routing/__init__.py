@@ -1,1 +1,0 @@
-"""Which node a request goes to."""

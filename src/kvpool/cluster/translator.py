@@ -1,0 +1,194 @@
+"""From a manager's events to those of the wire, and everything cached as such events for whoever comes late.
+
+A manager's block is in one tier and moves; on the wire a medium gains it first and another loses it then, so that at
+no moment does a reader think that the last copy is gone. To say where a moved block stands, its parent and its tokens are
+kept here for as long as it is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from kvpool.cluster.wire_events import AllBlocksCleared, BlockRemoved, BlockStored, WireEvent, wire_hash
+from kvpool.config import GroupKind, KVCacheConfig, Tier
+from kvpool.config.layers import ceil_div
+from kvpool.events import Event, Removed, Stored, Updated
+from kvpool.pools.arrays import Int32Array
+from kvpool.pools.symbols import encoded_key
+from kvpool.prefix.digests import root_digest
+from kvpool.scope import MultimodalItem, ReuseScope
+
+PLACES = {
+    Tier.GPU: ("GPU", None),
+    Tier.HOST: ("CPU", "LOCAL"),
+    Tier.DISK: ("STORAGE", "LOCAL"),
+    Tier.REMOTE: ("STORAGE", "REMOTE"),
+}
+_KINDS = {
+    GroupKind.FULL: "full_attention",
+    GroupKind.SLIDING: "sliding_window",
+    GroupKind.CHUNKED: "chunked_local_attention",
+    GroupKind.CROSS: "cross_attention",
+}
+
+
+class GroupNames(NamedTuple):
+    """How a layer group is called on the wire."""
+
+    kind: str
+    window: int | None
+
+
+class _Run(NamedTuple):
+    """What one `Stored` said of all its blocks."""
+
+    parent: int | None
+    hashes: tuple[int, ...]
+    tokens: Int32Array
+    block_size: int
+    lora_name: str | None
+    extra_keys: Sequence[Any] | None
+    group: int
+    session: str | None
+
+
+class _Held(NamedTuple):
+    """A cached block: which of its run, and where it is."""
+
+    run: _Run
+    position: int
+    tier: Tier
+
+
+def group_names(config: KVCacheConfig) -> dict[int, GroupNames]:
+    """The layer groups of a cache as the wire calls them."""
+    return {group.index: GroupNames(_KINDS[group.kind], group.window) for group in config.groups}
+
+
+def scope_keys(scope: ReuseScope) -> tuple[str | None, tuple[str, ...]]:
+    """A scope on the wire: the adapter by name; whatever else isolates it as one key of the first block, which tells nobody
+    the name of a tenant.
+
+    >>> scope_keys(ReuseScope(adapter="sql"))
+    ('sql', ())
+    """
+    is_plain = scope == ReuseScope(adapter=scope.adapter)
+    return scope.adapter or None, () if is_plain else (root_digest(scope).hex(),)
+
+
+def item_keys(items: Iterable[MultimodalItem], block_size: int, num_blocks: int) -> list[list[str]]:
+    """For each block the images and other items that it has placeholders of: content, and where it begins from here."""
+    found: list[list[str]] = [[] for _ in range(num_blocks)]
+    for position, length, key in items:
+        name = encoded_key(key).hex()
+        for block in range(max(0, position // block_size), min(num_blocks, ceil_div(position + length, block_size))):
+            found[block].append(f"{name}@{position - block * block_size}")
+    return found
+
+
+class WireTranslator:
+    """Follows the events of one manager. Not thread-safe; costs some 300 bytes for every cached block and layer group."""
+
+    def __init__(self, groups: Mapping[int, GroupNames]) -> None:
+        self._groups = dict(groups)
+        self._held: dict[int, dict[bytes, _Held]] = {}  # by group and digest; parents stand before their children
+
+    @property
+    def num_blocks(self) -> int:
+        """Cached blocks, over all layer groups."""
+        return sum(map(len, self._held.values()))
+
+    def translate(self, events: Iterable[Event]) -> list[WireEvent]:
+        """What these events, which continue those before, say on the wire."""
+        found: list[WireEvent] = []
+        for event in events:
+            if isinstance(event, Stored):
+                found += self._stored(event)
+            elif isinstance(event, Removed):
+                found.append(self._removed(event))
+            elif isinstance(event, Updated) and event.new_tier is not None:
+                found += self._moved(event, event.new_tier)
+        return found
+
+    def start_over(self, events: Iterable[Event]) -> list[WireEvent]:
+        """The same after events were lost: these describe everything that is cached now."""
+        self._held.clear()
+        return [AllBlocksCleared(), *self.translate(events)]
+
+    def snapshot(self) -> list[WireEvent]:
+        """Everything that is cached, for a reader that knows nothing."""
+        found: list[WireEvent] = [AllBlocksCleared()]
+        for held in self._held.values():
+            found += self._runs(held.values())
+        return found
+
+    # --- events ------------------------------------------------------------------------------------------------------
+
+    def _stored(self, event: Stored) -> Iterator[WireEvent]:
+        lora_name, first_keys = scope_keys(event.scope)
+        extra: Sequence[Any] | None = None
+        if event.multimodal or (first_keys and event.parent is None):
+            keys = item_keys(event.multimodal, event.block_size, len(event.digests))
+            if event.parent is None:
+                keys[0][:0] = first_keys
+            extra = [each or None for each in keys]
+        run = _Run(
+            None if event.parent is None else wire_hash(event.parent),
+            tuple(map(wire_hash, event.digests)),
+            event.tokens.copy(),  # the manager's array would keep more alive than these
+            event.block_size,
+            lora_name,
+            extra,
+            event.group,
+            event.session,
+        )
+        held = self._held.setdefault(event.group, {})
+        held.update((digest, _Held(run, index, event.tier)) for index, digest in enumerate(event.digests))
+        yield self._as_stored(run, 0, len(run.hashes), event.tier)
+
+    def _removed(self, event: Removed) -> WireEvent:
+        held = self._held[event.group]
+        for digest in event.digests:
+            del held[digest]
+        return self._as_removed(event.digests, event.tier, event.group)
+
+    def _moved(self, event: Updated, tier: Tier) -> Iterator[WireEvent]:
+        assert event.old_tier is not None
+        held = self._held[event.group]
+        for digest in event.digests:
+            held[digest] = held[digest]._replace(tier=tier)
+        yield from self._runs(held[digest] for digest in event.digests)
+        yield self._as_removed(event.digests, event.old_tier, event.group)
+
+    # --- as the wire has them ----------------------------------------------------------------------------------------
+
+    def _runs(self, blocks: Iterable[_Held]) -> Iterator[WireEvent]:
+        """Blocks as events, those that follow each other in one."""
+        numbered = enumerate(blocks)
+        for (_, tier, _), same in groupby(numbered, lambda each: (id(each[1].run), each[1].tier, each[1].position - each[0])):
+            members = [held for _, held in same]
+            yield self._as_stored(members[0].run, members[0].position, members[-1].position + 1, tier)
+
+    def _as_stored(self, run: _Run, begin: int, end: int, tier: Tier) -> BlockStored:
+        medium, locality = PLACES[tier]
+        names = self._groups[run.group]
+        return BlockStored(
+            run.hashes[begin:end],
+            run.hashes[begin - 1] if begin else run.parent,
+            run.tokens[begin * run.block_size : end * run.block_size].tolist(),
+            run.block_size,
+            medium,
+            run.lora_name,
+            None if run.extra_keys is None else run.extra_keys[begin:end],
+            run.group,
+            names.kind,
+            names.window,
+            locality,
+            run.session,
+        )
+
+    def _as_removed(self, digests: Iterable[bytes], tier: Tier, group: int) -> BlockRemoved:
+        medium, locality = PLACES[tier]
+        return BlockRemoved(tuple(map(wire_hash, digests)), medium, group, locality)

@@ -1,1 +1,0 @@
-"""Cache events between processes: the form of the field, publishing and subscribing."""

@@ -1,0 +1,56 @@
+"""What kernels see of a store: the K and V of one layer as strided views, and blocks as rows of bytes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvpool.config.layers import DType
+
+
+class LayerCache(NamedTuple):
+    """Stored K and V of one layer, read and written in place.
+
+    The index order is always [block, token in block, KV head, element]; how these lie in memory is in the strides, so a
+    kernel that takes strides serves every layout. The last dimension is contiguous. Integer types carry float16 `scale`
+    tensors [block, token, head]: an INT8 element is worth `q * scale`, an INT4 element (0..15) `q * scale + zero`; INT4
+    packs elements 2i and 2i + 1 into the low and high half of byte i. fp8 elements are worth `q * k_factor` (or
+    `v_factor`).
+    """
+
+    dtype: DType
+    k: Tensor
+    v: Tensor | None  # None in a K-only layer: V is then the first elements of K
+    k_scale: Tensor | None = None
+    v_scale: Tensor | None = None
+    k_zero: Tensor | None = None
+    v_zero: Tensor | None = None
+    k_factor: float = 1.0
+    v_factor: float = 1.0
+
+    @property
+    def num_blocks(self) -> int:
+        return self.k.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[1]
+
+
+class Runs(NamedTuple):
+    """Stretches of a block that hold one token after the other: `num_stretches` of them, `stride` bytes apart."""
+
+    offset: int
+    stride: int
+    num_stretches: int
+    token_bytes: int
+
+
+def widest_view(data: Tensor) -> Tensor:
+    """Rows of bytes as rows of the widest integers that divide them: copies of those are several times faster."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if data.shape[1] % dtype.itemsize == 0:
+            return data.view(dtype)
+    return data

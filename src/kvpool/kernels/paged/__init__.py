@@ -1,1 +1,0 @@
-"""Paged attention: what it computes, its reference, and its kernels."""

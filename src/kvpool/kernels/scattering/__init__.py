@@ -1,1 +1,0 @@
-"""Keys and values into their slots and back, converted or quantised on the way."""

@@ -1,0 +1,150 @@
+"""`write_slots` as Triton kernels: one for types that are only converted, one that quantises per token and head."""
+
+# mypy: disable-error-code="import-untyped,no-untyped-def,untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvpool.config.layers import DType, ceil_div
+from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.quantization import TORCH_DTYPES
+
+_TILE = 4096  # elements of a program of the converting kernel
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it away rounds to the nearest integer, halves to even
+_SMALLEST_SCALE = tl.constexpr(2.0**-24)
+_LARGEST = tl.constexpr(65504.0)
+
+
+@triton.jit
+def _convert(
+    values, value_stride, target, block_stride, token_stride, slots, tokens, num_tokens, num_slots, factor, limit,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
+    slot = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1).to(tl.int64)
+    element = tl.arange(0, PADDED)
+    inside = ((slot >= 0) & (slot < num_slots))[:, None] & (element < WIDTH)[None, :]
+    row = tl.load(values + tokens.to(tl.int64)[:, None] * value_stride + element[None, :], mask=inside)
+    if IS_FP8:
+        row = tl.div_rn(row.to(tl.float32), factor)
+        row = tl.minimum(tl.maximum(row, -limit), limit)
+    place = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
+    tl.store(target + place[:, None] + element[None, :], row.to(target.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _convert_kernel(
+    k, k_stride, k_target, k_block, k_token, k_factor, v, v_stride, v_target, v_block, v_token, v_factor,
+    slots, num_tokens, num_slots, limit,
+    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, K_PADDED: tl.constexpr, V_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    if tl.program_id(1) == 0:
+        _convert(
+            k, k_stride, k_target, k_block, k_token, slots, tokens, num_tokens, num_slots, k_factor, limit,
+            K_WIDTH, K_PADDED, BLOCK_SIZE, IS_FP8,
+        )  # fmt: skip
+    else:
+        _convert(
+            v, v_stride, v_target, v_block, v_token, slots, tokens, num_tokens, num_slots, v_factor, limit,
+            V_WIDTH, V_PADDED, BLOCK_SIZE, IS_FP8,
+        )  # fmt: skip
+
+
+@triton.jit
+def _quantize_kernel(
+    values, value_stride, head_stride, data, data_block, data_token, data_head,
+    scale, scale_block, scale_token, zero, slots, num_slots,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, IS_INT4: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if (slot >= 0) & (slot < num_slots):
+        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        head = tl.arange(0, PADDED_HEADS)
+        element = tl.arange(0, PADDED)
+        row = values + token * value_stride + head[:, None] * head_stride
+        places = data + block * data_block + offset * data_token + head[:, None] * data_head + element[None, :]
+        scales = block * scale_block + offset * scale_token + head
+        is_head = head < HEADS
+        if IS_INT4:  # a byte holds elements 2i and 2i + 1
+            has_low = is_head[:, None] & (2 * element < DIM)[None, :]
+            has_high = is_head[:, None] & (2 * element + 1 < DIM)[None, :]
+            low = tl.load(row + 2 * element[None, :], mask=has_low).to(tl.float32)
+            high = tl.load(row + 2 * element[None, :] + 1, mask=has_high).to(tl.float32)
+            least = tl.minimum(
+                tl.min(tl.where(has_low, low, float("inf")), axis=1), tl.min(tl.where(has_high, high, float("inf")), axis=1)
+            )
+            most = tl.maximum(
+                tl.max(tl.where(has_low, low, -float("inf")), axis=1), tl.max(tl.where(has_high, high, -float("inf")), axis=1)
+            )
+            base = tl.minimum(tl.maximum(least, -_LARGEST), _LARGEST).to(tl.float16)
+            step = tl.div_rn(most - base.to(tl.float32), 15.0)
+            step = tl.minimum(tl.maximum(step, _SMALLEST_SCALE), _LARGEST).to(tl.float16)
+            low = tl.div_rn(low - base.to(tl.float32)[:, None], step.to(tl.float32)[:, None])
+            high = tl.div_rn(high - base.to(tl.float32)[:, None], step.to(tl.float32)[:, None])
+            low = tl.minimum(tl.maximum((low + _ROUND) - _ROUND, 0.0), 15.0).to(tl.int32)
+            high = tl.minimum(tl.maximum((high + _ROUND) - _ROUND, 0.0), 15.0).to(tl.int32)
+            packed = low | (tl.where(has_high, high, 0) << 4)
+            tl.store(places, packed.to(tl.uint8), mask=has_low)
+            tl.store(zero + scales, base, mask=is_head)
+            tl.store(scale + scales, step, mask=is_head)
+        else:
+            inside = is_head[:, None] & (element < DIM)[None, :]
+            x = tl.load(row + element[None, :], mask=inside, other=0.0).to(tl.float32)
+            step = tl.div_rn(tl.max(tl.abs(x), axis=1), 127.0)
+            step = tl.minimum(tl.maximum(step, _SMALLEST_SCALE), _LARGEST).to(tl.float16)
+            x = tl.div_rn(x, step.to(tl.float32)[:, None])
+            x = tl.minimum(tl.maximum((x + _ROUND) - _ROUND, -127.0), 127.0)
+            tl.store(places, x.to(tl.int8), mask=inside)
+            tl.store(scale + scales, step, mask=is_head)
+
+
+def write_slots_triton(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | None) -> None:
+    """Stores K and V of all tokens; slots that are -1 or lie outside the store are skipped. May be captured in a graph."""
+    if not len(slots):
+        return
+    if cache.dtype in (DType.INT8, DType.INT4):
+        _quantize(cache.k, cache.k_scale, cache.k_zero, slots, k, cache.dtype is DType.INT4)
+        if v is not None and cache.v is not None:
+            _quantize(cache.v, cache.v_scale, cache.v_zero, slots, v, cache.dtype is DType.INT4)
+        return
+    k, target_k = _flat(k), cache.k
+    v, target_v = (k, target_k) if v is None or cache.v is None else (_flat(v), cache.v)
+    k_width, v_width = k.shape[1], v.shape[1]
+    padded = triton.next_power_of_2(k_width), triton.next_power_of_2(v_width)
+    tokens = max(1, _TILE // max(padded))
+    is_fp8 = cache.dtype in (DType.FP8_E4M3, DType.FP8_E5M2)
+    grid = (triton.cdiv(len(slots), tokens), 1 if cache.v is None else 2)
+    _convert_kernel[grid](
+        k, k.stride(0), target_k, target_k.stride(0), target_k.stride(1), cache.k_factor,
+        v, v.stride(0), target_v, target_v.stride(0), target_v.stride(1), cache.v_factor,
+        slots, len(slots), cache.num_blocks * cache.block_size,
+        torch.finfo(TORCH_DTYPES[cache.dtype]).max if is_fp8 else 0.0,
+        K_WIDTH=k_width, V_WIDTH=v_width, K_PADDED=padded[0], V_PADDED=padded[1],
+        TOKENS=tokens, BLOCK_SIZE=cache.block_size, IS_FP8=is_fp8, num_warps=4,
+    )  # fmt: skip
+
+
+def _flat(values: Tensor) -> Tensor:
+    """[token, head * element]; a view where the heads of a token lie side by side, as in a slice of a fused projection."""
+    return values.flatten(1) if values.stride(-1) == 1 else values.contiguous().flatten(1)
+
+
+def _quantize(
+    data: Tensor, scale: Tensor | None, zero: Tensor | None, slots: Tensor, values: Tensor, is_int4: bool
+) -> None:
+    assert scale is not None
+    values = values if values.stride(-1) == 1 else values.contiguous()
+    heads, dim = values.shape[1:]
+    _quantize_kernel[(len(slots),)](
+        values, values.stride(0), values.stride(1), data, data.stride(0), data.stride(1), data.stride(2),
+        scale, scale.stride(0), scale.stride(1), scale if zero is None else zero, slots, data.shape[0] * data.shape[1],
+        HEADS=heads, DIM=dim, PADDED_HEADS=triton.next_power_of_2(heads),
+        PADDED=triton.next_power_of_2(ceil_div(dim, 2) if is_int4 else dim), BLOCK_SIZE=data.shape[1], IS_INT4=is_int4,
+        num_warps=4,
+    )  # fmt: skip

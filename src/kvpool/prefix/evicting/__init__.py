@@ -1,1 +1,0 @@
-"""Who gives way when room is needed, and where it goes: out of the index, or to another tier."""

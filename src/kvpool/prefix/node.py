@@ -1,0 +1,281 @@
+"""A node of the prefix tree: one run of tokens and the blocks that hold their keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from kvpool.config import Tier
+from kvpool.eviction import EvictionPolicy
+from kvpool.pools.arrays import Int32Array
+from kvpool.prefix.sorted_keys import SortedKeys
+from kvpool.scope import ReuseScope
+
+DEFAULT_PRIORITY: Final = 35
+MAX_PRIORITY: Final = 100
+NEVER = float("inf")  # the deadline of what has none
+
+
+class Node:
+    """`num_blocks` full blocks of tokens that follow `parent`, all on one tier.
+
+    `turn` and `fan_out` say where the request stood that published it: how many before it went the same way alone, and how
+    many had reused the parent by then, itself included. `hint` is what was said about its continuation (`ReuseHint.code`).
+
+    `active` counts the sequences whose deepest node this is plus the children that are active, so a node is unreferenced
+    exactly when `active` is 0, and holding a path costs one step per node that was idle. `pins` counts in the same way.
+
+    An *open* node (`open_row >= 0`) belongs to the sequence in that row, which still appends to it: its tokens and ids are
+    read from the sequence's row (`CacheContext.sync`) and are copied here only when the node is closed. So decoding a
+    token costs the tree nothing.
+
+    A *remainder* (`is_remainder`) is the last block of a sequence that ended inside it: a leaf of one block whose tokens do
+    not fill it. It is found by partial matching alone, so it has no digest, and nothing ever follows it.
+    """
+
+    __slots__ = (
+        "active",
+        "children",
+        "copied_sessions",
+        "created",
+        "created_at",
+        "detached",
+        "digests",
+        "entry",
+        "expires_at",
+        "fan_out",
+        "fingerprint",
+        "hint",
+        "hits",
+        "ids",
+        "is_remainder",
+        "key",
+        "last_access",
+        "last_access_at",
+        "logits",
+        "num_blocks",
+        "num_remainders",
+        "open_row",
+        "parent",
+        "pins",
+        "priority",
+        "priority_until",
+        "published_by",
+        "root",
+        "same_tier_children",
+        "session",
+        "shadow",
+        "start",
+        "tier",
+        "tokens",
+        "ttl",
+        "turn",
+    )
+
+    parent: Node
+    root: Root
+    children: ChildIndex | None
+    digests: list[bytes] | None
+    # By prompt length and the tokens behind the last full block: the logits, and the sessions of who computed them.
+    logits: dict[tuple[int, bytes], tuple[Any, tuple[str, ...]]] | None
+    tokens: Int32Array
+    ids: list[Int32Array]
+    shadow: list[Int32Array] | None  # on the host, with the same data as `ids` on the GPU: `Shadows`
+    session: str | None
+    copied_sessions: tuple[str, ...]  # of those that computed some of it and did not publish it
+    ttl: float | None
+    entry: Any
+    detached: bool
+    fingerprint: int
+    turn: int
+    fan_out: int
+    hint: int
+
+    def __init__(self, parent: Node, key: bytes, start: int, created: int, now: float) -> None:
+        self.parent = parent
+        self.root = parent.root
+        self.key = key
+        self.start = start
+        self.num_blocks = 0
+        self.is_remainder = False
+        self.children = None
+        self.num_remainders = 0  # of the children
+        self.same_tier_children = 0
+        self.active = 0
+        self.pins = 0
+        self.tier = Tier.GPU
+        self.open_row = -1
+        self.detached = parent.detached
+        self.created = created
+        self.last_access = created
+        self.created_at = now
+        self.last_access_at = now
+        self.hits = 0
+        self.fan_out = parent.hits
+        self.hint = 0
+        self.turn = parent.turn + 1 if start > 1 and parent.hits <= 1 else 0
+        self.priority = DEFAULT_PRIORITY
+        self.priority_until = NEVER
+        self.published_by = 0
+        self.ttl = None
+        self.expires_at = NEVER
+        self.fingerprint = self.fingerprint_of(start, key)
+        self.session = None
+        self.copied_sessions = ()
+        self.digests = None
+        self.shadow = None
+        self.logits = None
+        self.entry = None
+
+    def fingerprint_of(self, start: int, key: bytes) -> int:
+        """What a run of this reuse scope is known by that begins at this depth with a block of these tokens."""
+        return hash((self.root.fingerprint, start, key))
+
+    @property
+    def tenant(self) -> str:
+        """Whose content this is."""
+        return self.root.scope.tenant
+
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        """Every session of which something is in this run."""
+        return self.copied_sessions if self.session is None else (self.session, *self.copied_sessions)
+
+    @property
+    def end(self) -> int:
+        """Depth, in blocks, where this run ends."""
+        return self.start + self.num_blocks
+
+    def add_child(self, key: bytes, child: Node) -> None:
+        if self.children is None:
+            self.children = ChildIndex()
+        self.children.add(key, child)
+        if child.tier == self.tier:
+            self.same_tier_children += 1
+        if child.is_remainder:
+            self.num_remainders += 1
+
+    def remove_child(self, child: Node) -> None:
+        assert self.children is not None
+        self.children.discard(child.key)
+        if not self.children:
+            self.children = None
+        if child.tier == self.tier:
+            self.same_tier_children -= 1
+        if child.is_remainder:
+            self.num_remainders -= 1
+
+    def is_candidate(self) -> bool:
+        """Whether the eviction policy has this node: an unread, unpinned leaf of its tier."""
+        return not (self.active or self.pins or self.same_tier_children or self is self.root or self.detached)
+
+    def path(self) -> list[Node]:
+        """The nodes from just below the root down to this one."""
+        node, path = self, []
+        while node is not node.root:
+            path.append(node)
+            node = node.parent
+        path.reverse()
+        return path
+
+    def subtree(self) -> Iterator[Node]:
+        """This node and all below it, parents before children."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            if node.children is not None:
+                stack.extend(node.children.values())
+
+
+class Root(Node):
+    """The empty run at the top of one reuse scope."""
+
+    __slots__ = ("digest", "policies", "quota", "scope")
+
+    def __init__(self, scope: ReuseScope, policies: list[EvictionPolicy], quota: Any) -> None:
+        self.fingerprint = hash(scope)
+        self.detached = False
+        self.hits = self.turn = 0
+        self.root = self
+        super().__init__(self, b"", 0, 0, 0.0)
+        self.fingerprint = hash(scope)
+        self.scope = scope
+        self.digest: bytes | None = None  # of the scope, once somebody asked for it
+        self.policies = policies
+        self.quota = quota
+        self.tokens = np.empty(0, np.int32)
+        self.ids = []
+
+
+class ChildIndex(dict[bytes, Node]):
+    """Children by the bytes of their first block, and the nearest one for a key that is not there.
+
+    For the nearest, keys stand in one sorted list per first token: the key that shares the longest beginning with a query
+    is its neighbour in sorted order. Lists are cut into chunks, so that a step costs O(log n) comparisons and a bounded
+    number of moved pointers even when every prompt starts alike.
+    """
+
+    __slots__ = ("_by_token",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._by_token: dict[bytes, bytes | SortedKeys] = {}  # a first token's only key, or all of them
+
+    def add(self, key: bytes, child: Node) -> None:
+        if key not in self:
+            first = key[:4]
+            keys = self._by_token.get(first)
+            if keys is None:
+                self._by_token[first] = key
+            elif isinstance(keys, bytes):
+                self._by_token[first] = SortedKeys([sorted((keys, key))])
+            else:
+                keys.add(key)
+        self[key] = child
+
+    def discard(self, key: bytes) -> None:
+        del self[key]
+        first = key[:4]
+        keys = self._by_token[first]
+        if isinstance(keys, bytes):
+            del self._by_token[first]
+            return
+        keys.remove(key)
+        if not keys:
+            del self._by_token[first]
+
+    def nearest(self, query: bytes) -> tuple[Node | None, int]:
+        """The child whose key shares the longest beginning with `query`, and how many bytes they share (0 if no token)."""
+        keys = self._by_token.get(query[:4])
+        best, shared = None, 0
+        if keys is not None:
+            for key in (keys,) if isinstance(keys, bytes) else keys.neighbours(query):
+                common = common_prefix_length(key, query)
+                if common > shared:
+                    best, shared = self[key], common
+        return best, shared
+
+
+def path_ids(path: list[Node], num_blocks: int, group: int) -> Int32Array:
+    """The block ids of a group along a path of synced nodes, cut to `num_blocks`."""
+    if len(path) == 1:
+        return path[0].ids[group][:num_blocks]
+    if not path:
+        return _NO_IDS
+    return np.concatenate([node.ids[group] for node in path])[:num_blocks]
+
+
+def common_prefix_length(left: bytes, right: bytes) -> int:
+    """How many leading bytes two strings share."""
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length
+    # The highest differing byte of the big-endian difference is the first differing byte of the strings.
+    difference = int.from_bytes(left[:length], "big") ^ int.from_bytes(right[:length], "big")
+    return length - (difference.bit_length() + 7) // 8
+
+
+_NO_IDS: Int32Array = np.empty(0, np.int32)

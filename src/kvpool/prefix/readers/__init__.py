@@ -1,1 +1,0 @@
-"""Who reads cached blocks, and how many nobody reads."""

@@ -1,0 +1,294 @@
+"""The prefix tree: token runs found by what they hold, cut in two, added and taken out.
+
+A node is a run of full blocks, or the unfilled last block of a sequence that ended (a remainder). Matching compares whole
+runs of tokens, so a hit is exact and costs one vector operation per node. Who reads a run, when it leaves and where to is
+the business of the other parts of `PrefixCache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from kvpool.compiling import mypyc_attr
+from kvpool.config import Tier
+from kvpool.pools.arrays import Int32Array
+from kvpool.prefix.context import CacheContext
+from kvpool.prefix.items import mark_items_before
+from kvpool.prefix.logits import divide_logits
+from kvpool.prefix.node import Node, Root
+from kvpool.scope import ReuseScope
+
+SHORT_RUN: Final = 8192  # tokens up to which comparing copies of the bytes beats an array of differences
+
+
+@mypyc_attr(acyclic=True)
+class Match:
+    """What a prompt shares with the tree. `num_blocks` full blocks along `path`, then `num_partial` tokens of `partial`."""
+
+    __slots__ = ("next_key", "num_blocks", "num_partial", "num_recomputed", "partial", "path", "root")
+
+    def __init__(
+        self,
+        root: Root | None,
+        path: list[Node],
+        num_blocks: int,
+        partial: Node | None = None,
+        num_partial: int = 0,
+        next_key: bytes | None = None,
+        num_recomputed: int = 0,
+    ) -> None:
+        self.root = root
+        self.path = path
+        self.num_blocks = num_blocks
+        self.partial = partial  # the node that holds the block whose first `num_partial` tokens match
+        self.num_partial = num_partial
+        self.next_key = next_key  # the tokens of the first block that is not cached, if the path ends where it begins
+        self.num_recomputed = num_recomputed  # 1 if all is cached and the last token is computed again, for its logits
+
+    def num_tokens(self, block_size: int) -> int:
+        """Tokens that need not be computed."""
+        return self.num_blocks * block_size + self.num_partial - self.num_recomputed
+
+
+class RunTree:
+    """One tree of runs for each reuse scope. `new_root` makes the top of a scope; `on_split` is told of an upper part."""
+
+    def __init__(
+        self,
+        context: CacheContext,
+        new_root: Callable[[ReuseScope], Root],
+        on_split: Callable[[Node], None],
+    ) -> None:
+        self.context = context
+        self.block_size = context.block_size
+        self.new_root = new_root
+        self.on_split = on_split
+        self.num_runs = 0  # nodes in the tree, roots and detached ones apart
+        self.roots: dict[ReuseScope, Root] = {}
+        self._last_found: Root | None = None  # most requests have the scope of the one before, which takes long to hash
+        self.sessions: dict[str, set[Node]] = {}
+        # Told which run (`created`) a partial block comes from; answers which one to take.
+        self.choose_source: Callable[[int], int] | None = None
+
+    # --- roots -------------------------------------------------------------------------------------------------------
+
+    def root_for(self, scope: ReuseScope) -> Root:
+        """The root of a scope, made if it is not there."""
+        root = self.roots.get(scope)
+        if root is None:
+            root = self.roots[scope] = self.new_root(scope)
+        return root
+
+    def forget_root(self, root: Root) -> None:
+        """Drops the root of a scope that nobody uses any more."""
+        if root.children is None and not root.active and self.roots.get(root.scope) is root:
+            del self.roots[root.scope]
+            self._last_found = None
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node that owns blocks: those in the tree, and detached ones that live sequences still hold."""
+        seen: set[int] = set()
+        for root in list(self.roots.values()):
+            for node in root.subtree():
+                if node is not root:
+                    seen.add(id(node))
+                    yield node
+        for tip in self.context.rows.tips:
+            held = tip
+            while held is not None and held.detached and id(held) not in seen and not isinstance(held, Root):
+                seen.add(id(held))
+                yield held
+                held = held.parent
+
+    # --- matching ----------------------------------------------------------------------------------------------------
+
+    def match(self, scope: ReuseScope, tokens: Int32Array, partial: bool, only_tier: Tier | None = None) -> Match:
+        """The longest run of blocks, and then of tokens inside one block, that `tokens` shares with the tree."""
+        path: list[Node] = []
+        root = self._last_found
+        if root is None or root.scope is not scope:
+            root = self.roots.get(scope)
+            if root is None:
+                first = tokens[: self.block_size].tobytes() if len(tokens) >= self.block_size else None
+                return Match(None, path, 0, None, 0, first)
+            self._last_found = root
+        size = self.block_size
+        position, total = 0, len(tokens)
+        node: Node = root
+        key = tokens[:size].tobytes()
+        while node.children is not None and total - position >= size:
+            child = node.children.get(key)
+            if child is None or (only_tier is not None and child.tier != only_tier):
+                break
+            if child.open_row >= 0:
+                self.context.sync(child)
+            equal = self.common_tokens(child, tokens[position:] if position else tokens)
+            blocks = equal // size
+            path.append(child)
+            position += blocks * size
+            if blocks < child.num_blocks:
+                extra = equal - blocks * size if partial else 0
+                return Match(root, path, position // size, self._source(child) if extra else None, extra)
+            if position == total:
+                return Match(root, path, position // size)
+            node = child
+            key = tokens[position : position + size].tobytes()
+        next_key = key if len(key) == 4 * size else None
+        if partial and node.children is not None and position < total:
+            near, shared = node.children.nearest(key)
+            if near is not None:
+                if near.open_row >= 0:
+                    self.context.sync(near)
+                return Match(root, path, position // size, self._source(near), shared // 4, next_key)
+        return Match(root, path, position // size, None, 0, next_key)
+
+    def _source(self, node: Node) -> Node:
+        """The node that a partial block is taken from: its siblings may share equally many tokens with the prompt."""
+        if self.choose_source is None:
+            return node
+        chosen = self.choose_source(node.created)
+        if chosen == node.created:
+            return node
+        assert node.parent.children is not None
+        other = next((sibling for sibling in node.parent.children.values() if sibling.created == chosen), node)
+        self.context.sync(other)
+        return other
+
+    def common_tokens(self, node: Node, tokens: Int32Array) -> int:
+        """How many leading tokens a node and a prompt share; the first block is known to be equal."""
+        length = min(node.num_blocks * self.block_size, len(tokens))
+        if length <= self.block_size:
+            return length
+        mine = node.tokens if length == len(node.tokens) else node.tokens[:length]
+        theirs = tokens if length == len(tokens) else tokens[:length]
+        if length <= SHORT_RUN and mine.tobytes() == theirs.tobytes():
+            return length
+        differs = mine != theirs
+        first = int(differs.argmax())
+        return first if differs[first] else length
+
+    # --- shape -------------------------------------------------------------------------------------------------------
+
+    def new_child(
+        self,
+        parent: Node,
+        key: bytes,
+        published_by: int,
+        ttl: float | None,
+        session: str | None,
+        copied_sessions: tuple[str, ...] = (),
+    ) -> Node:
+        """An empty node below `parent` for what the sequence numbered `published_by` publishes, not yet in the tree."""
+        context = self.context
+        counters = context.counters
+        counters.nodes_created += 1
+        node = Node(parent, key, parent.start + parent.num_blocks, counters.nodes_created, context.now)
+        node.last_access = context.tick
+        node.ttl = ttl
+        node.published_by = published_by
+        if context.rows.symbols.placeholders:
+            mark_items_before(node)
+        if session is not None or copied_sessions:
+            node.session = session
+            self.add_sessions(node, (session, *copied_sessions) if session is not None else copied_sessions)
+        return node
+
+    def add(self, node: Node) -> None:
+        """From now on a node can be found."""
+        node.parent.add_child(node.key, node)
+        self.num_runs += 1
+
+    def remove(self, node: Node) -> None:
+        """A node can be found no more; if its scope is empty and unused then, its root goes too."""
+        node.detached = True
+        parent = node.parent
+        parent.remove_child(node)
+        self.num_runs -= 1
+        if node.session is not None or node.copied_sessions:
+            for session in node.sessions:
+                self._untag(node, session)
+        if parent is parent.root and parent.children is None:
+            self.forget_root(parent.root)
+
+    def split(self, node: Node, num_blocks: int) -> Node:
+        """Cuts a run in two and returns the upper part, a new node; readers and the open row stay with the lower part.
+
+        The caller made sure that `0 < num_blocks < node.num_blocks` and that an open node is synced.
+        """
+        size = self.block_size
+        candidate = node.is_candidate()
+        policy = node.root.policies[node.tier]
+        if candidate:
+            policy.remove(node)
+        upper = self._upper_part(node, num_blocks)
+        if not node.detached:
+            node.parent.add_child(node.key, upper)  # takes the place of `node`
+            node.parent.same_tier_children -= int(node.tier == node.parent.tier)
+        node.parent = upper
+        node.start += num_blocks
+        node.num_blocks -= num_blocks
+        node.tokens = node.tokens[num_blocks * size :]
+        node.ids = [ids[num_blocks:] for ids in node.ids]
+        if node.shadow is not None:
+            self.context.shadows.divide(upper, node, num_blocks)
+        node.key = node.tokens[:size].tobytes()
+        node.fingerprint = node.fingerprint_of(node.start, node.key)
+        if self.context.rows.symbols.placeholders:
+            mark_items_before(node)
+        if not node.detached:
+            upper.add_child(node.key, node)
+            self.num_runs += 1
+        self.on_split(upper)
+        if candidate:
+            policy.add(node)
+        return upper
+
+    def _upper_part(self, node: Node, num_blocks: int) -> Node:
+        """A node for the first blocks of a run, with what both parts have in common and its share of the rest."""
+        upper = Node(node.parent, node.key, node.start, node.created, node.created_at)
+        upper.num_blocks = num_blocks
+        upper.tokens = node.tokens[: num_blocks * self.block_size]
+        if node.open_row >= 0:
+            upper.ids = [ids[:num_blocks].copy() for ids in node.ids]
+        else:
+            upper.ids = [ids[:num_blocks] for ids in node.ids]
+        upper.fingerprint = node.fingerprint
+        upper.tier = node.tier
+        upper.detached = node.detached
+        upper.last_access = node.last_access
+        upper.last_access_at = node.last_access_at
+        upper.hits = node.hits
+        upper.turn, upper.fan_out, upper.hint = node.turn, node.fan_out, node.hint
+        upper.priority = node.priority
+        upper.priority_until = node.priority_until
+        upper.ttl = node.ttl
+        upper.expires_at = node.expires_at
+        upper.published_by = node.published_by
+        upper.active = int(node.active > 0)
+        upper.pins = int(node.pins > 0)
+        if node.session is not None or node.copied_sessions:
+            upper.session = node.session
+            self.add_sessions(upper, node.sessions)
+        if node.digests is not None:
+            upper.digests, node.digests = node.digests[:num_blocks], node.digests[num_blocks:]
+        divide_logits(node, upper, node.start + num_blocks, self.block_size)
+        return upper
+
+    # --- sessions ----------------------------------------------------------------------------------------------------
+
+    def add_sessions(self, node: Node, names: tuple[str, ...]) -> None:
+        """Something in a run was computed by requests of these sessions."""
+        for name in names:
+            tagged = self.sessions.setdefault(name, set())
+            if node not in tagged:
+                tagged.add(node)
+                if name != node.session:
+                    node.copied_sessions = (*node.copied_sessions, name)
+
+    def _untag(self, node: Node, session: str) -> None:
+        tagged = self.sessions.get(session)
+        if tagged is not None:
+            tagged.discard(node)
+            if not tagged:
+                del self.sessions[session]

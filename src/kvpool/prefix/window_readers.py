@@ -1,0 +1,262 @@
+"""Blocks of windowed groups in the tree: who reads them, and in which order the unread ones go.
+
+A sequence reads such a block while its window covers it, so readers are counted per block, not along paths. A block that
+nobody reads any more stays cached until its pool needs it: it stands in `leftovers`, oldest first.
+
+A prefix is found again at its end or where others branched off, and there the last window must be whole. So of the unread
+blocks those in the last window of such an end (and the sinks) are kept with their run: without them its full-attention
+blocks are worth nothing. They leave and move with the run; they go alone (`lasting`) only when no run can give way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpool.pools.arrays import BoolArray, Int32Array
+from kvpool.pools.groups import Group
+from kvpool.pools.pool import GPU, BlockPool
+from kvpool.prefix.announcer import Announcer
+from kvpool.prefix.context import CacheContext
+from kvpool.prefix.ledger import IdleLedger
+from kvpool.prefix.node import Node, Root, path_ids
+from kvpool.stats import EvictionReason
+
+
+class Leftover(NamedTuple):
+    """Blocks `first..last` (depths) of one windowed group on the path to `node`, unread since `tick`."""
+
+    tick: int
+    node: Node
+    first: int
+    last: int
+
+
+class WindowReaders:
+    """The readers of windowed blocks, and the blocks that lost their last one."""
+
+    def __init__(self, context: CacheContext, ledger: IdleLedger, announcer: Announcer) -> None:
+        self.context = context
+        self.block_size = context.block_size
+        self.windowed = context.windowed
+        self.ledger = ledger
+        self.announcer = announcer
+        self.leftovers: list[deque[Leftover]] = [deque() for _ in context.groups]
+        # Leftovers that held blocks which the end of a run needs, when they were looked at.
+        self.lasting: list[deque[Leftover]] = [deque() for _ in context.groups]
+        self.pinned: list[dict[int, int]] = [{} for _ in context.pools]  # per pool: how many pins keep a block
+
+    # --- readers -----------------------------------------------------------------------------------------------------
+
+    def enter(self, root: Root, group: Group, ids: Int32Array) -> None:
+        """A sequence starts reading published blocks of a windowed group."""
+        pool = group.gpu
+        held = ids[ids >= 0]
+        before = pool.refs[held]
+        pool.refs[held] = before + 1
+        idle = held[before == 0]
+        if len(idle):
+            self.ledger.add_cached(root, pool, -len(idle))
+            if self.pinned[pool.index]:
+                pinned = self.pinned[pool.index]
+                self.ledger.add_pinned(root, pool, -sum(int(i) in pinned for i in idle.tolist()))
+
+    def leave(self, node: Node, group: Group, first: int, last: int, ids: Int32Array) -> None:
+        """A sequence on the path to `node` stops reading published blocks `first..last` of a windowed group."""
+        pool = group.gpu
+        held = ids[ids >= 0]
+        left = pool.refs[held] - 1
+        pool.refs[held] = left
+        idle = int((left == 0).sum())
+        if idle:
+            self.ledger.add_cached(node.root, pool, idle)
+            if self.pinned[pool.index]:
+                pinned = self.pinned[pool.index]
+                self.ledger.add_pinned(node.root, pool, sum(int(i) in pinned for i in held[left == 0].tolist()))
+            self.leave_over(node, group, first, last)
+
+    def pin(self, root: Root, group: Group, block: int) -> None:
+        """One pin more on a block of a windowed group."""
+        pool = group.gpu
+        pinned = self.pinned[pool.index]
+        pinned[block] = pinned.get(block, 0) + 1
+        if pinned[block] == 1 and not pool.refs[block]:
+            self.ledger.add_pinned(root, pool, 1)
+
+    def unpin(self, root: Root, group: Group, block: int) -> None:
+        """One pin less on a block of a windowed group."""
+        pool = group.gpu
+        pinned = self.pinned[pool.index]
+        pinned[block] -= 1
+        if not pinned[block]:
+            del pinned[block]
+            if not pool.refs[block]:
+                self.ledger.add_pinned(root, pool, -1)
+
+    # --- leftovers ---------------------------------------------------------------------------------------------------
+
+    def leave_over(self, node: Node, group: Group, first: int, last: int) -> None:
+        """Notes unread blocks of a windowed group as the youngest candidates for eviction."""
+        self._enqueue(self.leftovers, group, Leftover(self.context.tick, node, first, last))
+
+    def _enqueue(self, queues: list[deque[Leftover]], group: Group, leftover: Leftover) -> None:
+        queue = queues[group.index]
+        queue.append(leftover)
+        if len(queue) > 2 * group.gpu.num_blocks + 64:
+            queues[group.index] = self._without_stale(group, queue)
+
+    def _without_stale(self, group: Group, queue: deque[Leftover]) -> deque[Leftover]:
+        """Keeps the youngest leftover of each unread block and drops the rest."""
+        seen: set[int] = set()
+        kept: list[Leftover] = []
+        for leftover in reversed(queue):
+            blocks = {block for _, _, block in self._unread(group, leftover)}
+            if not blocks <= seen:
+                kept.append(leftover)
+                seen |= blocks
+        return deque(reversed(kept))
+
+    def _unread(self, group: Group, leftover: Leftover) -> Iterator[tuple[Node, int, int]]:
+        """(node, depth, block) of what a leftover still has on the GPU and nobody reads, deepest first."""
+        refs = group.gpu.refs
+        _, node, first, depth = leftover
+        while depth >= first:
+            while node is not node.root and (node.start > depth or (node.detached and not node.num_blocks)):
+                node = node.parent
+            if node is node.root:
+                return
+            self.context.sync(node)
+            if node.tier != GPU:  # it moved down with its blocks; what stands above it may still be here
+                depth = node.start
+            elif depth >= node.end:
+                depth = node.end
+            else:
+                block = int(node.ids[group.index][depth - node.start])
+                if block >= 0 and not refs[block]:
+                    yield node, depth, block
+            depth -= 1
+
+    # --- ends of runs ------------------------------------------------------------------------------------------------
+
+    def _needed_from(self, node: Node, group: Group) -> int:
+        """The depth from which a group's blocks in this run must stay: a request that finds the next end of a run reads them.
+
+        The next end is that of this run if prompts part there or nothing follows; else it is where its only successor ends.
+        """
+        size = self.block_size
+        last = node
+        while last.children is not None and len(last.children) == 1 and not last.num_remainders:
+            (last,) = last.children.values()
+            if group.first_read(last.start * size) >= node.end:
+                return node.end
+        self.context.sync(last)
+        return group.first_read(last.start * size + len(last.tokens))
+
+    def needed(self, node: Node, group: Group, first: int = 0) -> BoolArray:
+        """Which blocks of a run, from its block `first` on, a group has and the end of a run needs."""
+        depths = np.arange(node.start + first, node.end)
+        wanted: BoolArray = (depths >= self._needed_from(node, group)) | (depths < group.sinks)
+        return wanted & (node.ids[group.index][first:] >= 0)
+
+    def is_usable(self, node: Node, first: int, end: int) -> bool:
+        """Whether a prompt can still end in blocks `first..end` of this run; at its end also in a lower tier's run below."""
+        whole = end == node.num_blocks
+        if whole and node.children is not None:
+            return True
+        path, size = node.path(), self.block_size
+        length = node.start * size + (len(node.tokens) if whole else end * size)
+        for group in self.windowed:
+            present = path_ids(path, node.start + end, group.index) >= 0
+            length = min(length, group.longest_valid(present, length))
+        return length > (node.start + first) * size
+
+    # --- leaving -----------------------------------------------------------------------------------------------------
+
+    def evict_leftovers(
+        self, pool: BlockPool, num_blocks: int, until: float, tenant: str | None, reason: EvictionReason
+    ) -> int:
+        """Frees at most `num_blocks` unread blocks, left until the tick `until`, that no end of a run needs."""
+        freed = 0
+        waiting = [g for g in self.windowed if g.pool == pool.index and self.leftovers[g.index]]
+        for group in sorted(waiting, key=lambda g: self.leftovers[g.index][0].tick):
+            if freed < num_blocks:
+                freed += self._evict_queue(
+                    self.leftovers[group.index], group, num_blocks - freed, until, tenant, reason
+                )
+        return freed
+
+    def evict_lasting(self, pool: BlockPool, num_blocks: int, tenant: str | None, reason: EvictionReason) -> int:
+        """Frees at most `num_blocks` unread blocks that ends of runs do need: they are all that is left."""
+        freed = 0
+        for group in self.windowed:
+            if group.pool == pool.index and freed < num_blocks:
+                queue = self.lasting[group.index]
+                freed += self._evict_queue(queue, group, num_blocks - freed, math.inf, tenant, reason, whole=True)
+        return freed
+
+    def _evict_queue(
+        self,
+        queue: deque[Leftover],
+        group: Group,
+        num_blocks: int,
+        until: float,
+        tenant: str | None,
+        reason: EvictionReason,
+        whole: bool = False,
+    ) -> int:
+        """Frees unread blocks, oldest first; those that the end of a run needs move to `lasting` unless `whole`."""
+        index, sinks = group.pool, group.sinks
+        pinned = self.pinned[index]
+        kept: list[Leftover] = []
+        freed = 0
+        while queue and freed < num_blocks and queue[0].tick <= until:
+            leftover = queue.popleft()
+            quota = leftover.node.root.quota
+            run: Node | None = None
+            first_needed, lasts = 0, False
+            for node, depth, block in self._unread(group, leftover):
+                if node is not run and not whole:
+                    run, first_needed = node, self._needed_from(node, group)
+                guarded = (
+                    quota is not None and quota.tenant != tenant and quota.cached[index] <= quota.guaranteed[index]
+                )
+                if freed == num_blocks or guarded or block in pinned:
+                    kept.append(leftover)
+                    if freed == num_blocks:
+                        break
+                elif not whole and (depth >= first_needed or depth < sinks):
+                    lasts = True
+                else:
+                    self.remove_block(node, group, depth - node.start, reason)
+                    freed += 1
+            if lasts:
+                self._enqueue(self.lasting, group, leftover)
+        queue.extendleft(reversed(list(dict.fromkeys(kept))))
+        return freed
+
+    def remove_block(self, node: Node, group: Group, index: int, reason: EvictionReason) -> None:
+        """The block at `index` of a run leaves a windowed group; the rest of the run stays."""
+        if self.context.events.listening and node.digests:
+            self.announcer.removed_block(node, group, index, reason)
+        self.context.counters.evictions[reason.value] += 1
+        if node.shadow is not None:
+            self.context.shadows.drop_block(node, group, index)
+        gone = node.ids[group.index][index : index + 1].copy()
+        # For an open node the ids are a view of its row's table, so this clears the table entry as well.
+        if node.open_row < 0:
+            node.ids[group.index] = node.ids[group.index].copy()
+        node.ids[group.index][index] = -1
+        self.free(node, group, gone)
+
+    def free(self, node: Node, group: Group, ids: Int32Array) -> None:
+        """Frees published, unread blocks (-1: none) of a run; pinned ones only below the GPU, where their run is pinned."""
+        held = ids[ids >= 0]
+        pool = group.on(node.tier)
+        pool.give(held)
+        self.ledger.add_cached(node.root, pool, -len(held))
+        if node.pins and node.tier != GPU:
+            self.ledger.add_pinned(node.root, pool, -len(held))

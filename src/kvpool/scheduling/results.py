@@ -1,0 +1,244 @@
+"""What a step brought: tokens are committed, drafts accepted or taken back, samples branch off, sequences end."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
+from kvpool.scheduling.batch_plan import BatchPlan
+from kvpool.scheduling.capacity import Capacity
+from kvpool.scheduling.request import FinishReason, RequestGroup, ScheduledSequence, joined
+from kvpool.scheduling.roster import Roster
+from kvpool.scheduling.running import make_rows
+
+
+class Fork(NamedTuple):
+    """A sequence that branched off another one: copy what the engine keeps for the parent's lane to the child's."""
+
+    parent: ScheduledSequence
+    child: ScheduledSequence  # its lane is -1 if it ended at once or waits for a place
+
+
+class Results:
+    """Carries out one `Scheduler.complete`."""
+
+    def __init__(self, roster: Roster, capacity: Capacity, plan: BatchPlan, tokens: Int32Array) -> None:
+        self.roster = roster
+        self.manager = roster.manager
+        self.running = roster.running
+        self.capacity = capacity
+        self.plan = plan
+        self.tokens = tokens
+        self.ended: dict[FinishReason, list[ScheduledSequence]] = {}
+        self.forks: list[Fork] = []
+        self.groups: dict[RequestGroup, None] = {}  # of sequences that ended
+
+    # --- what was given ----------------------------------------------------------------------------------------------
+
+    def checked_counts(self, counts: Int64Array | None) -> Int64Array:
+        """How many tokens each sampling row got; raises before anything changes if they do not fit the plan."""
+        plan, rows = self.plan, self.plan.sampling_rows
+        if (
+            plan.is_uniform
+            and len(self.tokens) == len(rows)
+            and (counts is None or np.array_equal(counts, plan.num_samples))
+        ):
+            return plan.num_samples
+        wanted, drafts = plan.num_samples[rows], plan.num_drafts[rows]
+        if counts is None:
+            if drafts.any():
+                raise InvalidArgumentError("the plan has drafts: counts must say how many tokens each row accepted")
+            counts = wanted
+        elif counts.shape != rows.shape:
+            raise InvalidArgumentError(f"got {len(counts)} counts for {len(rows)} rows that sample")
+        if len(self.tokens) != int(counts.sum()):
+            raise InvalidArgumentError(f"got {len(self.tokens)} tokens where the plan samples {int(counts.sum())}")
+        fits = np.where(drafts > 0, (counts >= 1) & (counts <= drafts + 1), counts == wanted)
+        fits |= plan.is_steered[rows] & (counts >= 0)
+        if not fits.all():
+            row = int((~fits).argmax())
+            raise InvalidArgumentError(
+                f"{plan.sequences[int(rows[row])]!r} got {int(counts[row])} tokens; its row samples {int(wanted[row])} "
+                f"with {int(drafts[row])} drafts"
+            )
+        return counts
+
+    def apply(self, counts: Int64Array) -> None:
+        """Commits the step and hands out its samples."""
+        plan, rows = self.plan, self.plan.sampling_rows
+        if plan.is_uniform and plan.departures == self.running.departures:
+            self._commit_all()
+            self._advance(rows, self.tokens)
+        else:
+            self._apply_by_row(rows, counts)
+        for reason, sequences in self.ended.items():
+            self.roster.finish(sequences, reason)
+
+    def _apply_by_row(self, rows: Int64Array, counts: Int64Array) -> None:
+        plan = self.plan
+        current = plan.current_rows(self.running.departures)
+        has_drafts = plan.num_drafts > 0
+        self._commit_decode(current[: plan.num_decode] & ~has_drafts[: plan.num_decode])
+        self._commit_chunks(current)
+        simple = current[rows] & (plan.num_samples[rows] == 1) & ~has_drafts[rows] & ~plan.is_steered[rows]
+        if simple.all():
+            self._advance(rows, self.tokens)
+        else:
+            first = np.cumsum(counts) - counts
+            self._advance(rows[simple], self.tokens[first[simple]])
+            self._advance_singly(rows[~simple], first[~simple], counts[~simple], current)
+
+    # --- commit ------------------------------------------------------------------------------------------------------
+
+    def _commit_all(self) -> None:
+        """The inputs of all rows that decoded are final now."""
+        if self.plan.decode_batch is not None:
+            lanes = self.plan.lanes[: self.plan.num_decode]
+            self.manager.commit_batch(self.plan.decode_batch, self.running.lanes.last_token[lanes])
+
+    def _commit_decode(self, chosen: BoolArray) -> None:
+        """The inputs of some rows that decoded one token are final now."""
+        if chosen.all():
+            self._commit_all()
+        elif chosen.any():
+            sequences = [self.plan.sequences[row] for row in np.flatnonzero(chosen).tolist()]
+            _, lanes, batch = make_rows(self.manager, sequences)
+            self.manager.commit_batch(batch, self.running.lanes.last_token[lanes])
+
+    def _commit_chunks(self, current: BoolArray) -> None:
+        plan = self.plan
+        for row in range(plan.num_decode, len(plan.sequences)):
+            if current[row]:
+                num_tokens = int(plan.query_start[row + 1] - plan.query_start[row])
+                self.manager.commit(plan.sequences[row].live_handle(), num_tokens)
+
+    def _settle_drafts(self, sequence: ScheduledSequence, num_drafts: int, samples: Int32Array) -> None:
+        """Rejected drafts are rewound, the input and the accepted ones are final. `samples` are these and one more."""
+        lanes, lane, handle = self.running.lanes, sequence.lane, sequence.live_handle()
+        num_rejected = num_drafts + 1 - len(samples)
+        if num_rejected:
+            self.manager.rewind(handle, num_rejected)
+            lanes.places[lane] -= num_rejected
+        self.manager.commit(handle, joined([lanes.last_token[lane]], samples[:-1]))
+        sequence.num_drafts_in_flight = 0
+        self.roster.stats.accepted_draft_tokens += len(samples) - 1
+
+    # --- samples -----------------------------------------------------------------------------------------------------
+
+    def _advance(self, rows: Int64Array, samples: Int32Array) -> None:
+        """One sample for each of these running sequences, all at once."""
+        plan, lanes = self.plan, self.running.lanes
+        row_lanes = plan.lanes if plan.is_uniform and len(rows) == len(plan.lanes) else plan.lanes[rows]
+        lanes.last_token[row_lanes] = samples
+        lanes.generated[row_lanes] += 1
+        lanes.in_flight[row_lanes] -= 1
+        for at in lanes.ended(row_lanes, samples).nonzero()[0].tolist():
+            self._end(plan.sequences[int(rows[at])], int(samples[at]))
+
+    def _advance_singly(self, rows: Int64Array, first: Int64Array, counts: Int64Array, current: BoolArray) -> None:
+        """Rows with drafts, with several samples, and those whose sequence is no longer on the GPU."""
+        plan = self.plan
+        given = [
+            self.tokens[start : start + count] for start, count in zip(first.tolist(), counts.tolist(), strict=True)
+        ]
+        work = list(zip(rows.tolist(), given, strict=True))
+        for row, samples in work:
+            if not len(samples):
+                self._prune(plan.sequences[row])
+        for row, samples in work:
+            sequence, num_drafts = plan.sequences[row], int(plan.num_drafts[row])
+            if sequence.is_finished or not len(samples):
+                continue
+            if num_drafts:
+                samples = _until_stop(sequence, samples)
+            if not current[row]:
+                self._advance_departed(sequence, samples, bool(num_drafts))
+            elif num_drafts:
+                self._settle_drafts(sequence, num_drafts, samples)
+                self._put(sequence, samples)
+            else:
+                self._branch(sequence, samples)
+
+    def _prune(self, sequence: ScheduledSequence) -> None:
+        """A beam that is not continued. Its output is only kept if it is the last of its request."""
+        if not sequence.is_finished:
+            self.roster.finish([sequence], FinishReason.PRUNED)
+            self.groups[sequence.group] = None
+            if len(sequence.group.sequences) > 1:
+                sequence.group.sequences.remove(sequence)
+
+    def _put(self, sequence: ScheduledSequence, samples: Int32Array) -> None:
+        """New samples of a running sequence; it goes on if it is not over."""
+        lanes, lane = self.running.lanes, sequence.lane
+        lanes.last_token[lane] = samples[-1]
+        lanes.generated[lane] += len(samples)
+        lanes.in_flight[lane] -= 1
+        if lanes.ended(np.array([lane]), samples[-1:])[0]:
+            self._end(sequence, int(samples[-1]))
+        else:
+            self.running.decoding.add(sequence)
+
+    def _branch(self, sequence: ScheduledSequence, samples: Int32Array) -> None:
+        """The first sample continues the sequence, each further one a fork of it."""
+        known = self.running.known_tokens(sequence)
+        if not sequence.group.branched:
+            self.running.branch(sequence)
+        for sample in samples[1:].tolist():
+            child = self._new_child(sequence, joined(known, [sample]))
+            if child.is_finished:
+                continue
+            if self.running.num_free_lanes > 0:
+                (handle,) = self.manager.fork(sequence.live_handle(), child.id)
+                self.running.enter(child, handle, handle.num_reserved)
+                self.capacity.promise(self.running.lanes, child)
+                self.running.decoding.add(child)
+            else:
+                self.roster.resuming.push(child)
+        self.capacity.promise(self.running.lanes, sequence)
+        self._put(sequence, samples[:1])
+
+    def _advance_departed(self, sequence: ScheduledSequence, samples: Int32Array, one_after_the_other: bool) -> None:
+        """Samples of a sequence that was preempted meanwhile: it resumes with them."""
+        known = sequence.tokens
+        sequence.in_flight -= 1
+        sequence.tokens = joined(known, samples if one_after_the_other else samples[:1])
+        if not one_after_the_other:
+            sequence.group.branched = True
+            for sample in samples[1:].tolist():
+                child = self._new_child(sequence, joined(known, [sample]))
+                if not child.is_finished:
+                    self.roster.resuming.push(child)
+        if _is_over(sequence):
+            self._end(sequence, int(sequence.tokens[-1]))
+
+    def _new_child(self, parent: ScheduledSequence, tokens: Int32Array) -> ScheduledSequence:
+        child = parent.group.new_sequence(tokens)
+        child.urgency, child.seniority = parent.urgency, parent.seniority
+        self.roster.policy.charge(child, child.request.num_places + 1 - len(tokens))
+        self.forks.append(Fork(parent, child))
+        if _is_over(child):
+            self.roster.end(child, _reason(child, int(tokens[-1])))
+            self.groups[child.group] = None
+        return child
+
+    def _end(self, sequence: ScheduledSequence, last_token: int) -> None:
+        self.ended.setdefault(_reason(sequence, last_token), []).append(sequence)
+        self.groups[sequence.group] = None
+
+
+def _reason(sequence: ScheduledSequence, last_token: int) -> FinishReason:
+    return FinishReason.STOP if last_token in sequence.request.stop_ids else FinishReason.LENGTH
+
+
+def _is_over(sequence: ScheduledSequence) -> bool:
+    request, tokens = sequence.request, sequence.tokens
+    return len(tokens) >= len(request.prompt) + request.max_new_tokens or int(tokens[-1]) in request.stop_ids
+
+
+def _until_stop(sequence: ScheduledSequence, samples: Int32Array) -> Int32Array:
+    """Accepted drafts up to the first stop token, that one included."""
+    stops = np.flatnonzero(np.isin(samples, list(sequence.request.stop_ids)))
+    return samples[: int(stops[0]) + 1] if len(stops) else samples

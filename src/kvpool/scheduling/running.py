@@ -1,0 +1,191 @@
+"""The sequences on the GPU: per-lane arrays for everything that is asked in every step, and the batch that decodes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
+from kvpool.scheduling.arrivals import Arrivals
+from kvpool.scheduling.request import ScheduledSequence, SequenceState, joined
+from kvpool.sequences.batch import SequenceBatch
+from kvpool.sequences.handle import KVCacheHandle
+
+
+class Lanes:
+    """One number per lane and question, so that a step of the whole batch is a few array operations."""
+
+    def __init__(self, num_lanes: int) -> None:
+        self.last_token: Int32Array = np.zeros(num_lanes, np.int32)  # the newest sample that came back: the next input
+        self.generated: Int64Array = np.zeros(num_lanes, np.int64)  # samples that came back
+        self.in_flight: Int64Array = np.zeros(num_lanes, np.int64)  # samples that plans in flight will bring
+        self.limit: Int64Array = np.zeros(num_lanes, np.int64)  # max_new_tokens
+        self.places: Int64Array = np.zeros(num_lanes, np.int64)  # tokens with a place, the next position to compute
+        self.promised: Int64Array = np.zeros(num_lanes, np.int64)  # tokens it was promised places for
+        self.spare_blocks: Int64Array = np.zeros(num_lanes, np.int64)  # promised on top: copies for samples to come
+        self.samples: Int64Array = np.ones(num_lanes, np.int64)  # how many the next step that samples takes
+        self.is_steered: BoolArray = np.zeros(num_lanes, np.bool_)
+        self.stops: Int64Array = np.full((num_lanes, 0), -1, np.int64)
+        self._free = list(range(num_lanes - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, sequence: ScheduledSequence) -> int:
+        """A lane for a sequence that enters the GPU."""
+        lane = self._free.pop()
+        request = sequence.request
+        self.last_token[lane] = sequence.tokens[-1]
+        self.generated[lane] = len(sequence.tokens) - len(request.prompt)
+        self.in_flight[lane] = 0
+        self.limit[lane] = request.max_new_tokens
+        self.samples[lane] = 1 if sequence.group.branched else request.n
+        self.is_steered[lane] = request.steered
+        stops = sorted(request.stop_ids)
+        if len(stops) > self.stops.shape[1]:
+            more = np.full((len(self.stops), len(stops) - self.stops.shape[1]), -1, np.int64)
+            self.stops = np.concatenate([self.stops, more], axis=1)
+        self.stops[lane] = -1
+        self.stops[lane, : len(stops)] = stops
+        return lane
+
+    def give(self, lane: int) -> None:
+        """A sequence left the GPU."""
+        self.promised[lane] = self.places[lane] = self.spare_blocks[lane] = 0
+        self._free.append(lane)
+
+    def has_its_last_in_flight(self, lanes: Int64Array) -> BoolArray:
+        """Which of these lanes need no further step."""
+        last: BoolArray = self.generated[lanes] + self.in_flight[lanes] >= self.limit[lanes]
+        return last
+
+    def ended(self, lanes: Int64Array, tokens: Int32Array) -> BoolArray:
+        """Which of these lanes are complete now that `tokens` are their newest samples."""
+        done = self.generated[lanes] >= self.limit[lanes]
+        if self.stops.shape[1]:
+            done |= (self.stops[lanes] == tokens[:, None]).any(axis=1)
+        return done
+
+
+class DecodeSet:
+    """Sequences that get one token in every step. Its batch is made again only when somebody joins or leaves."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self._members: dict[ScheduledSequence, None] = {}
+        self._rows: tuple[ScheduledSequence, ...] | None = None
+        self._lanes: Int64Array = np.empty(0, np.int64)
+        self._batch: SequenceBatch | None = None
+
+    def add(self, sequence: ScheduledSequence) -> None:
+        self._members[sequence] = None
+        self._rows = None
+
+    def discard(self, sequence: ScheduledSequence) -> None:
+        if sequence in self._members:
+            del self._members[sequence]
+            self._rows = None
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, sequence: ScheduledSequence) -> bool:
+        return sequence in self._members
+
+    def rows(self) -> tuple[tuple[ScheduledSequence, ...], Int64Array, SequenceBatch]:
+        """The members in the order of the batch, their lanes, and the batch."""
+        if self._rows is None or self._batch is None:
+            # In the order of the manager's rows: neighbouring rows are addressed as slices.
+            members = sorted(self._members, key=lambda sequence: sequence.live_handle().row)
+            self._rows, self._lanes, self._batch = make_rows(self._manager, members)
+        return self._rows, self._lanes, self._batch
+
+
+def make_rows(
+    manager: KVCacheManager, sequences: list[ScheduledSequence]
+) -> tuple[tuple[ScheduledSequence, ...], Int64Array, SequenceBatch]:
+    """Sequences, their lanes, and a batch of their handles."""
+    lanes = np.array([sequence.lane for sequence in sequences], np.int64)
+    return tuple(sequences), lanes, manager.batch([sequence.live_handle() for sequence in sequences])
+
+
+class Running:
+    """Who is on the GPU: those that decode, those whose prompt goes on, and those that wait for a result or for blocks."""
+
+    def __init__(self, manager: KVCacheManager, max_sequences: int) -> None:
+        self.arrivals: Arrivals | None = None  # where the engine says what has landed
+        self.lanes = Lanes(max_sequences)
+        self.members: dict[ScheduledSequence, None] = {}
+        self.decoding = DecodeSet(manager)
+        self.prefilling: dict[ScheduledSequence, None] = {}
+        self.departures = 0  # grows whenever somebody leaves: plans made before must look at their rows again
+        self.lanes_kept = 0  # lanes promised to samples that are not forked yet
+        self.num_steered = 0
+        self.proposals: set[ScheduledSequence] = set()  # those with drafts for the next step
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def num_special(self) -> int:
+        """Sequences that do not simply sample one token per step: beams, and those whose samples have not branched off."""
+        return self.num_steered + self.lanes_kept
+
+    @property
+    def num_free_lanes(self) -> int:
+        return self.lanes.num_free - self.lanes_kept
+
+    def enter(self, sequence: ScheduledSequence, handle: KVCacheHandle, num_places: int) -> None:
+        """A sequence has blocks on the GPU now."""
+        sequence.handle = handle
+        sequence.lane = lane = self.lanes.take(sequence)
+        sequence.state = SequenceState.RUNNING
+        self.lanes.places[lane] = num_places
+        self.members[sequence] = None
+        self.num_steered += sequence.request.steered
+        if not sequence.group.branched:
+            self.lanes_kept += sequence.request.n - 1
+
+    def leave(self, sequence: ScheduledSequence) -> None:
+        """A sequence leaves the GPU; it remembers its tokens and what is still in flight."""
+        lane = sequence.lane
+        sequence.tokens = self.known_tokens(sequence)
+        sequence.in_flight = int(self.lanes.in_flight[lane])
+        sequence.lane = -1
+        sequence.residence += 1
+        sequence.drafts = None
+        self.proposals.discard(sequence)
+        sequence.num_drafts_in_flight = 0
+        del self.members[sequence]
+        self.decoding.discard(sequence)
+        self.prefilling.pop(sequence, None)
+        if self.arrivals is not None:
+            self.arrivals.discard(sequence)
+        self.lanes.give(lane)
+        self.departures += 1
+        self.num_steered -= sequence.request.steered
+        if not sequence.group.branched:
+            self.lanes_kept -= sequence.request.n - 1
+
+    def begin(self, sequence: ScheduledSequence, *, decodes: bool) -> None:
+        """A sequence with blocks on the GPU decodes from here on, or its prompt goes on."""
+        if decodes:
+            self.decoding.add(sequence)
+        else:
+            self.prefilling[sequence] = None
+
+    def branch(self, sequence: ScheduledSequence) -> None:
+        """The samples of a running sequence go separate ways from here on."""
+        sequence.group.branched = True
+        self.lanes.samples[sequence.lane] = 1
+        self.lanes_kept -= sequence.request.n - 1
+
+    def known_tokens(self, sequence: ScheduledSequence) -> Int32Array:
+        """Prompt and samples of a running sequence, as far as they have come back."""
+        request, lane = sequence.request, sequence.lane
+        total = len(request.prompt) + int(self.lanes.generated[lane])
+        if total == len(sequence.tokens):
+            return sequence.tokens
+        stored = sequence.live_handle().token_ids  # all but the newest sample, whose keys and values nobody has stored
+        return joined(stored[: total - 1], [self.lanes.last_token[lane]])

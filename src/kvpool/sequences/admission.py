@@ -1,0 +1,344 @@
+"""Would a request fit, and what would it reuse? Planning changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool.compiling import mypyc_attr
+from kvpool.config import Tier
+from kvpool.pools.arrays import Int32Array
+from kvpool.pools.groups import Group
+from kvpool.pools.pool import GPU
+from kvpool.prefix.node import path_ids
+from kvpool.prefix.tree import Match
+from kvpool.scope import ReuseScope
+from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.state import Admission, AllocStatus, CacheState
+
+NO_MATCH = Match(None, [], 0)
+
+
+class PrefixMatch(NamedTuple):
+    """What a prompt would reuse if it were admitted now."""
+
+    num_tokens: int  # tokens that need not be computed
+    num_blocks: int  # of them, whole blocks
+    num_partial_tokens: int  # of them, tokens of one more block
+    tokens_by_tier: dict[Tier, int]  # whole blocks by the tier they lie on, in tokens
+    has_last_logits: bool  # the prompt hits in full and its logits were stored: no forward pass is needed
+    in_flight: bool  # another request is computing the next block of this prompt right now
+    last_logits: Any = None  # what was stored for exactly this prompt, see `store_last_logits`
+
+
+@mypyc_attr(acyclic=True)
+class AdmissionPlan:
+    """An admission, thought through: what is matched and what each GPU pool must supply."""
+
+    __slots__ = (
+        "evicts",
+        "fits",
+        "last_logits",
+        "match",
+        "needs",
+        "num_blocks",
+        "num_cross_blocks",
+        "num_hit_tokens",
+        "supply",
+    )
+
+    def __init__(
+        self,
+        match: Match,
+        num_hit_tokens: int,
+        num_blocks: int,
+        num_cross_blocks: int,
+        needs: list[int],
+        supply: list[int],
+        fits: bool,
+        evicts: bool,
+        last_logits: Any = None,
+    ) -> None:
+        self.match = match
+        self.num_hit_tokens = num_hit_tokens
+        self.num_blocks = num_blocks
+        self.num_cross_blocks = num_cross_blocks
+        self.needs = needs
+        self.supply = supply
+        self.fits = fits
+        self.evicts = evicts  # something must be evicted first
+        self.last_logits = last_logits
+
+
+class AdmissionPlanner:
+    """Plans admissions against the current state."""
+
+    def __init__(self, state: CacheState, in_flight: InFlight) -> None:
+        self.state = state
+        self.context = state.context
+        self.tree = state.cache.tree
+        self.windows = state.cache.windows
+        self.logits = state.cache.logits
+        self.in_flight = in_flight
+
+    # --- reuse -------------------------------------------------------------------------------------------------------
+
+    def best_match(self, tokens: Int32Array, scope: ReuseScope) -> tuple[Match, Any]:
+        """The reusable part of a prompt, and its stored logits if all of it is.
+
+        Without logits the last token must be computed, so at most len - 1 tokens are reused. If the prompt ends with a
+        block, that block is held as it is and nothing is written for the last token: its data is there. Every layer group
+        must still have what the next query reads.
+        """
+        state = self.state
+        if not state.caches_prefixes or not len(tokens):
+            return NO_MATCH, None
+        match = self.tree.match(scope, tokens, partial=True)
+        if not match.path and match.partial is None:
+            return match, None
+        size = state.block_size
+        length = match.num_tokens(size)
+        logits = None
+        if length == len(tokens):
+            if self.logits.are_stored:
+                logits = self.logits.find(match.root, match.path, tokens)
+            if logits is None:
+                length -= 1
+                if not match.num_partial and self._has_last_block(match):
+                    match = Match(match.root, match.path, match.num_blocks, num_recomputed=1)
+        if state.context.windowed:
+            length, logits = self._valid_in_windows(match, length, logits)
+        held_as_it_is = match.num_recomputed and length == match.num_tokens(size)
+        if length % size and not state.config.partial_match and not held_as_it_is:
+            length, logits = length // size * size, None
+            if state.context.windowed:  # a shorter prefix may read blocks that the longer one did not
+                length, _ = self._valid_in_windows(match, length, None)
+        if length != match.num_tokens(size):
+            match = self._cut(match, length)
+        if match.partial is not None and not state.config.copy_on_partial_reuse and not self._can_take_over(match):
+            return self._without_partial(match), None
+        return match, logits
+
+    @staticmethod
+    def _can_take_over(match: Match) -> bool:
+        """Whether nobody else has a use for the partly matching block: it is the last one of an idle run on the GPU."""
+        source = match.partial
+        assert source is not None
+        in_use = source.active or source.pins or source.children is not None
+        return source.tier == GPU and not in_use and source.end == match.num_blocks + 1
+
+    def _has_last_block(self, match: Match) -> bool:
+        """Whether every window still has the last matched block: what is not written again must be there."""
+        return all(path_ids(match.path, match.num_blocks, group.index)[-1] >= 0 for group in self.context.windowed)
+
+    def _valid_in_windows(self, match: Match, length: int, logits: Any) -> tuple[int, Any]:
+        shortened = True
+        while shortened and length:
+            shortened = False
+            for group in self.context.windowed:
+                ids = path_ids(match.path, match.num_blocks, group.index)
+                if match.partial is not None:
+                    ids = np.append(ids, match.partial.ids[group.index][match.num_blocks - match.partial.start])
+                valid = group.longest_valid(ids >= 0, length)
+                if valid < length:
+                    length, logits, shortened = valid, None, True
+        return length, logits
+
+    def _cut(self, match: Match, num_tokens: int) -> Match:
+        """A match shortened to `num_tokens`; what is cut from the last full block is reused as a partial block."""
+        size = self.state.block_size
+        blocks, extra = divmod(num_tokens, size)
+        path = match.path
+        source = match.partial
+        cut = len(path)
+        while cut and path[cut - 1].start >= blocks:  # what is cut off may still serve as the source of a partial block
+            cut -= 1
+            source = path[cut]
+        if cut and path[cut - 1].end > blocks:
+            source = path[cut - 1]
+        return Match(match.root, path[:cut], blocks, source if extra else None, extra)
+
+    def _without_partial(self, match: Match) -> Match:
+        """The whole blocks of a match, as many as the windows allow: a shorter prefix may read blocks that are gone."""
+        size = self.state.block_size
+        whole = self._cut(match, match.num_blocks * size)
+        if not self.state.context.windowed:
+            return whole
+        return self._cut(whole, self._valid_in_windows(whole, whole.num_tokens(size), None)[0])
+
+    def is_whole(self, tokens: Int32Array, scope: ReuseScope) -> bool:
+        """Whether all of these tokens could be reused now, the last one included."""
+        return self.best_match(tokens, scope)[0].num_tokens(self.state.block_size) == len(tokens)
+
+    def query(self, tokens: Int32Array, scope: ReuseScope) -> PrefixMatch:
+        match, logits = self.best_match(tokens, scope)
+        size = self.state.block_size
+        by_tier: dict[Tier, int] = {}
+        for node in match.path:
+            used = min(node.end, match.num_blocks) - node.start
+            by_tier[node.tier] = by_tier.get(node.tier, 0) + used * size
+        if match.num_recomputed:
+            by_tier[match.path[-1].tier] -= 1
+        num_tokens = match.num_tokens(size)
+        return PrefixMatch(
+            num_tokens,
+            num_tokens // size,
+            num_tokens % size,
+            by_tier,
+            logits is not None,
+            self.in_flight.row_computing(match, tokens) is not None,
+            logits,
+        )
+
+    # --- blocks ------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self, tokens: Int32Array | None, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope
+    ) -> AdmissionPlan:
+        """Matches a request and counts what it takes; `num_tokens` places are reserved, plus `lookahead`."""
+        match, logits = NO_MATCH, None
+        if tokens is not None and (not cross_tokens or scope.encoder):  # an encoder's unnamed input is like no other
+            match, logits = self.best_match(tokens, scope)
+        if not cross_tokens and self.state.is_simple and (not match.path or match.path[-1].tier == GPU):
+            size = self.state.block_size
+            hit_tokens = match.num_blocks * size + match.num_partial - match.num_recomputed
+            num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
+            pool = self.state.gpu_pools[0]
+            need = num_blocks - match.num_blocks
+            if need <= pool.num_free:  # the usual case: nothing has to be evicted, so nothing else has to be counted
+                return AdmissionPlan(match, hit_tokens, num_blocks, 0, [need], [pool.num_free], True, False, logits)
+            needs, supply = [need], [pool.num_free + self.state.cache.orders.evictable(pool, scope.tenant)]
+            if match.path or match.partial is not None:
+                self.count_match(match, needs, supply)
+            if needs[0] <= supply[0]:
+                return AdmissionPlan(match, hit_tokens, num_blocks, 0, needs, supply, True, True, logits)
+        plan = self._count(match, num_tokens, lookahead, cross_tokens, scope, logits)
+        if not plan.fits and match.partial is not None:
+            # The source of a partial block must stay until it is copied: in a full pool, do without it.
+            plan = self._count(self._without_partial(match), num_tokens, lookahead, cross_tokens, scope, None)
+        return plan
+
+    def _count(
+        self, match: Match, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope, logits: Any
+    ) -> AdmissionPlan:
+        state = self.state
+        size = state.block_size
+        hit_tokens = match.num_tokens(size)
+        num_blocks = -(-(max(num_tokens, hit_tokens + match.num_recomputed) + lookahead) // size)
+        cross_blocks = -(-cross_tokens // size)
+        needs = [(num_blocks - match.num_blocks) * per for per in state.per_position]
+        for group in state.fixed:
+            needs[group.pool] += cross_blocks
+        supply = state.supply(scope.tenant)
+        if match.root is not None:
+            self.count_match(match, needs, supply)
+        fits = all(need <= have for need, have in zip(needs, supply, strict=True))
+        evicts = any(need > pool.num_free for need, pool in zip(needs, state.gpu_pools, strict=True))
+        return AdmissionPlan(match, hit_tokens, num_blocks, cross_blocks, needs, supply, fits, evicts, logits)
+
+    def count_match(self, match: Match, needs: list[int], supply: list[int]) -> None:
+        """Matched idle blocks stop being supply; matched blocks on lower tiers need a place on the GPU."""
+        for node in match.path:
+            used = min(node.end, match.num_blocks) - node.start
+            if node.tier != GPU:
+                for group in self.context.cached:
+                    needs[group.pool] += int((node.ids[group.index][:used] >= 0).sum())
+            elif not node.active and not node.pins:
+                for pool, per_position in self.context.full_per_pool:
+                    supply[pool] -= used * per_position
+        source = match.partial
+        if (
+            source is not None and not self.state.config.copy_on_partial_reuse
+        ):  # its block is the request's first new one
+            for pool, per_position in enumerate(self.state.per_position):
+                needs[pool] -= per_position
+        if source is not None and source.tier == GPU and not source.active and not source.pins:
+            for pool, per_position in self.context.full_per_pool:
+                rest = source.num_blocks if source not in match.path else source.end - match.num_blocks
+                supply[pool] -= rest * per_position
+        for group in self.context.windowed:
+            supply[group.pool] -= self._idle_in_window(match, group)
+
+    def _idle_in_window(self, match: Match, group: Group) -> int:
+        """Blocks of a windowed group on the GPU that the match would read and nobody reads now."""
+        pool, num_tokens = group.gpu, match.num_tokens(self.state.block_size)
+        idle = 0
+        parts = [(n, n.start, min(n.end, match.num_blocks)) for n in match.path]
+        if match.partial is not None:
+            parts.append((match.partial, match.num_blocks, match.num_blocks + 1))
+        for node, first, end in parts:
+            if node.tier == GPU:
+                depths = np.arange(first, end)
+                ids = node.ids[group.index][depths - node.start]
+                read = ids[(ids >= 0) & group.reads(depths, num_tokens)]
+                pinned = self.windows.pinned[pool.index]
+                unread = read[pool.refs[read] == 0]
+                idle += len(unread) if not pinned else sum(int(i) not in pinned for i in unread.tolist())
+        return idle
+
+    def can_allocate(
+        self,
+        tokens: Int32Array | None,
+        num_tokens: int,
+        lookahead: int,
+        cross_tokens: int,
+        scope: ReuseScope,
+        wait_for_prefix: bool,
+    ) -> Admission:
+        """OK, LATER or NEVER, with the watermark kept free."""
+        state = self.state
+        plan = self.plan(tokens, num_tokens, lookahead, cross_tokens, scope)
+        plan = self._count(plan.match, num_tokens, lookahead, cross_tokens, scope, plan.last_logits)
+        if plan.match.partial is not None and self._below_watermark(plan) is not None:
+            # As in `plan`: its idle source, which must stay, would keep the request out for as long as it is cached.
+            whole = self._count(self._without_partial(plan.match), num_tokens, lookahead, cross_tokens, scope, None)
+            if self._below_watermark(whole) is None:
+                plan = whole
+        needs, supply = tuple(plan.needs), tuple(plan.supply)
+        limit = state.max_seq_len
+        longest = max(num_tokens + lookahead, 0 if tokens is None else len(tokens))
+        if limit is not None and longest > limit:
+            reason = f"asks for {longest} tokens, over max_seq_len={limit}"
+            return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
+        for index, pool in enumerate(state.gpu_pools):
+            total = self._blocks_at_once(plan, index)
+            mark = state.watermark(index)
+            if total > pool.num_blocks - mark:
+                most = max(0, pool.num_blocks - mark) // max(1, state.per_position[index]) * state.block_size
+                reason = (
+                    f"needs {total} blocks of pool {index}, which has {pool.num_blocks} ({mark} kept as watermark): "
+                    f"at most {most} tokens fit"
+                )
+                return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
+        if wait_for_prefix and tokens is not None:
+            producer = self.in_flight.row_computing(plan.match, tokens)
+            if producer is not None:
+                handle = state.rows.handles[producer]
+                assert handle is not None
+                reason = f"prefix in flight: request {handle.request_id!r} is computing the next block of this prompt"
+                return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
+        short = self._below_watermark(plan)
+        if short is not None:
+            reason = (
+                f"needs {needs[short]} blocks of pool {short}; {supply[short]} are free or evictable, "
+                f"{state.watermark(short)} kept as watermark"
+            )
+            return Admission(AllocStatus.LATER, reason, needs, supply, plan.num_hit_tokens)
+        return Admission(AllocStatus.OK, "fits", needs, supply, plan.num_hit_tokens)
+
+    def _blocks_at_once(self, plan: AdmissionPlan, pool: int) -> int:
+        """Blocks of a pool that a request would hold right after its admission, reused ones included."""
+        match = plan.match
+        return sum(
+            group.held_at_once(plan.num_blocks, plan.num_cross_blocks, match.num_blocks, plan.num_hit_tokens)
+            for group in self.state.groups
+            if group.pool == pool
+        )
+
+    def _below_watermark(self, plan: AdmissionPlan) -> int | None:
+        """The first pool that could serve the plan only with blocks of its watermark, or not at all."""
+        for index, (need, have) in enumerate(zip(plan.needs, plan.supply, strict=True)):
+            if need and need > have - self.state.watermark(index):
+                return index
+        return None

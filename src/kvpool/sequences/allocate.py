@@ -1,0 +1,266 @@
+"""How a sequence begins: admitted, or forked off another. (Its steps are in `stepping`, its end in `ending`.)"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from kvpool.config import Tier
+from kvpool.pools.arrays import Int32Array
+from kvpool.pools.copies import CopyKind, CopyOp
+from kvpool.pools.pool import GPU
+from kvpool.prefix.node import Node, path_ids
+from kvpool.prefix.tree import Match
+from kvpool.scope import ReuseScope
+from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner
+from kvpool.sequences.handle import GivenHandle, KVCacheHandle, note_sessions
+from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.state import CacheState
+from kvpool.sequences.windows import RowWindows
+
+INHERITED = (  # what a fork has in common with its parent
+    "retention",
+    "ttl",
+    "session",
+    "copied_sessions",
+    "publishes",
+    "is_lease",
+    "encoder_tokens",
+    "num_prompt_tokens",
+    "family",
+)
+
+
+class Lifecycle:
+    """Operations that make sequences. Each checks everything first and then cannot fail."""
+
+    def __init__(
+        self, state: CacheState, admissions: AdmissionPlanner, in_flight: InFlight, windows: RowWindows
+    ) -> None:
+        self.state = state
+        self.rows = state.rows
+        self.cache = state.cache
+        self.context = state.context
+        self.tree = state.cache.tree
+        self.readers = state.cache.readers
+        self.windows = windows
+        self.removal = state.cache.removal
+        self.admissions = admissions
+        self.in_flight = in_flight
+
+    # --- admission ---------------------------------------------------------------------------------------------------
+
+    def allocate(
+        self,
+        handle: KVCacheHandle,
+        tokens: Int32Array | None,
+        num_tokens: int,
+        lookahead: int,
+        cross_tokens: int,
+    ) -> None:
+        """Gives a new handle its row and blocks, reusing the longest cached prefix."""
+        state, rows, cache = self.state, self.rows, self.cache
+        plan = self.admissions.plan(tokens, num_tokens, lookahead, cross_tokens, handle.scope)
+        if not plan.fits:
+            state.counters.allocation_failures += 1
+            state.refuse_shortage(plan.needs, plan.supply, f"request {handle.request_id!r}")
+        match, hit_tokens = plan.match, plan.num_hit_tokens
+        tip = self.enter(match, handle.scope)
+        held_source = taken = None
+        if match.partial is not None and not state.config.copy_on_partial_reuse:
+            taken = self.removal.take_over(match.partial)
+        if plan.evicts:
+            held_windows = self.windows.hold(tip, hit_tokens)
+            held_source = match.partial if taken is None else None
+            if held_source is not None:
+                self.readers.hold(held_source)
+                self.windows.hold_source(match, +1)
+            for index, pool in enumerate(state.gpu_pools):
+                cache.make_room(pool, plan.needs[index], handle.scope.tenant)
+        promoted = self._promote_path(tip) if match.path and match.path[-1].tier != GPU else {}
+        row = handle.row = rows.new_row(handle, max(plan.num_blocks, plan.num_cross_blocks))
+        rows.tips[row] = tip
+        self._fill_tables(row, tip, plan, taken)
+        if plan.evicts:
+            self.windows.let_go(tip, held_windows)
+        if match.partial is not None:
+            if taken is None:
+                self._copy_partial(row, match)
+            note_sessions(handle, match.partial.sessions)
+        if held_source is not None:
+            self.windows.hold_source(match, -1)
+            self.readers.release(
+                held_source, used=False
+            )  # it was copied from, as it is where nothing had to be evicted
+        rows.reserved[row] = max(num_tokens, hit_tokens + match.num_recomputed)
+        rows.written[row] = rows.committed[row] = hit_tokens
+        rows.present[row] = hit_tokens + match.num_recomputed
+        if tokens is None:
+            rows.known[row] = rows.num_history[row] = 0
+        else:
+            rows.set_token_ids(row, tokens, match.num_blocks * state.block_size)
+            if handle.is_lease:
+                handle.num_prompt_tokens = len(tokens)
+                handle.num_cached_tokens, handle.num_cached_blocks = hit_tokens, match.num_blocks
+            else:
+                self._count_request(handle, len(tokens), promoted, plan)
+            if handle.publishes:
+                if match.next_key is not None:
+                    self.in_flight.track_block(handle, tip, match.next_key)
+                elif len(tokens) >= (match.num_blocks + 1) * state.block_size:
+                    self.in_flight.track(row)
+        state.counters.requests += not handle.is_lease
+        state.requests[handle.request_id] = handle
+
+    def enter(self, match: Match, scope: ReuseScope) -> Node:
+        """Splits the tree where the match ends and holds the matched path."""
+        if not match.path:
+            root = match.root if match.root is not None else self.tree.root_for(scope)
+            root.active += 1
+            return root
+        last = match.path[-1]
+        if last.end > match.num_blocks:
+            last = match.path[-1] = self.tree.split(last, match.num_blocks - last.start)
+        elif last.open_row >= 0:
+            self.state.publisher.close(last.open_row)
+        for node in match.path:
+            node.hits += 1
+            if not node.active:
+                self.context.counters.reuse_gap.add(self.context.now - node.last_access_at, node.num_blocks)
+        self.readers.hold(last)
+        return last
+
+    def _promote_path(self, tip: Node) -> dict[Tier, int]:
+        """Brings matched nodes of lower tiers to the GPU, top down; returns how many blocks came from each tier."""
+        promoted: dict[Tier, int] = {}
+        for node in tip.path():
+            if node.tier != GPU:
+                promoted[node.tier] = promoted.get(node.tier, 0) + node.num_blocks
+                self.cache.mover.promote(node)
+        return promoted
+
+    def _fill_tables(self, row: int, tip: Node, plan: AdmissionPlan, taken: list[int] | None) -> None:
+        """Matched ids, then that of the block taken over from the tree, if any, then new ones."""
+        state, rows = self.state, self.rows
+        hit_blocks, num_blocks = plan.match.num_blocks, plan.num_blocks
+        rows.num_blocks[row] = num_blocks
+        path = plan.match.path
+        first = hit_blocks
+        if taken is not None:
+            first += 1
+            for table, block in zip(rows.tables, taken, strict=False):  # encoder tables come last and lose nothing
+                table[row, hit_blocks] = block
+        new = num_blocks - first
+        if state.is_simple:
+            table = rows.tables[0]
+            if hit_blocks:
+                table[row, :hit_blocks] = path_ids(path, hit_blocks, 0)
+            if new:
+                table[row, first:num_blocks] = state.gpu_pools[0].take(new)
+            state.counters.blocks_allocated += new
+            return
+        for group in state.growing:
+            table = rows.tables[group.index]
+            if hit_blocks:
+                table[row, :hit_blocks] = path_ids(path, hit_blocks, group.index)
+            if new:
+                table[row, first:num_blocks] = group.take(new)
+        state.counters.blocks_allocated += new * len(state.growing)
+        self.windows.begin(row, tip, hit_blocks, plan.num_hit_tokens)
+        if plan.num_cross_blocks:
+            rows.num_cross_blocks[row] = plan.num_cross_blocks
+            for group in state.fixed:
+                rows.tables[group.index][row, : plan.num_cross_blocks] = group.take(plan.num_cross_blocks)
+
+    def _copy_partial(self, row: int, match: Match) -> None:
+        source = match.partial
+        assert source is not None
+        if source.open_row >= 0:
+            self.context.sync(source)
+        at = match.num_blocks
+        for group in self.state.growing:
+            src = source.ids[group.index][at - source.start : at - source.start + 1].copy()
+            dst = self.rows.tables[group.index][row, at : at + 1].copy()
+            if src[0] >= 0:
+                op = CopyOp(CopyKind.PARTIAL_REUSE, group.index, source.tier, GPU, src, dst, match.num_partial)
+                self.state.copies.append(op)
+
+    def _count_request(
+        self, handle: KVCacheHandle, num_tokens: int, promoted: dict[Tier, int], plan: AdmissionPlan
+    ) -> None:
+        counters, size, match = self.state.counters, self.state.block_size, plan.match
+        counters.prompt_tokens += num_tokens
+        counters.prompt_blocks += num_tokens // size
+        handle.num_prompt_tokens = num_tokens
+        if not match.num_blocks and not plan.num_hit_tokens:
+            return
+        handle.num_cached_tokens, handle.num_cached_blocks = plan.num_hit_tokens, match.num_blocks
+        if not promoted:
+            counters.hit_tokens[0] += match.num_blocks * size - match.num_recomputed  # GPU, whose name costs more
+            counters.hit_blocks[0] += match.num_blocks
+        else:
+            self._count_promoted(handle, promoted, match)
+        if match.partial is not None:
+            counters.hit_tokens[match.partial.tier] += match.num_partial
+            counters.partial_hit_tokens += match.num_partial
+            handle.stats.partial_tokens = match.num_partial
+            if match.partial.tier != GPU:
+                handle.stats.cached_tokens_from_lower_tiers += match.num_partial
+        if plan.last_logits is not None:
+            handle.last_logits = plan.last_logits
+            counters.full_hits_with_logits += 1
+
+    def _count_promoted(self, handle: KVCacheHandle, promoted: dict[Tier, int], match: Match) -> None:
+        """Hits of a request some of whose blocks were brought up from lower tiers."""
+        counters, size = self.state.counters, self.state.block_size
+        resident = match.num_blocks - sum(promoted.values())
+        counters.hit_tokens[GPU] += resident * size
+        counters.hit_blocks[GPU] += resident
+        for tier, num_blocks in promoted.items():
+            counters.hit_tokens[tier] += num_blocks * size
+            counters.hit_blocks[tier] += num_blocks
+            handle.stats.cached_tokens_from_lower_tiers += num_blocks * size
+        counters.hit_tokens[max(promoted)] -= match.num_recomputed
+
+    # --- fork --------------------------------------------------------------------------------------------------------
+
+    def fork(self, parent: GivenHandle, request_ids: Sequence[Hashable]) -> list[KVCacheHandle]:
+        """Children that share every block of the parent; whoever writes into a shared block gets a copy first."""
+        source = self.state.row_of(parent)
+        if self.rows.is_open[source]:
+            self.state.publisher.close(source)
+        if parent.family is None:
+            parent.family = {source}
+        children = []
+        for request_id in request_ids:
+            child = KVCacheHandle(self.rows, request_id, parent.scope)
+            for name in INHERITED:
+                setattr(child, name, getattr(parent, name))
+            child.num_cached_tokens = parent.num_written
+            child.num_cached_blocks = parent.num_written // self.state.block_size
+            self._share_row(source, child)
+            self.state.requests[request_id] = child
+            children.append(child)
+        self.state.counters.forks += len(children)
+        return children
+
+    def _share_row(self, source: int, child: KVCacheHandle) -> None:
+        rows = self.rows
+        num_blocks, cross = int(rows.num_blocks[source]), int(rows.num_cross_blocks[source])
+        row = child.row = rows.new_row(child, max(num_blocks, cross))
+        for name in ("reserved", "written", "committed", "num_blocks", "num_cross_blocks", "present"):
+            array = getattr(rows, name)
+            array[row] = array[source]
+        rows.window_start[:, row] = rows.window_start[:, source]
+        rows.share_token_ids(source, row)
+        tip = rows.tips[row] = rows.tips[source]
+        assert tip is not None and child.family is not None
+        self.readers.hold(tip)
+        for group in self.state.groups:
+            table = rows.tables[group.index]
+            first, used = group.follows((tip.end, num_blocks), (0, cross))
+            table[row, :used] = table[source, :used]
+            group.share(table[row, first:used])
+        self.windows.enter(row, tip, tip.end)
+        child.family.add(row)
+        rows.set_shared(source, True)
+        rows.set_shared(row, True)

@@ -1,0 +1,216 @@
+"""A batch of live sequences, and what kernels are handed for it: padded tables, CSR lists, slot mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpool.errors import InvalidArgumentError
+from kvpool.pools.arrays import Int32Array, Int64Array, largest
+from kvpool.sequences.handle import GivenHandle, KVCacheHandle
+
+if TYPE_CHECKING:
+    from kvpool.sequences.state import CacheState
+
+
+_NOT_PREPARED: Int64Array = np.empty(0, np.int64)
+
+
+class CSRTable(NamedTuple):
+    """The blocks of a batch in FlashInfer's form: sequence i has `indices[indptr[i]:indptr[i + 1]]`.
+
+    `last_page_len` is the number of tokens in each sequence's last block. For windowed groups only held blocks are
+    listed; `first_position` is then the position of the first token after the sinks.
+    """
+
+    indptr: Int32Array
+    indices: Int32Array
+    last_page_len: Int32Array
+    first_position: Int32Array
+
+
+def as_handles(handles: Sequence[GivenHandle]) -> tuple[GivenHandle, ...]:
+    """The members of a batch; whether they are live handles is checked where they are used."""
+    try:
+        return tuple(handles)
+    except Exception:
+        message = f"a batch is a sequence of handles, got {handles!r}; put a single one in a list"
+        raise InvalidArgumentError(message) from None
+
+
+class SequenceBatch:
+    """Handles whose rows are looked up once and used for many steps. Make it with `manager.batch(handles)`.
+
+    A batch stays usable while all of its sequences live; after one of them is freed or swapped out, every use raises
+    until a new batch is made.
+    """
+
+    __slots__ = (
+        "_epoch",
+        "_state",
+        "handles",
+        "last_slots",
+        "moves",
+        "ones",
+        "rows",
+        "selection",
+        "sizes",
+        "slot_steps",
+    )
+
+    def __init__(self, state: CacheState, handles: Sequence[GivenHandle]) -> None:
+        self._state: CacheState = state
+        self.handles = as_handles(handles)
+        self.rows: Int64Array = np.array([state.row_of(handle) for handle in self.handles], np.int64)
+        if len(set(self.rows.tolist())) != len(self.rows):
+            raise InvalidArgumentError("a batch must not hold the same sequence twice; fork it instead")
+        # Consecutive rows are addressed by a slice: array operations then work on views instead of copies.
+        self.selection: Any = self.rows
+        if len(self.rows) and (np.diff(self.rows) == 1).all():
+            self.selection = slice(int(self.rows[0]), int(self.rows[-1]) + 1)
+        self._epoch = state.rows.epoch
+        # The slots of the step before, and `SequenceRows.moves` at that time: while it stands, the next slots follow them.
+        self.last_slots: Int32Array | None = None
+        self.moves = -1
+        self.ones = self.sizes = _NOT_PREPARED
+        self.slot_steps: Int32Array  # set with them
+
+    @property
+    def num_committed(self) -> Int64Array:
+        """The committed tokens of each sequence."""
+        return self._state.rows.committed[self.rows]
+
+    def __len__(self) -> int:
+        return len(self.handles)
+
+    def __iter__(self) -> Iterator[KVCacheHandle]:
+        return iter(self.handles)
+
+    def refresh(self) -> None:
+        """Checks that all sequences still live on the GPU (only after something ended or moved)."""
+        epoch = self._state.rows.epoch
+        if epoch != self._epoch:
+            for handle in self.handles:
+                self._state.row_of(handle)
+            self._epoch = epoch
+
+    def lengths(self) -> Int64Array:
+        """Reserved tokens of each sequence (a copy)."""
+        with self._state.rows.lock:
+            self.refresh()
+            lengths: Int64Array = self._state.rows.reserved[self.selection].copy()
+            return lengths
+
+    def padded_table(self, group: int = 0, out: Int32Array | None = None) -> Int32Array:
+        """Block ids, one row per sequence, -1 behind the last block and where a block left its window.
+
+        Without `out`, a full-attention group with consecutive rows gives a read-only view of the manager's own table:
+        valid until the next operation. `out` receives a copy and must have enough columns.
+        """
+        with self._state.rows.lock:
+            self.refresh()
+            return self._padded_table(group, out)
+
+    def _padded_table(self, group: int, out: Int32Array | None) -> Int32Array:
+        rows = self._state.rows
+        kind = rows.group(group)
+        counts = kind.follows(rows.num_blocks, rows.num_cross_blocks)
+        columns = largest(counts[self.selection]) if len(self.rows) else 0
+        table = rows.tables[group]
+        if out is not None:
+            _check_out(out, (len(self.rows), columns), "a padded table", exact=False)
+            out[:, columns:] = -1
+            target = out[:, :columns]
+            target[...] = table[self.selection, :columns]
+        else:
+            target = table[self.selection, :columns]  # an array of its own, whose memory may be the table's
+        if kind.slides:
+            target = target if out is not None else target.copy()
+            starts = rows.window_start[group][self.selection][:, None]
+            target[kind.hidden(np.arange(columns), starts)] = -1
+        elif out is None:
+            target.setflags(write=False)
+        return out if out is not None else target
+
+    def csr(
+        self,
+        group: int = 0,
+        *,
+        indptr: Int32Array | None = None,
+        indices: Int32Array | None = None,
+        last_page_len: Int32Array | None = None,
+    ) -> CSRTable:
+        """The batch's blocks in CSR form, into the given arrays where there are any (`indices` may be longer)."""
+        with self._state.rows.lock:
+            self.refresh()
+            return self._csr(group, indptr, indices, last_page_len)
+
+    def _csr(
+        self, group: int, indptr: Int32Array | None, indices: Int32Array | None, last_page_len: Int32Array | None
+    ) -> CSRTable:
+        rows = self._state.rows
+        size = rows.block_size
+        kind = rows.group(group)
+        count = len(self.rows)
+        if kind.grows:
+            lengths = rows.reserved[self.selection]
+        else:
+            lengths = np.array([handle.encoder_tokens for handle in self.handles], np.int64)
+        ends = (lengths + (size - 1)) // size
+        starts = np.zeros(count, np.int64)
+        table = rows.tables[group]
+        columns = int(ends.max()) if count else 0
+        column = np.arange(columns)
+        held = column < ends[:, None]
+        first = np.zeros(count, np.int32)
+        sizes = ends
+        if kind.slides:
+            starts = rows.window_start[group][self.selection]
+            held &= ~kind.hidden(column, starts[:, None])
+            sizes = held.sum(axis=1)
+            first = (np.maximum(starts, kind.sinks) * size).astype(np.int32)
+        indptr = _array(indptr, count + 1, "indptr")
+        indptr[0] = 0
+        np.cumsum(sizes, out=indptr[1:])
+        total = int(indptr[-1])
+        picked = table[self.selection, :columns][held]
+        if indices is None:
+            indices = picked
+        else:
+            _check_out(indices, (total,), "indices", exact=False)
+            indices[:total] = picked
+        last_page_len = _array(last_page_len, count, "last_page_len")
+        np.subtract(lengths, (ends - 1) * size, out=last_page_len, casting="unsafe")
+        last_page_len[lengths == 0] = 0
+        return CSRTable(indptr, indices, last_page_len, first)
+
+
+def prepare_steps(batch: SequenceBatch, block_size: int) -> None:
+    """Numbers for each sequence that every step adds or multiplies: arrays take numpy half as long as a number does."""
+    batch.ones = np.ones(len(batch), np.int64)
+    batch.sizes = batch.ones * block_size
+    batch.slot_steps = np.ones(len(batch), np.int32)
+
+
+def _array(out: Int32Array | None, length: int, name: str) -> Int32Array:
+    if out is None:
+        return np.empty(length, np.int32)
+    _check_out(out, (length,), name, exact=True)
+    return out
+
+
+def _check_out(out: npt.NDArray[Any], shape: tuple[int, ...], name: str, exact: bool) -> None:
+    if not isinstance(out, np.ndarray) or out.dtype != np.int32:
+        raise InvalidArgumentError(
+            f"the array for {name} must be int32, got {getattr(out, 'dtype', type(out).__name__)}"
+        )
+    fits = (
+        out.shape == shape
+        if exact
+        else len(out.shape) == len(shape) and out.shape[:-1] == shape[:-1] and out.shape[-1] >= shape[-1]
+    )
+    if not fits:
+        raise InvalidArgumentError(f"the array for {name} has shape {out.shape}, needed is {shape}")

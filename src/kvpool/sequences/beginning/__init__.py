@@ -1,1 +1,0 @@
-"""How a request begins: planned, admitted or forked, its cached prefix brought up before."""

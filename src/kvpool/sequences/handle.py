@@ -1,0 +1,156 @@
+"""A live sequence as its user sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, TypeAlias
+
+from kvpool.errors import UnknownRequestError
+from kvpool.pools.arrays import Int32Array
+from kvpool.pools.rows import SequenceRows
+from kvpool.prefix.node import Node
+from kvpool.prefix.retention import Retention
+from kvpool.scope import ReuseScope
+from kvpool.sequences.block_table import BlockTable, SwappedBlocks
+from kvpool.stats import HandleStats
+
+Rows: TypeAlias = SequenceRows[Node, "KVCacheHandle"]
+GivenHandle: TypeAlias = "KVCacheHandle"  # as a caller gave it: `CacheState` refuses what is no live handle of its own
+
+
+class KVCacheHandle:
+    """One live sequence: made by `allocate` or `fork`, used with the manager's verbs, ended by `free`.
+
+    Lengths, in tokens: `num_reserved` have a place, `num_written` of them have their keys and values written, and
+    `num_committed` of these are final: their full blocks can be found by other requests.
+    """
+
+    __slots__ = (
+        "_rows",
+        "_stats",
+        "copied_sessions",
+        "encoder_tokens",
+        "family",
+        "hint",
+        "inflight",
+        "is_lease",
+        "last_logits",
+        "num_cached_blocks",
+        "num_cached_tokens",
+        "num_prompt_tokens",
+        "publishes",
+        "request_id",
+        "retention",
+        "row",
+        "scope",
+        "serial",
+        "session",
+        "swapped",
+        "ttl",
+    )
+
+    def __init__(self, rows: Rows, request_id: Hashable, scope: ReuseScope) -> None:
+        self._rows = rows
+        self.request_id = request_id
+        self.scope = scope
+        self.row = -1
+        self.retention: Retention | None = None
+        self.ttl: float | None = None
+        self.session: str | None = None
+        self.copied_sessions: tuple[str, ...] = ()  # those that computed private blocks of it, or their beginnings
+        self.publishes = True
+        self.hint = 0  # `ReuseHint.code` of what was said about its continuation
+        self.is_lease = False  # it holds blocks for somebody else and is no request
+        self.encoder_tokens = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0  # that need not be computed
+        self.num_cached_blocks = 0  # whole blocks that were found, also one whose last token is computed again
+        rows.serial += 1
+        self.serial = rows.serial  # a number that no other sequence has had
+        self.last_logits: Any = None
+        self.family: set[int] | None = None  # rows that may share private blocks with this one
+        self.inflight: Any = None
+        self.swapped: SwappedBlocks | None = None
+        self._stats: HandleStats | None = None
+
+    @property
+    def stats(self) -> HandleStats:
+        """What this request cost and what it got from the cache."""
+        if self._stats is None:
+            self._stats = HandleStats(self.num_prompt_tokens, self.num_cached_tokens)
+        return self._stats
+
+    @property
+    def is_live(self) -> bool:
+        return self.row >= 0
+
+    @property
+    def is_swapped(self) -> bool:
+        """Its blocks are on the host; `swap_in` brings them back."""
+        return self.swapped is not None
+
+    @property
+    def sessions(self) -> tuple[str, ...]:
+        """Every session of which something is in its private blocks, its own first."""
+        return self.copied_sessions if self.session is None else (self.session, *self.copied_sessions)
+
+    def _live_row(self) -> int:
+        if self.row < 0:
+            raise UnknownRequestError(f"request {self.request_id!r} was freed; its handle cannot be used any more")
+        return self.row
+
+    @property
+    def num_reserved(self) -> int:
+        return int(self._rows.reserved[self._live_row()])
+
+    @property
+    def num_written(self) -> int:
+        return int(self._rows.written[self._live_row()])
+
+    @property
+    def num_committed(self) -> int:
+        return int(self._rows.committed[self._live_row()])
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks per layer group that the sequence spans, dropped ones included."""
+        return int(self._rows.num_blocks[self._live_row()])
+
+    @property
+    def token_ids(self) -> Int32Array:
+        """The token ids known so far (a copy)."""
+        with self._rows.lock:
+            return self._rows.symbols.decode(self._rows.token_ids(self._live_row()).copy())
+
+    def block_ids(self, group: int = 0) -> Int32Array:
+        """The sequence's row of the block table: a read-only view, −1 where a block left its window.
+
+        Views are for immediate use: the next operation on the manager may change them.
+        """
+        rows = self._rows
+        if type(group) is not int or group:  # 0 always exists
+            group = rows.group(group).index
+        row = self.row if self.row >= 0 else self._live_row()
+        view = rows.visible_blocks(group, row)
+        view.setflags(write=False)
+        return view
+
+    def block_table(self, group: int = 0) -> BlockTable:
+        """The block table as plain Python values."""
+        return BlockTable(self.block_ids(group).tolist())
+
+    def __repr__(self) -> str:
+        if self.row < 0:
+            return f"<KVCacheHandle {self.request_id!r} freed>"
+        state = " swapped" if self.swapped is not None else ""
+        return (
+            f"<KVCacheHandle {self.request_id!r} reserved={self.num_reserved} written={self.num_written} "
+            f"committed={self.num_committed} blocks={self.num_blocks}{state}>"
+        )
+
+
+def note_sessions(handle: KVCacheHandle, sessions: tuple[str, ...]) -> None:
+    """A sequence gets copies of what these sessions computed: when one of them is invalidated, it is concerned."""
+    new = [name for name in sessions if name != handle.session and name not in handle.copied_sessions]
+    if new:
+        handle.copied_sessions = (*handle.copied_sessions, *new)

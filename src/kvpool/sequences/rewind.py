@@ -1,0 +1,126 @@
+"""Tokens taken back: rejected drafts, and final tokens when a sequence goes another way.
+
+What was published stays in the tree; the sequence only moves its tip up. A block that is cut in two is copied, because the
+tree keeps the old one.
+"""
+
+from __future__ import annotations
+
+from kvpool.config.layers import ceil_div
+from kvpool.errors import OutOfBlocksError
+from kvpool.pools.copies import CopyKind, CopyOp
+from kvpool.pools.pool import GPU
+from kvpool.prefix.node import Node
+from kvpool.sequences.handle import KVCacheHandle, note_sessions
+from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.state import CacheState
+from kvpool.sequences.windows import RowWindows
+
+
+class Rewinding:
+    """`rewind`: checked first, then done."""
+
+    def __init__(self, state: CacheState, in_flight: InFlight, windows: RowWindows) -> None:
+        self.state = state
+        self.rows = state.rows
+        self.cache = state.cache
+        self.context = state.context
+        self.tree = state.cache.tree
+        self.readers = state.cache.readers
+        self.windows = windows
+        self.in_flight = in_flight
+
+    def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
+        """Forgets the last `num_tokens` reserved tokens and gives back the blocks behind them."""
+        rows, size = self.rows, self.state.block_size
+        row = self.state.row_of(handle)
+        length = int(rows.reserved[row]) - num_tokens
+        rows.moves += 1
+        tip = rows.tips[row]
+        assert tip is not None
+        self.context.sync(tip)
+        self._prepare(handle, row, length)
+        if length < tip.end * size:
+            self._leave_published(handle, row, length)
+        self._drop_private(handle, row, ceil_div(length, size))
+        rows.reserved[row] = length
+        rows.present[row] = min(rows.present.item(row), length)
+        rows.following.pop(row, None)
+        rows.written[row] = min(int(rows.written[row]), length)
+        if int(rows.committed[row]) > length:
+            rows.committed[row] = length
+            rows.forget_token_ids(row, length)
+        if handle.family is not None:
+            rows.set_shared(row, True)  # the blocks that it will write now may be older than those it copied
+        if handle.publishes and int(rows.known[row]) > int(rows.committed[row]):
+            self.in_flight.track(row)
+        else:
+            self.in_flight.untrack(handle)
+        self.state.counters.rewinds += 1
+        self.cache.enforce_quota(tip.root)
+
+    def _prepare(self, handle: KVCacheHandle, row: int, length: int) -> None:
+        """Before a rewind: reads again what the windows will cover, and makes room for the block that is cut in two."""
+        rows, size = self.rows, self.state.block_size
+        committed = min(length, rows.committed.item(row))
+        tip = rows.tips[row]
+        assert tip is not None
+        reopened = self.windows.reopen(handle, row, committed)
+        if length % size and length < tip.end * size:
+            try:
+                what = f"rewinding {handle.request_id!r}"
+                self.state.require(list(self.state.per_position), handle.scope.tenant, what)
+            except OutOfBlocksError:
+                self.windows.close_again(row, reopened)
+                raise
+
+    def _leave_published(self, handle: KVCacheHandle, row: int, length: int) -> None:
+        """Moves the tip up to the last full block before `length`; a block cut in two is copied."""
+        rows, size = self.rows, self.state.block_size
+        rows.keep_token_ids(row)
+        blocks, extra = divmod(length, size)
+        if rows.is_open[row]:
+            self.state.publisher.close(row)
+        old = new = rows.tips[row]
+        assert old is not None and new is not None
+        end = old.end
+        while new is not new.root and new.start >= blocks:
+            new = new.parent
+        if extra:
+            self._note_session(handle, old, blocks)
+        if new.end > blocks:
+            new = self.tree.split(new, blocks - new.start)
+        self.readers.hold(new)
+        self.windows.leave(row, old, blocks, end)
+        for group in self.state.growing:
+            table = rows.tables[group.index]
+            if extra:
+                dst = group.take(1)
+                src = table[row, blocks : blocks + 1].copy()
+                self.state.copies.append(CopyOp(CopyKind.COPY_ON_WRITE, group.index, GPU, GPU, src, dst.copy(), extra))
+                self.state.counters.copies_on_write += 1
+                handle.stats.copies_on_write += 1
+                table[row, blocks] = dst[0]
+            table[row, blocks + bool(extra) : end] = -1
+        rows.tips[row] = new
+        self.readers.release(old)
+
+    @staticmethod
+    def _note_session(handle: KVCacheHandle, node: Node, depth: int) -> None:
+        """Remembers who made the block at `depth` on the path to `node`: the beginning of it is about to be copied."""
+        while node.start > depth:
+            node = node.parent
+        note_sessions(handle, node.sessions)
+
+    def _drop_private(self, handle: KVCacheHandle, row: int, num_blocks: int) -> None:
+        """Gives back the blocks from `num_blocks` on, all of them private by now."""
+        rows = self.rows
+        used = int(rows.num_blocks[row])
+        if num_blocks >= used:
+            return
+        for group in self.state.growing:
+            table = rows.tables[group.index]
+            ids = table[row, num_blocks:used]
+            group.give_back(ids[ids >= 0], handle.family is not None)  # -1 where published blocks were left just before
+            table[row, num_blocks:used] = -1
+        rows.num_blocks[row] = num_blocks

@@ -1,0 +1,337 @@
+"""Whole requests move between the GPU and the host: data, table and references together, shared blocks once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvpool.config import Tier
+from kvpool.config.layers import ceil_div
+from kvpool.errors import InvalidArgumentError, SequenceStateError
+from kvpool.pools.arrays import Int32Array
+from kvpool.pools.copies import CopyKind, CopyOp
+from kvpool.pools.groups import Group
+from kvpool.prefix.node import Node, path_ids
+from kvpool.prefix.tree import Match
+from kvpool.sequences.allocate import Lifecycle
+from kvpool.sequences.block_table import SwappedBlocks
+from kvpool.sequences.handle import KVCacheHandle, note_sessions
+from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.release import Ending
+from kvpool.sequences.state import Admission, AllocStatus, CacheState, common_tenant
+
+
+class Swapping:
+    """swap_out and swap_in of any number of requests at once; forks swapped together stay shared.
+
+    A swapped-out request owns host copies of everything it needs. What it published stays in the prefix cache as long as
+    it lasts, and is reused instead of copied back if it is still there at swap-in.
+    """
+
+    def __init__(self, state: CacheState, sequences: Lifecycle, ending: Ending, in_flight: InFlight) -> None:
+        self.state = state
+        self.rows = state.rows
+        self.cache = state.cache
+        self.context = state.context
+        self.tree = state.cache.tree
+        self.readers = state.cache.readers
+        self.sequences = sequences
+        self.ending = ending
+        self.in_flight = in_flight
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def can_swap_out(self, handles: Sequence[KVCacheHandle]) -> Admission:
+        """OK, LATER (the host is full) or NEVER (it could not hold them even if empty)."""
+        _no_repeats(handles)
+        held = self._held([self.state.row_of(handle) for handle in handles])
+        needs = self._needs(held)
+        supply = []
+        status, reason = AllocStatus.OK, "fits"
+        for index, tiers in enumerate(self.state.pools):
+            host = tiers[Tier.HOST]
+            have = host.num_free + self.cache.orders.evictable(host, None)
+            supply.append(have)
+            if needs[index] > host.num_blocks:
+                status = AllocStatus.NEVER
+                reason = f"needs {needs[index]} host blocks of pool {index}, which has {host.num_blocks}"
+            elif needs[index] > have and status is AllocStatus.OK:
+                status = AllocStatus.LATER
+                reason = f"needs {needs[index]} host blocks of pool {index}, {have} are free or evictable"
+        return Admission(status, reason, tuple(needs), tuple(supply))
+
+    def _held(self, row_list: list[int]) -> list[list[Int32Array]]:
+        """Per group and row: the block ids that carry data, -1 elsewhere."""
+        rows, size = self.rows, self.state.block_size
+        held: list[list[Int32Array]] = []
+        for group in self.state.groups:
+            of_group = []
+            for row in row_list:
+                ids = rows.visible_blocks(group.index, row).copy()
+                if group.grows:
+                    ids[ceil_div(int(rows.written[row]), size) :] = -1
+                of_group.append(ids)
+            held.append(of_group)
+        return held
+
+    def _needs(self, held: list[list[Int32Array]]) -> list[int]:
+        needs = [0] * len(self.state.pools)
+        for group, of_group in zip(self.state.groups, held, strict=True):
+            needs[group.pool] += len(_distinct(of_group))
+        return needs
+
+    def swap_out(self, handles: Sequence[KVCacheHandle]) -> int:
+        """Moves requests to the host; returns how many blocks are copied."""
+        state = self.state
+        _no_repeats(handles)
+        row_list = [state.row_of(handle) for handle in handles]
+        held = self._held(row_list)
+        needs = self._needs(held)
+        for index, need in enumerate(needs):
+            host = state.pools[index][Tier.HOST]
+            have = host.num_free + self.cache.orders.evictable(host, None)
+            if need > have:
+                raise state.shortage(host, need, have, f"swapping out {len(handles)} requests")
+        for index, need in enumerate(needs):
+            self.cache.make_room(state.pools[index][Tier.HOST], need, None)
+        swapped = [SwappedBlocks([]) for _ in handles]
+        moved = 0
+        for group, of_group in zip(state.groups, held, strict=True):
+            src = _distinct(of_group)
+            dst, images = self._copy_ids(group, of_group, src, Tier.HOST)
+            moved += len(src)
+            if len(src):
+                state.copies.append(CopyOp(CopyKind.SWAP_OUT, group.index, Tier.GPU, Tier.HOST, src, dst))
+            for blocks, image in zip(swapped, images, strict=True):
+                blocks.ids.append(image)
+        for handle, row, blocks in zip(handles, row_list, swapped, strict=True):
+            self._leave_gpu(handle, row, blocks)
+        for tiers in state.pools:
+            tiers[Tier.HOST].note_peak()
+        state.counters.swaps_out += len(handles)
+        state.counters.swapped_blocks += moved
+        return moved
+
+    def _leave_gpu(self, handle: KVCacheHandle, row: int, blocks: SwappedBlocks) -> None:
+        rows = self.rows
+        rows.keep_token_ids(row)
+        root = self.tree.root_for(handle.scope)
+        self.readers.hold(root)
+        self.in_flight.untrack(handle)
+        node = rows.tips[row]
+        assert node is not None
+        while node is not node.root:  # the host gets copies of the path, and nobody knows it any more
+            note_sessions(handle, node.sessions)
+            node = node.parent
+        self.ending.release_gpu(handle, row)
+        for table in rows.tables:
+            table[row, :] = -1
+        rows.tips[row] = root
+        rows.present[row] = 0
+        rows.following.pop(row, None)
+        rows.set_shared(row, False)
+        rows.epoch += 1
+        rows.moves += 1
+        handle.swapped = blocks
+        handle.stats.swaps += 1
+        self.cache.enforce_quota(root)
+
+    def _copy_ids(
+        self, group: Group, of_group: list[Int32Array], src: Int32Array, tier: Tier
+    ) -> tuple[Int32Array, list[Int32Array]]:
+        """New blocks on `tier` for the distinct ids `src`, and each row's ids translated to them."""
+        pool = group.on(tier)
+        dst = pool.take(len(src))
+        images = []
+        for ids in of_group:
+            image = np.full(len(ids), -1, np.int32)
+            present = ids >= 0
+            image[present] = dst[np.searchsorted(src, ids[present])]
+            images.append(image)
+        holders = np.concatenate([i[i >= 0] for i in images]) if images else dst
+        np.add.at(pool.refs, holders, 1)
+        if tier == Tier.GPU:
+            group.settle(dst)
+        return dst, images
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def can_swap_in(self, handles: Sequence[KVCacheHandle]) -> Admission:
+        """OK, LATER or NEVER, with the watermark kept free."""
+        _no_repeats(handles)
+        matches = self._residents(handles)
+        needs = self._gpu_needs(handles, matches)
+        supply = self._gpu_supply(handles, matches)
+        for index, pool in enumerate(self.state.gpu_pools):
+            mark = self.state.watermark(index)
+            if needs[index] > pool.num_blocks - mark:
+                reason = (
+                    f"needs {needs[index]} blocks of pool {index}, which has {pool.num_blocks} ({mark} as watermark)"
+                )
+                return Admission(AllocStatus.NEVER, reason, tuple(needs), tuple(supply))
+            if needs[index] and needs[index] > supply[index] - mark:
+                reason = f"needs {needs[index]} blocks of pool {index}, {supply[index]} are free or evictable"
+                return Admission(AllocStatus.LATER, reason, tuple(needs), tuple(supply))
+        return Admission(AllocStatus.OK, "fits", tuple(needs), tuple(supply))
+
+    def _swapped_row(self, handle: KVCacheHandle) -> int:
+        row = self.state.any_row_of(handle)
+        if handle.swapped is None:
+            raise SequenceStateError(f"request {handle.request_id!r} is not swapped out")
+        return row
+
+    def _residents(self, handles: Sequence[KVCacheHandle]) -> list[Match]:
+        """What each request takes from the prefix cache: equally much for all that share host blocks behind it.
+
+        They come back sharing private blocks, as forks do, and forks that share private blocks have the same tip.
+        """
+        matches = [self._resident(handle, self._swapped_row(handle)) for handle in handles]
+        if self.context.windowed:
+            return matches
+        group = self.context.full[0]
+        least = np.empty(group.on(Tier.HOST).num_blocks, np.int64)
+        while True:
+            counts = [match.num_blocks for match in matches]
+            wanted = [ids[ids >= 0] for ids in self._missing(handles, counts)[0][group.index]]
+            least[:] = max(counts, default=0)
+            for blocks, count in zip(wanted, counts, strict=True):
+                least[blocks] = np.minimum(least[blocks], count)
+            common = [int(least[b].min(initial=count)) for b, count in zip(wanted, counts, strict=True)]
+            if common == counts:
+                return matches
+            matches = [self._resident(h, h.row, count) for h, count in zip(handles, common, strict=True)]
+
+    def _resident(self, handle: KVCacheHandle, row: int, limit: int | None = None) -> Match:
+        """Full blocks of a swapped request, at most `limit`, that the GPU still has in the prefix cache."""
+        rows, size = self.rows, self.state.block_size
+        if not handle.publishes or self.context.windowed:
+            return Match(None, [], 0)
+        final = min(int(rows.committed[row]), int(rows.known[row])) // size * size
+        if limit is not None:
+            final = min(final, limit * size)
+        return self.tree.match(handle.scope, rows.token_ids(row)[:final], partial=False, only_tier=Tier.GPU)
+
+    def _missing(
+        self, handles: Sequence[KVCacheHandle], num_resident: list[int]
+    ) -> tuple[list[list[Int32Array]], list[int]]:
+        """Host ids to bring back per group and row (-1: not needed), and columns per row that were never written."""
+        wanted: list[list[Int32Array]] = []
+        for group in self.state.groups:
+            of_group = []
+            for handle, resident in zip(handles, num_resident, strict=True):
+                assert handle.swapped is not None
+                ids = handle.swapped.ids[group.index].copy()
+                if group.grows:
+                    ids[:resident] = -1
+                of_group.append(ids)
+            wanted.append(of_group)
+        size = self.state.block_size
+        fresh = [int(self.rows.num_blocks[h.row]) - ceil_div(int(self.rows.written[h.row]), size) for h in handles]
+        return wanted, fresh
+
+    def _gpu_needs(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> list[int]:
+        wanted, fresh = self._missing(handles, [m.num_blocks for m in matches])
+        needs = self._needs(wanted)
+        for index, per_position in enumerate(self.state.per_position):
+            needs[index] += sum(fresh) * per_position
+        return needs
+
+    def _gpu_supply(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> list[int]:
+        supply = self.state.supply(common_tenant(handles))
+        used: dict[Node, int] = {}
+        for match in matches:
+            for node in match.path:
+                if not node.active and not node.pins:
+                    used[node] = max(used.get(node, 0), min(node.end, match.num_blocks) - node.start)
+        for pool, per_position in self.context.full_per_pool:
+            supply[pool] -= sum(used.values()) * per_position
+        return supply
+
+    def swap_in(self, handles: Sequence[KVCacheHandle]) -> int:
+        """Brings requests back; returns how many blocks are copied."""
+        state = self.state
+        _no_repeats(handles)
+        row_list = [self._swapped_row(handle) for handle in handles]
+        matches = self._residents(handles)
+        needs, supply = self._gpu_needs(handles, matches), self._gpu_supply(handles, matches)
+        state.refuse_shortage(needs, supply, f"swapping in {len(handles)} requests")
+        for handle, row, match in zip(handles, row_list, matches, strict=True):
+            self._hold_resident(handle, row, match.num_blocks)
+        for pool, need in zip(state.gpu_pools, needs, strict=True):
+            self.cache.make_room(pool, need, common_tenant(handles))
+        wanted, fresh = self._missing(handles, [m.num_blocks for m in matches])
+        moved = 0
+        for group, of_group in zip(state.groups, wanted, strict=True):
+            src = _distinct(of_group)
+            dst, images = self._copy_ids(group, of_group, src, Tier.GPU)
+            moved += len(src)
+            if len(src):
+                state.copies.append(CopyOp(CopyKind.SWAP_IN, group.index, Tier.HOST, Tier.GPU, src, dst))
+            for row, image, num_fresh in zip(row_list, images, fresh, strict=True):
+                self._restore_table(group, row, image, num_fresh)
+        self._join_families(handles, wanted)
+        for handle, row in zip(handles, row_list, strict=True):
+            self._return_to_gpu(handle, row)
+        state.counters.swaps_in += len(handles)
+        state.counters.swapped_blocks += moved
+        return moved
+
+    def _hold_resident(self, handle: KVCacheHandle, row: int, num_blocks: int) -> None:
+        """Replaces the hold on the root by one on what is still cached, and shows it in the tables."""
+        root = self.rows.tips[row]
+        assert root is not None
+        match = self._resident(handle, row, num_blocks)  # again: the tree was cut for those before it
+        tip = self.sequences.enter(match, handle.scope)
+        self.rows.tips[row] = tip
+        self.readers.release(root)
+        for group in self.context.full:
+            ids = path_ids(tip.path(), match.num_blocks, group.index)
+            self.rows.tables[group.index][row, : match.num_blocks] = ids
+
+    def _restore_table(self, group: Group, row: int, image: Int32Array, num_fresh: int) -> None:
+        table = self.rows.tables[group.index]
+        back = image >= 0
+        table[row, : len(image)][back] = image[back]
+        if group.grows and num_fresh:
+            used = int(self.rows.num_blocks[row])
+            table[row, used - num_fresh : used] = group.take(num_fresh)
+
+    def _join_families(self, handles: Sequence[KVCacheHandle], wanted: list[list[Int32Array]]) -> None:
+        """Requests that went to the host with a common prefix come back sharing its blocks, as forks do."""
+        for of_group in wanted:
+            if not of_group:
+                continue
+            ids = np.concatenate(of_group)
+            owners = np.repeat(np.arange(len(handles)), [len(part) for part in of_group])
+            order = np.argsort(ids, kind="stable")
+            ids, owners = ids[order], owners[order]
+            shared = (ids[1:] == ids[:-1]) & (ids[1:] >= 0)
+            for left, right in set(zip(owners[:-1][shared].tolist(), owners[1:][shared].tolist(), strict=True)):
+                one, other = handles[left], handles[right]
+                family = (one.family or {one.row}) | (other.family or {other.row})
+                for row in family:
+                    member = self.rows.handles[row]
+                    assert member is not None
+                    member.family = family
+
+    def _return_to_gpu(self, handle: KVCacheHandle, row: int) -> None:
+        self.ending.release_host(handle)
+        self.rows.epoch += 1
+        self.rows.moves += 1
+        if handle.family is not None:
+            self.rows.set_shared(row, True)
+        self.state.publisher.publish(row)
+        if handle.publishes:
+            self.in_flight.track(row)
+
+
+def _distinct(of_group: list[Int32Array]) -> Int32Array:
+    """The different block ids among several rows, ascending, without -1."""
+    ids = np.unique(np.concatenate(of_group)) if of_group else np.empty(0, np.int32)
+    return ids[ids >= 0]
+
+
+def _no_repeats(handles: Sequence[KVCacheHandle]) -> None:
+    if len({id(handle) for handle in handles}) != len(handles):
+        raise InvalidArgumentError("the same request stands twice in the list to swap")
