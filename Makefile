@@ -161,7 +161,7 @@ $(RAY_VENV)/.stamp:
 	@$(PYTHON) -m venv $(RAY_VENV) && $(RAY_VENV)/bin/pip install $(PIP_FLAGS) 'ray[serve]==2.60.0' || $(PIP_FAILED)
 	@touch $@
 
-ray: $(VENV)/.stamp-dev $(RAY_VENV)/.stamp ## Ray Serve in an environment of its own that sees .venv, too (80 MB)
+ray: $(VENV)/.stamp-dev $(RAY_VENV)/.stamp ## Ray Serve in an environment of its own that sees .venv, too (490 MB)
 	@echo "import site; site.addsitedir('$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > \
 		$$($(RAY_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-kvpool.pth
 	@$(RAY_VENV)/bin/python -c "import kvpool, torch, ray.serve"

@@ -128,6 +128,27 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         gc.enable()
 
 
+def _files() -> set[Path]:
+    """Everything in the working tree that is not hidden and not made by building or importing."""
+    found = set()
+    for folder, folders, names in os.walk(REPO_ROOT):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in _MADE]
+        found.update(Path(folder, name) for name in names if not name.endswith(".pyc"))
+    return found
+
+
+_MADE = {"__pycache__", "build", "dist", "site", "htmlcov", "results", "node_modules"}
+_files_before = frozenset[Path]() if _IS_WORKER else frozenset(_files())
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """The run fails if the working tree has files afterwards that it had not before: tests write to `tmp_path`."""
+    if not _IS_WORKER and (left := sorted(_files() - _files_before)):
+        names = ", ".join(str(path.relative_to(REPO_ROOT)) for path in left)
+        print(f"\nthe tests left files in the working tree: {names}", file=sys.stderr)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and (reason := _missing_gpu_reason()):
         pytest.skip(reason)

@@ -28,7 +28,7 @@ httpx = pytest.importorskip("httpx")
 sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("cluster", "engine", "server", "tiers")]
 from servers import RedisCluster, server_program  # noqa: E402
 
-from traffic import PATIENCE, Traffic, free_ports, post, until  # noqa: E402
+from traffic import PATIENCE, Traffic, closed_on_error, free_ports, post, until  # noqa: E402
 
 HEAD, OTHER = 1, 2  # replicas on each machine
 TELLS = {  # how soon Ray notices that a machine is gone
@@ -49,7 +49,8 @@ class Machine:
         self.process = subprocess.Popen(
             command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
-        until(lambda: self.raylet() is not None, "the raylet runs")
+        with closed_on_error(self):
+            until(lambda: self.raylet() is not None, "the raylet runs")
 
     def raylet(self) -> int | None:
         """Its process, which the command started."""
@@ -92,7 +93,8 @@ class Application:
         )  # fmt: skip
         assert self.process.stderr is not None
         lines = iter(self.process.stderr.readline, "")
-        self.url = next(found[1] for line in lines if (found := re.search(r" at (http://127.0.0.1:\d+)/v1", line)))
+        with closed_on_error(self):
+            self.url = next(found[1] for line in lines if (found := re.search(r" at (http://127.0.0.1:\d+)/v1", line)))
 
     def stats(self) -> Any:
         return httpx.get(f"{self.url}/route/stats", timeout=PATIENCE, trust_env=False).json()
@@ -119,12 +121,14 @@ class Cluster:
         tiny_model("llama").save_pretrained(folder)
         self.folder = folder
         self.redis = RedisCluster(folder / "redis")
-        self.redis.start()
         port = free_ports(1)[0]
         head = ["--head", f"--port={port}", "--include-dashboard=false", '--resources={"head": 1}']
-        self.machines = [Machine(*head, num_cpus=HEAD)]
         self.address = f"{ray.util.get_node_ip_address()}:{port}"
-        self.add_machine()
+        self.machines: list[Machine] = []
+        with closed_on_error(self):
+            self.redis.start()
+            self.machines.append(Machine(*head, num_cpus=HEAD))
+            self.add_machine()
 
     def add_machine(self) -> None:
         self.machines.append(Machine(f"--address={self.address}", num_cpus=OTHER))
@@ -149,7 +153,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def application(cluster: Cluster) -> Iterator[Application]:
     made = cluster.serve(remote=True)
-    until(lambda: len(made.nodes()) == HEAD + OTHER, "all replicas are known")
+    with closed_on_error(made):
+        until(lambda: len(made.nodes()) == HEAD + OTHER, "all replicas are known")
     yield made
     made.close()
 

@@ -24,7 +24,7 @@ pytest.importorskip("ray.serve", reason="pip install 'kvpool[ray]'")
 httpx = pytest.importorskip("httpx")
 sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("cluster", "engine", "server")]
 from kvpool.errors import ConfigError  # noqa: E402
-from traffic import PATIENCE, post, until  # noqa: E402
+from traffic import PATIENCE, closed_on_error, post, until  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -46,8 +46,9 @@ class OnRay:
         )  # fmt: skip
         assert self.process.stderr is not None
         lines = iter(self.process.stderr.readline, "")
-        self.url = next(found[1] for line in lines if (found := re.search(r" at (http://127.0.0.1:\d+)/v1", line)))
-        until(lambda: len(self.nodes()) == 2, "both replicas are known")
+        with closed_on_error(self):
+            self.url = next(found[1] for line in lines if (found := re.search(r" at (http://127.0.0.1:\d+)/v1", line)))
+            until(lambda: len(self.nodes()) == 2, "both replicas are known")
 
     def stats(self) -> Any:
         return httpx.get(f"{self.url}/route/stats", timeout=PATIENCE, trust_env=False).json()
@@ -57,7 +58,9 @@ class OnRay:
 
     def chat(self, text: str, **options: Any) -> Any:
         body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 8, "temperature": 0}
-        return httpx.post(f"{self.url}/v1/chat/completions", json={**body, **options}, timeout=PATIENCE, trust_env=False)
+        return httpx.post(
+            f"{self.url}/v1/chat/completions", json={**body, **options}, timeout=PATIENCE, trust_env=False
+        )
 
     def close(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -85,7 +88,9 @@ def words(start: int, count: int = 60) -> str:
     return " ".join(f"w{start + at % 40}" for at in range(count))
 
 
-def test_given_two_replicas_when_a_conversation_goes_on_then_its_streams_come_from_where_it_is_cached(on_ray: OnRay) -> None:
+def test_given_two_replicas_when_a_conversation_goes_on_then_its_streams_come_from_where_it_is_cached(
+    on_ray: OnRay,
+) -> None:
     nodes = set()
     for start in (1, 41, 81):
         first = on_ray.chat(words(start))
@@ -177,8 +182,17 @@ def test_given_a_replica_that_dies_then_requests_go_elsewhere_streams_say_so_and
     until(lambda: on_ray.stats()["index"]["num_blocks"] >= 4, "events come")
     pid = on_ray.nodes()[node]["pid"]
     with ThreadPoolExecutor(4) as threads:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 300, "ignore_eos": True, "stream": True, "session_id": "s"}
-        with httpx.stream("POST", f"{on_ray.url}/v1/completions", json=body, timeout=PATIENCE, trust_env=False) as stream:
+        body = {
+            "model": "tiny",
+            "prompt": prompt,
+            "max_tokens": 300,
+            "ignore_eos": True,
+            "stream": True,
+            "session_id": "s",
+        }
+        with httpx.stream(
+            "POST", f"{on_ray.url}/v1/completions", json=body, timeout=PATIENCE, trust_env=False
+        ) as stream:
             lines = stream.iter_lines()
             next(lines)
             os.kill(pid, signal.SIGSTOP)

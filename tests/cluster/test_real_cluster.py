@@ -23,7 +23,7 @@ pytestmark = [
 ]
 httpx = pytest.importorskip("httpx")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
-from traffic import PATIENCE, Traffic, answers, free_ports, post, until  # noqa: E402
+from traffic import PATIENCE, Traffic, answers, closed_on_error, free_ports, post, until  # noqa: E402
 
 SERVERS = 3
 
@@ -36,15 +36,18 @@ class RealCluster:
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports[:SERVERS]]
         self.proxy_url = f"http://127.0.0.1:{self.ports[-1]}"
         events = [f"tcp://127.0.0.1:{port}" for port in self.ports[SERVERS : 2 * SERVERS]]
-        self.processes = [
-            self.start("serve", "--model", model, "--name", "tiny", "--memory", "16MiB", f"--port={port}", "--publish", where)
-            for port, where in zip(self.ports, events, strict=False)
-        ]
+        serve = ("serve", "--model", model, "--name", "tiny", "--memory", "16MiB")
         backends = [f"--backend={url}={where}" for url, where in zip(self.urls, events, strict=True)]
-        self.proxy = self.start("route", *backends, "--port", str(self.ports[-1]), "--health-seconds", "0.2")
-        for url in self.urls:
-            until(lambda url=url: answers(f"{url}/ready"), f"{url} answers")
-        until(lambda: all(node["is_ready"] for node in self.stats()["nodes"].values()), "all are ready")
+        self.processes: list[subprocess.Popen[bytes]] = []
+        with closed_on_error(self):
+            for port, where in zip(self.ports, events, strict=False):
+                self.processes.append(self.start(*serve, f"--port={port}", "--publish", where))
+            self.processes.append(
+                self.start("route", *backends, "--port", str(self.ports[-1]), "--health-seconds", "0.2")
+            )
+            for url in self.urls:
+                until(lambda url=url: answers(f"{url}/ready"), f"{url} answers")
+            until(lambda: all(node["is_ready"] for node in self.stats()["nodes"].values()), "all are ready")
 
     @staticmethod
     def start(*arguments: str) -> subprocess.Popen[bytes]:
@@ -58,7 +61,7 @@ class RealCluster:
             return {"nodes": {"not yet": {"is_ready": False}}}
 
     def close(self) -> None:
-        for process in (*self.processes, self.proxy):
+        for process in self.processes:
             process.kill()
             process.wait()
 
@@ -99,7 +102,9 @@ def test_given_traffic_when_a_server_is_killed_then_no_answer_is_wrong_none_hang
     for _ in range(3):
         traffic.turn(ask)
     with ThreadPoolExecutor(2) as threads:
-        streams = [threads.submit(post, cluster.proxy_url, talk, stream=True, max_tokens=100) for talk in traffic.talks[:6]]
+        streams = [
+            threads.submit(post, cluster.proxy_url, talk, stream=True, max_tokens=100) for talk in traffic.talks[:6]
+        ]
         turning = threads.submit(traffic.turn, ask)
         cluster.processes[0].send_signal(signal.SIGKILL)
         turning.result(PATIENCE)

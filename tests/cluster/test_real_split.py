@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -50,30 +51,27 @@ class RealSplit:
         from servers import RedisServer
         from test_real_cluster import RealCluster, answers, free_ports
 
+        from traffic import closed_on_error
+
         tiny_model("llama", max_position_embeddings=4096).save_pretrained(folder / "model")
         word_tokenizer().save_pretrained(folder / "model")
         self.redis = RedisServer(folder / "redis")
-        self.redis.start()
         ports = free_ports(4)
         self.prefill_url, self.decode_url, self.alone_url, self.url = (f"http://127.0.0.1:{port}" for port in ports)
         serve = ("serve", "--model", str(folder / "model"), "--name", "tiny", "--memory", "64MiB")
         self.serve = [(*serve, f"--port={ports[0]}", "--remote", self.redis.url)]
         self.start = RealCluster.start
         roles = ("--prefill", self.prefill_url, "--decode", self.decode_url, "--health-seconds", "0.2")
-        self.processes = [
-            self.start(*self.serve[0]),
-            self.start(*serve, f"--port={ports[1]}", "--remote", self.redis.url),
-            self.start(*serve, f"--port={ports[2]}"),
-            self.start("route", *roles, f"--port={ports[3]}"),
-        ]
-        try:
+        others = [(*serve, f"--port={ports[1]}", "--remote", self.redis.url), (*serve, f"--port={ports[2]}")]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        with closed_on_error(self):
+            self.redis.start()
+            for command in (*self.serve, *others, ("route", *roles, f"--port={ports[3]}")):
+                self.processes.append(self.start(*command))
             for url in (self.prefill_url, self.decode_url, self.alone_url):
                 until(lambda url=url: answers(f"{url}/ready"), f"{url} answers")
             until(lambda: answers(f"{self.url}/route/stats"), "the proxy answers")
             until(self.all_ready, "all are ready")
-        except BaseException:
-            self.close()
-            raise
 
     def all_ready(self) -> bool:
         stats = self.stats()
@@ -134,7 +132,9 @@ def test_given_long_prompts_then_the_decode_server_computes_less_than_a_block_of
     assert_right(split, asked, answers)
 
 
-def test_given_a_prefill_server_that_is_killed_in_the_middle_of_prompts_then_every_answer_is_right(split: RealSplit) -> None:
+def test_given_a_prefill_server_that_is_killed_in_the_middle_of_prompts_then_every_answer_is_right(
+    split: RealSplit,
+) -> None:
     asked = prompts(2, 6, 3000)
     with ThreadPoolExecutor(3) as threads:
         waiting = [threads.submit(post, split.url, prompt) for prompt in asked]

@@ -145,7 +145,15 @@ def test_given_events_when_written_then_they_have_the_names_and_order_of_the_fie
 def test_given_events_of_an_older_form_or_with_whole_digests_when_read_then_they_mean_the_same() -> None:
     digest = bytes(range(32))
     payload = msgspec.msgpack.encode(
-        [7, [["BlockStored", [digest], None, [1, 2], 2, None], ["BlockRemoved", [-1]], ["AllBlocksCleared"], {"type": "New"}]]
+        [
+            7,
+            [
+                ["BlockStored", [digest], None, [1, 2], 2, None],
+                ["BlockRemoved", [-1]],
+                ["AllBlocksCleared"],
+                {"type": "New"},
+            ],
+        ]
     )
     batch = decode_batch(payload)
     assert batch.rank is None
@@ -221,8 +229,12 @@ def test_given_traffic_over_tiers_when_translated_then_a_reader_holds_what_the_m
         assert late.present == contents.present
         for start in range(0, 24, 2):
             found = manager.match_prefix(list(range(start, start + 40))).tokens_by_tier
-            hashes = map(wire_hash, chain_digests(root_digest(ReuseScope()), np.arange(start, start + 40, dtype=np.int32), 4))
-            media = [next((m for m in ("GPU", "CPU", "STORAGE") if h in contents.held.get((0, m), {})), None) for h in hashes]
+            hashes = map(
+                wire_hash, chain_digests(root_digest(ReuseScope()), np.arange(start, start + 40, dtype=np.int32), 4)
+            )
+            media = [
+                next((m for m in ("GPU", "CPU", "STORAGE") if h in contents.held.get((0, m), {})), None) for h in hashes
+            ]
             prefix = media[: media.index(None)] if None in media else media[:-1]  # the last token is always computed
             assert {t: 4 * prefix.count(m) for t, m in zip(Tier, ("GPU", "CPU", "STORAGE"), strict=False)} == {
                 t: found.get(t, 0) for t in (Tier.GPU, Tier.HOST, Tier.DISK)
@@ -238,7 +250,9 @@ def test_given_tenants_adapters_and_images_when_announced_then_they_differ_and_n
         managers.cached(manager, 8, first=0, scope=ReuseScope(adapter="sql"))
         managers.cached(manager, 8, first=0, scope=ReuseScope(tenant="secret"))
         managers.cached(manager, 8, first=0, multimodal=[MultimodalItem(5, 2, "image")])
-        plain, adapted, isolated, image = WireTranslator(group_names(manager.config)).translate(subscription.poll().events)
+        plain, adapted, isolated, image = WireTranslator(group_names(manager.config)).translate(
+            subscription.poll().events
+        )
     assert isinstance(plain, BlockStored)
     assert plain.extra_keys is None
     assert (adapted.lora_name, adapted.extra_keys) == ("sql", None)
@@ -304,7 +318,9 @@ def test_given_a_very_long_run_when_sent_then_no_message_is_longer_than_the_limi
     stored = [e for message in messages for e in message if isinstance(e, BlockStored)]
     assert [e.parent for e in stored] == [None, 4095, 8191]
     assert [token for e in stored for token in e.tokens] == list(event.tokens)
-    assert [h for message in messages for e in message if isinstance(e, BlockRemoved) for h in e.hashes] == list(range(5000))
+    assert [h for message in messages for e in message if isinstance(e, BlockRemoved) for h in e.hashes] == list(
+        range(5000)
+    )
     assert list(in_messages([])) == [[]]
 
 
@@ -319,11 +335,15 @@ def test_given_a_very_long_run_when_sent_then_no_message_is_longer_than_the_limi
         ("tcp://127.0.0.1:0", {"rank": -1}, "rank"),
     ],
 )
-def test_given_a_wrong_setting_when_a_publisher_is_made_then_it_is_refused(endpoint: str, options: Any, message: str) -> None:
+def test_given_a_wrong_setting_when_a_publisher_is_made_then_it_is_refused_and_leaves_nothing(
+    endpoint: str, options: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # for the socket of ipc://
     manager = managers.make_manager()
     with pytest.raises(ConfigError, match=message):
         EventPublisher(manager, endpoint, **options)
     assert not manager.events.listening
+    assert not list(tmp_path.iterdir())
 
 
 def test_given_a_publisher_when_closed_then_its_ports_are_free_and_nothing_is_computed_for_it(stack: list[Any]) -> None:

@@ -5,14 +5,31 @@ from __future__ import annotations
 import random
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import httpx
 
 BLOCK = 16
 PATIENCE = 180
+
+
+class Closable(Protocol):
+    """Something that has processes and can end them, however many of them it has so far."""
+
+    def close(self) -> None: ...
+
+
+@contextmanager
+def closed_on_error(made: Closable) -> Iterator[None]:
+    """Around what starts processes in a constructor: if it fails, those that run already are ended."""
+    try:
+        yield
+    except BaseException:
+        made.close()
+        raise
 
 
 def free_ports(count: int) -> list[int]:

@@ -17,6 +17,7 @@ from servers import GARBAGE, FakeServer, RedisCluster, RedisServer, eventually, 
 
 from kvpool.testing import key, load, store, value
 from kvpool.tiers import KeyPattern, Outcome, Purged
+from kvpool.tiers.remote.glide import RedisNode
 from kvpool.tiers.remote.redis import RedisTier
 from kvpool.tiers.remote.slot_map import slot_of
 
@@ -53,7 +54,9 @@ def found(tier: RedisTier, number: int) -> bool:
     return load(tier, [number]) == ([Outcome.OK], [value(number)])
 
 
-def test_given_a_killed_server_then_one_deadline_is_lost_and_a_restarted_one_is_found_again(server: RedisServer) -> None:
+def test_given_a_killed_server_then_one_deadline_is_lost_and_a_restarted_one_is_found_again(
+    server: RedisServer,
+) -> None:
     with opened(server.url) as tier:
         eventually(lambda: is_up(tier), "the tier is up")
         assert store(tier, [1]) == [Outcome.OK]
@@ -69,6 +72,29 @@ def test_given_a_killed_server_then_one_deadline_is_lost_and_a_restarted_one_is_
         assert load(tier, [1])[0] == [Outcome.MISS]
         assert store(tier, [1]) == [Outcome.OK]
         assert found(tier, 1)
+
+
+def test_given_a_killed_server_then_probes_print_nothing_however_long_it_is_away(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[object] = []
+    probe = RedisTier._probe
+
+    def counted(tier: RedisTier, node: RedisNode) -> None:
+        try:
+            probe(tier, node)
+        finally:
+            ended.append(node)
+
+    with opened(server.url) as tier:
+        eventually(lambda: is_up(tier), "the tier is up")
+        server.kill()
+        eventually(lambda: not is_up(tier), "its death is noticed")
+        capfd.readouterr()
+        monkeypatch.setattr(RedisTier, "_probe", counted)
+        eventually(lambda: not is_up(tier) and len(ended) >= 3, "it was probed three times")
+        assert "Connection refused" in tier.stats().problem
+    assert "Error executing command" not in capfd.readouterr().err
 
 
 def test_given_a_server_that_is_down_at_the_start_then_the_tier_opens_and_finds_it_later(tmp_path: Path) -> None:
@@ -150,7 +176,9 @@ def test_given_a_deadline_shorter_than_the_tiers_then_the_call_ends_at_its_own(s
             server.resume()
 
 
-def test_given_a_full_server_then_values_are_refused_what_is_there_stays_and_room_is_found_again(tmp_path: Path) -> None:
+def test_given_a_full_server_then_values_are_refused_what_is_there_stays_and_room_is_found_again(
+    tmp_path: Path,
+) -> None:
     server = RedisServer(tmp_path, "--maxmemory", "12mb", "--maxmemory-policy", "noeviction")
     with running(server), opened(server.url) as tier:
         size, numbers = 500_000, list(range(40))

@@ -76,6 +76,7 @@ class EventPublisher:
         self._quiet = QuietLog(log)
         self._next_number = self._num_lost = self._num_snapshots = 0
         self._lock = threading.Lock()  # over the translator and the kept messages
+        replay = replay or port_above(endpoint)
         self._zmq = _zmq()
         self._context = self._zmq.Context()
         try:
@@ -83,7 +84,7 @@ class EventPublisher:
             self._out.set(self._zmq.SNDHWM, _SEND_QUEUE)
             self.endpoint = self._bind(self._out, endpoint)
             self._asked = self._context.socket(self._zmq.ROUTER)
-            self.replay_endpoint = self._bind(self._asked, replay or port_above(endpoint))
+            self.replay_endpoint = self._bind(self._asked, replay)
             self._subscription = manager.subscribe()
         except BaseException:
             self._context.destroy(linger=0)

@@ -6,6 +6,7 @@ requests to living nodes wait for one that is paused.
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +42,7 @@ class RedisNode(Node):
 
     def __init__(self, host: str, port: int, options: RedisOptions) -> None:
         super().__init__(f"{host}:{port}", options.connections, Breaker(pause=options.pause, proven=False))
-        self.host = host
+        self.host, self._port = host, port
         self.direct_seconds = options.timeout / 4
         self._glide = import_glide()
         self._clients = [self._client(host, port, options) for _ in range(options.connections)]
@@ -113,12 +114,14 @@ class RedisNode(Node):
 
     def check(self, seconds: float) -> None:
         """Connects every client and waits for an answer to each."""
+        self._reach(seconds)
         with self.connection():
             for client in self._clients:
                 self._answer(client, ["PING"], seconds)
 
     def cluster_slots(self, seconds: float) -> Any:
         """What the node answers to CLUSTER SLOTS."""
+        self._reach(seconds)
         with self.connection() as client:
             return self._answer(client, ["CLUSTER", "SLOTS"], seconds)
 
@@ -130,6 +133,15 @@ class RedisNode(Node):
             idle = not self._num_users
         if idle:
             self._close_clients()
+
+    def _reach(self, seconds: float) -> None:
+        """Connects without the client: it prints a line for each request that fails, and nothing switches that off."""
+        try:
+            socket.create_connection((self.host, self._port), seconds).close()
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise NodeError(error.strerror or str(error)) from None
 
     def _answer(self, client: Any, command: list[str], seconds: float) -> Any:
         answer = self._send(client, [command], seconds)[0]
