@@ -22,7 +22,7 @@ EXPECTED = {
     "data_plane.py": "intact after the journey: True",
     "compat/pyagent.py": "49 tokens: [0, 1, 2, 3] free 96",
     "compat/vllm_v0.py": "copies: {'s0': [(2, 3)], 's1': [(2, 4)], 's2': []}",
-    "compat/ferrum.py": "share: [0, 1, 2, 3] [0, 1, 4] copied 1 block",
+    "compat/ferrum.py": "clone: [0, 1, 2, 3, 4] shared by 2",
     "compat/trtllm.py": "system prompt kept: 64 of 64 tokens",
 }
 NEED_TORCH = [

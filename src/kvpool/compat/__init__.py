@@ -2,18 +2,23 @@
 
 Each class only translates arguments and results; the manager behind it is its `manager` attribute and the bytes are its
 `plane`, and all of them may be used side by side. Where an earlier system was silent about a mistake, these raise the errors
-of `kvpool.errors`. PyAgent's own `KVCacheConfig`, `KVCacheManager`, `KVCacheBlock` and `DType` are in `compat.pyagent`.
+of `kvpool.errors`. PyAgent's own `KVCacheConfig`, `KVCacheManager`, `KVCacheBlock` and `DType` are in `compat.pyagent`,
+all of ferrum's names in `compat.ferrum`.
 """
 
 from kvpool.compat.ferrum import (
+    AllocationRequest,
     CacheGcStats,
+    CacheHandleStats,
     CacheManagerStats,
     FerrumKVCacheManager,
     FoundPrefix,
+    PagedKvCacheConfig,
+    PagedKvCacheHandle,
+    PagedKvCacheManager,
     PrefixCacheStats,
+    Priority,
 )
-from kvpool.compat.ferrum_handle import AllocationRequest, CacheHandleStats, PagedKvCacheHandle, Priority
-from kvpool.compat.ferrum_manager import PagedKvCacheConfig, PagedKvCacheManager
 from kvpool.compat.pyagent import CompatKVCacheManager, PagedKVCache, PyAgentKVCacheManager, create_kv_cache_manager
 from kvpool.compat.pyagent_blocks import DeviceType, KVCacheAllocator, KVCacheBlocks, KVCacheTransfer
 from kvpool.compat.trtllm import KvCacheRetentionConfig, TokenRangeRetentionConfig, TrtLlmKVCacheManager

@@ -1,87 +1,21 @@
-"""ferrum's requests, handles and their statistics."""
+"""ferrum's handles: a live request with its methods, or one by itself that a manager has given no blocks yet."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Generator, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvpool.compat.known_settings import checked_settings
-from kvpool.config import DType, KVCacheConfig, LayerSpec
-from kvpool.config.layers import ceil_div
-from kvpool.errors import InvalidArgumentError
+from kvpool.compat.ferrum_types import BlockTable, device_name
+from kvpool.config import DType, LayerSpec
+from kvpool.config.layers import ceil_div, show
+from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.manager import KVCacheManager
-from kvpool.prefix.retention import Retention, TokenRange
-from kvpool.sequences.block_table import BlockTable
+from kvpool.pools.arrays import as_count
 from kvpool.sequences.handle import KVCacheHandle
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class Priority(IntEnum):
-    """How long what a request computes should stay cached, as a priority of `Retention`."""
-
-    LOW = 10
-    NORMAL = 35
-    HIGH = 70
-    CRITICAL = 100
-
-
-@checked_settings
-@dataclass(frozen=True)
-class AllocationRequest:
-    """What ferrum asks blocks for. Shape, device and type must be the manager's: they are compared, not believed.
-
-    Give `tokens` to reuse the cached beginning of a prompt. `max_sequence_length` bounds `extend`.
-    """
-
-    request_id: Hashable
-    initial_tokens: int
-    max_sequence_length: int | None = None
-    num_layers: int | None = None
-    num_heads: int | None = None
-    head_dim: int | None = None
-    device: str | None = None
-    dtype: DType | str | None = None
-    priority: Priority = Priority.NORMAL
-    tokens: Any = None
-
-    def estimated_memory_bytes(self, block_size: int = 16) -> int:
-        """Bytes of the blocks that the longest such sequence takes; needs the shape of the model."""
-        if self.num_layers is None or self.num_heads is None or self.head_dim is None:
-            raise InvalidArgumentError("an estimate needs num_layers, num_heads and head_dim")
-        layer = LayerSpec(self.num_heads, self.head_dim, DType.parse(self.dtype or DType.FLOAT16))
-        longest = self.initial_tokens if self.max_sequence_length is None else self.max_sequence_length
-        return ceil_div(longest, block_size) * block_size * self.num_layers * layer.bytes_per_token
-
-    def check(self, config: KVCacheConfig, device: str) -> None:
-        """Raises `InvalidArgumentError` where the request describes another model than the cache was made for."""
-        layer = config.layers[0]
-        dtype = None if self.dtype is None else DType.parse(self.dtype)
-        for name, given, there in (
-            ("num_layers", self.num_layers, len(config.layers)),
-            ("num_heads", self.num_heads, layer.kv_heads),
-            ("head_dim", self.head_dim, layer.head_dim),
-            ("dtype", dtype, layer.dtype),
-            ("device", self.device, device),
-        ):
-            if given is not None and given != there:
-                raise InvalidArgumentError(
-                    f"request {self.request_id!r} asks for {name}={given!s}; the cache has {there!s}"
-                )
-        if self.max_sequence_length is not None and self.max_sequence_length < self.initial_tokens:
-            raise InvalidArgumentError(
-                f"request {self.request_id!r} starts with {self.initial_tokens} tokens, more than its "
-                f"max_sequence_length={self.max_sequence_length}"
-            )
-
-    @property
-    def retention(self) -> Retention | None:
-        priority = int(Priority(self.priority))
-        return None if priority == Priority.NORMAL else Retention([TokenRange(0, None, priority)], priority)
 
 
 class CacheHandleStats(NamedTuple):
@@ -95,80 +29,208 @@ class CacheHandleStats(NamedTuple):
 
 
 class HandleOwner(Protocol):
-    """What a handle asks of the manager that made it."""
+    """What a handle asks of the manager that gave it blocks."""
 
     manager: KVCacheManager
-    device: str
 
-    def read(self, handle: KVCacheHandle, layer: int) -> tuple[Tensor, Tensor | None]: ...
+    def read(self, request: Any, layer: int) -> tuple[Tensor, Tensor | None]: ...
     def clone(self, source: PagedKvCacheHandle) -> PagedKvCacheHandle: ...
-    def handle_stats(self, handle: KVCacheHandle) -> CacheHandleStats: ...
+    def count_tokens(self, handle: PagedKvCacheHandle, num_tokens: int) -> None: ...
+    def num_sharing(self, handle: PagedKvCacheHandle) -> int: ...
 
 
 class PagedKvCacheHandle:
-    """A live request with ferrum's methods; `handle` is the same in kvpool's words."""
+    """A request with ferrum's methods. While it is live, `handle` is the same in kvpool's words.
 
-    def __init__(self, manager: HandleOwner, handle: KVCacheHandle, request: AllocationRequest) -> None:
-        self.manager = manager
-        self.handle = handle
-        self.request = request
+    `PagedKvCacheHandle(request_id, device, block_size, num_layers, num_heads, head_dim)` is one by itself, with a table that
+    `add_block` fills in. One without blocks becomes live when a manager first gives it some: `allocate_blocks`, `extend`,
+    `share_prefix_blocks`.
+
+    >>> handle = PagedKvCacheHandle("r", "cpu", 16, 32, 32, 128)
+    >>> handle.add_block(0, 5)
+    >>> handle.get_physical_block(0), handle.num_blocks(), handle.required_blocks(17)
+    (5, 1, 2)
+    """
+
+    def __init__(
+        self, request_id: Hashable, device: Any, block_size: int, num_layers: int, num_heads: int, head_dim: int
+    ) -> None:
+        self.request_id = request_id
         self.last_access = time.monotonic()
+        self._device = device_name(device)
+        self._block_size = as_count(block_size, "block_size", minimum=1)
+        self._num_layers = as_count(num_layers, "num_layers", minimum=1)
+        self._num_heads = as_count(num_heads, "num_heads", minimum=1)
+        self._head_dim = as_count(head_dim, "head_dim", minimum=1)
+        self._table: list[int | None] = []  # of a handle by itself, and its tokens
+        self._num_tokens = 0
+        self._owner: HandleOwner | None = None
+        self._live: KVCacheHandle | None = None
+        self.limit: int | None = None  # the request's max_sequence_length
+        self.uncounted = 0  # places that were written before `extend` or `set_num_tokens` counted them
+
+    def begin(self, owner: HandleOwner, live: KVCacheHandle, limit: int | None = None, uncounted: int = 0) -> None:
+        """A manager has given it blocks."""
+        self._owner, self._live = owner, live
+        self.limit, self.uncounted = limit, uncounted
+
+    def end(self) -> None:
+        """It is by itself again: the manager's request was not to be."""
+        self._owner = self._live = None
 
     @property
-    def request_id(self) -> Hashable:
-        return self.handle.request_id
+    def is_attached(self) -> bool:
+        """Whether a manager has ever given it blocks."""
+        return self._live is not None
 
-    def num_tokens(self) -> int:
-        """Tokens that have a place."""
-        return self.handle.num_reserved
+    @property
+    def handle(self) -> KVCacheHandle:
+        """The manager's handle of the request."""
+        return self._attached()[1]
 
-    def num_blocks(self) -> int:
-        return self.handle.num_blocks
+    def _attached(self) -> tuple[HandleOwner, KVCacheHandle]:
+        if self._owner is None or self._live is None:
+            raise SequenceStateError(
+                f"the handle of request {show(self.request_id)} has no blocks in a manager: allocate(AllocationRequest(...)) "
+                "makes handles that have, and allocate_blocks(handle, n) gives it some"
+            )
+        return self._owner, self._live
+
+    # --- the shape ---------------------------------------------------------------------------------------------------
 
     def num_layers(self) -> int:
-        return len(self.manager.manager.config.layers)
+        return self._num_layers
 
     def num_heads(self) -> int:
         """KV heads of a layer."""
-        return self.manager.manager.config.layers[0].kv_heads
+        return self._num_heads
 
     def head_dim(self) -> int:
-        return self.manager.manager.config.layers[0].head_dim
+        return self._head_dim
 
     def device(self) -> str:
-        return self.manager.device
+        return self._device
 
     def required_blocks(self, num_tokens: int) -> int:
         """Blocks for a number of tokens."""
-        return self.manager.manager.config.blocks_for(num_tokens)[0]
+        return ceil_div(as_count(num_tokens, "num_tokens"), self._block_size)
+
+    # --- tokens and blocks -------------------------------------------------------------------------------------------
+
+    def num_tokens(self) -> int:
+        """Tokens that the caller counted: at the start, by `extend`, or by `set_num_tokens`."""
+        return self._num_tokens if self._live is None else max(0, self._live.num_reserved - self.uncounted)
+
+    def set_num_tokens(self, tokens: int) -> None:
+        """Sets the number of tokens, at most as many as the blocks hold. Nothing is freed or forgotten when it falls."""
+        tokens = as_count(tokens, "tokens")
+        if self._owner is None:
+            self._num_tokens = tokens
+        else:
+            self._owner.count_tokens(self, tokens)
+
+    def num_blocks(self) -> int:
+        return len(self.get_physical_blocks()) if self._live is None else self._live.num_blocks
 
     def block_table(self) -> BlockTable:
-        return self.handle.block_table()
+        """A copy of the table as it stands. All are None while the request is swapped out."""
+        ids = self._table[:] if self._live is None else list(self._live.block_table())
+        return BlockTable(self._block_size, ids, self.num_tokens())
 
     def get_physical_block(self, logical_id: int) -> int | None:
         """The block id behind a logical one; None past the end and while the request is swapped out. 0 is an id."""
-        table = self.block_table()
-        return table[logical_id] if 0 <= logical_id < len(table) else None
+        table, index = self.block_table().logical_to_physical, as_count(logical_id, "logical_id")
+        return table[index] if index < len(table) else None
 
     def get_physical_blocks(self) -> list[int]:
-        return [block for block in self.block_table() if block is not None]
+        return self.block_table().physical_blocks
 
-    def key_cache(self, layer: int) -> Tensor:
-        """The keys of all written tokens of a layer, gathered: [token, head, element]."""
-        return self.manager.read(self.handle, layer)[0]
+    def add_block(self, logical_id: int, physical_id: int) -> None:
+        """Writes an entry into the table of a handle by itself; a live one gets its blocks from the manager."""
+        index, block = as_count(logical_id, "logical_id", maximum=2**31), as_count(physical_id, "physical_id")
+        if self._live is not None:
+            raise InvalidArgumentError(
+                f"request {show(self.request_id)} is live, so its blocks come from the manager: allocate_blocks(handle, n), "
+                f"not add_block({index}, {block})"
+            )
+        self._table += [None] * (index + 1 - len(self._table))
+        self._table[index] = block
 
-    def value_cache(self, layer: int) -> Tensor | None:
-        return self.manager.read(self.handle, layer)[1]
+    def block_table_mut(self) -> None:
+        """Refused: the manager keeps the table."""
+        raise InvalidArgumentError(
+            "block_table() is a copy, because only the manager changes tables: allocate_blocks, extend, share_prefix_blocks "
+            "and deallocate do, and add_block for a handle by itself"
+        )
+
+    # --- references --------------------------------------------------------------------------------------------------
+
+    def ref_count(self) -> int:
+        """Live requests that hold some of its blocks, itself included; 0 when it has ended."""
+        return self._owner.num_sharing(self) if self._owner is not None else 1
+
+    def is_cow(self) -> bool:
+        """Whether another live request holds some of its blocks, so that these are copied before they are written."""
+        return self.ref_count() > 1
+
+    def add_ref(self) -> None:
+        """Refused: every holder is a request."""
+        raise InvalidArgumentError(
+            "references are not counted by hand: clone_handle() makes a second holder of the blocks"
+        )
+
+    def remove_ref(self) -> None:
+        """Refused: every holder is a request."""
+        raise InvalidArgumentError(
+            "references are not counted by hand: deallocate(handle) ends this holder of the blocks"
+        )
 
     def clone_handle(self) -> PagedKvCacheHandle:
         """A request of its own that shares every block; whoever writes into one gets a copy of it first."""
-        return self.manager.clone(self)
+        return self._attached()[0].clone(self)
+
+    # --- what it holds -----------------------------------------------------------------------------------------------
+
+    def key_cache(self, layer: int) -> Tensor:
+        """The keys of all written tokens of a layer, gathered: [token, head, element]."""
+        owner, live = self._attached()
+        return owner.read(live, layer)[0]
+
+    def value_cache(self, layer: int) -> Tensor | None:
+        owner, live = self._attached()
+        return owner.read(live, layer)[1]
 
     def stats(self) -> CacheHandleStats:
-        return self.manager.handle_stats(self.handle)._replace(last_access=self.last_access)
+        """What it holds now. A handle by itself counts as float16."""
+        blocks, tokens, places = self.num_blocks(), self.num_tokens(), self.num_blocks() * self._block_size
+        used = tokens / places if places else 0.0
+        if self._owner is not None:
+            block_bytes = self._owner.manager.config.block_bytes
+        else:
+            layer = LayerSpec(self._num_heads, self._head_dim, DType.FLOAT16)
+            block_bytes = self._block_size * self._num_layers * layer.bytes_per_token
+        return CacheHandleStats(blocks * block_bytes, blocks, tokens, used, self.last_access)
 
     def is_valid(self) -> bool:
-        return self.handle.is_live
+        return self._live is None or self._live.is_live
 
     def cache_id(self) -> str:
         return f"paged-{self.request_id}"
+
+    def as_any(self) -> PagedKvCacheHandle:
+        return self
+
+    def downcast_ref(self, kind: type) -> PagedKvCacheHandle | None:
+        """Itself, if it is of that kind."""
+        if not isinstance(kind, type):
+            raise InvalidArgumentError(f"downcast_ref takes a class, such as PagedKvCacheHandle, got {show(kind)}")
+        return self if isinstance(self, kind) else None
+
+    def __await__(self) -> Generator[None, None, PagedKvCacheHandle]:
+        """ferrum's `allocate`, `extend` and `deallocate` are awaited. They are done when they return."""
+        return self
+        yield
+
+    def __repr__(self) -> str:
+        state = "by itself" if self._live is None else "live" if self._live.is_live else "ended"
+        return f"<PagedKvCacheHandle {show(self.request_id)} {state}>"

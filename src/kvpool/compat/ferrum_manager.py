@@ -8,13 +8,17 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from kvpool.compat.ferrum import FerrumCalls
-from kvpool.compat.ferrum_handle import AllocationRequest, PagedKvCacheHandle
+import numpy as np
+
+from kvpool.compat.ferrum_calls import FerrumCalls
+from kvpool.compat.ferrum_handle import CacheHandleStats, PagedKvCacheHandle
+from kvpool.compat.ferrum_types import AllocationRequest, device_name
 from kvpool.compat.known_settings import checked_settings
 from kvpool.config import DType, KVCacheConfig, LayerSpec
-from kvpool.config.layers import check_bool, check_int, check_number
-from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError
+from kvpool.config.layers import check_bool, check_int, check_number, show
+from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import Int32Array, as_count
 from kvpool.sequences.handle import KVCacheHandle
 
 
@@ -23,8 +27,8 @@ from kvpool.sequences.handle import KVCacheHandle
 class PagedKvCacheConfig:
     """ferrum's configuration, with its defaults. The watermarks are fractions of free blocks.
 
-    Below `low_watermark` pressure is HIGH, below `high_watermark` CRITICAL (MEDIUM comes at three quarters of the way to
-    HIGH). `num_heads` are KV heads; `dtype` is what is stored.
+    While less than `low_watermark` of the blocks are free, pressure is HIGH; while less than `high_watermark`, CRITICAL.
+    Idle cached blocks count as free. `num_heads` are KV heads; `dtype` is what is stored.
     """
 
     block_size: int = 16
@@ -48,26 +52,34 @@ class PagedKvCacheConfig:
         check_int("num_layers", self.num_layers, 1, 2**16)
         low = check_number("low_watermark", self.low_watermark, "a fraction of free blocks")
         high = check_number("high_watermark", self.high_watermark, "a fraction of free blocks")
-        if not 0 <= high < low < 1:
+        if not 0 < high <= low <= 1:
             raise ConfigError(
-                f"watermarks are fractions of free blocks: 0 <= high_watermark={high} < low_watermark={low} < 1"
+                f"watermarks are fractions of free blocks: 0 < high_watermark={high} <= low_watermark={low} <= 1"
             )
 
     @property
     def cache_config(self) -> KVCacheConfig:
         """The same in kvpool's words."""
         layer = LayerSpec(self.num_heads, self.head_dim, DType.parse(self.dtype))
-        high = 1 - self.low_watermark
+        high, critical = self._used_below(self.low_watermark), self._used_below(self.high_watermark)
         return KVCacheConfig(
             [layer] * self.num_layers, self.block_size, gpu_blocks=self.max_gpu_blocks,
             host_blocks=self.max_cpu_blocks if self.enable_swapping else 0, offload_on_evict=False, watermark=0.0,
             enable_prefix_caching=self.enable_prefix_cache, partial_match=self.enable_cow,
-            pressure_levels=(0.75 * high, high, 1 - self.high_watermark),
+            pressure_levels=(high, high, critical),
         )  # fmt: skip
+
+    def _used_below(self, watermark: float) -> float:
+        """The smallest fraction of used blocks at which less than `watermark` of them are free."""
+        blocks = check_int("max_gpu_blocks", self.max_gpu_blocks, 1, 2**31)
+        free = int(watermark * blocks) + 1  # rounding may leave it one off, either way
+        return next((blocks - n) / blocks for n in range(min(free, blocks), -1, -1) if n / blocks < watermark)
 
 
 class PagedKvCacheManager(FerrumCalls):
     """`PagedKvCacheManager(device, config)` with ferrum's `AllocationRequest` and handles.
+
+    What is `async` in ferrum may be awaited here, and need not be: it is done when it returns.
 
     >>> manager = PagedKvCacheManager.with_defaults("cpu", block_size=16, max_blocks=100)
     >>> handle = manager.allocate(AllocationRequest("r", initial_tokens=64, num_layers=32, num_heads=32, head_dim=128))
@@ -75,11 +87,11 @@ class PagedKvCacheManager(FerrumCalls):
     (64, 4)
     """
 
-    def __init__(self, device: str = "cuda", config: PagedKvCacheConfig | None = None) -> None:
+    def __init__(self, device: Any = "cuda", config: PagedKvCacheConfig | None = None) -> None:
         self.config = PagedKvCacheConfig() if config is None else config
         if not isinstance(self.config, PagedKvCacheConfig):
             raise ConfigError(f"PagedKvCacheManager takes a PagedKvCacheConfig, got {type(config).__name__}")
-        self.device = str(device)
+        self.device = device_name(device)
         super().__init__(
             KVCacheManager(self.config.cache_config),
             device=self.device,
@@ -90,102 +102,276 @@ class PagedKvCacheManager(FerrumCalls):
         self._handles: dict[Hashable, PagedKvCacheHandle] = {}
 
     @classmethod
-    def with_defaults(cls, device: str, block_size: int, max_blocks: int) -> PagedKvCacheManager:
+    def with_defaults(cls, device: Any, block_size: int, max_blocks: int) -> PagedKvCacheManager:
         """ferrum's default model with blocks of this size, half as many of them on the host."""
-        return cls(device, PagedKvCacheConfig(block_size, max_gpu_blocks=max_blocks, max_cpu_blocks=max_blocks // 2))
+        half = check_int("max_blocks", max_blocks, 1, 2**31) // 2
+        return cls(device, PagedKvCacheConfig(block_size, max_gpu_blocks=max_blocks, max_cpu_blocks=half))
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return (
+            f"<PagedKvCacheManager block_size={self.config.block_size} total_gpu_blocks={stats.total_blocks} "
+            f"free_gpu_blocks={stats.free_blocks} active_handles={stats.active_caches}>"
+        )
+
+    # --- handles -----------------------------------------------------------------------------------------------------
 
     def handle(self, request: Any) -> KVCacheHandle:
         """The manager's handle of a request, given by its id or by either handle."""
         if isinstance(request, PagedKvCacheHandle):
             request.last_access = time.monotonic()
-            return request.handle
+            request = request.handle
         return super().handle(request)
+
+    def get_handle(self, request_id: Hashable) -> PagedKvCacheHandle | None:
+        """The handle of a live request; None where there is none."""
+        try:
+            return self._handle_of(self.manager.get(request_id))
+        except UnknownRequestError:
+            return None
+
+    def list_handles(self) -> list[tuple[Hashable, PagedKvCacheHandle]]:
+        return [(live.request_id, self._handle_of(live)) for live in self.manager.handles]
+
+    def _handle_of(self, live: KVCacheHandle) -> PagedKvCacheHandle:
+        """ferrum's handle of a live request, also of one that the manager was asked for directly."""
+        known = self._handles.get(live.request_id)
+        if known is not None and known.is_attached and known.handle is live:
+            return known
+        return self._register(self._new_handle(live.request_id), live)
+
+    def _new_handle(self, request_id: Hashable) -> PagedKvCacheHandle:
+        config = self.config
+        return PagedKvCacheHandle(
+            request_id, self.device, config.block_size, config.num_layers, config.num_heads, config.head_dim
+        )
+
+    def _register(
+        self, handle: PagedKvCacheHandle, live: KVCacheHandle, limit: int | None = None, uncounted: int = 0
+    ) -> PagedKvCacheHandle:
+        handle.begin(self, live, limit, uncounted)
+        if len(self._handles) > 2 * self.manager.stats().num_sequences + 64:  # some were freed behind our back
+            self._handles = {name: known for name, known in self._handles.items() if known.is_valid()}
+        self._handles[live.request_id] = handle
+        return handle
+
+    def _begun(self, request: Any) -> tuple[PagedKvCacheHandle, bool]:
+        """ferrum's handle of a request, and whether it was by itself until now: then it is a live one without blocks."""
+        if not isinstance(request, PagedKvCacheHandle) or request.is_attached:
+            return self._handle_of(self.handle(request)), False
+        if request.num_blocks() or request.num_tokens():
+            raise SequenceStateError(
+                f"the table of request {show(request.request_id)} was filled in by hand; a manager gives blocks to handles "
+                "that have none"
+            )
+        AllocationRequest(
+            request.request_id, 0, None, request.num_layers(), request.num_heads(), request.head_dim(), request.device()
+        ).check(self.manager.config, self.device)
+        if request.block_table().block_size != self.config.block_size:
+            raise InvalidArgumentError(
+                f"the handle of request {show(request.request_id)} has block_size={request.block_table().block_size}; the "
+                f"cache has {self.config.block_size}"
+            )
+        return self._register(request, self.manager.allocate(request.request_id, num_tokens=1, reserve=0)), True
+
+    def _undo(self, handle: PagedKvCacheHandle) -> None:
+        """It was by itself, and what it became live for failed."""
+        self.manager.free(handle.handle)
+        handle.end()
 
     # --- the life of a request ---------------------------------------------------------------------------------------
 
     def can_allocate(self, request: AllocationRequest) -> bool:
         """Whether the request's first tokens fit now."""
-        request.check(self.manager.config, self.device)
-        return bool(self.manager.can_allocate(request.tokens, num_tokens=self._num_tokens(request)))
+        self._check(request)
+        return bool(self.manager.can_allocate(**_prompt(request)))
 
     def allocate(self, request: AllocationRequest) -> PagedKvCacheHandle:
         """Blocks for the request's first tokens, all or none."""
+        self._check(request)
+        self._notify_pressure()
+        live = self.manager.allocate(request.request_id, retention=request.retention, **_prompt(request))
+        return self._register(self._new_handle(request.request_id), live, request.max_sequence_length)
+
+    def _check(self, request: AllocationRequest) -> None:
         if not isinstance(request, AllocationRequest):
-            raise InvalidArgumentError(f"allocate takes an AllocationRequest, got {request!r}")
+            raise InvalidArgumentError(f"an AllocationRequest is asked for, got {show(request)}")
+        if isinstance(request.request_id, PagedKvCacheHandle):
+            raise InvalidArgumentError(f"a request id was asked for, got {show(request.request_id)}; give an id")
         request.check(self.manager.config, self.device)
-        handle = self.manager.allocate(
-            request.request_id, request.tokens, num_tokens=self._num_tokens(request), retention=request.retention
-        )
-        return self._wrap(handle, request)
 
-    def _num_tokens(self, request: AllocationRequest) -> int | None:
-        if request.tokens is None:
-            return request.initial_tokens
-        if len(request.tokens) != request.initial_tokens:
-            raise InvalidArgumentError(
-                f"request {request.request_id!r} has {len(request.tokens)} tokens, initial_tokens={request.initial_tokens}"
-            )
-        return None
-
-    def extend(self, handle: Hashable | PagedKvCacheHandle, additional_tokens: int = 1) -> PagedKvCacheHandle:
+    def extend(self, handle: Any, additional_tokens: int = 1) -> PagedKvCacheHandle:
         """Places for more tokens, up to the request's `max_sequence_length`."""
-        found = self.handle(handle)
-        wrapped = self._handles[found.request_id]
-        limit, wanted = wrapped.request.max_sequence_length, found.num_reserved + additional_tokens
-        if limit is not None and wanted > limit:
+        count = as_count(additional_tokens, "additional_tokens")
+        known, fresh = self._begun(handle)
+        try:
+            self._set_tokens(known, known.num_tokens() + count)
+        except Exception:
+            if fresh:
+                self._undo(known)
+            raise
+        return known
+
+    def count_tokens(self, handle: PagedKvCacheHandle, num_tokens: int) -> None:
+        """`handle.set_num_tokens`: at most as many as its blocks hold."""
+        places = self.handle(handle).num_blocks * self.config.block_size
+        if num_tokens > places:
             raise SequenceStateError(
-                f"request {found.request_id!r} cannot grow to {wanted} tokens: its limit is {limit}"
+                f"request {handle.request_id!r} has blocks for {places} tokens, not for {num_tokens}; "
+                "extend(handle, n) and allocate_blocks(handle, n) take more"
             )
-        self.manager.extend(found, additional_tokens)
-        return wrapped
+        self._set_tokens(handle, num_tokens)
 
-    def deallocate(self, request_id: Any) -> None:
-        handle = self.handle(request_id)
-        name = handle.request_id
-        super().deallocate(handle)
-        self._handles.pop(name, None)
+    def _set_tokens(self, handle: PagedKvCacheHandle, num_tokens: int) -> None:
+        live = self.handle(handle)
+        self._check_limit(handle, num_tokens)
+        if num_tokens > live.num_reserved:
+            self.manager.extend(live, num_tokens - live.num_reserved)
+        handle.uncounted = live.num_reserved - num_tokens
 
-    def get_handle(self, request_id: Hashable) -> PagedKvCacheHandle | None:
-        """The handle of a live request; None where there is none."""
-        handle = self._handles.get(request_id)
-        return handle if handle is not None and handle.is_valid() else None
+    def _check_limit(self, handle: PagedKvCacheHandle, num_tokens: int) -> None:
+        if handle.limit is not None and num_tokens > handle.limit:
+            raise SequenceStateError(
+                f"request {handle.request_id!r} cannot grow to {num_tokens} tokens: its max_sequence_length is {handle.limit}"
+            )
 
-    def list_handles(self) -> list[tuple[Hashable, PagedKvCacheHandle]]:
-        return [(name, handle) for name, handle in self._handles.items() if handle.is_valid()]
+    def allocate_blocks(self, handle: Any, num_blocks: int) -> list[int]:
+        """More blocks behind those of a request, without counting tokens; returns their ids."""
+        count, size = as_count(num_blocks, "num_blocks"), self.config.block_size
+        known, fresh = self._begun(handle)
+        try:
+            self._check_limit(known, (known.num_blocks() + count - 1) * size + 1 if count else 0)
+            return super().allocate_blocks(known, count)
+        except Exception:
+            if fresh:
+                self._undo(known)
+            raise
+
+    def _make_places(self, handle: KVCacheHandle, stop: int) -> None:
+        """What has a block can be written, though nobody has counted it yet."""
+        if stop > handle.num_blocks * self.config.block_size:
+            super()._make_places(handle, stop)
+        known = self._handle_of(handle)
+        self._check_limit(known, stop)
+        known.uncounted += stop - handle.num_reserved
+        self.manager.extend(handle, stop - handle.num_reserved)
+
+    def deallocate(self, request_id: Any) -> PagedKvCacheHandle:
+        """Ends a request, given by its id or a handle. What it stored stays cached; an unknown id is refused."""
+        known = self._handle_of(self.handle(request_id))
+        self.manager.free(known.handle)
+        self._handles.pop(known.request_id, None)
+        return known
+
+    def handle_stats(self, request: Any) -> CacheHandleStats:
+        """What one request holds now, wherever it is."""
+        return self._handle_of(self.handle(request)).stats()
 
     def swap_out(self, *requests: Any) -> int:
         """Moves whole requests to the host; refused where swapping is off."""
-        if not self.config.enable_swapping:
-            raise ConfigError("enable_swapping is False: there are no host blocks to swap to")
+        self._check_swapping()
         return super().swap_out(*requests)
 
+    def swap_in(self, *requests: Any) -> int:
+        """Brings requests back; refused where swapping is off."""
+        self._check_swapping()
+        return super().swap_in(*requests)
+
+    def _check_swapping(self) -> None:
+        if not self.config.enable_swapping:
+            raise ConfigError("enable_swapping is False: there are no host blocks to swap to")
+
     # --- sharing -----------------------------------------------------------------------------------------------------
+
+    def num_sharing(self, handle: PagedKvCacheHandle) -> int:
+        """Live requests that hold some of its blocks, itself included."""
+        live = handle.handle
+        if not live.is_live:
+            return 0
+        own, swapped = _blocks(live), live.is_swapped
+        others = (other for other in self.manager.handles if other is not live and other.is_swapped == swapped)
+        return 1 + sum(bool(np.isin(own, _blocks(other)).any()) for other in others)
 
     def clone(self, source: PagedKvCacheHandle) -> PagedKvCacheHandle:
         """A request of its own, with an id of its own, that shares every block of another."""
         self._check_cow()
-        name = f"{source.request_id}-clone-{next(self._clones)}"
-        [child] = self.manager.fork(self.handle(source), name)
-        return self._wrap(child, source.request)
+        known = self._handle_of(self.handle(source))
+        name = f"{known.request_id}-clone-{next(self._clones)}"
+        [child] = self.manager.fork(known.handle, name)
+        return self._register(self._new_handle(name), child, known.limit, known.uncounted)
 
-    def share_prefix(
-        self, source: Hashable | PagedKvCacheHandle, target: Hashable, num_tokens: int
-    ) -> PagedKvCacheHandle:
-        """A new request `target` that starts with the first `num_tokens` written tokens of `source`, in its blocks."""
+    def share_prefix(self, source: Any, target: Any, num_tokens: int) -> PagedKvCacheHandle:
+        """`target` starts with the first `num_tokens` written tokens of `source`, in its blocks.
+
+        The target is the id of a new request, or a handle that has written nothing yet: its own first blocks are freed.
+        """
         self._check_cow()
-        parent = self.handle(source)
-        return self._wrap(self._share_prefix(parent, target, num_tokens), self._handles[parent.request_id].request)
+        name = target.request_id if isinstance(target, PagedKvCacheHandle) else target
+        with self._source(source, name) as parent:
+            return self._share(parent, target, num_tokens)
 
-    def share_prefix_blocks(
-        self, source: Hashable | PagedKvCacheHandle, target: Hashable, num_prefix_blocks: int
-    ) -> PagedKvCacheHandle:
+    def share_prefix_blocks(self, source: Any, target: Any, num_prefix_blocks: int) -> PagedKvCacheHandle:
         """`share_prefix` by whole blocks, at most as many as `source` has written."""
-        return self.share_prefix(source, target, self._tokens_in(self.handle(source), num_prefix_blocks))
+        self._check_cow()
+        name = target.request_id if isinstance(target, PagedKvCacheHandle) else target
+        with self._source(source, name) as parent:
+            return self._share(parent, target, self._tokens_in(parent, num_prefix_blocks))
+
+    def _share(self, parent: KVCacheHandle, target: Any, num_tokens: int) -> PagedKvCacheHandle:
+        if not isinstance(target, PagedKvCacheHandle):
+            known = self._handles.get(parent.request_id)
+            return self._register(
+                self._new_handle(target),
+                self._share_prefix(parent, target, num_tokens),
+                None if known is None else known.limit,
+            )
+        handle, fresh = self._begun(target)
+        try:
+            live = self._share_into(parent, handle, num_tokens)
+        except Exception:
+            if fresh:
+                self._undo(handle)
+            raise
+        return self._register(handle, live, handle.limit)
+
+    def _share_into(self, parent: KVCacheHandle, handle: PagedKvCacheHandle, num_tokens: int) -> KVCacheHandle:
+        """Puts another request in the place of one that has written nothing: it starts with the parent's tokens."""
+        manager, old, size = self.manager, self.handle(handle), self.config.block_size
+        if old is parent or old.num_written:
+            raise SequenceStateError(
+                f"request {handle.request_id!r} has {old.num_written} written tokens, which shared blocks would replace; "
+                "share into a request that has written nothing"
+            )
+        self._check_limit(handle, num_tokens)
+        tokens, places = max(handle.num_tokens(), num_tokens), old.num_blocks * size
+        new = self._share_prefix(parent, ("shared with", handle.request_id), num_tokens)
+        reserved = old.num_reserved
+        manager.rewind(old, reserved)  # it has nothing to lose, and its blocks are needed behind the shared ones
+        try:
+            manager.extend(new, tokens - num_tokens, lookahead=max(0, places - tokens))
+        except Exception:
+            manager.free(new)
+            manager.extend(old, reserved, lookahead=places - reserved)
+            raise
+        manager.free(old)
+        [live] = manager.fork(new, handle.request_id)
+        manager.free(new)
+        live.retention = old.retention
+        return live
 
     def _check_cow(self) -> None:
         if not self.config.enable_cow:
             raise ConfigError("enable_cow is False: live requests share no blocks, since writing to one needs a copy")
 
-    def _wrap(self, handle: KVCacheHandle, request: AllocationRequest) -> PagedKvCacheHandle:
-        wrapped = self._handles[handle.request_id] = PagedKvCacheHandle(self, handle, request)
-        return wrapped
+
+def _prompt(request: AllocationRequest) -> dict[str, Any]:
+    """A request's first tokens as the manager's arguments. It may begin with none."""
+    if not request.initial_tokens:
+        return {"num_tokens": 1, "reserve": 0}
+    return {"num_tokens": request.initial_tokens} if request.tokens is None else {"tokens": request.tokens}
+
+
+def _blocks(handle: KVCacheHandle) -> Int32Array:
+    """The ids of a request's blocks, on the GPU or, while it is swapped out, on the host."""
+    ids = handle.block_ids() if handle.swapped is None else handle.swapped.ids[0]
+    return ids[ids >= 0]

@@ -1,31 +1,145 @@
-"""Prefixes that were stored by name, least recently used first: ferrum's limit on their number, and what they hold."""
+"""ferrum's prefix cache: prefixes stored by name, at most so many of them, over what the manager caches."""
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvpool.compat.spelling import Spelling
 from kvpool.config.layers import check_int
 from kvpool.errors import InvalidArgumentError
-from kvpool.manager import KVCacheManager
-from kvpool.pools.arrays import Int32Array
+from kvpool.pools.arrays import Int32Array, as_count, as_token_array
+from kvpool.prefix.digests import chain_digests, root_digest
+from kvpool.scope import ReuseScope
+from kvpool.sequences.handle import KVCacheHandle
 
 
-class StoredPrefixes:
-    """The tokens of stored prefixes. Their blocks belong to the manager's cache, which may evict them earlier."""
+class CachedPrefix:
+    """The cached beginning of a prompt, as a source for `share_prefix_blocks`. It holds no blocks, so it may be evicted."""
 
-    def __init__(self, manager: KVCacheManager, max_prefixes: int | None, min_length: int) -> None:
+    def __init__(self, spelling: Spelling, tokens: Int32Array, num_tokens: int) -> None:
+        self._spelling = spelling
+        self._tokens = tokens
+        self._num_tokens = num_tokens
+
+    def num_tokens(self) -> int:
+        """Tokens that were cached when it was found."""
+        return self._num_tokens
+
+    def is_valid(self) -> bool:
+        """Whether all of them are still cached."""
+        return self._spelling.manager.match_prefix(self._tokens).num_tokens >= self._num_tokens
+
+    @contextmanager
+    def held(self, request_id: Hashable) -> Iterator[KVCacheHandle]:
+        """A request that holds what is still cached, for as long as the block of code runs."""
+        manager = self._spelling.manager
+        handle = manager.allocate(request_id, self._tokens, reserve=0)
+        try:
+            yield handle
+        finally:
+            manager.free(handle)
+
+
+class FoundPrefix(NamedTuple):
+    """The cached beginning of a prompt. `prefix_id` is the digest that events use (None below one full block)."""
+
+    prefix_id: bytes | None
+    kv_handle: CachedPrefix
+    last_logits: Any  # only when the whole prompt is cached and its logits were stored
+    matched_length: int
+
+
+class PrefixCacheStats(NamedTuple):
+    """Hits, misses and evictions in blocks. Prefixes are those of `store_prefix` that are still cached, in use or not."""
+
+    hits: int
+    misses: int
+    evictions: int
+    active_prefixes: int
+    total_cached_tokens: int
+    hit_rate: float
+
+
+class PrefixCache:
+    """The prefixes that were stored. Their blocks belong to the manager's cache, which may evict them earlier.
+
+    At most `max_prefixes` are kept (None: as many as there is room for); what is shorter than `min_length` tokens is neither
+    stored nor found.
+    """
+
+    def __init__(self, spelling: Spelling, max_prefixes: int | None, min_length: int) -> None:
         if max_prefixes is not None:
             check_int("max_prefixes", max_prefixes, 1, 2**31)
         check_int("min_prefix_length", min_length, 0, 2**31)
-        self.manager = manager
+        self._spelling = spelling
+        self.manager = spelling.manager
         self.max_prefixes = max_prefixes
         self.min_length = min_length
         self._tokens: OrderedDict[bytes, Int32Array] = OrderedDict()
         self._lengths: Counter[int] = Counter()
 
-    def add(self, tokens: Int32Array) -> None:
+    def find_prefix(self, tokens: Any) -> FoundPrefix | None:
+        """The longest cached beginning of `tokens`; `allocate(..., tokens=tokens)` reuses it."""
+        ids = as_token_array(tokens).copy()
+        match = self.manager.match_prefix(ids)
+        if not match.num_tokens or match.num_tokens < self.min_length:
+            return None
+        self._touch(ids)
+        size = self.manager.config.block_size
+        digests = chain_digests(root_digest(ReuseScope()), ids[: match.num_blocks * size], size)
+        handle = CachedPrefix(self._spelling, ids, match.num_tokens)
+        return FoundPrefix(digests[-1] if digests else None, handle, match.last_logits, match.num_tokens)
+
+    def store_prefix(self, tokens: Any, kv_handle: Hashable | KVCacheHandle, last_logits: Any = None) -> bool:
+        """The keys and values of `tokens` are written in the blocks of `kv_handle`: others may reuse them from now on.
+
+        The cache owns the blocks, so they outlive the request. False when the logits could not be kept, or when the prefix
+        is shorter than `min_length`: then nothing happens.
+        """
+        found, ids = self._spelling.handle(kv_handle), as_token_array(tokens)
+        if len(ids) < self.min_length:
+            return False
+        self._spelling.commit_known(found, ids)
+        self._add(ids)
+        return last_logits is None or self.manager.store_last_logits(found, last_logits, len(ids))
+
+    def stats(self) -> PrefixCacheStats:
+        stats = self.manager.stats()
+        hits, misses = sum(stats.hit_blocks.values()), stats.miss_blocks
+        cached = self._cached_lengths()
+        rate = hits / (hits + misses) if hits + misses else 0.0
+        return PrefixCacheStats(hits, misses, sum(stats.evictions.values()), len(cached), sum(cached), rate)
+
+    def evict_n(self, count: int) -> int:
+        """Forgets up to `count` prefixes, those not used for longest first, with the blocks that no other one starts with.
+
+        Those that the cache had no room for any more do not count.
+        """
+        count = as_count(count, "count")
+        evicted = 0
+        while evicted < count and self._tokens:
+            evicted += self._forget_oldest()
+        return evicted
+
+    def clear(self) -> None:
+        """Forgets everything cached, stored by name or not."""
+        self._tokens.clear()
+        self._lengths.clear()
+        self.manager.reset_prefix_cache()
+
+    def forget_evicted(self) -> int:
+        """Forgets the prefixes of which nothing is cached any more; returns how many."""
+        gone = [key for key, tokens in self._tokens.items() if not self._cached_length(tokens)]
+        for key in gone:
+            self._lengths -= Counter([len(self._tokens.pop(key))])
+        return len(gone)
+
+    def _add(self, tokens: Int32Array) -> None:
         """Notes a stored prefix as the one used last; the one not used for longest gives way."""
         key = tokens.tobytes()
         if key not in self._tokens:
@@ -35,44 +149,28 @@ class StoredPrefixes:
         if self.max_prefixes is not None and len(self._tokens) > self.max_prefixes:
             self._forget_oldest()
 
-    def touch(self, tokens: Int32Array) -> None:
+    def _touch(self, tokens: Int32Array) -> None:
         """A prompt was looked up: the stored prefixes that it starts with count as used now."""
         for length in sorted(self._lengths):
             key = tokens[:length].tobytes()
             if key in self._tokens:
                 self._tokens.move_to_end(key)
 
-    def evict(self, count: int) -> int:
-        """Forgets the prefixes that were not used for longest, with the blocks that no other stored prefix starts with.
-
-        Those that the cache had no room for any more do not count.
-        """
-        evicted = 0
-        while evicted < count and self._tokens:
-            evicted += self._forget_oldest()
-        return evicted
-
     def _forget_oldest(self) -> bool:
         """Whether anything of it was still cached."""
         tokens = self._tokens.popitem(last=False)[1]
         self._lengths -= Counter([len(tokens)])
         was_cached = self._cached_length(tokens) > 0
-        self._drop_blocks(tokens)
-        return was_cached
-
-    def _drop_blocks(self, tokens: Int32Array) -> None:
         size = self.manager.config.block_size
         shared = max((_common_blocks(tokens, other, size) for other in self._tokens.values()), default=0)
         if shared < len(tokens) // size:
             self.manager.invalidate(tokens[: (shared + 1) * size])
+        return was_cached
 
-    def clear(self) -> None:
-        self._tokens.clear()
-        self._lengths.clear()
-
-    def cached_lengths(self) -> list[int]:
-        """How many tokens of every stored prefix are in the cache now, also while requests use them; none are left out."""
-        return [self._cached_length(tokens) for tokens in self._tokens.values()]
+    def _cached_lengths(self) -> list[int]:
+        """How many tokens of every stored prefix are in the cache now, also while requests use them."""
+        lengths = (self._cached_length(tokens) for tokens in self._tokens.values())
+        return [length for length in lengths if length]
 
     def _cached_length(self, tokens: Int32Array) -> int:
         longer = np.append(tokens, np.int32(0))  # of a prompt's own last token nothing is reused
@@ -86,5 +184,10 @@ def _common_blocks(left: Int32Array, right: Int32Array, size: int) -> int:
     return (int(differs.argmax()) if differs.any() else length) // size
 
 
-def check_evict_count(count: int) -> int:
-    return check_int("count", count, 0, 2**31, InvalidArgumentError)
+def refuse_prefix(request: object) -> None:
+    """A found prefix is no request: its blocks may be evicted, so nothing can be read or written through it."""
+    if isinstance(request, CachedPrefix):
+        raise InvalidArgumentError(
+            "the kv_handle of find_prefix holds no blocks: share_prefix_blocks(kv_handle, target, n) gives a request "
+            "the cached ones, and so does allocate with tokens"
+        )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.errors import InvalidArgumentError, SequenceStateError, StorageError
+from kvpool.errors import InvalidArgumentError, SequenceStateError, StorageError, UnknownRequestError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, as_count, as_token_array
 from kvpool.pools.groups import kind_of
@@ -34,7 +34,11 @@ class Spelling:
 
     def handle(self, request: Hashable | KVCacheHandle) -> KVCacheHandle:
         """The handle of a request, given by its id or its handle."""
-        return request if isinstance(request, KVCacheHandle) else self.manager.get(request)
+        if not isinstance(request, KVCacheHandle):
+            return self.manager.get(request)
+        if self.manager.get(request.request_id) is not request:
+            raise UnknownRequestError(f"the handle of request {request.request_id!r} was freed or is another manager's")
+        return request
 
     def table(self, request: Hashable | KVCacheHandle, group: int) -> list[int | None]:
         """Block ids of one layer group; None where a block left its window."""
@@ -66,26 +70,38 @@ class Spelling:
     def write(self, request: Hashable | KVCacheHandle, layer: int, start: int, key: Any, value: Any = None) -> None:
         """Keys and values of one or more tokens from position `start` on, in one layer; numbers, arrays or tensors.
 
-        A position counts as written from its first write on, and reads as zeros in layers that were not written. In a
-        layer of cross-attention positions are the encoder's.
+        Positions are written in their order at first, in any layer; from then on they can be read, as zeros in layers that
+        were not written, and written again. In a layer of cross-attention positions are the encoder's.
         """
         handle, plane, group = self.handle(request), self.plane, self._group(layer)
         k, v = self._values(key, value, layer)
         stop = as_count(start, "start") + len(k)
-        grows = kind_of(self.manager.config.groups[group]).grows
-        length = handle.num_reserved if grows else handle.encoder_tokens
-        if stop > length:
-            raise SequenceStateError(
-                f"request {handle.request_id!r} has places for {length} tokens; {start}..{stop} cannot be written"
-            )
-        if not grows:
+        if not kind_of(self.manager.config.groups[group]).grows:
+            if stop > handle.encoder_tokens:
+                self._refuse_places(handle, handle.encoder_tokens, stop)
             plane.write(plane.cross_slots(handle, group)[start:stop], k, v, layer)
             return
-        first = min(start, handle.num_written)
-        rows = self.manager.slot_mapping([handle], first, stop)
-        step = plane.prepare(rows[:, start - first :])  # refuses blocks of others before anything is written
-        self._clear(handle, rows[:, handle.num_written - first :])
+        if start > handle.num_written:
+            raise SequenceStateError(
+                f"request {handle.request_id!r} has {handle.num_written} written tokens; write position {handle.num_written} "
+                f"before {start}, since a token between them could not be read"
+            )
+        if stop > handle.num_reserved:
+            self._make_places(handle, stop)
+        rows = self.manager.slot_mapping([handle], start, stop)
+        step = plane.prepare(rows)  # refuses blocks of others before anything is written
+        self._clear(handle, rows[:, handle.num_written - start :])
         plane.write(step, k, v, layer)
+
+    def _make_places(self, handle: KVCacheHandle, stop: int) -> None:
+        """What is to be written lies behind the places of a request; refused, where a system does not allow it."""
+        self._refuse_places(handle, handle.num_reserved, stop)
+
+    @staticmethod
+    def _refuse_places(handle: KVCacheHandle, length: int, stop: int) -> None:
+        raise SequenceStateError(
+            f"request {handle.request_id!r} has places for {length} tokens; extend it before position {stop - 1} is written"
+        )
 
     def _clear(self, handle: KVCacheHandle, rows: Int32Array) -> None:
         """Positions that are written for the first time: zeros in every layer, whatever their blocks held before."""
