@@ -1,4 +1,4 @@
-"""TensorRT-LLM's spellings: sequences, retention, statistics, and every field of its events."""
+"""TensorRT-LLM's spellings: sequences, retention, statistics, settings and bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_given_a_sequence_when_it_runs_then_reuse_rewind_and_pins_do_what_they_s
     for _ in range(4):
         cache.add_token("a")
     cache.rewind_kv_cache("a", 4)
-    assert len(cache.get_cache_block_ids("a")) == 4
+    assert [len(ids) for ids in cache.get_cache_block_ids("a")] == [4]
     pin = cache.remove_sequence("a", pin_on_release=True)
     assert pin is not None
     assert cache.remove_sequence("b") is None
@@ -52,35 +52,7 @@ def test_given_a_sequence_when_it_runs_then_reuse_rewind_and_pins_do_what_they_s
     cache.manager.unpin(pin)
     assert cache.manager.evict(16) == 4
     stats = cache.get_kv_cache_stats()
-    assert (stats["free_num_blocks"], stats["used_num_blocks"], stats["reused_blocks"]) == (16, 0, 4)
-
-
-def test_given_events_when_blocks_come_move_and_go_then_all_four_kinds_are_told_in_order() -> None:
-    cache = TrtLlmKVCacheManager([2], 8, 4, 4, 4, event_buffer_max_size=64, watermark=0.0)
-    cache.add_sequence("a", PROMPT)
-    cache.store_context_blocks("a")
-    cache.remove_sequence("a")
-    cache.manager.offload(2)
-    cache.manager.reset_prefix_cache()
-    events = cache.get_latest_events(timeout_ms=10)
-    created, stored, *rest = (event["data"] for event in events)
-    assert created["num_blocks_per_cache_level"] == [4, 4, 0]
-    assert stored["parent_hash"] is None
-    assert [[token["token_id"] for token in block["tokens"]] for block in stored["blocks"]][1] == [4, 5, 6, 7]
-    updated = [data for data in rest if data["type"] == "updated"]
-    assert [data["cache_level"]["new_value"] for data in updated] == [1, 1]
-    assert [data["priority"] for data in updated] == [None, None]
-    removed = [block for data in rest if data["type"] == "removed" for block in data["block_hashes"]]
-    assert sorted(removed) == sorted(block["block_hash"] for block in stored["blocks"])
-    assert cache.get_latest_events() == []
-
-
-def test_given_no_event_buffer_then_events_are_off_and_asking_for_them_says_so() -> None:
-    cache = TrtLlmKVCacheManager([2], 8, 4, 16)
-    with pytest.raises(ConfigError, match="events are off"):
-        cache.get_latest_events()
-    with pytest.raises(InvalidArgumentError, match="event_buffer_size is 0"):
-        cache.manager.subscribe()
+    assert (stats.free_num_blocks, stats.used_num_blocks, stats.reused_blocks) == (16, 0, 4)
 
 
 def test_given_a_request_over_max_seq_len_then_can_allocate_says_never() -> None:
@@ -133,11 +105,60 @@ def test_given_pin_on_release_then_what_is_stored_at_the_end_is_pinned_and_not_f
     assert pin is not None
     assert pin.num_tokens == 16
     stats = cache.get_kv_cache_stats()
-    assert (stats["free_num_blocks"], stats["used_num_blocks"]) == (12, 0)
+    assert (stats.free_num_blocks, stats.used_num_blocks) == (12, 0)
     with pytest.raises(OutOfBlocksError):
         cache.add_sequence("b", list(range(100, 152)))
     cache.manager.unpin(pin)
-    assert cache.get_kv_cache_stats()["free_num_blocks"] == 16
+    assert cache.get_kv_cache_stats().free_num_blocks == 16
+
+
+@pytest.mark.parametrize("block_reuse", [True, False])
+def test_given_pin_on_release_and_nothing_to_pin_then_the_sequence_ends_without_a_pin(block_reuse: bool) -> None:
+    cache = TrtLlmKVCacheManager([2], 8, 4, 16, enable_block_reuse=block_reuse)
+    cache.add_sequence("short", [1, 2])
+    assert cache.remove_sequence("short", [1, 2, 3], pin_on_release=True) is None
+    cache.add_sequence("cancelled", PROMPT)
+    assert cache.remove_sequence("cancelled", pin_on_release=True) is None
+    assert cache.manager.handles == []
+
+
+def test_given_pins_of_the_whole_pool_then_they_hold_and_are_ended_by_what_made_them() -> None:
+    cache = TrtLlmKVCacheManager([2], 8, 4, 16, watermark=0.0)
+    cache.add_sequence("a", list(range(64)))
+    pin = cache.remove_sequence("a", list(range(65)), pin_on_release=True)
+    assert pin is not None
+    assert (pin.num_tokens, cache.get_kv_cache_stats().free_num_blocks) == (64, 0)
+    with pytest.raises(OutOfBlocksError):
+        cache.add_sequence("b", [1])
+    with pytest.raises(InvalidArgumentError, match="a pin is what"):
+        cache.unpin_blocks_by_id([0, 1])  # type: ignore[arg-type]
+    cache.unpin_blocks_by_id(pin)
+    assert cache.get_kv_cache_stats().free_num_blocks == 16
+
+
+def test_given_a_running_sequence_then_what_it_stored_can_be_pinned() -> None:
+    cache = TrtLlmKVCacheManager([2], 8, 4, 16)
+    cache.add_sequence("a", PROMPT)
+    assert cache.pin_blocks("a") is None
+    pin = cache.store_blocks_for_reuse("a", [*PROMPT, 1], pin_blocks=True)
+    assert pin is not None
+    cache.remove_sequence("a")
+    assert cache.manager.evict(16) == 0
+    cache.unpin_blocks_by_id(pin)
+    cache.reset_reuse_state()
+    assert cache.add_sequence("b", PROMPT) == 0
+
+
+def test_given_the_number_of_tokens_only_then_blocks_are_given_and_nothing_is_reused() -> None:
+    cache = TrtLlmKVCacheManager([2], 8, 4, 16)
+    cache.add_sequence("a", PROMPT)
+    cache.remove_sequence("a", [*PROMPT, 1])
+    assert cache.add_sequence("b", 16) == 0
+    assert [len(ids) for ids in cache.get_cache_block_ids("b")] == [4]
+    with pytest.raises(InvalidArgumentError, match="beam width"):
+        cache.add_sequence("c", 16, 1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="need tokens"):
+        cache.add_sequence("c", 16, extra_ids=[1] * 16)
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
@@ -147,14 +168,11 @@ def test_given_windows_of_their_own_pools_then_free_blocks_are_told_for_each_and
     cache = TrtLlmKVCacheManager([2, 4], 8, 4, 16, 8, max_attention_window=[64, 8], max_seq_len=64)
     cache.add_sequence("a", PROMPT)
     stats = cache.get_kv_cache_stats()
-    assert stats["num_free_blocks_per_window_size"] == {64: 12, 8: 12}
-    assert (stats["max_num_blocks"], stats["free_num_blocks"], stats["used_num_blocks"]) == (
-        32,
-        24,
-        8,
-    )  # no host blocks
-    assert stats["allocated_bytes"] == 16 * 4 * (2 + 4) * 8 * 2 * 2
-    assert stats["tokens_per_block"] == 4
+    assert stats.num_free_blocks_per_window_size == {64: 12, 8: 12}
+    counts = (stats.max_num_blocks, stats.free_num_blocks, stats.used_num_blocks)
+    assert counts == (32, 24, 8)  # no host blocks
+    assert stats.allocated_bytes == 16 * 4 * (2 + 4) * 8 * 2 * 2
+    assert stats.tokens_per_block == 4
 
 
 def test_given_reuse_then_blocks_are_counted_as_new_or_reused_for_the_cache_and_for_each_request() -> None:
@@ -169,104 +187,8 @@ def test_given_reuse_then_blocks_are_counted_as_new_or_reused_for_the_cache_and_
         alloc_total_blocks=4, alloc_new_blocks=2, reused_blocks=2, missed_blocks=2
     )
     stats = cache.get_kv_cache_stats()
-    assert (stats["alloc_total_blocks"], stats["alloc_new_blocks"]) == (8, 6)
-    assert (stats["reused_blocks"], stats["missed_blocks"], stats["cache_hit_rate"]) == (2, 6, 0.25)
-
-
-# --- events -----------------------------------------------------------------------------------------------------------
-
-
-def stored_blocks(cache: TrtLlmKVCacheManager) -> list[dict[str, Any]]:
-    events = [event["data"] for event in cache.get_latest_events()]
-    return [block for data in events if data["type"] == "stored" for block in data["blocks"]]
-
-
-def test_given_an_event_then_its_envelope_names_rank_window_and_hash_algorithm() -> None:
-    cache = TrtLlmKVCacheManager([2], 8, 4, 16, max_seq_len=64, event_buffer_max_size=8, attention_dp_rank=3)
-    cache.add_sequence("a", PROMPT)
-    cache.store_context_blocks("a")
-    events = cache.get_latest_events()
-    assert [event["data"]["type"] for event in events] == ["created", "stored"]
-    for event in events:
-        assert (event["attention_dp_rank"], event["hash_algo"]) == (3, "kvpool_sha256")
-        assert (event["window_size"], event["layer_group_id"]) == (64, 0)
-    assert events[1]["event_id"] == events[0]["event_id"] + 1
-
-
-@pytest.mark.parametrize(("lora", "lora_id"), [(7, 7), ("sql", "sql"), (None, None), (0, 0)])
-def test_given_a_lora_and_a_salt_then_blocks_carry_them_and_are_reused_only_with_both(lora: Any, lora_id: Any) -> None:
-    cache = TrtLlmKVCacheManager([2], 8, 4, 64, event_buffer_max_size=64)
-    cache.add_sequence("a", PROMPT, lora_task_id=lora, cache_salt="tenant")
-    cache.store_context_blocks("a")
-    blocks = stored_blocks(cache)
-    assert [(block["lora_id"], block["cache_salt"]) for block in blocks] == [(lora_id, "tenant")] * 4
-    assert {(block["cache_level"], block["priority"]) for block in blocks} == {(0, 35)}
-    assert cache.add_sequence("same", PROMPT, lora_task_id=lora, cache_salt="tenant") == 15
-    assert cache.add_sequence("other salt", PROMPT, lora_task_id=lora) == 0
-    assert cache.add_sequence("other lora", PROMPT, lora_task_id="other", cache_salt="tenant") == 0
-
-
-def test_given_extra_ids_then_tokens_carry_them_and_equal_tokens_with_others_are_not_reused() -> None:
-    cache = TrtLlmKVCacheManager([2], 8, 4, 64, event_buffer_max_size=64)
-    extras = [0, 0, 5, 5, 5, 6, 0, 0, *([9] * 8)]
-    cache.add_sequence("a", PROMPT, extra_ids=extras)
-    cache.store_context_blocks("a")
-    for _ in range(4):
-        cache.add_token("a")
-    cache.store_new_block("a", [1, 2, 3, 4])
-    found = [token["token_extra_id"] for block in stored_blocks(cache) for token in block["tokens"]]
-    assert found == [*extras, 0, 0, 0, 0]
-    assert cache.add_sequence("same", PROMPT, extra_ids=extras) == 15
-    assert cache.add_sequence("none", PROMPT) == 0
-    assert cache.add_sequence("others", PROMPT, extra_ids=[1] * 16) == 0
-    for wrong in ([1], [-1] * 16, [1.5] * 16):
-        with pytest.raises(InvalidArgumentError, match="extra_ids"):
-            cache.add_sequence("wrong", PROMPT, extra_ids=wrong)
-
-
-def test_given_multimodal_inputs_then_the_block_where_one_begins_names_it() -> None:
-    cache = TrtLlmKVCacheManager([2], 8, 4, 64, event_buffer_max_size=64)
-    cache.add_sequence("a", PROMPT, multimodal=[("cafe", 5), ("beef", 12)])
-    cache.store_context_blocks("a")
-    assert [block["mm_keys"] for block in stored_blocks(cache)] == [
-        [],
-        [{"type": "mm_key", "hash": "cafe", "start_offset": 1}],
-        [],
-        [{"type": "mm_key", "hash": "beef", "start_offset": 0}],
-    ]
-    assert cache.add_sequence("b", PROMPT, multimodal=[("cafe", 5), ("d00d", 12)]) < 13
-
-
-def test_given_multimodal_inputs_with_lengths_then_blocks_before_another_one_are_reused() -> None:
-    cache = TrtLlmKVCacheManager([2], 8, 4, 64, event_buffer_max_size=64)
-    cache.add_sequence("a", PROMPT, multimodal=[("cafe", 5, 6), ("beef", 12, 2)])
-    cache.store_context_blocks("a")
-    assert [block["mm_keys"] for block in stored_blocks(cache)] == [
-        [],
-        [{"type": "mm_key", "hash": "cafe", "start_offset": 1}],
-        [],
-        [{"type": "mm_key", "hash": "beef", "start_offset": 0}],
-    ]
-    assert cache.add_sequence("b", PROMPT, multimodal=[("cafe", 5, 6), ("d00d", 12, 2)]) == 12
-    assert cache.add_sequence("c", PROMPT, multimodal=[("d00d", 5, 6)]) == 5
-    assert cache.add_sequence("d", PROMPT) == 5
-    for wrong in (("cafe", 5, 99), ("cafe", 5, 6, 7), ("cafe",)):
-        with pytest.raises(InvalidArgumentError, match="multimodal"):
-            cache.add_sequence("wrong", PROMPT, multimodal=[wrong])  # type: ignore[list-item]
-
-
-def test_given_blocks_that_go_and_come_back_then_extra_ids_stay_at_their_tokens() -> None:
-    cache = TrtLlmKVCacheManager([2], 8, 4, 4, event_buffer_max_size=256, max_attention_window=[8], watermark=0.0)
-    extras = list(range(1, 33))
-    cache.add_sequence("a", list(range(8)), extra_ids=extras[:8])
-    cache.store_context_blocks("a")
-    for token in range(8, 40):  # the window drops blocks, and new ones take their place
-        cache.add_token("a")
-        cache.store_new_block("a", [token])
-    blocks = stored_blocks(cache)
-    assert len(blocks) == 10
-    assert [t["token_extra_id"] for t in blocks[1]["tokens"]] == [5, 6, 7, 8]
-    assert {t["token_extra_id"] for block in blocks[2:] for t in block["tokens"]} == {0}
+    assert (stats.alloc_total_blocks, stats.alloc_new_blocks) == (8, 6)
+    assert (stats.reused_blocks, stats.missed_blocks, stats.cache_hit_rate) == (2, 6, 0.25)
 
 
 # --- settings and bytes -----------------------------------------------------------------------------------------------
@@ -280,6 +202,30 @@ def test_given_blocks_that_go_and_come_back_then_extra_ids_stay_at_their_tokens(
         (dict(gpu_blocks=8), "no setting 'gpu_blocks'"),
         (dict(xyzzy=1), "it knows .*tokens_per_block"),
         (dict(attention_dp_rank=-1), "attention_dp_rank=-1"),
+        (dict(max_pinned_tokens=8), "no setting 'max_pinned_tokens'"),
+        (dict(max_beam_width=4), "max_beam_width=4 must be 1: .* fork"),
+        (dict(cross_kv_cache_fraction=0.5), "cross_kv_cache_fraction=0.5 must be None: .*cross_attention=True"),
+        (dict(use_uvm=True), "use_uvm=True must be False"),
+        (dict(sink_token_length=4), "sink_token_length=4 needs a max_attention_window"),
+        (dict(free_gpu_memory_fraction=1.0), "free_gpu_memory_fraction=1.0 must be above 0 and below 1"),
+        (dict(free_gpu_memory_fraction=0.5, device="cpu"), "pass free_gpu_bytes"),
+        (dict(free_gpu_memory_fraction=0.5, max_gpu_total_bytes=2**20), "free_gpu_memory_fraction and max_gpu_total_bytes"),
+        (dict(max_tokens=64, blocks_in_primary_pool=2), "blocks_in_primary_pool and max_tokens"),
+        (dict(max_tokens=0), "max_tokens=0 must be at least 1"),
+        (dict(blocks_in_primary_pool=0), "blocks_in_primary_pool=0"),
+        (dict(max_gpu_total_bytes=1), "max_gpu_total_bytes=1 bytes is too little"),
+        (dict(host_cache_size=1), "host_cache_size=1 bytes is too little"),
+        (dict(host_cache_size=2**20, blocks_in_secondary_pool=2), "host_cache_size both size"),
+        (dict(secondary_offload_min_priority=101), "secondary_offload_min_priority=101 must be at most 100"),
+        (dict(secondary_offload_min_priority=5, onboard_blocks=False), "does nothing with onboard_blocks=False"),
+        (dict(onboard_blocks=1), "onboard_blocks=1 must be True or False"),
+        (dict(max_attention_window=8), "max_attention_window=8 must be a list"),
+        (dict(max_attention_window="88"), "max_attention_window='88' must be a list"),
+        (dict(max_attention_window=[8.0]), "max_attention_window=8.0 must be an integer"),
+        (dict(tokens_per_block="4"), "tokens_per_block='4' must be an integer"),
+        (dict(tokens_per_block=0, max_tokens=8), "tokens_per_block=0 must be at least 1"),
+        (dict(enable_block_reuse=1), "enable_block_reuse=1 must be True or False"),
+        (dict(event_buffer_max_size=-1), "event_buffer_max_size=-1"),
     ],
 )
 def test_given_a_setting_that_nobody_knows_then_the_error_names_the_nearest(
@@ -289,6 +235,52 @@ def test_given_a_setting_that_nobody_knows_then_the_error_names_the_nearest(
         TrtLlmKVCacheManager([2], 8, **settings)
     with pytest.raises(ConfigError, match="the nearest: token_end, token_start"):
         TokenRangeRetentionConfig(0, token_ends=4, priority=3)  # type: ignore[call-arg]
+
+
+def test_given_sizes_by_their_own_names_then_pools_have_so_many_blocks() -> None:
+    block = 4 * 2 * 8 * 2 * 2  # bytes of 4 tokens, 2 heads of 8, K and V, float16
+    for settings, primary, secondary in (
+        (dict(max_tokens=30), 8, 0),
+        (dict(max_gpu_total_bytes=10 * block), 10, 0),
+        (dict(max_gpu_total_bytes=10 * block, max_tokens=16), 4, 0),
+        (dict(free_gpu_memory_fraction=0.5, free_gpu_bytes=40 * block), 20, 0),
+        (dict(free_gpu_memory_fraction=0.5, free_gpu_bytes=40 * block, max_tokens=8), 2, 0),
+        (dict(host_cache_size=6 * block), 1024, 6),
+        (dict(blocks_in_primary_pool=5, blocks_in_secondary_pool=3), 5, 3),
+    ):
+        window = TrtLlmKVCacheManager([2], 8, 4, **settings).block_manager.get_window_block_manager()
+        assert (window.num_primary_blocks, window.num_secondary_blocks) == (primary, secondary)
+
+
+def test_given_a_memory_that_two_windows_share_then_max_tokens_is_what_each_can_hold() -> None:
+    cache = TrtLlmKVCacheManager([2, 2], 8, 4, max_attention_window=[None, 8], max_tokens=64)
+    assert cache.max_num_blocks == 32
+
+
+def test_given_sink_tokens_then_windowed_layers_keep_them() -> None:
+    cache = TrtLlmKVCacheManager([2, 2], 8, 4, 32, max_attention_window=[None, 8], sink_token_length=4, max_seq_len=64)
+    cache.add_sequence("a", list(range(32)))
+    cache.store_context_blocks("a")
+    (ids,) = cache.get_cache_block_ids("a", 8)
+    assert [block is not None for block in ids] == [True, *[False] * 5, True, True]
+
+
+def test_given_priorities_below_the_least_one_to_offload_then_these_blocks_are_dropped() -> None:
+    for settings, found in (({}, 0), (dict(secondary_offload_min_priority=20), 15), (dict(onboard_blocks=False), 0)):
+        cache = TrtLlmKVCacheManager([2], 8, 4, 4, 4, watermark=0.0, **settings)
+        cache.add_sequence("a", PROMPT, KvCacheRetentionConfig([TokenRangeRetentionConfig(0, None, 20)], 20))
+        cache.remove_sequence("a", [*PROMPT, 1])
+        cache.add_sequence("b", list(range(50, 66)))
+        cache.remove_sequence("b")
+        assert cache.add_sequence("again", PROMPT) == found
+
+
+@pytest.mark.parametrize("lora", ["7", "", "٧", True, -1, 1.5, b"sql"])
+def test_given_a_lora_that_is_no_number_and_no_name_then_it_is_refused(lora: Any) -> None:
+    cache = TrtLlmKVCacheManager([2], 8, 4, 16)
+    with pytest.raises(InvalidArgumentError, match="lora_task_id"):
+        cache.add_sequence("a", PROMPT, lora_task_id=lora)
+    assert cache.manager.handles == []
 
 
 def test_given_its_switches_then_reuse_and_partial_reuse_can_be_off() -> None:

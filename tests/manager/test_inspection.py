@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import BlockState, KVCacheConfig, KVCacheManager, LayerSpec, Tier
+from kvpool import BlockState, KVCacheConfig, KVCacheManager, LayerSpec, Retention, Tier, TokenRange
 from kvpool.errors import InvalidArgumentError
 from managers import FULL
 
@@ -27,6 +27,16 @@ def test_a_block_goes_from_free_to_referenced_to_cached_to_pinned() -> None:
     assert manager.block(block_id).state is BlockState.CACHED
     manager.pin([1, 2, 3, 4])
     assert manager.block(block_id).state is BlockState.PINNED
+
+
+def test_a_cached_block_has_the_priority_of_its_run() -> None:
+    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=4))
+    handle = manager.allocate("a", [1, 2, 3, 4], retention=Retention([TokenRange(2, None, 80)]))
+    first, second = handle.block_ids().tolist()
+    assert manager.block(second).priority is None
+    manager.commit(handle)
+    manager.free(handle)
+    assert (manager.block(first).priority, manager.block(second).priority) == (35, 80)
 
 
 def test_a_swapped_request_holds_host_blocks() -> None:

@@ -3,7 +3,7 @@
 Each class only translates arguments and results; the manager behind it is its `manager` attribute and the bytes are its
 `plane`, and all of them may be used side by side. Where an earlier system was silent about a mistake, these raise the errors
 of `kvpool.errors`. PyAgent's own `KVCacheConfig`, `KVCacheManager`, `KVCacheBlock` and `DType` are in `compat.pyagent`,
-all of ferrum's names in `compat.ferrum`.
+all of ferrum's names in `compat.ferrum`, all of TensorRT-LLM's in `compat.trtllm`.
 """
 
 from kvpool.compat.ferrum import (
@@ -21,7 +21,12 @@ from kvpool.compat.ferrum import (
 )
 from kvpool.compat.pyagent import CompatKVCacheManager, PagedKVCache, PyAgentKVCacheManager, create_kv_cache_manager
 from kvpool.compat.pyagent_blocks import DeviceType, KVCacheAllocator, KVCacheBlocks, KVCacheTransfer
-from kvpool.compat.trtllm import KvCacheRetentionConfig, TokenRangeRetentionConfig, TrtLlmKVCacheManager
+from kvpool.compat.trtllm import (
+    KvCacheRetentionConfig,
+    KvCacheStats,
+    TokenRangeRetentionConfig,
+    TrtLlmKVCacheManager,
+)
 from kvpool.compat.vllm_v0 import BlockManager, CacheEngine
 
 __all__ = [
@@ -39,6 +44,7 @@ __all__ = [
     "KVCacheBlocks",
     "KVCacheTransfer",
     "KvCacheRetentionConfig",
+    "KvCacheStats",
     "PagedKVCache",
     "PagedKvCacheConfig",
     "PagedKvCacheHandle",

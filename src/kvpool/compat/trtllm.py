@@ -2,31 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from kvpool.compat.known_settings import CONFIG_SETTINGS, checked_settings, knows_settings
+import numpy as np
+
+from kvpool.compat.known_settings import checked_settings, knows_settings
 from kvpool.compat.spelling import Spelling
-from kvpool.compat.trtllm_events import EventTranslator, reuse_scope
-from kvpool.config import DType, KVCacheConfig, LayerSpec, Tier
-from kvpool.config.layers import check_int
-from kvpool.errors import ConfigError
+from kvpool.compat.trtllm_blocks import (
+    BlockManager,
+    KVCacheBlock,
+    KVCacheBlockPool,
+    WindowBlockManager,
+    window_sizes,
+)
+from kvpool.compat.trtllm_events import KVCacheEventManager, prompt_items, reuse_scope
+from kvpool.compat.trtllm_settings import (
+    MORE_SETTINGS,
+    make_layers,
+    own_names,
+    primary_size,
+    refuse_elsewhere,
+    secondary_size,
+)
+from kvpool.config import DType, KVCacheConfig, Tier
+from kvpool.config.layers import MAX_TOKENS, check_bool, check_int, check_number, show
+from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.manager import KVCacheManager
 from kvpool.manager.pins import Pin
-from kvpool.pools.arrays import as_token_array
+from kvpool.pools.arrays import as_count, as_flag, as_token_array
 from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.sequences.handle import KVCacheHandle
 
 if TYPE_CHECKING:
     from kvpool.storage import LayerCache
 
-_OWN_SETTINGS = {"layers", "block_size", "gpu_blocks", "host_blocks", "max_seq_len", "event_buffer_size"}
-_OWN_SETTINGS |= {"enable_prefix_caching", "partial_match"}
+__all__ = [
+    "BlockManager",
+    "KVCacheBlock",
+    "KVCacheBlockPool",
+    "KVCacheEventManager",
+    "KvCacheRetentionConfig",
+    "KvCacheStats",
+    "TokenRangeRetentionConfig",
+    "TrtLlmKVCacheManager",
+    "WindowBlockManager",
+]
 
 
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1000
+def _seconds(name: str, milliseconds: Any) -> float | None:
+    if milliseconds is None:
+        return None
+    return check_number(name, milliseconds, "a number of milliseconds, or None", InvalidArgumentError) / 1000
 
 
 @checked_settings
@@ -39,44 +67,84 @@ class TokenRangeRetentionConfig:
     priority: int
     duration_ms: float | None = None
 
+    def __post_init__(self) -> None:
+        _ = self.token_range  # which checks it
+
+    @property
+    def token_range(self) -> TokenRange:
+        """The same thing in kvpool's words."""
+        return TokenRange(self.token_start, self.token_end, self.priority, _seconds("duration_ms", self.duration_ms))
+
 
 @checked_settings
 @dataclass(frozen=True)
 class KvCacheRetentionConfig:
-    """How long the blocks of a request stay; `retention` is the same thing in kvpool's words."""
+    """How long the blocks of a request stay."""
 
     token_range_retention_configs: Sequence[TokenRangeRetentionConfig] = ()
     decode_retention_priority: int = 35
     decode_duration_ms: float | None = None
 
+    def __post_init__(self) -> None:
+        _ = self.retention  # which checks it
+
     @property
     def retention(self) -> Retention:
-        ranges = [
-            TokenRange(part.token_start, part.token_end, part.priority, _seconds(part.duration_ms))
-            for part in self.token_range_retention_configs
-        ]
-        return Retention(ranges, self.decode_retention_priority, _seconds(self.decode_duration_ms))
+        """The same thing in kvpool's words."""
+        parts: object = self.token_range_retention_configs
+        if not isinstance(parts, (tuple, list)) or not all(isinstance(p, TokenRangeRetentionConfig) for p in parts):
+            raise InvalidArgumentError(
+                f"token_range_retention_configs must be a list of TokenRangeRetentionConfig, got {show(parts)}"
+            )
+        duration = _seconds("decode_duration_ms", self.decode_duration_ms)
+        return Retention([part.token_range for part in parts], self.decode_retention_priority, duration)
+
+
+@dataclass(frozen=True)
+class KvCacheStats:
+    """Blocks of the primary pools, and what was reused. Pinned blocks are not free."""
+
+    max_num_blocks: int
+    free_num_blocks: int
+    used_num_blocks: int  # that live sequences hold
+    tokens_per_block: int
+    alloc_total_blocks: int
+    alloc_new_blocks: int
+    reused_blocks: int
+    missed_blocks: int
+    cache_hit_rate: float
+    num_free_blocks_per_window_size: dict[int, int]
+    allocated_bytes: int
 
 
 class TrtLlmKVCacheManager(Spelling):
     """One block manager per attention window, with primary (GPU) and secondary (host) blocks in each pool.
 
     `max_attention_window` is repeated over the layers; None in it, or a window of `max_seq_len` and more, is full
-    attention. Eviction is by priority, then least recently used. Other fields of `KVCacheConfig` are settings too.
+    attention. One setting sizes the primary pools: a number of blocks (1024 if none is given), `free_gpu_memory_fraction`,
+    `max_gpu_total_bytes` or `max_tokens`, which may also limit the two before it. Eviction is by priority, then least
+    recently used. Pins have no budget. Fields of `KVCacheConfig` that have no other name here are settings too.
     """
 
-    @knows_settings("TrtLlmKVCacheManager", CONFIG_SETTINGS - _OWN_SETTINGS)
+    @knows_settings("TrtLlmKVCacheManager", MORE_SETTINGS)
     def __init__(
         self,
         num_kv_heads_per_layer: Sequence[int],
         size_per_head: int,
         tokens_per_block: int = 32,
-        blocks_in_primary_pool: int = 1024,
+        blocks_in_primary_pool: int | None = None,
         blocks_in_secondary_pool: int | None = None,
         *,
         max_attention_window: Sequence[int | None] = (None,),
         max_seq_len: int | None = None,
+        sink_token_length: int | None = None,
         dtype: DType | str = DType.FLOAT16,
+        free_gpu_memory_fraction: float | None = None,
+        max_gpu_total_bytes: int | None = None,
+        max_tokens: int | None = None,
+        host_cache_size: int | None = None,
+        onboard_blocks: bool = True,
+        secondary_offload_min_priority: int | None = None,
         enable_block_reuse: bool = True,
         enable_partial_reuse: bool = True,
         event_buffer_max_size: int = 0,
@@ -84,24 +152,49 @@ class TrtLlmKVCacheManager(Spelling):
         device: str | None = None,
         **settings: Any,
     ) -> None:
-        if not max_attention_window:
-            raise ConfigError("max_attention_window must name a window; (None,) is full attention everywhere")
+        refuse_elsewhere(settings)
         if attention_dp_rank is not None:
-            check_int("attention_dp_rank", attention_dp_rank, 0, 2**31)
-        layers = []
-        for kv_heads, window in zip(num_kv_heads_per_layer, cycle(max_attention_window), strict=False):
-            full = window is None or (max_seq_len is not None and window >= max_seq_len)
-            layers.append(LayerSpec(kv_heads, size_per_head, DType.parse(dtype), window=None if full else window))
+            attention_dp_rank = check_int("attention_dp_rank", attention_dp_rank, 0, 2**31)
+        for name, flag in (("block", enable_block_reuse), ("partial", enable_partial_reuse)):
+            check_bool(f"enable_{name}_reuse", flag)
         settings.setdefault("eviction_policy", "priority")
-        settings.setdefault("cache_unfilled_blocks", bool(enable_block_reuse and enable_partial_reuse))
-        config = KVCacheConfig(
-            layers, tokens_per_block, gpu_blocks=blocks_in_primary_pool, host_blocks=blocks_in_secondary_pool,
-            max_seq_len=max_seq_len, event_buffer_size=event_buffer_max_size,
-            enable_prefix_caching=enable_block_reuse, partial_match=enable_partial_reuse, **settings,
-        )  # fmt: skip
+        settings.setdefault("cache_unfilled_blocks", enable_block_reuse and enable_partial_reuse)
+        with own_names():
+            layers = make_layers(
+                num_kv_heads_per_layer, size_per_head, max_attention_window, max_seq_len, sink_token_length, dtype
+            )
+            settings |= primary_size(
+                layers, tokens_per_block, device, settings, blocks_in_primary_pool=blocks_in_primary_pool,
+                free_gpu_memory_fraction=free_gpu_memory_fraction, max_gpu_total_bytes=max_gpu_total_bytes,
+                max_tokens=max_tokens,
+            )  # fmt: skip
+            settings |= secondary_size(
+                blocks_in_secondary_pool, host_cache_size, onboard_blocks, secondary_offload_min_priority
+            )
+            config = KVCacheConfig(
+                layers, tokens_per_block, max_seq_len=max_seq_len, event_buffer_size=event_buffer_max_size,
+                enable_prefix_caching=enable_block_reuse, partial_match=enable_partial_reuse, max_pinned_tokens=MAX_TOKENS,
+                **settings,
+            )  # fmt: skip
         super().__init__(KVCacheManager(config), device=device)
-        self._events = self.manager.subscribe() if event_buffer_max_size else None
-        self._translator = EventTranslator(config, attention_dp_rank)
+        self.block_manager = BlockManager(self.manager)
+        self.event_manager = KVCacheEventManager(self.manager, attention_dp_rank) if event_buffer_max_size else None
+
+    @property
+    def tokens_per_block(self) -> int:
+        return self.manager.config.block_size
+
+    @property
+    def num_pools(self) -> int:
+        return self.block_manager.num_pools
+
+    @property
+    def max_num_blocks(self) -> int:
+        return self.get_kv_cache_stats().max_num_blocks
+
+    @property
+    def enable_block_reuse(self) -> bool:
+        return self.manager.config.enable_prefix_caching
 
     # --- sequences ---------------------------------------------------------------------------------------------------
 
@@ -112,22 +205,32 @@ class TrtLlmKVCacheManager(Spelling):
         retention_config: KvCacheRetentionConfig | None = None,
         *,
         lora_task_id: int | str | None = None,
-        cache_salt: str = "",
-        multimodal: Sequence[tuple[str, int] | tuple[str, int, int]] = (),
+        cache_salt: str | None = None,
+        multimodal: Sequence[tuple[str | bytes, int] | tuple[str | bytes, int, int]] = (),
         extra_ids: Sequence[int] | None = None,
     ) -> int:
         """Blocks for a prompt; returns the prepopulated length: how many of its tokens come from the cache.
 
-        Blocks are reused where all of this is equal: the LoRA, the salt, the extra ids of the tokens (p-tuning), and the
-        multimodal inputs up to the block as (content hash, token offset, length). One without its length must be equal in
-        the whole prompt.
+        Blocks are reused where all of this is equal up to their end: the LoRA, the salt, the tokens, their extra ids
+        (p-tuning), and the multimodal inputs as (content hash, token offset, length). The length may be left out. The
+        number of tokens in place of `tokens` gives blocks that reuse nothing.
         """
+        if retention_config is not None and not isinstance(retention_config, KvCacheRetentionConfig):
+            raise InvalidArgumentError(
+                f"retention_config must be a KvCacheRetentionConfig, got {show(retention_config)}; there is no beam width: "
+                "each beam is a fork, cache.manager.fork(cache.handle(id), 'beam 1')"
+            )
         retention = None if retention_config is None else retention_config.retention
-        ids = as_token_array(tokens)
-        whole = [given for given in multimodal if len(given) != 3]
-        items = [(given[1], given[2], given[0]) for given in multimodal if len(given) == 3]
-        scope = reuse_scope(lora_task_id, cache_salt, whole, extra_ids, len(ids))
-        handle = self.manager.allocate(request_id, ids, retention=retention, scope=scope, multimodal=items or None)
+        scope = reuse_scope(lora_task_id, cache_salt)
+        if np.isscalar(tokens):
+            if extra_ids is not None or prompt_items(multimodal, None, 0):
+                raise InvalidArgumentError(f"extra_ids and multimodal inputs need tokens, not their number {show(tokens)}")
+            length = as_count(tokens, "the number of tokens", minimum=1)
+            handle = self.manager.allocate(request_id, num_tokens=length, retention=retention, scope=scope)
+        else:
+            ids = as_token_array(tokens)
+            items = prompt_items(multimodal, extra_ids, len(ids))
+            handle = self.manager.allocate(request_id, ids, retention=retention, scope=scope, multimodal=items or None)
         return handle.num_cached_tokens
 
     def add_token(self, request_id: Hashable) -> None:
@@ -144,53 +247,100 @@ class TrtLlmKVCacheManager(Spelling):
 
     def store_new_block(self, request_id: Hashable, tokens: Any) -> None:
         """These generated tokens are computed; a block that they fill can be reused."""
-        self.manager.commit(self.handle(request_id), tokens)
+        self.manager.commit(self.handle(request_id), as_token_array(tokens))
+
+    def store_blocks_for_reuse(self, request_id: Hashable, tokens: Any = None, pin_blocks: bool = False) -> Pin | None:
+        """Stores what `tokens`, all of the sequence, hold and is not stored yet; with `pin_blocks` eviction spares it.
+
+        The last token was sampled but never computed, so it is left out. None if no full block is stored.
+        """
+        handle = self.handle(request_id)
+        pins = as_flag(pin_blocks, "pin_blocks")
+        if tokens is not None:
+            self.commit_known(handle, as_token_array(tokens)[:-1])
+        return self._pin(handle) if pins else None
 
     def remove_sequence(self, request_id: Hashable, tokens: Any = None, pin_on_release: bool = False) -> Pin | None:
         """Ends a sequence; what it stored stays reusable, and is kept from eviction while it is pinned.
 
         Give all of its `tokens`, prompt and generated, and what is not stored yet is stored now. The last one was sampled
         but never computed, so it is left out. Without `tokens` nothing more is stored: a request may end before its time.
+        The pin is None if no full block is stored.
         """
-        handle = self.handle(request_id)
-        if tokens is not None:
-            self.commit_known(handle, as_token_array(tokens)[:-1])
-        pin = self.manager.pin(handle) if pin_on_release else None
-        self.manager.free(handle)
+        pin = self.store_blocks_for_reuse(request_id, tokens, as_flag(pin_on_release, "pin_on_release"))
+        self.manager.free(self.handle(request_id))
         return pin
 
-    def get_cache_block_ids(self, request_id: Hashable, window_group: int = 0) -> list[int | None]:
-        return self.table(request_id, window_group)
+    def pin_blocks(self, request_id: Hashable) -> Pin | None:
+        """Keeps what a sequence has stored from eviction, also after its end. None if no full block is stored."""
+        return self._pin(self.handle(request_id))
+
+    def _pin(self, handle: KVCacheHandle) -> Pin | None:
+        try:
+            return self.manager.pin(handle)
+        except InvalidArgumentError:  # pins have no budget here, so this is all that can be: nothing is stored
+            return None
+
+    def unpin_blocks_by_id(self, pin: Pin) -> None:
+        """Ends a pin. Takes what pinned the blocks, not their ids: a block that moves gets another id."""
+        self.manager.unpin(pin)
+
+    def get_cache_block_ids(
+        self, request_id: Hashable, window_size: int | None = None, pool_idx: int = 0
+    ) -> list[list[int | None]]:
+        """Block ids of a sequence in one window, for its only beam; None where a block left the window.
+
+        Every pool of a window has ids of its own.
+        """
+        pool = self.block_manager.get_window_block_manager(window_size).get_pool(pool_idx)
+        return [self.table(request_id, pool.index)]
+
+    def get_batch_cache_block_ids(
+        self, request_ids: Iterable[Hashable], window_size: int | None = None, pool_idx: int = 0
+    ) -> list[list[list[int | None]]]:
+        """`get_cache_block_ids` of several sequences."""
+        try:
+            given = list(request_ids)
+        except Exception:  # whatever the object raises when it is asked for its values
+            raise InvalidArgumentError(f"request_ids must be a list of ids, got {show(request_ids)}") from None
+        return [self.get_cache_block_ids(request_id, window_size, pool_idx) for request_id in given]
 
     def get_primary_pool_data(self, layer_idx: int) -> LayerCache:
         """Keys and values of one layer in the primary pool, [block, token, head, element]. Needs torch."""
+        self._group(layer_idx)
         return self.plane.layer_cache(layer_idx)
 
-    # --- observation -------------------------------------------------------------------------------------------------
+    # --- upkeep and observation --------------------------------------------------------------------------------------
 
-    def get_kv_cache_stats(self) -> dict[str, Any]:
-        """TensorRT-LLM's `KvCacheStats`, of the primary pools. Pinned blocks are not free."""
+    def refresh_blocks(self) -> None:
+        """Ends priorities whose duration is over. Every other call does so first."""
+        self.manager.gc()
+
+    def reset_reuse_state(self) -> None:
+        """Forgets everything that is stored."""
+        self.manager.reset_prefix_cache()
+
+    def get_kv_cache_stats(self) -> KvCacheStats:
         stats, config = self.manager.stats(), self.manager.config
         primary = {pool.pool: pool for pool in stats.pools if pool.tier == Tier.GPU}
         free = {index: pool.free + pool.cached - pool.pinned for index, pool in primary.items()}
         reused, missed = sum(stats.hit_blocks.values()), stats.miss_blocks
-        per_window: dict[int | None, int] = {}
-        for group in config.groups:
-            window = config.max_seq_len if group.window is None else group.window
+        per_window: dict[int, int] = {}
+        for group, window in zip(config.groups, window_sizes(config), strict=True):
             per_window[window] = min(free[group.pool], per_window.get(window, free[group.pool]))
-        return {
-            "max_num_blocks": sum(pool.total for pool in primary.values()),
-            "free_num_blocks": sum(free.values()),
-            "used_num_blocks": sum(pool.referenced for pool in primary.values()),
-            "tokens_per_block": config.block_size,
-            "alloc_total_blocks": stats.blocks_allocated + reused,
-            "alloc_new_blocks": stats.blocks_allocated,
-            "reused_blocks": reused,
-            "missed_blocks": missed,
-            "cache_hit_rate": reused / (reused + missed) if reused + missed else 0.0,
-            "num_free_blocks_per_window_size": per_window,
-            "allocated_bytes": config.pool_bytes(Tier.GPU),
-        }
+        return KvCacheStats(
+            max_num_blocks=sum(pool.total for pool in primary.values()),
+            free_num_blocks=sum(free.values()),
+            used_num_blocks=sum(pool.referenced for pool in primary.values()),
+            tokens_per_block=config.block_size,
+            alloc_total_blocks=stats.blocks_allocated + reused,
+            alloc_new_blocks=stats.blocks_allocated,
+            reused_blocks=reused,
+            missed_blocks=missed,
+            cache_hit_rate=reused / (reused + missed) if reused + missed else 0.0,
+            num_free_blocks_per_window_size=per_window,
+            allocated_bytes=config.pool_bytes(Tier.GPU),
+        )
 
     def get_request_stats(self, request_id: Hashable) -> dict[str, int]:
         """The four counters of `get_kv_cache_stats` for one live request."""
@@ -203,12 +353,14 @@ class TrtLlmKVCacheManager(Spelling):
             "missed_blocks": handle.num_prompt_tokens // self.manager.config.block_size - reused,
         }
 
+    def flush_iteration_events(self) -> None:
+        """Events need no flush: they can be read as soon as they happened. A loop that calls this goes on working."""
+
     def get_latest_events(self, timeout_ms: float | None = 0) -> list[dict[str, Any]]:
         """Events since the last call as TensorRT-LLM's dictionaries; 0 does not wait, None waits as long as it takes.
 
         Event ids grow by one: a gap means that the buffer was too small, `manager.subscribe()` starts afresh.
         """
-        if self._events is None:
+        if self.event_manager is None:
             raise ConfigError("events are off: pass event_buffer_max_size > 0")
-        self._events.wait(_seconds(timeout_ms))
-        return [item for event in self._events.poll().events for item in self._translator.translate(event)]
+        return self.event_manager.get_events(timeout_ms)

@@ -2,150 +2,170 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
-from kvpool.config import KVCacheConfig, Tier
+import numpy as np
+
+from kvpool.compat.trtllm_blocks import window_sizes
+from kvpool.config import Tier
+from kvpool.config.layers import check_number, show
 from kvpool.errors import InvalidArgumentError
 from kvpool.events import Created, Event, Removed, Stored, Updated
-from kvpool.scope import ReuseScope
+from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import as_array
+from kvpool.scope import MultimodalItem, ReuseScope
 
-HASH_ALGORITHM = "kvpool_sha256"  # see kvpool.prefix.digests; none of TensorRT-LLM's, so none of its names
-_EXTRA = "extra id "
-_MAX_PAST = 65536
+HASH_ALGORITHM = "kvpool_sha256"  # none of TensorRT-LLM's, so none of its names
 
-
-def reuse_scope(
-    lora_task_id: int | str | None,
-    cache_salt: str,
-    multimodal: Sequence[Any],
-    extra_ids: Sequence[int] | None,
-    num_tokens: int,
-) -> ReuseScope:
-    """TensorRT-LLM's block key, but for the tokens. An extra id holds from the token where it begins to the next."""
-    keys = [tuple(given) for given in multimodal]  # which `ReuseScope` checks
-    if extra_ids is not None:
-        if len(extra_ids) != num_tokens or any(type(extra) is not int or extra < 0 for extra in extra_ids):
-            raise InvalidArgumentError(f"extra_ids must hold one int >= 0 for each of the {num_tokens} tokens")
-        start, last = 0, 0
-        for extra, run in groupby(extra_ids):
-            if extra != last:
-                keys.append((f"{_EXTRA}{extra}", start))
-            start, last = start + len(list(run)), extra
-        if last:
-            keys.append((f"{_EXTRA}0", start))  # generated tokens have none
-    adapter = "" if lora_task_id is None else str(lora_task_id)
-    return ReuseScope(tenant=cache_salt, adapter=adapter, multimodal=tuple(keys))
+# Extra ids and images are items of a prompt alike. The key of an extra id is an int, that of an image never is.
 
 
-class EventTranslator:
-    """Turns events into dictionaries; remembers where blocks with extra keys lie in their sequences."""
+def prompt_items(multimodal: Any, extra_ids: Any, num_tokens: int) -> list[MultimodalItem]:
+    """Images, given as (content hash, offset) or (content hash, offset, length), and runs of equal extra ids as items."""
+    try:
+        given = [tuple(item) for item in multimodal]
+    except Exception:  # whatever the object raises when it is asked for its values
+        message = f"multimodal takes (hash, offset, length) for every item, got {show(multimodal)}"
+        raise InvalidArgumentError(message) from None
+    images = []
+    for item in given:
+        if len(item) not in (2, 3) or not isinstance(item[0], (str, bytes)):
+            raise InvalidArgumentError(
+                f"multimodal takes (hash, offset) or (hash, offset, length), the hash as a string or bytes, got {show(item)}"
+            )
+        images.append(MultimodalItem(item[1], item[2] if len(item) == 3 else 1, item[0]))
+    extras = [] if extra_ids is None else _extra_items(extra_ids, num_tokens)
+    for extra in extras:
+        for image in images:
+            if _overlap(extra, image):
+                raise InvalidArgumentError(
+                    f"tokens from {show(image.position)} on belong to the image {show(image.key)} and have the extra id "
+                    f"{extra.key!r}: a token has one of both; give the image a hash that tells the two apart"
+                )
+    return images + extras
 
-    def __init__(self, config: KVCacheConfig, attention_dp_rank: int | None = None) -> None:
-        self.config = config
+
+def _overlap(extra: MultimodalItem, image: MultimodalItem) -> bool:
+    numbers = type(image.position) is int and type(image.length) is int  # others are refused with the whole prompt
+    return numbers and image.position < extra.position + extra.length and extra.position < image.position + image.length
+
+
+def _extra_items(extra_ids: Any, num_tokens: int) -> list[MultimodalItem]:
+    ids = as_array(extra_ids, "extra_ids")
+    if ids.shape != (num_tokens,) or ids.dtype.kind not in "iu" or (ids < 0).any():
+        raise InvalidArgumentError(
+            f"extra_ids must hold one int >= 0 for each of the {num_tokens} tokens, got {show(extra_ids)}"
+        )
+    edges = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), num_tokens]
+    return [MultimodalItem(start, end - start, int(ids[start])) for start, end in pairwise(edges) if ids[start]]
+
+
+def reuse_scope(lora_task_id: Any, cache_salt: Any) -> ReuseScope:
+    """What must be equal besides tokens and items: the LoRA and the salt. A LoRA is a number or a name."""
+    adapter = ""
+    if lora_task_id is not None:
+        is_name = isinstance(lora_task_id, str) and lora_task_id and not lora_task_id.isdecimal()
+        if not is_name and (type(lora_task_id) is not int or lora_task_id < 0):
+            raise InvalidArgumentError(
+                f"lora_task_id must be an int >= 0, or a name that is no number, got {show(lora_task_id)}"
+            )
+        adapter = str(lora_task_id)
+    return ReuseScope(tenant="" if cache_salt is None else cache_salt, adapter=adapter)
+
+
+class KVCacheEventManager:
+    """What happened to pools and blocks, in order, since it was last asked.
+
+    Ids begin at 0 and grow by one. A gap means that events were dropped, because more came than the buffer holds:
+    `cache.manager.subscribe()` starts with everything that is cached.
+    """
+
+    def __init__(self, manager: KVCacheManager, attention_dp_rank: int | None = None) -> None:
         self.attention_dp_rank = attention_dp_rank
-        self._depths: dict[bytes, int] = {}  # the number of a block in its sequence, while some group has it ...
-        self._groups: Counter[bytes] = Counter()  # ... which this counts,
-        self._past: OrderedDict[bytes, int] = (
-            OrderedDict()
-        )  # and for a while after: windows lose parents before children
+        self._groups = range(len(manager.config.groups))
+        self._windows = window_sizes(manager.config)
+        self._subscription = manager.subscribe()
+        self._next_id = 0
+        self._last_id: int | None = None  # of the last event in the log, whose events may be several here
 
-    def translate(self, event: Event) -> Iterator[dict[str, Any]]:
-        """One dictionary per event; a Created gives one per layer group, an Updated one per block, with equal event ids."""
-        if isinstance(event, Created):
-            for group in self.config.groups:
-                counts = [size.num_blocks for size in event.pools if size.group == group.index]
-                yield self._envelope(event, group.index, {"type": "created", "num_blocks_per_cache_level": counts})
-        elif isinstance(event, Stored):
-            yield self._envelope(event, event.group, self._stored(event))
-        elif isinstance(event, Removed):
-            self._forget(event.digests)
-            hashes = [digest.hex() for digest in event.digests]
-            yield self._envelope(event, event.group, {"type": "removed", "block_hashes": hashes})
-        else:
-            for digest in event.digests:
-                yield self._envelope(event, event.group, _updated(event, digest))
+    def get_events(self, timeout_ms: float | None = 0) -> list[dict[str, Any]]:
+        """Events since the last call; 0 does not wait for one, None waits as long as it takes."""
+        seconds = None
+        if timeout_ms is not None:
+            expected = "a number of milliseconds, 0 or more, or None"
+            seconds = check_number("timeout_ms", timeout_ms, expected, InvalidArgumentError) / 1000
+            if seconds < 0:
+                raise InvalidArgumentError(f"timeout_ms={timeout_ms} must be {expected}")
+        self._subscription.wait(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))
+        found = []
+        for event in self._subscription.poll().events:
+            if self._last_id is not None:
+                self._next_id += max(0, event.event_id - self._last_id - 1)  # what was dropped leaves a gap
+            self._last_id = event.event_id
+            found += [self._envelope(group, data) for group, data in self._translate(event)]
+        return found
 
-    def _envelope(self, event: Event, group: int, data: dict[str, Any]) -> dict[str, Any]:
-        window = self.config.groups[group].window
-        if window is None:
-            window = self.config.max_seq_len
+    def _envelope(self, group: int, data: dict[str, Any]) -> dict[str, Any]:
+        self._next_id += 1
         return {
-            "event_id": event.event_id,
+            "event_id": self._next_id - 1,
             "layer_group_id": group,
-            "window_size": window,
+            "window_size": self._windows[group],
             "attention_dp_rank": self.attention_dp_rank,
             "hash_algo": HASH_ALGORITHM,
             "data": data,
         }
 
-    def _stored(self, event: Stored) -> dict[str, Any]:
-        size, scope = event.block_size, event.scope
-        tokens = event.tokens.tolist()
-        first = self._first_block(event) if scope.multimodal else 0
-        blocks = []
-        for i, digest in enumerate(event.digests):
-            start = (first + i) * size
-            extras, media = _keys_at(scope, start, size)
-            media += [
-                {"type": "mm_key", "hash": item.key, "start_offset": item.position - i * size}
-                for item in event.multimodal
-                if i * size <= item.position < (i + 1) * size
-            ]
-            pairs = zip(tokens[i * size : (i + 1) * size], extras, strict=True)
-            blocks.append(
-                {
-                    "type": "stored_block",
-                    "block_hash": digest.hex(),
-                    "tokens": [
-                        {"type": "unique_token", "token_id": token, "token_extra_id": extra} for token, extra in pairs
-                    ],
-                    "lora_id": _lora_id(scope.adapter),
-                    "cache_salt": scope.tenant or None,
-                    "mm_keys": media,
-                    "cache_level": int(event.tier),
-                    "priority": event.priority,
-                }
-            )
-        parent = None if event.parent is None else event.parent.hex()
-        return {"type": "stored", "parent_hash": parent, "blocks": blocks}
-
-    def _first_block(self, event: Stored) -> int:
-        """The number of the event's first block in its sequence; its blocks are noted for those that follow."""
-        parent = event.parent
-        first = 0 if parent is None else 1 + (self._depths[parent] if parent in self._depths else self._past[parent])
-        for i, digest in enumerate(event.digests):
-            self._depths[digest] = first + i
-            self._groups[digest] += 1
-        return first
-
-    def _forget(self, digests: Iterable[bytes]) -> None:
-        for digest in digests:
-            if digest in self._depths:
-                self._groups[digest] -= 1
-                if not self._groups[digest]:
-                    del self._groups[digest]
-                    self._past[digest] = self._depths.pop(digest)
-        while len(self._past) > _MAX_PAST:
-            self._past.popitem(last=False)
+    def _translate(self, event: Event) -> Iterator[tuple[int, dict[str, Any]]]:
+        """(layer group, data): one of each event; of a Created one per group, of an Updated one per block."""
+        if isinstance(event, Created):
+            for group in self._groups:
+                levels = {size.tier: size.num_blocks for size in event.pools if size.group == group}
+                if not levels.get(Tier.DISK):
+                    levels.pop(Tier.DISK, None)  # TensorRT-LLM knows two levels
+                yield group, {"type": "created", "num_blocks_per_cache_level": list(levels.values())}
+        elif isinstance(event, Stored):
+            parent = None if event.parent is None else event.parent.hex()
+            blocks = [_stored_block(event, index) for index in range(len(event.digests))]
+            yield event.group, {"type": "stored", "parent_hash": parent, "blocks": blocks}
+        elif isinstance(event, Removed):
+            hashes = [digest.hex() for digest in event.digests]
+            yield event.group, {"type": "removed", "block_hashes": hashes}
+        else:
+            for digest in event.digests:
+                yield event.group, _updated(event, digest)
 
 
-def _keys_at(scope: ReuseScope, start: int, size: int) -> tuple[list[int], list[dict[str, Any]]]:
-    """Extra ids of a block's tokens, and the multimodal inputs that begin in it."""
-    changes = [(at, int(key.removeprefix(_EXTRA))) for key, at in scope.multimodal if key.startswith(_EXTRA)]
-    media = [
-        {"type": "mm_key", "hash": key, "start_offset": at - start}
-        for key, at in scope.multimodal
-        if not key.startswith(_EXTRA) and start <= at < start + size
-    ]
-    if not changes:
-        return [0] * size, media
-    places = [at for at, _ in changes]
-    found = (bisect_right(places, position) - 1 for position in range(start, start + size))
-    return [changes[index][1] if index >= 0 else 0 for index in found], media
+def _stored_block(event: Stored, index: int) -> dict[str, Any]:
+    """One block of an event, with the extra ids of its tokens and the images that it has a part of."""
+    start, stop = index * event.block_size, (index + 1) * event.block_size
+    extras, media = [0] * event.block_size, []
+    for item in event.multimodal:
+        first, last = max(item.position, start), min(item.position + item.length, stop)
+        if first >= last:
+            continue
+        if isinstance(item.key, int):
+            extras[first - start : last - start] = [item.key] * (last - first)
+        else:
+            key = item.key if isinstance(item.key, str) else item.key.hex()
+            media.append({"type": "mm_key", "hash": key, "start_offset": first - item.position})
+    tokens: Sequence[int] = event.tokens[start:stop].tolist()
+    return {
+        "type": "stored_block",
+        "block_hash": event.digests[index].hex(),
+        "tokens": [
+            {"type": "unique_token", "token_id": token, "token_extra_id": extra}
+            for token, extra in zip(tokens, extras, strict=True)
+        ],
+        "lora_id": _lora_id(event.scope.adapter),
+        "cache_salt": event.scope.tenant or None,
+        "mm_keys": media,
+        "cache_level": int(event.tier),
+        "priority": event.priority,
+    }
 
 
 def _lora_id(adapter: str) -> int | str | None:

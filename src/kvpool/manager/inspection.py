@@ -37,6 +37,7 @@ class KVCacheBlock(NamedTuple):
     request_ids: tuple[Hashable, ...]  # live requests that hold it
     position: int | None  # of its first token in the sequence or prefix that it belongs to
     is_published: bool  # other requests can find it by its content
+    priority: int | None = None  # of the cached run that it belongs to
 
     @property
     def ref_count(self) -> int:
@@ -93,7 +94,8 @@ class Inspector:
             state = BlockState.PINNED if pinned else BlockState.CACHED
         position = None if column is None else column * self.state.block_size
         published = node is not None and not node.detached
-        return KVCacheBlock(block_id, pool.index, pool.tier, state, group, tuple(holders), position, published)
+        priority = None if node is None else node.priority
+        return KVCacheBlock(block_id, pool.index, pool.tier, state, group, tuple(holders), position, published, priority)
 
     def runs(self) -> list[CachedRun]:
         """Every cached run, parents before children."""
