@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+import kvpool
 from kvpool.cli import COMMANDS, main
 
 SRC = Path(__file__).resolve().parent.parent / "src"
@@ -192,3 +193,13 @@ def test_given_a_recording_then_exact_replay_gives_its_counters(
     assert json.loads(capsys.readouterr().out)["hit_blocks"] == dict(manager.stats().hit_blocks)
     assert main(["replay", str(path), "--block-size", "4", "--capacity", "64", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["hit_blocks"] == sum(manager.stats().hit_blocks.values())
+
+
+@pytest.mark.parametrize("word", ["doctor", "--version"])
+def test_given_the_core_alone_then_what_is_installed_is_still_said(word: str) -> None:
+    script = f"import sys; sys.modules['typer'] = None; from kvpool.cli import main; sys.exit(main(['{word}']))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env={"PYTHONPATH": str(SRC)}
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"kvpool {kvpool.__version__} (")

@@ -108,6 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         app = build_app(words)
     except ModuleNotFoundError as error:
+        if words == ["doctor"] or words == ["--version"]:  # what is installed can be asked whatever is missing
+            from kvpool.integrations.doctor import diagnosis
+
+            print("\n".join(diagnosis()) if words == ["doctor"] else version_line())
+            return 0
         print(f"kvpool: the command line needs {error.name}: pip install 'kvpool[cli]'", file=sys.stderr)
         return 2
     from kvpool.errors import KVPoolError

@@ -45,6 +45,7 @@ def test_given_everything_then_the_lines_for_engines_can_be_used_as_they_are() -
 def test_given_nothing_then_each_part_says_what_to_install() -> None:
     lines = diagnosis(having({}, others=None))
     assert "  no   engine: torch, transformers, safetensors are not installed; pip install 'kvpool[hf]'" in lines
+    assert "  no   command line: typer, rich are not installed; pip install 'kvpool[cli]'" in lines
     assert "  no   llama.cpp: llama-cpp-python is not installed; pip install 'kvpool[llama]'" in lines
     assert "  no   SGLang: sglang is not installed" in lines
     assert "  no   vLLM: vLLM is not installed; versions that work: 0.31.x, 0.32.x" in lines

@@ -27,6 +27,7 @@ class Part(NamedTuple):
 
 
 PARTS = (
+    Part("command line", ("typer", "rich"), "cli"),
     Part("data plane, attention", ("torch",), "torch"),
     Part("engine", ("torch", "transformers", "safetensors"), "hf"),
     Part("server", ("torch", "transformers", "fastapi", "uvicorn"), "server"),
