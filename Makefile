@@ -18,6 +18,12 @@ LMCACHE_SITE ?= $(HOME)/.cache/kvpool/lmcache-0.5.6
 MOONCAKE_SITE ?= $(HOME)/.cache/kvpool/mooncake-0.3.13
 LLAMA_SITE ?= $(HOME)/.cache/kvpool/llama-cpp-0.3
 
+# The control plane: what is compiled, and what every Python that is claimed must pass.
+CORE_TESTS := tests/eviction tests/events tests/pools tests/prefix tests/sequences tests/manager tests/recording tests/scheduling \
+	tests/test_regressions.py tests/test_rules.py tests/test_bugs_of_earlier_systems.py tests/test_compiled.py \
+	tests/stateful/test_wild_machine.py tests/stateful/test_scheduler_machine.py tests/replay/test_simulate.py
+CORE_VENV = build/core-$(notdir $(PYTHON))
+
 PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
 PIP_FLAGS += $(if $(wildcard $(WHEELS)),--find-links $(WHEELS)) $(if $(OFFLINE),--no-index)
 PIP_INSTALL := KVPOOL_COMPILE=0 $(PY) -m pip install $(PIP_FLAGS)
@@ -41,7 +47,7 @@ endef
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled vllm-site test-vllm test-vllm-short lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
+.PHONY: help demo demo-once tour redis chromium mooncake mooncake-site test test-mooncake test-tiers-kill compiled test-compiled test-core test-clean-room test-clean-room-short vllm-site test-vllm test-vllm-short lmcache-site bench-vllm llama-site test-llama bench-llama ray test-ray test-cluster test-dynamo fuzz mutants docs pictures lint types bench bench-quick coverage wheels clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -116,9 +122,22 @@ compiled: $(VENV)/.stamp-dev ## what `pip install .` gives where there is a C co
 
 test-compiled: compiled ## the tests of the control plane against the compiled one
 	PYTHONPATH=build/compiled/site OMP_NUM_THREADS=1 $(PY) -m pytest -o pythonpath= -n auto --maxprocesses=4 --dist=worksteal \
-		tests/eviction tests/events tests/pools tests/prefix tests/sequences tests/manager tests/recording tests/scheduling tests/test_regressions.py tests/test_rules.py tests/test_bugs_of_earlier_systems.py \
-		tests/stateful/test_wild_machine.py tests/stateful/test_scheduler_machine.py tests/test_compiled.py \
-		tests/replay/test_simulate.py $(ARGS)
+		$(CORE_TESTS) $(ARGS)
+
+test-core: ## the tests of the control plane with PYTHON, in an environment of its own that has numpy, pytest and hypothesis alone
+	@$(PYTHON) -m venv $(CORE_VENV) || $(VENV_FAILED)
+	@KVPOOL_COMPILE=0 $(CORE_VENV)/bin/python -m pip install $(PIP_FLAGS) -e . pytest pytest-xdist hypothesis || $(PIP_FAILED)
+	$(CORE_VENV)/bin/python -m pytest -n auto --maxprocesses=4 --dist=worksteal $(CORE_TESTS) $(ARGS)
+
+# The packages come as in other targets: from an index, and from .wheels where that is.
+CLEAN_ROOM = $(if $(OFFLINE),PIP_NO_INDEX=1) $(if $(wildcard $(WHEELS)),PIP_FIND_LINKS="$$PIP_FIND_LINKS $(abspath $(WHEELS))") $(PY) tools/clean_room.py
+
+test-clean-room: $(VENV)/.stamp-dev ## `pip install .` from an sdist without compiler, git and HOME: each Python 3.10 to 3.14 on PATH, then the server with this one
+	$(CLEAN_ROOM) --found $(ARGS)
+	$(CLEAN_ROOM) --extra server $(ARGS)
+
+test-clean-room-short: $(VENV)/.stamp-dev ## the same for the core and this Python alone
+	$(CLEAN_ROOM) $(ARGS)
 
 # vLLM pins its own torch, so it lives in an environment of its own, which is kept between checkouts: 3.5 GB, some minutes.
 # KVPOOL_VLLM_PYTHON=/path/to/python names another one, with vLLM and kvpool[redis]'s packages.
