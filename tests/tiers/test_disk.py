@@ -50,6 +50,20 @@ def files_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
 
 
+# --- who may look --------------------------------------------------------------------------------------------------------
+
+
+def test_given_a_directory_that_a_tier_makes_then_no_other_user_may_look_into_it(tmp_path: Path) -> None:
+    with DiskTier(tmp_path / "made", 2**22):
+        assert (tmp_path / "made").stat().st_mode & 0o077 == 0
+
+
+def test_given_a_directory_that_is_there_then_its_permissions_stay(tmp_path: Path) -> None:
+    tmp_path.chmod(0o750)
+    with DiskTier(tmp_path, 2**22):
+        assert tmp_path.stat().st_mode & 0o777 == 0o750
+
+
 # --- restarts ------------------------------------------------------------------------------------------------------------
 
 

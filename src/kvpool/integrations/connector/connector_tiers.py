@@ -41,7 +41,7 @@ def open_tiers(settings: ConnectorSettings, worker: Introduction, *, is_reader: 
 
 def _open_disk(settings: ConnectorSettings, directory: Path, *, is_reader: bool) -> DiskTier:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(0o700, parents=True, exist_ok=True)
         return DiskTier(directory, settings.disk_bytes, read_only=is_reader)
     except OSError as error:
         raise ConfigError(f"disk={settings.disk!r} cannot be used: {error.strerror or error}") from None

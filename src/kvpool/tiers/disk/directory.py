@@ -28,7 +28,7 @@ class Directory:
         try:
             self.path = Path(path)
             if create:
-                self.path.mkdir(parents=True, exist_ok=True)
+                self.path.mkdir(0o700, parents=True, exist_ok=True)  # values are made of what people said
         except TypeError:
             raise ConfigError(f"a disk tier's directory is a path, got {show(path)}") from None
         except (OSError, ValueError) as error:
