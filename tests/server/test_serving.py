@@ -36,6 +36,36 @@ def test_given_keys_then_only_their_holders_are_answered(serve: Callable[..., Li
     assert call(live, "/health") == {"status": "ok"}
 
 
+def asked_as(live: Live, path: str, host: str, **headers: str) -> int:
+    """The status of a request that a page in a browser makes under a name of its own for this machine."""
+    connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
+    body = None if path == "/metrics" else json.dumps({"prompt": PROMPT, "max_tokens": 1})
+    connection.request("GET" if body is None else "POST", path, body, {"content-type": "application/json", "host": host, **headers})
+    status = connection.getresponse().status
+    connection.close()
+    return status
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/cache/invalidate", "/metrics"])
+def test_given_no_keys_when_another_name_leads_to_this_machine_then_nothing_is_answered(live: Live, path: str) -> None:
+    assert asked_as(live, path, "evil.example:8000") == 403
+    assert [asked_as(live, path, f"{name}:8000") for name in ("localhost", "127.0.0.1", "[::1]")] == [200] * 3
+
+
+def test_given_keys_or_a_proxy_in_front_then_any_name_will_do(serve: Callable[..., Live]) -> None:
+    locked = serve(access=access("root"))
+    assert asked_as(locked, "/metrics", "kvpool.example", authorization="Bearer sk-root") == 200
+    behind = serve(any_name=True)
+    assert asked_as(behind, "/metrics", "kvpool.example") == 200
+
+
+def test_given_a_form_of_a_foreign_page_then_it_changes_nothing(live: Live) -> None:
+    # A page may send plain text and forms to any address without asking the server; JSON it may not.
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
+        assert asked_as(live, "/v1/cache/invalidate", "127.0.0.1", **{"content-type": kind}) == 400
+        assert asked_as(live, "/v1/completions", "127.0.0.1", **{"content-type": kind}) == 400
+
+
 def test_given_two_tenants_then_neither_reuses_the_others_prompt(serve: Callable[..., Live]) -> None:
     live = serve(access=access("a", "b"))
     cached = []

@@ -44,6 +44,7 @@ from kvpool.server.routes.prefilling import prefetch, prefill
 from kvpool.server.routes.responses import Responses, respond
 from kvpool.version import __version__
 from kvpool.web.body_limit import BodyLimit
+from kvpool.web.local_names import LocalNames
 
 
 class Server:
@@ -79,8 +80,8 @@ class Server:
             )
         return self.models[name]
 
-    def refused_body(self, status: int, message: str, code: str) -> JSONResponse:
-        """The answer to a body that was not taken."""
+    def refused(self, status: int, message: str, code: str) -> JSONResponse:
+        """The answer to what no route sees: a body that was not taken, a foreign name."""
         return self.refusal(Problem(status, message, code=code))
 
     def refusal(self, problem: Problem) -> JSONResponse:
@@ -94,10 +95,13 @@ def create_app(
     access: Access | None = None,
     limits: Limits | None = None,
     tracing: Tracing | None = None,
+    *,
+    any_name: bool = False,
 ) -> FastAPI:
     """An ASGI application that serves the models. Without `access` everybody may ask; `kvpool serve` decides on that.
 
-    `tracing` sends spans of requests to OpenTelemetry; it is closed with the application.
+    `tracing` sends spans of requests to OpenTelemetry; it is closed with the application. Without keys, what comes to a
+    loopback address must name it in its `Host` header, as clients do and pages of strangers do not, unless `any_name`.
     """
     server = Server(models, access or Access(), limits or Limits(), tracing)
 
@@ -111,7 +115,10 @@ def create_app(
     app = FastAPI(title="kvpool", version=__version__, lifespan=lifespan, responses=REFUSALS, docs_url=None, redoc_url=None)
     app.state.server = server
     bounds = server.gate.limits
-    app.add_middleware(BodyLimit, limit=bounds.body_bytes, seconds=bounds.send_seconds, refuse=server.refused_body)
+    app.add_middleware(BodyLimit, limit=bounds.body_bytes, seconds=bounds.send_seconds, refuse=server.refused)
+    if server.access.is_open and not any_name:
+        remedy = "set keys, or start it with --insecure if a proxy in front checks who asks"
+        app.add_middleware(LocalNames, refuse=server.refused, remedy=remedy)
     app.add_middleware(RequestIds)
     app.add_middleware(InTurns)
     _add_refusals(app, server)

@@ -52,7 +52,7 @@ def serve(
     share_cache: Annotated[
         bool | None, typer.Option(help="Let tenants reuse each other's prefixes; their timing tells.")
     ] = None,
-    insecure: Annotated[bool | None, typer.Option(help="Listen at any address without keys.")] = None,
+    insecure: Annotated[bool | None, typer.Option(help="Listen at any address, under any name, without keys.")] = None,
     max_requests: Annotated[
         int | None, typer.Option(help="Requests that run or wait at once: 512; more get status 429.", min=1)
     ] = None,
@@ -113,7 +113,7 @@ def serve(
             opt.tell(f"loading {model.name} ...", quiet)
             served.append(ServedModel(model.name, stack.enter_context(model.make_engine())))
         config = uvicorn.Config(
-            create_app(served, access, settings.limits, tracing),
+            create_app(served, access, settings.limits, tracing, any_name=settings.insecure),
             log_level="warning",
             timeout_graceful_shutdown=GRACE_SECONDS,
             lifespan="on",

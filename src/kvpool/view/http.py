@@ -93,6 +93,18 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def is_local_name(host: str) -> bool:
+    """Whether a `Host` header has a name that leads to this machine alone.
+
+    The page of a stranger may have a name that was made to lead here (DNS rebinding): a browser then lets it read our answers.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname
+    except ValueError:
+        return False
+    return name is not None and is_loopback(name)
+
+
 def has_key(authorization: str, wanted: bytes) -> bool:
     """Whether this header brings the key that has this SHA-256 digest."""
     scheme, _, given = authorization.partition(" ")
@@ -134,9 +146,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._block({name: values[0] for name, values in parse_qs(address.query).items()})
 
     def _is_allowed(self) -> bool:
-        if self.server.digest is None:  # a page of somebody else's must not reach this one under a name of its own
-            name = self.headers.get("host", "").rsplit(":", 1)[0].strip("[]")
-            return is_loopback(name)
+        if self.server.digest is None:
+            return is_local_name(self.headers.get("host", ""))
         return has_key(self.headers.get("authorization", ""), self.server.digest)
 
     def _stream(self) -> None:

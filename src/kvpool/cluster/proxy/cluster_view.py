@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvpool.cluster.proxy.passing import refusal
 from kvpool.view.frames import as_event
-from kvpool.view.http import has_key, is_loopback
+from kvpool.view.http import has_key, is_local_name, is_loopback
 from kvpool.view.pages import HEADERS, PREFIX, asset
 from kvpool.web.streams import EventStream
 
@@ -65,7 +65,7 @@ class ClusterView:
             if has_key(request.headers.get("authorization", ""), self._digest):
                 return None
             return refusal(401, "this view needs its key: send 'Authorization: Bearer KEY'", "unauthorized")
-        name = request.headers.get("host", "").rsplit(":", 1)[0].strip("[]")  # a page of somebody else's has another
-        if request.client is not None and is_loopback(request.client.host) and is_loopback(name):
+        has_name = is_local_name(request.headers.get("host", ""))
+        if request.client is not None and is_loopback(request.client.host) and has_name:
             return None
         return refusal(403, f"set {KEY_VARIABLE} for the proxy to look from another machine", "forbidden")

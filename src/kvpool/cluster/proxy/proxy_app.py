@@ -33,6 +33,7 @@ from kvpool.cluster.routing_config import RoutingConfig
 from kvpool.errors import ConfigError, NoNodeError
 from kvpool.version import __version__
 from kvpool.web.body_limit import BodyLimit
+from kvpool.web.local_names import LocalNames
 from kvpool.web.streams import EventStream, unless_gone
 
 MOST_LOST = 2  # servers that a request may take with it before it is not sent to one more
@@ -242,8 +243,11 @@ class _Passed(EventStream):
             await self._answer.aclose()
 
 
-def create_proxy_app(proxy: Proxy) -> Starlette:
-    """The ASGI application of a proxy: `/`, `/view/...` and `/route/stats` are its own, the rest is for the servers."""
+def create_proxy_app(proxy: Proxy, *, any_name: bool = False) -> Starlette:
+    """The ASGI application of a proxy: `/`, `/view/...` and `/route/stats` are its own, the rest is for the servers.
+
+    What comes to a loopback address must name it in its `Host` header, unless `any_name`: servers may need no key.
+    """
     view = proxy.view
 
     @asynccontextmanager
@@ -256,6 +260,9 @@ def create_proxy_app(proxy: Proxy) -> Starlette:
     own = {"/route/stats": view.stats, "/view/stream": view.stream, "/": view.page, "/view/{name}": view.page}
     app = Starlette(routes=[*(Path(path, answer) for path, answer in own.items()), everything], lifespan=lifespan)
     app.add_middleware(BodyLimit, limit=proxy.limits.body_bytes, seconds=proxy.limits.send_seconds, refuse=refusal)
+    if not any_name:
+        remedy = "start it with --insecure if a proxy in front checks who asks"
+        app.add_middleware(LocalNames, refuse=refusal, remedy=remedy)
     return app
 
 

@@ -48,6 +48,9 @@ def route(
         float, typer.Option(help="After how long a server that answers nobody has lost its requests.", min=0.01)
     ] = 30.0,
     max_connections: Annotated[int, typer.Option(help="Connections at once; more get status 503.", min=1)] = 8192,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Answer under any name, also at 127.0.0.1: a proxy in front checks who asks.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only errors.")] = False,
 ) -> None:
     """Send each request to the server that has most of its prompt cached and least to do.
@@ -84,7 +87,7 @@ def route(
     )
     options = {"log_level": "warning", "lifespan": "on", "access_log": False, "timeout_graceful_shutdown": 30}
     bounds = {"http": bounded_http(), "ws": "none", "limit_concurrency": max_connections}
-    config = uvicorn.Config(create_proxy_app(proxy), host, port, **options, **bounds)
+    config = uvicorn.Config(create_proxy_app(proxy, any_name=insecure), host, port, **options, **bounds)
     _announced(uvicorn, config, proxy, quiet).run()
 
 
