@@ -40,7 +40,8 @@ def asked_as(live: Live, path: str, host: str, **headers: str) -> int:
     """The status of a request that a page in a browser makes under a name of its own for this machine."""
     connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
     body = None if path == "/metrics" else json.dumps({"prompt": PROMPT, "max_tokens": 1})
-    connection.request("GET" if body is None else "POST", path, body, {"content-type": "application/json", "host": host, **headers})
+    sent = {"content-type": "application/json", "host": host, **headers}
+    connection.request("GET" if body is None else "POST", path, body, sent)
     status = connection.getresponse().status
     connection.close()
     return status

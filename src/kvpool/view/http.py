@@ -96,7 +96,7 @@ def is_loopback(host: str) -> bool:
 def is_local_name(host: str) -> bool:
     """Whether a `Host` header has a name that leads to this machine alone.
 
-    The page of a stranger may have a name that was made to lead here (DNS rebinding): a browser then lets it read our answers.
+    A stranger's page may have a name that was made to lead here (DNS rebinding): the browser then lets it read answers.
     """
     try:
         name = urlsplit(f"//{host}").hostname
