@@ -208,7 +208,7 @@ pictures: $(VENV)/.stamp-run ## draw docs/images/pool.svg again, from the manage
 fuzz: $(VENV)/.stamp-dev ## random operations in random configurations against a byte-exact model; ARGS="--operations 1000000"
 	$(PY) tests/stateful/long_run.py $(ARGS)
 
-mutants: $(VENV)/.stamp-dev ## change the control plane in 100 small ways: which changes does no test notice? ARGS="--seed 7 --module tree.py"
+mutants: $(VENV)/.stamp-dev ## change kvpool in 100 small ways: which changes does no test notice? ARGS="--seed 7 --module tiers/ --processes 8"
 	$(PY) tools/mutants.py $(ARGS)
 
 lint: $(VENV)/.stamp-dev ## ruff

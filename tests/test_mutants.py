@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -85,10 +84,11 @@ def test_given_what_is_no_behaviour_then_it_has_no_mutant(source: str) -> None:
     assert changes(source) == set()
 
 
-def test_given_the_control_plane_then_every_mutant_is_a_program_and_nothing_else_is_changed() -> None:
+def test_given_the_whole_package_then_every_mutant_is_a_program_and_nothing_else_is_changed() -> None:
     mutants = tool.all_mutants(tool.ROOT)
     assert len(mutants) > 5_000
-    assert not any("/engine/" in mutant.path or "/storage/" in mutant.path for mutant in mutants)
+    assert {mutant.path.split("/")[2] for mutant in mutants} >= {"prefix", "scheduling", "tiers", "engine"}
+    assert not any("/server/" in mutant.path or "/storage/" in mutant.path for mutant in mutants)
     for mutant in mutants[::97]:
         source = (tool.ROOT / mutant.path).read_bytes()
         changed = mutant.apply(source)
@@ -138,7 +138,7 @@ def test_given_a_project_then_what_no_test_notices_survives_and_the_project_stay
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = (project / "src" / "small" / "ages.py").read_bytes()
-    words = ["--root", str(project), "--jobs", "1", "--json", str(project / "out.json")]
+    words = ["--root", str(project), "--processes", "2", "--json", str(project / "out.json")]
     assert tool.main([*words, "--number", "0"]) == 1
     printed = capsys.readouterr().out
     outcomes = json.loads((project / "out.json").read_text())
@@ -148,7 +148,7 @@ def test_given_a_project_then_what_no_test_notices_survives_and_the_project_stay
     killed, survived = comparisons
     assert killed["killer"] == "tests/test_ages.py::test_adult"
     assert survived["diff"] in printed
-    assert "3 killed, 0 timed out, 1 survived" in printed
+    assert "4 mutants: 3 killed, 0 timed out, 1 survived; 75 % noticed" in printed
 
 
 def test_given_a_seed_then_the_sample_is_the_same_every_time(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,22 +160,36 @@ def test_given_a_seed_then_the_sample_is_the_same_every_time(project: Path, caps
     assert len(set(samples)) > 1
 
 
-def test_given_tests_that_fail_already_then_no_mutant_is_tried(
+def test_given_tests_that_fail_already_then_the_others_tell_mutants_apart(
     project: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (project / "tests" / "test_ages.py").write_text("def test_broken():\n    assert False\n")
-    assert tool.main(["--root", str(project), "--number", "1", "--jobs", "1"]) == 2
-    assert "without a mutant tests/test_ages.py::test_broken fails already" in capsys.readouterr().err
+    with (project / "tests" / "test_ages.py").open("a") as file:
+        file.write("\ndef test_broken():\n    assert False\n")
+    (project / "tests" / "test_ages_of_others.py").write_text("import a_package_that_is_not_installed\n")
+    assert tool.main(["--root", str(project), "--module", "ages.py:2", "--processes", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "fails or takes too long: tests/test_ages.py::test_broken\n" in printed
+    assert "fails or takes too long: tests/test_ages_of_others.py\n" in printed
+    assert "2 mutants: 2 killed, 0 timed out, 0 survived; 100 % noticed" in printed
 
 
-def test_given_a_mutant_that_never_ends_then_it_counts_as_noticed(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run(command: list[str], timeout: float | None, **_: Any) -> Any:
-        if timeout is None:  # without a mutant
-            return subprocess.CompletedProcess(command, 0)
-        raise subprocess.TimeoutExpired(command, timeout)
+def test_given_no_test_that_passes_then_no_mutant_is_tried(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "tests" / "test_ages.py").write_text("import a_package_that_is_not_installed\n")
+    assert tool.main(["--root", str(project), "--number", "1", "--processes", "1"]) == 2
+    assert "without a mutant no test passes" in capsys.readouterr().err
 
-    monkeypatch.setattr(tool.subprocess, "run", run)
-    [outcome] = tool.run_all(project, tool.all_mutants(project)[:1], jobs=1, limit=20)
-    assert outcome.result == "timed out"
+
+def test_given_a_mutant_that_never_ends_then_it_counts_as_noticed(project: Path) -> None:
+    (project / "src" / "small" / "ages.py").write_text(
+        "def spent(years):\n    while years:\n        years -= 1\n    return years\n"
+    )
+    (project / "tests" / "test_ages.py").write_text(
+        "from small.ages import spent\n\ndef test_spent():\n    assert spent(3) == 0\n"
+    )
+    [endless] = [mutant for mutant in tool.all_mutants(project) if mutant.new == b"pass"]
+    [outcome] = tool.run_all(project, [endless], processes=1, limit=3)
+    assert (outcome.result, outcome.killer) == ("timed out", "")
+
+
+def test_given_no_more_minutes_then_no_mutant_is_begun(project: Path) -> None:
+    assert list(tool.run_all(project, tool.all_mutants(project), processes=1, minutes=0)) == []

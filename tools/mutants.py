@@ -1,50 +1,61 @@
-"""Changes the control plane in small ways, one at a time, and looks whether a test notices: what does no test prove?
+"""Changes kvpool in small ways, one at a time, and looks whether a test notices: what does no test prove?
 
-    python tools/mutants.py [--number 100] [--seed 0] [--module WORD[:LINE]]... [--json FILE] [--list]
+    python tools/mutants.py [--number 100] [--seed 0] [--module WORD[:LINE]]... [--processes 2] [--minutes 60]
 
-A mutant is one change in one file: `<` for `<=`, `and` for `or`, 3 for 2, a call left out. A sample is drawn by seed, and
-each mutant meets the tests of its module, then those of the manager, then the state machines, in a copy of the tree and
-under a time limit. What survives is printed with its diff: a test is missing, the code is not needed, or the change
-changes nothing.
+A mutant is one change in one file: `<` for `<=`, `and` for `or`, 3 for 2, a call left out. A sample is drawn by seed out of
+the control plane, the tiers and the engine. First every test file that the sample needs runs once without a mutant: that
+says how long it takes, and which tests fail here because something is not installed; those are left out. Then each mutant
+meets the tests of its module, then those of its package and of the manager, the quick ones first, in a copy of the tree
+and under a time limit. What survives is printed with its diff: a test is missing, the code is not needed, or the change
+changes nothing. At the end stands how many were killed, by folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import difflib
 import json
+import math
 import os
+import py_compile
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent
-# What moves bytes or draws: not the control plane. Name one with --module to change it all the same.
+# What draws, serves or runs on a GPU. Name one with --module to change it all the same.
 LEFT_OUT = (
-    *("attention", "engine", "hf", "kernels", "storage", "server", "cluster", "integrations", "tiers"),
+    *("attention", "hf", "kernels", "storage", "server", "cluster", "integrations", "view", "web"),
     *("cli.py", "tour.py", "terminal.py", "compat", "replay", "__main__.py", "version.py"),
 )
-APART = ("scheduling", "recording", "replay", "compat")  # packages whose own tests are enough beside a machine
-GENERAL = (  # tests of the whole manager, quick ones first
-    *("manager/test_manager.py", "test_survivors.py", "test_rules.py", "test_regressions.py"),
-    "test_bugs_of_earlier_systems.py",
-    *("sequences", "prefix", "manager", "pools", "events", "test_stats.py", "stateful/test_wild_machine.py"),
+# Packages whose own tests are enough, and what else tests them.
+APART = {
+    "scheduling": ("stateful/test_scheduler_machine.py",),
+    "tiers": ("stateful/test_disk_tier.py", "engine/test_tiers.py"),
+    **dict.fromkeys(("engine", "recording", "replay", "compat", "storage", "server", "cluster", "view"), ()),
+}
+GENERAL = (  # tests of the whole manager
+    *("manager", "sequences", "prefix", "pools", "events", "test_rules.py", "test_regressions.py", "test_stats.py"),
+    *("test_survivors.py", "test_bugs_of_earlier_systems.py", "stateful/test_wild_machine.py"),
 )
-SCHEDULER_MACHINE = "stateful/test_scheduler_machine.py"
 NOT_COPIED = (".git", ".venv", ".wheels", "build", "dist", "htmlcov", "__pycache__", ".*_cache", ".hypothesis", "*.so")
 PROFILE = "quick"  # of hypothesis, see tests/conftest.py
-SLACK = 30.0  # seconds that a mutant may take beyond twice the time of all tests
+SLACK = 30.0  # seconds that a mutant may take beyond twice the time of its tests
+MOST_SECONDS = 300.0  # for one test file without a mutant; one that takes longer is left out
 
 KILLED, TIMED_OUT, SURVIVED = "killed", "timed out", "survived"
 
@@ -231,17 +242,29 @@ def _chosen_lines(path: str, inner: str, modules: Sequence[str]) -> set[int] | N
 
 
 def tests_for(root: Path, path: str) -> list[str]:
-    """Test files for a module, those that know it best first."""
+    """Test files for a module: those of its name first, those of its package, then those of the whole manager."""
     _, _, *folders, name = path.split("/")
     stem, tests = name.removesuffix(".py"), root / "tests"
     found = sorted({*tests.rglob(f"test_{stem}.py"), *tests.rglob(f"test_{stem}_*.py")})
     package = folders[0] if folders else ""
-    for place in filter(None, (package, *((SCHEDULER_MACHINE,) if package in APART else GENERAL))):
+    for place in filter(None, (package, *APART.get(package, GENERAL))):
         found += sorted((tests / place).glob("test_*.py")) if not place.endswith(".py") else [tests / place]
     return [file.relative_to(root).as_posix() for file in dict.fromkeys(found) if file.exists()]
 
 
+def names_module(test: str, path: str) -> bool:
+    """Whether a test file is named after a module."""
+    return f"{Path(test).stem}_".startswith(f"test_{Path(path).stem}_")
+
+
 # --- running them -----------------------------------------------------------------------------------------------------
+
+
+class Usual(NamedTuple):
+    """What a test file does without a mutant."""
+
+    seconds: float
+    failing: tuple[str, ...]  # beginnings of test names
 
 
 class Workplace:
@@ -250,67 +273,131 @@ class Workplace:
     def __init__(self, root: Path, folder: Path) -> None:
         self.folder = folder
         shutil.copytree(root, folder, ignore=shutil.ignore_patterns(*NOT_COPIED))
+        # Compiled files that are found by their content: by their time, those of a mutant would be taken for the source.
+        compileall.compile_dir(folder / "src", quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
         self._environment = {
             **os.environ, "CI": "true", "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to start than most mutants to be noticed
-            "PYTHONDONTWRITEBYTECODE": "1",  # compiled files of a second ago would be taken for those of a mutant
+            "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1",  # many processes at once
         }  # fmt: skip
 
-    def run(self, tests: Sequence[str], limit: float | None = None) -> tuple[str, str]:
-        """Runs tests until one fails; returns what became of the mutant, and the test."""
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no"]
-        command += ["-p", "_hypothesis_pytestplugin", f"--hypothesis-profile={PROFILE}", "-m", "not slow", *tests]
-        try:
-            done = subprocess.run(
-                command, cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=limit
-            )
-        except subprocess.TimeoutExpired:
-            return TIMED_OUT, ""
-        if done.returncode == 0:
-            return SURVIVED, ""
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-        return KILLED, failed[1] if failed else f"pytest ended with {done.returncode}: {done.stdout[-500:]}"
+    def pytest(self, limit: float, *words: str) -> tuple[int, str] | None:
+        """Runs tests; returns how pytest ended and what it said, or None if it took too long."""
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no"]
+        command += ["-p", "_hypothesis_pytestplugin", f"--hypothesis-profile={PROFILE}", "-m", "not slow", *words]
+        with subprocess.Popen(
+            command, cwd=self.folder, env=self._environment, text=True, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        ) as process:  # fmt: skip
+            try:
+                said, _ = process.communicate(timeout=limit)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)  # with the processes that tests have started
+        return process.returncode, said
 
-    def test(self, mutant: Mutant, tests: Sequence[str], limit: float) -> Outcome:
+    def measure(self, test: str) -> Usual:
+        """Runs a test file without a mutant."""
+        started = time.monotonic()
+        done = self.pytest(MOST_SECONDS, test)
+        seconds = time.monotonic() - started
+        if done is None or done[0] not in (0, 1, 5):  # 5: no tests
+            return Usual(seconds, (test,))
+        return Usual(seconds, tuple(_failures(done[1])))
+
+    def test(self, mutant: Mutant, tests: Sequence[str], left_out: Sequence[str], limit: float) -> Outcome:
         """Tries a mutant and takes it back."""
         file = self.folder / mutant.path
         source, started = file.read_bytes(), time.monotonic()
         file.write_bytes(mutant.apply(source))
         try:
-            result, killer = self.run(tests, limit)
+            done = self.pytest(limit, "-x", *(f"--deselect={name}" for name in left_out), *tests)
         finally:
             file.write_bytes(source)
-        return Outcome(mutant, result, time.monotonic() - started, killer)
+        seconds = time.monotonic() - started
+        if done is None:
+            return Outcome(mutant, TIMED_OUT, seconds, "")
+        code, said = done
+        killer = next(_failures(said), f"pytest ended with {code}: {said[-500:]}")
+        return Outcome(mutant, SURVIVED if code == 0 else KILLED, seconds, "" if code == 0 else killer)
 
 
-def run_all(root: Path, mutants: Sequence[Mutant], jobs: int, limit: float | None) -> Iterator[Outcome]:
-    """What becomes of each mutant. Raises `RuntimeError` where the tests fail without one."""
-    with tempfile.TemporaryDirectory(prefix="mutants") as folder, ThreadPoolExecutor(jobs) as pool:
-        free: SimpleQueue[Workplace] = SimpleQueue()
-        for number in range(jobs):
-            free.put(Workplace(root, Path(folder) / str(number)))
-        tests_of = {mutant.path: tests_for(root, mutant.path) for mutant in mutants}
-        usual = _usual_seconds(free, list(dict.fromkeys(test for tests in tests_of.values() for test in tests)))
-        most = limit or usual * 2 + SLACK
-
-        def test(mutant: Mutant) -> Outcome:
-            place = free.get()
-            try:
-                return place.test(mutant, tests_of[mutant.path], most)
-            finally:
-                free.put(place)
-
-        yield from pool.map(test, mutants)
+def _failures(said: str) -> Iterator[str]:
+    """The tests that failed, by what pytest said; of names with a space only what stands before it."""
+    for found in re.finditer(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE):
+        yield found[1]
 
 
-def _usual_seconds(free: SimpleQueue[Workplace], tests: Sequence[str]) -> float:
-    """How long all tests take without a mutant; they must pass, or they could not tell anything."""
-    place, started = free.get(), time.monotonic()
-    result, failed = place.run(tests)
-    free.put(place)
-    if result != SURVIVED:
-        raise RuntimeError(f"without a mutant {failed} fails already")
-    return time.monotonic() - started
+_T = TypeVar("_T")
+
+
+class Workplaces(ThreadPoolExecutor):
+    """So many copies of the tree, each with a thread of its own."""
+
+    def __init__(self, root: Path, folder: Path, count: int) -> None:
+        super().__init__(count)
+        self._free: SimpleQueue[Workplace] = SimpleQueue()
+        for place in self.map(lambda number: Workplace(root, folder / str(number)), range(count)):
+            self._free.put(place)
+
+    def each(self, tasks: Sequence[Callable[[Workplace], _T]]) -> Iterator[_T]:
+        """What the tasks return, in the order in which they end."""
+        for done in as_completed([self.submit(self._run, task) for task in tasks]):
+            yield done.result()
+
+    def _run(self, task: Callable[[Workplace], _T]) -> _T:
+        place = self._free.get()
+        try:
+            return task(place)
+        finally:
+            self._free.put(place)
+
+
+def run_all(
+    root: Path, mutants: Sequence[Mutant], processes: int, limit: float | None = None, minutes: float = math.inf
+) -> Iterator[Outcome]:
+    """What becomes of each mutant that is begun within so many minutes. Raises `RuntimeError` where no test passes."""
+    end = time.monotonic() + minutes * 60
+    tests_of = {path: tests_for(root, path) for path in dict.fromkeys(mutant.path for mutant in mutants)}
+    with tempfile.TemporaryDirectory(prefix="mutants") as folder, Workplaces(root, Path(folder), processes) as places:
+        usual = _measure(places, sorted({test for tests in tests_of.values() for test in tests}))
+
+        def try_one(mutant: Mutant, place: Workplace) -> Outcome | None:
+            if time.monotonic() > end:
+                return None
+            tests = [test for test in tests_of[mutant.path] if test in usual]
+            tests.sort(key=lambda test: (not names_module(test, mutant.path), usual[test].seconds))
+            failing = [name for test in tests for name in usual[test].failing]
+            most = limit or sum(usual[test].seconds for test in tests) * 2 + SLACK
+            return place.test(mutant, tests, failing, most)
+
+        for outcome in places.each([partial(try_one, mutant) for mutant in mutants]):
+            if outcome is not None:
+                yield outcome
+
+
+def _measure(places: Workplaces, tests: Sequence[str]) -> dict[str, Usual]:
+    """What test files do without a mutant, those with a test that can tell something; says what is left out."""
+
+    def measure(test: str, place: Workplace) -> tuple[str, Usual]:
+        return test, place.measure(test)
+
+    usual: dict[str, Usual] = {}
+    started = time.monotonic()
+    for test, of_test in places.each([partial(measure, test) for test in tests]):
+        if of_test.failing:
+            print(
+                f"left out, for without a mutant it fails or takes too long: {', '.join(of_test.failing)}", flush=True
+            )
+        if test not in of_test.failing:
+            usual[test] = of_test
+    if not usual:
+        raise RuntimeError("without a mutant no test passes")
+    total = sum(of_test.seconds for of_test in usual.values())
+    print(f"{len(usual)} test files take {total:.0f} s, measured in {time.monotonic() - started:.0f} s", flush=True)
+    return usual
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -321,37 +408,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--module", action="append", default=[], metavar="WORD[:LINE]", help="only files with this in their path"
     )
-    parser.add_argument("--jobs", type=int, default=2, help="mutants tried at once (2)")
-    parser.add_argument("--limit", type=float, help="seconds for a mutant; default: twice what all tests take")
+    parser.add_argument(
+        "--processes", type=int, default=2, help="mutants tried at once (2), each in a copy of the tree"
+    )
+    parser.add_argument("--limit", type=float, help="seconds for a mutant; default: twice what its tests take")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no mutant after so many minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome")
     parser.add_argument("--list", action="store_true", help="print the sample and try nothing")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     root: Path = options.root
     population = all_mutants(root, options.module)
-    size = min(options.number or len(population), len(population))
-    sample = sorted(random.Random(options.seed).sample(population, size))
-    print(f"{size} of {len(population):,} mutants, seed {options.seed}", flush=True)
+    sample = random.Random(options.seed).sample(population, min(options.number or len(population), len(population)))
+    print(f"{len(sample)} of {len(population):,} mutants, seed {options.seed}", flush=True)
     sources = {mutant.path: (root / mutant.path).read_bytes() for mutant in sample}
     if options.list:
-        print("\n".join(mutant.diff(sources[mutant.path]) for mutant in sample))
+        print("\n".join(mutant.diff(sources[mutant.path]) for mutant in sorted(sample)))
         return 0
     outcomes = []
     try:
-        for outcome in run_all(root, sample, options.jobs, options.limit):
+        for outcome in run_all(root, sample, options.processes, options.limit, options.minutes):
             outcomes.append(outcome)
             _report(outcome, sources[outcome.mutant.path])
     except RuntimeError as error:
         print(f"mutants: {error}", file=sys.stderr)
         return 2
-    counts = Counter(outcome.result for outcome in outcomes)
-    print(
-        f"\n{len(outcomes)} mutants: "
-        + ", ".join(f"{counts[result]} {result}" for result in (KILLED, TIMED_OUT, SURVIVED))
-    )
+    outcomes.sort()
+    print("\n" + _summary(outcomes))
     if options.json is not None:
         options.json.write_text(json.dumps([_plain(outcome, sources) for outcome in outcomes], indent=2) + "\n")
-    return 1 if counts[SURVIVED] else 0
+    return 1 if any(outcome.result == SURVIVED for outcome in outcomes) else 0
 
 
 def _report(outcome: Outcome, source: bytes) -> None:
@@ -362,6 +448,22 @@ def _report(outcome: Outcome, source: bytes) -> None:
     if outcome.result == SURVIVED:
         print(mutant.diff(source))
     sys.stdout.flush()
+
+
+def _summary(outcomes: Sequence[Outcome]) -> str:
+    """How many of each folder below the package were noticed, and of all."""
+    folders: dict[str, Counter[str]] = {}
+    for outcome in outcomes:
+        _, _, *folder, _ = outcome.mutant.path.split("/")
+        for name in ((folder or ["."])[0], "all"):
+            folders.setdefault(name, Counter())[outcome.result] += 1
+    lines = []
+    for name in sorted(folders, key=lambda name: (name == "all", name)):
+        counts = folders[name]
+        rate = 100 * (counts.total() - counts[SURVIVED]) / counts.total()
+        results = ", ".join(f"{counts[result]} {result}" for result in (KILLED, TIMED_OUT, SURVIVED))
+        lines.append(f"{name:<12} {counts.total():4} mutants: {results}; {rate:.0f} % noticed")
+    return "\n".join(lines)
 
 
 def _plain(outcome: Outcome, sources: dict[str, bytes]) -> dict[str, Any]:
