@@ -12,7 +12,7 @@ from stand_in import StandInRun
 
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.eviction import AdaptivePolicy, make_policy
-from kvpool.eviction.adaptive import MOST_NEWCOMERS, MOST_NOTES
+from kvpool.eviction.adaptive import _MIN_CAPACITY, EPOCHS_PER_CACHE, MOST_NEWCOMERS, MOST_NOTES
 from kvpool.eviction.experience import (
     EDGES,
     LOWEST,
@@ -278,6 +278,14 @@ def test_given_a_run_longer_than_a_ghost_can_say_then_as_much_is_forgotten_as_wa
     policy._learn()
     assert policy.num_ghost_blocks == 0
     assert not len(policy._learned._alive)
+
+
+def test_given_as_many_new_blocks_as_the_cache_holds_then_a_fixed_number_of_epochs_has_passed() -> None:
+    policy = AdaptivePolicy()
+    for tick in range(_MIN_CAPACITY):
+        policy.add(StandInRun(last_access=tick, fingerprint=tick))
+    policy.victim()
+    assert policy._num_epochs == EPOCHS_PER_CACHE
 
 
 def test_given_many_newcomers_then_only_so_many_wait() -> None:

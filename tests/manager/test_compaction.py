@@ -71,6 +71,15 @@ def test_a_pool_without_holes_is_left_alone_and_hands_out_low_ids_next() -> None
     assert first.block_ids().tolist() == [0, 1]
 
 
+def test_a_pool_without_holes_hands_out_low_ids_next_in_whatever_order_they_became_free() -> None:
+    manager = make_manager()
+    handles = [running(manager, name, 8, first=100 * i) for i, name in enumerate("abc")]
+    for handle in handles[1:]:
+        manager.free(handle, keep=False)
+    assert manager.defragment() == 0
+    assert manager.allocate("d", num_tokens=16).block_ids().tolist() == [2, 3, 4, 5]
+
+
 def test_the_blocks_of_a_sequence_become_neighbours_where_they_can() -> None:
     manager = make_manager(enable_prefix_caching=False)
     filler, first, second = (manager.allocate(name, num_tokens=16) for name in ("filler", "a", "b"))

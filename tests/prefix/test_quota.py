@@ -156,6 +156,17 @@ def test_the_quotas_in_force_can_be_read() -> None:
     assert [quota.protected(0, num_reused) for num_reused in range(4)] == [1, 1, 0, 0]
 
 
+def test_a_new_quota_counts_the_pinned_blocks_of_windows_too() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=64)
+    tokens = cached(manager, 32, scope=MINE)
+    manager.pin(tokens[:16], MINE)  # 4 blocks, of which the window reads the last 2
+    manager.set_quota("mine", maximum=64)
+    manager.check()
+    counted = manager.quotas()["mine"]
+    assert counted.pinned == (4 + 2,)
+    assert counted.cached == (manager.stats().pool().cached,)
+
+
 def test_fractions_are_of_each_pool() -> None:
     manager = make_manager(gpu_blocks=16)
     manager.set_quota("mine", maximum=0.25)

@@ -162,6 +162,33 @@ def test_runs_below_the_least_priority_for_offloading_are_not_copied() -> None:
     assert moves(manager) == []
 
 
+def test_a_run_that_finds_no_room_on_the_disk_costs_no_shadow_on_the_host() -> None:
+    manager = make_manager(gpu_blocks=12, host_blocks=12, disk_blocks=4, eviction_policy="priority")
+    important = cached(manager, 16, retention=keeping(90))
+    manager.evict(4)
+    manager.evict(4, tier=Tier.HOST)
+    below = cached(manager, 16, 100, retention=keeping(20))
+    manager.evict(4)
+    assert [tiers(manager, prompt) for prompt in (important, below)] == [{"DISK": 4}, {"HOST": 4}]
+    cached(manager, 16, 200, retention=keeping(10))
+    cached(manager, 32, 300, retention=keeping(30))  # its shadow takes the place of the run on the host
+    assert [tiers(manager, prompt) for prompt in (important, below)] == [{"DISK": 4}, {}]
+    manager.take_copies()
+    manager.evict(4)
+    assert moves(manager) == []  # the shadow of the least important one is still there
+
+
+def test_a_shadow_pushes_out_no_other_shadow_also_where_important_runs_stay() -> None:
+    manager = make_manager(gpu_blocks=12, eviction_policy="priority")
+    cached(manager, 16, retention=keeping(90))
+    manager.evict(4)
+    cached(manager, 16, 200, retention=keeping(10))
+    cached(manager, 16, 300, retention=keeping(30))
+    assert moves(manager)[1:] == [(CopyKind.OFFLOAD, Tier.GPU, Tier.HOST, 4)]  # for the second one alone
+    manager.evict(4)
+    assert moves(manager) == []
+
+
 def test_without_a_host_tier_nothing_is_copied_ahead() -> None:
     manager = make_manager(host_blocks=0, disk_blocks=8)
     tokens = cached(manager, 16)
@@ -244,7 +271,12 @@ def test_subscribers_hear_of_a_shadow_when_its_run_is_evicted() -> None:
     assert kinds == ["Created", "Stored"]
     manager.evict(4)
     (moved,) = subscription.poll().events
-    assert (type(moved).__name__, moved.old_tier, moved.new_tier, len(moved.digests)) == ("Updated", Tier.GPU, Tier.HOST, 4)
+    assert (type(moved).__name__, moved.old_tier, moved.new_tier, len(moved.digests)) == (
+        "Updated",
+        Tier.GPU,
+        Tier.HOST,
+        4,
+    )
 
 
 # --- windows ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from toy_engine import expected_output
 
 from kvpool import CopyKind, KVCacheManager, PrefixMatch, ReuseScope
 from kvpool.scheduling import CapacityMode, FinishReason
+from kvpool.scheduling.admitting import RETRY_STEPS
 from managers import FULL, make_manager
 
 
@@ -53,6 +54,28 @@ def test_given_guaranteed_capacity_then_nobody_is_ever_preempted_or_stalled(laye
     engine.drain()
     engine.assert_right(*requests)
     assert (engine.scheduler.stats.preemptions, engine.scheduler.stats.stalls) == (0, 0)
+
+
+def test_given_a_full_pool_when_nobody_comes_or_leaves_then_it_is_asked_again_only_now_and_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = make_engine(make_manager(gpu_blocks=8))
+    add(engine, request("runs", 10, 20), request("waits", 24, 2, first=50))
+    asked: list[int] = []
+    honest = engine.manager.match_prefix
+
+    def match_prefix(*arguments: Any) -> PrefixMatch:
+        asked.append(step)
+        return honest(*arguments)
+
+    monkeypatch.setattr(engine.manager, "match_prefix", match_prefix)
+    for step in range(2 * RETRY_STEPS + 1):  # noqa: B007 - match_prefix notes it
+        engine.step()
+    assert sorted(set(asked)) == [0, RETRY_STEPS, 2 * RETRY_STEPS]
+    step = -1
+    add(engine, request("comes", 20, 2, first=80))
+    engine.step()
+    assert asked[-1] == -1
 
 
 def test_given_guaranteed_capacity_then_fewer_run_at_once_than_with_the_most_use() -> None:
@@ -128,7 +151,9 @@ def test_given_an_offloaded_prefix_when_there_is_no_room_for_its_request_then_it
     engine.drain()
     manager.offload(16)
     again = request("again", 40, 2)
-    add(engine, request("running", 32, 4, first=80), again)  # 8 of 16 blocks; the other one needs 10, of which 4 are below
+    add(
+        engine, request("running", 32, 4, first=80), again
+    )  # 8 of 16 blocks; the other one needs 10, of which 4 are below
     plan = engine.step()
     assert (names(plan.sequences), engine.scheduler.stats.prefetched_blocks) == (["running"], 0)
     engine.drain()

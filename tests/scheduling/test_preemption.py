@@ -5,7 +5,7 @@ from support import add, make_engine, names, request
 from toy_engine import ToyEngine
 
 from kvpool import CopyKind
-from kvpool.scheduling import BatchPlan, LinearCostModel, PreemptionMode, SequenceState
+from kvpool.scheduling import BatchPlan, LinearCostModel, PreemptionMode, Request, SequenceState
 from managers import make_manager
 
 FAST_LINK = LinearCostModel(transfer_bytes_per_second=1e15, transfer_latency=0.0)
@@ -150,6 +150,62 @@ def test_given_a_swapped_request_of_low_priority_when_a_waiting_one_is_more_urge
     add(engine, request("middle", 12, 4, first=100, priority=1))
     engine.drain()
     assert list(engine.finished) == ["high", "middle", "low"]
+
+
+@pytest.mark.parametrize("mode", list(PreemptionMode))
+def test_given_drafts_in_flight_when_their_sequence_gives_way_then_it_is_computed_again(mode: PreemptionMode) -> None:
+    engine = make_engine(
+        make_manager(host_blocks=16), preemption=mode, costs=FAST_LINK, drafts=(2,), max_draft_tokens=4
+    )
+    only = request("a", 6, 12)
+    add(engine, only)
+    engine.step()
+    engine.step()
+    plan = engine.scheduler.step()
+    assert plan.num_drafts.tolist() == [3]
+    engine.launched.append((plan, *engine.launch(plan)))
+    (sequence,) = plan.sequences
+    engine.scheduler._roster.preempt(sequence, 0)
+    assert sequence.state is SequenceState.WAITING
+    engine.complete()
+    engine.drain()
+    engine.assert_right(only)
+
+
+def swapped_urgent(engine: ToyEngine, *others: Request) -> None:
+    """An urgent request that is swapped out while its sample is in flight, so that `others` enter before it."""
+    add(engine, request("urgent", 14, 6, priority=1))
+    (sequence,) = engine.step().sequences
+    plan = engine.scheduler.step()
+    engine.launched.append((plan, *engine.launch(plan)))
+    engine.scheduler._roster.preempt(sequence, 0)
+    assert sequence.state is SequenceState.SWAPPED
+    add(engine, *others)
+    plan = engine.scheduler.step()
+    assert names(plan.admitted) == [each.id for each in others]
+    engine.launched.append((plan, *engine.launch(plan)))
+    while engine.launched:
+        engine.complete()
+
+
+def test_given_an_urgent_request_on_the_host_then_a_less_urgent_one_gives_way_to_it() -> None:
+    manager = make_manager(gpu_blocks=6, host_blocks=16, enable_prefix_caching=False)
+    engine = make_engine(manager, policy="priority", preemption="swap")
+    swapped_urgent(engine, request("calm", 12, 4, first=50))
+    plan = engine.step()
+    assert (names(plan.preempted), names(plan.resumed)) == (["calm"], ["urgent"])
+    engine.drain()
+    engine.assert_right(*(done.request for done in engine.finished.values()))
+
+
+def test_given_an_urgent_request_on_the_host_that_would_not_fit_even_then_nobody_gives_way_in_vain() -> None:
+    manager = make_manager(gpu_blocks=8, host_blocks=16, enable_prefix_caching=False)
+    engine = make_engine(manager, policy="priority", preemption="swap")
+    swapped_urgent(engine, request("first", 18, 4, first=50, priority=2), request("calm", 3, 2, first=100))
+    plan = engine.step()
+    assert (names(plan.preempted), names(plan.resumed)) == ([], [])
+    engine.drain()
+    engine.assert_right(*(done.request for done in engine.finished.values()))
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

@@ -146,6 +146,28 @@ def test_new_ids_must_be_new() -> None:
 # --- rewind ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("back", [0, 4])
+def test_a_fork_that_was_rewound_commits_what_is_left_of_published_blocks_as_it_is(back: int) -> None:
+    manager = make_manager()
+    parent = running(manager, "parent", 4)
+    manager.extend(parent, 12)
+    manager.mark_written(parent, 8)
+    (child,) = manager.fork(parent, "child")
+    manager.commit(parent, range(4, 12))  # published for both
+    manager.rewind(child, 4 + back)  # places that nobody wrote, and then some of what was published
+    with pytest.raises(InvalidArgumentError, match="token 4 was announced as 4 and is committed as 90"):
+        manager.commit(child, [90, 91, 92, 93])
+    manager.check()
+    manager.commit(child, range(4, 8))
+    manager.check()
+    manager.rewind(child, child.num_reserved - 8)
+    manager.extend(child, 4)
+    manager.commit(child, [80, 81, 82, 83])  # from here on it goes its own way
+    manager.check()
+    assert manager.match_prefix([*range(8), 80, 81, 82, 83, 1]).num_tokens == 12
+    assert manager.match_prefix([*range(12), 1]).num_tokens == 12
+
+
 def test_rejected_drafts_give_back_their_blocks() -> None:
     manager = make_manager()
     handle = running(manager, "a", 4)
@@ -311,6 +333,21 @@ def test_a_partial_match_inside_a_run_that_is_still_written_does_not_disturb_it(
     manager.extend(writer, 4)
     manager.commit(writer, [12, 13, 14, 15])
     assert manager.match_prefix([*range(16), 1]).num_blocks == 4
+    manager.check()
+
+
+def test_a_partial_match_in_a_block_that_was_just_decoded_copies_that_block() -> None:
+    manager = make_manager()
+    writer = running(manager, "writer", 5)
+    for token in range(5, 12):
+        manager.extend(writer)
+        manager.commit(writer, [token])
+    reader = manager.allocate("reader", [*range(10), 90, 91])
+    assert reader.num_cached_tokens == 10
+    (copy,) = manager.take_copies()
+    assert (copy.src.tolist(), copy.dst.tolist(), copy.num_tokens) == (
+        [writer.block_ids()[2]], [reader.block_ids()[2]], 2
+    )  # fmt: skip
     manager.check()
 
 

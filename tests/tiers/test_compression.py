@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvpool.errors import ConfigError
 from kvpool.testing import TierContract, key, value
 from kvpool.tiers import CompressedTier, DiskTier, KeyedTier, MemoryTier, Outcome, open_tier
-from kvpool.tiers.compression.codecs import GROUP, Fp8, Planes
-from kvpool.tiers.compression.fp8 import as_floats, nearest_codes, round_to_bfloat16
+from kvpool.tiers.compression.codecs import GROUP, Fp8, Planes, UnreadableValueError
+from kvpool.tiers.compression.fp8 import LOWEST_EXPONENT, NUM_EXPONENTS, as_floats, nearest_codes, round_to_bfloat16
 
 CODECS = ["zstd", "lz4", "fp8"]
 
@@ -162,6 +162,30 @@ def test_given_bytes_that_no_codec_made_then_they_are_a_failure(codec: str, seed
     assert tier.load([key(1)], [bytearray(length)]) == [Outcome.FAILED]
 
 
+@pytest.mark.parametrize(("method", "level"), [("zstd", 1), ("zstd", 19), ("lz4", 1), ("lz4", 12)])
+def test_given_the_least_or_the_most_effort_then_planes_are_exact(method: str, level: int) -> None:
+    codec, data = Planes("bfloat16", method, level), keys_and_values(6)
+    out = bytearray(len(data))
+    codec.decode(memoryview(b"".join(codec.encode(memoryview(data)))), memoryview(out))
+    assert bytes(out) == data
+
+
+def with_scale(exponent: int) -> bytes:
+    """A group of sixty-four numbers in fp8 whose scale is a power of two with this exponent."""
+    return b"\1" + exponent.to_bytes(2, "little", signed=True) + bytes(GROUP)
+
+
+@pytest.mark.parametrize("exponent", [LOWEST_EXPONENT - 1, LOWEST_EXPONENT + NUM_EXPONENTS, -(2**15), 2**15 - 1])
+def test_given_a_scale_that_does_not_exist_then_the_value_cannot_be_read(exponent: int) -> None:
+    with pytest.raises(UnreadableValueError, match="a scale that does not exist"):
+        Fp8().decode(memoryview(with_scale(exponent)), memoryview(bytearray(2 * GROUP)))
+
+
+@pytest.mark.parametrize("exponent", [LOWEST_EXPONENT, LOWEST_EXPONENT + NUM_EXPONENTS - 1])
+def test_given_the_smallest_or_the_largest_scale_then_the_value_can_be_read(exponent: int) -> None:
+    Fp8().decode(memoryview(with_scale(exponent)), memoryview(bytearray(2 * GROUP)))
+
+
 def test_given_more_than_fits_in_memory_at_once_then_values_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.tiers.compression.compressed_tier.AT_ONCE_BYTES", 12_000)
     tier = CompressedTier(MemoryTier(10**7), "zstd")
@@ -179,7 +203,9 @@ def test_given_more_than_fits_in_memory_at_once_then_values_come_in_parts(monkey
         (lambda: CompressedTier(MemoryTier(10), "fp8", dtype="int8"), "dtype='int8' must be one of bfloat16"),
         (lambda: CompressedTier("redis://", "fp8"), "needs a tier to store in"),  # type: ignore[arg-type]
         (lambda: Planes(method="zip"), "method='zip' must be zstd or lz4"),
-        (lambda: Planes(level=99), "level=99 must be at most 19"),
+        (lambda: Planes(level=20), "level=20 must be at most 19"),
+        (lambda: Planes(level=0), "level=0 must be at least 1"),
+        (lambda: Planes(method="lz4", level=13), "level=13 must be at most 12"),
     ],
 )
 def test_given_a_wrong_argument_then_it_is_refused_by_name(make: object, message: str) -> None:

@@ -334,6 +334,17 @@ def test_given_a_fingerprint_then_the_directory_keeps_it_across_restarts(tmp_pat
         assert tier.notes == []
 
 
+def test_given_a_tier_that_only_reads_or_is_closed_then_it_keeps_no_fingerprint(tmp_path: Path) -> None:
+    config = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=8)
+    space = KeySpace(Fingerprint.of(config, model="tiny", weights="v1"))
+    with DiskTier(tmp_path, 2**20) as tier:
+        store(tier, [1])
+    tier.introduce(space)  # its directory may be another process's by now
+    with DiskTier(tmp_path, 2**20, read_only=True) as reader:
+        reader.introduce(space)
+        assert reader.directory.descriptions() == {}
+
+
 # --- wrong arguments -----------------------------------------------------------------------------------------------------
 
 

@@ -33,8 +33,8 @@ class Announcer:
 
     # --- digests -----------------------------------------------------------------------------------------------------
 
-    def digests(self, node: Node) -> list[bytes]:
-        """The chained digests of a node's blocks, computed once and only when somebody asks."""
+    def complete_digests(self, node: Node) -> None:
+        """Computes the chained digests of a node's blocks that it has not yet: once, and only when somebody listens."""
         self.context.sync(node)
         size = self.block_size
         missing: list[Node] = []
@@ -53,7 +53,6 @@ class Announcer:
             tokens, items = run_content(self.context.rows.symbols, part, len(known) * size, part.num_blocks * size)
             known.extend(chain_digests(parent, tokens, size, items))
             part.digests = known
-        return node.digests or []
 
     def _present_digests(self, node: Node, group: Group, first: int, last: int) -> list[bytes]:
         assert node.digests is not None
@@ -70,7 +69,7 @@ class Announcer:
         if node.detached:
             return
         first = len(node.digests or ())
-        self.digests(node)
+        self.complete_digests(node)
         self._emit(node, self._stored_runs(node, first))
 
     def stored_blocks(self, node: Node, group: Group, present: Int64Array) -> None:
@@ -83,7 +82,7 @@ class Announcer:
         for root in roots:
             for node in root.subtree():
                 if node is not root and not node.is_remainder:  # only whole blocks have a digest
-                    self.digests(node)
+                    self.complete_digests(node)
                     events.extend(
                         Stored(as_of, parent, tuple(digests), tokens, self.block_size, root.scope, node.tier,
                                node.priority, group, node.session, items)

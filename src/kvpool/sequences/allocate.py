@@ -174,8 +174,6 @@ class Lifecycle:
     def _copy_partial(self, row: int, match: Match) -> None:
         source = match.partial
         assert source is not None
-        if source.open_row >= 0:
-            self.context.sync(source)
         at = match.num_blocks
         for group in self.state.growing:
             src = source.ids[group.index][at - source.start : at - source.start + 1].copy()

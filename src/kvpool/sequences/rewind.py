@@ -45,7 +45,6 @@ class Rewinding:
         self._drop_private(handle, row, ceil_div(length, size))
         rows.reserved[row] = length
         rows.present[row] = min(rows.present.item(row), length)
-        rows.following.pop(row, None)
         rows.written[row] = min(int(rows.written[row]), length)
         if int(rows.committed[row]) > length:
             rows.committed[row] = length

@@ -136,10 +136,8 @@ class Fp8(Codec):
         if flag != b"\1" or body.nbytes != 2 * num_groups + count + rest:
             raise UnreadableValueError("cut short, or made by another codec")
         exponents = np.frombuffer(body, np.int16, num_groups)
-        if (
-            num_groups
-            and not -1 < exponents.min() - LOWEST_EXPONENT <= exponents.max() - LOWEST_EXPONENT < NUM_EXPONENTS
-        ):
+        first, end = LOWEST_EXPONENT, LOWEST_EXPONENT + NUM_EXPONENTS
+        if num_groups and not first <= exponents.min() <= exponents.max() < end:
             raise UnreadableValueError("a scale that does not exist")
         codes = np.frombuffer(body, np.uint8, count, 2 * num_groups).reshape(num_groups, GROUP)
         bits = self._table.decode(codes, exponents).ravel()
