@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvpool.prefix.lifetimes.calendar import Calendar
-from kvpool.prefix.tree.node import NEVER
+from kvpool.prefix.expiry import Calendar
+from kvpool.prefix.node import NEVER
 from managers import Clock, cached, make_manager
 
 
