@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from servers import RedisServer, running
+from servers import MotoServer, RedisCluster, RedisServer, running
 
 pytest.importorskip("typer")
 pytest.importorskip("rich")
@@ -184,6 +184,104 @@ def test_given_a_store_that_is_down_then_the_command_says_that_some_may_be_left(
     assert "some may be left" in capsys.readouterr().out
 
 
+# --- stores --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["redis", "cluster", "s3"])
+def store_address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The address of a store on loopback with nine values of one model, and what others keep beside them."""
+    server: RedisServer | RedisCluster | MotoServer
+    if request.param == "s3":
+        pytest.importorskip("obstore")
+        server = MotoServer(tmp_path)
+    else:
+        pytest.importorskip("glide_sync")
+        server = RedisServer(tmp_path) if request.param == "redis" else RedisCluster(tmp_path)
+    with running(server):
+        if isinstance(server, MotoServer):
+            address = f"{server.make_bucket('values')}&timeout=30"
+            server.bucket("values").put("some/where/notes.txt", b"mine")
+        else:
+            address = f"{server.url}{'&' if '?' in server.url else '?'}timeout=30"
+            first = server if isinstance(server, RedisServer) else server.nodes[0]
+            first.ask("SET", "kvpool:default:{notes}", "mine")  # MOVED on a cluster
+        with open_tier(address) as tier:
+            fill(tier)
+        yield address
+
+
+def test_given_a_store_then_stat_ls_and_verify_say_what_it_holds(
+    store_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = store_address.partition("?")[0].replace("key:secret@", "")
+    size = 3 * len(TEXTS) * len(value(0))
+    assert figures(capsys, "stat", store_address) == {
+        "store": shown, "values": 9, "value_bytes": size, "spaces": 1, "problem": "", "notes": []
+    }  # fmt: skip
+    found = figures(capsys, "ls", store_address)
+    assert (found["notes"], found["problem"]) == ([], "")
+    (space,) = found["spaces"]
+    assert (space["prefix"], space["num_values"], space["value_bytes"]) == (SPACE.prefix.hex(), 9, size)
+    assert (space["description"], space["last_use"]) == (None, 0)
+    found = figures(capsys, "verify", store_address)
+    assert (found["num_values"], found["num_bytes"], found["damaged"], found["problem"]) == (9, size, [], "")
+    for command in ("stat", "ls", "verify"):
+        assert main(["tier", command, store_address]) == 0
+        assert "secret" not in (said := capsys.readouterr().out)
+        assert "9" in said
+
+
+def test_given_an_empty_store_then_it_holds_nothing_and_that_is_no_error(
+    store_address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tier", "purge", store_address, "--all"]) == 0
+    capsys.readouterr()
+    assert figures(capsys, "stat", store_address)["values"] == 0
+    assert main(["tier", "ls", store_address]) == 0
+    assert "holds no values" in capsys.readouterr().out
+    assert main(["tier", "verify", store_address]) == 0
+
+
+def test_given_a_damaged_value_in_a_store_then_verify_names_it_and_repair_takes_it_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("glide_sync")
+    server = RedisServer(tmp_path)
+    with running(server):
+        with open_tier(server.url) as tier:
+            fill(tier)
+        name = TEXTS[0][1].hex()
+        server.ask("SETRANGE", f"kvpool:default:{{{name}}}", "7", "?")
+        assert main(["tier", "verify", server.url]) == 1
+        assert f"damaged: {name}" in capsys.readouterr().out
+        assert main(["tier", "verify", server.url, "--repair"]) == 0
+        assert figures(capsys, "verify", server.url)["num_values"] == 8
+
+
+@pytest.mark.parametrize("command", ["stat", "ls", "verify"])
+@pytest.mark.parametrize(
+    "address", ["redis://user:secret@127.0.0.1:1?timeout=0.2", "s3://bucket?endpoint=http://127.0.0.1:1"]
+)
+def test_given_a_store_that_does_not_answer_then_the_status_is_one_and_the_reason_is_told(
+    command: str, address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("glide_sync" if address.startswith("redis") else "obstore")
+    assert main(["tier", command, address, "--json", "-"]) == 1
+    told = capsys.readouterr()
+    assert json.loads(told.out)["problem"]
+    assert "the store does not answer: " in told.err
+    assert "secret" not in told.out + told.err
+    if command == "stat":
+        assert json.loads(told.out)["values"] is None
+
+
+def test_given_a_directory_with_its_scheme_and_options_then_it_is_that_directory(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for address in (f"disk:{directory}", f"disk:{directory}?bytes=5GB", f"{directory}?bytes=5GB"):
+        assert figures(capsys, "stat", address)["values"] == 50
+
+
 def test_given_recently_used_values_then_purge_of_unused_ones_leaves_them(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -232,7 +330,12 @@ def test_given_a_compressed_target_then_warm_tells_it_whose_values_they_are(
     ("words", "said"),
     [
         (["ls", "nowhere"], "there is no directory 'nowhere'"),
-        (["stat", "./nowhere/at/all"], "there is no directory"),
+        (["stat", "./nowhere/at/all"], "there is no directory 'nowhere/at/all'; the address of a store is as redis://"),
+        (["stat", "nodir"], "there is no directory 'nodir'"),
+        (["purge", "nodir", "--all"], "there is no directory 'nodir'"),
+        (["verify", "ftp://host"], "the address of a tier begins with one of"),
+        (["compact", "redis://host"], "`kvpool tier compact` is for directories: a store gives space back by itself"),
+        (["warm", "redis://host", "redis://other"], "`kvpool tier warm` is for directories"),
         (["purge", "."], "say what to take out: --space, --tenant, --tokens, --unused-days or --all"),
         (["purge", ".", "--salt", "s"], "--adapter and --salt are those of a --tenant"),
         (["purge", ".", "--space", "0" * 16, "--fingerprints", "f"], "--fingerprints says whose the --tokens are"),

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvpool.errors import InvalidArgumentError
 from kvpool.testing import key, load, store, value
 from kvpool.tiers import KeyPattern, Outcome, Purged
 from kvpool.tiers.remote.breaker import Breaker
-from kvpool.tiers.remote.remote_tier import MAX_STALE, SHARE_BYTES, Node, NodeError, Purging, RemoteTier, Share, Stale
+from kvpool.tiers.remote.remote_tier import (
+    MAX_STALE,
+    SHARE_BYTES,
+    Listing,
+    Node,
+    NodeError,
+    Purging,
+    RemoteTier,
+    Share,
+    Stale,
+)
+from kvpool.tiers.store_upkeep import listed, store_figures, verify_store
 
 Behaviour = Callable[[Share[Node]], None]
 
@@ -26,6 +38,7 @@ class Puppet(RemoteTier[Node]):
         self.shares: list[Share[Node]] = []
         self.probed = threading.Event()
         self.probe: Callable[[], None] = lambda: None
+        self.listing: Callable[[Node], Iterator[dict[bytes, int]]] = lambda node: iter(())
         self.purge_behaviour: Callable[[Purging[Node]], None] = lambda purging: None
 
     def _nodes(self) -> list[Node]:
@@ -44,6 +57,9 @@ class Puppet(RemoteTier[Node]):
         self.shares.append(share)
         with share.node.asking():
             self.behaviour(share)
+
+    def _list_node(self, node: Node, deadline: float) -> Iterator[dict[bytes, int]]:
+        yield from self.listing(node)
 
     def _purge_share(self, purging: Purging[Node]) -> None:
         purging.removed += 5
@@ -223,3 +239,58 @@ def test_given_a_stale_key_then_it_is_a_miss_whatever_the_store_says(call: str) 
             assert load(tier, [LEFT[0], LEFT[1]])[0] == [Outcome.MISS, Outcome.OK]
         else:
             assert tier.contains([key(LEFT[0]), key(LEFT[1])]) == [False, True]
+
+
+# --- what it holds -------------------------------------------------------------------------------------------------------
+
+
+def test_given_nodes_that_list_then_all_values_are_found_and_what_a_node_did_not_say_is_told() -> None:
+    def listing(node: Node) -> Iterator[dict[bytes, int]]:
+        yield {key(1): 10, key(2): 20}
+        if node.name == "right":
+            raise NodeError("the line was cut")
+        yield {key(2): 20, key(3): 30}
+
+    with Puppet(works) as tier:
+        tier.listing = listing
+        assert tier.listed() == ({key(1): 10, key(2): 20, key(3): 30}, "right: the line was cut")
+
+
+def test_given_a_node_that_is_down_when_listed_then_the_others_are_and_the_reason_is_told() -> None:
+    with Puppet(works) as tier:
+        tier.timeout = 0.01
+        tier.nodes[0].breaker.failed("it burnt down")
+        tier.listing = lambda node: iter([{key(1): 10}])
+        sizes, problem = tier.listed()
+        assert sizes == {key(1): 10}
+        assert problem.startswith("left: it burnt down")
+
+
+def test_given_a_store_that_cannot_list_then_stat_tells_whether_it_answers_and_the_rest_is_refused() -> None:
+    with Puppet(works) as tier:
+        tier.can_list, tier.timeout = False, 0.01
+        figures = store_figures(tier)
+        assert (figures["values"], figures["problem"]) == (None, "")
+        with pytest.raises(InvalidArgumentError, match="puppet cannot list what it holds; `kvpool tier stat`"):
+            listed(tier)
+        tier.nodes[0].breaker.failed("it burnt down")
+        assert "it burnt down" in store_figures(tier)["problem"]
+
+
+def test_given_a_store_that_is_lost_while_it_is_verified_then_nothing_is_called_damaged() -> None:
+    def dies(share: Share[Node]) -> None:
+        raise NodeError("it burnt down")
+
+    with Puppet(dies) as tier:
+        listing = Listing({key(number): 100 for number in range(10)}, "")
+        result, problem = verify_store(tier, listing, lambda _: None, repair=True)
+        assert (result.damaged, result.num_values, result.removed) == ([], 0, 0)
+        assert "it burnt down" in problem
+
+
+def test_given_large_values_when_verified_then_they_are_loaded_a_few_at_a_time() -> None:
+    with Puppet(works) as tier:
+        listing = Listing({key(number): 20 << 20 for number in range(5)}, "")
+        result, problem = verify_store(tier, listing, lambda _: None, repair=False)
+        assert (result.num_values, result.num_bytes, problem) == (5, 100 << 20, "")
+        assert max(len(share.keys) for share in tier.shares) == 1

@@ -18,8 +18,7 @@ from kvpool.tiers.contract import Outcome, Purged
 from kvpool.tiers.disk.upkeep import Upkeep, remove_everything
 from kvpool.tiers.keys import SPACE_BYTES, Fingerprint, KeyPattern, KeySpace, scope_tag
 from kvpool.tiers.open import open_tier
-
-STORE_SECONDS = 3600.0
+from kvpool.tiers.store_upkeep import STORE_SECONDS
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,27 @@ import typer
 from kvpool.errors import InvalidArgumentError
 from kvpool.plainfile import read_plain, write_plain
 from kvpool.terminal import check_files, console, progress_bar, write_json
-from kvpool.tiers.compression.compressed_tier import CompressedTier
 from kvpool.tiers.contract import Outcome
 from kvpool.tiers.disk.records import is_held
 from kvpool.tiers.disk.upkeep import Space, Upkeep
 from kvpool.tiers.open import open_tier
 from kvpool.tiers.purging import Wanted, purge_directory, purge_store, read_space, shown_bytes
+from kvpool.tiers.store_upkeep import innermost, listed, opened_store, store_figures, store_spaces, verify_store
 from kvpool.tiers.tier_settings import PREFIX, read_tiers
+from kvpool.tiers.url import TierURL
 
 AT_ONCE = 32
 _T = TypeVar("_T")
 DirectoryArgument = Annotated[
-    Path | None, typer.Argument(help="The directory of a disk tier; default: `disk` of the settings.", show_default=False)
+    str | None,
+    typer.Argument(help="The directory of a disk tier; default: `disk` of the settings.", show_default=False),
+]
+AddressArgument = Annotated[
+    str | None,
+    typer.Argument(
+        help="A directory, or the address of a store; default: `disk` of the settings, else `remote`.",
+        show_default=False,
+    ),
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option(envvar="KVPOOL_CONFIG", help=r"A TOML file with a section \[tiers].")
@@ -43,17 +52,28 @@ def register(app: typer.Typer, name: str) -> None:
     app.add_typer(group, name=name)
 
 
-def ls(directory: DirectoryArgument = None, config: ConfigOption = None, json: Json = None) -> None:
-    """Whose values lie in a directory: a line for each model, with how many, how large, and when they were last used.
+def ls(address: AddressArgument = None, config: ConfigOption = None, json: Json = None) -> None:
+    """Whose values lie in a tier: a line for each model, with how many, how large, and when they were last used.
 
-    Works while an engine uses the directory.
+    Works while an engine uses the tier. A store knows neither the names of models nor when values were used. Exit status 1
+    if it does not answer.
+
+    \b
+    kvpool tier ls /var/cache/kvpool
+    kvpool tier ls redis://127.0.0.1:6379
     """
     from rich.table import Table
 
     check_files(json)
-    directory = _directory(directory, config)
-    with Upkeep(directory) as upkeep:
-        spaces, notes = upkeep.spaces(), upkeep.notes
+    where = _place(address, config)
+    problem = ""
+    if isinstance(where, Path):
+        with Upkeep(where) as upkeep:
+            spaces, notes = upkeep.spaces(), upkeep.notes
+    else:
+        with opened_store(where) as store:
+            listing = listed(store)
+            spaces, notes, problem, where = store_spaces(listing), [], listing.problem, store.name
     table = Table(box=None, pad_edge=False)
     for title, justify in (("space", "left"), ("model", "left"), ("weights", "left"), ("values", "right")):
         table.add_column(title, justify=justify)  # type: ignore[arg-type]
@@ -67,56 +87,65 @@ def ls(directory: DirectoryArgument = None, config: ConfigOption = None, json: J
             shown_bytes(space.value_bytes), shown_time(space.last_use),
         )  # fmt: skip
     out = console(to_stderr=json == "-")
-    out.print(table if spaces else f"{directory} holds no values")
+    out.print(table if spaces else "" if problem else f"{where} holds no values")
     _print_notes(out, notes)
     if json is not None:
-        write_json(json, {"spaces": [_space_fields(space) for space in spaces], "notes": notes})
+        write_json(json, {"spaces": [_space_fields(space) for space in spaces], "notes": notes, "problem": problem})
+    _end_with(problem)
 
 
 def stat(
-    address: Annotated[
-        str | None,
-        typer.Argument(help="A directory, or the address of a store; default: `disk` of the settings, else `remote`."),
-    ] = None,
+    address: AddressArgument = None,
     config: ConfigOption = None,
     json: Json = None,
 ) -> None:
-    """How full a tier is: slabs and slots of a directory, or what a remote store says of itself.
+    """How full a tier is: slabs and slots of a directory, values of a store. Exit status 1 if a store does not answer.
 
     \b
     kvpool tier stat /var/cache/kvpool
     kvpool tier stat redis://127.0.0.1:6379
     """
     check_files(json)
-    address = _directory_or_address(address, config)
-    figures = _directory_figures(Path(address)) if Path(address).is_dir() else _remote_figures(address)
+    where = _place(address, config)
+    if isinstance(where, Path):
+        figures = _directory_figures(where)
+    else:
+        with opened_store(where) as store:
+            figures = store_figures(store)
     out = console(to_stderr=json == "-")
     for name, value in figures.items():
-        if name != "notes" and value not in (None, ""):
+        if name not in ("notes", "problem") and value not in (None, ""):
             out.print(f"{name.replace('_', ' '):>18}  {f'{value:,}' if isinstance(value, int) else value}")
     _print_notes(out, figures.get("notes", []))
     if json is not None:
         write_json(json, figures)
+    _end_with(figures.get("problem", ""))
 
 
 def verify(
-    directory: DirectoryArgument = None,
+    address: AddressArgument = None,
     config: ConfigOption = None,
-    repair: Annotated[
-        bool, typer.Option(help="Take out what is damaged; no engine may use the directory then.")
-    ] = False,
+    repair: Annotated[bool, typer.Option(help="Take out what is damaged; no engine may use a directory then.")] = False,
     quiet: Annotated[bool, typer.Option(help="No progress bar.")] = False,
     json: Json = None,
 ) -> None:
-    """Read every value and compare it with its checksum. Exit status 1 if something is damaged.
+    """Read every value and compare it with its checksum. Exit status 1 if something is damaged, or a store does not answer.
 
     An engine never returns a damaged value: it looks at the checksum on every load. This tells how well the disk is.
     """
     check_files(json)
-    with Upkeep(_directory(directory, config), writing=repair) as upkeep:
-        with progress_bar("verifying", upkeep.num_values, quiet) as progress:
-            result = upkeep.verify(progress, repair=repair)
-        notes = upkeep.notes
+    where = _place(address, config)
+    problem = ""
+    if isinstance(where, Path):
+        with Upkeep(where, writing=repair) as upkeep:
+            with progress_bar("verifying", upkeep.num_values, quiet) as progress:
+                result = upkeep.verify(progress, repair=repair)
+            notes = upkeep.notes
+    else:
+        with opened_store(where) as store:
+            listing, notes = listed(store), []
+            with progress_bar("verifying", len(listing.sizes), quiet) as progress:
+                result, problem = verify_store(store, listing, progress, repair=repair)
     out = console(to_stderr=json == "-")
     out.print(f"{result.num_values - len(result.damaged):,} of {result.num_values:,} values are whole, "
               f"{shown_bytes(result.num_bytes)}")  # fmt: skip
@@ -124,7 +153,8 @@ def verify(
         out.print(f"damaged: {place}{' (taken out)' if repair else ''}", style="red")
     _print_notes(out, notes)
     if json is not None:
-        write_json(json, {**dataclasses.asdict(result), "notes": notes})
+        write_json(json, {**dataclasses.asdict(result), "notes": notes, "problem": problem})
+    _end_with(problem)
     if result.damaged and not repair:
         raise typer.Exit(1)
 
@@ -140,7 +170,7 @@ def compact(
     A tier that runs needs no compaction: it reuses its slots. No engine may use the directory meanwhile.
     """
     check_files(json)
-    with Upkeep(_directory(directory, config), writing=True) as upkeep:
+    with Upkeep(_directory(directory, config, "compact"), writing=True) as upkeep:
         with progress_bar("moving", upkeep.num_values, quiet) as progress:
             given_back = upkeep.compact(progress)
         left = upkeep.num_values
@@ -150,10 +180,7 @@ def compact(
 
 
 def purge(
-    address: Annotated[
-        str | None,
-        typer.Argument(help="A directory, or the address of a store; default: `disk` of the settings, else `remote`."),
-    ] = None,
+    address: AddressArgument = None,
     config: ConfigOption = None,
     space: SpaceOption = None,
     tenant: Annotated[str | None, typer.Option(help='Only what this tenant stored; "" is nobody\'s.')] = None,
@@ -184,12 +211,12 @@ def purge(
     kvpool tier purge redis://127.0.0.1:6379 --tenant acme --salt SESSION
     kvpool tier purge DIR --tokens ids.json
     """
-    address = _directory_or_address(address, config)
+    where = _place(address, config)
     wanted = Wanted.of(space, tenant, adapter, salt, tokens, fingerprints, unused_days, everything)
-    if Path(address).is_dir():
-        purge_directory(Path(address), wanted, quiet)
+    if isinstance(where, Path):
+        purge_directory(where, wanted, quiet)
     else:
-        purge_store(_checked_address(address), wanted)
+        purge_store(where, wanted)
 
 
 def warm(
@@ -213,10 +240,10 @@ def warm(
     kvpool tier warm /mnt/old disk:/mnt/new?bytes=500GB
     """
     check_files(json)
-    directory = _directory(directory, config)
+    source = _directory(directory, config, "warm")
     target = _needed(target, read_tiers(config).remote_address, "an address to copy to", "remote")
     counts = dict.fromkeys(Outcome, 0)
-    with open_tier(target) as tier, Upkeep(directory) as upkeep:
+    with open_tier(target) as tier, Upkeep(source) as upkeep:
         with progress_bar("copying", upkeep.num_values, quiet) as progress:
             batch: list[tuple[bytes, bytes]] = []
             for value in upkeep.values(progress, read_space(space) or b""):
@@ -247,18 +274,41 @@ def shown_time(microseconds: int) -> str:
     return datetime.fromtimestamp(microseconds / 1e6, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _directory(given: Path | None, config: Path | None) -> Path:
+def _directory(given: str | None, config: Path | None, command: str) -> Path:
     """The directory that was named, or that of the settings."""
-    return given if given is not None else _needed(None, read_tiers(config).directory, "a directory", "disk")
+    if given is None:
+        return _needed(None, read_tiers(config).directory, "a directory", "disk")
+    where = _place(given, config)
+    if not isinstance(where, Path):
+        remedy = (
+            "a store gives space back by itself" if command == "compact" else "its values are where others find them"
+        )
+        raise InvalidArgumentError(f"`kvpool tier {command}` is for directories: {remedy}")
+    return where
 
 
-def _directory_or_address(given: str | None, config: Path | None) -> str:
-    """What was named, or the directory of the settings, or their store."""
-    if given is not None:
+def _place(given: str | None, config: Path | None) -> Path | str:
+    """The directory or the address of a store that was named, or the directory of the settings, or their store."""
+    if given is None:
+        settings = read_tiers(config)
+        if settings.directory is not None:
+            return settings.directory
+        return _needed(None, settings.remote_address, "a directory or an address", "disk")
+    if "://" in given:
         return given
-    settings = read_tiers(config)
-    default = settings.remote_address if settings.directory is None else str(settings.directory)
-    return _needed(None, default, "a directory or an address", "disk")
+    path = Path(given) if os.path.isdir(given) else Path(TierURL.local(given).path).expanduser()
+    if not path.is_dir():
+        raise InvalidArgumentError(
+            f"there is no directory {str(path)!r}; the address of a store is as redis://127.0.0.1:6379"
+        )
+    return path
+
+
+def _end_with(problem: str) -> None:
+    """Ends the command with status 1 where a store did not answer, or not to the end."""
+    if problem:
+        console(to_stderr=True).print(f"the store does not answer: {problem}", style="red", markup=False)
+        raise typer.Exit(1)
 
 
 def _needed(given: _T | None, configured: _T | None, what: str, key: str) -> _T:
@@ -266,7 +316,9 @@ def _needed(given: _T | None, configured: _T | None, what: str, key: str) -> _T:
     found = configured if given is None else given
     if found is None:
         variable = f"{PREFIX}{key.upper()}"
-        raise InvalidArgumentError(f"name {what}, or set `{key}` in the section [tiers] of --config FILE, or {variable}")
+        raise InvalidArgumentError(
+            f"name {what}, or set `{key}` in the section [tiers] of --config FILE, or {variable}"
+        )
     return found
 
 
@@ -278,9 +330,7 @@ def _send(tier: Any, batch: list[tuple[bytes, bytes]], counts: dict[Outcome, int
 
 def _copy_descriptions(upkeep: Upkeep, tier: Any) -> None:
     """Another directory learns whose values it has now; compressed ones too, whose keys begin as they did."""
-    while isinstance(tier, CompressedTier):
-        tier = tier.inner
-    directory = getattr(tier, "directory", None)
+    directory = getattr(innermost(tier), "directory", None)
     if directory is not None:
         for path in upkeep.directory.path.glob("space-*.json"):
             target = directory.path / path.name
@@ -303,18 +353,6 @@ def _directory_figures(path: Path) -> dict[str, Any]:
             "written_by": upkeep.directory.owner(),
             "notes": upkeep.notes,
         }
-
-
-def _checked_address(address: str) -> str:
-    if "://" not in address and os.sep in address:
-        raise InvalidArgumentError(f"there is no directory {address!r}")
-    return address
-
-
-def _remote_figures(address: str) -> dict[str, Any]:
-    with open_tier(_checked_address(address)) as tier:
-        tier.contains([bytes(32)])
-        return dataclasses.asdict(tier.stats())
 
 
 def _space_fields(space: Space) -> dict[str, Any]:

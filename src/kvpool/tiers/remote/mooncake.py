@@ -101,6 +101,8 @@ class MooncakeTier(RemoteTier[Node]):
     network that only your machines can reach.
     """
 
+    can_list = False
+
     def __init__(self, url: str) -> None:
         parsed = TierURL.parse(url)
         if parsed.scheme != "mooncake" or parsed.password is not None or parsed.path.strip("/"):
@@ -212,6 +214,9 @@ class MooncakeTier(RemoteTier[Node]):
         if answer < 0:
             raise NodeError(_said(answer))
         purging.removed += answer
+
+    def _list_node(self, node: Node, deadline: float) -> Iterator[dict[bytes, int]]:
+        raise NodeError("Mooncake's client cannot list what the store holds")
 
     def _load_share(self, share: Share[Node]) -> None:
         sizes: dict[bytes, int] = {}  # Mooncake loads a key once per call

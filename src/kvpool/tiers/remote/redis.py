@@ -7,17 +7,19 @@ says how many to expect. It is written last: where it is missing, nothing is the
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
+from typing import Any
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.tiers.contract import Outcome
+from kvpool.tiers.contract import KEY_BYTES, Outcome
 from kvpool.tiers.envelope import is_whole, num_bytes, seal
 from kvpool.tiers.keys import SPACE_BYTES, KeyPattern
 from kvpool.tiers.remote.glide import RedisNode, Refusal
 from kvpool.tiers.remote.redis_options import RedisOptions
-from kvpool.tiers.remote.remote_tier import NodeError, Purging, RemoteTier, Share
+from kvpool.tiers.remote.remote_tier import NodeError, Purging, RemoteTier, Share, seconds_left
 from kvpool.tiers.remote.slot_map import SlotMap, slot_of
 from kvpool.tiers.url import TierURL
 
@@ -25,6 +27,8 @@ PIPELINE_BYTES = 2 << 20
 DIRECT_BYTES = 16 << 20
 GROUP = 16
 SCAN_COUNT = 1000  # names that the server looks at in one go
+_SEAL = b":seal"
+_VALUE = re.compile(rb"\{[0-9a-f]{64}\}(:seal)?$")
 
 
 class RedisTier(RemoteTier[RedisNode]):
@@ -165,24 +169,44 @@ class RedisTier(RemoteTier[RedisNode]):
 
     def _purge_share(self, purging: Purging[RedisNode]) -> None:
         """SCAN does not stop the server for others; what is written meanwhile may be found or not."""
-        shape = self._shape(purging.pattern)
-        cursor = "0"
         with purging.node.connection() as client:
-            while True:
-                command = ["SCAN", cursor, "MATCH", shape, "COUNT", str(SCAN_COUNT)]
-                (answer,) = purging.node.run(client, [command], min(self.timeout, purging.seconds_left()))
-                if isinstance(answer, Refusal):
-                    raise NodeError(answer.text)
-                cursor, names = answer[0].decode(), answer[1]
-                commands = [["UNLINK", name] for name in names]
-                answers = purging.node.run(client, commands, min(self.timeout, purging.seconds_left())) if commands else []
+            for names in self._scanned(purging.node, client, purging.pattern, purging.deadline):
+                answers = self._answers(purging.node, client, [["UNLINK", name] for name in names], purging.deadline)
                 for name, removed in zip(names, answers, strict=True):
                     if isinstance(removed, Refusal):
                         purging.num_left += 1
-                    elif not name.endswith(b":seal"):
+                    elif not name.endswith(_SEAL):
                         purging.removed += removed
-                if cursor == "0":
-                    return
+
+    def _list_node(self, node: RedisNode, deadline: float) -> Iterator[dict[bytes, int]]:
+        """Values whose bytes and seal are both there."""
+        with node.connection() as client:
+            for names in self._scanned(node, client, KeyPattern(), deadline):
+                found = [name.removesuffix(_SEAL) for name in names if name.endswith(_SEAL)]
+                commands = [[verb, name] for name in found for verb in ("EXISTS", "STRLEN")]
+                answers = self._answers(node, client, commands, deadline)
+                yield {
+                    bytes.fromhex(name[-2 * KEY_BYTES - 1 : -1].decode()): size
+                    for name, is_there, size in zip(found, answers[::2], answers[1::2], strict=True)
+                    if is_there == 1 and isinstance(size, int)
+                }
+
+    def _scanned(self, node: RedisNode, client: object, pattern: KeyPattern, deadline: float) -> Iterator[list[bytes]]:
+        """The names of such keys, in parts; a name may come twice."""
+        cursor, shape = "0", self._shape(pattern)
+        while True:
+            scan = ["SCAN", cursor, "MATCH", shape, "COUNT", str(SCAN_COUNT)]
+            (answer,) = self._answers(node, client, [scan], deadline)
+            if isinstance(answer, Refusal):
+                raise NodeError(answer.text)
+            cursor = answer[0].decode()
+            yield [name for name in answer[1] if _is_value(name)]
+            if cursor == "0":
+                return
+
+    def _answers(self, node: RedisNode, client: object, commands: list[Any], deadline: float) -> list[Any]:
+        """What a node answers to commands that nobody waits for, none of them longer than a request may take."""
+        return node.run(client, commands, min(self.timeout, seconds_left(deadline))) if commands else []
 
     def _shape(self, pattern: KeyPattern) -> str:
         """The names of such keys for SCAN."""
@@ -264,6 +288,11 @@ class RedisTier(RemoteTier[RedisNode]):
                 share.outcomes[place] = Outcome.REFUSED
                 share.node.refused()
                 self.report(self._told(share.node, f"stores nothing: {refusal.text}"))
+
+
+def _is_value(name: bytes) -> bool:
+    """Whether a name is that of a value's bytes or seal: whatever else begins like it is not ours to touch."""
+    return _VALUE.search(name) is not None
 
 
 def _parts(places: list[int], views: list[memoryview]) -> Iterator[list[int]]:

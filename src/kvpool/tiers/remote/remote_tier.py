@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier, Outcome, Purged, Room
+from kvpool.tiers.contract import DEFAULT_TIMEOUT, PURGE_TIMEOUT, KeyedTier, Outcome, Purged, Room
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.remote.breaker import Breaker
@@ -89,7 +89,7 @@ class Share(Generic[_Node]):
 
     def seconds_left(self) -> float:
         """Time until the deadline; raises TimeoutError when it is over."""
-        return _seconds_left(self.deadline)
+        return seconds_left(self.deadline)
 
 
 @dataclass
@@ -104,7 +104,14 @@ class Purging(Generic[_Node]):
 
     def seconds_left(self) -> float:
         """Time until the deadline; raises TimeoutError when it is over."""
-        return _seconds_left(self.deadline)
+        return seconds_left(self.deadline)
+
+
+class Listing(NamedTuple):
+    """What a tier holds: the number of bytes of each value. `problem` says why it may be only a part."""
+
+    sizes: dict[bytes, int]
+    problem: str
 
 
 class Stale:
@@ -149,6 +156,9 @@ class RemoteTier(KeyedTier, Generic[_Node]):
     It may raise `TimeoutError` and `NodeError` there. `stale` are keys that the store promised in vain.
     """
 
+    can_list = True
+    """Whether the store can say what it holds."""
+
     def __init__(self, name: str, *, timeout: float = DEFAULT_TIMEOUT, max_value_bytes: int) -> None:
         super().__init__(name, timeout=timeout)
         checksum(bytes(32), memoryview(b""))  # a missing package is said now and not with the first value
@@ -187,13 +197,15 @@ class RemoteTier(KeyedTier, Generic[_Node]):
     @abstractmethod
     def _purge_share(self, purging: Purging[_Node]) -> None: ...
 
+    @abstractmethod
+    def _list_node(self, node: _Node, deadline: float) -> Iterator[dict[bytes, int]]:
+        """The keys of all values of a node and their sizes, in parts."""
+
     # --- the contract ------------------------------------------------------------------------------------------------
 
     def _contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         outcomes = self._serve(keys, None, self._find_share, deadline)
-        return [
-            outcome == Outcome.OK and key not in self.stale for key, outcome in zip(keys, outcomes, strict=True)
-        ]
+        return [outcome == Outcome.OK and key not in self.stale for key, outcome in zip(keys, outcomes, strict=True)]
 
     def _load(self, keys: Sequence[bytes], out: Sequence[memoryview], deadline: float) -> list[Outcome]:
         decided = [Outcome.MISS if key in self.stale else None for key in keys]
@@ -214,6 +226,24 @@ class RemoteTier(KeyedTier, Generic[_Node]):
 
     def _remove(self, keys: Sequence[bytes], deadline: float) -> list[Outcome]:
         return self._serve(keys, None, self._remove_share, deadline)
+
+    def listed(self, *, timeout: float = PURGE_TIMEOUT) -> Listing:
+        """Looks through the store for all its values. Slow where there are many; what is written meanwhile may be missing."""
+        deadline = time.monotonic() + timeout
+        sizes: dict[bytes, int] = {}
+        problems = []
+        for node in self._holders():
+            asked_until = time.monotonic() + self.timeout  # the first probe may still be under way
+            while not self._is_up(node) and time.monotonic() < asked_until:
+                time.sleep(0.01)
+            try:
+                if not self._is_up(node):
+                    raise NodeError(node.breaker.problem)
+                for part in self._list_node(node, deadline):
+                    sizes.update(part)
+            except (TimeoutError, NodeError) as problem:
+                problems.append(self._told(node, str(problem) or "no answer in time"))
+        return Listing(sizes, "; ".join(problems))
 
     def _purge(self, pattern: KeyPattern, deadline: float) -> Purged:
         found = [self._purge_node(node, pattern, deadline) for node in self._holders()]
@@ -334,7 +364,8 @@ class RemoteTier(KeyedTier, Generic[_Node]):
             node.breaker.succeeded()
 
 
-def _seconds_left(deadline: float) -> float:
+def seconds_left(deadline: float) -> float:
+    """Time until a deadline; raises TimeoutError when it is over."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError

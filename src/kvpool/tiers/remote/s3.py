@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import wait
 from itertools import pairwise
 from typing import Any
@@ -22,7 +22,7 @@ from kvpool.tiers.envelope import HEADER_BYTES, is_whole, num_bytes, seal
 from kvpool.tiers.keys import SPACE_BYTES, TAG_BYTES, TENANT_BYTES
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
 from kvpool.tiers.remote.loop_thread import LoopThread
-from kvpool.tiers.remote.remote_tier import Node, NodeError, Purging, RemoteTier, Share
+from kvpool.tiers.remote.remote_tier import Node, NodeError, Purging, RemoteTier, Share, seconds_left
 from kvpool.tiers.url import Options, TierURL
 
 MAX_VALUE_BYTES = (5 << 30) - HEADER_BYTES  # the largest object that one request may bring
@@ -31,7 +31,7 @@ NUM_THREADS = 4
 PURGE_AT_ONCE = 1000
 _PARTS = (0, SPACE_BYTES, SPACE_BYTES + TENANT_BYTES, SPACE_BYTES + TAG_BYTES, KEY_BYTES)
 # The end of an object's path if it is a value, also of the first format: what else lies in a bucket is not ours to remove.
-_VALUE = re.compile("(?:^|/)[0-9a-f]{16}/(?:[0-9a-f]{4}/[0-9a-f]{4}/[0-9a-f]{40}|[0-9a-f]{48})$")
+_VALUE = re.compile("(?:^|/)(?:([0-9a-f]{16}/[0-9a-f]{4}/[0-9a-f]{4}/[0-9a-f]{40})|[0-9a-f]{16}/[0-9a-f]{48})$")
 _FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "507 ")
 
 Request = Callable[[Share[Node], int], Awaitable[Outcome]]
@@ -115,6 +115,22 @@ class S3Tier(RemoteTier[Node]):
             raise TimeoutError from None
         except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
             raise NodeError(_said(error)) from None
+
+    def _list_node(self, node: Node, deadline: float) -> Iterator[dict[bytes, int]]:
+        try:
+            yield self._loop.wait_for(asyncio.wait_for(self._sizes(), seconds_left(deadline)))
+        except asyncio.TimeoutError:
+            raise TimeoutError from None
+        except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
+            raise NodeError(_said(error)) from None
+
+    async def _sizes(self) -> dict[bytes, int]:
+        sizes = {}
+        async for objects in self._obstore.list(self._bucket, chunk_size=PURGE_AT_ONCE):
+            for found in objects:
+                if (value := _VALUE.search(found["path"])) and value[1] and found["size"] >= HEADER_BYTES:
+                    sizes[bytes.fromhex(value[1].replace("/", ""))] = found["size"] - HEADER_BYTES
+        return sizes
 
     async def _purge_all(self, purging: Purging[Node]) -> None:
         pattern = purging.pattern
