@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import threading
@@ -65,6 +66,23 @@ def test_given_a_form_of_a_foreign_page_then_it_changes_nothing(live: Live) -> N
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         assert asked_as(live, "/v1/cache/invalidate", "127.0.0.1", **{"content-type": kind}) == 400
         assert asked_as(live, "/v1/completions", "127.0.0.1", **{"content-type": kind}) == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/v1/cache/warm"])
+def test_given_answers_refusals_and_failures_then_no_prompt_and_no_key_is_logged(
+    serve: Callable[..., Live], path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    live = serve(access=access("acme"))
+    text = "w5 confidential w6"
+    bodies: list[Any] = [{"prompt": text, "messages": [{"role": "user", "content": text}], "max_tokens": 1}]
+    bodies += [{"prompt": {"text": text}, "messages": text}, {"prompt": text, "messages": [], "max_tokens": -1}, [text]]
+    with caplog.at_level("DEBUG"):
+        for body in bodies:
+            for key in ("sk-acme", "sk-confidential"):
+                with contextlib.suppress(urllib.error.HTTPError):
+                    call(live, path, body, key)
+    assert "confidential" not in caplog.text
+    assert "sk-" not in caplog.text
 
 
 def test_given_two_tenants_then_neither_reuses_the_others_prompt(serve: Callable[..., Live]) -> None:
