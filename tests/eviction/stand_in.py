@@ -33,5 +33,9 @@ class StandInRun:
         blocks = range(self.start, self.start + self.num_blocks)
         return np.array(self.content or [hash((self.fingerprint, block)) % 2**31 for block in blocks], np.int32)
 
-    def fingerprint_of(self, start: int, key: bytes) -> int:
+    @property
+    def sum_before(self) -> int:
+        return 0
+
+    def fingerprint_of(self, start: int, sum_before: int, key: bytes) -> int:
         return hash((start, key))

@@ -180,7 +180,7 @@ def test_given_a_prompt_that_departs_from_one_that_had_left_then_only_what_they_
     assert policy._learned._reused[2::3] == [2]
     assert policy.num_ghost_blocks == 2  # the rest
     key = np.array([3], np.int32).tobytes()
-    rest = StandInRun(num_blocks=3, start=2, fingerprint=left.fingerprint_of(2, key), last_access=2, content=(3, 4, 5))
+    rest = StandInRun(num_blocks=3, start=2, fingerprint=left.fingerprint_of(2, 0, key), last_access=2, content=(3, 4, 5))
     policy.add(rest)
     policy.victim()
     assert policy._learned._reused[2::3] == [2, 2]

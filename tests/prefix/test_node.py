@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from parts import add_run, make_context, make_tree
 
 from kvpool.config import Tier
+from kvpool.eviction.run import checksum
 from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, ChildIndex, Node, Root, SortedKeys, common_prefix_length
 from kvpool.scope import ReuseScope
 
@@ -22,6 +24,13 @@ def make_root() -> Root:
 
 def make_node(parent: Node, *tokens: int) -> Node:
     return Node(parent, key_of(*tokens), parent.end, 1, 0.0)
+
+
+def make_run(parent: Node, *tokens: int) -> Node:
+    """A closed run of blocks of two tokens, not in the tree."""
+    node = make_node(parent, *tokens[:2])
+    node.num_blocks, node.tokens = len(tokens) // 2, np.array(tokens, np.int32)
+    return node
 
 
 def index_of(*keys: bytes) -> ChildIndex:
@@ -84,11 +93,39 @@ def test_a_subtree_lists_parents_before_children_without_recursion() -> None:
 
 def test_the_fingerprint_depends_on_the_scope_the_place_and_the_tokens() -> None:
     root, other = make_root(), Root(ReuseScope(tenant="t"), [], None)
-    first = make_node(root, 1, 2)
-    first.num_blocks = 1
-    prints = {n.fingerprint for n in (first, make_node(root, 1, 3), make_node(first, 1, 2), make_node(other, 1, 2))}
+    first = make_run(root, 1, 2)
+    prints = {n.fingerprint for n in (first, make_run(root, 1, 3), make_run(first, 1, 2), make_run(other, 1, 2))}
     assert len(prints) == 4
-    assert make_node(root, 1, 2).fingerprint == first.fingerprint  # the same content after eviction and re-insertion
+    assert make_run(root, 1, 2).fingerprint == first.fingerprint  # the same content after eviction and re-insertion
+
+
+def test_the_fingerprint_depends_on_all_that_precedes_a_run_and_not_on_how_that_is_divided() -> None:
+    root = make_root()
+    at_once = make_run(make_run(root, 1, 2, 3, 4), 5, 6)
+    in_two = make_run(make_run(make_run(root, 1, 2), 3, 4), 5, 6)
+    elsewhere = make_run(make_run(root, 1, 9, 3, 4), 5, 6)
+    assert at_once.fingerprint == in_two.fingerprint != elsewhere.fingerprint
+    assert root.fingerprint_of(2, checksum(key_of(1, 2, 3, 4), 0), key_of(5, 6)) == at_once.fingerprint
+
+
+def test_the_fingerprint_goes_with_the_beginning_of_a_run() -> None:
+    context = make_context()
+    tree = make_tree(context)
+    run = add_run(context, tree, tree.root_for(ReuseScope()), 1, 2, 3, 4, 5, 6)
+    whole, behind = run.fingerprint, run.fingerprint_of(1, checksum(key_of(1, 2), 0), key_of(3, 4))
+    child = make_run(run, 7, 8).fingerprint
+    upper = tree.split(run, 1)
+    assert (upper.fingerprint, run.fingerprint) == (whole, behind)
+    assert make_run(run, 7, 8).fingerprint == child
+
+
+def test_what_follows_a_run_that_lost_its_end_is_known_by_what_is_left() -> None:
+    root = make_root()
+    run = make_run(root, 1, 2, 3, 4)
+    assert make_run(run, 5, 6).fingerprint
+    run.num_blocks, run.tokens = 1, run.tokens[:2]
+    run.lose_end()
+    assert make_run(run, 5, 6).fingerprint == make_run(make_run(root, 1, 2), 5, 6).fingerprint
 
 
 # --- the index of children -------------------------------------------------------------------------------------------

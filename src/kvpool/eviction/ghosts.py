@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from kvpool.eviction.experience import Experience
-from kvpool.eviction.run import Run, Tokens
+from kvpool.eviction.run import Run, Tokens, checksum
 
 # A ghost is one number, made of its cohort, blocks, turn and uses: tuples would call the collector. For days it is small
 # enough for the processor; of a longer run, which is rare, only so many blocks are followed.
@@ -23,7 +23,7 @@ _MOST_USES: Final = 2**_USE_BITS - 1
 class Ghosts:
     """Runs that have left, by fingerprint, oldest first. They are followed in `learned` like those that are there.
 
-    A fingerprint says where a run began and with which block. How far what comes begins like it, its tokens tell.
+    A fingerprint says what preceded a run and with which block it began. How far what comes begins like it, its tokens tell.
     """
 
     def __init__(self, learned: Experience) -> None:
@@ -62,9 +62,9 @@ class Ghosts:
         """
         num_blocks, content = run.num_blocks, run.tokens.tobytes()
         size = len(content) // num_blocks
-        fingerprint: int | None = run.fingerprint
+        fingerprint, before = run.fingerprint, run.sum_before
         known = turn = num_uses = 0
-        while known < num_blocks and fingerprint is not None and fingerprint in self._ghosts:
+        while fingerprint in self._ghosts:
             had = self._contents[fingerprint].tobytes()
             shared = num_shared(content[known * size :], had, size)
             if not shared:
@@ -73,15 +73,17 @@ class Ghosts:
             turn, num_uses = used >> _USE_BITS, used & _MOST_USES
             self._learned.count(cohort, now, shared)
             self._learned.follow(cohort, now, -shared)
+            before = checksum(had[: shared * size], before)
             known += shared
             if shared < blocks:
                 rest = np.frombuffer(had[shared * size :], np.int32)
-                behind = run.fingerprint_of(run.start + known, had[shared * size : (shared + 1) * size])
+                behind = run.fingerprint_of(run.start + known, before, had[shared * size : (shared + 1) * size])
                 self._put(behind, cohort, blocks - shared, used, rest, fingerprint, now)
                 if known < num_blocks:
                     turn, num_uses = 0, num_uses + 1
+            if shared < blocks or known == num_blocks:
                 break
-            fingerprint = self._followers.get(fingerprint)
+            fingerprint = run.fingerprint_of(run.start + known, before, content[known * size : (known + 1) * size])
         return known, turn, num_uses
 
     def count_behind(self, fingerprint: int, num_blocks: int, now: int) -> None:

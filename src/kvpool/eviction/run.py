@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, Protocol, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,11 @@ class Key(Protocol):
     """A rank. Keys of one policy are compared with each other: numbers, or tuples of them."""
 
     def __lt__(self, other: Any, /) -> bool: ...
+
+
+def checksum(tokens: memoryview | bytes, before: int) -> int:
+    """Continues the checksum of tokens with those that follow them: in pieces it is the same as at once."""
+    return crc32(tokens, before)
 
 
 class Run(Protocol):
@@ -64,11 +70,17 @@ class Run(Protocol):
 
     @property
     def fingerprint(self) -> int:
-        """Identity of the content by its place and first block: the same when the run was evicted and computed again."""
+        """Identity of the content by its scope, all that precedes it and its first block: the same when the run was evicted
+        and computed again.
+        """
 
     @property
     def tokens(self) -> Tokens:
         """Those of its blocks. A policy may keep the array."""
 
-    def fingerprint_of(self, start: int, key: bytes) -> int:
-        """What a run of the same reuse scope has for its fingerprint that begins at this depth with these tokens."""
+    @property
+    def sum_before(self) -> int:
+        """The `checksum` of all tokens that precede it."""
+
+    def fingerprint_of(self, start: int, sum_before: int, key: bytes) -> int:
+        """The fingerprint of a run of this scope that begins at this depth, behind tokens of this checksum, with these."""

@@ -43,17 +43,6 @@ def _tokens_before(node: Node, index: int, count: int) -> Int32Array:
     return np.concatenate(parts[::-1])
 
 
-def mark_items_before(node: Node) -> None:
-    """Changes a new node's fingerprint where items precede it: the same text behind other images is other content."""
-    symbols: list[int] = []
-    at = node.parent
-    while at is not at.root:
-        symbols += at.tokens[is_first(at.tokens)][::-1].tolist()
-        at = at.parent
-    if symbols:
-        node.fingerprint = hash((node.fingerprint, *symbols))
-
-
 def numbers_in_tree(nodes: Iterable[Node]) -> set[int]:
     """The numbers of all symbols that these synced nodes hold, in tokens or in the ends of prompts with stored logits."""
     used: set[int] = set()

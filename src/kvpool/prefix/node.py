@@ -9,6 +9,7 @@ import numpy as np
 
 from kvpool.config import Tier
 from kvpool.eviction import EvictionPolicy
+from kvpool.eviction.run import checksum
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.sorted_keys import SortedKeys
 from kvpool.scope import ReuseScope
@@ -36,6 +37,8 @@ class Node:
     """
 
     __slots__ = (
+        "_end_sum",
+        "_fingerprint",
         "active",
         "children",
         "copied_sessions",
@@ -46,7 +49,6 @@ class Node:
         "entry",
         "expires_at",
         "fan_out",
-        "fingerprint",
         "hint",
         "hits",
         "ids",
@@ -88,7 +90,8 @@ class Node:
     ttl: float | None
     entry: Any
     detached: bool
-    fingerprint: int
+    _fingerprint: int | None  # once it was asked for
+    _end_sum: int  # the checksum of all tokens up to its end, once something behind it asked for it; -1 before
     turn: int
     fan_out: int
     hint: int
@@ -121,7 +124,8 @@ class Node:
         self.published_by = 0
         self.ttl = None
         self.expires_at = NEVER
-        self.fingerprint = self.fingerprint_of(start, key)
+        self._fingerprint = None
+        self._end_sum = -1
         self.session = None
         self.copied_sessions = ()
         self.digests = None
@@ -129,9 +133,37 @@ class Node:
         self.logits = None
         self.entry = None
 
-    def fingerprint_of(self, start: int, key: bytes) -> int:
-        """What a run of this reuse scope is known by that begins at this depth with a block of these tokens."""
-        return hash((self.root.fingerprint, start, key))
+    @property
+    def fingerprint(self) -> int:
+        """What policies know the content by: scope, all that precedes it and its first block. Worked out when asked for."""
+        known = self._fingerprint
+        if known is None:
+            known = self._fingerprint = self.fingerprint_of(self.start, self.sum_before, self.key)
+        return known
+
+    def fingerprint_of(self, start: int, sum_before: int, key: bytes) -> int:
+        """What a run of this scope is known by that begins at this depth, behind tokens of this checksum, with these."""
+        return hash((self.root.scope_hash, start, sum_before, key))
+
+    @property
+    def sum_before(self) -> int:
+        """The checksum of all tokens that precede this run. It does not depend on how they are divided into runs."""
+        node, behind = self.parent, []
+        while node._end_sum < 0:
+            behind.append(node)
+            node = node.parent
+        sum_before = node._end_sum
+        for node in reversed(behind):
+            sum_before = node._end_sum = checksum(node.tokens.data, sum_before)
+        return sum_before
+
+    def give_beginning(self, upper: Node) -> None:
+        """The first blocks of this run are `upper` now, which is known by what this one was known by."""
+        upper._fingerprint, self._fingerprint = self._fingerprint, None
+
+    def lose_end(self) -> None:
+        """The run ends earlier than before."""
+        self._end_sum = -1
 
     @property
     def tenant(self) -> str:
@@ -193,16 +225,16 @@ class Node:
 class Root(Node):
     """The empty run at the top of one reuse scope."""
 
-    __slots__ = ("digest", "policies", "quota", "scope")
+    __slots__ = ("digest", "policies", "quota", "scope", "scope_hash")
 
     def __init__(self, scope: ReuseScope, policies: list[EvictionPolicy], quota: Any) -> None:
-        self.fingerprint = hash(scope)
         self.detached = False
         self.hits = self.turn = 0
         self.root = self
         super().__init__(self, b"", 0, 0, 0.0)
-        self.fingerprint = hash(scope)
+        self._end_sum = 0
         self.scope = scope
+        self.scope_hash = hash(scope)
         self.digest: bytes | None = None  # of the scope, once somebody asked for it
         self.policies = policies
         self.quota = quota

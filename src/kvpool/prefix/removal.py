@@ -65,6 +65,7 @@ class Removal:
         node.ids = [ids[:keep].copy() if rest else ids[:keep] for ids in node.ids]
         tokens = node.tokens[: keep * self.block_size]
         node.tokens = tokens.copy() if rest else tokens
+        node.lose_end()
         if node.digests is not None:
             del node.digests[keep:]
         trim_logits(node, self.block_size)

@@ -14,7 +14,6 @@ from kvpool.compiling import mypyc_attr
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.context import CacheContext
-from kvpool.prefix.items import mark_items_before
 from kvpool.prefix.logits import divide_logits
 from kvpool.prefix.node import Node, Root
 from kvpool.scope import ReuseScope
@@ -187,8 +186,6 @@ class RunTree:
         node.last_access = context.tick
         node.ttl = ttl
         node.published_by = published_by
-        if context.rows.symbols.placeholders:
-            mark_items_before(node)
         if session is not None or copied_sessions:
             node.session = session
             self.add_sessions(node, (session, *copied_sessions) if session is not None else copied_sessions)
@@ -233,9 +230,7 @@ class RunTree:
         if node.shadow is not None:
             self.context.shadows.divide(upper, node, num_blocks)
         node.key = node.tokens[:size].tobytes()
-        node.fingerprint = node.fingerprint_of(node.start, node.key)
-        if self.context.rows.symbols.placeholders:
-            mark_items_before(node)
+        node.give_beginning(upper)
         if not node.detached:
             upper.add_child(node.key, node)
             self.num_runs += 1
@@ -253,7 +248,6 @@ class RunTree:
             upper.ids = [ids[:num_blocks].copy() for ids in node.ids]
         else:
             upper.ids = [ids[:num_blocks] for ids in node.ids]
-        upper.fingerprint = node.fingerprint
         upper.tier = node.tier
         upper.detached = node.detached
         upper.last_access = node.last_access

@@ -206,8 +206,6 @@ class Publisher:
             self.removal.drop_covered(tip, key)
         node = self.tree.new_child(tip, key, handle.serial, handle.ttl, handle.session, handle.copied_sessions)
         node.is_remainder, node.num_blocks, node.tokens, node.ids = True, 1, tokens, ids
-        # Policies know runs by their first block; the few tokens of a remainder are told apart by the block before them.
-        node.fingerprint = hash((node.fingerprint, tip.tokens[-size:].tobytes()))
         node.active = 1  # as in `_open`
         self.tree.add(node)
         return node
