@@ -47,6 +47,19 @@ def test_given_forks_then_only_the_copy_of_the_one_that_writes_is_writable() -> 
     assert writable(kv) == sorted([int(handle.block_ids()[1]), int(fork.block_ids()[1])])
 
 
+def test_given_forks_when_one_commits_then_what_it_published_is_not_writable_for_the_other_either() -> None:
+    kv = make_manager()
+    parent = kv.allocate("a", list(range(10)))
+    kv.mark_written(parent, 10)
+    [child] = kv.fork(parent, "b")
+    kv.commit(parent, 10)
+    assert child.num_committed == 0
+    assert child.block_ids().tolist() == [0, 1, 2]
+    assert writable(kv) == []
+    kv.free(parent)
+    assert writable(kv) == [2]
+
+
 def test_given_a_fully_cached_prompt_then_its_last_block_is_not_writable_though_its_last_token_is_uncommitted() -> None:
     kv = manager()
     kv.commit(kv.allocate("a", list(range(8))))

@@ -15,8 +15,8 @@ from kvpool.sequences.state import CacheState
 def writable_blocks(state: CacheState, group: int) -> BoolArray:
     """For every GPU block of the group's pool, whether a sequence may write it now.
 
-    A sequence writes from its first uncommitted position on; everything before may be published. A block that is there
-    already (the last one of a fully cached prompt) is published too, though its last token is not committed yet.
+    A sequence writes from its first uncommitted position on, and behind all that is published of it: a fork may have
+    published what it has not committed itself, and of a fully cached prompt the last token is computed again.
     """
     rows, size = state.rows, state.block_size
     kind = rows.group(group)
@@ -26,8 +26,8 @@ def writable_blocks(state: CacheState, group: int) -> BoolArray:
     if not len(live):
         return mask
     if kind.grows:
-        present = np.where(rows.present[live] > rows.written[live], rows.present[live], 0)
-        first, last = np.maximum(rows.committed[live], present) // size, rows.num_blocks[live]
+        published = np.array([tip.end for row in live.tolist() if (tip := rows.tips[row]) is not None], np.int64)
+        first, last = np.maximum(rows.committed[live] // size, published), rows.num_blocks[live]
     else:
         first, last = np.zeros(len(live), np.int64), rows.num_cross_blocks[live]
     counts = np.maximum(last - first, 0)
