@@ -177,7 +177,7 @@ def test_blocks_for_tokens_are_rounded_up() -> None:
 
 @pytest.mark.parametrize("own_tokens", [0, 3, 8, 14])
 def test_a_target_handle_starts_with_the_shared_blocks_and_keeps_its_own_behind_them(own_tokens: int) -> None:
-    manager = small(max_gpu_blocks=7)
+    manager = small(max_gpu_blocks=9)
     source, target = manager.allocate(small_request("s", 12)), manager.allocate(small_request("t", own_tokens))
     write(manager, source, 0, 12)
     assert manager.share_prefix_blocks(source, target, 2) is target
@@ -192,16 +192,21 @@ def test_a_target_handle_starts_with_the_shared_blocks_and_keeps_its_own_behind_
     write(manager, target, 8, 12, 500.0)
     assert keys(manager, target, 12, layer=1) == [*range(8), 508.0, 509.0, 510.0, 511.0]
     manager.deallocate("t")
-    assert manager.free_block_count() == 7
+    assert manager.free_block_count() == 9
     manager.manager.check()
 
 
-def test_a_full_pool_is_no_obstacle_to_sharing_into_a_handle() -> None:
+def test_a_target_without_blocks_needs_none_to_share_into_and_one_with_blocks_keeps_them_until_it_can() -> None:
     manager = small(max_gpu_blocks=6)
     source, target = manager.allocate(small_request("s", 12)), manager.allocate(small_request("t", 12))
     write(manager, source, 0, 12)
-    manager.share_prefix_blocks(source, target, 1)
-    assert (target.num_blocks(), manager.free_block_count()) == (3, 1)
+    before = target.get_physical_blocks()
+    with pytest.raises(OutOfBlocksError):
+        manager.share_prefix_blocks(source, target, 1)
+    assert (target.get_physical_blocks(), target.num_tokens(), manager.free_block_count()) == (before, 12, 0)
+    empty = manager.allocate(small_request("e", 0))
+    manager.share_prefix_blocks(source, empty, 2)
+    assert empty.get_physical_blocks() == source.get_physical_blocks()[:2]
     manager.manager.check()
 
 

@@ -111,8 +111,9 @@ class FerrumCalls(Spelling):
     def store_prefix(self, tokens: Any, kv_handle: Hashable | KVCacheHandle, last_logits: Any = None) -> bool:
         """The keys and values of `tokens` are written in the blocks of `kv_handle`: others may reuse them from now on.
 
-        The cache owns the blocks, so they outlive the request. False when the logits could not be kept, or when the prefix
-        is shorter than `min_prefix_length` or the cache is off: then nothing happens.
+        The cache owns the blocks, so they outlive the request. False when the prefix is shorter than `min_prefix_length` or
+        the cache is off (then nothing happens), when the request publishes nothing because what it began with was evicted,
+        and when the logits could not be kept.
         """
         self.handle(kv_handle)
         cache = self.prefix_cache()

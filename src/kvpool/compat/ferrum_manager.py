@@ -303,7 +303,8 @@ class PagedKvCacheManager(FerrumCalls):
     def share_prefix(self, source: Any, target: Any, num_tokens: int) -> PagedKvCacheHandle:
         """`target` starts with the first `num_tokens` written tokens of `source`, in its blocks.
 
-        The target is the id of a new request, or a handle that has written nothing yet: its own first blocks are freed.
+        The target is the id of a new request, or a handle that has written nothing yet: its own blocks are freed, and as many
+        as it had behind the shared ones are taken before. Share first and extend then, and none are needed.
         """
         self._check_cow()
         name = target.request_id if isinstance(target, PagedKvCacheHandle) else target
@@ -345,13 +346,10 @@ class PagedKvCacheManager(FerrumCalls):
         self._check_limit(handle, num_tokens)
         tokens, places = max(handle.num_tokens(), num_tokens), old.num_blocks * size
         new = self._share_prefix(parent, ("shared with", handle.request_id), num_tokens)
-        reserved = old.num_reserved
-        manager.rewind(old, reserved)  # it has nothing to lose, and its blocks are needed behind the shared ones
         try:
             manager.extend(new, tokens - num_tokens, lookahead=max(0, places - tokens))
         except Exception:
             manager.free(new)
-            manager.extend(old, reserved, lookahead=places - reserved)
             raise
         manager.free(old)
         [live] = manager.fork(new, handle.request_id)

@@ -98,13 +98,17 @@ class PrefixCache:
     def store_prefix(self, tokens: Any, kv_handle: Hashable | KVCacheHandle, last_logits: Any = None) -> bool:
         """The keys and values of `tokens` are written in the blocks of `kv_handle`: others may reuse them from now on.
 
-        The cache owns the blocks, so they outlive the request. False when the logits could not be kept, or when the prefix
-        is shorter than `min_length`: then nothing happens.
+        The cache owns the blocks, so they outlive the request. False when the prefix is shorter than `min_length` (then
+        nothing happens), when the request publishes nothing because what it began with was evicted, and when the logits
+        could not be kept.
         """
         found, ids = self._spelling.handle(kv_handle), as_token_array(tokens)
         if len(ids) < self.min_length:
             return False
         self._spelling.commit_known(found, ids)
+        size = self.manager.config.block_size
+        if self._cached_length(ids) < len(ids) // size * size:
+            return False
         self._add(ids)
         return last_logits is None or self.manager.store_last_logits(found, last_logits, len(ids))
 
