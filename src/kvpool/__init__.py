@@ -4,15 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.config import DType, GroupKind, KVCacheConfig, LayerGroup, LayerSpec, Tier
 from kvpool.config.model_config import config_from_hf, layers_from_hf
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, NeverFitsError, OutOfBlocksError
+from kvpool.events import Subscription
 from kvpool.eviction import EvictionPolicy, KeyedPolicy, register_policy
 from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
 from kvpool.manager.guard import PressureChange
-from kvpool.manager.inspection import BlockState, KVCacheBlock
+from kvpool.manager.inspection import BlockState, CachedRun, KVCacheBlock
+from kvpool.manager.observer import Observer
 from kvpool.manager.pins import Pin
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.pool import ResizeResult
+from kvpool.prefix.quota import TenantQuota
 from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.admission import PrefixMatch
@@ -34,6 +37,7 @@ __all__ = [
     "BlockTable",
     "CSRTable",
     "CacheStats",
+    "CachedRun",
     "CopyKind",
     "CopyOp",
     "DType",
@@ -52,6 +56,9 @@ __all__ = [
     "LayerSpec",
     "MemoryPressure",
     "MultimodalItem",
+    "NeverFitsError",
+    "Observer",
+    "OutOfBlocksError",
     "Pin",
     "PoolStats",
     "PrefixMatch",
@@ -61,6 +68,8 @@ __all__ = [
     "ReuseHint",
     "ReuseScope",
     "SequenceBatch",
+    "Subscription",
+    "TenantQuota",
     "Tier",
     "TokenRange",
     "compiled",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.attention.attention_batch import PagedBatch
+from kvpool.attention.attention_batch import KeyRanges, PagedBatch
 from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
 from kvpool.attention.registry import available_backends, create_backend, register_backend
 from kvpool.kernels.attention_spec import AttentionSpec
@@ -11,6 +11,7 @@ __all__ = [
     "AttentionBackend",
     "AttentionPlan",
     "AttentionSpec",
+    "KeyRanges",
     "PagedBatch",
     "PlanBuffers",
     "available_backends",

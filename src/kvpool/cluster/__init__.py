@@ -1,5 +1,6 @@
 """More than one machine: cache events on the wire, an index of what every node holds, and routing by it."""
 
+from kvpool.cluster.feed import FeedStats
 from kvpool.cluster.index import ClusterIndex, Hit, IndexStats, NodeBlocks
 from kvpool.cluster.publisher import EventPublisher, PublisherStats
 from kvpool.cluster.router import Decision, NodeLoad, Route, Router, RouterStats
@@ -7,6 +8,6 @@ from kvpool.cluster.routing_config import RoutingConfig
 from kvpool.cluster.subscriber import NodeSubscriber
 
 __all__ = [
-    "ClusterIndex", "Decision", "EventPublisher", "Hit", "IndexStats", "NodeBlocks", "NodeLoad", "NodeSubscriber",
-    "PublisherStats", "Route", "Router", "RouterStats", "RoutingConfig",
+    "ClusterIndex", "Decision", "EventPublisher", "FeedStats", "Hit", "IndexStats", "NodeBlocks", "NodeLoad",
+    "NodeSubscriber", "PublisherStats", "Route", "Router", "RouterStats", "RoutingConfig",
 ]  # fmt: skip

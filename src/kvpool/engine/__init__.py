@@ -7,9 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvpool.engine.engine import Engine
-    from kvpool.engine.engine_stats import EngineStats
+    from kvpool.engine.engine_stats import EngineStats, WaitingRequest
     from kvpool.engine.generation import Chunk, Completion, Generation, Sample, TokenLogprob
+    from kvpool.engine.graphs import CaptureReport
+    from kvpool.engine.sampling.grammar import Grammar, GrammarState
     from kvpool.engine.sampling.params import SamplingParams
+    from kvpool.engine.tiering.handing_over import Prefill, PrefillResult
+    from kvpool.engine.tiering.movers import TieringStats
 
 # Where each public name lives: torch and transformers are imported when one of them is used, not before.
 _HOMES = {
@@ -21,6 +25,13 @@ _HOMES = {
     "Sample": "generation",
     "Chunk": "generation",
     "TokenLogprob": "generation",
+    "Grammar": "sampling.grammar",
+    "GrammarState": "sampling.grammar",
+    "Prefill": "tiering.handing_over",
+    "PrefillResult": "tiering.handing_over",
+    "WaitingRequest": "engine_stats",
+    "TieringStats": "tiering.movers",
+    "CaptureReport": "graphs",
 }
 
 __all__ = [
@@ -32,6 +43,13 @@ __all__ = [
     "Sample",
     "Chunk",
     "TokenLogprob",
+    "Grammar",
+    "GrammarState",
+    "Prefill",
+    "PrefillResult",
+    "WaitingRequest",
+    "TieringStats",
+    "CaptureReport",
 ]
 
 

@@ -14,7 +14,7 @@ from kvpool.eviction.cost import CostAwarePolicy
 from kvpool.eviction.keyed import FIFOPolicy, LFUPolicy, LRUPolicy, PriorityPolicy
 from kvpool.eviction.policy import EvictionPolicy, KeyedPolicy
 from kvpool.eviction.remembering import GhostPolicy, RememberingPolicy
-from kvpool.eviction.run import Run
+from kvpool.eviction.run import Key, Run
 from kvpool.eviction.s3fifo import S3FIFOPolicy
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "CostAwarePolicy",
     "EvictionPolicy",
     "FIFOPolicy",
+    "Key",
     "KeyedPolicy",
     "LFUPolicy",
     "LRUPolicy",

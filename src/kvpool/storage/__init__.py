@@ -1,5 +1,6 @@
 """The data plane: the bytes behind the block ids. Needs torch (`pip install kvpool[torch]`)."""
 
+from kvpool.kernels.layout import Runs
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.layout import GroupLayout, LayerCache
@@ -14,6 +15,7 @@ __all__ = [
     "DiskStore",
     "GroupLayout",
     "LayerCache",
+    "Runs",
     "Transfer",
     "TransferEngine",
     "free_bytes",

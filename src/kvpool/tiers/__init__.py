@@ -9,6 +9,7 @@ from kvpool.tiers.memory_tier import MemoryTier
 from kvpool.tiers.open import open_tier
 from kvpool.tiers.remote.mooncake import MooncakeTier
 from kvpool.tiers.remote.redis import RedisTier
+from kvpool.tiers.remote.remote_tier import Listing
 from kvpool.tiers.remote.s3 import S3Tier
 from kvpool.tiers.tier_settings import TierConfig, read_tiers
 
@@ -33,4 +34,5 @@ __all__ = [
     "RedisTier",
     "S3Tier",
     "MooncakeTier",
+    "Listing",
 ]
