@@ -380,3 +380,15 @@ def test_the_default_model_answers_as_it_should() -> None:
     assert tokenizer.decode(tokenizer("It's 1234 ,  ok?")["input_ids"]) == "It's 1234 ,  ok?"
     shape = inspect_model(model)
     assert (len(shape.layers), shape.vocab_size, shape.max_positions) == (30, 49152, 8192)
+
+
+def test_given_gguf_files_that_differ_in_their_middle_only_then_each_has_its_own_conversion(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.engine.model.gguf_conversion._convert", lambda file, directory: None)
+    data, found = bytearray(b"GGUF" + bytes(4 * 2**20)), set()
+    for value in (0, 1):
+        data[2 * 2**20] = value
+        (tmp_path / "model.gguf").write_bytes(data)
+        found.add(converted(tmp_path / "model.gguf", tell=lambda message: None))
+    assert len(found) == 2

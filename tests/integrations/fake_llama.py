@@ -46,7 +46,7 @@ class LlamaState:
 
 
 class ContextParams:
-    """Those that a fingerprint reads."""
+    """Some of those that llama.cpp has."""
 
     def __init__(self, **given: Any) -> None:
         self.n_ctx, self.n_seq_max, self.kv_unified = 4096, 1, False
@@ -66,7 +66,7 @@ class Llama:
         self.lora_path, self.lora_scale = params.pop("lora_path", None), params.pop("lora_scale", 1.0)
         self.kv_overrides, self.chat_handler = params.pop("kv_overrides", None), params.pop("chat_handler", None)
         self._logits_all = params.pop("logits_all", False)
-        self.context_params = ContextParams(**params)
+        self.context_params, self.model_params = ContextParams(**params), types.SimpleNamespace(n_gpu_layers=0)
         self.metadata = {"general.architecture": "fake"}
         self.ctx: list[int] = []  # what each token became; its own memory
         self.refuses = refuses

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("torch")
@@ -14,7 +12,6 @@ from kvpool.errors import ConfigError
 from kvpool.integrations.connector.engine_pages import EnginePages, HostRows, Move
 from kvpool.integrations.connector.linked_pages import LinkedPages
 from kvpool.integrations.connector.step_orders import NO_PAGE
-from kvpool.integrations.requests.weights_digest import config_id, weights_id
 
 LAYOUTS = {
     "packed": lambda: torch.randn(6, 2, 4, 8),
@@ -74,28 +71,6 @@ def test_given_more_pages_then_the_layout_is_the_same_and_with_other_heads_it_is
     assert EnginePages({"a": torch.zeros(6, 4, 8)}, 6).layout == EnginePages({"a": torch.zeros(9, 4, 8)}, 9).layout
     assert EnginePages({"a": torch.zeros(6, 4, 8)}, 6).layout != EnginePages({"a": torch.zeros(6, 8, 4)}, 6).layout
     assert EnginePages({"a": torch.zeros(6, 4)}, 6).layout != EnginePages({"b": torch.zeros(6, 4)}, 6).layout
-
-
-def test_given_weights_then_their_content_decides_and_not_their_place(tmp_path: Path) -> None:
-    for name, last in (("one", 1), ("copy", 1), ("other", 2)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").write_bytes(bytes(5000) + bytes([last]))
-    one, copy, other = (weights_id(tmp_path / name) for name in ("one", "copy", "other"))
-    assert one == copy != other
-    with pytest.raises(ConfigError, match="model_id"):
-        weights_id(tmp_path)
-
-
-def test_given_a_configuration_then_names_do_not_count_and_positions_do() -> None:
-    class Config:
-        def __init__(self, **fields: object) -> None:
-            self.fields = fields
-
-        def to_dict(self) -> dict[str, object]:
-            return self.fields
-
-    assert config_id(Config(_name_or_path="a", theta=1)) == config_id(Config(_name_or_path="b", theta=1))
-    assert config_id(Config(theta=1)) != config_id(Config(theta=2))
 
 
 @pytest.mark.parametrize("device", DEVICES)

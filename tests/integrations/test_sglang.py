@@ -13,7 +13,7 @@ import sys
 import types
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,25 @@ class Config:
         return not self.is_mla_model or self.tp_rank == 0
 
 
+@dataclass
+class ServerArgs:
+    """What SGLang was started with, and where it files that: a few of its hundreds of settings."""
+
+    model_path: str = "tiny"
+    context_length: int | None = None
+    json_model_override_args: str = "{}"
+    lora_target_modules: tuple[str, ...] = ()
+    attention_backend: str | None = None
+    tp_size: int = 1
+    port: int = 30000
+    unfiled: int = 0
+
+
+NAMESPACES = dict(model_path="model", context_length="model", json_model_override_args="model", port="serving",
+                  lora_target_modules="lora", attention_backend="exec.kernel", tp_size="parallel")  # fmt: skip
+SERVER_ARGS = ServerArgs()
+
+
 class HostPool:
     """SGLang's host pool as a backend sees it: pages by the index of their first token."""
 
@@ -95,14 +114,19 @@ class HostPool:
 def storage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The backend's class, made from SGLang's own or the stand-in."""
     sources = os.environ.get("KVPOOL_SGLANG")
+    stand_ins: dict[str, dict[str, Any]] = {  # nothing of a server runs here, whoever's classes are used
+        "sglang.srt.runtime_context": {"get_server_args": lambda: SERVER_ARGS},
+        "sglang.srt.arg_groups.arg_utils": {"namespace_of": lambda cls: NAMESPACES},
+    }
     if sources:
         monkeypatch.syspath_prepend(sources)
     else:
-        module = types.ModuleType(STORAGE)
-        module.HiCacheStorage = StandIn  # type: ignore[attr-defined]
-        for name in ("sglang", "sglang.srt", "sglang.srt.mem_cache"):
-            monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
-        monkeypatch.setitem(sys.modules, STORAGE, module)
+        packages = ("sglang", "sglang.srt", "sglang.srt.mem_cache", "sglang.srt.arg_groups")
+        stand_ins |= {**{name: {} for name in packages}, STORAGE: {"HiCacheStorage": StandIn}}
+    for name, content in stand_ins.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(content)
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.delitem(sys.modules, "kvpool.integrations.sglang", raising=False)
     yield importlib.import_module("kvpool.integrations.sglang").KVPoolStorage
     sys.modules.pop("kvpool.integrations.sglang", None)
@@ -177,6 +201,35 @@ def test_given_another_model_type_or_rank_then_nothing_is_found(
     second = opened(storage, tmp_path, **other)
     assert second.batch_exists(["a"]) == 0
     second.close()
+
+
+def space(storage: Any, tmp_path: Path, **config: Any) -> bytes:
+    """The first bytes of all keys."""
+    backend = opened(storage, tmp_path, **config)
+    prefix: bytes = backend._store._space.prefix
+    backend.close()
+    return prefix
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(ServerArgs)])
+def test_given_any_setting_of_sglang_when_it_changes_then_the_keys_do_or_its_namespace_is_in_the_short_list(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    irrelevant = sys.modules[storage.__module__].IRRELEVANT
+    place = NAMESPACES.get(name, "").partition(".")[0]
+    known = space(storage, tmp_path)
+    monkeypatch.setattr(SERVER_ARGS, name, "another")
+    counts = place not in irrelevant and f"{place}.{name}" not in irrelevant
+    assert (space(storage, tmp_path) != known) == counts
+    assert counts == (name not in ("model_path", "tp_size", "port"))
+
+
+def test_given_an_sglang_whose_settings_cannot_be_read_then_one_line_says_so(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", None)
+    with pytest.raises(ConfigError, match=r"does not know SGLang .*use SGLang 0\.5\.23"):
+        opened(storage, tmp_path)
 
 
 def test_given_a_model_whose_ranks_have_the_same_bytes_then_one_writes_and_all_read(

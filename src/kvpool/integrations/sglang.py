@@ -22,9 +22,22 @@ from kvpool.errors import ConfigError
 from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.connector.step_orders import Introduction
 from kvpool.integrations.hicache.page_store import PageStore
-from kvpool.integrations.requests.weights_digest import weights_id
 from kvpool.tiers import Fingerprint, Shard
+from kvpool.tiers.identity import files_id, settings_id
 from kvpool.tiers.transport.staging import Bytes
+
+IRRELEVANT = frozenset({
+    # Namespaces of SGLang's own: who computes when, and what becomes of logits. The shard says which part a rank holds.
+    *("device", "disagg", "memory", "observability", "parallel", "schedule", "serving", "spec"),
+    # Names: files are told apart by their content.
+    *("model.model_path", "model.revision", "model.download_dir", "model.model_checksum"),
+    # Of the storage: what a rank is called, and what it is told.
+    *(f"storage.{name}" for name in (
+        *("tp_rank", "pp_rank", "dp_rank", "attn_cp_rank", "dcp_rank", "tp_size", "pp_size"),
+        *("model_name", "extra_config", "enable_storage_metrics"),
+    )),
+})  # fmt: skip
+"""Settings of SGLang that reach no key or value; any other makes another fingerprint."""
 
 _OF_THE_HOST = ("host_bytes", "host_blocks", "policy", "ttl", "quotas")
 
@@ -58,7 +71,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         elif config.pp_size > 1:
             shard = Shard(config.pp_rank, config.pp_size)
         fingerprint = Fingerprint(
-            model=f"{config.model_name} {page.dtype}",
+            model=f"{config.model_name} {page.dtype} {settings_id({**_settings(), 'storage': config}, IRRELEVANT)}",
             weights=self._weights(),
             block_size=int(mem_pool_host.page_size),
             groups=(f"{page.numel() * page.element_size()} bytes",),
@@ -73,7 +86,7 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
         if self._settings.model_id is not None:
             return self._settings.model_id
         if name and Path(name).is_dir():
-            return weights_id(name)
+            return files_id(name)
         raise ConfigError(f'the files of {name} were not found; name the weights with "model_id" in "kvpool"')
 
     # --- pages in SGLang's host pool ---------------------------------------------------------------------------------
@@ -136,6 +149,23 @@ class KVPoolStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is untyped
     def _ready(self) -> PageStore:
         assert self._store is not None, "SGLang registers its host pool first"
         return self._store
+
+
+def _settings() -> dict[str, dict[str, Any]]:
+    """What SGLang was started with, by its own namespaces."""
+    try:
+        from sglang.srt.arg_groups.arg_utils import namespace_of
+        from sglang.srt.runtime_context import get_server_args
+    except ImportError:
+        raise ConfigError(
+            f"KVPoolStorage does not know SGLang {_version()}: it cannot tell which settings its pages depend on; "
+            "use SGLang 0.5.23"
+        ) from None
+    given = get_server_args()
+    places, settings = namespace_of(type(given)), dict[str, dict[str, Any]]()
+    for name in getattr(given, "__struct_fields__", None) or vars(given):
+        settings.setdefault(places.get(name, "").partition(".")[0], {})[name] = getattr(given, name)
+    return settings
 
 
 def _as_bytes(page: Tensor) -> Bytes:

@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.prefix.digests import DIGEST_BYTES, chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Grows when the bytes of a block or the making of a key change; older values are then never found."""
 
 SPACE_BYTES = 8
@@ -53,8 +54,9 @@ WHOLE = Shard()
 class Fingerprint:
     """Everything that must be equal before one process may use the bytes of another.
 
-    `model` names the architecture and `weights` identifies the numbers in it; `layout` says how the bytes lie in a block
-    where another engine than kvpool's wrote them. The rest comes from the configuration of the cache.
+    `model` names the architecture and all settings that it computes with (`settings_id`), `weights` identifies the numbers in
+    it (`files_id`); `layout` says how the bytes lie in a block where another engine than kvpool's wrote them. The rest comes
+    from the configuration of the cache.
     """
 
     model: str
@@ -100,16 +102,9 @@ class Fingerprint:
 
 
 def _described(group: LayerGroup) -> str:
-    """What decides the bytes of a block of this layer group."""
-    spec = group.spec
-    fields = {
-        "layers": list(group.layers),
-        "heads": spec.kv_heads,
-        "k": spec.head_dim,
-        "v": 0 if spec.k_only else spec.value_dim,
-        "dtype": spec.dtype.value,
-        "bytes": group.block_bytes,
-    }
+    """All that a layer group says of itself: shapes and types, and which tokens its layers see."""
+    spec = {each.name: getattr(group.spec, each.name) for each in dataclass_fields(group.spec)}
+    fields = {**spec, "dtype": group.spec.dtype.value, "layers": list(group.layers), "bytes": group.block_bytes}
     return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 

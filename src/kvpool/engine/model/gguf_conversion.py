@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from kvpool.errors import ModelLoadError
+from kvpool.tiers.identity import files_id
 
 _CONVERSION = 1  # raise it when what is written changes: earlier conversions are then done again
 _NEEDED_PACKAGES = ("gguf", "accelerate")  # by transformers
-_SAMPLE_BYTES = 2**20
 
 
 def cache_directory() -> Path:
@@ -80,17 +80,12 @@ def _make_writable(directory: Path) -> None:
 
 
 def _fingerprint(gguf_file: Path) -> str:
-    """Tells files apart by size, beginning and end: the header names every tensor, the end is the data of the last one."""
-    size = gguf_file.stat().st_size
-    digest = hashlib.sha256(f"{_CONVERSION} {size}".encode())
+    """Tells files apart by every tensor."""
     with gguf_file.open("rb") as file:
-        beginning = file.read(_SAMPLE_BYTES)
-        if not beginning.startswith(b"GGUF"):
-            raise ModelLoadError(f"{gguf_file} is no GGUF file: it begins with {beginning[:4]!r}")
-        digest.update(beginning)
-        file.seek(max(0, size - _SAMPLE_BYTES))
-        digest.update(file.read())
-    return digest.hexdigest()[:16]
+        beginning = file.read(4)
+    if beginning != b"GGUF":
+        raise ModelLoadError(f"{gguf_file} is no GGUF file: it begins with {beginning!r}")
+    return hashlib.sha256(f"{_CONVERSION} {files_id(gguf_file)}".encode()).hexdigest()[:16]
 
 
 def _convert(gguf_file: Path, directory: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from kvpool.config import KVCacheConfig
 from kvpool.config.layers import MAX_BYTES, check_int, check_number, show
-from kvpool.engine.tiering.identity import model_id, weights_id
+from kvpool.engine.tiering.model_identity import model_id, weights_id
 from kvpool.errors import ConfigError
 from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, open_tier
 from kvpool.tiers.tier_settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT

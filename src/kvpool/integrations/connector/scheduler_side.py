@@ -28,6 +28,7 @@ from kvpool.integrations.connector.tier_lookups import TierLookups
 from kvpool.integrations.reports.block_events import BlockEvent, BlockEvents
 from kvpool.integrations.reports.connector_counts import Increments
 from kvpool.integrations.reports.unfound_prefixes import UnfoundPrefixes
+from kvpool.integrations.requests.adapters import Adapters
 from kvpool.integrations.requests.prompt_pins import PromptPins
 from kvpool.integrations.requests.tracked_request import TrackedRequest, items_of, scope_of
 from kvpool.integrations.requests.wishes import NO_WISHES, Wishes
@@ -82,6 +83,7 @@ class SchedulerSide:
         self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room, events=self._events)
         self._unfound = UnfoundPrefixes(block_size, num_rows, self.stats)
         self._pins = PromptPins(self.manager, block_size)
+        self._adapters = Adapters()
         self._increments = Increments()
         self._block_size = block_size
         self._loads, self._stores = loads, stores
@@ -238,8 +240,10 @@ class SchedulerSide:
     def _tracked(self, request: Any) -> TrackedRequest:
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            tracked = TrackedRequest(request, self._block_size, scope_of(request, self._epoch), items_of(request))
-            tracked.is_cached = getattr(request, "prompt_embeds", None) is None
+            adapter = "" if request.lora_request is None else self._adapters.identity(request.lora_request)
+            scope = scope_of(request, self._epoch, adapter or "")
+            tracked = TrackedRequest(request, self._block_size, scope, items_of(request))
+            tracked.is_cached = adapter is not None and getattr(request, "prompt_embeds", None) is None
             tracked.wishes = self._wishes(request)
             self._requests[request.request_id] = tracked
         return tracked

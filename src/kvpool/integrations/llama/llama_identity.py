@@ -11,15 +11,24 @@ from typing import Any
 
 from kvpool.errors import ConfigError, UnsupportedModelError
 from kvpool.integrations.llama.state_store import BLOCK_TOKENS, GROUPS
-from kvpool.integrations.requests.weights_digest import weights_id
 from kvpool.tiers import Fingerprint
+from kvpool.tiers.identity import files_id, settings_id
 
-# Parameters of a context that change what it writes, or what the numbers mean. Threads and batches do neither.
-_CONTEXT = (
-    *("n_ctx", "n_seq_max", "kv_unified", "type_k", "type_v", "flash_attn_type", "attention_type", "swa_full"),
-    *("rope_scaling_type", "rope_freq_base", "rope_freq_scale"),
-    *("yarn_ext_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx"),
-)
+IRRELEVANT = frozenset({
+    # Who computes, in which pieces, and who is told.
+    *(f"context.{name}" for name in (
+        *("n_threads", "n_threads_batch", "n_batch", "n_ubatch", "offload_kqv", "op_offload", "no_perf"),
+        *("cb_eval", "cb_eval_user_data", "abort_callback", "abort_callback_data"),
+        *("n_outputs_max", "n_outputs_max_per_seq", "samplers", "n_samplers"),  # what becomes of logits
+    )),
+    # Where weights lie. Those of the file are in the fingerprint, and overrides are beside this one.
+    *(f"model.{name}" for name in (
+        *("devices", "tensor_buft_overrides", "n_gpu_layers", "split_mode", "main_gpu", "tensor_split"),
+        *("load_mode", "lazy_mode", "use_mmap", "use_mlock", "use_extra_bufts", "no_host", "check_tensors"),
+        *("progress_callback", "progress_callback_user_data", "kv_overrides"),
+    )),
+})  # fmt: skip
+"""Parameters of llama.cpp that reach no key or value; any other makes another fingerprint."""
 _KNOWN = re.compile(r"0\.3\.(\d+)")
 _FIRST_KNOWN = 36  # of 0.3: earlier ones lack functions that are called here
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5}\.gguf)")
@@ -57,9 +66,10 @@ def fingerprint_of(api: Any, llama: Any, model_id: str | None) -> Fingerprint:
         "llama_cpp_python": api.__version__,
         "llama_cpp": api.llama_version().decode(),
         "library": _library_id(api),
-        "context": {name: getattr(llama.context_params, name) for name in _CONTEXT},
-        "overrides": llama.kv_overrides,
-        "adapter": None if llama.lora_path is None else [weights_id(llama.lora_path), llama.lora_scale],
+        "settings": settings_id(
+            {"context": llama.context_params, "model": llama.model_params, "overrides": llama.kv_overrides}, IRRELEVANT
+        ),
+        "adapter": None if llama.lora_path is None else [files_id(llama.lora_path), llama.lora_scale],
     }
     return Fingerprint(
         model=f"llama.cpp {llama.metadata.get('general.architecture', '')}".strip(),
@@ -76,7 +86,7 @@ def _weights_id(model_path: str) -> str:
     parts = [path]
     if found := _PART.fullmatch(path.name):
         parts = sorted(path.parent.glob(f"{glob.escape(found[1])}-?????-of-{found[2]}"))
-    return hashlib.sha256("".join(weights_id(part) for part in parts).encode()).hexdigest()
+    return hashlib.sha256("".join(files_id(part) for part in parts).encode()).hexdigest()
 
 
 def _library_id(api: Any) -> str:

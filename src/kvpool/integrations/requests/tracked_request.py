@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.integrations.requests.weights_digest import adapter_id
 from kvpool.integrations.requests.wishes import NO_WISHES, Wishes
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.digests import chain_digests, root_digest
@@ -18,10 +17,8 @@ from kvpool.tiers.keys import scope_tag
 _ROOM = 256  # tokens that the array of ids has to spare when it grows
 
 
-def scope_of(request: Any, epoch: str) -> ReuseScope:
+def scope_of(request: Any, epoch: str, adapter: str) -> ReuseScope:
     """What must be equal besides the tokens: `cache_salt` is the tenant; `epoch` changes with every reset."""
-    lora = request.lora_request
-    adapter = "" if lora is None else f"{lora.lora_name}\0{adapter_id(getattr(lora, 'lora_path', ''))}"
     return ReuseScope(tenant=request.cache_salt or "", adapter=adapter, weights=epoch)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import vllm
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -19,7 +18,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvpool.errors import ConfigError
 from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.connector.engine_pages import EnginePages
 from kvpool.integrations.connector.linked_pages import LinkedPages
@@ -27,10 +25,9 @@ from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.step_orders import NO_PAGE, Introduction, Orders, Report
 from kvpool.integrations.connector.worker_side import WorkerSide
 from kvpool.integrations.reports.block_events import STORAGE, BlockEvent, BlocksRemoved
-from kvpool.integrations.requests.weights_digest import config_id, weights_id
 from kvpool.integrations.vllm_versions.connector_stats import ConnectorMetrics, ConnectorStats
 from kvpool.integrations.vllm_versions.served_layers import checked_block_size, is_windowed
-from kvpool.tiers import Fingerprint, Shard
+from kvpool.integrations.vllm_versions.vllm_identity import fingerprint
 
 EXPECTED = {
     "__init__": ("vllm_config", "role", "kv_cache_config"),
@@ -313,37 +310,3 @@ def announces(vllm_config: Any) -> bool:
     """Whether vLLM publishes KV events."""
     events = vllm_config.kv_events_config
     return events is not None and bool(events.enable_kv_cache_events)
-
-
-def fingerprint(vllm_config: Any, settings: ConnectorSettings, block_size: int, pages: EnginePages) -> Fingerprint:
-    """Everything that must be equal before the bytes of another vLLM may be used."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    details = f"{model.dtype} {vllm_config.cache_config.cache_dtype} {model.quantization}"
-    weights = settings.model_id or (weights_id(model_path(model)) if settings.has_tiers else "in memory only")
-    return Fingerprint(
-        model=f"{' '.join(model.architectures)} {config_id(model.hf_config)} {details}",
-        weights=weights,
-        block_size=block_size,
-        groups=(f"{pages.row_bytes} bytes in {pages.num_groups} groups",)
-        if pages.num_groups > 1
-        else (f"{pages.row_bytes} bytes",),
-        layout=f"vllm {vllm.__version__} {pages.layout}",
-        shard=Shard(parallel.rank, parallel.world_size),
-    )
-
-
-def model_path(model_config: Any) -> str:
-    """Where the weights are: the directory that was named, or vLLM's download of it."""
-    import os
-
-    if os.path.exists(model_config.model):
-        return str(model_config.model)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return str(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
-    except Exception as error:
-        raise ConfigError(
-            f"the files of {model_config.model} were not found ({type(error).__name__}); name the weights with model_id in "
-            "kv_connector_extra_config, so that their blocks in tiers cannot be taken for another model's"
-        ) from None

@@ -1,0 +1,88 @@
+"""Whose pages are these? Everything that must be equal before one vLLM may use what another has stored."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import vllm
+
+from kvpool.errors import ConfigError
+from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.engine_pages import EnginePages
+from kvpool.tiers import Fingerprint, Shard
+from kvpool.tiers.identity import OF_TRANSFORMERS, files_id, settings_id
+
+IRRELEVANT = frozenset({
+    # Who computes when, and where it is told and sent. Which part a rank holds is in the shard and the layout.
+    *("parallel_config", "scheduler_config", "offload_config", "compilation_config", "optimization_level"),
+    *("performance_mode", "kv_transfer_config", "kv_events_config", "ec_transfer_config", "ec_manager_config"),
+    *("weight_transfer_config", "observability_config", "logging_config", "profiler_config", "aux_output_config"),
+    *("instance_id", "shutdown_timeout", "fault_tolerance_config"),
+    # What becomes of logits.
+    *("structured_outputs_config", "reasoning_config", "watermark_config"),
+    *(f"model_config.{name}" for name in (
+        *("seed", "max_logprobs", "logprobs_mode", "return_sampling_mask", "use_fp64_gumbel", "enable_trace_replay"),
+        *("generation_config", "override_generation_config", "logits_processors"),
+        # Names, and what turns a request into tokens: files are told apart by their content.
+        *("model", "model_weights", "revision", "served_model_name", "hf_token"),
+        *("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "io_processor_plugin"),
+        *("allowed_local_media_path", "allowed_media_domains", "renderer_num_workers", "enforce_eager"),
+        *("multimodal_config.limit_per_prompt", "multimodal_config.mm_processor_cache_gb"),
+        *(f"{config}.{name}" for config in ("hf_config", "hf_text_config") for name in OF_TRANSFORMERS),
+    )),
+    "quant_config",  # made from settings and files that count
+    # How much fits, and how vLLM's own cache finds it.
+    *(f"cache_config.{name}" for name in (
+        *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "num_gpu_blocks"),
+        *("num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency", "effective_attention_block_size"),
+        *("enable_prefix_caching", "prefix_caching_hash_algo", "prefix_cache_retention_interval"),
+        *("prefix_match_unit", "hash_block_size", "cache_hit_alignment_tokens"),
+        *("user_specified_block_size", "_block_size_resolved", "kv_offloading_size", "kv_offloading_backend"),
+    )),
+    *("lora_config.max_loras", "lora_config.max_cpu_loras", "load_config.download_dir", "load_config.use_tqdm_on_load"),
+    "load_config.safetensors_load_strategy",
+})  # fmt: skip
+"""Settings of vLLM that reach no key or value; any other makes another fingerprint."""
+
+
+def fingerprint(vllm_config: Any, settings: ConnectorSettings, block_size: int, pages: EnginePages) -> Fingerprint:
+    """Of the pages of one worker."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    groups = f" in {pages.num_groups} groups" if pages.num_groups > 1 else ""
+    divided = f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size}"
+    return Fingerprint(
+        model=f"{' '.join(model.architectures)} {settings_id(vllm_config, IRRELEVANT)}",
+        weights=_weights(vllm_config, settings),
+        block_size=block_size,
+        groups=(f"{pages.row_bytes} bytes{groups}",),
+        layout=f"vllm {vllm.__version__} {divided} {pages.layout}",
+        shard=Shard(parallel.rank, parallel.world_size),
+    )
+
+
+def _weights(vllm_config: Any, settings: ConnectorSettings) -> str:
+    """Of the model, and of the one that drafts for it: its pages are among those that are stored."""
+    if settings.model_id is not None:
+        return settings.model_id
+    if not settings.has_tiers:
+        return "in memory only"
+    model = vllm_config.model_config
+    drafting = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    models = [model] if drafting is None or drafting.model == model.model else [model, drafting]
+    return " ".join(files_id(_model_path(each)) for each in models)
+
+
+def _model_path(model_config: Any) -> str:
+    """Where the weights are: the directory that was named, or vLLM's download of it."""
+    if os.path.exists(model_config.model):
+        return str(model_config.model)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+    except Exception as error:
+        raise ConfigError(
+            f"the files of {model_config.model} were not found ({type(error).__name__}); name the weights with model_id in "
+            "kv_connector_extra_config, so that their blocks in tiers cannot be taken for another model's"
+        ) from None

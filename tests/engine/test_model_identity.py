@@ -1,0 +1,58 @@
+"""Which model is this? Any number and any setting that reaches keys and values makes another one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import tiny_model  # noqa: E402
+
+from kvpool.engine.tiering.model_identity import model_id, weights_id  # noqa: E402
+from kvpool.tiers.identity import OF_TRANSFORMERS  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("llama")
+
+
+def test_given_a_copy_then_it_is_the_same_model(model: Any) -> None:
+    assert weights_id(copy.deepcopy(model)) == weights_id(model)
+    assert model_id(copy.deepcopy(model)) == model_id(model)
+
+
+def test_given_any_tensor_when_one_number_changes_or_two_change_places_then_it_is_another_model(model: Any) -> None:
+    known = weights_id(model)
+    tensors = {**model.state_dict(), **dict(model.named_buffers())}
+    assert any("inv_freq" in name for name in tensors)  # which is not saved with the model
+    for name, tensor in tensors.items():
+        flat, before = tensor.view(-1), tensor.clone().view(-1)
+        for place in (0, len(flat) // 2, len(flat) - 1):
+            flat[place] += 1
+            assert weights_id(model) != known, name
+            flat.copy_(before)
+        for one, other in ((0, 1), (0, len(flat) - 1)):
+            if before[one] != before[other]:
+                flat[one], flat[other] = before[other], before[one]
+                assert weights_id(model) != known, name
+                flat.copy_(before)
+    assert weights_id(model) == known
+
+
+def test_given_any_field_of_the_configuration_when_it_changes_then_it_is_another_model_or_the_field_is_in_the_short_list(
+    model: Any,
+) -> None:
+    changed, known = copy.deepcopy(model), model_id(model)
+    fields = {name for name in changed.config.to_dict() if name in vars(changed.config)}
+    assert len(fields) > 15
+    for name in sorted(fields):
+        value = getattr(changed.config, name)
+        changed.config.__dict__[name] = "another"
+        assert (model_id(changed) != known) == (name not in OF_TRANSFORMERS), name
+        changed.config.__dict__[name] = value
+    assert model_id(changed) == known

@@ -1,0 +1,294 @@
+"""What decides bytes decides keys: every setting that is not known to be irrelevant, and every tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import struct
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import KVCacheConfig, LayerSpec
+from kvpool.config import DType, LayerGroup
+from kvpool.errors import ConfigError
+from kvpool.tiers import Fingerprint
+from kvpool.tiers.identity import OF_TRANSFORMERS, _samples, files_id, settings_id
+
+LARGE = 80 * 2**20
+
+
+# --- settings ------------------------------------------------------------------------------------------------------------
+
+
+class Kind(enum.Enum):
+    A = 1
+    B = 2
+
+
+class Plain:
+    def __init__(self, **fields: Any) -> None:
+        self.__dict__.update(fields)
+
+
+@dataclasses.dataclass
+class Inner:
+    theta: float = 1.0
+    kind: Kind = Kind.A
+
+
+@dataclasses.dataclass
+class Outer:
+    inner: Inner = dataclasses.field(default_factory=Inner)
+    names: tuple[str, ...] = ("a", "b")
+    some: frozenset[int] = frozenset({1, 2, 3})
+    more: Any = None
+    port: int = 80
+
+
+def other(value: Any) -> Any:
+    """Another value of the same kind, as far as there is one."""
+    if isinstance(value, bool) or value is None:
+        return not value
+    if isinstance(value, (int, float)):
+        return value + 1
+    if isinstance(value, str):
+        return f"{value}~"
+    if isinstance(value, Mapping):
+        return {**value, "another": 1}
+    if isinstance(value, (list, tuple)):
+        return [*value, "another"]
+    return "another"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        Outer(inner=Inner(theta=2.0)),
+        Outer(inner=Inner(kind=Kind.B)),
+        Outer(names=("b", "a")),
+        Outer(some=frozenset({1, 2})),
+        Outer(more={"a": [{"b": 1}]}),
+        Outer(more=Plain(a=1)),
+        Outer(more=len),
+        Outer(port=81),
+    ],
+)
+def test_given_a_setting_at_any_depth_then_it_counts(changed: Outer) -> None:
+    assert settings_id(changed) != settings_id(Outer())
+
+
+def test_given_the_same_settings_in_other_objects_then_the_digest_is_the_same() -> None:
+    def made() -> Outer:
+        return Outer(more={"object": Plain(z=1, a=Plain()), "nothing": object(), "function": made, "set": {"x", "y"}})
+
+    assert settings_id(made()) == settings_id(made())
+    assert settings_id(Outer(some=frozenset({3, 2, 1}))) == settings_id(Outer())
+
+
+def test_given_a_path_that_is_known_not_to_matter_then_that_and_nothing_else_is_left_out() -> None:
+    without = {"port", "inner.theta", "theta"}
+    assert settings_id(Outer(port=81, inner=Inner(theta=3.0)), without) == settings_id(Outer(), without)
+    assert settings_id(Outer(inner=Inner(kind=Kind.B)), without) != settings_id(Outer(), without)
+    assert settings_id(Outer(more={"port": 1}), without) != settings_id(Outer(more={"port": 2}), without)
+
+
+def test_given_an_object_that_holds_itself_then_there_is_a_digest() -> None:
+    ring = Plain(a=1)
+    ring.ring = ring
+    assert len(settings_id(ring)) == 64
+
+
+def models() -> Iterator[Any]:
+    transformers = pytest.importorskip("transformers")
+    for name in ("LlamaConfig", "Phi3Config", "Gemma2Config", "Qwen3Config", "MixtralConfig", "DeepseekV3Config"):
+        yield getattr(transformers, name)()
+
+
+def test_given_any_field_of_a_model_when_it_changes_then_the_digest_does_or_it_is_in_the_short_list() -> None:
+    num_fields = 0
+    for config in models():
+        fields = config.to_dict()
+        known = settings_id(config, OF_TRANSFORMERS)
+        assert settings_id(fields, OF_TRANSFORMERS) == known
+        for name, value in fields.items():
+            changed = settings_id({**fields, name: other(value)}, OF_TRANSFORMERS)
+            assert (changed != known) == (name not in OF_TRANSFORMERS), name
+            num_fields += 1
+        assert settings_id({**fields, "a_new_field": 1}, OF_TRANSFORMERS) != known
+    assert num_fields > 150
+
+
+# What a manager does with blocks, and not what is in them.
+MANAGING = {
+    *("gpu_blocks", "gpu_bytes", "gpu_fraction", "free_gpu_bytes", "max_gpu_tokens", "host_blocks", "host_bytes"),
+    *("disk_blocks", "disk_bytes", "plan_tokens", "pool_shares", "plan_cross_tokens", "max_seq_len"),
+    *("enable_prefix_caching", "partial_match", "copy_on_partial_reuse", "cache_unfilled_blocks", "offload_on_evict"),
+    *("offload_min_priority", "host_write", "watermark", "eviction_policy", "objective", "depth_cost", "default_ttl"),
+    *("max_pinned_tokens", "pressure_levels", "event_buffer_size"),
+}
+
+
+def test_given_the_fields_of_a_cache_then_each_counts_or_is_about_managing_blocks() -> None:
+    fields = {each.name for each in dataclasses.fields(KVCacheConfig) if each.init}
+    assert fields == MANAGING | {"layers", "block_size"}
+
+
+@pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(LayerSpec)])
+def test_given_any_field_of_a_layer_when_it_changes_then_the_fingerprint_does(name: str) -> None:
+    spec = LayerSpec(kv_heads=2, head_dim=8, v_head_dim=8, window=16)
+    config = KVCacheConfig([spec], 4, gpu_blocks=8)
+    changed = dataclasses.replace(spec)
+    object.__setattr__(changed, name, DType.FLOAT16 if name == "dtype" else 5)
+    moved = KVCacheConfig([spec], 4, gpu_blocks=8)
+    group = moved.groups[0]
+    object.__setattr__(moved, "groups", (_with(group, changed),))
+    assert Fingerprint.of(moved, "m", "w").digest != Fingerprint.of(config, "m", "w").digest
+
+
+def _with(group: LayerGroup, spec: LayerSpec) -> LayerGroup:
+    changed = dataclasses.replace(group)
+    object.__setattr__(changed, "spec", spec)
+    return changed
+
+
+# --- files ---------------------------------------------------------------------------------------------------------------
+
+
+def safetensors(path: Path, norm: bytes = bytes(1152), **sizes: int) -> Path:
+    """A file as large as a model: a large tensor, a small one, a large one. What is zero takes no room on the disk."""
+    header, end = {}, 0
+    for name, size in {"embed": sizes.get("embed", LARGE), "norm": len(norm), "head": LARGE}.items():
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        begin = file.tell()
+        file.seek(begin + header["norm"]["data_offsets"][0])  # type: ignore[index]
+        file.write(norm)
+        file.truncate(begin + end)
+    return path
+
+
+def gguf(path: Path, norm: bytes = bytes(1152), eps: float = 1e-5) -> Path:
+    """The same as a GGUF file, with some of what its head may hold."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    values = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    values += text("llama.eps") + struct.pack("<If", 6, eps)
+    values += text("tokenizer.ggml.tokens") + struct.pack("<IIQ", 9, 8, 2) + text("a") + text("b")
+    values += text("tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, 2) + bytes(8)
+    values += text("general.alignment") + struct.pack("<II", 4, 64)
+    places, end = b"", 0
+    starts = {}
+    for name, size in {"embed": LARGE, "norm": len(norm), "head": LARGE}.items():
+        places += text(name) + struct.pack("<IQIQ", 1, size, 24, end)
+        starts[name] = end
+        end = -(-(end + size) // 64) * 64
+    head = b"GGUF" + struct.pack("<IQQ", 3, 3, 5) + values + places
+    begin = -(-len(head) // 64) * 64
+    with path.open("wb") as file:
+        file.write(head)
+        file.seek(begin + starts["norm"])
+        file.write(norm)
+        file.truncate(begin + end)
+    return path
+
+
+def archive(path: Path, norm: bytes = bytes(1152)) -> Path:
+    """The same as torch writes it."""
+    with zipfile.ZipFile(path, "w") as file:
+        for name, data in {
+            "data.pkl": b"pickle",
+            "data/0": bytes(2**21),
+            "data/1": norm,
+            "data/2": bytes(2**21),
+        }.items():
+            file.writestr(f"archive/{name}", data)
+    return path
+
+
+@pytest.mark.parametrize(("write", "name"), [(safetensors, "a.safetensors"), (gguf, "a.gguf"), (archive, "a.bin")])
+def test_given_a_model_when_one_number_of_one_small_tensor_changes_then_the_digest_does(
+    tmp_path: Path, write: Any, name: str
+) -> None:
+    known = files_id(write(tmp_path / name))
+    assert files_id(write(tmp_path / f"same-{name}")) == known
+    for place in (0, 1, 700, 1151):
+        norm = bytearray(1152)
+        norm[place] = 1
+        assert files_id(write(tmp_path / name, bytes(norm))) != known
+
+
+def test_given_a_model_when_its_head_or_a_large_tensor_changes_then_the_digest_does(tmp_path: Path) -> None:
+    path = safetensors(tmp_path / "a.safetensors")
+    known = files_id(path)
+    assert files_id(safetensors(path, embed=LARGE + 8)) != known
+    safetensors(path)
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\1")
+    assert files_id(path) != known
+    assert files_id(gguf(tmp_path / "b.gguf", eps=1e-6)) != files_id(gguf(tmp_path / "c.gguf"))
+
+
+def test_given_a_large_model_then_little_of_it_is_read(tmp_path: Path) -> None:
+    for write, name in ((safetensors, "a.safetensors"), (gguf, "a.gguf")):
+        path = write(tmp_path / name)
+        with path.open("rb") as file:
+            read = sum(end - begin for begin, end in _samples(file, path.stat().st_size))
+        assert read < path.stat().st_size // 200
+
+
+@pytest.mark.parametrize("wrong", [b"", b"GGUF", b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60), bytes(5000),
+                                   struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 2**60),
+                                   b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 2**62)])  # fmt: skip
+def test_given_a_file_that_is_no_model_then_every_byte_counts(tmp_path: Path, wrong: bytes) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(wrong)
+    known = files_id(path)
+    path.write_bytes(wrong + b"\0")
+    longer = files_id(path)
+    path.write_bytes(wrong + b"\1")
+    assert len({known, longer, files_id(path)}) == 3
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "modeling.py", "preprocessor.json", "more.bin"])
+def test_given_a_directory_then_what_stands_beside_the_weights_counts(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    alone = files_id(tmp_path)
+    (tmp_path / name).write_text('{"lora_alpha": 16}')
+    known = files_id(tmp_path)
+    (tmp_path / name).write_text('{"lora_alpha": 64}')
+    assert len({alone, known, files_id(tmp_path)}) == 3
+
+
+@pytest.mark.parametrize("name", ["README.md", "LICENSE", "tokenizer.json", ".gitattributes", "generation_config.json"])
+def test_given_a_directory_then_what_no_number_depends_on_does_not_count(tmp_path: Path, name: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    known = files_id(tmp_path)
+    (tmp_path / name).write_text("anything")
+    assert files_id(tmp_path) == known
+
+
+def test_given_weights_then_their_content_decides_and_not_their_place(tmp_path: Path) -> None:
+    for name, last in (("one", 1), ("copy", 1), ("other", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(bytes(5000) + bytes([last]))
+    one, copy, different = (files_id(tmp_path / name) for name in ("one", "copy", "other"))
+    assert one == copy != different
+    assert files_id(tmp_path / "one" / "model.safetensors") == files_id(tmp_path / "copy" / "model.safetensors")
+
+
+def test_given_no_weights_then_one_line_names_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no files with weights.*model_id"):
+        files_id(tmp_path)
+    with pytest.raises(ConfigError, match="cannot read the weights"):
+        files_id(tmp_path / "nowhere")
