@@ -159,8 +159,9 @@ class VllmServer:
         """Starts the server for its first case."""
         if self._server is None:
             options = f"--dtype {params['dtype']} --served-model-name bench --max-model-len 1024 --max-num-seqs {CLIENTS}"
-            command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(default_model_directory())]
-            command += [*options.split(), *(["--enforce-eager"] if self._eager else [])]
+            command = [self._python, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+            command += ["--model", str(default_model_directory()), *options.split()]
+            command += ["--enforce-eager"] if self._eager else []
             self._server = ServerProcess(command, _VLLM | {"PYTHONPATH": "", "OMP_NUM_THREADS": str(self._threads)})
         self._runner = _runner(self._server, case, params.get("num_requests", 0), params.get("num_new", 0))
 

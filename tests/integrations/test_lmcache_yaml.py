@@ -46,8 +46,17 @@ def test_given_an_empty_file_or_a_size_of_a_disk_that_is_not_used_then_the_defau
 
 
 @pytest.mark.parametrize(
+    "text", ["enable_p2p: false", "enable_p2p: False\np2p_host: null", "extra_config: {}", "nixl_role: ''"]
+)
+def test_given_what_is_off_then_it_asks_for_nothing(tmp_path: Path, text: str) -> None:
+    assert settings(tmp_path, text) == ConnectorSettings()
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("enable_p2p: true", "enable_p2p=True has no counterpart"),
+        ("blend_ratio: 0", "blend_ratio=0 has no counterpart"),
         ("enable_blending: true", "enable_blending=True has no counterpart in kvpool"),
         ("remote_url: lm://localhost:65432", "remote_url='lm://localhost:65432' must begin with redis://"),
         ("max_local_cpu_size: lots", "must be gigabytes above 0"),

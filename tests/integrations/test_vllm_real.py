@@ -67,7 +67,7 @@ class Server:
         options = ["--model", model, "--served-model-name", "m", "--host", "127.0.0.1", "--port", str(self.port)]
         options += ["--enforce-eager", "--dtype", "float32", "--block-size", "32", "--max-model-len", "1024"]
         options += ["--kv-transfer-config", json.dumps(transfer), "--enable-prompt-tokens-details"]
-        command = [os.environ["KVPOOL_VLLM_PYTHON"], "-m", "vllm.entrypoints.openai.api_server", *options]
+        command = [os.environ["KVPOOL_VLLM_PYTHON"], "-m", "vllm.entrypoints.launchers.api_server.entry", *options]
         self.log = (folder / "server.log").open("w+")
         self.process = subprocess.Popen(
             command, stdout=self.log, stderr=subprocess.STDOUT, env={**environment(), "VLLM_SERVER_DEV_MODE": "1"}

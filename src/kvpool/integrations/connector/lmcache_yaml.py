@@ -33,8 +33,8 @@ def settings_of(path: str) -> dict[str, Any]:
     given = _read(path)
     settings: dict[str, Any] = {}
     for key, value in given.items():
-        if value is None or key in _WITHOUT_EFFECT:
-            continue
+        if value is None or value is False or value in ("", [], {}) or key in _WITHOUT_EFFECT:
+            continue  # what is off in LMCache is not there in kvpool
         if key == "max_local_cpu_size":
             settings["host_bytes"] = _bytes(key, value)
         elif key == "local_disk":
