@@ -374,3 +374,16 @@ def test_given_a_tier_that_lost_a_block_of_one_worker_then_no_worker_uses_its_pa
     assert second.computed == 18 - 4
     assert second.scheduler.stats()["failed"] == 3
     assert served(second, ToyRequest("c", PROMPT)) == 16
+
+
+def test_given_read_only_then_prefixes_come_from_the_disk_of_another_and_nothing_goes_there(
+    engine: Any, tmp_path: Path
+) -> None:
+    first = engine(disk=str(tmp_path))
+    served(first, ToyRequest("a", PROMPT))
+    assert first.workers[0]._storer.flush(30.0)
+    second = engine(disk=str(tmp_path), read_only=True)
+    assert served(second, ToyRequest("b", PROMPT)) == 16
+    assert served(second, ToyRequest("c", PROMPT[1:])) == 0
+    assert served(second, ToyRequest("d", PROMPT[1:])) == 16
+    assert [stats.num_values for stats in first.workers[0].tier_stats()] == [4]

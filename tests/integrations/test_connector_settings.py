@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ def test_given_host_bytes_then_rows_are_as_many_blocks_as_fit() -> None:
         ({"disk": ""}, "disk must be text"),
         ({"remote": 7}, "remote must be text"),
         ({"timeout": 0}, "timeout=0"),
+        ({"disk": "/cache", "read_only": "yes"}, "read_only='yes' must be True or False"),
+        ({"read_only": True}, "needs disk or remote"),
         ({"ttl": -1}, "ttl=-1"),
         ({"quotas": {"ada": {"most": 1}}}, "guaranteed, maximum or both"),
         ({"quotas": 3}, "must map a salt"),
@@ -93,3 +96,24 @@ def test_given_several_engines_then_each_writes_to_a_directory_of_its_own() -> N
     settings = ConnectorSettings(disk="/cache")
     assert [settings.of_engine(number).disk for number in range(3)] == ["/cache", "/cache/engine-1", "/cache/engine-2"]
     assert ConnectorSettings().of_engine(1) == ConnectorSettings()
+
+
+def test_given_a_directory_that_somebody_writes_to_then_read_only_reads_it_and_stores_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from toy import introduction
+
+    from kvpool.integrations.connector.connector_tiers import open_tiers
+    from kvpool.tiers import Outcome
+
+    worker, settings = introduction(4), ConnectorSettings.of({"disk": str(tmp_path), "disk_bytes": "16MB"})
+    (writer,) = open_tiers(settings, worker)
+    with pytest.raises(ConfigError, match="read_only=True"):
+        open_tiers(settings, worker)
+    writer.store([bytes(32)], [bytes(4096)])
+    (reader,) = open_tiers(replace(settings, read_only=True), worker)
+    assert list(reader.contains([bytes(32), bytes(31) + b"1"])) == [True, False]
+    assert reader.store([bytes(31) + b"1"], [bytes(4096)]) != [Outcome.OK]
+    for tier in (reader, writer):
+        tier.close()
+    with pytest.raises(ConfigError, match=r"there is no directory .*nowhere, and read_only=True makes none"):
+        open_tiers(ConnectorSettings.of({"disk": str(tmp_path / "nowhere"), "read_only": True}), worker)

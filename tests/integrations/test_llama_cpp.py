@@ -245,7 +245,7 @@ def given(monkeypatch: pytest.MonkeyPatch, *tiers: KeyedTier) -> None:
     """These tiers, which stay open when a life ends."""
     for tier in tiers:
         monkeypatch.setattr(tier, "close", lambda: None)
-    monkeypatch.setattr("kvpool.integrations.llama.state_store.open_tiers", lambda *args, is_reader: list(tiers))
+    monkeypatch.setattr("kvpool.integrations.llama.state_store.open_tiers", lambda *args: list(tiers))
 
 
 # --- whose it is ---------------------------------------------------------------------------------------------------------
@@ -662,7 +662,7 @@ def test_given_a_llama_cpp_python_that_is_not_known_then_one_line_says_so(
 def test_given_a_reader_of_a_directory_that_is_not_there_then_it_is_not_made(
     live: Callable[..., Life], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"there is no directory disk='.*mistyped'"):
+    with pytest.raises(ConfigError, match=r"there is no directory .*mistyped"):
         live({"read_only": True, "disk": str(tmp_path / "mistyped")})
     assert not (tmp_path / "mistyped").exists()
 
@@ -681,3 +681,14 @@ def test_given_something_that_is_no_llama_then_one_line_says_so(
 ) -> None:
     with pytest.raises(ConfigError, match="needs the Llama that it will be set on, got str"):
         load_module().KVPoolCache("model.gguf", disk=str(tmp_path))
+
+
+@pytest.mark.parametrize("name", [*vars(fake_llama.ContextParams()), "n_threads", "n_batch", "a_new_one"])
+def test_given_any_parameter_of_a_context_when_it_changes_then_the_fingerprint_does_or_it_is_in_the_short_list(
+    load_module: Callable[..., Any], model: str, name: str
+) -> None:
+    from kvpool.integrations.llama.llama_identity import IRRELEVANT, fingerprint_of
+
+    api = load_module().llama_cpp
+    one, other = (fingerprint_of(api, fake_llama.Llama(model, **{name: value}), None).digest for value in (5, 6))
+    assert (one != other) == (f"context.{name}" not in IRRELEVANT)

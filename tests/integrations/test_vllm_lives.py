@@ -23,6 +23,10 @@ CHECKS = [
     "wishes",
     "keeping",
     "adapters",
+    "identity",
+    "settings",
+    "among_others",
+    "reader",
     "events",
     "hybrid",
     "refused",
@@ -124,6 +128,43 @@ def test_given_prefixes_from_disk_and_host_then_vllms_metrics_tell_them_apart(se
 
 def test_given_lora_adapters_then_each_finds_its_own_blocks_only(seen: Any) -> None:
     assert of(seen, "adapters") == {"differ": 3, "right": [True, True], "cached": [[0] * 3, [WHOLE] * 3]}
+
+
+def test_given_another_length_of_texts_that_a_model_chooses_its_positions_by_then_nothing_is_found(seen: Any) -> None:
+    result = of(seen, "identity")
+    assert result["lengths differ"]
+    assert result["shorter"] == [True, [0, 0]]
+    assert result["the same"] == [True, [192, 192]]
+
+
+def test_given_an_adapter_with_another_alpha_then_nothing_is_found_and_what_changes_while_it_runs_is_not_kept(
+    seen: Any,
+) -> None:
+    result = of(seen, "identity")
+    assert result["alphas differ"]
+    assert (result["adapter"], result["adapter replaced"]) == ([192, 192], [0, 0])
+    assert result["another adapter"] == [True, [0, 0]]
+
+
+def test_given_any_setting_of_vllm_when_it_changes_then_the_fingerprint_does_or_it_is_in_the_short_list(
+    seen: Any,
+) -> None:
+    result = of(seen, "settings")
+    assert result["wrongly"] == []
+    assert result["counted"] > 150
+    assert result["stable"]
+
+
+@pytest.mark.parametrize("place", ["first", "second"])
+def test_given_vllms_multi_connector_then_ours_works_and_the_other_gets_its_own_metadata(seen: Any, place: str) -> None:
+    assert of(seen, "among_others")[place] == [True, [True, [WHOLE] * 3], [True]]
+
+
+def test_given_a_directory_of_another_process_then_it_is_refused_or_read_only(seen: Any) -> None:
+    result = of(seen, "reader")
+    assert "read_only=True" in result["refused"]
+    assert result["got"] == [True, [WHOLE] * 2]
+    assert (result["host"], result["values"]) == ([WHOLE], 28)
 
 
 def test_given_kv_events_then_host_and_disk_are_announced_under_vllms_own_hashes(seen: Any) -> None:

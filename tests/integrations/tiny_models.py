@@ -27,7 +27,7 @@ COMMON: dict[str, Any] = dict(
 
 
 def write(kind: str, directory: Path, seed: int = 7) -> str:
-    """Writes a model of a kind (`llama`, `gemma2`, `lfm2`) and returns its directory."""
+    """Writes a model of a kind (`llama`, `gemma2`, `lfm2`, `phi3`) and returns its directory."""
     import torch
     from transformers import (
         Gemma2Config,
@@ -36,11 +36,18 @@ def write(kind: str, directory: Path, seed: int = 7) -> str:
         Lfm2ForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
+        Phi3Config,
+        Phi3ForCausalLM,
     )
 
     torch.manual_seed(seed)
     if kind == "llama":
         model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **COMMON))
+    elif kind == "phi3":  # other frequencies of its positions where texts may have more than 256 tokens
+        factors = dict(short_factor=[1.0] * 16, long_factor=[1.0 + number for number in range(16)])
+        rope = dict(rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=256, **factors)
+        given = {**COMMON, "hidden_size": 128, "original_max_position_embeddings": 256}
+        model = Phi3ForCausalLM(Phi3Config(num_hidden_layers=2, rope_parameters=rope, **given))
     elif kind == "lfm2":  # short convolutions, which keep a state, beside attention
         given = {**COMMON, "num_attention_heads": 2, "num_key_value_heads": 1}
         model = Lfm2ForCausalLM(
@@ -71,7 +78,7 @@ def write(kind: str, directory: Path, seed: int = 7) -> str:
     return str(directory)
 
 
-def write_adapter(directory: Path, seed: int) -> str:
+def write_adapter(directory: Path, seed: int, alpha: int = 16) -> str:
     """A LoRA adapter of the `llama` kind, as files of peft; returns its directory."""
     import torch
     from safetensors.torch import save_file
@@ -86,6 +93,6 @@ def write_adapter(directory: Path, seed: int) -> str:
             weights[f"{place}.lora_A.weight"] = torch.randn(rank, width) * 0.3
             weights[f"{place}.lora_B.weight"] = torch.randn(size, rank) * 0.3
     save_file(weights, directory / "adapter_model.safetensors")
-    config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=16, bias="none")
+    config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, bias="none")
     (directory / "adapter_config.json").write_text(json.dumps(config | {"target_modules": list(outputs)}))
     return str(directory)

@@ -325,6 +325,137 @@ def adapters(folder: Path) -> Any:
 
 
 @check
+def identity(folder: Path) -> Any:
+    """A disk, and a restart with another setting or another adapter that decides what is in blocks: nothing is found."""
+    from vllm.lora.request import LoRARequest
+
+    phi, llama, asked = model("phi3", folder), model("llama", folder), prompts(12, 2, 200)
+    extra = {"host_bytes": "64MB", "disk": str(folder / "identity"), "disk_bytes": "64MB"}
+    seen: dict[str, Any] = {}
+    with life(phi, max_model_len=256) as alone:
+        expected = alone.answers(asked)
+    with life(phi, extra, max_model_len=512) as first:
+        seen["lengths differ"] = first.answers(asked) != expected
+        first.settle()
+    with life(phi, extra, max_model_len=256) as second:
+        seen["shorter"] = _seen(second.asked(asked), expected)
+        second.settle()
+    with life(phi, extra, max_model_len=256, seed=5, max_num_seqs=3) as third:
+        seen["the same"] = _seen(third.asked(asked), expected)
+
+    path = str(folder / "alpha")
+    options: dict[str, Any] = dict(enable_lora=True, max_lora_rank=8)
+
+    def with_adapter(each: Life) -> list[tuple[list[int], int]]:
+        return each.asked(asked, adapter=LoRARequest("alpha", 1, path))
+
+    tiny_models.write_adapter(Path(path), seed=3, alpha=64)
+    with life(llama, **options) as alone:
+        expected = [answer for answer, _ in with_adapter(alone)]
+    tiny_models.write_adapter(Path(path), seed=3, alpha=16)
+    with life(llama, extra, **options) as first:
+        seen["alphas differ"] = [answer for answer, _ in with_adapter(first)] != expected
+        first.settle()
+        first.forget()
+        seen["adapter"] = [cached for _, cached in with_adapter(first)]
+        tiny_models.write_adapter(Path(path), seed=3, alpha=64)  # vLLM keeps what it has loaded
+        first.forget()
+        seen["adapter replaced"] = [cached for _, cached in with_adapter(first)]
+    with life(llama, extra, **options) as second:
+        seen["another adapter"] = _seen(with_adapter(second), expected)
+    return seen
+
+
+def _seen(got: list[tuple[list[int], int]], expected: list[list[int]]) -> Any:
+    """Whether the answers are right, and how many tokens were cached."""
+    return [[answer for answer, _ in got] == expected, [cached for _, cached in got]]
+
+
+@check
+def settings(folder: Path) -> Any:
+    """Every setting of vLLM, changed in turn: which ones change the fingerprint?"""
+    from dataclasses import fields, is_dataclass
+
+    from vllm.engine.arg_utils import EngineArgs
+
+    from kvpool.integrations.vllm_versions.vllm_identity import IRRELEVANT
+    from kvpool.tiers.identity import settings_id
+
+    config = EngineArgs(model("llama", folder), dtype="float32", enable_lora=True).create_engine_config()
+    for name in ("hf_config", "hf_text_config"):
+        setattr(config.model_config, name, getattr(config.model_config, name).to_dict())
+    known, seen = settings_id(config, IRRELEVANT), {"counted": 0, "left out": 0, "wrongly": []}
+    again = EngineArgs(model("llama", folder), dtype="float32", enable_lora=True).create_engine_config()
+
+    def names(owner: Any) -> list[str]:
+        return list(owner) if isinstance(owner, dict) else [each.name for each in fields(owner)]
+
+    def walk(owner: Any, place: str, is_out: bool) -> None:
+        values = owner if isinstance(owner, dict) else owner.__dict__
+        for name in names(owner):
+            path = f"{place}.{name}" if place else name
+            out, old = is_out or path in IRRELEVANT, values.get(name)
+            if is_dataclass(old) or (isinstance(old, dict) and path.endswith("_config")):
+                walk(old, path, out)
+            values[name] = "another"
+            differs = settings_id(config, IRRELEVANT) != known
+            values[name] = old
+            seen["left out" if out else "counted"] += 1
+            if differs == out:
+                seen["wrongly"].append(path)
+
+    walk(config, "", False)
+    return {**seen, "stable": settings_id(again, IRRELEVANT) == settings_id(config, IRRELEVANT) == known}
+
+
+@check
+def among_others(folder: Path) -> Any:
+    """vLLM's MultiConnector, with a connector that shakes hands as NIXL's does behind ours and before it."""
+    import neighbour
+
+    llama = model("llama", folder)
+    with life(llama) as alone:
+        expected = alone.answers(PROMPTS)
+    common = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    ours = {"kv_connector": "KVPoolConnector", "kv_connector_module_path": "kvpool.integrations.vllm", **common}
+    ours["kv_connector_extra_config"] = {"host_bytes": "64MB", "disk": str(folder / "among"), "disk_bytes": "64MB"}
+    other = {"kv_connector": "Neighbour", "kv_connector_module_path": "neighbour", **common}
+    seen: dict[str, Any] = {}
+    for name, order in (("first", [ours, other]), ("second", [other, ours])):
+        neighbour.seen.clear()
+        with life(llama, {"connectors": order}, connector="MultiConnector", module=None) as each:
+            cold = each.asked(PROMPTS)
+            each.forget()
+            host = each.asked(PROMPTS)
+        seen[name] = [_seen(cold, expected)[0], _seen(host, expected), neighbour.seen[:]]
+    return seen
+
+
+@check
+def reader(folder: Path) -> Any:
+    """A directory that another process writes to: refused without `read_only`, and read with it."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    from kvpool.tiers import DiskTier
+
+    llama, extra = model("llama", folder), {"host_bytes": "64MB", "disk": str(folder / "reader"), "disk_bytes": "64MB"}
+    with life(llama, extra) as first:
+        expected = first.answers(PROMPTS[:2])
+        first.settle()
+    with DiskTier(folder / "reader", 64 * 2**20) as writer:
+        refused = _answer(lambda: Life(llama, extra))
+        ensure_kv_transfer_shutdown()  # what did not start has left its worker's half behind
+        with life(llama, {**extra, "read_only": True}) as second:
+            got = second.asked(PROMPTS[:2])
+            second.answers(PROMPTS[2:])
+            second.settle()
+            second.forget()
+            host = [cached for _, cached in second.asked(PROMPTS[2:])]
+        num_values = writer.stats().num_values
+    return {"refused": refused, "got": _seen(got, expected), "host": host, "values": num_values}
+
+
+@check
 def events(folder: Path) -> Any:
     """KV events of the host and the disk, as they would go to subscribers, under the hashes of vLLM's own events."""
     from vllm.config import KVEventsConfig

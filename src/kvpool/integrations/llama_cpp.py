@@ -57,13 +57,12 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
     ) -> None:
         directory = os.fspath(disk) if isinstance(disk, os.PathLike) else disk
         given = dict(disk=directory, disk_bytes=disk_bytes, remote=remote, timeout=timeout, model_id=model_id)
+        given["read_only"] = read_only if directory or remote else None
         settings = ConnectorSettings.of({name: value for name, value in given.items() if value is not None})
         if not settings.has_tiers:
             raise ConfigError("KVPoolCache needs disk= or remote=: without them nothing would outlive the process")
         if not isinstance(llama, llama_cpp.Llama):
             raise ConfigError(f"KVPoolCache needs the Llama that it will be set on, got {type(llama).__name__}")
-        if not isinstance(read_only, bool):
-            raise ConfigError(f"read_only={read_only!r} must be True or False")
         limit = parse_bytes(max_bytes, "max_bytes") if isinstance(max_bytes, str) else max_bytes
         super().__init__(check_int("max_bytes", limit, 1, MAX_BYTES))
         check_int("min_tokens", min_tokens, BLOCK_TOKENS, 2**31 - 1)
@@ -72,7 +71,7 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
         self._quiet = QuietLog(_log)
         self._llama = weakref.ref(llama)  # else `del llm` would not free its memory
         fingerprint = fingerprint_of(llama_cpp, llama, settings.model_id)
-        self._store = StateStore(settings, fingerprint, min_tokens=min_tokens, max_bytes=limit, is_reader=read_only)
+        self._store = StateStore(settings, fingerprint, min_tokens=min_tokens, max_bytes=limit)
         # Else a directory would stay locked by a cache that nobody can close: in a notebook, when a cell is run again.
         weakref.finalize(self, self._store.close).atexit = False
 

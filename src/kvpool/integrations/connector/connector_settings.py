@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from kvpool.config.layers import MAX_BLOCKS, MAX_BYTES, check_int, check_number, show
+from kvpool.config.layers import MAX_BLOCKS, MAX_BYTES, check_bool, check_int, check_number, show
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import make_policy
 from kvpool.integrations.connector.lmcache_yaml import settings_of
@@ -45,6 +45,8 @@ class ConnectorSettings:
     """Seconds that a request waits for the tiers below at most."""
     model_id: str | None = None
     """Names the weights in tiers, instead of a digest of their files."""
+    read_only: bool = False
+    """Nothing is stored in tiers; the directory may be one that another process writes to."""
 
     @classmethod
     def of(cls, given: Mapping[str, Any], option: str = "kv_connector_extra_config") -> ConnectorSettings:
@@ -80,6 +82,8 @@ class ConnectorSettings:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name} must be text that is not empty, got {show(value)}")
+        if check_bool("read_only", self.read_only) and not self.has_tiers:
+            raise ConfigError("read_only=True needs disk or remote, to read from")
         make_policy(self.policy)
         seconds = check_number("timeout", self.timeout, "a number of seconds above 0")
         if not 0 < seconds <= LONGEST_TIMEOUT:

@@ -22,7 +22,7 @@ def worker_directory(disk: str, rank: int, num_workers: int) -> Path:
 
 
 def open_tiers(settings: ConnectorSettings, worker: Introduction, *, is_reader: bool = False) -> list[KeyedTier]:
-    """The tiers of one worker, fastest first; the disk is read only by a reader, which needs no lock."""
+    """The tiers of one worker, fastest first. A reader stores nothing, and needs no lock on the disk."""
     opened: list[KeyedTier] = []
     try:
         if settings.disk is not None:
@@ -40,9 +40,11 @@ def open_tiers(settings: ConnectorSettings, worker: Introduction, *, is_reader: 
 
 
 def _open_disk(settings: ConnectorSettings, directory: Path, *, is_reader: bool) -> DiskTier:
+    if settings.read_only and not directory.is_dir():
+        raise ConfigError(f"there is no directory {directory}, and read_only=True makes none")
     try:
         directory.mkdir(0o700, parents=True, exist_ok=True)
-        return DiskTier(directory, settings.disk_bytes, read_only=is_reader)
+        return DiskTier(directory, settings.disk_bytes, read_only=is_reader or settings.read_only)
     except OSError as error:
         raise ConfigError(f"disk={settings.disk!r} cannot be used: {error.strerror or error}") from None
 

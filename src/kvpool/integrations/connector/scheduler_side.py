@@ -77,9 +77,8 @@ class SchedulerSide:
             self.manager.set_quota(salt, **limits)
         self._lookups = TierLookups(settings, workers) if settings.has_tiers else None
         self._events = None if hash_size is None else BlockEvents(self.manager, block_size, hash_size)
-        self._saver = Saver(
-            self.manager, block_size, num_rows, self._job, has_tiers=settings.has_tiers, events=self._events
-        )
+        spills = settings.has_tiers and not settings.read_only
+        self._saver = Saver(self.manager, block_size, num_rows, self._job, has_tiers=spills, events=self._events)
         self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room, events=self._events)
         self._unfound = UnfoundPrefixes(block_size, num_rows, self.stats)
         self._pins = PromptPins(self.manager, block_size)

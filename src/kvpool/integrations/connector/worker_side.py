@@ -55,14 +55,17 @@ class _Fetch:
 class WorkerSide:
     """Copies between pages and rows within a step, and between rows and tiers in the background."""
 
-    def __init__(self, settings: ConnectorSettings, pages: EnginePages, introduction: Introduction) -> None:
+    def __init__(
+        self, settings: ConnectorSettings, pages: EnginePages, introduction: Introduction, *, is_reader: bool = False
+    ) -> None:
         self._settings = settings
         self._pages = pages
         self._host = HostRows(introduction.num_rows, pages.row_bytes, pages.gpu)
         self._space = KeySpace(introduction.fingerprint)
-        self._tiers = [WatchedTier(tier) for tier in open_tiers(settings, introduction)] if settings.has_tiers else []
+        self._tiers = [WatchedTier(tier) for tier in open_tiers(settings, introduction, is_reader=is_reader)]
         self._memory = StagingMemory(max(_STAGING_BYTES, _STAGING_BLOCKS * pages.row_bytes))
-        self._storer = Storer(self._tiers, self._memory) if self._tiers else None
+        stores = self._tiers and not is_reader and not settings.read_only
+        self._storer = Storer(self._tiers, self._memory) if stores else None
         self._lane = Lane("fetch", num_threads=_FETCH_THREADS, max_waiting=4096)
         self._fetches: list[_Fetch] = []
         self._storing: deque[tuple[Callable[[], bool], list[Store]]] = deque()  # and whether their bytes are there

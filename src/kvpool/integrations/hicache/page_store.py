@@ -20,7 +20,7 @@ class PageStore:
     """The tiers of one worker. An error is a miss; nothing here raises for what a tier does."""
 
     def __init__(self, settings: ConnectorSettings, worker: Introduction, *, is_reader: bool = False) -> None:
-        self.is_reader = is_reader
+        self.is_reader = is_reader or settings.read_only
         self._timeout = settings.timeout
         self._space = KeySpace(worker.fingerprint)
         self._tiers = [WatchedTier(tier) for tier in open_tiers(settings, worker, is_reader=is_reader)]

@@ -11,7 +11,6 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -70,16 +69,13 @@ class StateStore:
         *,
         min_tokens: int,
         max_bytes: int,
-        is_reader: bool = False,
     ) -> None:
-        self.is_reader = is_reader
+        self.is_reader = settings.read_only
         self._timeout = settings.timeout
         self._min_tokens = min_tokens
         self._max_bytes = max_bytes
         self._space = KeySpace(fingerprint)
-        if is_reader and settings.disk is not None and not Path(settings.disk).is_dir():
-            raise ConfigError(f"there is no directory disk={settings.disk!r}, and a cache that is read_only makes none")
-        opened = open_tiers(settings, Introduction(0, 1, 0, fingerprint), is_reader=is_reader)
+        opened = open_tiers(settings, Introduction(0, 1, 0, fingerprint))
         try:
             for tier in opened:
                 _check_holds_pieces(tier)

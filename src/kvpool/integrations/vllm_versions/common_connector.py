@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -67,13 +68,14 @@ class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untype
 
 @dataclass
 class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the workers report of a step."""
+    """What the workers report of a step, and of themselves in the first one, where no handshake did that before."""
 
     report: Report
+    introductions: tuple[Introduction, ...] = ()
 
     def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
         """Of this worker, or these, and another."""
-        return WorkerMetadata(self.report.joined(other.report))
+        return WorkerMetadata(self.report.joined(other.report), self.introductions + other.introductions)
 
 
 @dataclass
@@ -97,7 +99,8 @@ class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._has_windows = any(is_windowed(group) for group in groups)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        self._introduction: Introduction | None = None
+        self._introduction: Introduction | None = None  # of this worker, until it has been handed over
+        self._workers: list[Introduction] = []
         self._hash_size = self._block_size
 
     @property
@@ -113,17 +116,25 @@ class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         groups = [group.layer_names for group in self._kv_cache_config.kv_cache_groups]
         kind = LinkedPages if any(cache.is_cuda for cache in kv_caches.values()) else EnginePages
         pages = kind(kv_caches, self._kv_cache_config.num_blocks, groups if len(groups) > 1 else None)
-        self._introduction = Introduction(
+        introduction = self._introduction = Introduction(
             parallel.rank,
             parallel.world_size,
             self._settings.num_rows(pages.row_bytes),
             fingerprint(config, self._settings, self._block_size, pages),
         )
-        self._worker = WorkerSide(self._settings, pages, self._introduction)
+        is_reader = not config.kv_transfer_config.is_kv_producer
+        self._worker = WorkerSide(self._settings, pages, introduction, is_reader=is_reader)
 
     def get_handshake_metadata(self) -> WorkerIntroduction | None:
-        """Asked of every worker before the first step."""
-        return None if self._introduction is None else WorkerIntroduction(self._introduction)
+        """Asked of every worker before the first step.
+
+        vLLM's MultiConnector hands the metadata of one connector to all: among others this one says nothing here, and
+        introduces itself in the first step.
+        """
+        if self._introduction is None or get_kv_transfer_group() is not self:
+            return None
+        introduction, self._introduction = self._introduction, None
+        return WorkerIntroduction(introduction)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads of the step, before it computes; loads that requests wait for begin."""
@@ -158,18 +169,27 @@ class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_worker_meta(self) -> WorkerMetadata | None:
         """Jobs that ended."""
         report = self._ready_worker.take_report()
+        if self._introduction is not None:
+            introduction, self._introduction = self._introduction, None
+            return WorkerMetadata(report or Report(), (introduction,))
         return None if report is None else WorkerMetadata(report)
 
     # --- beside the scheduler ----------------------------------------------------------------------------------------
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], WorkerIntroduction]) -> None:
-        """All workers have introduced themselves."""
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        """What workers say of themselves; that of other connectors' is none of our business."""
+        self._meet(each.introduction for each in metadata.values() if isinstance(each, WorkerIntroduction))
+
+    def _meet(self, workers: Iterable[Introduction]) -> None:
+        """Begins when all workers have introduced themselves."""
+        self._workers += workers
+        if self._scheduler is not None or len(self._workers) < self._vllm_config.parallel_config.world_size:
+            return
         transfer = self._vllm_config.kv_transfer_config
-        workers = sorted((each.introduction for each in metadata.values()), key=lambda worker: worker.rank)
         self._scheduler = SchedulerSide(
             self._settings,
             self._block_size,
-            workers,
+            sorted(self._workers, key=lambda worker: worker.rank),
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
             hash_size=self._hash_size if announces(self._vllm_config) else None,
@@ -177,7 +197,9 @@ class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """What can be loaded for a waiting request; asked in every step while it waits."""
-        return self._ready_scheduler.look_up(request, num_computed_tokens)
+        if self._scheduler is None:
+            return None, False  # the first step brings what the workers say of themselves
+        return self._scheduler.look_up(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM gave a request its blocks."""
@@ -186,7 +208,9 @@ class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         """A step is planned: what it writes is stored, and everything ordered goes with it."""
-        side, scheduled = self._ready_scheduler, scheduler_output.num_scheduled_tokens
+        side, scheduled = self._scheduler, scheduler_output.num_scheduled_tokens
+        if side is None:
+            return StepMetadata(Orders(is_idle=not scheduled))
         for new in scheduler_output.scheduled_new_reqs:
             side.follow(new.req_id, self._pages(new.block_ids), new.num_computed_tokens + scheduled[new.req_id])
         cached = scheduler_output.scheduled_cached_reqs
@@ -207,12 +231,15 @@ class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         """What the workers did."""
-        if connector_output.kv_connector_worker_meta is not None:
-            self._ready_scheduler.take_report(connector_output.kv_connector_worker_meta.report)
+        said = connector_output.kv_connector_worker_meta
+        if said is not None:
+            self._meet(said.introductions)
+            self._ready_scheduler.take_report(said.report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """vLLM may free its blocks: copies of them were made within steps."""
-        self._ready_scheduler.finish(request.request_id)
+        if self._scheduler is not None:
+            self._scheduler.finish(request.request_id)
         return False, None
 
     def request_finished_all_groups(
@@ -252,7 +279,8 @@ class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def reset_cache(self) -> bool:
         """Forgets everything that was stored so far, also in tiers."""
-        self._ready_scheduler.reset()
+        if self._scheduler is not None:
+            self._scheduler.reset()
         return True
 
     def shutdown(self) -> None:
@@ -302,7 +330,7 @@ class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def _ready_scheduler(self) -> SchedulerSide:
-        assert self._scheduler is not None, "vLLM hands over what the workers say of themselves first"
+        assert self._scheduler is not None, "all workers introduce themselves first"
         return self._scheduler
 
 
