@@ -23,8 +23,8 @@ MODULE_FILES = sorted((SRC / "kvpool").rglob("*.py"))
 # Dependencies point one way: a room may import those before it. The rooms of bytes stand behind those of the control plane
 # that they use, and the control plane must not know them; the engine must not know the tools that analyse it.
 LAYERS = (
-    *("compiling", "errors", "quiet", "plainfile", "jsonfile", "terminal", "scope", "config", "stats", "counters"),
-    *("eviction", "events", "pools", "prefix", "sequences", "version", "manager", "recording", "scheduling"),
+    *("compiling", "errors", "quiet", "plainfile", "jsonfile", "terminal", "scope", "config", "formats", "stats"),
+    *("counters", "eviction", "events", "pools", "prefix", "sequences", "version", "manager", "recording", "scheduling"),
     *("kernels", "storage", "attention", "tiers", "testing", "view", "web", "cluster"),
     *("tour", "engine", "server", "hf", "integrations", "replay", "compat", "cli", "__main__"),
 )

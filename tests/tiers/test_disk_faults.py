@@ -149,7 +149,7 @@ def test_given_a_deleted_index_then_it_is_made_again_from_the_headers_in_the_slo
     [
         (lambda content: b"", "is cut short"),
         (lambda content: b"not an index" * 100, "is none of kvpool's files"),
-        (lambda content: content[:7] + b"\x09" + content[8:], "has format 9, this kvpool reads format 1"),
+        (lambda content: content[:7] + b"\x09" + content[8:], "has format 9; this kvpool reads 1: update kvpool"),
         (lambda content: content[:20] + b"\xff" + content[21:], "has a damaged head"),
     ],
 )
@@ -191,7 +191,10 @@ def test_given_a_truncated_slab_then_the_values_behind_its_end_are_misses_and_it
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda content: content[:7] + b"\x00" + content[8:], "has format 0, this kvpool reads format 1: skipped"),
+        (
+            lambda content: content[:7] + b"\x00" + content[8:],
+            "has format 0; this kvpool reads 1: `kvpool tier purge --all` removes it: skipped",
+        ),
         (lambda content: b"#!/bin/sh\n" * 1000, "is none of kvpool's files: skipped"),
         (lambda content: b"", "is cut short: skipped"),
         (lambda content: content[:16] + b"\x01" + content[17:], "has a damaged head: skipped"),

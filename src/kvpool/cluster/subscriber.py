@@ -43,7 +43,8 @@ class NodeSubscriber:
         self._context = self._zmq.Context()
         self._feed = NodeFeed(index, node, can_replay=replay is not None)
         self.num_unreadable = 0
-        self._quiet = QuietLog(log)
+        self.num_unknown = 0
+        self._quiet, self._quiet_unknown = QuietLog(log), QuietLog(log)
         self.last_heard: float | None = None
         self._asking: Any = None
         self._deadline = 0.0
@@ -138,6 +139,10 @@ class NodeSubscriber:
             self.num_unreadable += 1
             self._quiet.warning("a message of %s cannot be read: %s", self._endpoint, error)
             return  # the next number shows the gap
+        if batch.unknown:
+            self.num_unknown += 1
+            kinds = ", ".join(batch.unknown)
+            self._quiet_unknown.warning("%s sends events that are left out (%s): update kvpool", self._endpoint, kinds)
         hand_over(number, batch)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from kvpool.config.layers import show
 from kvpool.errors import ConfigError, InvalidArgumentError
 
 MEDIA = ("GPU", "CPU", "STORAGE")
@@ -63,6 +64,8 @@ class WireBatch(NamedTuple):
     timestamp: float
     events: list[WireEvent]
     rank: int | None
+    unknown: tuple[str, ...] = ()
+    """Kinds of events that are not among them, because a later version of the format has them."""
 
 
 def wire_hash(digest: bytes) -> int:
@@ -80,8 +83,10 @@ def decode_batch(payload: bytes) -> WireBatch:
     """The batch of a payload that somebody sent, without events of unknown kinds; `InvalidArgumentError` if it is none."""
     try:
         timestamp, events, *rest = _msgpack().decode(payload)
-        found = [event for event in map(_from_wire, events) if event is not None]
-        return WireBatch(float(timestamp), found, None if not rest or rest[0] is None else int(rest[0]))
+        read = [_from_wire(event) for event in events]
+        found = [event for event in read if not isinstance(event, str)]
+        rank = None if not rest or rest[0] is None else int(rest[0])
+        return WireBatch(float(timestamp), found, rank, tuple(sorted({kind for kind in read if isinstance(kind, str)})))
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError, _decode_error()) as error:
         raise InvalidArgumentError(f"this payload of {len(payload)} bytes is no batch of cache events: {error}") from None
 
@@ -102,8 +107,8 @@ def _as_map(event: WireEvent) -> dict[str, Any]:
     return {"type": "AllBlocksCleared"}
 
 
-def _from_wire(event: Any) -> WireEvent | None:
-    """An event of either form, checked as far as an index relies on it; None for a kind that is not known here."""
+def _from_wire(event: Any) -> WireEvent | str:
+    """An event of either form, checked as far as an index relies on it; the name of a kind that is not known here."""
     if isinstance(event, dict):
         kind, fields = event["type"], event
     else:
@@ -114,7 +119,7 @@ def _from_wire(event: Any) -> WireEvent | None:
     if kind == "BlockRemoved":
         return BlockRemoved(_hashes(fields), _medium(fields), _group(fields), fields.get("locality"))
     if kind != "BlockStored":
-        return None
+        return show(kind)
     hashes, tokens, block_size = _hashes(fields), fields["token_ids"], int(fields["block_size"])
     if not isinstance(tokens, list) or not set(map(type, tokens)) <= {int} or max(tokens, default=0) >= 2**63:
         raise ValueError("tokens have ids that are whole numbers")

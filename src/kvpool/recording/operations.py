@@ -17,6 +17,7 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.config.layers import check_int, check_number, show
 from kvpool.errors import InvalidArgumentError, TraceError
+from kvpool.formats import other_format
 from kvpool.jsonfile import parse_json
 from kvpool.pools.arrays import Int32Array
 from kvpool.recording.lines import Lines
@@ -61,8 +62,10 @@ class Operations:
         self._num_tokens = 0  # of all prompts
         self._batch: list[int] = []
         header = self._parse(next(self._iterator, b""))
-        if not isinstance(header, dict) or header.get(MAGIC_KEY) != VERSION:
-            raise TraceError(f"{self.name} is no kvpool recording of version {VERSION}")
+        if not isinstance(header, dict) or MAGIC_KEY not in header:
+            raise TraceError(f"{self.name} is no kvpool recording")
+        if problem := other_format(header[MAGIC_KEY], VERSION, VERSION, "record it again"):
+            raise TraceError(f"{self.name} {problem}")
         self.header: dict[str, Any] = header
         self.end: dict[str, Any] | None = None  # the last line; None while it is not reached, or was never written
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from kvpool.config import LayerSpec
 from kvpool.config.layers import MAX_BYTES, check_int, check_number, show
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
+from kvpool.formats import other_format
 from kvpool.jsonfile import read_json
 from kvpool.scheduling.cost_model import LinearCostModel
 
@@ -25,6 +26,8 @@ COSTS = (
     "prefill_seconds_per_token", "seconds_per_token_pair", "decode_seconds_per_step", "decode_seconds_per_sequence",
     "decode_seconds_per_context_token", "transfer_latency", "transfer_bytes_per_second",
 )  # fmt: skip
+FORMAT = 1
+"""Of a measurement; one that says nothing has this format, too."""
 SAME_MODEL = 0.05  # parameters of a config and of the model that was measured may differ by so much
 
 Floats = npt.NDArray[np.float64]
@@ -55,6 +58,7 @@ class Measurement:
         """Plain data for `json.dumps`; `read_costs` reads it back."""
         plain = {name: getattr(self, name) for name in ("machine", "memory_bytes", "model", "parameters")}
         return plain | {
+            "format": FORMAT,
             "layers": [asdict(layer) for layer in self.layers],
             "costs": {name: getattr(self.costs, name) for name in COSTS},
             "errors": dict(self.errors),
@@ -76,6 +80,8 @@ def read_costs(path: str | Path) -> Measurement:
     plain = found.get("measurement") if isinstance(found, dict) else None
     if not isinstance(plain, dict):
         raise InvalidArgumentError(f"{path} holds no measurement of `kvpool bench`; {remedy}")
+    if problem := other_format(plain.get("format", FORMAT), FORMAT, FORMAT, remedy):
+        raise InvalidArgumentError(f"the measurement in {path} {problem}")
     try:
         return _measurement(plain)
     except KeyError as error:

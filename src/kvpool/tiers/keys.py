@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvpool.config import KVCacheConfig, LayerGroup
 from kvpool.config.layers import check_int, show
 from kvpool.errors import InvalidArgumentError
+from kvpool.formats import other_format
 from kvpool.prefix.digests import DIGEST_BYTES, chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
 
@@ -91,7 +92,11 @@ class Fingerprint:
 
     @classmethod
     def from_description(cls, fields: Any) -> Fingerprint:
-        """The fingerprint that `describe` described."""
+        """The fingerprint that `describe` described; refused where another version of kvpool made its keys otherwise."""
+        version = fields.get("version") if isinstance(fields, dict) else None
+        remedy = "purge its values by --space instead"
+        if version is not None and (problem := other_format(version, FORMAT_VERSION, FORMAT_VERSION, remedy)):
+            raise InvalidArgumentError(f"the description of the model {show(fields.get('model'))} {problem}")
         try:
             shard = Shard(**fields["shard"])
             found = cls(**{**fields, "groups": tuple(fields["groups"]), "shard": shard})

@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 from kvpool.config.cache_config import HOST_WRITES
 from kvpool.config.layers import MAX_BYTES, show
 from kvpool.errors import ConfigError
+from kvpool.formats import other_format
 from kvpool.plainfile import read_plain
 from kvpool.terminal import parse_bytes
 from kvpool.tiers.compression.codecs import ITEM_BYTES
@@ -29,6 +30,8 @@ from kvpool.tiers.compression.compressed_tier import CODECS
 from kvpool.tiers.url import FALSE, MAX_SECONDS, TRUE
 
 SECTION = "tiers"
+FORMAT = 1
+"""Of a file of settings, which says it by `format = 1` before its first section, or means it by saying nothing."""
 OTHER_SECTIONS = frozenset({"server", "models", "ray"})  # of `kvpool serve`: a file of those needs none of tiers
 PREFIX = "KVPOOL_TIERS_"
 DEFAULT_DISK_BYTES = 10 * 2**30
@@ -157,9 +160,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the configuration {path} is no text in UTF-8") from None
     toml = _toml()
     try:
-        return dict(toml.loads(text))
+        found = dict(toml.loads(text))
     except toml.TOMLDecodeError as error:
         raise ConfigError(f"the configuration {path} is not TOML: {error}") from None
+    if problem := other_format(found.pop("format", FORMAT), FORMAT, FORMAT, "write it anew by docs/tiers.md"):
+        raise ConfigError(f"the configuration {path} {problem}")
+    return found
 
 
 def _of_file(path: Path) -> dict[str, _Setting]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvpool.formats import other_format
 from kvpool.plainfile import open_plain, read_plain, write_plain
 from kvpool.tiers.contract import KEY_BYTES
 from kvpool.tiers.disk.buffers import PAGE, Buffer, pages
@@ -267,8 +268,8 @@ def read_head(head: bytes, magic: bytes = _MAGIC) -> tuple[int, int, int]:
     found, version, slab_id, slot_bytes, num_slots, check = _FIELDS.unpack(head[: _FIELDS.size])
     if found != magic:
         raise UnreadableSlabError("is none of kvpool's files")
-    if version != VERSION:
-        raise UnreadableSlabError(f"has format {version}, this kvpool reads format {VERSION}")
+    if problem := other_format(version, VERSION, VERSION, "`kvpool tier purge --all` removes it"):
+        raise UnreadableSlabError(problem)
     sound = slot_bytes % PAGE == 0 and slot_bytes >= 2 * PAGE and num_slots > 0
     if check != _head_check(head[: _FIELDS.size - 8]) or not sound:
         raise UnreadableSlabError("has a damaged head")

@@ -57,7 +57,7 @@ class RedisTier(RemoteTier[RedisNode]):
             probes = [self._probe_in_background(node) for node in self._nodes()]
             wait([probe for probe in probes if probe is not None], options.timeout / 2)
 
-    def _names(self, key: bytes) -> tuple[str, str]:
+    def names(self, key: bytes) -> tuple[str, str]:
         """Where the bytes of a value are, and where its seal. The braces keep both in one slot."""
         name = f"{self._prefix}{{{key.hex()}}}"
         return name, f"{name}:seal"
@@ -140,7 +140,7 @@ class RedisTier(RemoteTier[RedisNode]):
         with share.node.connection() as client:
             places = self._find_groups(share, client) if self._slots is None else range(len(share.keys))
             if places:
-                lookups: list[list[object]] = [["EXISTS", *self._names(share.keys[place])] for place in places]
+                lookups: list[list[object]] = [["EXISTS", *self.names(share.keys[place])] for place in places]
                 for place, count in self._ask(share, client, places, lookups):
                     share.outcomes[place] = Outcome.OK if count == 2 else Outcome.MISS
 
@@ -149,7 +149,7 @@ class RedisTier(RemoteTier[RedisNode]):
         of a prefix that is one group, so a long one costs little more than a short one."""
         groups = [list(range(len(share.keys)))[start : start + GROUP] for start in range(0, len(share.keys), GROUP)]
         commands: list[list[object]] = [
-            ["EXISTS", *(name for place in group for name in self._names(share.keys[place]))] for group in groups
+            ["EXISTS", *(name for place in group for name in self.names(share.keys[place]))] for group in groups
         ]
         divided = []
         for group, count in zip(groups, self._run(share, client, commands), strict=True):
@@ -162,7 +162,7 @@ class RedisTier(RemoteTier[RedisNode]):
 
     def _remove_share(self, share: Share[RedisNode]) -> None:
         with share.node.connection() as client:
-            commands: list[list[object]] = [["UNLINK", *self._names(key)] for key in share.keys]
+            commands: list[list[object]] = [["UNLINK", *self.names(key)] for key in share.keys]
             for place, count in self._ask(share, client, range(len(share.keys)), commands):
                 share.outcomes[place] = Outcome.OK if count else Outcome.MISS
                 self.stale.discard(share.keys[place])
@@ -215,7 +215,7 @@ class RedisTier(RemoteTier[RedisNode]):
 
     def _load_share(self, share: Share[RedisNode]) -> None:
         with share.node.connection() as client:
-            seals: list[list[object]] = [["GET", self._names(key)[1]] for key in share.keys]
+            seals: list[list[object]] = [["GET", self.names(key)[1]] for key in share.keys]
             for place, header in list(self._ask(share, client, range(len(share.keys)), seals)):
                 if header is None:
                     share.outcomes[place] = Outcome.MISS
@@ -241,7 +241,7 @@ class RedisTier(RemoteTier[RedisNode]):
         Straight into the caller's memory if the client gives up before the deadline, which its limit for such requests
         decides; otherwise through a copy, with the rest of the time as the limit: nobody may write there afterwards.
         """
-        node, name = share.node, self._names(key)[0]
+        node, name = share.node, self.names(key)[0]
         if not view.nbytes:
             return 0
         if view.nbytes <= DIRECT_BYTES and share.seconds_left() > node.direct_seconds:
@@ -256,7 +256,7 @@ class RedisTier(RemoteTier[RedisNode]):
 
     def _store_share(self, share: Share[RedisNode]) -> None:
         with share.node.connection() as client:
-            lookups: list[list[object]] = [["EXISTS", *self._names(key)] for key in share.keys]
+            lookups: list[list[object]] = [["EXISTS", *self.names(key)] for key in share.keys]
             missing = []
             for place, count in self._ask(share, client, range(len(share.keys)), lookups):
                 if count == 2 and share.keys[place] not in self.stale:
@@ -272,7 +272,7 @@ class RedisTier(RemoteTier[RedisNode]):
         commands: list[list[object]] = []
         for place in part:
             key, view = share.keys[place], share.views[place]
-            name, seal_name = self._names(key)
+            name, seal_name = self.names(key)
             commands.append(["SET", name, view, *self._expiry])
             commands.append(["SET", seal_name, seal(key, view), *self._expiry])
         answers = self._run(share, client, commands)

@@ -172,7 +172,7 @@ class S3Tier(RemoteTier[Node]):
 
     async def _find_one(self, share: Share[Node], place: int) -> Outcome:
         try:
-            found = await self._obstore.head_async(self._bucket, _path(share.keys[place]))
+            found = await self._obstore.head_async(self._bucket, object_path(share.keys[place]))
         except FileNotFoundError as error:
             return _absent(error)
         return Outcome.OK if found["size"] >= HEADER_BYTES else Outcome.MISS
@@ -180,7 +180,7 @@ class S3Tier(RemoteTier[Node]):
     async def _load_one(self, share: Share[Node], place: int) -> Outcome:
         key, view = share.keys[place], share.views[place]
         try:
-            found = await self._obstore.get_async(self._bucket, _path(key))
+            found = await self._obstore.get_async(self._bucket, object_path(key))
             if found.meta["size"] > HEADER_BYTES + view.nbytes:
                 return Outcome.FAILED
             content = memoryview(await found.bytes_async())
@@ -202,7 +202,7 @@ class S3Tier(RemoteTier[Node]):
             return Outcome.REFUSED
         try:
             content = [seal(key, view), view]
-            await self._obstore.put_async(self._bucket, _path(key), content, use_multipart=False)
+            await self._obstore.put_async(self._bucket, object_path(key), content, use_multipart=False)
         except FileNotFoundError:
             raise NodeError("there is no such bucket") from None
         except self._obstore.exceptions.BaseError as error:
@@ -218,11 +218,11 @@ class S3Tier(RemoteTier[Node]):
         self.stale.discard(share.keys[place])
         found = await self._find_one(share, place)
         if found == Outcome.OK:
-            await self._obstore.delete_async(self._bucket, _path(share.keys[place]))
+            await self._obstore.delete_async(self._bucket, object_path(share.keys[place]))
         return found
 
 
-def _path(key: bytes) -> str:
+def object_path(key: bytes) -> str:
     """All values of one model lie together, and in it those of a tenant, and of a scope."""
     return "/".join(key[start:end].hex() for start, end in pairwise(_PARTS))
 
