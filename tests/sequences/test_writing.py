@@ -71,6 +71,17 @@ def test_given_a_fully_cached_prompt_then_its_last_block_is_not_writable_though_
     assert writable(kv) == [int(again.block_ids()[2])]
 
 
+def test_given_a_fully_cached_prompt_whose_last_token_is_marked_written_then_its_block_is_still_not_written() -> None:
+    kv = manager()
+    kv.commit(kv.allocate("a", list(range(8))))
+    again = kv.allocate("b", list(range(8)))
+    kv.mark_written(again, 1)
+    assert writable(kv) == []
+    assert kv.slot_mapping([again], 7, 8).tolist() == [[-1]]
+    kv.commit(again, 1)
+    assert kv.slot_mapping([again], 7, 8).tolist() == [[int(again.block_ids()[1]) * 4 + 3]]
+
+
 def test_given_a_swapped_request_then_none_of_its_old_blocks_is_writable() -> None:
     kv = manager()
     handle = kv.allocate("a", list(range(6)))

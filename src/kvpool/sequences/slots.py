@@ -71,7 +71,7 @@ class Slots:
                 hidden = group.hidden(column, rows.window_start[group.index][owners])
                 of_group[hidden | (blocks < 0)] = -1
         slots[len(self.state.growing) :] = -1
-        present = (positions < rows.present[owners]) & (positions >= rows.written[owners])
+        present = (positions < rows.present[owners]) & (positions >= rows.committed[owners])
         if present.any():
             # The last token of a fully cached prompt: computed for its logits, not written again.
             slots[:, present] = -1
