@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -44,3 +45,13 @@ def test_given_an_interpreter_that_is_not_there_then_it_is_named(capsys: pytest.
     with pytest.raises(SystemExit):
         clean_room.main(["--python", "python9"])
     assert "there is no interpreter 'python9'" in capsys.readouterr().err
+
+
+def test_given_the_pythons_that_are_claimed_then_the_workflow_and_the_room_have_each() -> None:
+    root = Path(__file__).resolve().parent.parent
+    claimed = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (root / "pyproject.toml").read_text("utf-8"))
+    assert [f"python{version}" for version in claimed] == list(clean_room.VERSIONS)
+    workflow = (root / ".github" / "workflows" / "pull-requests.yml").read_text("utf-8")
+    matrix = re.search(r"python: \[(.*)\]", workflow)
+    assert matrix is not None
+    assert re.findall(r'"(.*?)"', matrix[1]) == claimed
