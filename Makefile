@@ -19,8 +19,8 @@ MOONCAKE_SITE ?= $(HOME)/.cache/kvpool/mooncake-0.3.13
 LLAMA_SITE ?= $(HOME)/.cache/kvpool/llama-cpp-0.3
 
 # The control plane: what is compiled, and what every Python that is claimed must pass.
-CORE_TESTS := tests/eviction tests/events tests/pools tests/prefix tests/sequences tests/manager tests/recording tests/scheduling \
-	tests/test_regressions.py tests/test_rules.py tests/test_bugs_of_earlier_systems.py tests/test_compiled.py \
+CORE_TESTS := tests/config tests/eviction tests/events tests/pools tests/prefix tests/sequences tests/manager tests/recording \
+	tests/scheduling tests/test_rules.py tests/test_compiled.py \
 	tests/stateful/test_wild_machine.py tests/stateful/test_scheduler_machine.py tests/replay/test_simulate.py
 CORE_VENV = build/core-$(notdir $(PYTHON))
 

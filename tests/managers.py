@@ -84,3 +84,32 @@ def cached(manager: KVCacheManager, num_tokens: int, first: int = 0, **options: 
     """Runs one request to its end and returns its prompt, which is cached now."""
     manager.free(running(manager, ("cached", first), num_tokens, first, **options))
     return list(range(first, first + num_tokens))
+
+
+def manager_with(*layers: LayerSpec, **overrides: Any) -> KVCacheManager:
+    """10 blocks of 4 tokens, no watermark, and the time of the machine."""
+    options: dict[str, Any] = {"block_size": 4, "gpu_blocks": 10, "watermark": 0.0} | overrides
+    return KVCacheManager(KVCacheConfig(list(layers or (FULL,)), **options))
+
+
+def manager_of_pairs(*layers: LayerSpec, **options: Any) -> KVCacheManager:
+    """Blocks of 2 tokens, else as `make_manager`."""
+    return make_manager(*layers, **{"block_size": 2} | options)
+
+
+def computed(manager: KVCacheManager, name: str, tokens: Any, **options: Any) -> KVCacheHandle:
+    """Admits a prompt of these ids and commits all of it."""
+    handle = manager.allocate(name, list(tokens), **options)
+    manager.commit(handle)
+    return handle
+
+
+def commit_all(manager: KVCacheManager, handle: KVCacheHandle) -> KVCacheHandle:
+    """Commits everything that is reserved."""
+    manager.commit(handle, handle.num_reserved - handle.num_committed)
+    return handle
+
+
+def num_cached(manager: KVCacheManager, pool: int = 0, tier: Tier = Tier.GPU) -> int:
+    """Blocks of a pool that are cached and idle."""
+    return manager.stats().pool(pool, tier).cached

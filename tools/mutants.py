@@ -49,8 +49,8 @@ APART = {
     **dict.fromkeys(("engine", "recording", "replay", "compat", "storage", "server", "cluster", "view"), ()),
 }
 GENERAL = (  # tests of the whole manager
-    *("manager", "sequences", "prefix", "pools", "events", "test_rules.py", "test_regressions.py", "test_stats.py"),
-    *("test_survivors.py", "test_bugs_of_earlier_systems.py", "stateful/test_wild_machine.py"),
+    *("manager", "sequences", "prefix", "pools", "events", "eviction/test_order_of_eviction.py", "test_rules.py"),
+    *("test_stats.py", "stateful/test_wild_machine.py"),
 )
 NOT_COPIED = (".git", ".venv", ".wheels", "build", "dist", "htmlcov", "__pycache__", ".*_cache", ".hypothesis", "*.so")
 PROFILE = "quick"  # of hypothesis, see tests/conftest.py

@@ -1,4 +1,4 @@
-"""Where `make mutants` once found a change that no test noticed: promises in blocks, waiting, and forks of other tenants."""
+"""What a scheduler promises: blocks to those that run, a place to those that wait, and nothing of one tenant to another."""
 
 from __future__ import annotations
 

@@ -1,0 +1,136 @@
+"""What is invalidated is found no more and comes back by no way."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool import KVCacheManager, LayerSpec, Retention, ReuseScope, TokenRange
+from managers import FULL, cached, commit_all, make_manager, manager_with
+
+HOW = pytest.mark.parametrize("how", ["prefix", "scope", "session", "reset"])
+WINDOW_OF_8 = LayerSpec(kv_heads=1, head_dim=8, window=8)
+
+
+def forget(manager: KVCacheManager, how: str, prefix: list[int]) -> None:
+    """Invalidates what begins with `prefix`, each in its way."""
+    if how == "prefix":
+        manager.invalidate(prefix)
+    elif how == "scope":
+        manager.invalidate(scope=ReuseScope())
+    elif how == "session":
+        manager.invalidate(session="s")
+    else:
+        manager.reset_prefix_cache()
+    manager.check()
+
+
+def test_reset_under_a_live_request_keeps_its_blocks_and_publishes_nothing_below() -> None:
+    manager = make_manager()
+    handle = manager.allocate("a", list(range(16)))
+    manager.commit(handle, 8)
+    before = handle.block_ids().tolist()
+    assert manager.reset_prefix_cache() == 2
+    manager.commit(handle, 8)
+    assert handle.block_ids().tolist() == before
+    assert manager.match_prefix([*range(16), 1]).num_tokens == 0
+    manager.free(handle)
+    assert manager.get_num_free_blocks() == 16
+    manager.check()
+
+
+def test_no_block_is_lost_to_a_placeholder_and_reset_always_works() -> None:
+    manager = make_manager(FULL, WINDOW_OF_8, gpu_blocks=8)
+    cached(manager, 16)
+    assert manager.reset_prefix_cache() == 4
+    assert manager.stats().pool().free == 8
+
+
+def test_invalidating_a_pinned_prefix_unpins_its_windowed_blocks() -> None:
+    manager = manager_with(LayerSpec(kv_heads=1, head_dim=8, window=4), block_size=2)
+    retention = Retention([TokenRange(0, 2, priority=5)])
+    handle = commit_all(manager, manager.allocate("a", [0] * 4, retention=retention))
+    manager.pin(handle)
+    manager.free(handle)  # retention cuts the pinned run in two
+    manager.invalidate([0] * 4)  # only the lower half goes
+    manager.check()
+    manager.reset_prefix_cache()
+    manager.check()
+    assert manager.stats().pool().pinned == 0
+
+
+@pytest.mark.parametrize("swapped_first", [True, False])
+@pytest.mark.parametrize("how", ["prefix", "scope", "session", "reset"])
+def test_what_was_invalidated_does_not_come_back_with_a_swapped_request(swapped_first: bool, how: str) -> None:
+    manager = manager_with(block_size=2, host_blocks=8)
+    handle = commit_all(manager, manager.allocate("a", [0] * 5, session="s"))
+    if swapped_first:
+        manager.swap_out(handle)
+    if how == "prefix":
+        manager.invalidate([0, 0])
+    elif how == "scope":
+        manager.invalidate(scope=ReuseScope())
+    elif how == "session":
+        manager.invalidate(session="s")
+    else:
+        manager.reset_prefix_cache()
+    if not swapped_first:
+        manager.swap_out(handle)
+    manager.swap_in(handle)
+    assert manager.match_prefix([0] * 5).num_tokens == 0
+    manager.check()
+
+
+@HOW
+@pytest.mark.parametrize("layers", [(FULL,), (FULL, LayerSpec(kv_heads=1, head_dim=8, window=8))])
+def test_what_a_request_copied_before_an_invalidation_is_not_published(layers: tuple[LayerSpec, ...], how: str) -> None:
+    manager = manager_with(*layers, gpu_blocks=40)
+    commit_all(manager, manager.allocate("a", [1, 2, 3, 4], session="s"))
+    handle = manager.allocate("b", [1, 2, 3, 9])
+    assert handle.num_cached_tokens == 3
+    (child,) = manager.fork(handle, "c")
+    forget(manager, how, [1, 2, 3, 4])
+    for live in (handle, child):
+        manager.commit(live)
+        manager.check()
+        assert manager.match_prefix([1, 2, 3, 9, 5]).num_tokens == 0
+        manager.extend(live, 5)
+        manager.commit(live, [5, 6, 7, 8, 9])
+        manager.free(live)
+        manager.check()
+    assert manager.match_prefix([1, 2, 3, 9, 5]).num_tokens == 0
+
+
+@HOW
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("written", [0, 3])
+def test_what_a_request_wrote_or_computes_during_an_invalidation_is_not_published(
+    how: str, swapped: bool, written: int
+) -> None:
+    manager = manager_with(host_blocks=8)
+    handle = manager.allocate("a", [1, 2, 3, 4, 5], session="s")  # nothing is cached, so nothing can be detached
+    manager.commit(handle, written)
+    if swapped:
+        manager.swap_out(handle)
+    forget(manager, how, [1, 2, 3, 4])
+    assert not manager.match_prefix([1, 2, 3, 4]).in_flight
+    if swapped:
+        manager.swap_in(handle)
+    manager.commit(handle)
+    manager.free(handle)
+    manager.check()
+    assert manager.match_prefix([1, 2, 3, 4, 5]).num_tokens == 0
+
+
+def test_an_invalidation_leaves_requests_alone_that_hold_nothing_of_it() -> None:
+    manager = manager_with(gpu_blocks=40)
+    others = [
+        manager.allocate("another prefix", [9, 2, 3, 4], session="t"),
+        manager.allocate("not yet there", [1, 2, 3, 4], session="t"),
+        manager.allocate("another scope", [1, 2, 3, 4, 5, 6, 7, 8], scope=ReuseScope(tenant="t"), session="t"),
+    ]
+    manager.invalidate([1, 2, 3, 4, 5, 6, 7, 8])
+    manager.invalidate(session="s")
+    manager.invalidate(scope=ReuseScope(tenant="s"))
+    for handle in others:
+        commit_all(manager, handle)
+        assert manager.match_prefix([*handle.token_ids.tolist(), 0], handle.scope).num_tokens == len(handle.token_ids)

@@ -1,0 +1,106 @@
+"""What an admission may count on: the answer of `can_allocate`, the watermark, and every pool."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec
+from kvpool.errors import (
+    DuplicateRequestError,
+    InvalidArgumentError,
+    KVPoolError,
+    OutOfBlocksError,
+    UnknownRequestError,
+)
+from managers import FULL, cached, commit_all, make_manager, manager_with
+
+
+@pytest.mark.parametrize("name", ["p3_allocate", "p4_extend", "v3_allocate_midway", "f30_partial_allocation"])
+def test_what_does_not_fit_raises_and_takes_nothing(name: str) -> None:
+    manager = make_manager(FULL, LayerSpec(kv_heads=2, head_dim=8), gpu_blocks=(4, 2))
+    handle = manager.allocate("a", [1, 2, 3, 4])
+    free = [pool.free for pool in manager.stats().pools]
+    with pytest.raises(OutOfBlocksError):
+        manager.extend(handle, 6) if "extend" in name else manager.allocate("b", num_tokens=8)
+    assert [pool.free for pool in manager.stats().pools] == free
+    assert [len(handle.block_ids(group)) for group in (0, 1)] == [1, 1]  # all groups stay equally long
+
+
+def test_a_live_id_cannot_be_allocated_again() -> None:
+    manager = make_manager()
+    handle = manager.allocate("a", [1])
+    with pytest.raises(DuplicateRequestError):
+        manager.allocate("a", [2])
+    assert manager.handles == [handle]
+
+
+def test_a_double_free_is_an_error_and_gives_no_block_two_owners() -> None:
+    manager = make_manager()
+    handle = manager.allocate("a", [1])
+    manager.free(handle)
+    with pytest.raises(UnknownRequestError):
+        manager.free(handle)
+    handles = [manager.allocate(i, [100 + i]) for i in range(16)]
+    assert len({int(h.block_ids()[0]) for h in handles}) == 16
+
+
+def test_a_new_owner_sees_no_metadata_of_the_old_one() -> None:
+    manager = make_manager(gpu_blocks=2)
+    cached(manager, 8)
+    handle = manager.allocate("b", num_tokens=8)
+    assert (handle.num_written, handle.num_committed, handle.token_ids.tolist()) == (0, 0, [])
+    assert handle.stats.cached_tokens == 0
+
+
+def test_can_allocate_says_ok_later_or_never() -> None:
+    manager = make_manager(gpu_blocks=4)
+    assert manager.can_allocate(num_tokens=16).status is AllocStatus.OK
+    manager.allocate("a", [1])
+    assert manager.can_allocate(num_tokens=16).status is AllocStatus.LATER
+    assert manager.can_allocate(num_tokens=17).status is AllocStatus.NEVER
+
+
+def test_unknown_requests_are_errors_everywhere() -> None:
+    manager, other = make_manager(), make_manager()
+    stranger = other.allocate("a", [1])
+    for operation in (manager.free, manager.fork, manager.swap_out, lambda h: manager.extend(h, 1)):
+        with pytest.raises(KVPoolError):
+            operation(stranger)
+    with pytest.raises(UnknownRequestError):
+        manager.fork(stranger, "b")
+
+
+@pytest.mark.parametrize("num_tokens", [0, -1, -(2**70)])
+def test_a_request_needs_a_positive_number_of_tokens(num_tokens: int) -> None:
+    with pytest.raises(InvalidArgumentError):
+        make_manager().allocate("a", num_tokens=num_tokens)
+
+
+def test_asking_for_no_blocks_takes_none() -> None:
+    manager = make_manager()
+    handle = manager.allocate("a", [1])
+    assert manager.extend(handle, 0).shape == (1, 0)
+    assert manager.evict(0) == 0
+    assert manager._state.gpu_pools[0].take(0).tolist() == []
+    assert manager.get_num_free_blocks() == 15
+
+
+def test_the_watermark_of_a_small_pool_is_one_block() -> None:
+    manager = make_manager(gpu_blocks=4, watermark=0.01)
+    assert manager.can_allocate(num_tokens=12).status is AllocStatus.OK
+    assert manager.can_allocate(num_tokens=13).status is AllocStatus.NEVER
+
+
+def test_a_prompt_over_the_limit_is_refused_even_if_less_is_reserved() -> None:
+    manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=8, max_seq_len=6))
+    assert manager.can_allocate([0] * 8, reserve=2).status is AllocStatus.NEVER
+    with pytest.raises(InvalidArgumentError, match="max_seq_len=6"):
+        manager.allocate("a", [0] * 8, reserve=2)
+
+
+@pytest.mark.parametrize("lookahead", [0, 3])
+def test_can_allocate_says_what_allocate_reuses_also_below_the_watermark(lookahead: int) -> None:
+    manager = manager_with(block_size=2, gpu_blocks=12, watermark=0.1)
+    commit_all(manager, manager.allocate("a", [1, 1, *[0] * 15]))
+    answer = manager.can_allocate([1, 0], lookahead=lookahead)
+    assert manager.allocate("b", [1, 0], lookahead=lookahead).num_cached_tokens == answer.num_cached_tokens == 1
