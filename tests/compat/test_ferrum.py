@@ -398,7 +398,7 @@ def test_given_shared_blocks_then_they_outlive_their_source() -> None:
     manager.deallocate("r")
     assert manager.read_kv(shared, 1, 0, 8)[0].tolist() == list(range(64))
     with pytest.raises(ConfigError, match="enable_cow"):
-        paged(enable_cow=False).clone(shared)
+        paged(enable_cow=False).allocate(request(initial_tokens=1)).clone_handle()
 
 
 def test_given_no_swapping_then_there_are_no_host_blocks_and_swapping_is_refused() -> None:

@@ -185,8 +185,8 @@ class FerrumCalls(Spelling):
     def cow_copy(self, handle: Any, block_ids: Any) -> None:
         """Refused: the manager copies."""
         raise InvalidArgumentError(
-            f"cow_copy({show(block_ids)}): the manager copies a shared block, with its bytes, when its next token gets a "
-            "place: call extend(handle, n)"
+            f"cow_copy({show(handle)}, {show(block_ids)}): the manager copies a shared block, with its bytes, when its next "
+            "token gets a place: call extend(handle, n)"
         )
 
     def swap_out(self, *requests: Any) -> int:

@@ -11,6 +11,7 @@ from kvpool.config import DType, LayerSpec
 from kvpool.config.layers import ceil_div, show
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.manager import KVCacheManager
+from kvpool.manager.arguments import is_among
 from kvpool.pools.arrays import as_count
 from kvpool.sequences.handle import KVCacheHandle
 
@@ -34,9 +35,9 @@ class HandleOwner(Protocol):
     manager: KVCacheManager
 
     def read(self, request: Any, layer: int) -> tuple[Tensor, Tensor | None]: ...
-    def clone(self, source: PagedKvCacheHandle) -> PagedKvCacheHandle: ...
-    def count_tokens(self, handle: PagedKvCacheHandle, num_tokens: int) -> None: ...
-    def num_sharing(self, handle: PagedKvCacheHandle) -> int: ...
+    def _clone(self, source: PagedKvCacheHandle) -> PagedKvCacheHandle: ...
+    def _count_tokens(self, handle: PagedKvCacheHandle, num_tokens: int) -> None: ...
+    def _num_sharing(self, handle: PagedKvCacheHandle) -> int: ...
 
 
 class PagedKvCacheHandle:
@@ -55,6 +56,7 @@ class PagedKvCacheHandle:
     def __init__(
         self, request_id: Hashable, device: Any, block_size: int, num_layers: int, num_heads: int, head_dim: int
     ) -> None:
+        is_among(request_id, {})  # refuses what cannot be an id
         self.request_id = request_id
         self.last_access = time.monotonic()
         self._device = device_name(device)
@@ -69,12 +71,12 @@ class PagedKvCacheHandle:
         self.limit: int | None = None  # the request's max_sequence_length
         self.uncounted = 0  # places that were written before `extend` or `set_num_tokens` counted them
 
-    def begin(self, owner: HandleOwner, live: KVCacheHandle, limit: int | None = None, uncounted: int = 0) -> None:
+    def _begin(self, owner: HandleOwner, live: KVCacheHandle, limit: int | None = None, uncounted: int = 0) -> None:
         """A manager has given it blocks."""
         self._owner, self._live = owner, live
         self.limit, self.uncounted = limit, uncounted
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """It is by itself again: the manager's request was not to be."""
         self._owner = self._live = None
 
@@ -127,7 +129,7 @@ class PagedKvCacheHandle:
         if self._owner is None:
             self._num_tokens = tokens
         else:
-            self._owner.count_tokens(self, tokens)
+            self._owner._count_tokens(self, tokens)
 
     def num_blocks(self) -> int:
         return len(self.get_physical_blocks()) if self._live is None else self._live.num_blocks
@@ -167,7 +169,7 @@ class PagedKvCacheHandle:
 
     def ref_count(self) -> int:
         """Live requests that hold some of its blocks, itself included; 0 when it has ended."""
-        return self._owner.num_sharing(self) if self._owner is not None else 1
+        return self._owner._num_sharing(self) if self._owner is not None else 1
 
     def is_cow(self) -> bool:
         """Whether another live request holds some of its blocks, so that these are copied before they are written."""
@@ -187,7 +189,7 @@ class PagedKvCacheHandle:
 
     def clone_handle(self) -> PagedKvCacheHandle:
         """A request of its own that shares every block; whoever writes into one gets a copy of it first."""
-        return self._attached()[0].clone(self)
+        return self._attached()[0]._clone(self)
 
     # --- what it holds -----------------------------------------------------------------------------------------------
 

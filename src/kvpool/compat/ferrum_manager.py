@@ -12,10 +12,10 @@ import numpy as np
 
 from kvpool.compat.ferrum_calls import FerrumCalls
 from kvpool.compat.ferrum_handle import CacheHandleStats, PagedKvCacheHandle
-from kvpool.compat.ferrum_types import AllocationRequest, device_name
+from kvpool.compat.ferrum_types import AllocationRequest, check_request, device_name
 from kvpool.compat.known_settings import checked_settings
 from kvpool.config import DType, KVCacheConfig, LayerSpec
-from kvpool.config.layers import check_bool, check_int, check_number, show
+from kvpool.config.layers import MAX_BLOCKS, check_bool, check_int, check_number, show
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, as_count
@@ -47,8 +47,12 @@ class PagedKvCacheConfig:
     dtype: DType | str = DType.FLOAT16
 
     def __post_init__(self) -> None:
-        check_bool("enable_cow", self.enable_cow)
-        check_bool("enable_swapping", self.enable_swapping)
+        for name in ("enable_cow", "enable_swapping", "enable_prefix_cache"):
+            check_bool(name, getattr(self, name))
+        for name in ("block_size", "max_gpu_blocks", "num_heads", "head_dim", "max_prefixes"):
+            check_int(name, getattr(self, name), 1, MAX_BLOCKS)
+        for name in ("max_cpu_blocks", "min_prefix_length"):
+            check_int(name, getattr(self, name), 0, MAX_BLOCKS)
         check_int("num_layers", self.num_layers, 1, 2**16)
         low = check_number("low_watermark", self.low_watermark, "a fraction of free blocks")
         high = check_number("high_watermark", self.high_watermark, "a fraction of free blocks")
@@ -56,6 +60,7 @@ class PagedKvCacheConfig:
             raise ConfigError(
                 f"watermarks are fractions of free blocks: 0 < high_watermark={high} <= low_watermark={low} <= 1"
             )
+        self.cache_config  # noqa: B018 - what it does not take is refused here, before a manager is made
 
     @property
     def cache_config(self) -> KVCacheConfig:
@@ -63,7 +68,7 @@ class PagedKvCacheConfig:
         layer = LayerSpec(self.num_heads, self.head_dim, DType.parse(self.dtype))
         high, critical = self._used_below(self.low_watermark), self._used_below(self.high_watermark)
         return KVCacheConfig(
-            [layer] * self.num_layers, self.block_size, gpu_blocks=self.max_gpu_blocks,
+            [layer] * int(self.num_layers), self.block_size, gpu_blocks=self.max_gpu_blocks,
             host_blocks=self.max_cpu_blocks if self.enable_swapping else 0, offload_on_evict=False, watermark=0.0,
             enable_prefix_caching=self.enable_prefix_cache, partial_match=self.enable_cow,
             pressure_levels=(high, high, critical),
@@ -71,7 +76,7 @@ class PagedKvCacheConfig:
 
     def _used_below(self, watermark: float) -> float:
         """The smallest fraction of used blocks at which less than `watermark` of them are free."""
-        blocks = check_int("max_gpu_blocks", self.max_gpu_blocks, 1, 2**31)
+        blocks = self.max_gpu_blocks
         free = int(watermark * blocks) + 1  # rounding may leave it one off, either way
         return next((blocks - n) / blocks for n in range(min(free, blocks), -1, -1) if n / blocks < watermark)
 
@@ -104,7 +109,7 @@ class PagedKvCacheManager(FerrumCalls):
     @classmethod
     def with_defaults(cls, device: Any, block_size: int, max_blocks: int) -> PagedKvCacheManager:
         """ferrum's default model with blocks of this size, half as many of them on the host."""
-        half = check_int("max_blocks", max_blocks, 1, 2**31) // 2
+        half = check_int("max_blocks", max_blocks, 1, MAX_BLOCKS) // 2
         return cls(device, PagedKvCacheConfig(block_size, max_gpu_blocks=max_blocks, max_cpu_blocks=half))
 
     def __repr__(self) -> str:
@@ -149,7 +154,7 @@ class PagedKvCacheManager(FerrumCalls):
     def _register(
         self, handle: PagedKvCacheHandle, live: KVCacheHandle, limit: int | None = None, uncounted: int = 0
     ) -> PagedKvCacheHandle:
-        handle.begin(self, live, limit, uncounted)
+        handle._begin(self, live, limit, uncounted)
         if len(self._handles) > 2 * self.manager.stats().num_sequences + 64:  # some were freed behind our back
             self._handles = {name: known for name, known in self._handles.items() if known.is_valid()}
         self._handles[live.request_id] = handle
@@ -164,9 +169,8 @@ class PagedKvCacheManager(FerrumCalls):
                 f"the table of request {show(request.request_id)} was filled in by hand; a manager gives blocks to handles "
                 "that have none"
             )
-        AllocationRequest(
-            request.request_id, 0, None, request.num_layers(), request.num_heads(), request.head_dim(), request.device()
-        ).check(self.manager.config, self.device)
+        shape = request.num_layers(), request.num_heads(), request.head_dim(), request.device()
+        check_request(AllocationRequest(request.request_id, 0, None, *shape), self.manager.config, self.device)
         if request.block_table().block_size != self.config.block_size:
             raise InvalidArgumentError(
                 f"the handle of request {show(request.request_id)} has block_size={request.block_table().block_size}; the "
@@ -177,7 +181,7 @@ class PagedKvCacheManager(FerrumCalls):
     def _undo(self, handle: PagedKvCacheHandle) -> None:
         """It was by itself, and what it became live for failed."""
         self.manager.free(handle.handle)
-        handle.end()
+        handle._end()
 
     # --- the life of a request ---------------------------------------------------------------------------------------
 
@@ -198,7 +202,7 @@ class PagedKvCacheManager(FerrumCalls):
             raise InvalidArgumentError(f"an AllocationRequest is asked for, got {show(request)}")
         if isinstance(request.request_id, PagedKvCacheHandle):
             raise InvalidArgumentError(f"a request id was asked for, got {show(request.request_id)}; give an id")
-        request.check(self.manager.config, self.device)
+        check_request(request, self.manager.config, self.device)
 
     def extend(self, handle: Any, additional_tokens: int = 1) -> PagedKvCacheHandle:
         """Places for more tokens, up to the request's `max_sequence_length`."""
@@ -212,7 +216,7 @@ class PagedKvCacheManager(FerrumCalls):
             raise
         return known
 
-    def count_tokens(self, handle: PagedKvCacheHandle, num_tokens: int) -> None:
+    def _count_tokens(self, handle: PagedKvCacheHandle, num_tokens: int) -> None:
         """`handle.set_num_tokens`: at most as many as its blocks hold."""
         places = self.handle(handle).num_blocks * self.config.block_size
         if num_tokens > places:
@@ -283,7 +287,7 @@ class PagedKvCacheManager(FerrumCalls):
 
     # --- sharing -----------------------------------------------------------------------------------------------------
 
-    def num_sharing(self, handle: PagedKvCacheHandle) -> int:
+    def _num_sharing(self, handle: PagedKvCacheHandle) -> int:
         """Live requests that hold some of its blocks, itself included."""
         live = handle.handle
         if not live.is_live:
@@ -292,7 +296,7 @@ class PagedKvCacheManager(FerrumCalls):
         others = (other for other in self.manager.handles if other is not live and other.is_swapped == swapped)
         return 1 + sum(bool(np.isin(own, _blocks(other)).any()) for other in others)
 
-    def clone(self, source: PagedKvCacheHandle) -> PagedKvCacheHandle:
+    def _clone(self, source: PagedKvCacheHandle) -> PagedKvCacheHandle:
         """A request of its own, with an id of its own, that shares every block of another."""
         self._check_cow()
         known = self._handle_of(self.handle(source))

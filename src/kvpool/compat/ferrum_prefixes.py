@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvpool.compat.spelling import Spelling
-from kvpool.config.layers import check_int
+from kvpool.config.layers import check_int, show
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, as_count, as_token_array
 from kvpool.prefix.digests import chain_digests, root_digest
@@ -73,6 +73,10 @@ class PrefixCache:
     """
 
     def __init__(self, spelling: Spelling, max_prefixes: int | None, min_length: int) -> None:
+        if not isinstance(spelling, Spelling):
+            raise InvalidArgumentError(
+                f"a prefix cache belongs to a manager, whose prefix_cache() it is, got {show(spelling)}"
+            )
         if max_prefixes is not None:
             check_int("max_prefixes", max_prefixes, 1, 2**31)
         check_int("min_prefix_length", min_length, 0, 2**31)

@@ -13,6 +13,7 @@ from kvpool.compat.known_settings import checked_settings
 from kvpool.config import DType, KVCacheConfig, LayerSpec
 from kvpool.config.layers import ceil_div, show
 from kvpool.errors import InvalidArgumentError
+from kvpool.manager.arguments import is_among
 from kvpool.pools.arrays import as_count, as_token_array
 from kvpool.prefix.retention import Retention, TokenRange
 
@@ -104,6 +105,7 @@ class AllocationRequest:
     tokens: Any = None
 
     def __post_init__(self) -> None:
+        is_among(self.request_id, {})  # refuses what cannot be an id
         as_count(self.initial_tokens, "initial_tokens")
         for name in ("max_sequence_length", "num_layers", "num_heads", "head_dim"):
             if getattr(self, name) is not None:
@@ -112,7 +114,7 @@ class AllocationRequest:
             object.__setattr__(self, "device", device_name(self.device))
         if self.dtype is not None:
             object.__setattr__(self, "dtype", _stored_type(self.dtype))
-        if self.priority not in tuple(Priority):
+        if not isinstance(self.priority, Priority):
             known = ", ".join(f"Priority.{priority.name}" for priority in Priority)
             raise InvalidArgumentError(f"priority={show(self.priority)} must be one of {known}")
         if self.tokens is not None:
@@ -136,25 +138,24 @@ class AllocationRequest:
         longest = self.initial_tokens if self.max_sequence_length is None else self.max_sequence_length
         return ceil_div(longest, size) * size * self.num_layers * layer.bytes_per_token
 
-    def check(self, config: KVCacheConfig, device: str) -> None:
-        """Raises `InvalidArgumentError` where the request describes another model than the cache was made for."""
-        layer = config.layers[0]
-        for name, given, there in (
-            ("num_layers", self.num_layers, len(config.layers)),
-            ("num_heads", self.num_heads, layer.kv_heads),
-            ("head_dim", self.head_dim, layer.head_dim),
-            ("dtype", self.dtype and self.dtype.value, layer.dtype.value),
-            ("device", self.device, self.device if self.device and _is_same_device(self.device, device) else device),
-        ):
-            if given is not None and given != there:
-                raise InvalidArgumentError(
-                    f"request {self.request_id!r} asks for {name}={given}; the cache has {there}"
-                )
-
     @property
     def retention(self) -> Retention | None:
         priority = int(self.priority)
         return None if priority == Priority.NORMAL else Retention([TokenRange(0, None, priority)], priority)
+
+
+def check_request(request: AllocationRequest, config: KVCacheConfig, device: str) -> None:
+    """Raises `InvalidArgumentError` where a request describes another model than the cache was made for."""
+    layer, asked = config.layers[0], request.device
+    for name, given, there in (
+        ("num_layers", request.num_layers, len(config.layers)),
+        ("num_heads", request.num_heads, layer.kv_heads),
+        ("head_dim", request.head_dim, layer.head_dim),
+        ("dtype", request.dtype and request.dtype.value, layer.dtype.value),
+        ("device", asked, asked if asked and _is_same_device(asked, device) else device),
+    ):
+        if given is not None and given != there:
+            raise InvalidArgumentError(f"request {request.request_id!r} asks for {name}={given}; the cache has {there}")
 
 
 def _stored_type(dtype: Any) -> DType:
