@@ -20,6 +20,8 @@ from kvpool import ReuseHint
 from kvpool.errors import ConfigError
 from kvpool.server import Access, Caller, Limits
 from kvpool.server.asking.access import CacheShare, new_key
+from kvpool.server.asking.limits import Gate
+from kvpool.server.asking.problems import Problem
 
 PROMPT = "w5 w6 w7 w8 w9 w10 w11 w12 w13"
 
@@ -388,6 +390,17 @@ def test_given_texts_and_tokens_then_each_becomes_the_other(live: Live) -> None:
     said = call(live, "/tokenize", {"messages": [{"role": "w1", "content": "w5"}]})
     assert said["tokens"] == [1, 5]
     assert refusal(live, "/tokenize", {})[0] == 400
+
+
+def test_given_a_key_with_as_many_requests_as_it_may_have_then_it_is_refused_and_others_are_not() -> None:
+    gate = Gate(Limits(requests=4, requests_per_key=2))
+    with gate.passed("a"), gate.passed("a"):
+        with pytest.raises(Problem, match="this key has 2 requests under way"), gate.passed("a"):
+            pass
+        with gate.passed("b", 2), pytest.raises(Problem, match="4 requests are under way"), gate.passed("c"):
+            pass
+    with gate.passed("a", 2):
+        assert gate.under_way == 2
 
 
 def test_given_several_prompts_then_each_counts_as_a_request(serve: Callable[..., Live]) -> None:
