@@ -20,6 +20,9 @@ def test_given_retention_in_milliseconds_when_translated_then_it_is_the_same_in_
     ranges = [TokenRangeRetentionConfig(0, 64, 90, 500), TokenRangeRetentionConfig(64, None, 20)]
     config = KvCacheRetentionConfig(ranges, decode_retention_priority=10)
     assert config.retention == Retention([TokenRange(0, 64, 90, 0.5), TokenRange(64, None, 20)], decode_priority=10)
+    for priority in (None, 101, 50.0):
+        with pytest.raises(InvalidArgumentError, match="decode_retention_priority"):
+            KvCacheRetentionConfig([], priority)  # type: ignore[arg-type]
     with pytest.raises(InvalidArgumentError, match=r"0\.\.100"):
         _ = KvCacheRetentionConfig([TokenRangeRetentionConfig(0, 64, 101)]).retention
 
@@ -221,6 +224,8 @@ def test_given_reuse_then_blocks_are_counted_as_new_or_reused_for_the_cache_and_
         (dict(onboard_blocks=1), "onboard_blocks=1 must be True or False"),
         (dict(max_attention_window=8), "max_attention_window=8 must be a list"),
         (dict(max_attention_window="88"), "max_attention_window='88' must be a list"),
+        (dict(max_attention_window=[]), r"max_attention_window=\[\] must be a list"),
+        (dict(max_attention_window=[8, "x"]), "max_attention_window='x' must be an integer"),
         (dict(max_attention_window=[8.0]), "max_attention_window=8.0 must be an integer"),
         (dict(tokens_per_block="4"), "tokens_per_block='4' must be an integer"),
         (dict(tokens_per_block=0, max_tokens=8), "tokens_per_block=0 must be at least 1"),
@@ -233,6 +238,8 @@ def test_given_a_setting_that_nobody_knows_then_the_error_names_the_nearest(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         TrtLlmKVCacheManager([2], 8, **settings)
+    with pytest.raises(ConfigError, match=r"num_kv_heads_per_layer=\(\) must be a list"):
+        TrtLlmKVCacheManager((), 8)
     with pytest.raises(ConfigError, match="the nearest: token_end, token_start"):
         TokenRangeRetentionConfig(0, token_ends=4, priority=3)  # type: ignore[call-arg]
 
@@ -275,7 +282,7 @@ def test_given_priorities_below_the_least_one_to_offload_then_these_blocks_are_d
         assert cache.add_sequence("again", PROMPT) == found
 
 
-@pytest.mark.parametrize("lora", ["7", "", "٧", True, -1, 1.5, b"sql"])
+@pytest.mark.parametrize("lora", ["7", "", "٧", True, -1, 1.5, b"sql", 2**64])
 def test_given_a_lora_that_is_no_number_and_no_name_then_it_is_refused(lora: Any) -> None:
     cache = TrtLlmKVCacheManager([2], 8, 4, 16)
     with pytest.raises(InvalidArgumentError, match="lora_task_id"):

@@ -46,6 +46,7 @@ def test_cuts_are_the_blocks_where_a_priority_begins() -> None:
         lambda: TokenRange(0, 4.0, 50),
         lambda: TokenRange(0, 4, 101),
         lambda: TokenRange(0, 4, True),
+        lambda: TokenRange(0, 4, None),
         lambda: TokenRange(0, 4, 50, duration=0),
         lambda: TokenRange(0, 4, 50, duration=True),
         lambda: TokenRange(0, 4, 50, duration=float("nan")),

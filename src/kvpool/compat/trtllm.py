@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -97,7 +97,12 @@ class KvCacheRetentionConfig:
                 f"token_range_retention_configs must be a list of TokenRangeRetentionConfig, got {show(parts)}"
             )
         duration = _seconds("decode_duration_ms", self.decode_duration_ms)
-        return Retention([part.token_range for part in parts], self.decode_retention_priority, duration)
+        priority: object = self.decode_retention_priority
+        return Retention(
+            [part.token_range for part in parts],
+            check_int("decode_retention_priority", priority, 0, 100, InvalidArgumentError),
+            duration,
+        )
 
 
 @dataclass(frozen=True)
@@ -296,14 +301,12 @@ class TrtLlmKVCacheManager(Spelling):
         return [self.table(request_id, pool.index)]
 
     def get_batch_cache_block_ids(
-        self, request_ids: Iterable[Hashable], window_size: int | None = None, pool_idx: int = 0
+        self, request_ids: Sequence[Hashable], window_size: int | None = None, pool_idx: int = 0
     ) -> list[list[list[int | None]]]:
         """`get_cache_block_ids` of several sequences."""
-        try:
-            given = list(request_ids)
-        except Exception:  # whatever the object raises when it is asked for its values
-            raise InvalidArgumentError(f"request_ids must be a list of ids, got {show(request_ids)}") from None
-        return [self.get_cache_block_ids(request_id, window_size, pool_idx) for request_id in given]
+        if not isinstance(request_ids, (list, tuple)):
+            raise InvalidArgumentError(f"request_ids must be a list of ids, got {show(request_ids)}")
+        return [self.get_cache_block_ids(request_id, window_size, pool_idx) for request_id in request_ids]
 
     def get_primary_pool_data(self, layer_idx: int) -> LayerCache:
         """Keys and values of one layer in the primary pool, [block, token, head, element]. Needs torch."""

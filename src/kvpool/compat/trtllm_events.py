@@ -34,7 +34,8 @@ def prompt_items(multimodal: Any, extra_ids: Any, num_tokens: int) -> list[Multi
     for item in given:
         if len(item) not in (2, 3) or not isinstance(item[0], (str, bytes)):
             raise InvalidArgumentError(
-                f"multimodal takes (hash, offset) or (hash, offset, length), the hash as a string or bytes, got {show(item)}"
+                "multimodal takes (hash, offset) or (hash, offset, length), the hash as a string or bytes, "
+                f"got {show(item)} in {show(multimodal)}"
             )
         images.append(MultimodalItem(item[1], item[2] if len(item) == 3 else 1, item[0]))
     extras = [] if extra_ids is None else _extra_items(extra_ids, num_tokens)
@@ -68,9 +69,9 @@ def reuse_scope(lora_task_id: Any, cache_salt: Any) -> ReuseScope:
     adapter = ""
     if lora_task_id is not None:
         is_name = isinstance(lora_task_id, str) and lora_task_id and not lora_task_id.isdecimal()
-        if not is_name and (type(lora_task_id) is not int or lora_task_id < 0):
+        if not is_name and (type(lora_task_id) is not int or not 0 <= lora_task_id < 2**64):
             raise InvalidArgumentError(
-                f"lora_task_id must be an int >= 0, or a name that is no number, got {show(lora_task_id)}"
+                f"lora_task_id must be an int in 0..2**64-1, or a name that is no number, got {show(lora_task_id)}"
             )
         adapter = str(lora_task_id)
     return ReuseScope(tenant="" if cache_salt is None else cache_salt, adapter=adapter)

@@ -93,18 +93,17 @@ def make_layers(
 ) -> list[LayerSpec]:
     """A layer for each number of heads; windows repeat over them."""
     heads = _values("num_kv_heads_per_layer", num_kv_heads_per_layer)
-    windows = _values("max_attention_window", max_attention_window)
-    if not windows:
-        raise ConfigError("max_attention_window must name a window; (None,) is full attention everywhere")
+    windows = [
+        None if window is None else check_int("max_attention_window", window, 1, MAX_TOKENS)
+        for window in _values("max_attention_window", max_attention_window)
+    ]
     if max_seq_len is not None:
         max_seq_len = check_int("max_seq_len", max_seq_len, 1, MAX_TOKENS)
     sinks = 0 if sink_token_length is None else check_int("sink_token_length", sink_token_length, 0, MAX_TOKENS)
     layers = []
     for kv_heads, window in zip(heads, islice(cycle(windows), len(heads)), strict=True):
-        if window is not None:
-            window = check_int("max_attention_window", window, 1, MAX_TOKENS)
-            if max_seq_len is not None and window >= max_seq_len:
-                window = None
+        if window is not None and max_seq_len is not None and window >= max_seq_len:
+            window = None
         tokens = 0 if window is None else sinks
         layers.append(LayerSpec(kv_heads, size_per_head, DType.parse(dtype), window=window, sink_tokens=tokens))
     if sinks and all(layer.window is None for layer in layers):
@@ -170,12 +169,13 @@ def secondary_size(
 
 
 def _values(name: str, given: Any) -> list[Any]:
-    if isinstance(given, (str, bytes)):
-        raise ConfigError(f"{name}={show(given)} must be a list with a number for every layer")
     try:
-        return list(given)
+        values = [] if isinstance(given, (str, bytes)) else list(given)
     except Exception:  # whatever the object raises when it is asked for its values
-        raise ConfigError(f"{name}={show(given)} must be a list with a number for every layer") from None
+        values = []
+    if not values:
+        raise ConfigError(f"{name}={show(given)} must be a list of numbers, one for every layer or repeated over them")
+    return values
 
 
 def _free_gpu_bytes(device: str | None) -> int:

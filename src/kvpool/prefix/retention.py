@@ -33,6 +33,8 @@ class TokenRange:
             raise InvalidArgumentError(f"a token range must start at 0 or later, got start {self.start!r}")
         if self.end is not None and (type(self.end) is not int or self.end <= self.start):
             raise InvalidArgumentError(f"a token range must not be empty, got {self.start}..{self.end}")
+        if self.priority is None:
+            raise InvalidArgumentError("a token range needs a priority, an int in 0..100, got None")
         _check_priority(self.priority, "priority")
         _check_duration(self.duration, "duration")
 
