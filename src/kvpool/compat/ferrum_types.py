@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from kvpool.compat.known_settings import checked_settings
+from kvpool.compat.spelling import device_name
 from kvpool.config import DType, KVCacheConfig, LayerSpec
 from kvpool.config.layers import ceil_div, show
 from kvpool.errors import InvalidArgumentError
@@ -51,18 +51,6 @@ class RequestId(str):
 
     def __new__(cls, name: str | None = None) -> RequestId:
         return super().__new__(cls, uuid.uuid4() if name is None else name)
-
-
-def device_name(device: Any) -> str:
-    """The name of a device given as `Device`, as a name or as `torch.device`."""
-    text = device.value if isinstance(device, Device) else device
-    if type(device).__module__ == "torch":
-        text = str(device)
-    if not isinstance(text, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", text):
-        raise InvalidArgumentError(
-            f"device={show(device)}: blocks live on 'cpu', 'cuda' or one of several GPUs, 'cuda:1'"
-        )
-    return text
 
 
 def _is_same_device(asked: str, there: str) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError, SequenceStateError, StorageError, UnknownRequestError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, as_count, as_token_array
@@ -29,7 +32,7 @@ class Spelling:
         if not isinstance(manager, KVCacheManager):
             raise InvalidArgumentError(f"{type(self).__name__} wraps a KVCacheManager, got {manager!r}")
         self.manager = manager
-        self._device = device
+        self._device = None if device is None else device_name(device)
         self._plane: DataPlane | None = None
 
     def handle(self, request: Hashable | KVCacheHandle) -> KVCacheHandle:
@@ -125,11 +128,9 @@ class Spelling:
         """Keys and values of written tokens of one layer, [token, head, element], wherever their blocks are now."""
         return self.plane.read(self.handle(request), layer, start, num_tokens)
 
-    def _group(self, layer: int) -> int:
+    def _group(self, layer: int, name: str = "layer") -> int:
         groups = self.manager.config.group_of_layer
-        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)) or not 0 <= layer < len(groups):
-            raise InvalidArgumentError(f"layer {layer!r} is outside the model's {len(groups)} layers")
-        return groups[layer]
+        return groups[layer_index(layer, len(groups), name)]
 
     def _values(self, key: Any, value: Any, layer: int) -> tuple[Tensor, Tensor | None]:
         """Given keys and values as float tensors [token, head, element] on the device, of as many tokens each."""
@@ -148,11 +149,11 @@ class Spelling:
         try:
             tensor = torch.as_tensor(numbers, device=self.plane.device)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise InvalidArgumentError(f"layer {layer} takes numbers, got {numbers!r:.80}: {error}") from None
+            raise InvalidArgumentError(f"layer {layer} takes numbers, got {show(numbers)}: {error}") from None
         if not tensor.numel() or tensor.numel() % (heads * width):
             raise InvalidArgumentError(
                 f"layer {layer} takes {heads} heads of {width} elements for every token, "
-                f"got {tensor.numel()} numbers of shape {tuple(tensor.shape)}"
+                f"got {show(numbers)} of shape {tuple(tensor.shape)}"
             )
         tensor = tensor.reshape(-1, heads, width)
         return tensor if tensor.is_floating_point() else tensor.float()
@@ -176,6 +177,26 @@ class CountingSpelling(Spelling):
         handle = self.handle(request_id)
         self.manager.extend(handle, additional_tokens)
         return handle
+
+
+def layer_index(layer: Any, num_layers: int, name: str = "layer") -> int:
+    """The index of a layer as an int; bools are none."""
+    try:
+        return as_count(layer, name, maximum=num_layers - 1)
+    except InvalidArgumentError:
+        raise InvalidArgumentError(f"{name} {show(layer)} is outside the model's {num_layers} layers") from None
+
+
+def device_name(device: Any) -> str:
+    """The name of a device that is given as a name, as an enum of names or as `torch.device`."""
+    text = device.value if isinstance(device, Enum) else device
+    if type(device).__module__ == "torch":
+        text = str(device)
+    if not isinstance(text, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise InvalidArgumentError(
+            f"device={show(device)}: blocks live on 'cpu', 'cuda' or one of several GPUs, 'cuda:1'"
+        )
+    return text
 
 
 def import_torch() -> Any:

@@ -34,16 +34,18 @@ def as_policy_factory(chosen: str | Callable[[], EvictionPolicy]) -> Callable[[]
 
 
 def is_among(request_id: Hashable, request_ids: Container[Hashable]) -> bool:
-    """Whether an id is there; handles, and ids that cannot be compared, are refused."""
+    """Whether an id is there; handles, and ids that cannot be compared or do not equal themselves, are refused."""
     if isinstance(request_id, KVCacheHandle):
         raise InvalidArgumentError(
             f"a request id was asked for, got the handle of request {show(request_id.request_id)}; give an id"
         )
     try:
-        return request_id in request_ids
-    except Exception as error:
-        message = f"a request id must be hashable and comparable, got {request_id!r}: {error}"
-        raise InvalidArgumentError(message) from None
+        if request_id == request_id:  # not-a-number does not: nobody could name that request again
+            return request_id in request_ids
+        error = "it does not equal itself"
+    except Exception as raised:
+        error = str(raised)
+    raise InvalidArgumentError(f"a request id must be hashable and comparable, got {show(request_id)}: {error}")
 
 
 def check_requests(requests: Any, names: frozenset[str]) -> list[Mapping[str, Any]]:

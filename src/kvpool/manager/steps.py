@@ -39,6 +39,8 @@ class Steps(Maintenance):
 
     def extend(self, handle: KVCacheHandle, num_tokens: int = 1, lookahead: int = 0) -> Int32Array:
         """Reserves places for `num_tokens` more tokens; returns their slots, [layer group, token]."""
+        if type(num_tokens) is not int:
+            num_tokens = as_count(num_tokens, "num_tokens")
         return self.extend_batch([handle], num_tokens, lookahead)
 
     def extend_batch(

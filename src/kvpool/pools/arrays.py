@@ -35,7 +35,7 @@ def as_array(values: Any, name: str) -> npt.NDArray[Any]:
     try:
         return np.asarray(values)
     except Exception as error:  # numpy's own, or whatever the object raises when it is asked for its values
-        raise InvalidArgumentError(f"{name} is not a rectangular array: {error}") from None
+        raise InvalidArgumentError(f"{name}={show(values)} is not a rectangular array: {error}") from None
 
 
 def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:
@@ -48,11 +48,13 @@ def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:
     if array.dtype is _INT32 and array.ndim == 1 and array.flags.c_contiguous and array.size and smallest(array) >= 0:
         return array
     if array.ndim != 1:
-        raise InvalidArgumentError(f"{name} must be one-dimensional, got shape {array.shape}")
+        raise InvalidArgumentError(f"{name} must be one-dimensional, got {show(tokens)} of shape {array.shape}")
     if array.size == 0:
         return np.empty(0, np.int32)
     if array.dtype.kind not in "iu":
-        raise InvalidArgumentError(f"{name} must hold integers, got dtype {array.dtype}; convert with .astype('int32')")
+        raise InvalidArgumentError(
+            f"{name} must hold integers, got {show(tokens)} of dtype {array.dtype}; convert with .astype('int32')"
+        )
     if (array.dtype.itemsize > 4 or array.dtype.kind == "u") and int(array.max()) > MAX_TOKEN_ID:
         raise InvalidArgumentError(f"{name} holds {int(array.max())}; token ids must be below 2**31")
     if array.dtype.kind == "i" and smallest(array) < 0:

@@ -1,0 +1,133 @@
+"""Wrong values in ferrum's calls; `bad_input` says what is checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from bad_input import Subject, cases, check_calls, is_flag, is_id, is_int, is_number, is_tokens, kinds_in, live
+
+from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
+from kvpool.compat import (
+    AllocationRequest,
+    FerrumKVCacheManager,
+    PagedKvCacheConfig,
+    PagedKvCacheHandle,
+    PagedKvCacheManager,
+)
+
+MODULES = ("kvpool.compat.ferrum", "kvpool.compat.spelling")
+KNOWN_FAILURES: dict[str, str] = {
+    "PagedKvCacheConfig(block_size)": "takes wrong values",
+    "PagedKvCacheConfig(max_gpu_blocks)": "takes wrong values",
+    "PagedKvCacheConfig(max_cpu_blocks)": "takes wrong values",
+    "PagedKvCacheConfig(num_heads)": "takes wrong values",
+    "PagedKvCacheConfig(head_dim)": "takes wrong values",
+    "PagedKvCacheConfig(enable_prefix_cache)": "takes wrong values",
+    "PagedKvCacheConfig(max_prefixes)": "takes wrong values",
+    "PagedKvCacheConfig(min_prefix_length)": "takes wrong values",
+    "PagedKvCacheConfig(dtype)": "takes wrong values",
+    "AllocationRequest(request_id)": "takes wrong values",
+    "AllocationRequest(priority)": "raw errors",
+    "AllocationRequest.check(config)": "raw errors",
+    "AllocationRequest.check(device)": "takes wrong values",
+    "PagedKvCacheManager.count_tokens(num_tokens)": "raw errors",
+    "PagedKvCacheManager.cow_copy(handle)": "names no value",
+    "PagedKvCacheManager.num_sharing(handle)": "raw errors",
+    "PagedKvCacheManager.store_prefix(tokens)": "names no value",
+    "FerrumKVCacheManager.cow_copy(handle)": "names no value",
+    "FerrumKVCacheManager.store_prefix(tokens)": "names no value",
+    "PagedKvCacheHandle(request_id)": "names no value",
+    "PagedKvCacheHandle(num_heads)": "names no value",
+    "PagedKvCacheHandle(head_dim)": "names no value",
+    "PagedKvCacheHandle.begin(owner)": "takes wrong values",
+    "PagedKvCacheHandle.begin(live)": "takes wrong values",
+    "PagedKvCacheHandle.begin(limit)": "takes wrong values",
+    "PagedKvCacheHandle.begin(uncounted)": "takes wrong values",
+    "PagedKvCacheHandle.downcast_ref(kind)": "takes wrong values",
+    "PagedKvCacheHandle.set_num_tokens(tokens)": "takes wrong values",
+}
+CONFIG = PagedKvCacheConfig(
+    block_size=4, max_gpu_blocks=16, max_cpu_blocks=8, num_layers=2, num_heads=1, head_dim=4, min_prefix_length=4
+)
+
+
+def used(cache: Any) -> Any:
+    """Two requests with written tokens, one of them swapped out, and a stored prefix."""
+    for name in ("live", "away"):
+        prompt = [1, 2, 3, 4, 5]
+        if isinstance(cache, PagedKvCacheManager):
+            cache.allocate(AllocationRequest(name, 5, tokens=prompt))
+        else:
+            cache.allocate(name, tokens=prompt)
+        if name == "live":
+            cache.write(name, 0, 0, np.ones((5, 1, 4)), np.ones((5, 1, 4)))
+        cache.store_prefix(prompt, name)
+    cache.swap_out("away")
+    cache.plane.run_copies()
+    return cache
+
+
+def new_manager() -> PagedKvCacheManager:
+    return used(PagedKvCacheManager("cpu", CONFIG))
+
+
+def new_ferrum() -> FerrumKVCacheManager:
+    config = KVCacheConfig([LayerSpec(1, 4)] * 2, 4, gpu_blocks=16, host_blocks=8, offload_on_evict=False)
+    return used(FerrumKVCacheManager(KVCacheManager(config), device="cpu"))
+
+
+def new_handle() -> PagedKvCacheHandle:
+    handle = new_manager().get_handle("live")
+    assert handle is not None
+    return handle
+
+
+GOOD: dict[str, Any] = {
+    **{"request_id": "live", "initial_tokens": 4, "device": "cpu", "block_size": 4, "max_blocks": 8, "handle": "live"},
+    **{"layer": 0, "start": 0, "token_position": 4, "start_token": 0, "num_tokens": 2, "tokens": [1, 2, 3, 4, 5]},
+    **{"source": "live", "target": "new", "num_prefix_blocks": 1, "count": 1, "num_blocks": 1, "callback": lambda _: print},
+    **{"manager": lambda _: new_ferrum().manager, "request": lambda _: AllocationRequest("new", 4), "logical_id": 0},
+    **{"write_kv.key": [1.0] * 4, "write_kv.value": [1.0] * 4, "write.key": [1.0] * 4, "write.value": [1.0] * 4},
+    **{"write.request": "live", "read.request": "live", "table.request": "live", "commit_known.request": "live"},
+    **{"write.start": 4, "handle_stats.request": "live", "table.group": 0, "allocate.num_tokens": 3},
+    **{"allocate.request_id": "new", "estimated_memory_bytes.block_size": 4, "clone.source": new_handle},
+    **{"check.config": CONFIG.cache_config, "check.device": "cpu"},
+}
+TAKES: dict[str, Any] = {
+    **{"request_id": is_id, "initial_tokens": is_int(0), "max_sequence_length": is_int(0), "tokens": is_tokens},
+    **{"num_tokens": is_int(0), "additional_tokens": is_int(0), "target": is_id, "num_prefix_blocks": is_int(0)},
+    **{"count": is_int(0), "num_blocks": is_int(0), "layer": is_int(0, 1), "start": is_int(0), "group": is_int(0, 0)},
+    **{"token_position": is_int(0), "start_token": is_int(0), "logical_id": is_int(0), "callback": callable},
+    **{"last_logits": lambda value: True, "block_size": is_int(1), "max_blocks": is_int(1)},
+    **{name: is_int(0) for name in ("max_gpu_blocks", "max_cpu_blocks", "max_prefixes", "min_prefix_length")},
+    **{name: is_int(1) for name in ("num_layers", "num_heads", "head_dim")},
+    **dict.fromkeys(("enable_cow", "enable_swapping", "enable_prefix_cache"), is_flag),
+    **dict.fromkeys(("low_watermark", "high_watermark"), is_number),
+}
+SUBJECTS = [
+    Subject(PagedKvCacheConfig, good=GOOD, takes=TAKES),
+    Subject(
+        AllocationRequest,
+        lambda: AllocationRequest("r", 4, num_layers=2, num_heads=1, head_dim=4),
+        {"request_id": "new", "initial_tokens": 4, **{name: GOOD[name] for name in ("check.config", "check.device")}},
+        TAKES,
+    ),
+    Subject(PagedKvCacheManager, new_manager, GOOD, TAKES),
+    Subject(FerrumKVCacheManager, new_ferrum, GOOD, TAKES),
+    Subject(
+        PagedKvCacheHandle,
+        new_handle,
+        {**GOOD, "manager": lambda _: new_manager(), "handle": lambda _: live(new_manager())},
+        TAKES,
+    ),
+]
+
+
+def test_given_the_public_names_then_each_is_called_here() -> None:
+    assert {subject.name for subject in SUBJECTS} == kinds_in("ferrum")
+
+
+@cases(SUBJECTS, *MODULES)
+def test_given_a_wrong_value_then_it_is_named_and_nothing_changes(subject: Subject, method: str) -> None:
+    check_calls(subject, method, KNOWN_FAILURES)

@@ -1,0 +1,75 @@
+"""Wrong values in TensorRT-LLM's calls; `bad_input` says what is checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from bad_input import Subject, cases, check_calls, is_flag, is_id, is_int, is_number, is_tokens, kinds_in
+
+from kvpool.compat import KvCacheRetentionConfig, TokenRangeRetentionConfig, TrtLlmKVCacheManager
+
+MODULES = ("kvpool.compat.trtllm", "kvpool.compat.spelling")
+KNOWN_FAILURES: dict[str, str] = {
+    "TokenRangeRetentionConfig(token_end)": "takes wrong values",
+    "TokenRangeRetentionConfig(priority)": "takes wrong values",
+    "KvCacheRetentionConfig(token_range_retention_configs)": "takes wrong values",
+    "KvCacheRetentionConfig(decode_retention_priority)": "takes wrong values",
+    "TrtLlmKVCacheManager(num_kv_heads_per_layer)": "takes wrong values, names no value",
+    "TrtLlmKVCacheManager(max_attention_window)": "takes wrong values, names no value",
+    "TrtLlmKVCacheManager.add_sequence(tokens)": "takes wrong values, names no value",
+    "TrtLlmKVCacheManager.add_sequence(lora_task_id)": "takes wrong values",
+    "TrtLlmKVCacheManager.add_sequence(multimodal)": "takes wrong values, names no value",
+    "TrtLlmKVCacheManager.get_batch_cache_block_ids(request_ids)": "takes wrong values, names no value",
+    "TrtLlmKVCacheManager.get_batch_cache_block_ids(window_size)": "names no value",
+    "TrtLlmKVCacheManager.get_batch_cache_block_ids(pool_idx)": "names no value",
+    "TrtLlmKVCacheManager.get_cache_block_ids(pool_idx)": "takes wrong values",
+    "TrtLlmKVCacheManager.get_latest_events(timeout_ms)": "takes wrong values",
+    "TrtLlmKVCacheManager.store_blocks_for_reuse(pin_blocks)": "takes wrong values",
+}
+
+
+def new_manager() -> TrtLlmKVCacheManager:
+    cache = TrtLlmKVCacheManager([1, 1], 4, 4, 32, 8, device="cpu", event_buffer_max_size=64)
+    for name in ("live", "away"):
+        cache.add_sequence(name, [1, 2, 3, 4, 5])
+        if name == "live":
+            cache.write(name, 0, 0, np.ones((5, 1, 4)), np.ones((5, 1, 4)))
+        cache.store_context_blocks(name)
+    cache.manager.swap_out(cache.handle("away"))
+    cache.plane.run_copies()
+    return cache
+
+
+GOOD: dict[str, Any] = {
+    **{"num_kv_heads_per_layer": [1], "size_per_head": 4, "request_id": "live", "tokens": [1, 2, 3, 4, 5], "layer_idx": 0},
+    **{"rewind_lengths": 0, "request": "live", "layer": 0, "start": 0, "add_sequence.request_id": "new", "table.group": 0},
+    **{"token_start": 0, "token_end": 4, "priority": 50, "store_new_block.tokens": []},
+    **{"write.start": 4, "write.key": [1.0] * 4, "write.value": [1.0] * 4},
+}
+TAKES: dict[str, Any] = {
+    **{"request_id": is_id, "tokens": is_tokens, "rewind_lengths": is_int(0), "window_group": is_int(0, 0)},
+    **{"layer": is_int(0, 1), "layer_idx": is_int(0, 1), "start": is_int(0), "group": is_int(0, 0), "num_tokens": is_int(0)},
+    **{"size_per_head": is_int(1), "tokens_per_block": is_int(1), "max_seq_len": is_int(1), "attention_dp_rank": is_int(0)},
+    **{name: is_int(0) for name in ("blocks_in_primary_pool", "blocks_in_secondary_pool", "event_buffer_max_size")},
+    **dict.fromkeys(("enable_block_reuse", "enable_partial_reuse", "pin_on_release"), is_flag),
+    **{name: is_int(0) for name in ("max_gpu_total_bytes", "max_tokens", "host_cache_size", "sink_token_length")},
+    **{"secondary_offload_min_priority": is_int(0), "onboard_blocks": is_flag, "free_gpu_memory_fraction": is_number},
+    **{"token_start": is_int(0), "token_end": is_int(0), "priority": is_int(0, 100), "duration_ms": is_number},
+    **{"decode_retention_priority": is_int(0, 100), "decode_duration_ms": is_number, "timeout_ms": is_number},
+    **{"cache_salt": lambda value: isinstance(value, str), "lora_task_id": lambda v: isinstance(v, str) or is_int(0)(v)},
+}
+SUBJECTS = [
+    Subject(TokenRangeRetentionConfig, good=GOOD, takes=TAKES),
+    Subject(KvCacheRetentionConfig, good=GOOD, takes=TAKES),
+    Subject(TrtLlmKVCacheManager, new_manager, GOOD, TAKES),
+]
+
+
+def test_given_the_public_names_then_each_is_called_here() -> None:
+    assert {subject.name for subject in SUBJECTS} == kinds_in("trtllm")
+
+
+@cases(SUBJECTS, *MODULES)
+def test_given_a_wrong_value_then_it_is_named_and_nothing_changes(subject: Subject, method: str) -> None:
+    check_calls(subject, method, KNOWN_FAILURES)
