@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvpool import DType, KVCacheConfig, KVCacheManager, LayerSpec, MemoryPressure, create_kv_cache_manager
+from kvpool import DType, KVCacheConfig, KVCacheManager, LayerSpec, MemoryPressure
 from kvpool.compat import (
     AllocationRequest,
-    CompatKVCacheManager,
     FerrumKVCacheManager,
     PagedKvCacheConfig,
     PagedKvCacheHandle,
@@ -33,8 +32,9 @@ torch = pytest.importorskip("torch")
 PROMPT = list(range(16))
 
 
-def make_cache(num_blocks: int = 16, **settings: object) -> CompatKVCacheManager:
-    return create_kv_cache_manager(2, 2, 8, num_blocks, 4, **settings)  # type: ignore[arg-type]
+def make_cache(num_blocks: int = 16, num_cpu_blocks: int = 0) -> FerrumKVCacheManager:
+    config = KVCacheConfig([LayerSpec(2, 8)] * 2, 4, gpu_blocks=num_blocks, host_blocks=num_cpu_blocks)
+    return FerrumKVCacheManager(KVCacheManager(config))
 
 
 @pytest.mark.parametrize("by_count", [True, False])
@@ -83,7 +83,7 @@ def test_given_a_source_when_sharing_its_prefix_then_full_blocks_are_shared_and_
     child = cache.share_prefix("a", "b", num_tokens)
     cache.extend("b", 1)
     full = num_tokens // 4
-    assert cache.get_block_table("b")[:full] == cache.get_block_table("a")[:full]
+    assert cache.table("b", 0)[:full] == cache.table("a", 0)[:full]
     assert len(cache.manager.take_copies()) == copied
     assert (child.num_committed, child.num_reserved) == (num_tokens, num_tokens + 1)
     cache.deallocate("a")
@@ -144,8 +144,8 @@ def test_given_a_swapped_request_when_deallocated_then_its_host_blocks_are_free_
     cache = make_cache(num_cpu_blocks=8)
     cache.manager.commit(cache.allocate("a", 16), 16)
     assert cache.swap_out("a") == 4
-    assert cache.get_block_table("a") == [None] * 4
-    assert cache.get_num_free_blocks() == 16
+    assert cache.table("a", 0) == [None] * 4
+    assert cache.manager.get_num_free_blocks() == 16
     assert cache.swap_in("a") == 4
     cache.swap_out("a")
     cache.deallocate("a")

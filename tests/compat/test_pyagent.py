@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import doctest
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec, MemoryPressure, Tier, create_kv_cache_manager
+from kvpool import MemoryPressure, Tier, create_kv_cache_manager
 from kvpool.compat import (
-    CompatKVCacheManager,
     DeviceType,
     KVCacheAllocator,
     KVCacheBlocks,
@@ -35,7 +36,7 @@ torch = pytest.importorskip("torch")
 PROMPT = list(range(16))
 
 
-def make_cache(num_blocks: int = 16, **settings: object) -> CompatKVCacheManager:
+def make_cache(num_blocks: int = 16, **settings: object) -> pyagent.KVCacheManager:
     return create_kv_cache_manager(2, 2, 8, num_blocks, 4, **settings)  # type: ignore[arg-type]
 
 
@@ -49,22 +50,11 @@ def test_given_defaults_when_created_then_the_pool_has_1000_blocks_of_16_float16
 def test_given_a_half_full_block_when_extending_then_a_block_is_taken_only_past_its_end() -> None:
     cache = make_cache()
     cache.allocate("a", 6)
-    assert cache.extend("a", 2).num_blocks == 2
-    assert cache.extend("a", 1).num_blocks == 3
+    assert cache.extend("a", 2).gpu_blocks == []
+    assert cache.extend("a", 1).gpu_blocks == [2]
     assert cache.get_block_table("a", 1) == [0, 1, 2]
     cache.free("a")
     assert cache.get_num_free_blocks() == 16
-
-
-def test_given_layers_with_and_without_a_window_then_each_layer_shows_the_table_of_its_group() -> None:
-    layers = [LayerSpec(1, 8), LayerSpec(1, 8, window=4)]
-    cache = CompatKVCacheManager(KVCacheManager(KVCacheConfig(layers, 4, gpu_blocks=32)))
-    handle = cache.allocate("a", tokens=PROMPT)
-    cache.commit(handle, 16)
-    assert None not in cache.get_block_table("a", 0)
-    assert cache.get_block_table("a", 1)[:3] == [None, None, None]
-    with pytest.raises(InvalidArgumentError, match="outside the model's 2 layers"):
-        cache.get_block_table("a", 2)
 
 
 def test_given_mistakes_then_they_raise_and_change_nothing() -> None:
@@ -74,7 +64,7 @@ def test_given_mistakes_then_they_raise_and_change_nothing() -> None:
         cache.allocate("a", 8)
     with pytest.raises(OutOfBlocksError):
         cache.extend("a", 1000)
-    for call in (cache.extend, cache.free, cache.get_block_table, cache.deallocate, cache.swap_out):
+    for call in (cache.extend, cache.free, cache.get_block_table, cache.swap_out):
         with pytest.raises(UnknownRequestError):
             call("nobody")
     with pytest.raises(InvalidArgumentError):
@@ -87,8 +77,6 @@ def test_given_pressure_when_it_changes_then_every_callback_hears_it_until_stopp
     cache = make_cache()
     heard: list[MemoryPressure] = []
     stop = cache.on_memory_pressure(lambda change: heard.append(change.level))
-    assert cache.can_allocate(60)
-    assert cache.can_allocate(64).status is AllocStatus.NEVER  # one block is the watermark
     cache.allocate("a", 64)
     stop()
     cache.free("a")
@@ -275,10 +263,10 @@ def test_given_a_wrong_write_then_it_raises_and_no_token_counts_as_written(
     layer: int, start: int, key: Any, value: Any, error: type[Exception]
 ) -> None:
     cache = make_cache(device="cpu")
-    handle = cache.allocate("a", 4)
+    cache.allocate("a", 4)
     with pytest.raises(error):
         cache.write("a", layer, start, key, value)
-    assert handle.num_written == 0
+    assert cache.handle("a").num_written == 0
 
 
 # --- single blocks ----------------------------------------------------------------------------------------------------
@@ -315,7 +303,7 @@ def test_given_two_users_of_a_block_then_the_last_one_gives_it_back_and_a_third_
 def test_given_a_block_with_data_when_it_is_taken_again_then_it_shows_nothing_of_its_last_user() -> None:
     allocator = KVCacheAllocator(small())
     first = allocator.allocate_gpu_block(1)
-    first.key_cache.fill_(3)
+    first.key_cache.fill(3)
     first.request_id, first.num_tokens = "a", 4
     allocator.free_block(first)
     again = allocator.allocate_gpu_block(1)
@@ -344,11 +332,11 @@ def test_given_lists_of_blocks_when_copied_then_all_are_or_none_is() -> None:
     config = small()
     allocator, transfer = KVCacheAllocator(config), KVCacheTransfer(config)
     a, b, c, d = (allocator.allocate_gpu_block(0) for _ in range(4))
-    a.value_cache.fill_(1)
-    b.value_cache.fill_(2)
+    a.value_cache[:] = 1
+    b.value_cache[:] = 2
     a.num_tokens = 4
     transfer.copy_blocks([a, b], [c, d])
-    assert (c.value_cache.unique().tolist(), d.value_cache.unique().tolist(), c.num_tokens) == ([1.0], [2.0], 4)
+    assert (np.unique(c.value_cache).tolist(), np.unique(d.value_cache).tolist(), c.num_tokens) == ([1.0], [2.0], 4)
     d.acquire()
     for sources, targets, message in (
         ([a, b], [c], "2 blocks cannot be copied to 1"),
@@ -357,13 +345,13 @@ def test_given_lists_of_blocks_when_copied_then_all_are_or_none_is() -> None:
     ):
         with pytest.raises(InvalidArgumentError, match=message):
             transfer.copy_blocks(sources, targets)
-    assert c.value_cache.unique().tolist() == [1.0]
+    assert np.unique(c.value_cache).tolist() == [1.0]
 
 
 def test_given_a_block_of_its_own_then_it_allocates_zeros_and_frees_them() -> None:
     block = pyagent.KVCacheBlock(block_id=5, layer_idx=0)
     block.allocate(num_heads=2, head_dim=8, block_size=4, dtype=np.float16)
-    assert (tuple(block.key_cache.shape), block.value_cache.dtype) == ((4, 2, 8), torch.float16)
+    assert (tuple(block.key_cache.shape), block.value_cache.dtype) == ((4, 2, 8), np.float16)
     assert not block.key_cache.any()
     other = pyagent.KVCacheBlock(block_id=6, layer_idx=0)
     other.allocate(2, 8, 8, pyagent.DType.FLOAT16)
@@ -407,9 +395,9 @@ def test_given_a_misspelled_setting_of_the_factory_then_the_error_names_the_near
 
 
 def test_given_the_docstrings_then_their_examples_are_right() -> None:
-    from kvpool.compat import ferrum_manager, pyagent_blocks, vllm_v0
+    from kvpool.compat import ferrum_manager, pyagent_blocks, pyagent_config, vllm_v0
 
-    for module in (pyagent, pyagent_blocks, ferrum_manager, vllm_v0):
+    for module in (pyagent, pyagent_blocks, pyagent_config, ferrum_manager, vllm_v0):
         assert doctest.testmod(module).failed == 0
         assert doctest.testmod(module).attempted
 
@@ -419,3 +407,181 @@ def test_given_lists_then_blocks_can_be_appended_to_either_side() -> None:
     blocks.append_gpu(3)
     blocks.append_cpu(0)
     assert (blocks.gpu_blocks, blocks.cpu_blocks, blocks.num_blocks) == ([3], [0], 2)
+
+
+# --- as its document has it -------------------------------------------------------------------------------------------
+
+
+def test_given_a_program_written_from_the_document_alone_then_it_runs() -> None:
+    from kvpool.compat import DType, KVCacheAllocator, KVCacheConfig, KVCacheManager, KVCacheTransfer, PagedKVCache
+
+    config = KVCacheConfig(
+        num_layers=2, num_heads=2, head_dim=8, dtype=DType.FLOAT32, device=DeviceType.CPU, block_size=4,
+        num_gpu_blocks=8, num_cpu_blocks=4,
+    )  # fmt: skip
+    pressed: list[str] = []
+    manager = KVCacheManager(config)
+    manager.on_memory_pressure(lambda: pressed.append("critical"))
+    assert manager.can_allocate(32) is True
+    assert manager.allocate("a", 10).gpu_blocks == manager.get_block_table("a", 1) == [0, 1, 2]
+    assert manager.extend("a", 6).num_blocks == 1
+    manager.allocate("b", 16)
+    assert (pressed, manager.usage, manager.get_num_free_blocks(), manager.can_allocate(1)) == (
+        ["critical"],
+        1.0,
+        0,
+        False,
+    )
+    manager._trigger_memory_pressure()
+    manager.free("a")
+    assert pressed == ["critical"] * 2
+    assert manager.get_num_free_blocks() == 4
+    paged = PagedKVCache(config)
+    paged.allocate_for_request("r", 6)
+    assert [paged._get_block_tokens("r", 0, block) for block in paged.get_block_table("r", 0)] == [4, 2]
+    allocator, transfer = KVCacheAllocator(config), KVCacheTransfer(config)
+    gpu, cpu = allocator.allocate_gpu_block(0), allocator.allocate_cpu_block(0)
+    numbers = np.arange(64, dtype=np.float32).reshape(4, 2, 8)
+    np.copyto(gpu.key_cache, numbers)
+    gpu.value_cache[:] = -numbers
+    gpu.num_tokens = 4
+    transfer.swap_out(gpu, cpu)
+    assert (cpu.key_cache == numbers).all()
+    assert (cpu.value_cache == -numbers).all()
+    gpu.acquire()
+    assert not gpu.release()
+    allocator.free_block(gpu)
+    assert allocator.usage == 0.0
+
+
+@pytest.mark.parametrize(
+    "foreign", [lambda: KVCacheAllocator(small()).allocate_gpu_block(0), lambda: pyagent.KVCacheBlock(0, 0)]
+)
+def test_given_a_block_of_somebody_else_when_freed_then_it_is_refused_and_nothing_changes(foreign: Any) -> None:
+    allocator, other = KVCacheAllocator(small()), foreign()
+    own = allocator.allocate_gpu_block(0)
+    own.key_cache[:] = 5
+    references = other.ref_count
+    with pytest.raises(InvalidArgumentError, match="block 0 of layer 0 is not one of this allocator"):
+        allocator.free_block(other)
+    assert (other.ref_count, own.ref_count, allocator.get_num_free_gpu_blocks()) == (references, 1, 7)
+    assert allocator.allocate_gpu_block(0).block_id == 1
+    assert (own.key_cache == 5).all()
+
+
+def test_given_a_lent_block_then_only_its_allocator_takes_it_back() -> None:
+    allocator = KVCacheAllocator(small())
+    block = allocator.allocate_gpu_block(0)
+    with pytest.raises(InvalidArgumentError, match=r"give it back with KVCacheAllocator\.free_block"):
+        block.free()
+    with pytest.raises(InvalidArgumentError, match="has bytes of its allocator"):
+        block.allocate(2, 8, 4)
+    with pytest.raises(InvalidArgumentError, match="1 blocks are in use"):
+        allocator._init_pools()
+    assert block.release()
+    allocator.free_block(block)  # its last user has released it
+    assert allocator.get_num_free_gpu_blocks() == 8
+    allocator._init_pools()
+
+
+def test_given_an_array_in_place_of_a_blocks_bytes_then_it_is_copied_into_them() -> None:
+    allocator, transfer = KVCacheAllocator(small(num_cpu_blocks=1)), KVCacheTransfer(small())
+    block, host = allocator.allocate_gpu_block(0), allocator.allocate_cpu_block(0)
+    block.key_cache = np.full((4, 2, 8), 3.0)
+    transfer.swap_out(block, host)
+    assert (host.key_cache == 3).all()
+    for wrong, message in (
+        (np.ones((4, 2, 7)), r"takes shape \(4, 2, 8\), got \(4, 2, 7\)"),
+        ("keys", "takes numbers, got 'keys'"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            block.value_cache = wrong
+    with pytest.raises(InvalidArgumentError, match="has no bytes; allocate it"):
+        pyagent.KVCacheBlock(3, 0).key_cache = np.ones(1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_given_a_type_that_numpy_has_not_then_a_blocks_bytes_are_tensors(dtype: str) -> None:
+    block = KVCacheAllocator(small(dtype=dtype)).allocate_gpu_block(0)
+    assert isinstance(block.key_cache, torch.Tensor)
+    block.key_cache = np.ones((4, 2, 8))
+    assert block.parts[0].float().unique().tolist() == [1.0]
+
+
+def test_given_callbacks_of_either_kind_then_both_are_called_and_others_are_refused() -> None:
+    cache = make_cache(8)
+    heard: list[Any] = []
+    stops = [
+        cache.on_memory_pressure(lambda: heard.append("no argument")),
+        cache.on_memory_pressure(lambda change: heard.append(change.level)),
+    ]
+    for wrong in (lambda a, b: None, lambda *, level: None, 3):
+        with pytest.raises(InvalidArgumentError, match="on_memory_pressure"):
+            cache.on_memory_pressure(wrong)
+    cache.allocate("a", 32)
+    assert heard == ["no argument", MemoryPressure.CRITICAL]
+    cache.free("a")
+    assert heard[2:] == [MemoryPressure.LOW]
+    for stop in stops:
+        stop()
+        stop()
+    cache._trigger_memory_pressure()
+    assert len(heard) == 3
+
+
+def test_given_a_full_gpu_when_cpu_blocks_are_free_then_the_error_names_the_way_to_them() -> None:
+    cache = pyagent.KVCacheManager(small(num_cpu_blocks=4))
+    cache.allocate("a", 32)
+    for call in (lambda: cache.allocate("b", 4), lambda: cache.extend("a", 1)):
+        with pytest.raises(OutOfBlocksError, match=r"swap_out\(other_request\) moves one to the 4 free CPU blocks"):
+            call()
+    with pytest.raises(InvalidArgumentError, match=r"get_num_free_blocks.* KVCacheAllocator\(config\)"):
+        _ = cache.allocator
+
+
+def test_given_more_settings_then_they_are_fields_of_kvpools_configuration() -> None:
+    assert small(more={"eviction_policy": "lfu"}).cache_config.eviction_policy == "lfu"
+    with pytest.raises(ConfigError, match=r"more=\{'block_size': 8\} must map names among"):
+        small(more={"block_size": 8})
+    assert make_cache(default_ttl=5.0).manager.config.default_ttl == 5.0
+
+
+def test_given_a_block_that_is_not_the_requests_then_its_tokens_cannot_be_asked_for() -> None:
+    cache = PagedKVCache(small())
+    cache.allocate_for_request("a", 4)
+    with pytest.raises(InvalidArgumentError, match=r"request 'a' has no block 7; its table is \[0\]"):
+        cache._get_block_tokens("a", 0, 7)
+
+
+DOCUMENT = {  # every name of the two documents
+    "DeviceType": [],
+    "DType": [],
+    "KVCacheConfig": ["kv_size_per_token", "block_size_bytes"],
+    "KVCacheBlock": ["allocate", "free", "acquire", "release"],
+    "KVCacheBlocks": ["num_blocks", "append_gpu", "append_cpu"],
+    "KVCacheAllocator": [
+        *("_init_pools", "allocate_gpu_block", "allocate_cpu_block", "free_block", "get_num_free_gpu_blocks"),
+        *("get_num_free_cpu_blocks", "usage"),
+    ],
+    "PagedKVCache": [
+        *("allocate_for_request", "extend_allocation", "_get_block_tokens", "free_request", "get_block_table", "usage"),
+        "get_num_free_blocks",
+    ],
+    "KVCacheTransfer": ["swap_out", "swap_in", "copy_blocks"],
+    "KVCacheManager": [
+        *("allocate", "extend", "free", "get_block_table", "usage", "get_num_free_blocks", "can_allocate"),
+        *("on_memory_pressure", "_trigger_memory_pressure"),
+    ],
+    "create_kv_cache_manager": [],
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENT)
+def test_given_a_name_of_the_document_then_it_is_there_and_on_the_page(name: str) -> None:
+    from kvpool import compat
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "compat-pyagent.md").read_text(encoding="utf-8")
+    assert f"`{name}" in page
+    for member in DOCUMENT[name]:
+        assert hasattr(getattr(compat, name), member)
+        assert re.search(rf"`({name}\.)?{member}`", page), f"{name}.{member} is not on the page"

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec, create_kv_cache_manager
-from kvpool.compat import BlockManager, CacheEngine, CompatKVCacheManager
+from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec
+from kvpool.compat import BlockManager, CacheEngine
 from kvpool.errors import ConfigError, DuplicateRequestError, InvalidArgumentError, UnknownRequestError
 
 torch = pytest.importorskip("torch")
 
 PROMPT = list(range(16))
-
-
-def make_cache(num_blocks: int = 16) -> CompatKVCacheManager:
-    return create_kv_cache_manager(2, 2, 8, num_blocks, 4)
 
 
 def test_given_a_fork_when_both_write_then_one_block_is_copied_once() -> None:
@@ -90,9 +86,9 @@ def test_given_live_sequences_when_resetting_the_prefix_cache_then_it_says_no() 
 
 def test_given_a_manager_whose_copies_pairs_cannot_express_when_wrapped_then_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="one layer group"):
-        BlockManager(4, 16, manager=make_cache().manager)
-    with pytest.raises(InvalidArgumentError, match="wraps a KVCacheManager"):
-        CompatKVCacheManager("manager")  # type: ignore[arg-type]
+        BlockManager(4, 16, manager=KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], 4, gpu_blocks=16)))
+    with pytest.raises(InvalidArgumentError, match="wraps a KVCacheManager, got 'manager'"):
+        BlockManager(4, 16, manager="manager")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("sliding_window", "swapped"), [(8, False), (None, True)])

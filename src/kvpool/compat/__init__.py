@@ -2,8 +2,8 @@
 
 Each class only translates arguments and results; the manager behind it is its `manager` attribute and the bytes are its
 `plane`, and all of them may be used side by side. Where an earlier system was silent about a mistake, these raise the errors
-of `kvpool.errors`. PyAgent's own `KVCacheConfig`, `KVCacheManager`, `KVCacheBlock` and `DType` are in `compat.pyagent`,
-all of ferrum's names in `compat.ferrum`, all of TensorRT-LLM's in `compat.trtllm`.
+of `kvpool.errors`. `KVCacheConfig`, `KVCacheManager`, `KVCacheBlock` and `DType` are PyAgent's here. All names of a system
+are in `compat.pyagent`, `compat.vllm_v0`, `compat.ferrum` and `compat.trtllm`.
 """
 
 from kvpool.compat.ferrum import (
@@ -19,8 +19,18 @@ from kvpool.compat.ferrum import (
     PrefixCacheStats,
     Priority,
 )
-from kvpool.compat.pyagent import CompatKVCacheManager, PagedKVCache, PyAgentKVCacheManager, create_kv_cache_manager
-from kvpool.compat.pyagent_blocks import DeviceType, KVCacheAllocator, KVCacheBlocks, KVCacheTransfer
+from kvpool.compat.pyagent import (
+    DeviceType,
+    DType,
+    KVCacheAllocator,
+    KVCacheBlock,
+    KVCacheBlocks,
+    KVCacheConfig,
+    KVCacheManager,
+    KVCacheTransfer,
+    PagedKVCache,
+    create_kv_cache_manager,
+)
 from kvpool.compat.trtllm import (
     KvCacheRetentionConfig,
     KvCacheStats,
@@ -36,12 +46,15 @@ __all__ = [
     "CacheGcStats",
     "CacheHandleStats",
     "CacheManagerStats",
-    "CompatKVCacheManager",
+    "DType",
     "DeviceType",
     "FerrumKVCacheManager",
     "FoundPrefix",
     "KVCacheAllocator",
+    "KVCacheBlock",
     "KVCacheBlocks",
+    "KVCacheConfig",
+    "KVCacheManager",
     "KVCacheTransfer",
     "KvCacheRetentionConfig",
     "KvCacheStats",
@@ -51,7 +64,6 @@ __all__ = [
     "PagedKvCacheManager",
     "PrefixCacheStats",
     "Priority",
-    "PyAgentKVCacheManager",
     "TokenRangeRetentionConfig",
     "TrtLlmKVCacheManager",
     "create_kv_cache_manager",

@@ -6,30 +6,24 @@ ids, prompts have lengths, tables have layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import inspect
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from kvpool.compat.ferrum import FerrumKVCacheManager
-from kvpool.compat.known_settings import CONFIG_SETTINGS, knows_settings
-from kvpool.compat.pyagent_blocks import (
-    DeviceType,
-    DType,
-    KVCacheAllocator,
-    KVCacheBlock,
-    KVCacheBlocks,
-    KVCacheConfig,
-    KVCacheTransfer,
-    stored_type,
-)
-from kvpool.compat.spelling import CountingSpelling, Spelling
-from kvpool.config import KVCacheConfig as CacheConfig
-from kvpool.config import LayerSpec
+from kvpool.compat.known_settings import knows_settings
+from kvpool.compat.pyagent_blocks import KVCacheAllocator, KVCacheBlock, KVCacheBlocks, KVCacheTransfer
+from kvpool.compat.pyagent_config import MORE_SETTINGS, DeviceType, DType, KVCacheConfig, check_config
+from kvpool.compat.spelling import Spelling
+from kvpool.config import Tier
 from kvpool.config.layers import DType as StoredType
-from kvpool.errors import ConfigError
+from kvpool.config.layers import check_int, show
+from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError
 from kvpool.manager import KVCacheManager as Manager
-from kvpool.manager.guard import PressureChange
+from kvpool.manager.guard import PressureChange, contain
+from kvpool.pools.arrays import as_count
 from kvpool.sequences.handle import KVCacheHandle
-from kvpool.sequences.state import Admission
+from kvpool.stats import MemoryPressure
 
 __all__ = [
     "DType",
@@ -41,55 +35,13 @@ __all__ = [
     "KVCacheManager",
     "KVCacheTransfer",
     "PagedKVCache",
-    "PyAgentKVCacheManager",
-    "CompatKVCacheManager",
     "create_kv_cache_manager",
 ]
 
-
-class PyAgentCalls(Spelling):
-    """What PyAgent's paged cache and its manager both answer."""
-
-    def can_allocate(self, num_tokens: int | None = None, *, tokens: Any = None) -> Admission:
-        """True in a condition when it fits now; `.status` tells LATER from NEVER."""
-        return self.manager.can_allocate(tokens, num_tokens=num_tokens)
-
-    def commit(self, request_id: Hashable | KVCacheHandle, tokens: Any) -> None:
-        """Keys and values of these tokens (ids, or how many of the prompt's) are written."""
-        self.manager.commit(self.handle(request_id), tokens)
-
-    def free(self, request_id: Hashable | KVCacheHandle) -> None:
-        self.manager.free(self.handle(request_id))
-
-    def get_block_table(self, request_id: Hashable | KVCacheHandle, layer_idx: int = 0) -> list[int | None]:
-        """Block ids of the request for one layer; layers of one group share a table."""
-        return self.table(request_id, self._group(layer_idx))
-
-    @property
-    def usage(self) -> float:
-        return self.manager.usage
-
-    def get_num_free_blocks(self) -> int:
-        return self.manager.get_num_free_blocks()
-
-    def on_memory_pressure(self, callback: Callable[[PressureChange], None]) -> Callable[[], None]:
-        """Calls back when the pressure level changes; returns a function that stops it."""
-        return self.manager.on_memory_pressure(callback)
+PressureCallback = Callable[[PressureChange], None] | Callable[[], None]
 
 
-class PyAgentKVCacheManager(PyAgentCalls, CountingSpelling):
-    """allocate, extend, free, get_block_table, usage, get_num_free_blocks, can_allocate, on_memory_pressure.
-
-    `allocate` also takes the prompt's `tokens` in place of their number: then its prefix is looked up in the cache, and
-    what `commit` says is written can be found by others.
-    """
-
-
-class CompatKVCacheManager(PyAgentKVCacheManager, FerrumKVCacheManager):
-    """PyAgent's calls and ferrum's on one object: they do not collide."""
-
-
-class PagedKVCache(PyAgentCalls):
+class PagedKVCache(Spelling):
     """A paged cache made from PyAgent's configuration; what it allocates it lists as `KVCacheBlocks`.
 
     >>> cache = PagedKVCache(KVCacheConfig(num_layers=2, num_heads=4, head_dim=64, num_gpu_blocks=8, block_size=4))
@@ -98,29 +50,56 @@ class PagedKVCache(PyAgentCalls):
     """
 
     def __init__(self, config: KVCacheConfig) -> None:
-        if not isinstance(config, KVCacheConfig):
-            raise ConfigError(f"{type(self).__name__} takes PyAgent's KVCacheConfig, got {type(config).__name__}")
-        super().__init__(Manager(config.cache_config), device=DeviceType(config.device).value)
+        check_config(type(self).__name__, config)
+        super().__init__(Manager(config.cache_config), device=config.device)
         self.config = config
 
     def allocate_for_request(
         self, request_id: Hashable, num_tokens: int | None = None, *, tokens: Any = None, reserve: int | None = None
     ) -> KVCacheBlocks:
-        """Blocks for a number of tokens, or for a prompt's `tokens`; with `reserve` only for its first chunk."""
+        """Blocks for a number of tokens, or for a prompt's `tokens`; with `reserve` only for its first chunk.
+
+        A prompt given by its `tokens` reuses the cached beginning of others, which `commit` made known.
+        """
         if reserve is not None and not self.config.enable_chunked_prefill:
-            raise ConfigError("reserve= divides a prompt into chunks, but enable_chunked_prefill is False")
-        self.manager.allocate(request_id, tokens, num_tokens=num_tokens, reserve=reserve)
+            raise ConfigError(f"reserve={show(reserve)} makes chunks of a prompt, but enable_chunked_prefill is False")
+        with self._named_host_blocks():
+            self.manager.allocate(request_id, tokens, num_tokens=num_tokens, reserve=reserve)
         return self.get_blocks(request_id)
 
     def extend_allocation(self, request_id: Hashable, additional_tokens: int = 1) -> KVCacheBlocks:
         """Places for more tokens; returns the blocks that were added, none while the last one has room."""
         handle = self.handle(request_id)
         before = handle.num_blocks
-        self.manager.extend(handle, additional_tokens)
+        with self._named_host_blocks():
+            self.manager.extend(handle, additional_tokens)
         return KVCacheBlocks(gpu_blocks=handle.block_ids()[before:].tolist())
 
+    @contextmanager
+    def _named_host_blocks(self) -> Iterator[None]:
+        """PyAgent mixed CPU blocks into tables when the GPU was full; here the error names the way to use them."""
+        try:
+            yield
+        except OutOfBlocksError as error:
+            free = sum(pool.free + pool.cached for pool in self.manager.stats().pools if pool.tier == Tier.HOST)
+            if not free:
+                raise
+            raise type(error)(
+                f"{error}. A table never mixes GPU and CPU blocks: swap_out(other_request) moves one to the {free} free "
+                f"CPU blocks"
+            ) from None
+
+    def _get_block_tokens(self, request_id: Hashable, layer_idx: int, block_id: int) -> int:
+        """How many tokens of a request have a place in one of its blocks."""
+        table = self.get_block_table(request_id, layer_idx)
+        number = as_count(block_id, "block_id")
+        if number not in table:
+            raise InvalidArgumentError(f"request {request_id!r} has no block {number}; its table is {show(table)}")
+        size = self.config.block_size
+        return min(size, self.handle(request_id).num_reserved - table.index(number) * size)
+
     def free_request(self, request_id: Hashable) -> None:
-        self.free(request_id)
+        self.manager.free(self.handle(request_id))
 
     def get_blocks(self, request_id: Hashable) -> KVCacheBlocks:
         """Where the blocks of a request are now; on the host only those that hold something."""
@@ -128,6 +107,30 @@ class PagedKVCache(PyAgentCalls):
         if handle.swapped is not None:
             return KVCacheBlocks(cpu_blocks=[block for block in handle.swapped.ids[0].tolist() if block >= 0])
         return KVCacheBlocks(gpu_blocks=handle.block_ids().tolist())
+
+    def get_block_table(self, request_id: Hashable | KVCacheHandle, layer_idx: int = 0) -> list[int | None]:
+        """Block ids of the request for one layer; all layers share a table. None for each while it is swapped out."""
+        return self.table(request_id, self._group(layer_idx, "layer_idx"))
+
+    def commit(self, request_id: Hashable | KVCacheHandle, tokens: Any) -> None:
+        """Keys and values of these tokens (ids, how many of the prompt's, or None for its rest) are written and final."""
+        self.manager.commit(self.handle(request_id), tokens)
+
+    @property
+    def usage(self) -> float:
+        """The fraction of the GPU blocks that live requests hold."""
+        return self.manager.usage
+
+    def get_num_free_blocks(self) -> int:
+        return self.manager.get_num_free_blocks()
+
+    @property
+    def allocator(self) -> KVCacheAllocator:
+        """Refused: the blocks of requests belong to the manager, and nobody else gives them out."""
+        raise InvalidArgumentError(
+            "a cache has no allocator of its own: ask get_num_free_blocks, usage or can_allocate; "
+            "KVCacheAllocator(config) gives out single blocks"
+        )
 
 
 class KVCacheManager(PagedKVCache):
@@ -139,6 +142,7 @@ class KVCacheManager(PagedKVCache):
     def __init__(self, config: KVCacheConfig) -> None:
         super().__init__(config)
         self.transfer = KVCacheTransfer(config)
+        self._pressure_callbacks: list[Callable[[PressureChange], None]] = []
 
     @property
     def paged_cache(self) -> PagedKVCache:
@@ -152,6 +156,9 @@ class KVCacheManager(PagedKVCache):
     def extend(self, request_id: Hashable, additional_tokens: int = 1) -> KVCacheBlocks:
         return self.extend_allocation(request_id, additional_tokens)
 
+    def free(self, request_id: Hashable) -> None:
+        self.free_request(request_id)
+
     def swap_out(self, *requests: Hashable) -> int:
         """Moves requests to the host; returns how many blocks were copied."""
         return self.manager.swap_out(*map(self.handle, requests))
@@ -159,8 +166,59 @@ class KVCacheManager(PagedKVCache):
     def swap_in(self, *requests: Hashable) -> int:
         return self.manager.swap_in(*map(self.handle, requests))
 
+    def can_allocate(self, num_tokens: int | None = None, *, tokens: Any = None) -> bool:
+        """Whether `allocate` would succeed now; `manager.can_allocate` tells LATER from NEVER."""
+        return bool(self.manager.can_allocate(tokens, num_tokens=num_tokens))
 
-@knows_settings("create_kv_cache_manager", CONFIG_SETTINGS - {"layers", "gpu_blocks", "host_blocks"})
+    def on_memory_pressure(self, callback: PressureCallback) -> Callable[[], None]:
+        """Calls back under pressure; returns a function that stops it.
+
+        A callback without parameters, as PyAgent's are, is called when the level rises to CRITICAL. One that takes an
+        argument gets every change of the level, in both directions.
+        """
+        call = _as_listener(callback)
+        stop_listening = self.manager.on_memory_pressure(call)
+        self._pressure_callbacks.append(call)
+
+        def stop() -> None:
+            stop_listening()
+            if call in self._pressure_callbacks:
+                self._pressure_callbacks.remove(call)
+
+        return stop
+
+    def _trigger_memory_pressure(self) -> None:
+        """Calls every callback as if the level had risen to CRITICAL now."""
+        change = PressureChange(MemoryPressure.CRITICAL, self.manager.pressure, self.usage, 0, "triggered by a call")
+        for callback in list(self._pressure_callbacks):
+            contain(lambda call=callback: call(change))  # type: ignore[misc]
+
+
+def _as_listener(callback: Any) -> Callable[[PressureChange], None]:
+    """A callback of either kind as one that takes a change; each registration is a function of its own."""
+    if not callable(callback):
+        raise InvalidArgumentError(f"on_memory_pressure takes a callable, got {show(callback)}")
+    if _takes(callback, 1):
+        return lambda change: callback(change)
+    if _takes(callback, 0):
+        return lambda change: callback() if change.level is MemoryPressure.CRITICAL else None
+    raise InvalidArgumentError(
+        f"a callback of on_memory_pressure takes nothing or the change of the level, got {show(callback)} with "
+        f"{inspect.signature(callback)}"
+    )
+
+
+def _takes(callback: Callable[..., Any], num_arguments: int) -> bool:
+    try:
+        inspect.signature(callback).bind(*[None] * num_arguments)
+    except TypeError:
+        return False
+    except ValueError:  # some builtins do not say
+        return True
+    return True
+
+
+@knows_settings("create_kv_cache_manager", MORE_SETTINGS)
 def create_kv_cache_manager(
     num_layers: int,
     num_heads: int,
@@ -168,18 +226,19 @@ def create_kv_cache_manager(
     num_blocks: int = 1000,
     block_size: int = 16,
     *,
-    dtype: StoredType | DType | str = StoredType.FLOAT16,
-    num_cpu_blocks: int | None = None,
-    device: str | None = None,
+    dtype: StoredType | DType | str = DType.FLOAT16,
+    num_cpu_blocks: int = 0,
+    device: DeviceType | str | None = None,
     **settings: Any,
-) -> CompatKVCacheManager:
-    """A manager for equal layers with `num_heads` KV heads each; `settings` are other fields of `KVCacheConfig`.
+) -> KVCacheManager:
+    """A manager for equal layers with `num_heads` KV heads each; `settings` are other fields of kvpool's `KVCacheConfig`.
 
     >>> cache = create_kv_cache_manager(num_layers=2, num_heads=4, head_dim=64, num_blocks=8, block_size=4)
-    >>> _ = cache.allocate("r", 6)
-    >>> cache.get_block_table("r", layer_idx=1), cache.get_num_free_blocks()
-    ([0, 1], 6)
+    >>> cache.allocate("r", 6).gpu_blocks, cache.get_block_table("r", layer_idx=1), cache.get_num_free_blocks()
+    ([0, 1], [0, 1], 6)
     """
-    layers = [LayerSpec(kv_heads=num_heads, head_dim=head_dim, dtype=stored_type(dtype))] * num_layers
-    config = CacheConfig(layers, block_size, gpu_blocks=num_blocks, host_blocks=num_cpu_blocks, **settings)
-    return CompatKVCacheManager(Manager(config), device=device)
+    num_blocks = check_int("num_blocks", num_blocks, 0, 2**31 - 1)
+    config = KVCacheConfig(
+        num_layers, num_heads, head_dim, dtype, device, block_size, num_blocks, num_cpu_blocks, more=settings
+    )
+    return KVCacheManager(config)
