@@ -26,6 +26,7 @@ CHECKS = [
     "identity",
     "settings",
     "among_others",
+    "fp8",
     "reader",
     "events",
     "hybrid",
@@ -158,6 +159,11 @@ def test_given_any_setting_of_vllm_when_it_changes_then_the_fingerprint_does_or_
 @pytest.mark.parametrize("place", ["first", "second"])
 def test_given_vllms_multi_connector_then_ours_works_and_the_other_gets_its_own_metadata(seen: Any, place: str) -> None:
     assert of(seen, "among_others")[place] == [True, [True, [WHOLE] * 3], [True]]
+
+
+def test_given_keys_and_values_of_8_bits_then_they_come_back_and_other_types_do_not_find_them(seen: Any) -> None:
+    expected = [[True, [0] * 3], [True, [WHOLE] * 3], [True, [WHOLE] * 3]]
+    assert of(seen, "fp8") == [expected, [0] * 3]
 
 
 def test_given_a_directory_of_another_process_then_it_is_refused_or_read_only(seen: Any) -> None:

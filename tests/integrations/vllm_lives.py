@@ -432,6 +432,25 @@ def among_others(folder: Path) -> Any:
 
 
 @check
+def fp8(folder: Path) -> Any:
+    """vLLM keeps keys and values in 8 bits: cold, from the host, and from the disk, where other types find nothing."""
+    llama, options = model("llama", folder), {"kv_cache_dtype": "fp8"}
+    extra = {"host_bytes": "64MB", "disk": str(folder / "fp8"), "disk_bytes": "64MB"}
+    with life(llama, **options) as alone:
+        expected = alone.answers(PROMPTS)
+    with life(llama, extra, **options) as first:
+        cold = first.asked(PROMPTS)
+        first.forget()
+        host = first.asked(PROMPTS)
+        first.settle()
+    with life(llama, extra, **options) as second:
+        disk = second.asked(PROMPTS)
+    with life(llama, extra) as third:
+        other = [cached for _, cached in third.asked(PROMPTS)]
+    return [_seen(got, expected) for got in (cold, host, disk)], other
+
+
+@check
 def reader(folder: Path) -> Any:
     """A directory that another process writes to: refused without `read_only`, and read with it."""
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
