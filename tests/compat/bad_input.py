@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from kvpool import KVCacheHandle, KVCacheManager, compat
-from kvpool.compat import pyagent
+from kvpool.compat import ferrum, pyagent
 from kvpool.config.layers import show
 from kvpool.errors import KVPoolError
 from kvpool.storage import DataPlane
@@ -270,7 +270,7 @@ def cases(subjects: Iterable[Subject], *modules: str) -> Any:
 
 def kinds_in(system: str) -> set[str]:
     """The public classes and functions of a system's modules that take arguments from users: no enums, no answers."""
-    names = [(module, name) for module in (compat, pyagent) for name in module.__all__]
+    names = [(module, name) for module in (compat, pyagent, ferrum) for name in module.__all__]
     kinds = {getattr(module, name) for module, name in names}
     start = f"kvpool.compat.{system}"
     return {kind.__name__ for kind in kinds if kind.__module__.startswith(start) and not _is_answer(kind)}

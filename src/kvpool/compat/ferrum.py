@@ -8,7 +8,7 @@ from kvpool.compat.ferrum_calls import CacheGcStats, CacheManagerStats, FerrumKV
 from kvpool.compat.ferrum_handle import CacheHandleStats, PagedKvCacheHandle
 from kvpool.compat.ferrum_manager import PagedKvCacheConfig, PagedKvCacheManager
 from kvpool.compat.ferrum_pool import BlockPool, BlockPoolStats
-from kvpool.compat.ferrum_prefixes import CachedPrefix, FoundPrefix, PrefixCache, PrefixCacheStats
+from kvpool.compat.ferrum_prefixes import FoundPrefix, PrefixCache, PrefixCacheStats
 from kvpool.compat.ferrum_types import AllocationRequest, BlockTable, DataType, Device, Priority, RequestId
 from kvpool.errors import KVPoolError
 from kvpool.stats import MemoryPressure
@@ -27,7 +27,6 @@ __all__ = [
     "CacheGcStats",
     "CacheHandleStats",
     "CacheManagerStats",
-    "CachedPrefix",
     "DataType",
     "Device",
     "FerrumError",

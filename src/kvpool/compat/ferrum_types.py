@@ -50,6 +50,8 @@ class RequestId(str):
     __slots__ = ()
 
     def __new__(cls, name: str | None = None) -> RequestId:
+        if name is not None and not isinstance(name, str):
+            raise InvalidArgumentError(f"RequestId takes a name, or none for a new one, got {show(name)}")
         return super().__new__(cls, uuid.uuid4() if name is None else name)
 
 
