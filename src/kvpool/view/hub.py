@@ -32,20 +32,19 @@ class Viewer:
     """Somebody who watches. `wake` is called, from any thread, when there is something to read."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        self._wake = wake
+        self.wake = wake
         self._lock = threading.Lock()
         self._pending: list[bytes] = []
         self.num_skipped = 0  # messages that were never sent
 
     def offer(self, message: bytes, snapshot: Callable[[], bytes]) -> None:
-        """Adds a message, or, if too many are unread, puts a snapshot in place of them all."""
+        """Adds a message, or, if too many are unread, puts a snapshot in place of them all. The caller wakes the viewer."""
         with self._lock:
             if len(self._pending) >= MAX_PENDING:
                 self.num_skipped += len(self._pending)
                 self._pending = [as_event("skipped", {"messages": self.num_skipped}), snapshot()]
             else:
                 self._pending.append(message)
-        self._wake()
 
     def take(self) -> bytes:
         """All that is unread."""
@@ -110,6 +109,7 @@ class Hub:
                 self._thread = threading.Thread(target=self._run, name="kvpool-view", daemon=True)
                 self._thread.start()
             self._wake.notify_all()
+        viewer.wake()
         return viewer
 
     def leave(self, viewer: Viewer) -> None:
@@ -170,9 +170,12 @@ class Hub:
             return made[0]
 
         with self._wake:
-            for viewer in self._viewers:
+            viewers = list(self._viewers)
+            for viewer in viewers:
                 viewer.offer(message, snapshot)
             self._look = look
+        for viewer in viewers:
+            viewer.wake()
         return now
 
 

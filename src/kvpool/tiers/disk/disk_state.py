@@ -38,12 +38,12 @@ class State:
         """The last job of a slab that is given up closes its files."""
         with self.lock:
             slab.num_jobs -= 1
-            if slab.retired and not slab.num_jobs:
-                slab.close()
+            is_last = slab.retired and not slab.num_jobs
+        if is_last:
+            slab.close()
 
     def retire(self, number: int) -> Slab:
-        """Takes a slab out of the catalog; its files are closed when nobody reads them any more. Called under the lock."""
+        """Takes a slab out of the catalog, called under the lock. It counts as a job, which the caller ends outside of it."""
         slab = self.catalog.retire(number)
-        if not slab.num_jobs:
-            slab.close()
+        slab.num_jobs += 1
         return slab

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from kvpool.tiers.disk.buffers import Workers
 from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.disk_state import State
 from kvpool.tiers.disk.growth import Growth
+from kvpool.tiers.disk.records import Records
 from kvpool.tiers.disk.slab import supports_direct
 from kvpool.tiers.disk.value_loading import Loading
 from kvpool.tiers.disk.value_storing import Storing
@@ -89,6 +91,7 @@ class DiskTier(KeyedTier):
             while catalog.allocated_bytes > self._capacity and (number := catalog.coldest_slab()) is not None:
                 slab = state.retire(number)
                 slab.delete()
+                state.end_job(slab)
                 notes.append(f"{slab.path.name} removed: the slabs took more than {self._capacity:,} bytes")
             if direct and not possible:
                 notes.append("the file system refuses direct I/O: values go through the page cache")
@@ -112,7 +115,12 @@ class DiskTier(KeyedTier):
     def _contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         with self._state.lock:
             found = self._state.catalog.contains(keys)
-            if not self._state.is_writable and False in found and self._refreshed():
+            is_stale = not self._state.is_writable and False in found and time.monotonic() >= self._next_refresh
+            if is_stale:
+                self._next_refresh = math.inf  # until it is done: one thread reads the files
+        if is_stale:
+            self._refresh()
+            with self._state.lock:
                 found = self._state.catalog.contains(keys)
         return found
 
@@ -145,26 +153,37 @@ class DiskTier(KeyedTier):
             catalog = self._state.catalog
             return Room(len(catalog), catalog.used_bytes, self._capacity, self._state.problem)
 
-    def _refreshed(self) -> bool:
-        """Takes over what the writing process has changed since; at most once a second. Called under the lock."""
-        now = time.monotonic()
-        if now < self._next_refresh:
-            return False
-        self._next_refresh = now + REFRESH_SECONDS
+    def _refresh(self) -> None:
+        """Takes over what the writing process has changed since; at most once a second."""
+        try:
+            self._read_again()
+        finally:
+            self._next_refresh = time.monotonic() + REFRESH_SECONDS
+
+    def _read_again(self) -> None:
         catalog = self._state.catalog
         paths = set(self.directory.slab_paths())
-        known = {slab.path: number for number, slab in catalog.slabs.items()}
-        for path, number in known.items():
+        with self._state.lock:
+            known = {slab.path: (number, slab) for number, slab in catalog.slabs.items()}
+        changed: list[tuple[int, Records]] = []
+        gone: list[int] = []
+        for path, (number, slab) in known.items():
             try:
                 if path in paths:
-                    catalog.update(number, catalog.slabs[number].reread())
+                    changed.append((number, slab.reread()))
                     continue
             except OSError:  # given up by the writer between the two looks
                 pass
-            self._state.retire(number)
-        for slab in self.directory.open_slabs(writable=False, direct=self._direct, known=set(known))[0]:
-            catalog.add(slab)
-        return True
+            gone.append(number)
+        opened, _ = self.directory.open_slabs(writable=False, direct=self._direct, known=set(known))
+        with self._state.lock:
+            for number, records in changed:
+                catalog.update(number, records)
+            retired = [self._state.retire(number) for number in gone]
+            for slab in opened:
+                catalog.add(slab)
+        for slab in retired:
+            self._state.end_job(slab)
 
     # --- ending ------------------------------------------------------------------------------------------------------
 
@@ -173,12 +192,13 @@ class DiskTier(KeyedTier):
             self.report("a read or write hangs: files stay open")
             return
         with self._state.lock:
-            for slab in self._state.catalog.slabs.values():
-                if self._state.is_writable:
-                    try:
-                        slab.write_records()
-                        slab.sync()
-                    except OSError as error:
-                        self.report(f"{slab.path.name}: {error.strerror or error}")
-                slab.close()
+            slabs = list(self._state.catalog.slabs.values())
+        for slab in slabs:
+            if self._state.is_writable:
+                try:
+                    slab.write_records()
+                    slab.sync()
+                except OSError as error:
+                    self.report(f"{slab.path.name}: {error.strerror or error}")
+            slab.close()
         self.directory.unlock()

@@ -39,11 +39,13 @@ class Growth:
                     if size.free:
                         return
                     num_slots = self._slots_of_a_new_slab(size, self._capacity - self._state.catalog.allocated_bytes)
-                    if not num_slots and not self._give_up_a_slab(size):
-                        return
-                if num_slots:
-                    self._add_slab(size, num_slots)
+                    given_up = None if num_slots else self._given_up(size)
+                if given_up is None:
+                    if num_slots:
+                        self._add_slab(size, num_slots)
                     return
+                given_up.delete()
+                self._state.end_job(given_up)
 
     def _slots_of_a_new_slab(self, size: SizeClass, room: int) -> int:
         """How many slots a new slab of this class has; 0 if the capacity is used up."""
@@ -53,13 +55,12 @@ class Growth:
         goal = min(max(self._capacity // MAX_SLABS, small), MAX_SLAB_BYTES)
         return max(0, min(max(1, (goal - fixed) // per_slot), (room - fixed) // per_slot))
 
-    def _give_up_a_slab(self, size: SizeClass) -> bool:
-        """Frees capacity that slots of another size hold, if all in them is older than what would go otherwise."""
+    def _given_up(self, size: SizeClass) -> Slab | None:
+        """A slab whose slots of another size give way, if all in them is older than what would go otherwise."""
         number = self._state.catalog.coldest_slab(size)
         if number is None or slab_bytes(size.slot_bytes, 1) > self._capacity:
-            return False
-        self._state.retire(number).delete()
-        return True
+            return None
+        return self._state.retire(number)
 
     def _add_slab(self, size: SizeClass, num_slots: int) -> None:
         if time.monotonic() < self._next_try:
