@@ -19,6 +19,10 @@ REPO_ROOT = Path(__file__).resolve().parent.parent
 
 sys.path.insert(0, str(REPO_ROOT / "tests"))  # for managers.py: tests are collected with --import-mode=importlib
 
+import lock_watch  # noqa: E402
+
+lock_watch.install()
+
 # Kernels run in Triton's interpreter where there is no GPU. Triton reads this when it is imported, which any test may cause.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -72,6 +76,16 @@ def no_waiting() -> Iterator[None]:
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, earlier)
+
+
+@pytest.fixture(autouse=True)
+def no_lock_over_io() -> Iterator[None]:
+    """No lock of kvpool is held over a file, a socket or a log line, but those that docs/architecture.md names."""
+    lock_watch.findings.clear()
+    yield
+    allowed = lock_watch.exceptions()
+    found = [finding for finding in lock_watch.findings if finding.lock not in allowed]
+    assert not found, "under a lock: " + "; ".join(map(str, found[:5]))
 
 
 _kinds_checked: set[tuple[Any, ...]] = set()

@@ -170,20 +170,21 @@ def test_given_the_least_or_the_most_effort_then_planes_are_exact(method: str, l
     assert bytes(out) == data
 
 
-def with_scale(exponent: int) -> bytes:
-    """A group of sixty-four numbers in fp8 whose scale is a power of two with this exponent."""
-    return b"\1" + exponent.to_bytes(2, "little", signed=True) + bytes(GROUP)
+def decode_with_scale(exponent: int) -> None:
+    """Two groups of numbers in fp8; the scale of the second is a power of two with this exponent."""
+    encoded = b"\1\0\0" + exponent.to_bytes(2, "little", signed=True) + bytes(2 * GROUP)
+    Fp8().decode(memoryview(encoded), memoryview(bytearray(4 * GROUP)))
 
 
 @pytest.mark.parametrize("exponent", [LOWEST_EXPONENT - 1, LOWEST_EXPONENT + NUM_EXPONENTS, -(2**15), 2**15 - 1])
 def test_given_a_scale_that_does_not_exist_then_the_value_cannot_be_read(exponent: int) -> None:
     with pytest.raises(UnreadableValueError, match="a scale that does not exist"):
-        Fp8().decode(memoryview(with_scale(exponent)), memoryview(bytearray(2 * GROUP)))
+        decode_with_scale(exponent)
 
 
 @pytest.mark.parametrize("exponent", [LOWEST_EXPONENT, LOWEST_EXPONENT + NUM_EXPONENTS - 1])
 def test_given_the_smallest_or_the_largest_scale_then_the_value_can_be_read(exponent: int) -> None:
-    Fp8().decode(memoryview(with_scale(exponent)), memoryview(bytearray(2 * GROUP)))
+    decode_with_scale(exponent)
 
 
 def test_given_more_than_fits_in_memory_at_once_then_values_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
