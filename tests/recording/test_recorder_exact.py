@@ -294,3 +294,14 @@ def test_given_a_prompt_that_is_committed_by_ids_when_replayed_then_it_is_found_
         assert manager.allocate("again", [*prompt, 7, 7, 7, 7, 0], scope=scope).num_cached_tokens == 24
         assert manager.allocate("elsewhere", prompt, scope=ReuseScope(adapter="a")).num_cached_tokens == 0
     assert_equal_counters(replay_recording(tmp_path / "ids.kvtrace"), manager.stats())
+
+
+def test_given_requests_that_begin_empty_or_name_an_empty_session_when_replayed_then_all_counters_agree(
+    tmp_path: Path,
+) -> None:
+    manager = KVCacheManager(KVCacheConfig([LayerSpec(1, 8)], 4, gpu_blocks=8, watermark=0.0))
+    with TraceRecorder(tmp_path / "empty.kvtrace").attach(manager):
+        manager.commit(manager.allocate("all", list(range(20)), session=""))  # leaves three blocks
+        manager.extend(manager.allocate("none yet", [7] * 16, reserve=0), 4)
+        assert manager.invalidate(session="") == 5
+    assert_equal_counters(replay_recording(tmp_path / "empty.kvtrace"), manager.stats())

@@ -143,8 +143,11 @@ class TraceRecorder:
                 self.stopped_because = writer.write(operation)
 
 
+_UNSAID = {"lookahead": 0, "cross_tokens": 0, "lease": False, "multimodal": ()}  # what `allocate` takes if it is not told
+
+
 def _allocated(handle: KVCacheHandle, _: Hashable, tokens: Any, options: dict[str, Any]) -> Operation:
-    more = {name: value for name, value in options.items() if value and name != "scope"}
+    more = {name: value for name, value in options.items() if name != "scope" and value not in (None, _UNSAID.get(name))}
     return "a", handle.serial, _copied(tokens), handle.scope, more
 
 
