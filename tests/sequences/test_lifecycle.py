@@ -268,10 +268,23 @@ def test_a_window_does_not_reopen_over_blocks_that_are_gone() -> None:
     manager.free(manager.allocate("b", [*range(40), 1]))  # closes the run
     assert manager.evict(3) == 3  # sliding blocks 5 to 7
     manager.allocate("c", num_tokens=8)  # somebody else has them now
-    with pytest.raises(SequenceStateError, match="cannot be rewound to 32 committed tokens"):
+    with pytest.raises(SequenceStateError, match="cannot be rewound to 32 tokens"):
         manager.rewind(handle, 8)
     manager.check()
     manager.rewind(handle, 24)  # what this window covers is still there
+    manager.check()
+
+
+def test_given_a_sequence_narrowed_ahead_of_its_commits_when_rewound_then_its_windows_have_the_blocks_they_cover() -> None:
+    manager = make_manager(FULL, SLIDING, gpu_blocks=64)
+    handle = manager.allocate("a", list(range(40)))
+    manager.narrow(handle, 40)
+    before = handle.block_table(1)
+    manager.rewind(handle, 0)
+    manager.check()
+    assert handle.block_table(1) == before
+    with pytest.raises(SequenceStateError, match="cannot be rewound to 20 tokens"):
+        manager.rewind(handle, 20)  # what the query there would read was given back
     manager.check()
 
 

@@ -61,10 +61,9 @@ class Rewinding:
     def _prepare(self, handle: KVCacheHandle, row: int, length: int) -> None:
         """Before a rewind: reads again what the windows will cover, and makes room for the block that is cut in two."""
         rows, size = self.rows, self.state.block_size
-        committed = min(length, rows.committed.item(row))
         tip = rows.tips[row]
         assert tip is not None
-        reopened = self.windows.reopen(handle, row, committed)
+        reopened = self.windows.reopen(handle, row, length)
         if length % size and length < tip.end * size:
             try:
                 what = f"rewinding {handle.request_id!r}"

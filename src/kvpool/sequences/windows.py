@@ -96,8 +96,8 @@ class RowWindows:
                 table[row, published:new] = -1
             rows.window_start[group.index, row] = new
 
-    def reopen(self, handle: KVCacheHandle, row: int, committed: int) -> list[tuple[Group, int, int]]:
-        """A row goes back to `committed` tokens: its windows cover again what they had left, if that is still there.
+    def reopen(self, handle: KVCacheHandle, row: int, length: int) -> list[tuple[Group, int, int]]:
+        """A row goes back to `length` tokens: its windows cover again what they had left, if that is still there.
 
         Returns (group, first block, block where the window started before), for `close_again`.
         """
@@ -107,13 +107,14 @@ class RowWindows:
         path = tip.path()
         reopened: list[tuple[Group, int, int]] = []
         for group in self.context.windowed:
-            start, stop = group.first_read(committed), int(rows.window_start[group.index, row])
+            stop = int(rows.window_start[group.index, row])
+            start = min(group.first_read(length), stop)
             left = rows.tables[group.index][row, start:stop]
             # The tree may have lost blocks since they left the window; the table is not told.
             left[: max(0, tip.end - start)] = path_ids(path, tip.end, group.index)[start:stop]
-            if (left[: max(0, ceil_div(committed, size) - start)] < 0).any():
+            if (left[: max(0, ceil_div(length, size) - start)] < 0).any():
                 raise SequenceStateError(
-                    f"request {handle.request_id!r} cannot be rewound to {committed} committed tokens: "
+                    f"request {handle.request_id!r} cannot be rewound to {length} tokens: "
                     f"layer group {group.index} has already dropped blocks that its window would cover again"
                 )
             if start < stop:
