@@ -205,7 +205,7 @@ docs: $(VENV)/.stamp-docs ## the documentation site with its API reference, in b
 pictures: $(VENV)/.stamp-run ## draw docs/images/pool.svg again, from the manager as it is now
 	@$(PY) tools/pool_picture.py $(ARGS)
 
-fuzz: $(VENV)/.stamp-dev ## random operations in random configurations against a byte-exact model; ARGS="--operations 1000000"
+fuzz: $(VENV)/.stamp-dev ## random operations in random configurations against a byte-exact model; ARGS="--operations 1000000 --processes 4"
 	$(PY) tests/stateful/long_run.py $(ARGS)
 
 mutants: $(VENV)/.stamp-dev ## change kvpool in 100 small ways: which changes does no test notice? ARGS="--seed 7 --module tiers/ --processes 8"

@@ -1,8 +1,10 @@
-"""What every block holds, byte by byte, and what it should hold: the slow, obvious half of the wild machine.
+"""What every block holds, byte by byte, who computed it, and what it should hold: the slow, obvious half of the wild machine.
 
 The "bytes" that an engine writes for a token are a number that stands for everything they depend on: the scope, every
 token before it as it was computed, the token itself, and how often that content was invalidated before it was written.
 So two slots hold the same number exactly when one may be read for the other. Free blocks are wiped.
+
+Beside each number stands its origin: the sessions of everybody who computed it, or something that it was computed from.
 """
 
 from __future__ import annotations
@@ -88,6 +90,39 @@ class Histories:
         self._chains.clear()
 
 
+Session = tuple[str, int]  # a name, and how often that session had been invalidated before
+
+
+class Sessions:
+    """Numbers sets of sessions. What a session computed before it was invalidated is stale: nobody may find it any more."""
+
+    def __init__(self) -> None:
+        self._sets: list[frozenset[Session]] = [frozenset()]
+        self._numbers: dict[frozenset[Session], int] = {frozenset(): 0}
+        self._invalidated: dict[str, int] = {}
+
+    def now(self, name: str | None) -> frozenset[Session]:
+        """The origin of what a request of this session computes, if it begins now."""
+        return frozenset() if name is None else frozenset({(name, self._invalidated.get(name, 0))})
+
+    def invalidate(self, name: str) -> None:
+        self._invalidated[name] = self._invalidated.get(name, 0) + 1
+
+    def number(self, sessions: frozenset[Session]) -> int:
+        if sessions not in self._numbers:
+            self._numbers[sessions] = len(self._sets)
+            self._sets.append(sessions)
+        return self._numbers[sessions]
+
+    def united(self, numbers: Any) -> frozenset[Session]:
+        """The sessions of all these origins."""
+        return frozenset().union(*(self._sets[number] for number in np.unique(numbers).tolist()))
+
+    def stale(self, numbers: Any) -> list[Session]:
+        """Sessions that were invalidated since something of these origins was computed."""
+        return sorted(s for s in self.united(numbers) if s[1] < self._invalidated.get(s[0], 0))
+
+
 @dataclass
 class Request:
     """What the model knows of one live request."""
@@ -103,8 +138,9 @@ class Request:
     publishes: bool
     num_cross: int = 0
     encoder: Any = None  # what the encoder read: its name in the scope, or this request alone knows
-    session: str | None = None
+    sessions: frozenset[Session] = frozenset()
     swapped: bool = False
+    narrowed: int = 0  # it promised that only queries from this position on will read
     ready: list[int] = field(default_factory=list)  # bytes behind the written ones that are there and not written again
 
     @property
@@ -114,12 +150,13 @@ class Request:
     def forked(self, handle: KVCacheHandle) -> Request:
         return Request(
             handle, self.scope, self.tokens[:], self.values[:], self.known[:], self.reserved, self.committed,
-            self.num_prompt, self.publishes, self.num_cross, self.encoder, self.session, ready=self.ready[:],
+            self.num_prompt, self.publishes, self.num_cross, self.encoder, self.sessions,
+            narrowed=self.narrowed, ready=self.ready[:],
         )  # fmt: skip
 
 
 class Bytes:
-    """The fake data plane: one number per token slot of every block of every pool on every tier."""
+    """The fake data plane: two numbers, bytes and origin, per token slot of every block of every pool on every tier."""
 
     def __init__(self, manager: KVCacheManager) -> None:
         self.config: KVCacheConfig = manager.config
@@ -129,12 +166,20 @@ class Bytes:
         self._cells: dict[tuple[int, Tier], Any] = {}
 
     def cells(self, group: int, tier: Tier) -> Any:
-        """[block, offset] of the pool that a group's blocks come from; it follows the pool's size."""
+        """[block, offset] of the pool that a group's blocks come from: bytes."""
+        return self.both(group, tier)[:, :, 0]
+
+    def origins(self, group: int, tier: Tier) -> Any:
+        """[block, offset]: the numbers of their origins."""
+        return self.both(group, tier)[:, :, 1]
+
+    def both(self, group: int, tier: Tier) -> Any:
+        """[block, offset, bytes and origin]; it follows the pool's size."""
         pool = self.pools[group]
         wanted = self._pools[pool][tier].num_blocks
         cells = self._cells.get((pool, tier))
         if cells is None or len(cells) < wanted:
-            larger = np.zeros((wanted, self.size), np.int64)
+            larger = np.zeros((wanted, self.size, 2), np.int64)
             if cells is not None:
                 larger[: len(cells)] = cells
             cells = self._cells[pool, tier] = larger
@@ -144,8 +189,9 @@ class Bytes:
         """Each group writes its own bytes: those of another group's layers are wrong."""
         return np.asarray(values, np.int64) * len(self.pools) + group
 
-    def write(self, group: int, slots: Any, values: Any) -> None:
+    def write(self, group: int, slots: Any, values: Any, origin: int = 0) -> None:
         self.cells(group, Tier.GPU)[slots // self.size, slots % self.size] = self.marked(group, values)
+        self.origins(group, Tier.GPU)[slots // self.size, slots % self.size] = origin
 
     def read(self, group: int, tier: Tier, blocks: Any, offsets: Any) -> Any:
         return self.cells(group, tier)[blocks, offsets]
@@ -161,13 +207,13 @@ class Bytes:
             )
             length = self.size if op.num_tokens is None else op.num_tokens
             assert 0 < length <= self.size, op
-            source, target = self.cells(op.group, op.src_tier), self.cells(op.group, op.dst_tier)
+            source, target = self.both(op.group, op.src_tier), self.both(op.group, op.dst_tier)
             target[op.dst, :length] = source[op.src, :length]
 
     def wipe_free_blocks(self) -> None:
         for group in range(len(self.pools)):
             for tier in LOCAL_TIERS:
-                self.cells(group, tier)[self._pools[self.pools[group]][tier].free_ids()] = 0
+                self.both(group, tier)[self._pools[self.pools[group]][tier].free_ids()] = 0
 
 
 def positions_read(config: KVCacheConfig, group: int, query: int, stop: int) -> Any:
@@ -177,7 +223,7 @@ def positions_read(config: KVCacheConfig, group: int, query: int, stop: int) -> 
         return np.arange(stop)
     sliding = spec.kind is GroupKind.SLIDING
     start = max(0, query - spec.window + 1) if sliding else query // spec.window * spec.window
-    sinks = min(spec.sink_tokens, start)
+    sinks = min(spec.sink_tokens, start, stop)
     return np.concatenate([np.arange(sinks), np.arange(start, stop)]) if sinks else np.arange(start, stop)
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-from byte_model import Bytes
+from byte_model import Bytes, Sessions
 from wild_configs import draw_setting
 from wild_runs import reduced, report, run
 
@@ -32,11 +35,32 @@ def test_settings_cover_what_is_allowed() -> None:
     assert {config.host_write for config in configs if config.num_blocks(Tier.HOST)} == {"back", "through", 1, 2}
     assert {group.kind for config in configs for group in config.groups} == set(GroupKind)
     assert any(len(config.pools) > 2 for config in configs)
+    assert any(len(config.groups) == 5 for config in configs)
+    assert {(setting.listens, setting.records) for setting in settings} == {(a, b) for a in (0, 1) for b in (0, 1)}
     assert any(len([g for g in config.groups if g.window and g.pool == 0]) > 1 for config in configs), (
         "windows in one pool"
     )
     assert any(len({p.num_blocks[Tier.HOST] for p in config.pools}) > 1 for config in configs), "unequal host pools"
     assert any(num_blocks == 0 for setting in settings for _, _, num_blocks in setting.cuts), "a tier without one pool"
+
+
+def test_what_a_session_computed_is_stale_once_it_was_invalidated_and_so_is_what_was_computed_from_it() -> None:
+    sessions = Sessions()
+    first, other = sessions.now("s"), sessions.now("t")
+    both = sessions.number(first | other)
+    assert sessions.stale([both, 0]) == []
+    sessions.invalidate("s")
+    assert sessions.stale([both, 0]) == [("s", 0)]
+    assert sessions.stale([sessions.number(sessions.now("s")), sessions.number(sessions.now(None))]) == []
+
+
+def test_the_long_run_shares_its_numbers_between_processes() -> None:
+    long_run = Path(__file__).with_name("long_run.py")
+    command = [sys.executable, str(long_run), "--seed", "3", "--operations", "40", "--length", "10", "--processes", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "seed 3: numbers 3000000 to 3000003, 2 processes" in done.stdout
+    assert "seed 3: 40 operations in 4 settings, 0 failures" in done.stdout
 
 
 class LosesCopies(Bytes):

@@ -21,6 +21,7 @@ class Setting:
 
     config: KVCacheConfig
     listens: bool
+    records: bool  # a recording is made, played back at the end, and compared
     cuts: list[tuple[int, Tier, int]]  # (pool, tier, blocks): lower tiers resized to what no configuration may say
     scopes: list[ReuseScope]
     documents: list[list[int]]  # codes that prompts begin with, so that they share blocks of any size
@@ -48,7 +49,7 @@ def draw_setting(rng: Random) -> Setting:
         *(ReuseScope(tenant=t, adapter=rng.choice(("", "lora"))) for t in TENANTS[: rng.randrange(4)]),
     ]
     listens = bool(config.event_buffer_size) and rng.random() < 0.5
-    return Setting(config, listens, cuts, scopes, documents, num_tokens)
+    return Setting(config, listens, rng.random() < 0.5, cuts, scopes, documents, num_tokens)
 
 
 def with_items(rng: Random, document: list[int]) -> list[int]:
@@ -65,8 +66,8 @@ def with_items(rng: Random, document: list[int]) -> list[int]:
 
 
 def draw_layers(rng: Random, size: int) -> list[LayerSpec]:
-    """One to four groups; at least one is no cross-attention."""
-    layers = [draw_layer(rng, size) for _ in range(rng.choice((1, 1, 2, 2, 2, 3, 3, 4)))]
+    """One to five groups; at least one is no cross-attention."""
+    layers = [draw_layer(rng, size) for _ in range(rng.choice((1, 1, 2, 2, 2, 3, 3, 4, 5)))]
     if rng.random() < 0.15:
         layers.append(LayerSpec(1, rng.choice(HEAD_DIMS), cross_attention=True))
     return layers
@@ -107,7 +108,7 @@ def draw_config(rng: Random, layers: list[LayerSpec], size: int) -> KVCacheConfi
         host_write=rng.choice(("back", "back", "through", "through", 1, 2)) if offload else "back",
         watermark=rng.choice((0.0, 0.0, 0.0, 0.01, 0.1, 0.3)),
         eviction_policy=rng.choice(policy_names()),
-        default_ttl=8.0 if caching and rng.random() < 0.1 else None,
+        default_ttl=rng.choice((0.75, 8.0)) if caching and rng.random() < 0.1 else None,
         max_pinned_tokens=rng.choice((None, None, 0, 2 * size, 8 * size)),
         event_buffer_size=0 if rng.random() < 0.05 else 4096,
     )

@@ -12,10 +12,11 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from byte_model import Bytes, Histories, Request, positions_read, read_tree
+from byte_model import Bytes, Histories, Request, Sessions, positions_read, read_tree
 from item_codes import KINDS, raw
 from reference import LOCAL_TIERS, mirror_for
 from wild_configs import Setting
+from wild_recording import Recording
 
 from kvpool import GroupKind, KVCacheManager, Pin, Tier
 from kvpool.errors import KVPoolError
@@ -33,9 +34,12 @@ class WildMachine:
         self.now = 0.0
         self.manager = KVCacheManager(setting.config, clock=lambda: self.now)
         self.state = self.manager._state
-        # So few numbers that other items soon get those that were forgotten, which happens all the time.
-        self.state.rows.symbols = Symbols(num_numbers=len(KINDS) * 3 + 1, min_limit=0)
-        self.histories = Histories()
+        self.recording = Recording(self.manager) if setting.records else None
+        # What nobody holds is forgotten all the time. There are so few numbers that other items soon get them, but not where
+        # a recording is compared: policies know evicted runs by these numbers, which a recording does not have.
+        few = {"num_numbers": len(KINDS) * 3 + 1} if not setting.records else {}
+        self.state.rows.symbols = Symbols(**few, min_limit=0)
+        self.histories, self.sessions = Histories(), Sessions()
         self.bytes = Bytes(self.manager)
         groups = setting.config.groups
         self.size = setting.config.block_size
@@ -62,6 +66,8 @@ class WildMachine:
 
     def step(self, operation: Callable[[WildMachine, Random], None], rng: Random) -> None:
         """One operation; copies are left to pile up for a while now and then."""
+        self.now += rng.choice((0.0, 0.0, 0.0, 0.125, 0.5))
+        self.manager.gc()  # what is due leaves before the model looks
         postponed = [(request, end) for request in self.live.values() for end in self.postponed_ends(request)]
         operation(self, rng)
         for request, end in postponed:
@@ -141,6 +147,7 @@ class WildMachine:
     def write(self, request: Request, tokens: list[int], slots: Any) -> None:
         """The forward pass: keys and values of the next tokens go to their slots."""
         self.run_copies()
+        origin = self.sessions.number(self.origin(request, len(request.values) + len(request.ready)))
         values = []
         first_computed = min(len(tokens), len(request.ready))
         for index, token in enumerate(tokens):
@@ -155,11 +162,25 @@ class WildMachine:
         del request.ready[: len(tokens)]
         for group in self.growing:
             places = slots[group, first_computed:]
-            assert (places >= 0).all(), f"no place to write {len(tokens)} tokens of group {group}"
+            start = request.written - len(places)
+            wanted = positions_read(self.config, group, request.narrowed, request.written)
+            needed = np.isin(np.arange(start, request.written), wanted)
+            assert (places[needed] >= 0).all(), f"no place to write {len(tokens)} tokens of group {group}"
             assert (slots[group, :first_computed] == -1).all(), "a place for what is there already"
+            given = places >= 0
             writable = self.manager.writable_blocks(group)
-            assert writable[places // self.size].all(), f"group {group} would write blocks that others read"
-            self.bytes.write(group, places, values[first_computed:])
+            assert writable[places[given] // self.size].all(), f"group {group} would write blocks that others read"
+            self.bytes.write(group, places[given], np.array(values[first_computed:], np.int64)[given], origin)
+
+    def origin(self, request: Request, stop: int) -> frozenset[Any]:
+        """The origin of what a request computes now from its first `stop` tokens."""
+        found = request.sessions
+        for group in self.growing:
+            positions = positions_read(self.config, group, max(request.committed, request.narrowed), stop)
+            blocks = request.handle.block_ids(group)[positions // self.size]
+            read = self.bytes.origins(group, Tier.GPU)[blocks, positions % self.size]
+            found |= self.sessions.united(read)
+        return found
 
     # --- what must always hold ---------------------------------------------------------------------------------------
 
@@ -191,7 +212,7 @@ class WildMachine:
         """What later queries of a live request read is what was written for its tokens."""
         values = np.array([*request.values, *request.ready], np.int64)
         for group in self.growing:
-            positions = positions_read(self.config, group, request.committed, len(values))
+            positions = positions_read(self.config, group, max(request.committed, request.narrowed), len(values))
             self.compare(request, group, positions, values[positions])
         for group in self.cross:
             named = [self.histories.named((request.scope, request.encoder, p)) for p in range(request.num_cross)]
@@ -222,11 +243,18 @@ class WildMachine:
                 expected = self.bytes.marked(group, values.reshape(-1, width)[held])
                 where = f"cached {node.tokens.tolist()} from block {node.start} on, group {group}, {node.tier.name}"
                 assert (found == expected).all(), f"{where}: wrong bytes in {ids.tolist()}"
+                self.check_origins(where, self.bytes.origins(group, node.tier)[ids[held], :width])
                 if node.shadow is not None:
                     there = node.shadow[group]
                     found = self.bytes.cells(group, Tier.HOST)[there[there >= 0], :width]
                     expected = self.bytes.marked(group, values.reshape(-1, width)[there >= 0])
                     assert (found == expected).all(), f"{where}: wrong bytes in its shadow {there.tolist()}"
+                    self.check_origins(where, self.bytes.origins(group, Tier.HOST)[there[there >= 0], :width])
+
+    def check_origins(self, where: str, origins: Any) -> None:
+        """Nothing that an invalidated session computed, and nothing that was computed from it, can be found."""
+        stale = self.sessions.stale(origins)
+        assert not stale, f"{where}: bytes that these sessions computed before they were invalidated: {stale}"
 
     def check_index(self) -> None:
         """Only what was committed can be found, and that once."""
@@ -282,7 +310,7 @@ class WildMachine:
         ]  # fmt: skip
         cached = {}
         for node, values, _ in read_tree(self.manager, self.histories):
-            of_node = (node.tier, node.priority, node.expires_at, node.session, bool(node.pins), node.last_access)
+            of_node = (node.tier, node.priority, node.expires_at, node.sessions, bool(node.pins), node.last_access)
             columns = [ids.tolist() for ids in (*node.ids, *(node.shadow or ()))]
             ends = values[-1:] if node.is_remainder else values[self.size - 1 :: self.size]
             for index, end in enumerate(ends.tolist()):
@@ -299,10 +327,16 @@ class WildMachine:
         """At the end everything can be given back, and nothing is left."""
         self.manager.free_batch([request.handle for request in self.live.values()])
         self.manager.check()
+        if self.recording is not None:
+            self.recording.compare()
         self.manager.reset_prefix_cache()
         self.manager.check()
         for pool in (pool for tiers in self.state.pools for pool in tiers):
             assert pool.num_free == pool.num_blocks, f"pool {pool.index} on {pool.tier.name}: blocks are lost"
+
+    def close(self) -> None:
+        if self.recording is not None:
+            self.recording.close()
 
 
 def _plain(counter: Any) -> Any:

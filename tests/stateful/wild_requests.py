@@ -11,11 +11,12 @@ from reference import CachedBlocks, cached_blocks, expected_hit, takeable_blocks
 from wild_machine import MAX_LIVE, WildMachine
 from wild_steps import advance
 
-from kvpool import AllocStatus, Retention, ReuseScope, TokenRange
+from kvpool import AllocStatus, Retention, ReuseHint, ReuseScope, TokenRange
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
 
-SESSIONS = (None, None, "s", "t")
-TTLS = (None, None, None, 5.0, 20.0)
+SESSIONS = (None, None, "s", "t", "")
+TTLS = (None, None, None, None, 0.5, 2.0, 5.0, 20.0)
+HINTS = (None, None, None, ReuseHint("stop"), ReuseHint("tool_calls", 3.0), ReuseHint(expected_seconds=30.0))
 
 # --- admission --------------------------------------------------------------------------------------------------------
 
@@ -47,7 +48,7 @@ def draw_retention(rng: Random, num_tokens: int) -> Retention | None:
     if rng.random() < 0.7:
         return None
     cut = rng.randrange(1, num_tokens + 1)
-    duration = rng.choice((None, 10.0))
+    duration = rng.choice((None, 1.5, 10.0))
     ranges = [TokenRange(0, cut, priority=rng.randrange(101), duration=duration)]
     if rng.random() < 0.5:
         ranges.append(TokenRange(cut, None, priority=rng.randrange(101)))
@@ -73,7 +74,10 @@ def allocate(m: WildMachine, rng: Random) -> None:
     if len(m.live) >= MAX_LIVE:
         return
     tokens, known, options = draw_admission(m, rng)
-    keeping = {"session": rng.choice(SESSIONS), "ttl": rng.choice(TTLS), "retention": draw_retention(rng, len(tokens))}
+    keeping = {
+        "session": rng.choice(SESSIONS), "ttl": rng.choice(TTLS), "retention": draw_retention(rng, len(tokens)),
+        "hint": rng.choice(HINTS), "lease": rng.random() < 0.1,
+    }  # fmt: skip
     name, limit = f"r{next(m.names)}", m.config.max_seq_len
     longest = max(len(tokens) if known else 0, options.get("reserve", len(tokens)) + options["lookahead"])
     if limit is not None and longest > limit:
@@ -119,7 +123,7 @@ def note_admission(m: WildMachine, handle: Any, tokens: list[int], known: bool, 
     request = Request(
         handle, scope, tokens[:hit], values[:hit], tokens[:] if known else [], reserved, hit, len(tokens) if known else 0,
         m.config.enable_prefix_caching and not is_unnamed, num_cross, handle.request_id if is_unnamed else None,
-        handle.session, ready=values[hit:] if held else [],
+        m.sessions.now(handle.session), ready=values[hit:] if held else [],
     )  # fmt: skip
     m.live[handle.request_id] = request
     return request
@@ -143,9 +147,11 @@ def check_hit(
     # a block that would be copied from may have to make room instead: then only whole blocks are reused
     assert hit == match.num_tokens or (match.num_partial_tokens and hit < match.num_tokens)
     logits = request.handle.last_logits
-    assert hit < len(tokens) or logits is not None
+    assert hit < len(tokens) or logits is not None or request.handle.is_lease
     if logits is not None:
-        assert (hit, logits) == (len(tokens), request.values[-1]), "the logits of another prompt, or of an old one"
+        value, origin = logits
+        assert (hit, value) == (len(tokens), request.values[-1]), "the logits of another prompt, or of an old one"
+        m.check_origins("stored logits", origin)
 
 
 def write_encoder_tokens(m: WildMachine, request: Request) -> None:
@@ -185,7 +191,7 @@ def free(m: WildMachine, rng: Random) -> None:
     if rng.random() < 0.7:
         some = [r for r in [m.pick(rng, swapped=None)] if r is not None]
         for request in some:
-            m.manager.free(request.handle, keep)
+            m.manager.free(request.handle, keep, hint=rng.choice(HINTS))
     else:
         some = m.pick_some(rng, swapped=None)[:3]
         m.manager.free_batch([request.handle for request in some], keep)
@@ -204,7 +210,10 @@ def store_last_logits(m: WildMachine, rng: Random) -> None:
     if request is None:
         return
     length = request.num_prompt if rng.random() < 0.6 else rng.randrange(1, request.reserved + 2)
-    logits = request.values[length - 1] if 0 < length <= request.written else None
+    logits = None
+    if 0 < length <= request.written:
+        m.run_copies()
+        logits = request.values[length - 1], m.sessions.number(m.origin(request, length))
     done, stored = m.attempt(
         lambda: m.manager.store_last_logits(request.handle, logits, None if length == request.num_prompt else length),
         SequenceStateError,
@@ -213,6 +222,12 @@ def store_last_logits(m: WildMachine, rng: Random) -> None:
     if done and stored:
         match = m.manager.match_prefix(**told(tellable(request.known[:length])), scope=request.scope)
         assert match.has_last_logits == (match.num_tokens == length)
+
+
+def hint(m: WildMachine, rng: Random) -> None:
+    request = m.pick(rng, swapped=None)
+    if request is not None:
+        m.manager.hint(request.handle, rng.choice([said for said in HINTS if said is not None]))
 
 
 def swap_out(m: WildMachine, rng: Random) -> None:
@@ -237,4 +252,4 @@ def swap_in(m: WildMachine, rng: Random) -> None:
         request.swapped = False
 
 
-OPERATIONS = {allocate: 12, come_and_go: 8, fork: 3, free: 6, store_last_logits: 2, swap_out: 4, swap_in: 5}
+OPERATIONS = {allocate: 12, come_and_go: 8, fork: 3, free: 6, store_last_logits: 2, hint: 1, swap_out: 4, swap_in: 5}

@@ -42,6 +42,7 @@ def run(seed: int, numbers: Iterable[int], *, check_every: int = 1, calls: list[
     """Runs these operations of a seed with all checks after each, or each few; `calls` notes what the manager is asked."""
     setting = draw_setting(Random(f"setting {seed}"))
     done: list[int] = []
+    machine = None
     try:
         machine = WildMachine(setting)
         if calls is not None:
@@ -55,6 +56,9 @@ def run(seed: int, numbers: Iterable[int], *, check_every: int = 1, calls: list[
         machine.finish()
     except Exception as error:
         return Failure(seed, done, f"{type(error).__name__}: {error}", traceback.format_exc(), setting)
+    finally:
+        if machine is not None:
+            machine.close()
     return None
 
 
@@ -86,7 +90,8 @@ def report(failure: Failure) -> str:
             f"seed {failure.seed}, operations {failure.numbers}",
             f"layers {[_plain(layer) for layer in failure.setting.config.layers]}",
             str(failure.setting.config),
-            f"resized first: {failure.setting.cuts}, listening: {failure.setting.listens}",
+            f"resized first: {failure.setting.cuts}",
+            f"listening: {failure.setting.listens}, recording: {failure.setting.records}",
             *calls,
             failure.error,
         ]

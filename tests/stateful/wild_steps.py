@@ -207,10 +207,19 @@ def take_back(m: WildMachine, request: Request, count: int) -> bool:
     request.reserved -= count
     del request.ready[max(0, request.reserved - request.written) :]
     del request.tokens[request.reserved :], request.values[request.reserved :]
+    request.narrowed = min(request.narrowed, request.reserved)
     if request.committed > request.reserved:
         request.committed = request.reserved
         del request.known[request.reserved :]
     return True
+
+
+def narrow(m: WildMachine, rng: Random) -> None:
+    """A request promises to read no more than what queries from a position on do."""
+    if request := m.pick(rng):
+        position = rng.randrange(max(request.num_prompt, request.reserved) + 1)
+        m.manager.narrow(request.handle, position)
+        request.narrowed = max(request.narrowed, position)
 
 
 def compute_item_again(m: WildMachine, rng: Random) -> None:
@@ -247,5 +256,5 @@ def export(m: WildMachine, rng: Random) -> None:
 
 OPERATIONS = {
     compute: 6, commit_in_pieces: 3, extend: 5, extend_batch: 3, decode: 6, compute_batch: 4, rewind: 3, export: 1,
-    compute_item_again: 4,
+    compute_item_again: 4, narrow: 2,
 }  # fmt: skip

@@ -27,7 +27,7 @@ def pin(m: WildMachine, rng: Random) -> None:
     tokens, scope = draw_prompt(m, rng)
     request = m.pick(rng, swapped=None)
     what = {"tokens": request.handle} if request is not None and rng.random() < 0.4 else told(tokens)
-    ttl = rng.choice((None, None, 5.0, 20.0))
+    ttl = rng.choice((None, None, 0.75, 5.0, 20.0))
     done, made = m.attempt(
         lambda: m.manager.pin(**what, scope=scope, ttl=ttl), InvalidArgumentError, PinBudgetError, SequenceStateError
     )
@@ -54,7 +54,7 @@ def clear_quotas(m: WildMachine, rng: Random) -> None:
 
 
 def wait(m: WildMachine, rng: Random) -> None:
-    m.now += rng.choice((1.0, 6.0, 25.0))
+    m.now += rng.choice((0.125, 1.0, 3.0, 6.0, 25.0))
     if rng.random() < 0.5:
         m.manager.gc()
         assert all(pin.expires_at > m.now for pin in m.manager._pins.active.values())
@@ -81,7 +81,11 @@ def offload(m: WildMachine, rng: Random) -> None:
 
 def onboard(m: WildMachine, rng: Random) -> None:
     tokens, scope = draw_prompt(m, rng)
-    done, _ = m.attempt(lambda: m.manager.onboard(**told(tokens), scope=scope), OutOfBlocksError)
+    what = told(tokens)
+    if what["multimodal"] is None and rng.random() < 0.5:
+        done, _ = m.attempt(lambda: m.manager.prefetch(what["tokens"], scope), OutOfBlocksError)
+    else:
+        done, _ = m.attempt(lambda: m.manager.onboard(**what, scope=scope), OutOfBlocksError)
     if done and m.config.enable_prefix_caching and not m.state.cache.orders.quotas:
         assert set(m.manager.match_prefix(**told(tokens), scope=scope).tokens_by_tier) <= {Tier.GPU}
 
@@ -138,8 +142,9 @@ def invalidate(m: WildMachine, rng: Random) -> None:
         removed = m.manager.invalidate(tenant=scope.tenant)
         m.histories.renew_tenant(scope.tenant)
     elif kind < 0.85:
-        session = rng.choice(("s", "t"))
+        session = rng.choice(("s", "t", ""))
         removed = m.manager.invalidate(session=session)
+        m.sessions.invalidate(session)
         gone = set(cached) - set(cached_blocks(m.manager))
     else:
         gone = set(cached)
