@@ -176,6 +176,25 @@ def test_given_a_store_of_many_tenants_then_a_text_a_session_and_a_tenant_can_be
         assert contained(store_of_tenants) == left
 
 
+def test_given_a_model_of_another_format_in_a_directory_then_a_text_is_taken_out_of_the_others_and_that_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids, path = tmp_path / "ids.json", tmp_path / "tenants"
+    ids.write_text(json.dumps(list(range(8))))
+    with DiskTier(path, CAPACITY) as tier:
+        tier.introduce(SPACE)
+        fill(tier)
+    old = {**SPACE.fingerprint.describe(), "model": "older", "version": 1}
+    (path / f"space-{'0' * 16}.json").write_text(json.dumps(old))
+    words = ["tier", "purge", str(path), "--tenant", "acme", "--tokens", str(ids)]
+    assert main(words) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 values removed" in said
+    assert "some may be left: the description of the model 'older' has format 1; this kvpool reads" in said
+    assert contained(str(path)) == [1, 3, 3]
+    assert main([*words, "--space", SPACE.prefix.hex()]) == 0
+
+
 def test_given_a_store_that_is_down_then_the_command_says_that_some_may_be_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -64,17 +64,23 @@ class Wanted:
         ids = None if tokens is None else as_token_array(_read(tokens, "a list of token ids"), str(tokens))
         return cls(pattern, scope, ids, fingerprints, unused_days, everything)
 
-    def keys(self, described: list[Any]) -> list[bytes]:
-        """Of the text, in the scope, for every model that is described."""
+    def keys(self, described: list[Any]) -> tuple[list[bytes], list[str]]:
+        """Of the text, in the scope, for every model that is described; and why none were made for some of them."""
         assert self.tokens is not None
-        spaces = [KeySpace(Fingerprint.from_description(fields)) for fields in described]
+        spaces, problems = [], []
+        for fields in described:
+            try:
+                spaces.append(KeySpace(Fingerprint.from_description(fields)))
+            except InvalidArgumentError as error:
+                problems.append(str(error))
         spaces = [each for each in spaces if self.pattern.space in (None, each.prefix)]
         if not spaces:
-            raise InvalidArgumentError("--tokens needs the fingerprint of a model: see --fingerprints and --space")
+            remedy = "--tokens needs the fingerprint of a model: see --fingerprints and --space"
+            raise InvalidArgumentError(problems[0] if problems else remedy)
         keys = [key for each in spaces for key in each.of_tokens(self.tokens, self.scope)]
         if not keys:
             raise InvalidArgumentError(f"--tokens names {len(self.tokens)} tokens, which fill no block")
-        return keys
+        return keys, problems if self.pattern.space is None else []
 
     def described(self) -> list[Any]:
         """The fingerprints in the file that was named, as `kvpool tier ls --json` writes them."""
@@ -95,22 +101,27 @@ def purge_directory(path: Path, wanted: Wanted, quiet: bool) -> None:
         progress_bar("purging", upkeep.num_values, quiet) as progress,
     ):
         pattern, keys = wanted.pattern, None
+        problems: list[str] = []
         if wanted.tokens is not None:
             described = wanted.described() or list(upkeep.directory.descriptions().values())
-            pattern, keys = KeyPattern(pattern.space, scope_tag(wanted.scope)), set(wanted.keys(described))
+            found, problems = wanted.keys(described)
+            pattern, keys = KeyPattern(pattern.space, scope_tag(wanted.scope)), set(found)
         removed = upkeep.purge(progress, pattern=pattern, keys=keys, used_before=before)
     out.print(f"{removed:,} values removed; `kvpool tier compact {path}` gives the space back to the disk")
+    _end_with(problems)
 
 
 def purge_store(address: str, wanted: Wanted) -> None:
     """Takes values out of a store that others may use meanwhile."""
     if wanted.unused_days is not None:
         raise InvalidArgumentError("--unused-days is for directories: a store has a time to live or rules of its own")
+    problems: list[str] = []
     with open_tier(address) as tier:
         if wanted.tokens is None:
             purged = tier.purge(wanted.pattern, timeout=STORE_SECONDS)
         else:
-            outcomes = tier.remove(wanted.keys(wanted.described()), timeout=STORE_SECONDS)
+            keys, problems = wanted.keys(wanted.described())
+            outcomes = tier.remove(keys, timeout=STORE_SECONDS)
             is_complete = all(outcome in (Outcome.OK, Outcome.MISS) for outcome in outcomes)
             purged = Purged(outcomes.count(Outcome.OK), is_complete)
         problem = tier.stats().problem
@@ -118,6 +129,15 @@ def purge_store(address: str, wanted: Wanted) -> None:
     out.print(f"{purged.removed:,} values removed")
     if not purged.is_complete:
         out.print(f"some may be left: {problem or 'see the log'}; run it again", style="red")
+        raise typer.Exit(1)
+    _end_with(problems)
+
+
+def _end_with(problems: list[str]) -> None:
+    """Ends the command with status 1 where the text of some models could not be named."""
+    for problem in problems:
+        console(to_stderr=False).print(f"some may be left: {problem}", style="red", markup=False)
+    if problems:
         raise typer.Exit(1)
 
 
