@@ -17,7 +17,7 @@ from live import openai_client
 
 from kvpool import ReuseScope
 from kvpool.engine import SamplingParams
-from kvpool.server.asking.access import Access, Caller
+from kvpool.server.auth import Access, Caller
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "view"))
 

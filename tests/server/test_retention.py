@@ -14,8 +14,8 @@ from live import Live, openai_client
 
 from kvpool import ReuseScope
 from kvpool.server import Limits
-from kvpool.server.answering.pin_book import PinBook
-from kvpool.server.asking.problems import Problem
+from kvpool.server.errors import Problem
+from kvpool.server.pins import PinBook
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13]  # two blocks of four tokens, and one token
 

@@ -19,9 +19,9 @@ from live import Live, access, call, openai_client, refusal, until
 from kvpool import ReuseHint
 from kvpool.errors import ConfigError
 from kvpool.server import Access, Caller, Limits
-from kvpool.server.asking.access import CacheShare, new_key
-from kvpool.server.asking.limits import Gate
-from kvpool.server.asking.problems import Problem
+from kvpool.server.auth import CacheShare, new_key
+from kvpool.server.errors import Problem
+from kvpool.server.limits import Gate
 
 PROMPT = "w5 w6 w7 w8 w9 w10 w11 w12 w13"
 

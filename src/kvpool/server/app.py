@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Annotated, Any
@@ -13,18 +15,25 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from fastapi.security import APIKeyHeader, HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvpool.cluster.translator import scope_keys
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.server.answering.exchange import Reception
-from kvpool.server.answering.metrics import Metrics
-from kvpool.server.answering.pin_book import PinBook
-from kvpool.server.answering.tracing import Tracing
-from kvpool.server.asking.access import Access, Caller
-from kvpool.server.asking.limits import Gate, Limits
-from kvpool.server.asking.problems import Problem, problem_of, problem_of_body
-from kvpool.server.asking.request_ids import RequestIds
-from kvpool.server.asking.schema import (
+from kvpool.server.auth import Access, Caller
+from kvpool.server.errors import Problem, problem_of, problem_of_body
+from kvpool.server.exchange import Reception
+from kvpool.server.limits import Gate, InTurns, Limits
+from kvpool.server.metrics import Metrics
+from kvpool.server.pins import PinBook
+from kvpool.server.routes.caching import CacheDesk
+from kvpool.server.routes.completing import chat, complete, named_tokens
+from kvpool.server.routes.live_view import LiveViews
+from kvpool.server.routes.messages import Messages, converse
+from kvpool.server.routes.prefilling import prefetch, prefill
+from kvpool.server.routes.responses import Responses, respond
+from kvpool.server.schema import (
+    REFUSALS,
+    STREAMED,
     CacheQuery,
     ChatCompletions,
     Completions,
@@ -33,18 +42,13 @@ from kvpool.server.asking.schema import (
     PromptForOthers,
     Tokenize,
 )
-from kvpool.server.asking.served import ServedModel, scope_of
-from kvpool.server.asking.turns import InTurns
-from kvpool.server.routes.caching import CacheDesk
-from kvpool.server.routes.completing import chat, complete, named_tokens
-from kvpool.server.routes.describing import REFUSALS, STREAMED
-from kvpool.server.routes.live_view import LiveViews
-from kvpool.server.routes.messages import Messages, converse
-from kvpool.server.routes.prefilling import prefetch, prefill
-from kvpool.server.routes.responses import Responses, respond
+from kvpool.server.served_model import ServedModel, scope_of
+from kvpool.server.tracing import Tracing
 from kvpool.version import __version__
 from kvpool.web.body_limit import BodyLimit
 from kvpool.web.local_names import LocalNames
+
+_REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")  # that a client may choose
 
 
 class Server:
@@ -349,3 +353,28 @@ def _add_live_view(app: FastAPI, server: Server) -> None:
     async def page(request: Request) -> Response:
         """The page of the live view, that of the API, and the files that they load."""
         return views.page(request.url.path)
+
+
+class RequestIds:
+    """Names requests: routes find the name in `request.state.id`, and the answer carries it in `x-request-id`.
+
+    It is the client's own or a new one.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        name = given if _REQUEST_ID.fullmatch(given) else f"req-{uuid.uuid4().hex}".encode()
+        scope.setdefault("state", {})["id"] = name.decode()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", name)]
+            await send(message)
+
+        await self._app(scope, receive, named)

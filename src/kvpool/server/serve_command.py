@@ -15,7 +15,7 @@ import typer
 
 from kvpool.engine.commands import engine_options as opt
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.server.asking.access import ENVIRONMENT, Access, new_key
+from kvpool.server.auth import ENVIRONMENT, Access, new_key
 
 GRACE_SECONDS = 30
 
@@ -82,10 +82,10 @@ def serve(
         _print_key(new_key_for)
         return
     uvicorn = _uvicorn()
-    from kvpool.server.answering.tracing import Tracing
     from kvpool.server.app import create_app
-    from kvpool.server.asking.served import ServedModel
     from kvpool.server.serve_settings import read_serve
+    from kvpool.server.served_model import ServedModel
+    from kvpool.server.tracing import Tracing
     from kvpool.web.bounded_http import bounded_http
 
     if called is not None:

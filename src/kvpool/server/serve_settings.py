@@ -25,7 +25,7 @@ from kvpool.engine.commands.engine_options import limits as engine_limits
 from kvpool.engine.engine import Engine
 from kvpool.errors import ConfigError
 from kvpool.scheduling import SchedulerConfig
-from kvpool.server.asking.limits import Limits
+from kvpool.server.limits import Limits
 from kvpool.tiers.tier_settings import read_toml
 
 # Keys of a model that are options of an engine, and what those are called here.

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.errors import SequenceStateError
-from kvpool.server.asking.access import Access
-from kvpool.server.asking.limits import Limits
+from kvpool.server.auth import Access
+from kvpool.server.limits import Limits
 from kvpool.server.on_ray.asgi_call import Head, called
 from kvpool.server.serve_settings import ModelSettings
 
@@ -34,9 +34,9 @@ class EngineReplica:
         import ray
         from ray import serve
 
-        from kvpool.server.answering.tracing import Tracing
         from kvpool.server.app import create_app
-        from kvpool.server.asking.served import ServedModel
+        from kvpool.server.served_model import ServedModel
+        from kvpool.server.tracing import Tracing
 
         context = serve.get_replica_context()
         model = placed(plan.model, plan.host or ray.util.get_node_ip_address(), context.rank.local_rank)

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvpool.engine.commands.engine_options import EngineOptions
 from kvpool.errors import ConfigError
-from kvpool.server.asking.access import Access
+from kvpool.server.auth import Access
 from kvpool.server.on_ray.engine_replica import EngineReplica, ReplicaPlan
 from kvpool.server.on_ray.ray_settings import RaySettings, read_ray, routing_of
 from kvpool.server.serve_settings import ModelSettings, ServeSettings, read_serve

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvpool.engine.commands import engine_options as opt
 from kvpool.errors import ConfigError
-from kvpool.server.asking.access import Access
+from kvpool.server.auth import Access
 from kvpool.server.on_ray.ray_application import application, ray_serve, travelling
 from kvpool.server.on_ray.ray_settings import RaySettings
 from kvpool.server.serve_settings import ModelSettings, ServeSettings

@@ -9,13 +9,13 @@ from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
-from kvpool.server.answering.pin_book import PinBook
-from kvpool.server.asking.access import Caller
-from kvpool.server.asking.parameters import session_name
-from kvpool.server.asking.problems import Problem, problem_of
-from kvpool.server.asking.schema import CacheQuery, Invalidation
-from kvpool.server.asking.served import ServedModel, scope_of
+from kvpool.server.auth import Caller
+from kvpool.server.errors import Problem, problem_of
+from kvpool.server.parameters import session_name
+from kvpool.server.pins import PinBook
 from kvpool.server.routes.completing import named_tokens
+from kvpool.server.schema import CacheQuery, Invalidation
+from kvpool.server.served_model import ServedModel, scope_of
 
 
 class CacheDesk:

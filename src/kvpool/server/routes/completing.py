@@ -14,13 +14,13 @@ from starlette.responses import Response
 from kvpool.config.layers import show
 from kvpool.engine.engine import Prompt
 from kvpool.pools.arrays import Int32Array
-from kvpool.server.answering.answers import ChatAnswer, TextAnswer
-from kvpool.server.answering.exchange import Exchange, Reception
-from kvpool.server.asking.access import Caller
-from kvpool.server.asking.parameters import sampling_params
-from kvpool.server.asking.problems import Problem
-from kvpool.server.asking.schema import ChatCompletions, Completions, Message, Sampling
-from kvpool.server.asking.served import ServedModel
+from kvpool.server.answers import ChatAnswer, TextAnswer
+from kvpool.server.auth import Caller
+from kvpool.server.errors import Problem
+from kvpool.server.exchange import Exchange, Reception
+from kvpool.server.parameters import sampling_params
+from kvpool.server.schema import ChatCompletions, Completions, Message, Sampling
+from kvpool.server.served_model import ServedModel
 
 FILL_CONTEXT = 2**31 - 1  # as many as the context has room for: the engine cuts it
 

@@ -12,13 +12,13 @@ from starlette.responses import Response
 from kvpool.config import Tier
 from kvpool.engine.engine import Engine
 from kvpool.errors import KVPoolError
-from kvpool.server.answering.metrics import Latencies
-from kvpool.server.asking.access import Caller
-from kvpool.server.asking.limits import Gate
-from kvpool.server.asking.problems import Problem, problem_of
-from kvpool.server.asking.schema import CacheQuery
-from kvpool.server.asking.served import ServedModel, scope_of
+from kvpool.server.auth import Caller
+from kvpool.server.errors import Problem, problem_of
+from kvpool.server.limits import Gate
+from kvpool.server.metrics import Latencies
 from kvpool.server.routes.completing import named_tokens
+from kvpool.server.schema import CacheQuery
+from kvpool.server.served_model import ServedModel, scope_of
 from kvpool.view.hub import Hub, Viewer
 from kvpool.view.pages import HEADERS, asset, block_details
 from kvpool.web.streams import EventStream

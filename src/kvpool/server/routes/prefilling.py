@@ -14,13 +14,13 @@ from starlette.responses import JSONResponse, Response
 from kvpool.engine.tiering.handing_over import Prefill
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
-from kvpool.server.answering.events import as_event
-from kvpool.server.asking.access import Caller
-from kvpool.server.asking.limits import Gate
-from kvpool.server.asking.problems import Problem, problem_of
-from kvpool.server.asking.schema import CacheQuery, PromptForOthers
-from kvpool.server.asking.served import ServedModel, scope_of
+from kvpool.server.auth import Caller
+from kvpool.server.errors import Problem, problem_of
+from kvpool.server.limits import Gate
 from kvpool.server.routes.completing import named_tokens
+from kvpool.server.schema import CacheQuery, PromptForOthers
+from kvpool.server.served_model import ServedModel, scope_of
+from kvpool.server.streaming import as_event
 from kvpool.web.streams import EventStream, unless_gone
 
 ALIVE_SECONDS = 1.0  # in which a stream says something, also while its prompt waits

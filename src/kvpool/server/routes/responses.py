@@ -12,12 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpool.engine.generation import Chunk, Generation
-from kvpool.server.answering.events import as_event
-from kvpool.server.answering.exchange import Exchange, Reception
-from kvpool.server.asking.access import Caller
-from kvpool.server.asking.parameters import sampling_params
-from kvpool.server.asking.problems import Problem
-from kvpool.server.asking.schema import (
+from kvpool.server.auth import Caller
+from kvpool.server.errors import Problem
+from kvpool.server.exchange import Exchange, Reception
+from kvpool.server.parameters import sampling_params
+from kvpool.server.routes.completing import FILL_CONTEXT, conversation_tokens, offered
+from kvpool.server.schema import (
     Body,
     Conversation,
     Count,
@@ -28,8 +28,8 @@ from kvpool.server.asking.schema import (
     Sampling,
     Text,
 )
-from kvpool.server.asking.served import ServedModel
-from kvpool.server.routes.completing import FILL_CONTEXT, conversation_tokens, offered
+from kvpool.server.served_model import ServedModel
+from kvpool.server.streaming import as_event
 
 
 class TextFormat(Body):

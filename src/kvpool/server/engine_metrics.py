@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from kvpool.engine.engine_stats import EngineStats
 from kvpool.scheduling import SchedulerStats
-from kvpool.server.asking.served import ServedModel
+from kvpool.server.served_model import ServedModel
 from kvpool.stats import CacheStats
 
 # Integers of the cache's statistics are totals, but for those that say how many there are now.

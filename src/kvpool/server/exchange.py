@@ -13,16 +13,16 @@ from starlette.responses import JSONResponse, Response
 from kvpool.engine.generation import Chunk
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.pools.arrays import Int32Array
-from kvpool.server.answering.answers import Writer
-from kvpool.server.answering.metrics import Latencies
-from kvpool.server.answering.pin_book import PinBook
-from kvpool.server.answering.tracing import RequestTrace, Tracing
-from kvpool.server.asking.access import Caller
-from kvpool.server.asking.limits import Gate
-from kvpool.server.asking.parameters import pins_of, request_options
-from kvpool.server.asking.problems import Problem
-from kvpool.server.asking.schema import Sampling
-from kvpool.server.asking.served import LiveRequest, ServedModel, scope_of
+from kvpool.server.answers import Writer
+from kvpool.server.auth import Caller
+from kvpool.server.errors import Problem
+from kvpool.server.limits import Gate
+from kvpool.server.metrics import Latencies
+from kvpool.server.parameters import pins_of, request_options
+from kvpool.server.pins import PinBook
+from kvpool.server.schema import Sampling
+from kvpool.server.served_model import LiveRequest, ServedModel, scope_of
+from kvpool.server.tracing import RequestTrace, Tracing
 from kvpool.web.streams import EventStream, unless_gone
 
 

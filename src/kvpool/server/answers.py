@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from kvpool.engine.generation import Chunk, Generation, Sample, TokenLogprob
-from kvpool.server.answering.events import HOLE, EventForm, as_event
-from kvpool.server.asking.problems import Problem
+from kvpool.server.errors import Problem
+from kvpool.server.streaming import HOLE, EventForm, as_event
 
 # What ended a sample, in OpenAI's words. A request that was cut off has no more than it has: "length".
 _FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", "refused": "length"}

@@ -11,8 +11,8 @@ from kvpool.errors import KVPoolError
 from kvpool.manager.pins import Pin
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
-from kvpool.server.asking.problems import Problem, problem_of
-from kvpool.server.asking.served import ServedModel
+from kvpool.server.errors import Problem, problem_of
+from kvpool.server.served_model import ServedModel
 
 
 class _Kept(NamedTuple):

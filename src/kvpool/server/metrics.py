@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from kvpool.engine.generation import Chunk
-from kvpool.server.answering.engine_metrics import EngineCollector
-from kvpool.server.asking.served import LiveRequest, ServedModel
+from kvpool.server.engine_metrics import EngineCollector
+from kvpool.server.served_model import LiveRequest, ServedModel
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)

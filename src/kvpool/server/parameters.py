@@ -11,11 +11,11 @@ from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.eviction.hints import ReuseHint
 from kvpool.prefix.retention import Retention, TokenRange
-from kvpool.server.asking.access import Caller
-from kvpool.server.asking.limits import Limits
-from kvpool.server.asking.problems import Problem, problem_of
-from kvpool.server.asking.schema import KeptTokens, ResponseFormat, Sampling
-from kvpool.server.asking.served import ServedModel, scope_of
+from kvpool.server.auth import Caller
+from kvpool.server.errors import Problem, problem_of
+from kvpool.server.limits import Limits
+from kvpool.server.schema import KeptTokens, ResponseFormat, Sampling
+from kvpool.server.served_model import ServedModel, scope_of
 
 SESSION_HEADER = "x-session-id"
 MAX_NAME = 256  # characters, as of the field `session_id`

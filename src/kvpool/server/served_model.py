@@ -15,7 +15,7 @@ from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope
-from kvpool.server.asking.problems import Problem, problem_of
+from kvpool.server.errors import Problem, problem_of
 
 _T = TypeVar("_T")
 _SHORT = 2048  # characters or tokens: some tenths of a millisecond

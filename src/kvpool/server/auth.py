@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from kvpool.errors import ConfigError
 from kvpool.plainfile import read_plain
-from kvpool.server.asking.problems import Problem
+from kvpool.server.errors import Problem
 
 ENVIRONMENT = "KVPOOL_API_KEYS"
 _ADMIN = "admin"
