@@ -596,6 +596,12 @@ def test_a_handle_of_another_manager_is_refused() -> None:
     assert len(other.list_handles()) == 1
 
 
+def test_requests_with_tokens_can_be_compared_and_kept_in_sets() -> None:
+    requests = [small_request("a", 2, tokens=[1, 2]), small_request("a", 2, tokens=[1, 2]), small_request("b", 2)]
+    assert requests[0] == requests[1] != requests[2]
+    assert len(set(requests)) == 2
+
+
 def test_a_manager_and_its_handles_can_be_printed() -> None:
     manager = small()
     handle = manager.allocate(small_request("r", 6))

@@ -92,7 +92,7 @@ class AllocationRequest:
     device: Any = None
     dtype: Any = None
     priority: Priority = Priority.NORMAL
-    tokens: Any = None
+    tokens: Any = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         is_among(self.request_id, {})  # refuses what cannot be an id
