@@ -193,7 +193,7 @@ class Swapping:
         least = np.empty(group.on(Tier.HOST).num_blocks, np.int64)
         while True:
             counts = [match.num_blocks for match in matches]
-            wanted = [ids[ids >= 0] for ids in self._missing(handles, counts)[0][group.index]]
+            wanted = [ids[ids >= 0] for ids in self._missing(handles, counts)[group.index]]
             least[:] = max(counts, default=0)
             for blocks, count in zip(wanted, counts, strict=True):
                 least[blocks] = np.minimum(least[blocks], count)
@@ -212,10 +212,8 @@ class Swapping:
             final = min(final, limit * size)
         return self.tree.match(handle.scope, rows.token_ids(row)[:final], partial=False, only_tier=Tier.GPU)
 
-    def _missing(
-        self, handles: Sequence[KVCacheHandle], num_resident: list[int]
-    ) -> tuple[list[list[Int32Array]], list[int]]:
-        """Host ids to bring back per group and row (-1: not needed), and columns per row that were never written."""
+    def _missing(self, handles: Sequence[KVCacheHandle], num_resident: list[int]) -> list[list[Int32Array]]:
+        """Host ids to bring back per group and row (-1: not needed)."""
         wanted: list[list[Int32Array]] = []
         for group in self.state.groups:
             of_group = []
@@ -226,15 +224,19 @@ class Swapping:
                     ids[:resident] = -1
                 of_group.append(ids)
             wanted.append(of_group)
-        size = self.state.block_size
-        fresh = [int(self.rows.num_blocks[h.row]) - ceil_div(int(self.rows.written[h.row]), size) for h in handles]
-        return wanted, fresh
+        return wanted
+
+    def _num_fresh(self, group: Group, row: int) -> int:
+        """How many of a row's last columns have places, never written, that no window has passed."""
+        first = ceil_div(int(self.rows.written[row]), self.state.block_size)
+        if group.slides:
+            first = max(first, int(self.rows.window_start[group.index, row]))
+        return max(0, int(self.rows.num_blocks[row]) - first)
 
     def _gpu_needs(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> list[int]:
-        wanted, fresh = self._missing(handles, [m.num_blocks for m in matches])
-        needs = self._needs(wanted)
-        for index, per_position in enumerate(self.state.per_position):
-            needs[index] += sum(fresh) * per_position
+        needs = self._needs(self._missing(handles, [m.num_blocks for m in matches]))
+        for group in self.state.growing:
+            needs[group.pool] += sum(self._num_fresh(group, handle.row) for handle in handles)
         return needs
 
     def _gpu_supply(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> list[int]:
@@ -260,7 +262,7 @@ class Swapping:
             self._hold_resident(handle, row, match.num_blocks)
         for pool, need in zip(state.gpu_pools, needs, strict=True):
             self.cache.make_room(pool, need, common_tenant(handles))
-        wanted, fresh = self._missing(handles, [m.num_blocks for m in matches])
+        wanted = self._missing(handles, [m.num_blocks for m in matches])
         moved = 0
         for group, of_group in zip(state.groups, wanted, strict=True):
             src = _distinct(of_group)
@@ -268,8 +270,8 @@ class Swapping:
             moved += len(src)
             if len(src):
                 state.copies.append(CopyOp(CopyKind.SWAP_IN, group.index, Tier.HOST, Tier.GPU, src, dst))
-            for row, image, num_fresh in zip(row_list, images, fresh, strict=True):
-                self._restore_table(group, row, image, num_fresh)
+            for row, image in zip(row_list, images, strict=True):
+                self._restore_table(group, row, image)
         self._join_families(handles, wanted)
         for handle, row in zip(handles, row_list, strict=True):
             self._return_to_gpu(handle, row)
@@ -289,11 +291,11 @@ class Swapping:
             ids = path_ids(tip.path(), match.num_blocks, group.index)
             self.rows.tables[group.index][row, : match.num_blocks] = ids
 
-    def _restore_table(self, group: Group, row: int, image: Int32Array, num_fresh: int) -> None:
+    def _restore_table(self, group: Group, row: int, image: Int32Array) -> None:
         table = self.rows.tables[group.index]
         back = image >= 0
         table[row, : len(image)][back] = image[back]
-        if group.grows and num_fresh:
+        if group.grows and (num_fresh := self._num_fresh(group, row)):
             used = int(self.rows.num_blocks[row])
             table[row, used - num_fresh : used] = group.take(num_fresh)
 
