@@ -39,7 +39,7 @@ class Subject:
     """
 
     kind: Any
-    make: Callable[[], Any] = lambda: None
+    make: Callable[[], Any] | None = None  # None: only its constructor is tried, others have its methods
     good: Mapping[str, Any] = field(default_factory=dict)
     takes: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
 
@@ -150,7 +150,7 @@ def _of_manager(manager: KVCacheManager) -> Any:
 
 def methods_of(subject: Subject, modules: tuple[str, ...]) -> list[str]:
     """The constructor (or the function itself) and the public methods that these modules define."""
-    if not inspect.isclass(subject.kind):
+    if subject.make is None:
         return [CONSTRUCTOR]
     found = [CONSTRUCTOR]
     for name in dir(subject.kind):
@@ -159,7 +159,12 @@ def methods_of(subject: Subject, modules: tuple[str, ...]) -> list[str]:
         is_method = isinstance(static, (types.FunctionType, classmethod, staticmethod))
         if is_method and not name.startswith("_") and owner.__module__.startswith(modules):
             found.append(name)
-    return [name for name in found if parameters_of(subject, name)]
+    return [name for name in found if parameters_of(subject, name) and not is_refusal(subject, name)]
+
+
+def is_refusal(subject: Subject, method: str) -> bool:
+    """Whether a method refuses every call, whatever it is given."""
+    return method != CONSTRUCTOR and getattr(subject.kind, method).__annotations__.get("return") == "NoReturn"
 
 
 def parameters_of(subject: Subject, method: str) -> list[inspect.Parameter]:
@@ -192,7 +197,7 @@ def call(subject: Subject, target: Any, method: str, wrong: str, value: Any) -> 
 def complaints_about(subject: Subject, method: str) -> dict[str, list[str]]:
     """By `Class.method(parameter)`: raw errors, values taken that nobody takes, changes, errors that name no value."""
     found: dict[str, list[str]] = {}
-    make = subject.make if method != CONSTRUCTOR else _nothing
+    make = subject.make if method != CONSTRUCTOR and subject.make is not None else _nothing
     target = make()
     before = holdings(target)
     for parameter in parameters_of(subject, method):

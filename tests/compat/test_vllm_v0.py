@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
-from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec
-from kvpool.compat import BlockManager, CacheEngine
-from kvpool.errors import ConfigError, DuplicateRequestError, InvalidArgumentError, UnknownRequestError
+from kvpool import AllocStatus, KVCacheConfig, KVCacheManager, LayerSpec, Tier
+from kvpool.compat import BlockManager, CacheEngine, Evictor, NaiveBlockAllocator, PrefixCachingBlockAllocator
+from kvpool.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    InvalidArgumentError,
+    OutOfBlocksError,
+    SequenceStateError,
+    UnknownRequestError,
+)
+from kvpool.eviction import EvictionPolicy, make_policy
+from kvpool.pools.copies import CopyKind, CopyOp
 
 torch = pytest.importorskip("torch")
 
 PROMPT = list(range(16))
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "compat-vllm-v0.md").read_text(encoding="utf-8")
 
 
 def test_given_a_fork_when_both_write_then_one_block_is_copied_once() -> None:
@@ -140,13 +153,13 @@ def test_given_free_cross_before_free_then_the_decoder_goes_on_with_the_encoders
     assert blocks.get_num_free_gpu_blocks() == 16
 
 
-def test_given_a_swapped_sequence_when_it_is_freed_then_its_encoders_table_is_empty_and_all_blocks_are_free() -> None:
+def test_given_a_swapped_sequence_when_it_is_freed_then_its_encoders_table_keeps_its_length_and_all_blocks_are_free() -> None:
     blocks = BlockManager(4, 16, 8, encoder_decoder=True)
     blocks.allocate("s0", PROMPT[:4], num_encoder_tokens=4)
     blocks.mark_blocks_as_computed("s0", 4)
     blocks.swap_out(["s0"])
     blocks.free("s0")
-    assert blocks.get_cross_block_table("s0") == []
+    assert blocks.get_cross_block_table("s0") == [None]
     blocks.free_cross("s0")
     assert (blocks.get_num_free_gpu_blocks(), blocks.get_num_free_cpu_blocks()) == (16, 8)
 
@@ -197,7 +210,7 @@ def test_given_mistakes_with_encoders_then_they_raise_and_change_nothing() -> No
 def test_given_pairs_when_the_cache_engine_runs_them_then_forks_and_swapped_groups_keep_every_byte() -> None:
     blocks = BlockManager(4, 16, 8, layers=[LayerSpec(2, 8)] * 2, enable_caching=False, device="cpu")
     engine = CacheEngine(blocks)
-    assert engine.get_cache_block_size() == 4 * 2 * 2 * 2 * 8 * 2
+    assert engine.get_cache_block_size(4, [LayerSpec(2, 8)] * 2) == 4 * 2 * 2 * 2 * 8 * 2
     blocks.allocate("a", PROMPT[:6])
     given = torch.randn(2, 2, 6, 2, 8).bfloat16()
     for layer, (k, v) in enumerate(given):
@@ -239,3 +252,147 @@ def test_given_encoder_blocks_of_another_size_then_pairs_cannot_name_them() -> N
     config = KVCacheConfig([LayerSpec(2, 8), LayerSpec(2, 8, window=4)], 4, gpu_blocks=16, partial_match=False)
     with pytest.raises(ConfigError, match="one layer group"):
         BlockManager(4, 16, manager=KVCacheManager(config))
+
+
+# --- as its document has it -------------------------------------------------------------------------------------------
+
+
+def test_given_samples_forked_before_the_prompt_is_computed_then_all_read_it_and_write_copies() -> None:
+    """V0's `allocate` forks the samples of a group at once, and the prompt is computed in the step after."""
+    blocks = BlockManager(4, 16, 8, layers=[LayerSpec(1, 4)], device="cpu")
+    engine = CacheEngine(blocks)
+    blocks.allocate("s0", PROMPT[:6])
+    for sample in ("s1", "s2"):
+        blocks.fork("s0", sample)
+    assert blocks.get_block_table("s1") == blocks.get_block_table("s0") == [0, 1]
+    with pytest.raises(SequenceStateError, match="0 of 6 tokens are computed"):
+        blocks.append_slots("s1")
+    for call in (lambda: blocks.fork("s0", "s1"), lambda: blocks.allocate("s1", [1])):
+        with pytest.raises(DuplicateRequestError):
+            call()
+    prompt = torch.randn(6, 1, 4).bfloat16()
+    blocks.write("s0", 0, 0, prompt, prompt)
+    blocks.mark_blocks_as_computed("s0", 6)
+    pairs = {sample: blocks.append_slots(sample) for sample in ("s1", "s2", "s0")}
+    assert [len(copies) for copies in pairs.values()] == [1, 1, 0]
+    for number, (sample, copies) in enumerate(pairs.items()):
+        engine.copy(copies)
+        blocks.write(sample, 0, 6, torch.full((1, 1, 4), float(number)), torch.zeros(1, 1, 4))
+    for number, sample in enumerate(pairs):
+        keys = blocks.read(sample, 0)[0]
+        assert torch.equal(keys[:6], prompt)
+        assert keys[6].unique().tolist() == [float(number)]
+    blocks.manager.check()
+
+
+def test_given_samples_that_wait_when_their_parent_ends_then_they_go_on_without_it() -> None:
+    blocks = BlockManager(4, 16)
+    blocks.allocate("s0", PROMPT[:6])
+    for sample in ("s1", "s2", "s3"):
+        blocks.fork("s0", sample)
+    blocks.free("s3")
+    blocks.free("s0")
+    blocks.mark_blocks_as_computed("s1", 6)
+    assert blocks.get_common_computed_block_ids(["s1", "s2"]) == [blocks.get_block_table("s1")[0]]
+    assert len(blocks.append_slots("s2")) == 1
+    for sample in ("s1", "s2"):
+        blocks.free(sample)
+    assert blocks.get_num_free_gpu_blocks() == 16
+
+
+@pytest.mark.parametrize("wrong", [[(0, 99)], [(0, -1)], [(0.5, 1)], [(True, 1)], [(0, 1, 2)], [5], None, [(0, 0)]])
+def test_given_a_pair_that_cannot_be_copied_then_it_is_refused_and_the_engine_goes_on(wrong: object) -> None:
+    blocks = BlockManager(4, 16, 8, layers=[LayerSpec(1, 4)], device="cpu")
+    engine = CacheEngine(blocks)
+    engine.gpu_cache[0][0].fill_(1)
+    for call in (engine.copy, engine.swap_in, engine.swap_out):
+        if wrong == [(0, 0)] and call != engine.copy:
+            continue
+        with pytest.raises(InvalidArgumentError):
+            call(wrong)  # type: ignore[arg-type]
+    engine.gpu_cache[0][0][0] = 7
+    engine.copy([(0, 1)])
+    assert engine.gpu_cache[0][0][1].unique().tolist() == [7.0]
+    engine.swap_out([(1, 3)])
+    assert engine.cpu_cache[0][0][3].unique().tolist() == [7.0]
+
+
+def test_given_a_wrong_copy_when_the_data_plane_runs_it_then_it_is_not_kept() -> None:
+    blocks = BlockManager(4, 16, layers=[LayerSpec(1, 4)], device="cpu")
+    ids = (np.array([0], np.int32), np.array([99], np.int32))
+    with pytest.raises(InvalidArgumentError, match="99"):
+        blocks.plane.run_copies([CopyOp(CopyKind.COPY_ON_WRITE, 0, Tier.GPU, Tier.GPU, *ids)])
+    blocks.plane.run_copies().wait()
+
+
+def test_given_a_manager_and_sizes_that_contradict_it_then_the_error_names_both() -> None:
+    manager = BlockManager(8, 16, 4).manager
+    assert BlockManager(8, 16, manager=manager).get_num_free_cpu_blocks() == 4
+    for sizes, message in (
+        ((8, 999, 0), "num_gpu_blocks=999, but the manager has 16"),
+        ((4, 16, 0), "block_size=4, but the manager has 8"),
+        ((8, 16, 7), "num_cpu_blocks=7, but the manager has 4"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            BlockManager(*sizes, manager=manager)
+
+
+def test_given_an_eviction_policy_then_the_manager_evicts_by_it() -> None:
+    made: list[EvictionPolicy] = []
+
+    def make() -> EvictionPolicy:
+        made.append(make_policy("fifo"))
+        return made[-1]
+
+    BlockManager(4, 16, eviction_policy=make)
+    assert made
+    for wrong, message in (("nobody", "nobody"), (len, "cannot be called without arguments")):
+        with pytest.raises((ConfigError, InvalidArgumentError), match=message):
+            BlockManager(4, 16, eviction_policy=wrong)  # type: ignore[arg-type]
+
+
+def test_given_the_allocators_then_one_shares_prefixes_and_both_copy_on_write() -> None:
+    for kind, cached in ((NaiveBlockAllocator, 0), (PrefixCachingBlockAllocator, 15)):
+        allocator = kind(num_blocks=16, block_size=4)
+        allocator.allocate("a", PROMPT)
+        allocator.mark_blocks_as_computed("a", 16)
+        allocator.allocate("b", PROMPT)
+        assert allocator.get_num_cached_tokens("b") == cached
+        allocator.fork("a", "c")
+        allocator.free("b")
+        assert (allocator.get_num_free_blocks(), allocator.get_num_total_blocks()) == (12, 16)
+        for name in ("allocate_mutable_block", "allocate_immutable_block", "promote_to_immutable_block",
+                     "cow_block_if_not_appendable", "clear_copy_on_writes"):  # fmt: skip
+            with pytest.raises(InvalidArgumentError, match=f"{name}: blocks belong to sequences here"):
+                getattr(allocator, name)()
+        with pytest.raises(OutOfBlocksError):
+            allocator.allocate("long", list(range(100)))
+
+
+def test_given_an_evictor_then_the_oldest_goes_first_and_of_equals_the_deepest() -> None:
+    evictor = Evictor()
+    for block, tokens, time in ((0, 16, 1.0), (1, 32, 1.0), (2, 16, 0.5), (3, 16, 9.0)):
+        evictor.add(block, 100 + block, tokens, time)
+    evictor.update(2, 5.0)
+    evictor.remove(3)
+    assert [evictor.evict() for _ in range(3)] == [(1, 101), (0, 100), (2, 102)]
+    assert evictor.num_blocks == 0
+    for wrong in (evictor.evict, lambda: evictor.update(0, 1.0), lambda: evictor.remove(0)):
+        with pytest.raises(InvalidArgumentError, match="evictor"):
+            wrong()
+
+
+DOCUMENT = ["BlockManager", "BlockTable", "NaiveBlockAllocator", "PrefixCachingBlockAllocator", "Evictor", "CacheEngine",
+            "Scheduler", "KVCacheUtils"]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DOCUMENT)
+def test_given_a_component_of_the_document_then_the_page_says_what_it_is_here(name: str) -> None:
+    assert f"\n| `{name}` |" in PAGE
+
+
+@pytest.mark.parametrize("kind", [BlockManager, CacheEngine, Evictor])
+def test_given_the_calls_then_the_page_names_each(kind: type) -> None:
+    ours = {"handle", "table", "commit_known", "plane", "write", "read", "close"}  # of every adapter
+    calls = [name for name in dir(kind) if not name.startswith("_") and name not in ours]
+    assert [name for name in calls if f"`{name}`" not in PAGE and f"`{kind.__name__}.{name}`" not in PAGE] == []

@@ -3,7 +3,7 @@
 Each class only translates arguments and results; the manager behind it is its `manager` attribute and the bytes are its
 `plane`, and all of them may be used side by side. Where an earlier system was silent about a mistake, these raise the errors
 of `kvpool.errors`. `KVCacheConfig`, `KVCacheManager`, `KVCacheBlock` and `DType` are PyAgent's here. All names of a system
-are in `compat.pyagent`, `compat.vllm_v0`, `compat.ferrum` and `compat.trtllm`.
+are in `compat.pyagent`, `compat.vllm_v0` and `compat.vllm_v0_parts`, `compat.ferrum` and `compat.trtllm`.
 """
 
 from kvpool.compat.ferrum import (
@@ -37,7 +37,8 @@ from kvpool.compat.trtllm import (
     TokenRangeRetentionConfig,
     TrtLlmKVCacheManager,
 )
-from kvpool.compat.vllm_v0 import BlockManager, CacheEngine
+from kvpool.compat.vllm_v0 import BlockManager
+from kvpool.compat.vllm_v0_parts import CacheEngine, Evictor, NaiveBlockAllocator, PrefixCachingBlockAllocator
 
 __all__ = [
     "AllocationRequest",
@@ -46,6 +47,7 @@ __all__ = [
     "CacheGcStats",
     "CacheHandleStats",
     "CacheManagerStats",
+    "Evictor",
     "DType",
     "DeviceType",
     "FerrumKVCacheManager",
@@ -58,11 +60,13 @@ __all__ = [
     "KVCacheTransfer",
     "KvCacheRetentionConfig",
     "KvCacheStats",
+    "NaiveBlockAllocator",
     "PagedKVCache",
     "PagedKvCacheConfig",
     "PagedKvCacheHandle",
     "PagedKvCacheManager",
     "PrefixCacheStats",
+    "PrefixCachingBlockAllocator",
     "Priority",
     "TokenRangeRetentionConfig",
     "TrtLlmKVCacheManager",

@@ -8,19 +8,26 @@ next step.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-import numpy as np
-
 from kvpool.compat.known_settings import knows_settings
 from kvpool.compat.spelling import Spelling
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
-from kvpool.errors import ConfigError, DuplicateRequestError, InvalidArgumentError, UnknownRequestError
+from kvpool.config.layers import MAX_BLOCKS, ceil_div, check_bool, check_int, show
+from kvpool.errors import (
+    ConfigError,
+    DuplicateRequestError,
+    InvalidArgumentError,
+    SequenceStateError,
+    UnknownRequestError,
+)
+from kvpool.eviction import EvictionPolicy
 from kvpool.manager import KVCacheManager
-from kvpool.pools.copies import CopyKind, CopyOp
+from kvpool.manager.arguments import is_among
+from kvpool.pools.arrays import as_count
 from kvpool.pools.groups import kind_of
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
@@ -31,9 +38,13 @@ Pairs = list[tuple[int, int]]
 
 @dataclass
 class _Encoder:
-    """Who holds the encoder's blocks of a request: its sequences, and after the last of them a fork without tokens."""
+    """Who holds the encoder's blocks of a request: its sequences, and after the last of them a fork without tokens.
+
+    If the last of them ended while it was swapped out, nobody does.
+    """
 
     sequences: list[Hashable]
+    num_blocks: int
     holder: KVCacheHandle | None = None
 
 
@@ -41,7 +52,8 @@ class BlockManager(Spelling):
     """The block space manager of vLLM V0, sequences named by their ids.
 
     `layers` give the blocks the shape of a model, for `CacheEngine`; without, they are ids only. With `encoder_decoder` (or
-    a layer of cross-attention among `layers`) requests may have a table of encoder blocks.
+    a layer of cross-attention among `layers`) requests may have a table of encoder blocks. A `manager` that exists already
+    must have the sizes that are given with it.
 
     >>> blocks = BlockManager(block_size=4, num_gpu_blocks=8, num_cpu_blocks=8)
     >>> blocks.allocate("parent", [1, 2, 3, 4, 5, 6])
@@ -61,11 +73,15 @@ class BlockManager(Spelling):
         sliding_window: int | None = None,
         enable_caching: bool = True,
         *,
+        eviction_policy: str | Callable[[], EvictionPolicy] | None = "lru",
         encoder_decoder: bool = False,
         layers: Sequence[LayerSpec] | None = None,
         manager: KVCacheManager | None = None,
         device: str | None = None,
     ) -> None:
+        check_bool("encoder_decoder", encoder_decoder)
+        check_int("num_gpu_blocks", num_gpu_blocks, 0, MAX_BLOCKS)
+        check_int("num_cpu_blocks", num_cpu_blocks, 0, MAX_BLOCKS)
         if manager is None:
             if layers is None:  # V0's manager knew no shapes, only ids
                 layers = [LayerSpec(kv_heads=1, head_dim=1, window=sliding_window)]
@@ -78,9 +94,11 @@ class BlockManager(Spelling):
             manager = KVCacheManager(
                 KVCacheConfig(layers, block_size, gpu_blocks=num_gpu_blocks, host_blocks=num_cpu_blocks,
                               watermark=watermark, enable_prefix_caching=enable_caching,
-                              partial_match=False, offload_on_evict=False)
+                              partial_match=False, offload_on_evict=False),
+                policy=eviction_policy,
             )  # fmt: skip
         super().__init__(manager, device=device)
+        _check_sizes(manager.config, block_size, num_gpu_blocks, num_cpu_blocks)
         config = manager.config
         tables = [group.index for group in config.groups if kind_of(group).grows]
         if len(tables) > 1 or len(config.pools) > 1 or config.partial_match or config.offload_on_evict:
@@ -91,10 +109,37 @@ class BlockManager(Spelling):
         self._cross_group = next((group.index for group in config.groups if not kind_of(group).grows), None)
         self._encoders: dict[Hashable, _Encoder] = {}  # by request, until `free_cross`
         self._request_of: dict[Hashable, Hashable] = {}  # sequence -> the request whose encoder it reads
+        self._samples: dict[
+            Hashable, tuple[Hashable, int]
+        ] = {}  # forked before their parent is computed: it, its length
+
+    def handle(self, request: Hashable | KVCacheHandle) -> KVCacheHandle:
+        """The handle of a sequence; one that was forked before its parent was computed becomes a fork of it now."""
+        if not isinstance(request, KVCacheHandle) and is_among(request, self._samples):
+            parent, length = self._samples[request]
+            source = self.handle(parent)
+            if source.num_written < length:
+                raise SequenceStateError(
+                    f"sequence {request!r} shares the prompt of {parent!r}, of which {source.num_written} of {length} tokens "
+                    f"are computed; write it and call mark_blocks_as_computed({parent!r}, ...) first"
+                )
+            self._settle(request)
+        return super().handle(request)
+
+    def _settle(self, sample: Hashable) -> None:
+        """Makes a sequence that waited for its parent's prompt a fork of it, of the length that the parent had."""
+        parent, length = self._samples[sample]
+        source = super().handle(parent)
+        [child] = self.manager.fork(source, sample)
+        if child.num_reserved > length:
+            self.manager.rewind(child, child.num_reserved - length)
+        del self._samples[sample]
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
     def can_allocate(self, tokens: Any, num_lookahead_slots: int = 0, *, num_encoder_tokens: int = 0) -> AllocStatus:
+        if tokens is None:
+            raise InvalidArgumentError("tokens=None: V0's can_allocate takes the prompt's token ids")
         return self.manager.can_allocate(tokens, lookahead=num_lookahead_slots, cross_tokens=num_encoder_tokens).status
 
     def allocate(
@@ -106,8 +151,12 @@ class BlockManager(Spelling):
         `encoder_key` names the content of the encoder's input. Prompts with equal keys share blocks; without one an
         encoder's request shares none.
         """
+        if tokens is None:
+            raise InvalidArgumentError("tokens=None: V0's allocate takes the prompt's token ids")
         request = seq_id if request_id is None else request_id
-        if num_encoder_tokens and request in self._encoders:
+        num_encoder_tokens = as_count(num_encoder_tokens, "num_encoder_tokens")
+        self._check_new(seq_id)
+        if is_among(request, self._encoders) and num_encoder_tokens:
             raise DuplicateRequestError(
                 f"request {request!r} has a table of encoder blocks already; free_cross it first"
             )
@@ -116,29 +165,53 @@ class BlockManager(Spelling):
             seq_id, tokens, lookahead=num_lookahead_slots, cross_tokens=num_encoder_tokens, scope=scope
         )
         if num_encoder_tokens:
-            self._encoders[request] = _Encoder([seq_id])
+            self._encoders[request] = _Encoder([seq_id], len(self.table(seq_id, self._cross_group or 0)))
             self._request_of[seq_id] = request
+
+    def _check_new(self, seq_id: Hashable) -> None:
+        if is_among(seq_id, self._samples):
+            raise DuplicateRequestError(f"sequence {seq_id!r} is already live; free it first or use another id")
 
     def free(self, seq_id: Hashable) -> None:
         """Ends a sequence. Its encoder's blocks stay until `free_cross`."""
+        if is_among(seq_id, self._samples):
+            del self._samples[seq_id]
+            self._leave_encoder(seq_id)
+            return
         handle = self.handle(seq_id)
+        self._hand_on(seq_id)
         encoder = self._encoders.get(self._request_of.get(seq_id))
         if encoder is not None and encoder.sequences == [seq_id] and not handle.is_swapped:
             [encoder.holder] = self.manager.fork(handle, ("encoder of", self._request_of[seq_id]))
             self.manager.rewind(encoder.holder, encoder.holder.num_reserved)
         self.manager.free(handle)
-        self._request_of.pop(seq_id, None)
+        self._leave_encoder(seq_id)
+
+    def _leave_encoder(self, seq_id: Hashable) -> None:
+        encoder = self._encoders.get(self._request_of.pop(seq_id, None))
         if encoder is not None:
             encoder.sequences.remove(seq_id)
 
+    def _hand_on(self, seq_id: Hashable) -> None:
+        """Those who wait for the prompt of a sequence that ends wait for the first of them, which becomes its fork."""
+        waiting = [sample for sample, (parent, _) in self._samples.items() if parent == seq_id]
+        if waiting:
+            self._settle(waiting[0])
+        for sample in waiting[1:]:
+            self._samples[sample] = (waiting[0], self._samples[sample][1])
+
     def get_block_table(self, seq_id: Hashable) -> list[int | None]:
+        """The blocks of a sequence; a sample whose prompt is not computed yet has those of its parent."""
+        if is_among(seq_id, self._samples):
+            parent, length = self._samples[seq_id]
+            return self.get_block_table(parent)[: ceil_div(length, self.manager.config.block_size)]
         return self.table(seq_id, 0)
 
     def get_cross_block_table(self, request_id: Hashable) -> list[int | None]:
-        """The encoder's blocks of a request; None for each while it is swapped out."""
+        """The encoder's blocks of a request; None for each while it is swapped out, and if it ended there."""
         encoder = self._encoder(request_id)
-        holders = [encoder.holder] if encoder.holder is not None else encoder.sequences[:1]
-        return [block for holder in holders for block in self.table(holder, self._cross_group or 0)]
+        holder = encoder.holder if encoder.holder is not None else next(iter(encoder.sequences), None)
+        return [None] * encoder.num_blocks if holder is None else self.table(holder, self._cross_group or 0)
 
     def free_cross(self, request_id: Hashable) -> None:
         """Gives the encoder's blocks of a request back; sequences of it that still run keep them until they end."""
@@ -150,7 +223,7 @@ class BlockManager(Spelling):
     def _encoder(self, request_id: Hashable) -> _Encoder:
         if self._cross_group is None:
             raise InvalidArgumentError("this model has no encoder: make the BlockManager with encoder_decoder=True")
-        if request_id not in self._encoders:
+        if not is_among(request_id, self._encoders):
             raise UnknownRequestError(f"request {request_id!r} has no table of encoder blocks")
         return self._encoders[request_id]
 
@@ -158,7 +231,7 @@ class BlockManager(Spelling):
 
     def can_append_slots(self, seq_ids: Sequence[Hashable], num_lookahead_slots: int = 0) -> bool:
         """Whether one more token for each of them fits, in the worst case."""
-        needs = (self.manager.blocks_needed(self.handle(seq), 1, num_lookahead_slots)[0] for seq in seq_ids)
+        needs = [self.manager.blocks_needed(handle, 1, num_lookahead_slots)[0] for handle in self._handles(seq_ids)]
         return sum(needs) <= self.get_num_free_gpu_blocks()
 
     def append_slots(self, seq_id: Hashable, num_tokens: int = 1, num_lookahead_slots: int = 0) -> Pairs:
@@ -167,11 +240,26 @@ class BlockManager(Spelling):
         return self._pairs()
 
     def mark_blocks_as_computed(self, seq_id: Hashable, tokens: Any) -> None:
-        """These tokens (ids, or how many of the prompt's) are written: their full blocks are reusable."""
-        self.manager.commit(self.handle(seq_id), tokens)
+        """These tokens (ids, how many of the prompt's, or None for its rest) are written: full blocks are reusable.
+
+        Samples that were forked before their prompt was computed become forks of it when all of it is.
+        """
+        handle = self.handle(seq_id)
+        self.manager.commit(handle, tokens)
+        for sample, (parent, length) in list(self._samples.items()):
+            if parent == handle.request_id and handle.num_written >= length:
+                self._settle(sample)
 
     def fork(self, parent_seq_id: Hashable, child_seq_id: Hashable) -> None:
-        self.manager.fork(self.handle(parent_seq_id), child_seq_id)
+        """A sequence that shares every block of another; before the prompt is computed, as V0 makes samples, too."""
+        parent = self.handle(parent_seq_id)
+        self._check_new(child_seq_id)
+        if parent.num_written < parent.num_prompt_tokens and not parent.is_swapped:
+            if is_among(child_seq_id, [handle.request_id for handle in self.manager.handles]):
+                raise DuplicateRequestError(f"sequence {child_seq_id!r} is already live; use another id")
+            self._samples[child_seq_id] = (parent.request_id, parent.num_prompt_tokens)
+        else:
+            self.manager.fork(parent, child_seq_id)
         request = self._request_of.get(parent_seq_id)
         if request in self._encoders:
             self._encoders[request].sequences.append(child_seq_id)
@@ -180,7 +268,7 @@ class BlockManager(Spelling):
     def get_common_computed_block_ids(self, seq_ids: Sequence[Hashable]) -> list[int]:
         """Blocks that all these sequences have computed and share, from the start up to the first that left a window."""
         size = self.manager.config.block_size
-        handles = [self.handle(seq) for seq in seq_ids]
+        handles = self._handles(seq_ids)
         columns = zip(*(h.block_ids()[: h.num_committed // size].tolist() for h in handles), strict=False)
         return [ids[0] for ids in takewhile(lambda ids: ids[0] >= 0 and len(set(ids)) == 1, columns)]
 
@@ -190,20 +278,26 @@ class BlockManager(Spelling):
     # --- swapping ----------------------------------------------------------------------------------------------------
 
     def can_swap_out(self, seq_ids: Sequence[Hashable]) -> bool:
-        return bool(self.manager.can_swap_out(*map(self.handle, seq_ids)))
+        return bool(self.manager.can_swap_out(*self._handles(seq_ids)))
 
     def can_swap_in(self, seq_ids: Sequence[Hashable]) -> AllocStatus:
-        return self.manager.can_swap_in(*map(self.handle, seq_ids)).status
+        return self.manager.can_swap_in(*self._handles(seq_ids)).status
 
     def swap_out(self, seq_ids: Sequence[Hashable]) -> Pairs:
         """(GPU block, CPU block) for every block to copy; forks swapped together stay shared."""
-        self.manager.swap_out(*map(self.handle, seq_ids))
+        self.manager.swap_out(*self._handles(seq_ids))
         return self._pairs()
 
     def swap_in(self, seq_ids: Sequence[Hashable]) -> Pairs:
         """(CPU block, GPU block) for every block to copy; what is still cached on the GPU is not copied."""
-        self.manager.swap_in(*map(self.handle, seq_ids))
+        self.manager.swap_in(*self._handles(seq_ids))
         return self._pairs()
+
+    def _handles(self, seq_ids: Sequence[Hashable]) -> list[KVCacheHandle]:
+        """The handles of a group of sequences, which is a list of ids."""
+        if not isinstance(seq_ids, (list, tuple)):
+            raise InvalidArgumentError(f"seq_ids must be a list of sequence ids, got {show(seq_ids)}")
+        return [self.handle(seq) for seq in seq_ids]
 
     def _pairs(self) -> Pairs:
         copies = self.manager.take_copies()
@@ -237,28 +331,13 @@ class BlockManager(Spelling):
         return sum(stats.hit_blocks.values()) / stats.prompt_blocks if stats.prompt_blocks else 0.0
 
 
-class CacheEngine:
-    """The worker's side: the tensors behind a `BlockManager` with `layers`, and the pairs carried out on them."""
-
-    def __init__(self, blocks: BlockManager) -> None:
-        self.plane = blocks.plane
-
-    def copy(self, src_to_dst: Pairs) -> None:
-        """Copies-on-write inside the GPU, as `append_slots` returned them."""
-        self._run(CopyKind.COPY_ON_WRITE, src_to_dst, Tier.GPU, Tier.GPU)
-
-    def swap_out(self, src_to_dst: Pairs) -> None:
-        """GPU to CPU, as `BlockManager.swap_out` returned them."""
-        self._run(CopyKind.SWAP_OUT, src_to_dst, Tier.GPU, Tier.HOST)
-
-    def swap_in(self, src_to_dst: Pairs) -> None:
-        """CPU to GPU, as `BlockManager.swap_in` returned them."""
-        self._run(CopyKind.SWAP_IN, src_to_dst, Tier.HOST, Tier.GPU)
-
-    def _run(self, kind: CopyKind, pairs: Pairs, source: Tier, target: Tier) -> None:
-        ops = [CopyOp(kind, 0, source, target, np.array([a], np.int32), np.array([b], np.int32)) for a, b in pairs]
-        self.plane.run_copies(ops).wait()
-
-    def get_cache_block_size(self) -> int:
-        """Bytes of one block over all layers of a table."""
-        return self.plane.config.groups[0].block_bytes
+def _check_sizes(config: KVCacheConfig, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
+    """Refuses sizes that contradict those of a manager that exists already."""
+    [pool] = config.pools if len(config.pools) == 1 else [None]
+    given = {"block_size": block_size, "num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": num_cpu_blocks}
+    if pool is None:
+        return  # which is refused for other reasons
+    there = [config.block_size, pool.num_blocks[Tier.GPU], pool.num_blocks[Tier.HOST] if num_cpu_blocks else 0]
+    for (name, value), actual in zip(given.items(), there, strict=True):
+        if value != actual:
+            raise ConfigError(f"{name}={value}, but the manager has {actual}")

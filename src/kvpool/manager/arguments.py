@@ -28,8 +28,12 @@ def as_policy_factory(chosen: str | Callable[[], EvictionPolicy]) -> Callable[[]
             "policy takes a name, a class or a factory: each tier and tenant needs an instance of its own"
         )
     new_policy = chosen if callable(chosen) else partial(make_policy, chosen)
-    if not isinstance(new_policy(), EvictionPolicy):  # an unknown name is refused here, before anything is built
-        raise ConfigError(f"policy {chosen!r} does not make an EvictionPolicy")
+    try:
+        made = new_policy()  # an unknown name is refused here, before anything is built
+    except TypeError as error:
+        raise ConfigError(f"policy {show(chosen)} cannot be called without arguments: {error}") from None
+    if not isinstance(made, EvictionPolicy):
+        raise ConfigError(f"policy {show(chosen)} does not make an EvictionPolicy")
     return new_policy
 
 

@@ -116,8 +116,10 @@ class DataPlane:
 
         `copies` were taken from the manager before, by a scheduler: they come first. With `overlap`, work on the current
         stream does not wait for the transfers; announce each step by `prepare`. If it fails, nothing is forgotten: the
-        operations that were not carried out come first in the next call.
+        operations that were not carried out come first in the next call. What `copies` names wrongly is refused, and none of
+        them is kept.
         """
+        self.transfers.check(copies)
         self._pending += [*copies, *self.manager.take_copies()]
         ops, self._pending = self._pending, []
         try:

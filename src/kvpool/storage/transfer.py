@@ -125,6 +125,11 @@ class TransferEngine:
                 word = torch.zeros(1, dtype=torch.int32)
                 upload_by_kernel(word.pin_memory(), word.to(device))
 
+    def check(self, ops: Sequence[CopyOp]) -> None:
+        """Raises `InvalidArgumentError` for operations that `submit` would refuse."""
+        if ops:
+            plan_steps(ops, self.stores, self._groups)
+
     def submit(self, ops: Sequence[CopyOp], *, overlap: bool = False) -> Transfer:
         """Starts the operations in order and returns at once where a GPU or a disk does the work.
 
