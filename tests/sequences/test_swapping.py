@@ -297,14 +297,17 @@ def test_swaps_are_counted_in_requests_and_in_blocks() -> None:
     assert handle.stats.swaps == 1
 
 
-def test_given_a_narrowed_request_when_it_comes_back_then_it_has_no_blocks_before_its_windows() -> None:
-    sliding = LayerSpec(kv_heads=1, head_dim=8, window=8)
+@pytest.mark.parametrize("sink_tokens", [0, 5])
+def test_given_a_narrowed_request_when_it_comes_back_then_it_has_its_sinks_and_no_other_blocks_before_its_windows(
+    sink_tokens: int,
+) -> None:
+    sliding = LayerSpec(kv_heads=1, head_dim=8, window=8, sink_tokens=sink_tokens)
     manager = make_manager(FULL, sliding, gpu_blocks=64, host_blocks=32)
     handle = manager.allocate("a", list(range(40)))
     manager.narrow(handle, 40)
-    before = handle.block_table(1).count(None)
-    assert before == 8
+    before = [block is None for block in handle.block_table(1)]
+    assert sum(before) == 8 - -(-sink_tokens // 4)
     manager.swap_out(handle)
     manager.swap_in(handle)
     manager.check()
-    assert handle.block_table(1).count(None) == before
+    assert [block is None for block in handle.block_table(1)] == before

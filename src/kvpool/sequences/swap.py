@@ -9,7 +9,7 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, SequenceStateError
-from kvpool.pools.arrays import Int32Array
+from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
 from kvpool.prefix.node import Node, path_ids
@@ -226,17 +226,18 @@ class Swapping:
             wanted.append(of_group)
         return wanted
 
-    def _num_fresh(self, group: Group, row: int) -> int:
-        """How many of a row's last columns have places, never written, that no window has passed."""
+    def _fresh(self, group: Group, row: int) -> Int64Array:
+        """The columns of a row that were never written and that its window has not passed; sinks stay."""
         first = ceil_div(int(self.rows.written[row]), self.state.block_size)
+        columns = np.arange(first, int(self.rows.num_blocks[row]))
         if group.slides:
-            first = max(first, int(self.rows.window_start[group.index, row]))
-        return max(0, int(self.rows.num_blocks[row]) - first)
+            columns = columns[(columns >= self.rows.window_start[group.index, row]) | (columns < group.sinks)]
+        return columns
 
     def _gpu_needs(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> list[int]:
         needs = self._needs(self._missing(handles, [m.num_blocks for m in matches]))
         for group in self.state.growing:
-            needs[group.pool] += sum(self._num_fresh(group, handle.row) for handle in handles)
+            needs[group.pool] += sum(len(self._fresh(group, handle.row)) for handle in handles)
         return needs
 
     def _gpu_supply(self, handles: Sequence[KVCacheHandle], matches: list[Match]) -> list[int]:
@@ -295,9 +296,9 @@ class Swapping:
         table = self.rows.tables[group.index]
         back = image >= 0
         table[row, : len(image)][back] = image[back]
-        if group.grows and (num_fresh := self._num_fresh(group, row)):
-            used = int(self.rows.num_blocks[row])
-            table[row, used - num_fresh : used] = group.take(num_fresh)
+        if group.grows:
+            fresh = self._fresh(group, row)
+            table[row, fresh] = group.take(len(fresh))
 
     def _join_families(self, handles: Sequence[KVCacheHandle], wanted: list[list[Int32Array]]) -> None:
         """Requests that went to the host with a common prefix come back sharing its blocks, as forks do."""
