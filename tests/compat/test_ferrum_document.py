@@ -377,6 +377,16 @@ def test_blocks_are_no_tokens_but_can_be_written_and_counted() -> None:
     manager.manager.check()
 
 
+def test_a_write_for_whose_copy_there_is_no_block_changes_nothing() -> None:
+    manager = small(max_gpu_blocks=2)
+    handle = manager.allocate(small_request("r", 5))
+    write(manager, handle, 0, 5)
+    clone = handle.clone_handle()
+    with pytest.raises(OutOfBlocksError):
+        write(manager, clone, 5, 6)
+    assert (clone.num_tokens(), clone.handle.num_reserved, keys(manager, clone, 5)) == (5, 5, [0.0, 1.0, 2.0, 3.0, 4.0])
+
+
 def test_the_longest_length_bounds_blocks_tokens_and_writes() -> None:
     manager = small()
     handle = manager.allocate(small_request("r", 4, max_sequence_length=6))

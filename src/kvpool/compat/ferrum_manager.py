@@ -258,8 +258,9 @@ class PagedKvCacheManager(FerrumCalls):
             super()._make_places(handle, stop)
         known = self._handle_of(handle)
         self._check_limit(known, stop)
-        known.uncounted += stop - handle.num_reserved
-        self.manager.extend(handle, stop - handle.num_reserved)
+        count = stop - handle.num_reserved
+        self.manager.extend(handle, count)
+        known.uncounted += count
 
     def deallocate(self, request_id: Any) -> PagedKvCacheHandle:
         """Ends a request, given by its id or a handle. What it stored stays cached; an unknown id is refused."""
