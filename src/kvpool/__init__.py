@@ -22,6 +22,7 @@ from kvpool.sequences.admission import PrefixMatch
 from kvpool.sequences.batch import CSRTable, SequenceBatch
 from kvpool.sequences.block_table import BlockTable
 from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import Admission, AllocStatus
 from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, PoolStats
 from kvpool.version import __version__, compiled
@@ -63,6 +64,7 @@ __all__ = [
     "PoolStats",
     "PrefixMatch",
     "PressureChange",
+    "Prompt",
     "ResizeResult",
     "Retention",
     "ReuseHint",

@@ -22,31 +22,34 @@ from kvpool.errors import (
     UnknownRequestError,
 )
 from kvpool.manager import KVCacheManager
-from kvpool.pools.arrays import as_flag, as_token_array
-from kvpool.pools.symbols import as_items
+from kvpool.pools.arrays import as_flag
 from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import Admission, AllocStatus
 
-ADMISSION_OPTIONS = ("num_tokens", "scope", "reserve", "lookahead", "cross_tokens", "multimodal")
+PROMPT_OPTIONS = ("scope", "multimodal", "cross_tokens")  # of `allocate`: what belongs to the prompt
+ADMISSION_OPTIONS = ("num_tokens", "reserve", "lookahead", *PROMPT_OPTIONS)  # what decides whether it fits
 
 
 class _Waiter:
     """A call of `allocate` that has not been served yet."""
 
-    __slots__ = ("future", "options", "request_id", "tokens", "wait_for_prefix")
+    __slots__ = ("future", "options", "prompt", "request_id", "wait_for_prefix")
 
     def __init__(self, request_id: Hashable, tokens: Any, wait_for_prefix: bool, options: dict[str, Any]) -> None:
         self.request_id = request_id
-        self.tokens = None if tokens is None else as_token_array(tokens).copy()  # the caller may change its own
         self.wait_for_prefix = wait_for_prefix
-        if options.get("multimodal") is not None:  # asked for more than once, so it must not be used up
-            options = {**options, "multimodal": as_items(options["multimodal"], self.tokens)}
+        if tokens is not None and not isinstance(tokens, Prompt):  # asked about more than once
+            described = {name: options[name] for name in PROMPT_OPTIONS if name in options}
+            tokens = Prompt(tokens, may_be_cut=as_flag(options.get("lease", False), "lease"), **described)
+            options = {name: value for name, value in options.items() if name not in PROMPT_OPTIONS}
+        self.prompt: Prompt | None = tokens
         self.options = options
         self.future: asyncio.Future[KVCacheHandle] = asyncio.get_running_loop().create_future()
 
     def ask(self, manager: KVCacheManager, wait_for_prefix: bool = False) -> Admission:
         asked = {name: value for name, value in self.options.items() if name in ADMISSION_OPTIONS}
-        return manager.can_allocate(self.tokens, wait_for_prefix=wait_for_prefix, **asked)
+        return manager.can_allocate(self.prompt, wait_for_prefix=wait_for_prefix, **asked)
 
 
 class AsyncKVCacheManager:
@@ -239,7 +242,7 @@ class AsyncKVCacheManager:
         if waiter.wait_for_prefix and not waiter.ask(self.manager, wait_for_prefix=True):
             return True
         try:
-            handle = self.manager.allocate(waiter.request_id, waiter.tokens, **waiter.options)
+            handle = self.manager.allocate(waiter.request_id, waiter.prompt, **waiter.options)
         except OutOfBlocksError:  # another thread was faster
             return False
         if waiter.future.done():  # a pressure callback of this allocation cancelled the call

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import EvictionPolicy, make_policy
-from kvpool.pools.arrays import Int32Array, Int64Array, as_array, as_count
-from kvpool.pools.symbols import Key, as_items
+from kvpool.pools.arrays import Int64Array, as_array, as_count
 from kvpool.prefix.retention import Retention
-from kvpool.scope import MultimodalItem, ReuseScope
+from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
-
-DEFAULT_SCOPE = ReuseScope()
-Items: TypeAlias = Iterable[MultimodalItem | tuple[int, int, Key]]  # what users give for multimodal items
 
 
 def as_policy_factory(chosen: str | Callable[[], EvictionPolicy]) -> Callable[[], EvictionPolicy]:
@@ -99,13 +95,6 @@ def check_scope(scope: ReuseScope) -> ReuseScope:
     if not isinstance(scope, ReuseScope):
         raise InvalidArgumentError(f"scope must be a ReuseScope, got {scope!r}")
     return scope
-
-
-def check_items(
-    multimodal: Items | None, ids: Int32Array | None, may_be_cut: bool = False
-) -> tuple[MultimodalItem, ...] | None:
-    """The multimodal items behind placeholders among `ids`, if any were given."""
-    return None if multimodal is None else as_items(multimodal, ids, may_be_cut)
 
 
 def check_seconds(value: float | None, name: str) -> None:

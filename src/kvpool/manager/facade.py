@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from kvpool.compiling import mypyc_attr
 from kvpool.manager.guard import Guard, contain
 from kvpool.manager.observer import Observer
 from kvpool.pools.arrays import Int32Array
-from kvpool.scope import MultimodalItem
+from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import CacheState
-
-Ids = TypeVar("Ids", Int32Array, "Int32Array | None")
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -28,9 +26,10 @@ class Facade:
     _guard: Guard
     _observers: tuple[Observer, ...]
 
-    def _coded(self, ids: Ids, items: tuple[MultimodalItem, ...] | None) -> Ids:
-        """The ids of a question's tokens as the tree holds them; symbols that nobody knows yet are not kept."""
-        return self._state.rows.symbols.encode(ids, items)[0] if items and ids is not None else ids
+    def _coded(self, prompt: Prompt) -> Int32Array:
+        """The tokens of a prompt as the tree holds them; symbols that nobody knows yet are not kept."""
+        assert prompt.tokens is not None
+        return self._state.rows.symbols.encode(prompt.tokens, prompt.items)[0] if prompt.items else prompt.tokens
 
     def _tell(self, verb: str, result: Any, *arguments: Any) -> None:
         """Tells observers what was done. Called inside the lock, so they hear of operations in their order."""

@@ -31,10 +31,11 @@ class PressureChange(NamedTuple):
 
 
 class Guard:
-    """`with guard:` around every public operation."""
+    """`with guard:` around every public operation that may change something, `with guard.query:` around the others."""
 
     def __init__(self, state: CacheState, levels: Sequence[float]) -> None:
         self.lock = state.rows.lock
+        self.query = Query(self)
         self.state = state
         self.context = state.context
         self.expiry = state.cache.expiry
@@ -52,6 +53,11 @@ class Guard:
         self._delivery = threading.Lock()
 
     def __enter__(self) -> None:
+        self.begin()
+        self.context.version += 1
+
+    def begin(self) -> None:
+        """Takes the lock; the outermost operation first does what is due."""
         self.lock.acquire()
         self._depth += 1
         try:
@@ -59,7 +65,10 @@ class Guard:
             context.tick += 1
             if self._depth == 1:  # an operation inside another one happens at the same moment
                 context.now = context.clock()
-                self.num_expired = self.expiry.run() if self.calendar.next <= context.now else 0
+                self.num_expired = 0
+                if self.calendar.next <= context.now:
+                    context.version += 1
+                    self.num_expired = self.expiry.run()
         except BaseException:
             self._depth -= 1
             self.lock.release()
@@ -120,6 +129,19 @@ class Guard:
             f"{pool.num_free} free; pressure {direction} from {previous.name} to {level.name}"
         )
         self._changes.append(PressureChange(level, previous, fullest, at, reason))
+
+
+class Query:
+    """An operation that changes nothing, or that raises `context.version` itself when it begins to."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.guard = guard
+
+    def __enter__(self) -> None:
+        self.guard.begin()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.guard.__exit__(*exc_info)
 
 
 def _fewest(limit: float, num_blocks: int) -> int:

@@ -12,7 +12,7 @@ from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.errors import InvalidArgumentError
 from kvpool.events import Created, Event, EventLog, Subscription
-from kvpool.manager.arguments import DEFAULT_SCOPE, Items, check_items, check_scope, check_seconds
+from kvpool.manager.arguments import check_scope, check_seconds
 from kvpool.manager.checks import Checker
 from kvpool.manager.compaction import Compaction
 from kvpool.manager.facade import Facade
@@ -22,7 +22,7 @@ from kvpool.manager.invalidation import Invalidation
 from kvpool.manager.observer import Observer
 from kvpool.manager.picture import Picture, RunsPicture, picture, read_runs, runs_picture
 from kvpool.manager.pins import Pin, Pins
-from kvpool.pools.arrays import as_count, as_flag, as_token_array
+from kvpool.pools.arrays import as_count, as_flag
 from kvpool.pools.pool import BlockPool, ResizeResult
 from kvpool.prefix.node import NEVER
 from kvpool.prefix.quota import TenantQuota
@@ -31,6 +31,7 @@ from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.onboard import Onboarding
+from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, as_prompt
 from kvpool.stats import CacheStats, EvictionReason, MemoryPressure
 
 
@@ -57,17 +58,17 @@ class Maintenance(Facade):
         """
         check_seconds(ttl, "ttl")
         with self._guard:
-            check_scope(scope)
             if isinstance(tokens, KVCacheHandle):
+                check_scope(scope)
                 if multimodal is not None:
                     raise InvalidArgumentError("the multimodal items of a request are known; give them with tokens only")
                 row = self._state.any_row_of(tokens)
                 scope, items = tokens.scope, None
                 coded = self._state.rows.token_ids(row)[: int(self._state.rows.committed[row])]
             else:
-                tokens = as_token_array(tokens)
-                items = check_items(multimodal, tokens)
-                coded = self._coded(tokens, items)
+                prompt = as_prompt(tokens, scope, multimodal)
+                tokens, scope, items = prompt.tokens, prompt.scope, prompt.items
+                coded = self._coded(prompt)
             pin = self._pins.pin(coded, scope, ttl)
             if self._observers:
                 self._tell("pin", pin, tokens, scope, ttl, items)
@@ -84,7 +85,7 @@ class Maintenance(Facade):
     def is_pinned(self, pin: Pin) -> bool:
         """Whether a pin still holds: it was not ended, its time is not over, its prefix was not invalidated."""
         _check_pin(pin)
-        with self._guard:  # every operation begins with what is due
+        with self._guard.query:  # every operation begins with what is due
             return self._pins.active.get(pin.pin_id) is pin
 
     def set_quota(self, tenant: str, *, guaranteed: float | int = 0, maximum: float | int | None = None) -> None:
@@ -103,7 +104,7 @@ class Maintenance(Facade):
 
     def quotas(self) -> dict[str, TenantQuota]:
         """The quotas in force, by tenant, with what each tenant has cached."""
-        with self._guard:
+        with self._guard.query:
             return {tenant: quota.view() for tenant, quota in self._state.cache.orders.quotas.items()}
 
     def evict(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> int:
@@ -128,7 +129,7 @@ class Maintenance(Facade):
 
     def next_deadline(self) -> float | None:
         """Seconds until the next time to live, priority or pin runs out; None when nothing does."""
-        with self._guard:
+        with self._guard.query:
             deadline = self._state.cache.expiry.calendar.next
             return None if deadline == NEVER else deadline - self._state.context.now
 
@@ -156,21 +157,22 @@ class Maintenance(Facade):
                 raise InvalidArgumentError(f"{name} must be a string, got {value!r}")
         if scope is not None:
             check_scope(scope)
-        ids = None if prefix is None else as_token_array(prefix, "prefix")
-        items = check_items(multimodal, ids)
+        if prefix is None and multimodal is not None:
+            raise InvalidArgumentError("multimodal items need the ids of the tokens that stand for them: give a prefix")
+        prompt = None if prefix is None else as_prompt(prefix, scope or DEFAULT_SCOPE, multimodal)
         with self._guard:
-            coded = self._coded(ids, items)
             if session is not None:
                 removed = self._invalidation.of_session(session)
             elif tenant is not None:
                 removed = self._invalidation.of_tenant(tenant)
-            elif coded is not None:
-                removed = self._invalidation.below_prefix(coded, scope or DEFAULT_SCOPE)
+            elif prompt is not None:
+                removed = self._invalidation.below_prefix(self._coded(prompt), prompt.scope)
             else:
                 assert scope is not None
                 removed = self._invalidation.in_scope(scope)
             if self._observers:
-                self._tell("invalidate", removed, ids, scope, session, items, tenant)
+                ids, items = (None, None) if prompt is None else (prompt.tokens, prompt.items)
+                self._tell("invalidate", removed, ids, scope if prompt is None else prompt.scope, session, items, tenant)
             return removed
 
     def reset_prefix_cache(self) -> int:
@@ -198,18 +200,16 @@ class Maintenance(Facade):
 
     def onboard(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE, multimodal: Items | None = None) -> int:
         """Brings the cached prefix of `tokens` up to the GPU ahead of its request; returns how many blocks move."""
-        ids = as_token_array(tokens)
-        check_scope(scope)
-        items = check_items(multimodal, ids)
+        prompt = as_prompt(tokens, scope, multimodal)
         with self._guard:
-            moved = self._onboarding.onboard(self._coded(ids, items), scope)
+            moved = self._onboarding.onboard(self._coded(prompt), prompt.scope)
             if self._observers:
-                self._tell("onboard", moved, ids, scope, items)
+                self._tell("onboard", moved, prompt.tokens, prompt.scope, prompt.items)
             return moved
 
-    def prefetch(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE) -> int:
+    def prefetch(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE, multimodal: Items | None = None) -> int:
         """Another name for `onboard`."""
-        return self.onboard(tokens, scope)
+        return self.onboard(tokens, scope, multimodal)
 
     # --- shape -------------------------------------------------------------------------------------------------------
 
@@ -335,7 +335,7 @@ class Maintenance(Facade):
 
     def cached_runs(self) -> list[CachedRun]:
         """Every run of cached blocks, with its place and age. Looks at everything: for people and tests."""
-        with self._guard:
+        with self._guard.query:
             return Inspector(self._state).runs()
 
     def picture(self) -> Picture:
@@ -349,19 +349,19 @@ class Maintenance(Facade):
 
     def stats(self) -> CacheStats:
         """One consistent snapshot of everything counted."""
-        with self._guard:
+        with self._guard.query:
             return Inspector(self._state).snapshot(self._guard.level)
 
     def block(self, block_id: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> KVCacheBlock:
         """Who uses one block, and as what. Looks at everything: for people and tests, not for engines."""
-        with self._guard:
+        with self._guard.query:
             chosen = self._pool(pool, tier)
             as_count(block_id, "block_id", maximum=chosen.num_blocks - 1)
             return Inspector(self._state).block(chosen, block_id)
 
     def check(self) -> None:
         """Proves every invariant or raises `InvariantError` naming what is broken. Slow: for tests and doubts."""
-        with self._guard:
+        with self._guard.query:
             Checker(self._state, self._in_flight, self._pins).run()
 
     # --- events ------------------------------------------------------------------------------------------------------

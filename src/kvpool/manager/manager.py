@@ -37,23 +37,14 @@ from kvpool.errors import (
 from kvpool.events import EventLog
 from kvpool.eviction import EvictionPolicy
 from kvpool.eviction.hints import ReuseHint, check_hint
-from kvpool.manager.arguments import (
-    DEFAULT_SCOPE,
-    Items,
-    as_policy_factory,
-    check_items,
-    check_keeping,
-    check_requests,
-    check_scope,
-    is_among,
-)
+from kvpool.manager.arguments import as_policy_factory, check_keeping, check_requests, is_among
 from kvpool.manager.compaction import Compaction
 from kvpool.manager.guard import Guard
 from kvpool.manager.invalidation import Invalidation
 from kvpool.manager.observer import Observer
 from kvpool.manager.pins import Pins
 from kvpool.manager.steps import BatchLike, Steps
-from kvpool.pools.arrays import Int32Array, as_count, as_flag, as_token_array
+from kvpool.pools.arrays import as_count, as_flag
 from kvpool.pools.copies import CopyOp
 from kvpool.prefix.retention import Retention
 from kvpool.prefix.tenants import TenantQuotas
@@ -64,6 +55,7 @@ from kvpool.sequences.batch import SequenceBatch, as_handles
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.onboard import Onboarding
+from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt, unknown_prompt
 from kvpool.sequences.release import Ending
 from kvpool.sequences.rewind import Rewinding
 from kvpool.sequences.state import Admission, CacheState
@@ -127,11 +119,9 @@ class KVCacheManager(Steps):
         self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE, multimodal: Items | None = None
     ) -> PrefixMatch:
         """What would a request for `tokens` reuse? Changes nothing, not even the order of eviction."""
-        ids = as_token_array(tokens)
-        items = None if multimodal is None else check_items(multimodal, ids)
-        with self._guard:
-            coded = ids if items is None else self._coded(ids, items)
-            return self._admissions.query(coded, check_scope(scope))
+        prompt = as_prompt(tokens, scope, multimodal)
+        with self._guard.query:
+            return self._admissions.query(prompt)
 
     def can_allocate(
         self,
@@ -150,15 +140,12 @@ class KVCacheManager(Steps):
         Blocks shared with live requests reduce the need, unreferenced cached blocks are supply, and every layer group must
         fit. With `wait_for_prefix` the answer is LATER while another request computes the next block of this prompt.
         """
-        ids, places = self._request(tokens, num_tokens, reserve)
-        lookahead, cross_tokens = as_count(lookahead, "lookahead"), self._cross_tokens(cross_tokens)
+        prompt, places = self._request(tokens, num_tokens, scope, multimodal, cross_tokens, reserve)
+        lookahead = as_count(lookahead, "lookahead")
         if wait_for_prefix is not False:
             wait_for_prefix = as_flag(wait_for_prefix, "wait_for_prefix")
-        items = None if multimodal is None else check_items(multimodal, ids)
-        with self._guard:
-            check_scope(scope)
-            coded = ids if items is None else self._coded(ids, items)
-            return self._admissions.can_allocate(coded, places, lookahead, cross_tokens, scope, wait_for_prefix)
+        with self._guard.query:
+            return self._admissions.can_allocate(prompt, places, lookahead, wait_for_prefix)
 
     def allocate(
         self,
@@ -189,27 +176,24 @@ class KVCacheManager(Steps):
         continuation is expected, if that is known already; what `hint` or `free` are told later counts instead. Raises
         `OutOfBlocksError` (`NeverFitsError` if the pool is too small) and changes nothing.
         """
-        ids, places = self._request(tokens, num_tokens, reserve)
-        if type(lookahead) is not int or type(cross_tokens) is not int or lookahead or cross_tokens:
-            lookahead, cross_tokens = as_count(lookahead, "lookahead"), self._cross_tokens(cross_tokens)
-        if ttl is not None or retention is not None or session is not None:
-            check_keeping(ttl, retention, session)
         if lease is not False:
             lease = as_flag(lease, "lease")
-        items = None if multimodal is None else check_items(multimodal, ids, may_be_cut=lease)
+        prompt, places = self._request(tokens, num_tokens, scope, multimodal, cross_tokens, reserve, lease)
+        if type(lookahead) is not int or lookahead:
+            lookahead = as_count(lookahead, "lookahead")
+        if ttl is not None or retention is not None or session is not None:
+            check_keeping(ttl, retention, session)
         if hint is not None:
             check_hint(hint)
-        state = self._state
+        state, ids, scope, cross_tokens = self._state, prompt.tokens, prompt.scope, prompt.cross_tokens
         limit = state.max_seq_len
         if limit is not None:
             longest = max(places + lookahead, 0 if ids is None else len(ids))
             if longest > limit:
                 raise InvalidArgumentError(f"a sequence of {longest} tokens is over max_seq_len={limit}")
-        with self._guard:
+        with self._guard.query:  # what was found for the prompt before holds until the admission itself changes the cache
             if is_among(request_id, state.requests):
                 raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
-            if scope is not DEFAULT_SCOPE:
-                check_scope(scope)
             handle = KVCacheHandle(state.rows, request_id, scope)
             handle.retention = retention
             handle.ttl = ttl if ttl is not None else state.default_ttl
@@ -217,16 +201,11 @@ class KVCacheManager(Steps):
             handle.encoder_tokens = cross_tokens
             handle.is_lease = lease
             handle.publishes = state.caches_prefixes and (not cross_tokens or scope.encoder != "")
-            coded, fresh = ids, None
-            if items and ids is not None:
-                coded, fresh = state.rows.symbols.encode(ids, items)
-            self._sequences.allocate(handle, coded, places, lookahead, cross_tokens)
-            if fresh:
-                state.keep_symbols(fresh)
+            self._sequences.allocate(handle, prompt, places, lookahead)
             if self._observers:
                 options = dict(
                     num_tokens=num_tokens, scope=scope, reserve=reserve, lookahead=lookahead, cross_tokens=cross_tokens,
-                    retention=retention, ttl=ttl, session=session, lease=lease, multimodal=items,
+                    retention=retention, ttl=ttl, session=session, lease=lease, multimodal=prompt.items,
                 )  # fmt: skip
                 self._tell("allocate", handle, request_id, ids, options)
             if hint is not None:
@@ -250,25 +229,34 @@ class KVCacheManager(Steps):
                     results.append(error)
         return results
 
-    def _request(self, tokens: Any, num_tokens: int | None, reserve: int | None) -> tuple[Int32Array | None, int]:
-        """Checks the description of a prompt: its ids (or None) and how many places to reserve."""
+    def _request(
+        self,
+        tokens: Any,
+        num_tokens: int | None,
+        scope: ReuseScope,
+        multimodal: Items | None,
+        cross_tokens: int,
+        reserve: int | None,
+        lease: bool = False,
+    ) -> tuple[Prompt, int]:
+        """The prompt of a request, checked, and how many places to reserve for it."""
         if (tokens is None) == (num_tokens is None):
             raise InvalidArgumentError("give either the prompt's tokens or num_tokens")
         if tokens is None:
-            total, ids = as_count(num_tokens, "num_tokens", minimum=1), None
+            total = as_count(num_tokens, "num_tokens", minimum=1)
+            prompt = unknown_prompt(scope, multimodal, cross_tokens)
         else:
-            ids = as_token_array(tokens)
-            total = len(ids)
+            prompt = as_prompt(tokens, scope, multimodal, cross_tokens, may_be_cut=lease)
+            total = 0 if prompt.tokens is None else len(prompt.tokens)
             if not total:
                 raise InvalidArgumentError("a request needs at least one token")
+        if prompt.cross_tokens and not self._state.fixed:
+            raise InvalidArgumentError(
+                f"cross_tokens={prompt.cross_tokens}, but no layer of this model is cross_attention"
+            )
         if reserve is None:
-            return ids, total
-        return ids, as_count(reserve, "reserve", maximum=total)
-
-    def _cross_tokens(self, cross_tokens: int) -> int:
-        if as_count(cross_tokens, "cross_tokens") and not self._state.fixed:
-            raise InvalidArgumentError(f"cross_tokens={cross_tokens}, but no layer of this model is cross_attention")
-        return int(cross_tokens)
+            return prompt, total
+        return prompt, as_count(reserve, "reserve", maximum=total)
 
     def _is_live(self, request_id: Hashable) -> bool:
         return is_among(request_id, self._state.requests)
@@ -358,7 +346,7 @@ class KVCacheManager(Steps):
 
     def can_swap_out(self, *handles: KVCacheHandle) -> Admission:
         """Whether the host can take these requests."""
-        with self._guard:
+        with self._guard.query:
             return self._swapping.can_swap_out(handles)
 
     def swap_out(self, *handles: KVCacheHandle) -> int:
@@ -371,7 +359,7 @@ class KVCacheManager(Steps):
 
     def can_swap_in(self, *handles: KVCacheHandle) -> Admission:
         """Whether the GPU can take these requests back."""
-        with self._guard:
+        with self._guard.query:
             return self._swapping.can_swap_in(handles)
 
     def swap_in(self, *handles: KVCacheHandle) -> int:

@@ -9,11 +9,13 @@ import numpy as np
 
 from kvpool.compiling import mypyc_attr
 from kvpool.errors import InvalidArgumentError, UnknownRequestError
-from kvpool.manager.arguments import Items, as_counts, check_counts, check_items
+from kvpool.manager.arguments import as_counts, check_counts
 from kvpool.manager.maintenance import Maintenance
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count, as_token_array
+from kvpool.pools.symbols import as_items
 from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.prompt import Items
 from kvpool.sequences.rewind import Rewinding
 from kvpool.sequences.slots import writable_blocks
 from kvpool.sequences.step import Stepping
@@ -120,7 +122,7 @@ class Steps(Maintenance):
         """`commit` for a batch: one token each, or `counts[i]` tokens of sequence i one after the other in `tokens`."""
         ids = None if tokens is None else as_token_array(tokens)
         numbers = None if counts is None else as_counts(counts)
-        items = None if multimodal is None else check_items(multimodal, ids)
+        items = None if multimodal is None else as_items(multimodal, ids)
         with self._guard:
             chosen = self._batch(batch)
             if numbers is None and items:
@@ -171,7 +173,7 @@ class Steps(Maintenance):
         To completion: `blocks_needed(handle, remaining_tokens)`. Blocks that windows give up on the way are not counted.
         """
         total = as_count(num_tokens, "num_tokens") + as_count(lookahead, "lookahead")
-        with self._guard:
+        with self._guard.query:
             return self._stepping.blocks_needed(self._state.row_of(handle), total)
 
     def _batch(self, batch: BatchLike) -> SequenceBatch:

@@ -19,6 +19,7 @@ class CacheContext:
     """Built once and given to every part, so that each part can be made, and tested, without the others.
 
     Whoever begins an operation moves `tick` on and reads the clock into `now`, which then stand still until its end.
+    `version` grows whenever something may have changed: what was found in the cache holds while it stays the same.
     """
 
     __slots__ = (
@@ -37,6 +38,7 @@ class CacheContext:
         "rows",
         "shadows",
         "tick",
+        "version",
         "windowed",
     )
 
@@ -61,6 +63,7 @@ class CacheContext:
         self.clock = clock
         self.now = clock()
         self.tick = 0
+        self.version = 0
         self.num_tiers = max(len(tiers) for tiers in pools)
         # Groups whose blocks are published: those read along paths, those read block by block.
         self.cached = [group for group in groups if group.grows]

@@ -7,13 +7,13 @@ from enum import Enum, auto
 from kvpool.config import Tier
 from kvpool.config.layers import ceil_div
 from kvpool.errors import OutOfBlocksError
-from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.request import ScheduledSequence, SequenceState
 from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.round import PromptChunk, Round
 from kvpool.sequences.admission import PrefixMatch
 from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import Admission
 
 SPARE_CANDIDATES = 16  # looked at beyond the free lanes: some only wait for a prefix and let others pass
@@ -51,8 +51,7 @@ class Outlook:
         return self.roster.clock() - sequence.group.arrival
 
     def _match(self, sequence: ScheduledSequence) -> PrefixMatch:
-        request = sequence.request
-        return self.manager.match_prefix(sequence.tokens, request.scope, request.items)
+        return self.manager.match_prefix(sequence.prompt)
 
 
 class Admissions:
@@ -150,8 +149,9 @@ class Admissions:
 
     def _allocate(self, sequence: ScheduledSequence, round: Round) -> Verdict:
         """Admits a waiting sequence with the first chunk of its tokens."""
-        request, tokens = sequence.request, sequence.tokens
-        match = self.manager.match_prefix(tokens, request.scope, request.items)
+        request, prompt = sequence.request, sequence.prompt
+        num_tokens = len(sequence.tokens)
+        match = self.manager.match_prefix(prompt)
         alone = self._is_alone(sequence)
         if match.in_flight and self.config.wait_for_prefix and not alone:
             if not sequence.waits_for_prefix:
@@ -161,16 +161,17 @@ class Admissions:
         if round.is_full:
             return Verdict.OUT_OF_TOKENS
         decodes_last = match.has_last_logits or (request.steered and sequence.group.branched)
-        if decodes_last and len(tokens) > 1 and not request.ends_with_item(len(tokens)):
-            tokens = tokens[:-1]  # all is cached, or other beams must be there too: it decodes its last token
-        start = min(match.num_tokens, len(tokens) - 1)
-        stop = round.chunk_stop(start, len(tokens))
+        if decodes_last and num_tokens > 1 and not request.ends_with_item(num_tokens):
+            num_tokens -= 1  # all is cached, or other beams must be there too: it decodes its last token
+            prompt = Prompt(sequence.tokens[:-1], request.scope, request.items, request.cross_tokens, copy=False)
+        start = min(match.num_tokens, num_tokens - 1)
+        stop = round.chunk_stop(start, num_tokens)
         if not alone:
             future = self.capacity.future(sequence, stop)
             while not self._has_room(sequence, admission := self._ask(sequence, stop), future):
                 if not self._could_make_room(sequence, admission, future) or not self._preempt_for(sequence, round):
                     return Verdict.BLOCKED
-        handle = self._allocate_at_most(sequence, tokens, start, stop, alone)
+        handle = self._allocate_at_most(sequence, prompt, start, stop, alone)
         if handle is None:
             return Verdict.BLOCKED
         self._enter(sequence, handle)
@@ -180,17 +181,10 @@ class Admissions:
         return Verdict.ENTERED
 
     def _ask(self, sequence: ScheduledSequence, stop: int) -> Admission:
-        request = sequence.request
-        return self.manager.can_allocate(
-            sequence.tokens,
-            scope=request.scope,
-            reserve=stop,
-            cross_tokens=request.cross_tokens,
-            multimodal=request.items,
-        )
+        return self.manager.can_allocate(sequence.prompt, reserve=stop)
 
     def _allocate_at_most(
-        self, sequence: ScheduledSequence, tokens: Int32Array, start: int, stop: int, alone: bool
+        self, sequence: ScheduledSequence, prompt: Prompt, start: int, stop: int, alone: bool
     ) -> KVCacheHandle | None:
         """Blocks for tokens up to `stop`; a sequence that has the GPU for itself takes less if it must, but begins."""
         request = sequence.request
@@ -198,14 +192,11 @@ class Admissions:
             try:
                 return self.manager.allocate(
                     sequence.id,
-                    tokens,
-                    scope=request.scope,
+                    prompt,
                     reserve=stop,
-                    cross_tokens=request.cross_tokens,
                     retention=request.retention,
                     ttl=request.ttl,
                     session=request.session,
-                    multimodal=request.items,
                 )
             except OutOfBlocksError:
                 if not alone or stop <= start + 1:
@@ -277,14 +268,14 @@ class Admissions:
         for sequence in candidates if self.manager.has_tier(Tier.HOST, Tier.DISK) else ():
             if sequence.state is not SequenceState.WAITING or sequence.in_flight:
                 continue
-            scope, items = sequence.request.scope, sequence.request.items
-            match = self.manager.match_prefix(sequence.tokens, scope, items)
+            scope = sequence.request.scope
+            match = self.manager.match_prefix(sequence.prompt)
             resident = match.tokens_by_tier.get(Tier.GPU, 0) // size
             needed = ceil_div(self.capacity.horizon(sequence), size) - resident
             if sum(match.tokens_by_tier.values()) // size == resident or not self._has_unpromised(needed, scope.tenant):
                 continue
             try:
-                self.roster.stats.prefetched_blocks += self.manager.onboard(sequence.tokens, scope, items)
+                self.roster.stats.prefetched_blocks += self.manager.onboard(sequence.prompt)
             except OutOfBlocksError:  # other tenants' guarantees are in the way
                 continue
 

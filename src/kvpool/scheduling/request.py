@@ -19,6 +19,7 @@ from kvpool.pools.symbols import as_items
 from kvpool.prefix.retention import Retention
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.prompt import Prompt
 
 MAX_PRIORITY = 2**31
 log = logging.getLogger("kvpool")
@@ -159,6 +160,7 @@ class ScheduledSequence:
         "lane",
         "num_drafts_in_flight",
         "num_preemptions",
+        "_prompt",
         "request",
         "residence",
         "state",
@@ -174,6 +176,7 @@ class ScheduledSequence:
         self.index = index
         self.state = SequenceState.WAITING
         self.tokens = tokens  # ids known when it last entered or left the GPU: prompt and samples
+        self._prompt: Prompt | None = None
         self.in_flight = 0  # samples of unfinished plans, while it has no lane
         self.handle: KVCacheHandle | None = None
         self.lane = -1
@@ -190,6 +193,16 @@ class ScheduledSequence:
     def id(self) -> tuple[Hashable, int]:
         """Its request id at the manager: (request id, sample)."""
         return self.request.id, self.index
+
+    @property
+    def prompt(self) -> Prompt:
+        """Its tokens as the manager is asked about them: the same object for as long as they stay the same."""
+        prompt = self._prompt
+        if prompt is None or prompt.tokens is not self.tokens:
+            request = self.request
+            prompt = Prompt(self.tokens, request.scope, request.items, request.cross_tokens, copy=False)
+            self._prompt = prompt
+        return prompt
 
     @property
     def is_finished(self) -> bool:

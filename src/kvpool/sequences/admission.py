@@ -15,6 +15,7 @@ from kvpool.prefix.node import path_ids
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
 from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.prompt import Found, Prompt
 from kvpool.sequences.state import Admission, AllocStatus, CacheState
 
 NO_MATCH = Match(None, [], 0)
@@ -81,8 +82,26 @@ class AdmissionPlanner:
         self.windows = state.cache.windows
         self.logits = state.cache.logits
         self.in_flight = in_flight
+        self.symbols = state.rows.symbols
 
     # --- reuse -------------------------------------------------------------------------------------------------------
+
+    def find(self, prompt: Prompt) -> Found:
+        """What a prompt would reuse now. The tree is walked once for as long as nothing changes.
+
+        Observers are told what each walk chose, so a cache that is observed walks every time.
+        """
+        found, version = prompt.found, self.context.version
+        if found is not None and found.version == version and found.planner is self and self.tree.choose_source is None:
+            return found
+        tokens = prompt.tokens
+        assert tokens is not None
+        ids, fresh = self.symbols.encode(tokens, prompt.items) if prompt.items else (tokens, None)
+        match, logits = NO_MATCH, None
+        if not prompt.cross_tokens or prompt.scope.encoder:  # an encoder's unnamed input is like no other
+            match, logits = self.best_match(ids, prompt.scope)
+        found = prompt.found = Found(self, version, ids, fresh, match, logits)
+        return found
 
     def best_match(self, tokens: Int32Array, scope: ReuseScope) -> tuple[Match, Any]:
         """The reusable part of a prompt, and its stored logits if all of it is.
@@ -171,8 +190,9 @@ class AdmissionPlanner:
         """Whether all of these tokens could be reused now, the last one included."""
         return self.best_match(tokens, scope)[0].num_tokens(self.state.block_size) == len(tokens)
 
-    def query(self, tokens: Int32Array, scope: ReuseScope) -> PrefixMatch:
-        match, logits = self.best_match(tokens, scope)
+    def query(self, prompt: Prompt) -> PrefixMatch:
+        found = self.find(prompt)
+        match, logits = found.match, found.logits
         size = self.state.block_size
         by_tier: dict[Tier, int] = {}
         for node in match.path:
@@ -187,19 +207,18 @@ class AdmissionPlanner:
             num_tokens % size,
             by_tier,
             logits is not None,
-            self.in_flight.row_computing(match, tokens) is not None,
+            self.in_flight.row_computing(match, found.ids) is not None,
             logits,
         )
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
-    def plan(
-        self, tokens: Int32Array | None, num_tokens: int, lookahead: int, cross_tokens: int, scope: ReuseScope
-    ) -> AdmissionPlan:
+    def plan(self, prompt: Prompt, num_tokens: int, lookahead: int) -> AdmissionPlan:
         """Matches a request and counts what it takes; `num_tokens` places are reserved, plus `lookahead`."""
-        match, logits = NO_MATCH, None
-        if tokens is not None and (not cross_tokens or scope.encoder):  # an encoder's unnamed input is like no other
-            match, logits = self.best_match(tokens, scope)
+        match, logits, cross_tokens, scope = NO_MATCH, None, prompt.cross_tokens, prompt.scope
+        if prompt.tokens is not None:
+            found = self.find(prompt)
+            match, logits = found.match, found.logits
         if not cross_tokens and self.state.is_simple and (not match.path or match.path[-1].tier == GPU):
             size = self.state.block_size
             hit_tokens = match.num_blocks * size + match.num_partial - match.num_recomputed
@@ -277,18 +296,10 @@ class AdmissionPlanner:
                 idle += len(unread) if not pinned else sum(int(i) not in pinned for i in unread.tolist())
         return idle
 
-    def can_allocate(
-        self,
-        tokens: Int32Array | None,
-        num_tokens: int,
-        lookahead: int,
-        cross_tokens: int,
-        scope: ReuseScope,
-        wait_for_prefix: bool,
-    ) -> Admission:
+    def can_allocate(self, prompt: Prompt, num_tokens: int, lookahead: int, wait_for_prefix: bool) -> Admission:
         """OK, LATER or NEVER, with the watermark kept free."""
-        state = self.state
-        plan = self.plan(tokens, num_tokens, lookahead, cross_tokens, scope)
+        state, cross_tokens, scope = self.state, prompt.cross_tokens, prompt.scope
+        plan = self.plan(prompt, num_tokens, lookahead)
         plan = self._count(plan.match, num_tokens, lookahead, cross_tokens, scope, plan.last_logits)
         if plan.match.partial is not None and self._below_watermark(plan) is not None:
             # As in `plan`: its idle source, which must stay, would keep the request out for as long as it is cached.
@@ -297,7 +308,7 @@ class AdmissionPlanner:
                 plan = whole
         needs, supply = tuple(plan.needs), tuple(plan.supply)
         limit = state.max_seq_len
-        longest = max(num_tokens + lookahead, 0 if tokens is None else len(tokens))
+        longest = max(num_tokens + lookahead, 0 if prompt.tokens is None else len(prompt.tokens))
         if limit is not None and longest > limit:
             reason = f"asks for {longest} tokens, over max_seq_len={limit}"
             return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
@@ -311,8 +322,8 @@ class AdmissionPlanner:
                     f"at most {most} tokens fit"
                 )
                 return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
-        if wait_for_prefix and tokens is not None:
-            producer = self.in_flight.row_computing(plan.match, tokens)
+        if wait_for_prefix and prompt.tokens is not None:
+            producer = self.in_flight.row_computing(plan.match, self.find(prompt).ids)
             if producer is not None:
                 handle = state.rows.handles[producer]
                 assert handle is not None

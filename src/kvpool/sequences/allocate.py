@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from kvpool.config import Tier
-from kvpool.pools.arrays import Int32Array
 from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.pool import GPU
 from kvpool.prefix.node import Node, path_ids
@@ -14,6 +13,7 @@ from kvpool.scope import ReuseScope
 from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner
 from kvpool.sequences.handle import GivenHandle, KVCacheHandle, note_sessions
 from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import CacheState
 from kvpool.sequences.windows import RowWindows
 
@@ -49,20 +49,15 @@ class Lifecycle:
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
-    def allocate(
-        self,
-        handle: KVCacheHandle,
-        tokens: Int32Array | None,
-        num_tokens: int,
-        lookahead: int,
-        cross_tokens: int,
-    ) -> None:
+    def allocate(self, handle: KVCacheHandle, prompt: Prompt, num_tokens: int, lookahead: int) -> None:
         """Gives a new handle its row and blocks, reusing the longest cached prefix."""
         state, rows, cache = self.state, self.rows, self.cache
-        plan = self.admissions.plan(tokens, num_tokens, lookahead, cross_tokens, handle.scope)
+        plan = self.admissions.plan(prompt, num_tokens, lookahead)
         if not plan.fits:
             state.counters.allocation_failures += 1
             state.refuse_shortage(plan.needs, plan.supply, f"request {handle.request_id!r}")
+        self.context.version += 1  # from here on the cache is another one: what was found for other prompts may not hold
+        found, prompt.found = prompt.found, None
         match, hit_tokens = plan.match, plan.num_hit_tokens
         tip = self.enter(match, handle.scope)
         held_source = taken = None
@@ -94,9 +89,10 @@ class Lifecycle:
         rows.reserved[row] = max(num_tokens, hit_tokens + match.num_recomputed)
         rows.written[row] = rows.committed[row] = hit_tokens
         rows.present[row] = hit_tokens + match.num_recomputed
-        if tokens is None:
+        if found is None:
             rows.known[row] = rows.num_history[row] = 0
         else:
+            tokens = found.ids
             rows.set_token_ids(row, tokens, match.num_blocks * state.block_size)
             if handle.is_lease:
                 handle.num_prompt_tokens = len(tokens)
@@ -108,6 +104,8 @@ class Lifecycle:
                     self.in_flight.track_block(handle, tip, match.next_key)
                 elif len(tokens) >= (match.num_blocks + 1) * state.block_size:
                     self.in_flight.track(row)
+            if found.fresh:
+                state.keep_symbols(found.fresh)
         state.counters.requests += not handle.is_lease
         state.requests[handle.request_id] = handle
 

@@ -1,0 +1,106 @@
+"""A prompt as a value: its tokens, and everything else that must be equal before a request may reuse cached blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvpool.compiling import mypyc_attr
+from kvpool.errors import InvalidArgumentError
+from kvpool.pools.arrays import Int32Array, as_count, as_token_array
+from kvpool.pools.symbols import Fresh, Key, as_items
+from kvpool.prefix.tree import Match
+from kvpool.scope import MultimodalItem, ReuseScope
+
+DEFAULT_SCOPE = ReuseScope()
+Items: TypeAlias = Iterable[MultimodalItem | tuple[int, int, Key]]  # what users give for multimodal items
+_NO_TOKENS: Int32Array = np.empty(0, np.int32)
+
+
+class Found:
+    """What a planner found for a prompt, and the version of the cache for which that holds."""
+
+    __slots__ = ("fresh", "ids", "logits", "match", "planner", "version")
+
+    def __init__(
+        self, planner: object, version: int, ids: Int32Array, fresh: Fresh | None, match: Match, logits: Any
+    ) -> None:
+        self.planner = planner
+        self.version = version
+        self.ids = ids  # the tokens as the tree holds them: symbols stand for placeholders of images
+        self.fresh = fresh  # symbols that nobody keeps yet
+        self.match = match
+        self.logits = logits  # stored for exactly this prompt
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class Prompt:
+    """The tokens of a request, its scope, the images behind its placeholder tokens, and the length of its encoder's input.
+
+    Every verb that takes tokens takes a prompt instead. Make one where the same prompt is asked about before it is
+    admitted: its tokens are checked once, and the manager looks for its cached prefix once for as long as nothing changes.
+    A prompt keeps a copy of its tokens; with `copy=False` it keeps the given array, which nobody may change afterwards.
+    With `may_be_cut` the tokens may end inside the last image.
+
+    >>> from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Prompt
+    >>> manager = KVCacheManager(KVCacheConfig([LayerSpec(8, 128)], block_size=4, gpu_blocks=8))
+    >>> prompt = Prompt([1, 2, 3, 4, 5])
+    >>> bool(manager.can_allocate(prompt)), manager.allocate("a", prompt).num_prompt_tokens
+    (True, 5)
+    """
+
+    __slots__ = ("cross_tokens", "found", "items", "scope", "tokens")
+
+    def __init__(
+        self,
+        tokens: Any,
+        scope: ReuseScope = DEFAULT_SCOPE,
+        multimodal: Items | None = None,
+        cross_tokens: int = 0,
+        *,
+        copy: bool = True,
+        may_be_cut: bool = False,
+    ) -> None:
+        ids = as_token_array(tokens)
+        self.tokens: Int32Array | None = ids.copy() if copy else ids  # None: only their number is known
+        if scope is not DEFAULT_SCOPE and not isinstance(scope, ReuseScope):
+            raise InvalidArgumentError(f"scope must be a ReuseScope, got {scope!r}")
+        self.scope = scope
+        self.items = None if multimodal is None else as_items(multimodal, ids, may_be_cut)
+        if type(cross_tokens) is not int or cross_tokens:
+            cross_tokens = as_count(cross_tokens, "cross_tokens")
+        self.cross_tokens = cross_tokens
+        self.found: Found | None = None
+
+    def __repr__(self) -> str:
+        length = "unknown" if self.tokens is None else len(self.tokens)
+        return f"<prompt of {length} tokens in {self.scope}>"
+
+
+def as_prompt(
+    tokens: Any,
+    scope: ReuseScope,
+    multimodal: Items | None,
+    cross_tokens: int = 0,
+    *,
+    may_be_cut: bool = False,
+) -> Prompt:
+    """What a verb was given as a prompt: one already, or tokens and what belongs to them. It lives as long as the call."""
+    if not isinstance(tokens, Prompt):
+        return Prompt(tokens, scope, multimodal, cross_tokens, copy=False, may_be_cut=may_be_cut)
+    if scope is not DEFAULT_SCOPE or multimodal is not None or cross_tokens != 0:
+        raise InvalidArgumentError(
+            "a Prompt has its scope, multimodal items and cross_tokens already: give them to Prompt, not beside it"
+        )
+    return tokens
+
+
+def unknown_prompt(scope: ReuseScope, multimodal: Items | None, cross_tokens: int) -> Prompt:
+    """A prompt of which only the number of tokens is known: it reuses nothing."""
+    prompt = Prompt(_NO_TOKENS, scope, None, cross_tokens, copy=False)
+    prompt.tokens = None
+    if multimodal is not None:
+        as_items(multimodal, None)  # refused by name: items stand for tokens
+    return prompt

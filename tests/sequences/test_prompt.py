@@ -1,0 +1,179 @@
+"""A `Prompt` in place of tokens: the same answers, and one walk of the tree for as long as nothing changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvpool
+from kvpool import KVCacheManager, LayerSpec, Prompt, ReuseScope
+from kvpool.errors import InvalidArgumentError, OutOfBlocksError
+from kvpool.prefix.tree import RunTree
+from kvpool.scheduling import Request, Scheduler
+from managers import FULL, Clock, make_manager
+
+SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
+TEXT = list(range(12))
+
+
+def computed(manager: KVCacheManager, name: str, tokens: list[int], **options: Any) -> None:
+    """A request that came and went: what it computed is cached."""
+    handle = manager.allocate(name, tokens, **options)
+    manager.commit(handle)
+    manager.free(handle)
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The lengths of the prompts for which the tree was walked."""
+    if kvpool.compiled:
+        pytest.skip("compiled methods cannot be replaced")
+    lengths: list[int] = []
+    walk = RunTree.match
+
+    def counted(self: RunTree, scope: ReuseScope, tokens: Any, *args: Any, **options: Any) -> Any:
+        lengths.append(len(tokens))
+        return walk(self, scope, tokens, *args, **options)
+
+    monkeypatch.setattr(RunTree, "match", counted)
+    return lengths
+
+
+def test_given_a_prompt_when_it_is_matched_asked_about_and_admitted_then_the_tree_is_walked_once(
+    walks: list[int],
+) -> None:
+    manager = make_manager()
+    prompt = Prompt(TEXT)
+    assert manager.match_prefix(prompt).num_tokens == 0
+    assert manager.can_allocate(prompt, wait_for_prefix=True)
+    manager.allocate("a", prompt)
+    assert walks == [12]
+
+
+def test_given_a_scheduler_when_it_admits_requests_then_the_tree_is_walked_once_for_each(walks: list[int]) -> None:
+    manager = make_manager(gpu_blocks=32)
+    computed(manager, "before", TEXT)
+    scheduler = Scheduler(manager)
+    walks.clear()
+    for number, length in enumerate((13, 17, 21)):
+        scheduler.add(Request(number, [*TEXT, *range(100 * (number + 1), 100 * (number + 1) + length - 12)], 4))
+    assert len(scheduler.step().sequences) == 3
+    assert walks == [13, 17, 21]
+
+
+def test_given_a_refused_admission_then_what_was_found_still_holds(walks: list[int]) -> None:
+    manager = make_manager(gpu_blocks=4)
+    manager.allocate("other", num_tokens=8)
+    prompt = Prompt(TEXT)
+    for _ in range(2):
+        with pytest.raises(OutOfBlocksError):
+            manager.allocate("a", prompt)
+    assert walks == [12]
+
+
+CHANGES: dict[str, Callable[[KVCacheManager], object]] = {
+    "commit": lambda manager: computed(manager, "more", TEXT),
+    "evict": lambda manager: manager.evict(16),
+    "invalidate": lambda manager: manager.invalidate(TEXT),
+    "reset": lambda manager: manager.reset_prefix_cache(),
+    "offload": lambda manager: manager.offload(1),
+    "pin": lambda manager: manager.pin(TEXT),
+    "defragment": lambda manager: manager.defragment(),
+    "resize": lambda manager: manager.resize(1),
+    "allocate": lambda manager: manager.allocate("next", num_tokens=20),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("layers", [(FULL,), (FULL, SLIDING)], ids=["full", "sliding"])
+def test_given_something_that_changes_the_cache_then_a_prompt_is_answered_as_its_tokens_are(
+    change: Callable[[KVCacheManager], object], layers: tuple[LayerSpec, ...]
+) -> None:
+    manager = make_manager(*layers, host_blocks=8)
+    computed(manager, "before", TEXT[:8])
+    prompt = Prompt([*TEXT, 99])
+    manager.match_prefix(prompt)
+    change(manager)
+    assert manager.match_prefix(prompt) == manager.match_prefix([*TEXT, 99])
+    assert manager.can_allocate(prompt) == manager.can_allocate([*TEXT, 99])
+
+
+def test_given_content_whose_time_is_over_then_a_prompt_does_not_find_it_again() -> None:
+    clock = Clock()
+    manager = make_manager(clock=clock)
+    computed(manager, "before", TEXT, ttl=5.0)
+    prompt = Prompt([*TEXT, 99])
+    assert manager.match_prefix(prompt).num_tokens == 12
+    clock.now = 6.0
+    assert manager.match_prefix(prompt).num_tokens == 0
+
+
+def test_given_another_manager_then_a_prompt_finds_what_that_one_has() -> None:
+    first, second = make_manager(), make_manager()
+    computed(first, "a", TEXT)
+    prompt = Prompt([*TEXT, 99])
+    assert [m.match_prefix(prompt).num_tokens for m in (first, second, first)] == [12, 0, 12]
+
+
+def test_given_random_operations_then_prompts_that_are_kept_are_answered_as_their_tokens_are() -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        manager = make_manager(*rng.choice([(FULL,), (FULL, SLIDING)]), gpu_blocks=12, host_blocks=rng.choice([0, 6]))
+        texts = [[rng.randrange(2) for _ in range(rng.randrange(1, 20))] for _ in range(6)]
+        prompts = [Prompt(text) for text in texts]
+        for number in range(60):
+            which = rng.randrange(6)
+            if manager.can_allocate(prompts[which]) and rng.random() < 0.6:
+                handle = manager.allocate(number, prompts[which])
+                assert handle.token_ids.tolist() == texts[which]
+                manager.commit(handle)
+            elif manager.handles:
+                manager.free(rng.choice(manager.handles), keep=rng.random() < 0.8)
+            if rng.random() < 0.1:
+                manager.evict(rng.randrange(4))
+            for prompt, text in zip(prompts, texts, strict=True):
+                assert manager.match_prefix(prompt) == manager.match_prefix(text)
+            manager.check()
+
+
+def test_given_an_array_that_changes_later_then_the_prompt_does_not() -> None:
+    tokens = np.arange(12, dtype=np.int32)
+    prompt = Prompt(tokens)
+    tokens[:] = 7
+    manager = make_manager()
+    assert manager.allocate("a", prompt).token_ids.tolist() == TEXT
+
+
+def test_given_images_and_a_scope_then_a_prompt_reuses_what_the_same_arguments_do() -> None:
+    manager = make_manager(host_blocks=8)
+    scope, image = ReuseScope(tenant="t"), [(4, 4, "cat")]
+    computed(manager, "a", TEXT, scope=scope, multimodal=image)
+    prompt = Prompt([*TEXT, 99], scope, image)
+    assert manager.match_prefix(prompt).num_tokens == 12
+    assert manager.match_prefix(Prompt([*TEXT, 99], scope, [(4, 4, "dog")])).num_tokens == 4
+    manager.offload(16)
+    assert manager.prefetch(prompt) == 3
+    manager.unpin(manager.pin(prompt))
+    assert manager.allocate("b", prompt).num_cached_tokens == 12
+    assert manager.invalidate(prompt) == 1  # the last of its full blocks
+    assert manager.match_prefix(prompt).num_tokens == 8
+
+
+@pytest.mark.parametrize(
+    "beside", [{"scope": ReuseScope(tenant="t")}, {"multimodal": [(0, 1, "k")]}, {"cross_tokens": 4}]
+)
+def test_given_a_prompt_and_what_belongs_to_it_beside_it_then_the_call_is_refused(beside: dict[str, Any]) -> None:
+    manager = make_manager()
+    with pytest.raises(InvalidArgumentError, match="give them to Prompt, not beside it"):
+        manager.allocate("a", Prompt(TEXT), **beside)
+    assert not manager.handles
+
+
+@pytest.mark.parametrize("arguments", [([1.5],), (None,), ([-1],), ([1], "scope"), ([1], ReuseScope(), None, -1)])
+def test_given_a_prompt_that_cannot_be_one_then_it_is_refused(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        Prompt(*arguments)
