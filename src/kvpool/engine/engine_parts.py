@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kvpool.attention import create_backend
 from kvpool.config import KVCacheConfig
-from kvpool.engine.engine_settings import cache_fields
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.model.compiled_layers import uncompiled
 from kvpool.engine.model.norms import fuse_norms, separate_norms
@@ -15,6 +13,7 @@ from kvpool.engine.model.probing import ModelShape, inspect_model, run_probe
 from kvpool.engine.model.products import choose_products, plain_products
 from kvpool.engine.model.projections import join_projections
 from kvpool.engine.runner import ModelRunner
+from kvpool.engine.settings import EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.tiering.link import TierLink
 from kvpool.engine.tiering.opening import TierSettings
@@ -35,55 +34,46 @@ class Parts(NamedTuple):
     loop: EngineLoop
 
 
-def assemble(
-    model: Any,
-    limits: SchedulerConfig,
-    tier_settings: TierSettings,
-    *,
-    kv_dtype: Any,
-    block_size: int,
-    kv_bytes: int | None,
-    kv_blocks: int | None,
-    memory_fraction: float | None,
-    host_bytes: int,
-    cache: Mapping[str, Any] | None,
-    attention: str,
-    cuda_graphs: bool | None,
-    overlap: bool | None,
-    compile: bool,
-    draft_tokens: int,
-) -> Parts:
-    """The parts of an engine for a loaded model, warmed up; the settings are those of `Engine`."""
+def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, tier_settings: TierSettings) -> Parts:
+    """The parts of an engine for a loaded model, warmed up."""
+    compile, kv_bytes = settings.compile, settings.kv_bytes
     where = model.device
     with whole_device, current(where):  # one engine after another: each measures what memory is free
         with uncompiled(model):  # an engine before this one may have compiled its layers
             shape = _prepared(model, compile)
-            if kv_blocks is None and kv_bytes is None:
-                kv_bytes = kv_budget(model, shape, where, memory_fraction, limits)
-        layers = shape.layer_specs(kv_dtype)
-        fields = cache_fields(cache, shape.max_positions, host_bytes)
+            if settings.kv_blocks is None and kv_bytes is None:
+                kv_bytes = kv_budget(model, shape, where, settings.memory_fraction, limits)
+        layers = shape.layer_specs(settings.kv_dtype)
+        fields = settings.cache_fields(shape.max_positions)
         if fields.get("objective") == "seconds":
             fields.setdefault("depth_cost", shape.depth_cost(sum(part.numel() for part in model.parameters())))
-        config = KVCacheConfig(layers, block_size, gpu_blocks=kv_blocks, gpu_bytes=kv_bytes, **fields)
+        config = KVCacheConfig(
+            layers, settings.block_size, gpu_blocks=settings.kv_blocks, gpu_bytes=kv_bytes, **fields
+        )
         manager = KVCacheManager(config)
         plane = DataPlane(manager, where, check_writes=False)
         runner = ModelRunner(
             model,
             shape,
             plane,
-            create_backend(attention, where),
-            cuda_graphs=cuda_graphs,
+            create_backend(settings.attention, where),
+            cuda_graphs=settings.cuda_graphs,
             max_sequences=limits.max_sequences,
             max_tokens=limits.max_tokens_per_step,
             compile_layers=compile,
         )
         runner.warm_up()
-        link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if host_bytes else {}
+        link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
         opened = tier_settings.open(model, config)
         tiers = None if opened is None else TierLink(opened, scheduler, plane)
         loop = EngineLoop(
-            scheduler, runner, shape.vocab_size, num_draft_tokens=draft_tokens, overlap=overlap, tiers=tiers
+            scheduler,
+            runner,
+            shape.vocab_size,
+            num_draft_tokens=settings.draft_tokens,
+            overlap=settings.overlap,
+            tiers=tiers,
         )
     return Parts(shape, config, manager, plane, tiers, loop)
 

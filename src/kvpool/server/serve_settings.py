@@ -15,12 +15,12 @@ Options of the command override the file. `[tiers]` of the same file is for all 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from kvpool.config.layers import check_int, show
-from kvpool.engine.commands.engine_options import EngineOptions
+from kvpool.engine.commands.engine_options import SHOWN, EngineOptions
 from kvpool.engine.commands.engine_options import limits as engine_limits
 from kvpool.engine.engine import Engine
 from kvpool.errors import ConfigError
@@ -28,18 +28,11 @@ from kvpool.scheduling import SchedulerConfig
 from kvpool.server.limits import Limits
 from kvpool.tiers.tier_settings import read_toml
 
-# Keys of a model that are options of an engine, and what those are called here.
-_OF_ENGINE = {
-    **{name: name for name in ("model", "device", "dtype", "kv_dtype", "memory", "record", "publish")},
-    **{name: name for name in ("disk", "disk_bytes", "remote")},
-    "tier_timeout": "tier_timeout",
-    "compile": "compile_layers",
-}
+# Keys of a model in a file: its name and path, the settings of an engine that files have, and what their options are called.
+_OF_ENGINE = {"model": "model"} | {each.metadata["key"] or name: name for name, each in SHOWN.items()}
 _MODEL_KINDS: dict[str, type] = {
-    **dict.fromkeys(("name", *_OF_ENGINE, "host_memory"), str),
-    "compile": bool,
-    "tier_timeout": float,
-    "max_sequences": int,
+    **{"name": str, "model": str, "host_memory": str, "max_sequences": int},
+    **{each.metadata["key"] or name: each.metadata["kind"] for name, each in SHOWN.items()},
 }
 CPU_PROMPT_TOKENS = 256  # of one step, beside the sequences that decode
 _LIMITS = {"max_requests": "requests", "max_requests_per_key": "requests_per_key"} | {
@@ -137,7 +130,7 @@ def _models(
         own = {_OF_ENGINE[key]: value for key, value in keys.items() if key in _OF_ENGINE}
         if shared_disk is not None and len(tables) > 1:
             own.setdefault("disk", str(Path(shared_disk) / keys["name"]))
-        engine = replace(options, **own)
+        engine = options.changed(**own)
         engine.tiers(host_memory)  # checks those of its own
         found.append(
             ModelSettings(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -71,7 +70,7 @@ def bench(
     loaded: Any = None
     for caching in (True, False) if compare else (True,):
         opt.tell("loading the model ..." if loaded is None else "without the prefix cache ...", quiet)
-        options = engine_options if caching else replace(engine_options, record=None)  # one trace, of the first run
+        options = engine_options if caching else engine_options.changed(record=None)  # one trace, of the first run
         with options.make_engine(
             loaded,
             host_memory,

@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import Field, dataclass, fields, is_dataclass, make_dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated, Any, get_type_hints
@@ -18,7 +18,7 @@ from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Completion
 from kvpool.engine.sampling.model_defaults import described
 from kvpool.engine.sampling.params import SamplingParams
-from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT
+from kvpool.engine.settings import EngineSettings
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, StorageMemoryError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.terminal import check_files, parse_bytes
@@ -29,46 +29,39 @@ MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.")]
 
 
+_OF_TIERS = ("disk", "disk_bytes", "remote", "tier_timeout")  # read with the file and the environment
+SHOWN = {each.metadata["option"] or each.name: each for each in fields(EngineSettings) if each.metadata}
+
+
+def _as_field(name: str, setting: Field[Any]) -> tuple[str, Any, Any]:
+    """A setting of engines as an option of commands; what was not given is None."""
+    key, kind = setting.metadata["key"], setting.metadata["kind"]
+    flags = [f"--{key}"] if key else []
+    option = typer.Option(*flags, help=setting.metadata["help"])
+    return name, Annotated[bool if kind is bool else kind | None, option], False if kind is bool else None
+
+
+_Shown: Any = make_dataclass("_Shown", [_as_field(*each) for each in SHOWN.items()], frozen=True)
+
+
 @dataclass(frozen=True)
-class EngineOptions:
-    """The options of every command that makes an engine."""
+class EngineOptions(_Shown):  # type: ignore[misc]
+    """The options of every command that makes an engine: the settings that have a help text, and some of their own."""
 
     model: Annotated[
         str | None,
         typer.Option(help="A directory, a GGUF file, a config.json (random weights); default: SmolLM2-135M-Instruct."),
     ] = None
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; default: a GPU where there is one.")] = None
-    dtype: Annotated[
-        str | None, typer.Option(help="Of the weights: float32, bfloat16, float16; default: the files'.")
-    ] = None
-    kv_dtype: Annotated[str | None, typer.Option(help="Of keys and values: also fp8_e4m3, int8, int4.")] = None
-    memory: Annotated[
-        str | None, typer.Option(help="For keys and values: 512MiB, 8GiB; default: a share of what is free.")
-    ] = None
-    compile_layers: Annotated[
-        bool, typer.Option("--compile", help="torch.compile each layer: slower start, faster steps.")
-    ] = False
-    record: Annotated[
-        str | None, typer.Option(help="Write a trace for `kvpool replay`; prompts cannot be read from it.")
-    ] = None
     config: Annotated[
         Path | None, typer.Option(envvar="KVPOOL_CONFIG", help=r"A TOML file with a section \[tiers]: docs/tiers.md.")
     ] = None
-    disk: Annotated[str | None, typer.Option(help="Keep prefixes in this directory: the next start finds them.")] = None
-    disk_bytes: Annotated[str | None, typer.Option(help="As much as --disk may hold: 10GiB.")] = None
-    remote: Annotated[
-        str | None, typer.Option(help="Share prefixes through a store: redis://, rediss://, s3://, mooncake://.")
-    ] = None
-    tier_timeout: Annotated[
-        float | None, typer.Option(help=f"Seconds that a request waits for them at most: {DEFAULT_TIMEOUT:g}.")
-    ] = None
-
     objective: Annotated[
         str | None, typer.Option(help="What eviction saves: blocks, or seconds of computing them; default: blocks.")
     ] = None
-    publish: Annotated[
-        str | None, typer.Option(help="Announce what is cached to routers, at tcp://127.0.0.1:5557: docs/cluster.md.")
-    ] = None
+
+    def changed(self, **options: Any) -> EngineOptions:
+        """The same with other values of some options."""
+        return replace(self, **options)
 
     def make_engine(
         self,
@@ -84,15 +77,12 @@ class EngineOptions:
         tiers = self.tiers(host_memory).engine_options()
         if not keyed_tiers:
             tiers = {name: value for name, value in tiers.items() if name in ("host_bytes", "cache")}
+        shown = {each.name: getattr(self, name) for name, each in SHOWN.items() if each.name not in _OF_TIERS}
+        if self.memory is not None:
+            shown["kv_bytes"] = parse_bytes(self.memory, "--memory")
         return Engine(
             self.model if model is None else model,
-            device=self.device,
-            dtype=self.dtype,
-            kv_dtype=self.kv_dtype,
-            kv_bytes=None if self.memory is None else parse_bytes(self.memory, "--memory"),
-            compile=self.compile_layers,
-            record=self.record,
-            publish=self.publish,
+            **shown,
             **options,
             **{**tiers, "cache": {**tiers.get("cache", {}), **self._objective(), **(cache or {})} or None},
         )

@@ -78,7 +78,7 @@ class EngineReplica:
 def placed(model: ModelSettings, address: str, number: int) -> ModelSettings:
     """A model as the replica of this number on its machine runs it: with events and a disk of its own."""
     host = f"[{address}]" if ":" in address else address
-    options = replace(model.options, publish=f"tcp://{host}:0")
+    options = model.options.changed(publish=f"tcp://{host}:0")
     if (disk := options.tiers(model.host_memory).disk) is not None:
-        options = replace(options, disk=str(Path(disk) / f"replica-{number}"))
+        options = options.changed(disk=str(Path(disk) / f"replica-{number}"))
     return replace(model, options=options)

@@ -86,7 +86,7 @@ def travelling(models: list[ModelSettings]) -> ModelSettings:
     model = str(Path(options.model).resolve()) if options.model and Path(options.model).exists() else options.model
     config = None if options.config is None else options.config.resolve()
     disk = None if options.disk is None else str(Path(options.disk).expanduser().resolve())
-    return replace(models[0], options=replace(options, model=model, config=config, disk=disk))
+    return replace(models[0], options=options.changed(model=model, config=config, disk=disk))
 
 
 def _needs(device: str | None) -> dict[str, Any]:

@@ -1,0 +1,159 @@
+"""The settings of an Engine: each is defined here, once. Keywords, options of commands and keys of files follow from it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from kvpool.config.layers import check_int, check_number, show
+from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT, TierSettings
+from kvpool.errors import ConfigError
+from kvpool.scheduling import SchedulerConfig
+from kvpool.tiers import KeyedTier
+
+_MOST_BYTES = 2**62
+
+
+def _shown(default: Any, help: str, kind: type = str, option: str = "", key: str = "") -> Any:
+    """A setting that commands and files have, too: as `option` there, or as `key` in a file, where it is called otherwise."""
+    return field(default=default, metadata={"help": help, "kind": kind, "option": option, "key": key})
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """Everything about an `Engine` but its model. `Engine(model, **these)` takes them as keywords.
+
+    Memory for keys and values: `kv_bytes`, or `kv_blocks`, or `memory_fraction` of what is free once the model is loaded
+    (0.9 on a GPU, 0.25 on a CPU); `host_bytes` more to swap to. `draft_tokens` turns on prompt-lookup speculation.
+    `compile` lets torch.compile fuse the small operations of each layer: faster steps for a slower start. `cache` holds
+    further fields of `KVCacheConfig`, `scheduler` the limits of a step. `record` writes a trace for `kvpool replay` to a
+    file, from which no prompt can be read. What `SamplingParams` leave open is as the model's `generation_config.json` says;
+    `model_defaults=False` turns that off.
+
+    Prefixes outlive the process in tiers: `disk` is a directory that holds up to `disk_bytes` (10 GiB), or an address like
+    `disk:DIR?bytes=50GB&compress=zstd`; `remote` is the address of a store that many engines share (`redis://host`), `tiers`
+    are `KeyedTier`s of your own. They are asked in the order `tiers`, `disk`, `remote`, and a request waits for them
+    `tier_timeout` seconds at most. Every full block is stored at once, or from its `tier_min_uses`-th use on.
+
+    `publish` is where to announce what is cached, as `tcp://127.0.0.1:5557`, for routers: docs/cluster.md.
+    """
+
+    _: KW_ONLY
+    tokenizer: Any = None
+    device: Any = _shown(None, "cpu, cuda, cuda:1; default: a GPU where there is one.")
+    dtype: Any = _shown(None, "Of the weights: float32, bfloat16, float16; default: the files'.")
+    kv_dtype: Any = _shown(None, "Of keys and values: also fp8_e4m3, int8, int4.")
+    block_size: int = 16
+    kv_bytes: int | None = _shown(
+        None, "For keys and values: 512MiB, 8GiB; default: a share of what is free.", option="memory"
+    )
+    kv_blocks: int | None = None
+    memory_fraction: float | None = None
+    host_bytes: int = 0
+    attention: str = "auto"
+    cuda_graphs: bool | None = None
+    overlap: bool | None = None
+    compile: bool = _shown(
+        False, "torch.compile each layer: slower start, faster steps.", bool, "compile_layers", "compile"
+    )
+    draft_tokens: int = 0
+    scheduler: SchedulerConfig | None = None
+    cache: Mapping[str, Any] | None = None
+    record: str | Path | None = _shown(None, "Write a trace for `kvpool replay`; prompts cannot be read from it.")
+    model_defaults: bool = True
+    disk: str | Path | None = _shown(None, "Keep prefixes in this directory: the next start finds them.")
+    disk_bytes: int | None = _shown(None, "As much as --disk may hold: 10GiB.")
+    remote: str | None = _shown(None, "Share prefixes through a store: redis://, rediss://, s3://, mooncake://.")
+    tiers: Sequence[KeyedTier] | None = None
+    tier_timeout: float = _shown(
+        DEFAULT_TIMEOUT, f"Seconds that a request waits for them at most: {DEFAULT_TIMEOUT:g}.", float
+    )
+    tier_min_uses: int = 1
+    publish: str | None = _shown(None, "Announce what is cached to routers, at tcp://127.0.0.1:5557: docs/cluster.md.")
+
+    def __post_init__(self) -> None:
+        """Refuses settings of a wrong kind, and such that contradict each other, before a model is loaded."""
+        self._check_memory()
+        for name in ("cuda_graphs", "overlap", "compile", "model_defaults"):
+            value, may_be_none = getattr(self, name), name in ("cuda_graphs", "overlap")
+            if not (isinstance(value, bool) or (value is None and may_be_none)):
+                raise ConfigError(f"{name} must be True or False{', or None to choose' * may_be_none}, got {show(value)}")
+        if self.overlap and self.draft_tokens:
+            raise ConfigError("overlap=True with draft_tokens: drafts follow tokens that an overlapped step does not know")
+        if not isinstance(self.attention, str):
+            raise ConfigError(f"attention must be the name of a backend, got {show(self.attention)}")
+        if self.record is not None and not isinstance(self.record, (str, os.PathLike)):
+            raise ConfigError(f"record must be the path of a file, got {show(self.record)}")
+        if isinstance(self.tokenizer, (str, Path)):
+            raise ConfigError(f"tokenizer={show(str(self.tokenizer))} is a name; load it: AutoTokenizer.from_pretrained(...)")
+        if self.tokenizer is not None and not hasattr(self.tokenizer, "decode"):
+            raise ConfigError(f"tokenizer={show(self.tokenizer)} has no decode, so it is none")
+        cache = self.cache
+        if cache is not None and not (isinstance(cache, Mapping) and all(isinstance(name, str) for name in cache)):
+            raise ConfigError(f"cache must be a mapping of fields of KVCacheConfig, got {show(cache)}")
+        for name in {"layers", "block_size", "gpu_blocks", "gpu_bytes"}.intersection(cache or ()):
+            raise ConfigError(f"cache={{{name!r}: ...}} is for the engine to say: give it block_size, kv_blocks or kv_bytes")
+
+    def _check_memory(self) -> None:
+        if sum(value is not None for value in (self.kv_bytes, self.kv_blocks, self.memory_fraction)) > 1:
+            raise ConfigError("give the memory of the cache once: kv_bytes, kv_blocks or memory_fraction")
+        for name, low in (("kv_bytes", 1), ("kv_blocks", 1), ("host_bytes", 0), ("block_size", 1), ("draft_tokens", 0)):
+            value = getattr(self, name)
+            if not (value is None and name in ("kv_bytes", "kv_blocks")):
+                check_int(name, value, low, _MOST_BYTES)
+        if self.memory_fraction is not None:
+            share = "a number over 0, at most 1"
+            if not 0 < check_number("memory_fraction", self.memory_fraction, share) <= 1:
+                raise ConfigError(f"memory_fraction={self.memory_fraction} must be {share}")
+
+    def tier_settings(self) -> TierSettings:
+        """Which tiers it has, checked."""
+        return TierSettings(
+            self.tiers, self.disk, self.disk_bytes, self.remote, self.tier_timeout, self.tier_min_uses
+        )
+
+    def limits(self) -> SchedulerConfig:
+        """The limits of a step, with room for the drafts."""
+        given = self.scheduler
+        if given is None:
+            return SchedulerConfig(max_draft_tokens=self.draft_tokens)
+        if not isinstance(given, SchedulerConfig):
+            raise ConfigError(f"scheduler must be a SchedulerConfig, got {show(given)}")
+        if given.max_draft_tokens and not self.draft_tokens:
+            raise ConfigError(f"max_draft_tokens={given.max_draft_tokens} needs Engine(draft_tokens=...) to draft anything")
+        return replace(given, max_draft_tokens=self.draft_tokens)
+
+    def cache_fields(self, max_positions: int | None) -> dict[str, Any]:
+        """Fields of KVCacheConfig: those that were given, sequences as long as the model's positions, and host memory.
+
+        Beyond its positions a model's frequencies may change, its windows act, its tables end: they bound `max_seq_len`.
+        """
+        chosen: dict[str, Any] = {"max_seq_len": max_positions, **(self.cache or {})}
+        longest = chosen["max_seq_len"]
+        if max_positions is not None and (longest is None or (isinstance(longest, int) and longest > max_positions)):
+            raise ConfigError(f"max_seq_len={show(longest)} is over the {max_positions} positions of the model; lower it")
+        if self.host_bytes:
+            chosen["host_bytes"] = self.host_bytes
+        return chosen
+
+
+def as_settings(options: Mapping[str, Any]) -> EngineSettings:
+    """Keywords of `Engine` as settings; one that is none of them is refused by name."""
+    names = [each.name for each in fields(EngineSettings)]
+    if unknown := options.keys() - set(names):
+        raise ConfigError(f"Engine has no setting {min(unknown)!r}; it has {', '.join(names)}")
+    return EngineSettings(**options)
+
+
+def engine_signature() -> inspect.Signature:
+    """What `Engine` takes, for `help` and editors: its model, and the settings by name."""
+    settings = list(inspect.signature(EngineSettings).parameters.values())
+    return inspect.Signature([
+        inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+        inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
+        *settings,
+    ])  # fmt: skip

@@ -1,0 +1,36 @@
+"""A setting of an engine is defined once: keywords, options of commands and keys of files follow from it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+
+import pytest
+
+from kvpool.engine import Engine
+from kvpool.engine.commands.engine_options import EngineOptions
+from kvpool.engine.settings import EngineSettings
+from kvpool.errors import ConfigError
+from kvpool.server.serve_settings import _MODEL_KINDS
+
+
+def test_given_the_engine_then_its_signature_shows_every_setting_with_its_default() -> None:
+    shown = inspect.signature(Engine).parameters
+    assert list(shown) == ["model", *(each.name for each in fields(EngineSettings))]
+    assert {name: each.default for name, each in shown.items() if name in ("block_size", "attention", "compile")} == {
+        "block_size": 16,
+        "attention": "auto",
+        "compile": False,
+    }
+
+
+def test_given_a_keyword_that_is_no_setting_then_it_is_named_before_a_model_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="Engine has no setting 'kv_byte'; it has tokenizer, device"):
+        Engine("there is no such model", kv_byte=1)
+
+
+def test_given_a_setting_with_a_help_then_commands_and_files_have_it() -> None:
+    shown = [each for each in fields(EngineSettings) if each.metadata]
+    options = {each.name for each in fields(EngineOptions)}
+    assert {each.metadata["option"] or each.name for each in shown} <= options
+    assert {each.metadata["key"] or each.metadata["option"] or each.name for each in shown} <= _MODEL_KINDS.keys()
