@@ -24,7 +24,7 @@ def requests_at_random(seed: int) -> None:
     pressed: list[str] = []
     cache.on_memory_pressure(lambda: pressed.append("critical"))
     was_critical = False
-    for step in range(400):
+    for step in range(200):
         live = sorted(lengths.keys() - swapped)
         name = draw.choice(live) if live else -1
         verb = draw.choice(["allocate", "extend", "write", "write", "swap_out", "swap_in", "free", "defragment"])
@@ -77,16 +77,16 @@ def requests_at_random(seed: int) -> None:
     assert cache.get_num_free_blocks() == 16
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_given_random_calls_then_every_request_reads_what_the_model_says(seed: int) -> None:
     requests_at_random(seed)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_given_random_single_blocks_then_each_holds_what_the_model_says(seed: int) -> None:
     draw, allocator, transfer = random.Random(seed), KVCacheAllocator(CONFIG), KVCacheTransfer(CONFIG)
     held: dict[KVCacheBlock, tuple[Any, int]] = {}  # its number, and how many users it has
-    for step in range(400):
+    for step in range(200):
         layer, verb = draw.randrange(2), draw.choice(["gpu", "gpu", "cpu", "write", "copy", "acquire", "free"])
         block = draw.choice(list(held)) if held else None
         if verb in ("gpu", "cpu"):

@@ -118,18 +118,18 @@ class Model:
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_given_random_calls_then_every_sequence_reads_what_the_model_says(seed: int, enable_caching: bool) -> None:
     model = Model(seed, enable_caching)
     steps = [model.allocate, model.compute, model.fork, model.append, model.append, model.swap_out, model.swap_in, model.free]
     refused = 0
-    for _ in range(250):
+    for _ in range(120):
         try:
             model.random.choice(steps)()
         except (OutOfBlocksError, SequenceStateError):
             refused += 1
         model.check()
-    assert refused < 150
+    assert refused < 70
     for name in list(model.tokens):
         model.blocks.free(name)
     assert (model.blocks.get_num_free_gpu_blocks(), model.blocks.get_num_free_cpu_blocks()) == (24, 16)
