@@ -17,7 +17,7 @@ EXPECTED = {
     "quickstart.py": "992 tokens of the next prompt are cached",
     "async_requests.py": "served in order: True",
     "custom_policy.py": "two-class: 256 of 256 tokens still cached",
-    "replay.py": "4,000 blocks: lru 0.197, adaptive 0.205, optimum 0.289",
+    "replay.py": "4,000 blocks: lru 0.197, adaptive 0.203, optimum 0.289",
     "scheduler.py": "12 requests are as they would be alone: True",
     "data_plane.py": "intact after the journey: True",
     "compat/pyagent.py": "49 tokens: [0, 1, 2, 3] free 96",

@@ -13,7 +13,10 @@ import kvpool.scheduling
 FILES = sorted(Path(kvpool.scheduling.__file__).parent.rglob("*.py"))
 BELOW = tuple(
     f"kvpool.{room}"
-    for room in ("config", "errors", "eviction", "jsonfile", "manager", "pools", "prefix", "scheduling", "scope", "sequences")
+    for room in (
+        *("config", "errors", "eviction", "formats", "jsonfile", "manager"),
+        *("pools", "prefix", "scheduling", "scope", "sequences"),
+    )
 )
 
 

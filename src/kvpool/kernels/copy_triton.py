@@ -89,8 +89,7 @@ def _stretches(runs: tuple[Runs, ...], block_bytes: int, device: torch.device) -
     width = math.gcd(8, block_bytes, *sizes)
     starts = [(run.offset + i * run.stride) // width for run in runs for i in range(run.num_stretches)]
     tokens = [run.token_bytes // width for run in runs for _ in range(run.num_stretches)]
-    return (
-        width,
-        torch.tensor(starts, dtype=torch.int64, device=device),
-        torch.tensor(tokens, dtype=torch.int32, device=device),
-    )
+    pinned = device.type == "cuda"  # so that the first copy of a store does not wait for the device either
+    start_words = torch.tensor(starts, dtype=torch.int64, pin_memory=pinned)
+    token_words = torch.tensor(tokens, dtype=torch.int32, pin_memory=pinned)
+    return width, start_words.to(device, non_blocking=True), token_words.to(device, non_blocking=True)
