@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -18,6 +19,14 @@ def priorities(manager: KVCacheManager) -> dict[int, int]:
     for node in manager._state.cache.tree.nodes():
         found.update(dict.fromkeys(range(node.start, node.end), node.priority))
     return dict(sorted(found.items()))
+
+
+def runs(manager: KVCacheManager) -> list[tuple[int, int, int]]:
+    """Where every cached run begins and ends, and its priority."""
+    nodes = list(manager._state.cache.tree.nodes())
+    for node in nodes:
+        manager._state.context.sync(node)
+    return sorted((node.start, node.end, node.priority) for node in nodes)
 
 
 # --- values ----------------------------------------------------------------------------------------------------------
@@ -169,6 +178,32 @@ def test_a_listener_that_came_late_hears_of_priorities_that_change_for_blocks_it
     mirror.apply(events)
     assert {state.priority for state in mirror.blocks[0].values()} == {80}
     manager.check()
+
+
+def test_given_a_listener_then_runs_and_priorities_are_at_any_time_those_without_one() -> None:
+    retention = Retention([TokenRange(0, 4, 90), TokenRange(4, 13, 20, duration=5.0)], decode_priority=10)
+
+    def states(listens: bool) -> Iterator[list[tuple[int, int, int]]]:
+        manager = make_manager()
+        subscription = manager.subscribe() if listens else None
+        handle = manager.allocate("a", list(range(13)), retention=retention)
+        for count in (3, 5, 5):
+            manager.commit(handle, count)
+            yield runs(manager)
+        batch = manager.batch([handle])
+        for token in range(50, 60):
+            manager.extend_batch(batch)
+            manager.commit_batch(batch, [token])
+            yield runs(manager)
+        manager.check()
+        manager.free(handle)
+        yield runs(manager)
+        if subscription is not None:
+            subscription.close()
+
+    without = list(states(False))
+    assert list(states(True)) == without
+    assert without[-2] == without[-1] == [(0, 1, 90), (1, 4, 20), (4, 5, 10)]
 
 
 def test_an_idle_candidate_moves_in_the_order_when_its_priority_changes() -> None:

@@ -269,7 +269,7 @@ class WildMachine:
     def postponed_ends(self, request: Request) -> list[int]:
         """The last bytes of blocks that a request committed and may not publish yet: a rewound fork holds them too."""
         handle, rows = request.handle, self.state.rows
-        if request.swapped or not handle.family or rows.is_open[row := self.state.row_of(handle)]:
+        if request.swapped or not handle.family or rows.has_open_tip(row := self.state.row_of(handle)):
             return []
         first, last = rows.tips[row].end, request.committed // self.size
         held = [self.state.groups[g].gpu.refs[handle.block_ids(g)[first:last]] for g in self.growing]

@@ -122,7 +122,7 @@ class Compaction:
         tip = self.rows.tips[row]
         assert tip is not None
         start = int(self.rows.window_start[group.index, row])
-        if self.rows.is_open[row]:
+        if tip.open_row == row:
             start = min(start, tip.start)  # an open node reads its ids from here
         sinks = min(group.sinks, start)
         return [ids[:sinks], ids[start:]]

@@ -111,7 +111,7 @@ class Invalidation:
         handles = [handle for handle in self.state.requests.values() if handle.publishes]
         silenced = [handle for handle in handles if affected(handle)]
         for handle in silenced:
-            if self.rows.is_open[handle.row]:
+            if self.rows.has_open_tip(handle.row):
                 self.state.publisher.close(handle.row)
             handle.publishes = False
             self.in_flight.untrack(handle)

@@ -24,6 +24,8 @@ RECENT_TOKENS: Final = 128
 class PathNode(Protocol):
     """What a row reads of the nodes on its path: the tokens that it does not keep itself."""
 
+    open_row: int
+
     @property
     def start(self) -> int: ...
     @property
@@ -63,7 +65,7 @@ class SequenceRows(Generic[TipT, HandleT]):
         self.present: Int64Array = np.zeros(num_rows, np.int64)  # places below this have their data, written or not
         self.window_start: Int64Array = np.zeros((num_groups, num_rows), np.int64)  # first held block after the sinks
         self.recent: Int32Array = np.zeros((num_rows, RECENT_TOKENS), np.int32)
-        self.is_open: BoolArray = np.zeros(num_rows, np.bool_)  # its tip is an open node of its own
+        self.grows_alone: BoolArray = np.zeros(num_rows, np.bool_)  # its tip is open and takes blocks without a word
         self.shared: BoolArray = np.zeros(num_rows, np.bool_)  # blocks that it will write may have a second reader
         self.tables: list[Int32Array] = [np.full((num_rows, num_columns), -1, np.int32) for _ in range(num_groups)]
         self.tips: list[TipT | None] = [None] * num_rows
@@ -132,6 +134,11 @@ class SequenceRows(Generic[TipT, HandleT]):
         self._free_rows += rows
         self.epoch += 1
 
+    def has_open_tip(self, row: int) -> bool:
+        """Whether a row's tip is an open node of its own."""
+        tip = self.tips[row]
+        return tip is not None and tip.open_row == row
+
     def set_shared(self, row: int, shared: bool) -> None:
         """Flags a row whose next write may meet a block with a second reader."""
         self.num_shared += int(shared) - int(self.shared[row])
@@ -149,7 +156,7 @@ class SequenceRows(Generic[TipT, HandleT]):
             "present",
             "known",
             "num_history",
-            "is_open",
+            "grows_alone",
             "shared",
             "recent",
         ):

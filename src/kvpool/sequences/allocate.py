@@ -222,7 +222,7 @@ class Lifecycle:
     def fork(self, parent: GivenHandle, request_ids: Sequence[Hashable]) -> list[KVCacheHandle]:
         """Children that share every block of the parent; whoever writes into a shared block gets a copy first."""
         source = self.state.row_of(parent)
-        if self.rows.is_open[source]:
+        if self.rows.has_open_tip(source):
             self.state.publisher.close(source)
         if parent.family is None:
             parent.family = {source}

@@ -10,6 +10,7 @@ from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
 from kvpool.prefix.cache import PrefixCache
 from kvpool.prefix.node import NEVER, Node
+from kvpool.prefix.retention import Retention
 from kvpool.sequences.handle import KVCacheHandle, Rows
 
 _NOBODY: list[int] = []
@@ -49,29 +50,40 @@ class Publisher:
             return
         if tip.open_row != row:
             self._attach(row, handle, tip)
-        if self.events.listening:
+        if handle.retention is not None or self.events.listening:
             tip = rows.tips[row]
             assert tip is not None
             if tip.open_row == row:
-                self._announce(handle, tip)
+                self._stored(handle, tip)
 
-    def _announce(self, handle: KVCacheHandle, node: Node) -> None:
-        """Tells subscribers of blocks that a sequence stored in a node of its own, with the priorities they will have.
+    def _stored(self, handle: KVCacheHandle, node: Node) -> None:
+        """Gives blocks that a sequence stored in a node of its own their priorities, and tells subscribers of them."""
+        parts = [node]
+        if handle.retention is not None and not node.detached:
+            parts = self._prioritise(handle.retention, node, handle.num_prompt_tokens)
+        if self.events.listening:
+            for part in parts:
+                self.announcer.stored(part)
 
-        Priorities count from the end of the request on, which sets them for those whom nobody told.
+    def _prioritise(self, retention: Retention, node: Node, num_prompt_tokens: int) -> list[Node]:
+        """Cuts a node where priorities change, and sets them; their durations count from the end of the request on.
+
+        Returns the parts of the node. A row that is behind the last cut grows alone from now on.
         """
-        parts, retention, size = [node], handle.retention, self.block_size
-        if retention is not None and not node.detached:
+        parts, size = [node], self.block_size
+        cuts = retention.cuts(num_prompt_tokens, size)
+        if cuts and node.start < cuts[-1]:
             self.context.sync(node)
-            for cut in retention.cuts(handle.num_prompt_tokens, size):
+            for cut in cuts:
                 if node.start < cut < node.end:
                     parts.insert(-1, self.tree.split(node, cut - node.start))
-            for part in parts:
-                priority, _ = retention.priority_at(part.start * size, handle.num_prompt_tokens)
-                if priority is not None:
-                    self.expiry.set_priority(part, priority, NEVER)
         for part in parts:
-            self.announcer.stored(part)
+            priority, _ = retention.priority_at(part.start * size, num_prompt_tokens)
+            if priority is not None:
+                self.expiry.set_priority(part, priority, NEVER)
+        if node.open_row >= 0:
+            self.rows.grows_alone[node.open_row] = not cuts or node.start >= cuts[-1]
+        return parts
 
     def _attach(self, row: int, handle: KVCacheHandle, tip: Node) -> None:
         rows, size = self.rows, self.block_size
@@ -102,8 +114,7 @@ class Publisher:
                 tip.active -= len(followers)  # each held the tip itself; together they now count as one active child
                 for reader in (row, *followers):
                     rows.tips[reader] = child
-                if self.events.listening:
-                    self._announce(handle, child)
+                self._stored(handle, child)
             else:
                 self._open(row, handle, tip, key, done)
                 return
@@ -177,7 +188,7 @@ class Publisher:
         node.active = 1  # the row held the tip directly; now it does so through this node
         node.open_row = row
         self.rows.tips[row] = node
-        self.rows.is_open[row] = True
+        self.rows.grows_alone[row] = handle.retention is None
         node.num_blocks = done - node.start  # the rest when it is read: `sync`
         self.tree.add(node)
         if tip.num_remainders:
@@ -311,4 +322,4 @@ class Publisher:
             node.ids = [rows.tables[0][row, start:end].copy()]
         else:
             node.ids = [rows.tables[group.index][row, start:end].copy() for group in self.context.cached]
-        rows.is_open[row] = False
+        rows.grows_alone[row] = False

@@ -193,7 +193,7 @@ class Ending:
             if self.keeps_remainders:
                 tip = rows.tips[row] = self.publisher.publish_remainder(row, handles[i], tip)
             published.append(tip.start + tip.num_blocks)
-        rows.is_open[index] = False
+        rows.grows_alone[index] = False
         self._give_tails(table, used, np.array(published))
         for i, row in enumerate(row_list):
             tip, handle = rows.tips[row], handles[i]

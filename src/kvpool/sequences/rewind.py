@@ -77,7 +77,7 @@ class Rewinding:
         rows, size = self.rows, self.state.block_size
         rows.keep_token_ids(row)
         blocks, extra = divmod(length, size)
-        if rows.is_open[row]:
+        if rows.has_open_tip(row):
             self.state.publisher.close(row)
         old = new = rows.tips[row]
         assert old is not None and new is not None

@@ -325,13 +325,13 @@ class Stepping:
         self._complete(batch.rows[committed % self.state.block_size == 0])
 
     def _complete(self, rows_done: Int64Array) -> None:
-        """Publishes blocks that were just filled. Rows with an open node have nothing to do unless somebody listens."""
+        """Publishes blocks that were just filled. Rows that grow alone have nothing to do unless somebody listens."""
         if not len(rows_done):
             return
         if self.context.windowed or self.context.events.listening:
             attention = rows_done
         else:
-            attention = rows_done[~self.rows.is_open[rows_done]]
+            attention = rows_done[~self.rows.grows_alone[rows_done]]
         for row in attention.tolist():
             self.state.publisher.publish(row)
             if self.context.windowed:
@@ -398,7 +398,7 @@ class Stepping:
         assert handle is not None
         self.rows.committed[row] = self.rows.known[row]
         self.state.publisher.publish(row)
-        if self.rows.is_open[row]:
+        if self.rows.has_open_tip(row):
             self.state.publisher.close(row)
         handle.publishes = False
         self.in_flight.untrack(handle)
