@@ -26,7 +26,7 @@ LAYERS = (
     *("compiling", "errors", "quiet", "plainfile", "jsonfile", "terminal", "scope", "config", "formats", "stats"),
     *("counters", "eviction", "events", "pools", "prefix", "sequences", "version", "manager", "recording", "scheduling"),
     *("kernels", "storage", "attention", "tiers", "testing", "view", "web", "cluster"),
-    *("tour", "engine", "server", "hf", "integrations", "replay", "compat", "cli", "__main__"),
+    *("tour", "engine", "server", "hf", "integrations", "replay", "clients", "compat", "cli", "__main__"),
 )
 CONTROL_PLANE = LAYERS[: LAYERS.index("kernels")]
 BYTES = ("kernels", "storage", "attention")

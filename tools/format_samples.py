@@ -37,7 +37,7 @@ from kvpool.scheduling.cost_model import LinearCostModel
 from kvpool.scheduling.measured_costs import Measurement
 from kvpool.scope import ReuseScope
 from kvpool.tiers import CompressedTier, DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome
-from kvpool.tiers.compression.compressed_tier import CODECS
+from kvpool.tiers.compressed_tier import CODECS
 from kvpool.tiers.envelope import seal
 from kvpool.tiers.remote.redis import RedisTier
 from kvpool.tiers.remote.s3 import object_path

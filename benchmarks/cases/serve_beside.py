@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import PeerAbsentError, Runner
+from kvpool.clients.client import Endpoint, fetch_text
+from kvpool.clients.mix import synthetic
+from kvpool.clients.run import figures, run_load
 from kvpool.engine.model.default_model import default_model_directory
 from kvpool.errors import KVPoolError
-from kvpool.replay.load.load_client import Endpoint, fetch_text
-from kvpool.replay.load.load_mix import synthetic
-from kvpool.replay.load.load_run import figures, run_load
 
 CLIENTS = 16
 _START_SECONDS = 900.0

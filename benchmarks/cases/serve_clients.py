@@ -7,8 +7,8 @@ import random
 import time
 from collections import Counter
 
-from kvpool.replay.load.load_client import Endpoint, ask, fetch_text
-from kvpool.replay.load.load_mix import synthetic
+from kvpool.clients.client import Endpoint, ask, fetch_text
+from kvpool.clients.mix import synthetic
 
 PATIENCE = 600.0  # seconds: what matters is that an answer comes, however busy the machine is
 

@@ -18,9 +18,9 @@ import uvicorn
 
 from cases.serve_clients import look, misbehave
 from harness import PeerAbsentError
+from kvpool.clients.mix import synthetic
 from kvpool.engine import Engine, SamplingParams
 from kvpool.errors import ModelLoadError
-from kvpool.replay.load.load_mix import synthetic
 from kvpool.scheduling import SchedulerConfig
 from kvpool.server import Limits, ServedModel, create_app
 

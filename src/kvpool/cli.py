@@ -35,7 +35,7 @@ COMMANDS = {
     "chat": Command("kvpool.engine.commands.chat", "Talk to a model in the terminal."),
     "serve": Command("kvpool.server.serve_command", "Serve a model to every OpenAI client."),
     "route": Command("kvpool.cluster.proxy.route_command", "One endpoint in front of servers, by what each has cached."),
-    "top": Command("kvpool.replay.commands.top_command", "Watch a running server in the terminal."),
+    "top": Command("kvpool.clients.top", "Watch a running server in the terminal."),
     "view": Command("kvpool.view.view_command", "Open the live view of a cache on made-up traffic."),
     "tier": Command(
         "kvpool.tiers.tier_command", "Look after disk tiers and remote stores: list, verify, compact, purge, warm."
@@ -46,7 +46,7 @@ COMMANDS = {
     "bench": Command(
         "kvpool.engine.commands.bench",
         "Measure a model on this machine; `bench serve`: any OpenAI endpoint.",
-        {"serve": "kvpool.replay.commands.bench_serve"},
+        {"serve": "kvpool.clients.bench_serve"},
     ),
 }
 

@@ -99,7 +99,7 @@ class Split:
     """A prefill server, a decode server, and a proxy."""
 
     def __init__(self) -> None:
-        from kvpool.cluster.proxy.proxy_app import Proxy, create_proxy_app
+        from kvpool.cluster.proxy.app import Proxy, create_proxy_app
 
         self.prefill, self.decode = FakeServer(), FakeServer()
         self.proxy = Proxy(
@@ -228,7 +228,7 @@ def test_given_a_decode_server_that_cannot_load_then_it_gets_the_request_neverth
 
 
 def test_given_one_server_for_both_then_it_is_refused() -> None:
-    from kvpool.cluster.proxy.proxy_app import Proxy
+    from kvpool.cluster.proxy.app import Proxy
 
     both = [Backend.parse("http://127.0.0.1:1")]
     with pytest.raises(ConfigError, match="twice"):
@@ -243,7 +243,7 @@ def test_given_two_servers_of_a_model_then_the_answer_is_that_of_one_and_the_sec
     from live import word_tokenizer
     from models import tiny_model
 
-    from kvpool.cluster.proxy.proxy_app import Proxy, create_proxy_app
+    from kvpool.cluster.proxy.app import Proxy, create_proxy_app
     from kvpool.engine import Engine
     from kvpool.scheduling import SchedulerConfig
     from kvpool.server import ServedModel, create_app

@@ -14,8 +14,8 @@ import pytest
 import managers
 from kvpool.cluster.index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError
+from kvpool.cluster.proxy.limits import ProxyLimits
 from kvpool.cluster.proxy.prompt_tokens import given_tokens, read_asked, session_of, tokenize_body
-from kvpool.cluster.proxy.proxy_limits import ProxyLimits
 from kvpool.cluster.router import Router
 from kvpool.errors import ConfigError
 
@@ -129,7 +129,7 @@ class Fleet:
     """Some servers and a proxy in front of them."""
 
     def __init__(self, num_servers: int, **options: Any) -> None:
-        from kvpool.cluster.proxy.proxy_app import Proxy, create_proxy_app
+        from kvpool.cluster.proxy.app import Proxy, create_proxy_app
 
         self.servers = [FakeServer() for _ in range(num_servers)]
         backends = [Backend.parse(server.backend) for server in self.servers]

@@ -19,7 +19,7 @@ from kvpool.compat.ferrum import (
     RequestId,
 )
 
-MODULES = ("kvpool.compat.ferrum", "kvpool.compat.spelling")
+MODULES = ("kvpool.compat.ferrum", "kvpool.compat.adapter")
 CONFIG = PagedKvCacheConfig(
     block_size=4, max_gpu_blocks=16, max_cpu_blocks=8, num_layers=2, num_heads=1, head_dim=4, min_prefix_length=4
 )

@@ -9,7 +9,7 @@ from bad_input import Subject, cases, check_calls, is_flag, is_id, is_int, is_nu
 
 from kvpool.compat import pyagent
 
-MODULES = ("kvpool.compat.pyagent", "kvpool.compat.spelling")
+MODULES = ("kvpool.compat.pyagent", "kvpool.compat.adapter")
 KNOWN_FAILURES: dict[str, str] = {}
 CONFIG = pyagent.KVCacheConfig(2, 1, 4, device="cpu", block_size=4, num_gpu_blocks=8, num_cpu_blocks=4, dtype="float32")
 

@@ -9,7 +9,7 @@ from bad_input import Subject, cases, check_calls, is_flag, is_id, is_int, is_nu
 
 from kvpool.compat import KvCacheRetentionConfig, TokenRangeRetentionConfig, TrtLlmKVCacheManager
 
-MODULES = ("kvpool.compat.trtllm", "kvpool.compat.spelling")
+MODULES = ("kvpool.compat.trtllm", "kvpool.compat.adapter")
 KNOWN_FAILURES: dict[str, str] = {}
 
 

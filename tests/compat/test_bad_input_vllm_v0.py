@@ -10,7 +10,7 @@ from bad_input import Subject, cases, check_calls, is_flag, is_id, is_int, is_nu
 from kvpool import LayerSpec
 from kvpool.compat import vllm_v0, vllm_v0_parts
 
-MODULES = ("kvpool.compat.vllm_v0", "kvpool.compat.spelling")
+MODULES = ("kvpool.compat.vllm_v0", "kvpool.compat.adapter")
 KNOWN_FAILURES: dict[str, str] = {}
 LAYERS = [LayerSpec(1, 4), LayerSpec(1, 4, cross_attention=True)]
 

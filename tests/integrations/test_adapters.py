@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.integrations.requests.adapters import Adapters
+from kvpool.integrations.connector.adapters import Adapters
 
 
 def adapter(path: Path | str, number: int = 1, **more: Any) -> Any:

@@ -15,9 +15,9 @@ pytest.importorskip("xxhash")
 
 from toy import BLOCK, PROMPT, ToyEngine, ToyRequest
 
-from kvpool.integrations.connector import connector_tiers
-from kvpool.integrations.reports.connector_counts import COUNTS, Increments
-from kvpool.integrations.reports.unfound_prefixes import REPEATS, SHORT_PROMPTS
+from kvpool.integrations.connector import tiers as connector_tiers
+from kvpool.integrations.connector.counts import COUNTS, Increments
+from kvpool.integrations.connector.unfound_prefixes import REPEATS, SHORT_PROMPTS
 from kvpool.tiers import MemoryTier
 
 

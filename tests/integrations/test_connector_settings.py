@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.settings import ConnectorSettings
 
 
 def test_given_sizes_as_text_then_they_are_bytes() -> None:
@@ -71,7 +71,7 @@ def test_given_a_disk_that_is_a_file_then_one_line_says_so(tmp_path: Path) -> No
     pytest.importorskip("torch")
     from toy import introduction
 
-    from kvpool.integrations.connector.connector_tiers import open_tiers
+    from kvpool.integrations.connector.tiers import open_tiers
 
     file = tmp_path / "file"
     file.touch()
@@ -102,7 +102,7 @@ def test_given_a_directory_that_somebody_writes_to_then_read_only_reads_it_and_s
     pytest.importorskip("torch")
     from toy import introduction
 
-    from kvpool.integrations.connector.connector_tiers import open_tiers
+    from kvpool.integrations.connector.tiers import open_tiers
     from kvpool.tiers import Outcome
 
     worker, settings = introduction(4), ConnectorSettings.of({"disk": str(tmp_path), "disk_bytes": "16MB"})

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.doctor import diagnosis
 
 ENGINES = {"vllm": "0.32.0", "sglang": "0.5.23", "llama-cpp-python": "0.3.36"}

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("yaml")
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.settings import ConnectorSettings
 
 
 def settings(tmp_path: Path, text: str, **beside: Any) -> ConnectorSettings:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.requests.wishes import NO_WISHES, Wishes
+from kvpool.integrations.connector.request_options import NO_WISHES, RequestOptions
 
 pytest.importorskip("torch")
 pytest.importorskip("xxhash")
@@ -29,7 +29,7 @@ def fill(toy: ToyEngine, number: int) -> None:
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {"kvpool": {}}])
 def test_given_nothing_of_ours_then_a_request_has_no_wishes(params: Any) -> None:
-    assert Wishes.of(params) == NO_WISHES
+    assert RequestOptions.of(params) == NO_WISHES
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_given_nothing_of_ours_then_a_request_has_no_wishes(params: Any) -> None
 )
 def test_given_a_wish_that_cannot_be_then_it_is_named(wishes: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Wishes.of({"kvpool": wishes})
+        RequestOptions.of({"kvpool": wishes})
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_given_a_wish_that_cannot_be_then_it_is_named(wishes: Any, message: str)
 )
 def test_given_wishes_in_the_wrong_place_then_it_is_said_where_they_belong(params: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Wishes.of(params)
+        RequestOptions.of(params)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_given_anything_that_a_client_may_send_then_the_request_is_served(engine
     toy.serve(ToyRequest("a", PROMPT, kv_transfer_params={"kvpool": wishes}))
     assert toy.serve(ToyRequest("b", PROMPT)) == 16
     with pytest.raises(ConfigError):
-        Wishes.of({"kvpool": wishes})
+        RequestOptions.of({"kvpool": wishes})
 
 
 def test_given_a_client_whose_every_request_is_wrong_then_one_line_a_minute_tells(

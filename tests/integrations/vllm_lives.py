@@ -594,7 +594,7 @@ def ranks(folder: Path) -> Any:
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
     from kvpool.integrations.connector.step_orders import Progress, Report
-    from kvpool.integrations.vllm_versions.common_connector import WorkerMetadata
+    from kvpool.integrations.vllm_versions.connector import WorkerMetadata
 
     def said(jobs: dict[int, int], **more: Any) -> ModelRunnerOutput:
         report = Report({job: Progress(1, num_blocks) for job, num_blocks in jobs.items()})

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvpool.errors import ConfigError
 from kvpool.testing import TierContract, key, value
 from kvpool.tiers import CompressedTier, DiskTier, KeyedTier, MemoryTier, Outcome, open_tier
-from kvpool.tiers.compression.codecs import GROUP, Fp8, Planes, UnreadableValueError
-from kvpool.tiers.compression.fp8 import LOWEST_EXPONENT, NUM_EXPONENTS, as_floats, nearest_codes, round_to_bfloat16
+from kvpool.tiers.codecs import GROUP, Fp8, Planes, UnreadableValueError
+from kvpool.tiers.fp8 import LOWEST_EXPONENT, NUM_EXPONENTS, as_floats, nearest_codes, round_to_bfloat16
 
 CODECS = ["zstd", "lz4", "fp8"]
 
@@ -188,7 +188,7 @@ def test_given_the_smallest_or_the_largest_scale_then_the_value_can_be_read(expo
 
 
 def test_given_more_than_fits_in_memory_at_once_then_values_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.tiers.compression.compressed_tier.AT_ONCE_BYTES", 12_000)
+    monkeypatch.setattr("kvpool.tiers.compressed_tier.AT_ONCE_BYTES", 12_000)
     tier = CompressedTier(MemoryTier(10**7), "zstd")
     data = [value(number) for number in range(10)]
     assert tier.store([key(number) for number in range(10)], data) == [Outcome.OK] * 10

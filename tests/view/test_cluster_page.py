@@ -29,8 +29,8 @@ class Shown:
     """A proxy behind a real socket whose nodes hold and do what a test says."""
 
     def __init__(self, num_nodes: int, key: str | None = None) -> None:
+        from kvpool.cluster.proxy.app import Proxy, create_proxy_app
         from kvpool.cluster.proxy.backends import Backend
-        from kvpool.cluster.proxy.proxy_app import Proxy, create_proxy_app
 
         self.nodes = [f"http://127.0.0.1:{9 + at}" for at in range(num_nodes)]  # nobody listens there
         backends = [Backend.parse(url) for url in self.nodes]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvpool.compat.adapter import Adapter, CountingAdapter
 from kvpool.compat.ferrum_handle import CacheHandleStats
 from kvpool.compat.ferrum_pool import BlockPool
 from kvpool.compat.ferrum_prefixes import CachedPrefix, FoundPrefix, PrefixCache, PrefixCacheStats, refuse_prefix
-from kvpool.compat.spelling import CountingSpelling, Spelling
 from kvpool.config import Tier
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError, SequenceStateError, UnknownRequestError
@@ -56,7 +56,7 @@ class CacheGcStats(NamedTuple):
         yield
 
 
-class FerrumCalls(Spelling):
+class FerrumCalls(Adapter):
     """What ferrum's manager answers, but for `allocate` and what returns handles.
 
     At most `max_prefixes` stored prefixes are kept (None: as many as there is room for); what is shorter than
@@ -268,7 +268,7 @@ class FerrumCalls(Spelling):
         return CacheHandleStats(blocks * config.block_bytes, blocks, tokens, used, time.monotonic())
 
 
-class FerrumKVCacheManager(FerrumCalls, CountingSpelling):
+class FerrumKVCacheManager(FerrumCalls, CountingAdapter):
     """ferrum's calls on any manager; `PagedKvCacheManager` is made from ferrum's own configuration."""
 
     def allocate(self, request_id: Hashable, num_tokens: int | None = None, *, tokens: Any = None) -> KVCacheHandle:

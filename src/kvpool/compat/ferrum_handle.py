@@ -6,8 +6,8 @@ import time
 from collections.abc import Generator, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from kvpool.compat.adapter import device_name
 from kvpool.compat.ferrum_types import BlockTable
-from kvpool.compat.spelling import device_name
 from kvpool.config import DType, LayerSpec
 from kvpool.config.layers import ceil_div, show
 from kvpool.errors import InvalidArgumentError, SequenceStateError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from kvpool.compat.spelling import Spelling
+from kvpool.compat.adapter import Adapter
 from kvpool.config import Tier
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError, SequenceStateError
@@ -38,7 +38,7 @@ class BlockPool:
     """The GPU blocks of a manager. They are handed out and freed with requests, never one by one."""
 
     def __init__(self, owner: PoolOwner) -> None:
-        if not isinstance(owner, Spelling):
+        if not isinstance(owner, Adapter):
             raise InvalidArgumentError(f"a pool belongs to a manager, whose gpu_pool() it is, got {show(owner)}")
         self._owner = owner
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.compat.spelling import Spelling
+from kvpool.compat.adapter import Adapter
 from kvpool.config.layers import check_int, show
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, as_count, as_token_array
@@ -21,7 +21,7 @@ from kvpool.sequences.handle import KVCacheHandle
 class CachedPrefix:
     """The cached beginning of a prompt, as a source for `share_prefix_blocks`. It holds no blocks, so it may be evicted."""
 
-    def __init__(self, spelling: Spelling, tokens: Int32Array, num_tokens: int) -> None:
+    def __init__(self, spelling: Adapter, tokens: Int32Array, num_tokens: int) -> None:
         self._spelling = spelling
         self._tokens = tokens
         self._num_tokens = num_tokens
@@ -72,8 +72,8 @@ class PrefixCache:
     stored nor found.
     """
 
-    def __init__(self, spelling: Spelling, max_prefixes: int | None, min_length: int) -> None:
-        if not isinstance(spelling, Spelling):
+    def __init__(self, spelling: Adapter, max_prefixes: int | None, min_length: int) -> None:
+        if not isinstance(spelling, Adapter):
             raise InvalidArgumentError(
                 f"a prefix cache belongs to a manager, whose prefix_cache() it is, got {show(spelling)}"
             )

@@ -11,10 +11,10 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvpool.compat.adapter import Adapter
 from kvpool.compat.known_settings import knows_settings
 from kvpool.compat.pyagent_blocks import KVCacheAllocator, KVCacheBlock, KVCacheBlocks, KVCacheTransfer
 from kvpool.compat.pyagent_config import MORE_SETTINGS, DeviceType, DType, KVCacheConfig, check_config
-from kvpool.compat.spelling import Spelling
 from kvpool.config import Tier
 from kvpool.config.layers import DType as StoredType
 from kvpool.config.layers import check_int, show
@@ -41,7 +41,7 @@ __all__ = [
 PressureCallback = Callable[[PressureChange], None] | Callable[[], None]
 
 
-class PagedKVCache(Spelling):
+class PagedKVCache(Adapter):
     """A paged cache made from PyAgent's configuration; what it allocates it lists as `KVCacheBlocks`.
 
     >>> cache = PagedKVCache(KVCacheConfig(num_layers=2, num_heads=4, head_dim=64, num_gpu_blocks=8, block_size=4))

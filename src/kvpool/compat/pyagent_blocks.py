@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvpool.compat.adapter import import_torch, layer_index
 from kvpool.compat.known_settings import checked_settings
 from kvpool.compat.pyagent_config import DeviceType, DType, KVCacheConfig, as_device, check_config, stored_type
-from kvpool.compat.spelling import import_torch, layer_index
 from kvpool.config import LayerSpec, Tier
 from kvpool.config.layers import MAX_BLOCK_SIZE, check_int, show
 from kvpool.errors import ConfigError, InvalidArgumentError

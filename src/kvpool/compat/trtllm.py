@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvpool.compat.adapter import Adapter
 from kvpool.compat.known_settings import checked_settings, knows_settings
-from kvpool.compat.spelling import Spelling
 from kvpool.compat.trtllm_blocks import (
     BlockManager,
     KVCacheBlock,
@@ -122,7 +122,7 @@ class KvCacheStats:
     allocated_bytes: int
 
 
-class TrtLlmKVCacheManager(Spelling):
+class TrtLlmKVCacheManager(Adapter):
     """One block manager per attention window, with primary (GPU) and secondary (host) blocks in each pool.
 
     `max_attention_window` is repeated over the layers; None in it, or a window of `max_seq_len` and more, is full

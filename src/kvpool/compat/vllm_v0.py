@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from kvpool.compat.adapter import Adapter
 from kvpool.compat.known_settings import knows_settings
-from kvpool.compat.spelling import Spelling
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.config.layers import MAX_BLOCKS, ceil_div, check_bool, check_int, show
 from kvpool.errors import (
@@ -48,7 +48,7 @@ class _Encoder:
     holder: KVCacheHandle | None = None
 
 
-class BlockManager(Spelling):
+class BlockManager(Adapter):
     """The block space manager of vLLM V0, sequences named by their ids.
 
     `layers` give the blocks the shape of a model, for `CacheEngine`; without, they are ids only. With `encoder_decoder` (or

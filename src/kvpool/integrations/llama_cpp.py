@@ -22,7 +22,7 @@ from llama_cpp.llama_cache import BaseLlamaCache
 
 from kvpool.config.layers import MAX_BYTES, check_int
 from kvpool.errors import ConfigError
-from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.llama.llama_identity import check_served, check_version, fingerprint_of
 from kvpool.integrations.llama.state_blob import StateBlob, num_common
 from kvpool.integrations.llama.state_store import BLOCK_TOKENS, StateStats, StateStore, Tokens

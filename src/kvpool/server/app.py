@@ -21,11 +21,11 @@ from kvpool.cluster.translator import scope_keys
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server.auth import Access, Caller
 from kvpool.server.errors import Problem, problem_of, problem_of_body
-from kvpool.server.exchange import Reception
+from kvpool.server.exchange import RequestContext
 from kvpool.server.limits import Gate, InTurns, Limits
 from kvpool.server.metrics import Metrics
 from kvpool.server.pins import PinBook
-from kvpool.server.routes.caching import CacheDesk
+from kvpool.server.routes.caching import CacheRoutes
 from kvpool.server.routes.completing import chat, complete, named_tokens
 from kvpool.server.routes.live_view import LiveViews
 from kvpool.server.routes.messages import Messages, converse
@@ -69,8 +69,8 @@ class Server:
         self.gate = Gate(limits)
         self.metrics = Metrics(models)
         pins = PinBook(limits.pins_per_tenant)
-        self.desk = CacheDesk(pins)
-        self.reception = Reception(self.gate, self.metrics.latencies, pins, tracing)
+        self.desk = CacheRoutes(pins)
+        self.context = RequestContext(self.gate, self.metrics.latencies, pins, tracing)
         self.views = LiveViews(models, self.metrics.latencies, self.gate)
 
     def model(self, name: str) -> ServedModel:
@@ -252,22 +252,22 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(request: Request, body: ChatCompletions, caller: Caller = caller_of) -> Response:
         """Answers a conversation, as OpenAI's endpoint does."""
-        return await chat(request, body, server.model(body.model), caller, server.reception)
+        return await chat(request, body, server.model(body.model), caller, server.context)
 
     @app.post("/v1/completions", responses=STREAMED)
     async def completions(request: Request, body: Completions, caller: Caller = caller_of) -> Response:
         """Continues prompts, as OpenAI's endpoint does."""
-        return await complete(request, body, server.model(body.model), caller, server.reception)
+        return await complete(request, body, server.model(body.model), caller, server.context)
 
     @app.post("/v1/responses", responses=STREAMED)
     async def responses(request: Request, body: Responses, caller: Caller = caller_of) -> Response:
         """Answers a conversation, as OpenAI's newer endpoint does."""
-        return await respond(request, body, server.model(body.model), caller, server.reception)
+        return await respond(request, body, server.model(body.model), caller, server.context)
 
     @app.post("/v1/messages", responses=STREAMED)
     async def messages(request: Request, body: Messages, caller: Caller = caller_of) -> Response:
         """Answers a conversation, as Anthropic's endpoint does."""
-        return await converse(request, body, server.model(body.model), caller, server.reception)
+        return await converse(request, body, server.model(body.model), caller, server.context)
 
     @app.post("/v1/prefill", responses=STREAMED)
     async def prefill_prompt(request: Request, body: PromptForOthers, caller: Caller = caller_of) -> Response:

@@ -26,8 +26,8 @@ from kvpool.server.tracing import RequestTrace, Tracing
 from kvpool.web.streams import EventStream, unless_gone
 
 
-class Reception(NamedTuple):
-    """Where requests come in: how many may be under way, how long they take, what they keep, and who follows them."""
+class RequestContext(NamedTuple):
+    """What all requests of a server share: how many may be under way, how long they take, what they pin, who traces them."""
 
     gate: Gate
     latencies: Latencies
@@ -44,17 +44,17 @@ class Exchange:
         body: Sampling,
         model: ServedModel,
         caller: Caller,
-        reception: Reception,
+        context: RequestContext,
         answer: Writer,
     ) -> None:
         self._request = request
         self._body = body
         self._model = model
         self._caller = caller
-        self._gate = reception.gate
-        self._latencies = reception.latencies
-        self._pins = reception.pins
-        self._tracing = reception.tracing
+        self._gate = context.gate
+        self._latencies = context.latencies
+        self._pins = context.pins
+        self._tracing = context.tracing
         self._trace: RequestTrace | None = None
         self._trouble = ""  # what ended it before its time
         self._answer = answer

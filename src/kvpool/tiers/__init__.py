@@ -1,7 +1,7 @@
 """Tiers that find blocks by key and outlive a process: disk, Redis or Valkey, Mooncake, S3, and your own. No torch needed."""
 
-from kvpool.tiers.compression.codecs import CompressionStats
-from kvpool.tiers.compression.compressed_tier import CompressedTier
+from kvpool.tiers.codecs import CompressionStats
+from kvpool.tiers.compressed_tier import CompressedTier
 from kvpool.tiers.contract import KEY_BYTES, KeyedTier, Outcome, Purged, Room, TierStats
 from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.keys import Fingerprint, KeyPattern, KeySpace, Shard

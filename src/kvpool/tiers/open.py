@@ -9,7 +9,7 @@ from pathlib import Path
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.terminal import parse_bytes
-from kvpool.tiers.compression.compressed_tier import CompressedTier, make_codec
+from kvpool.tiers.compressed_tier import CompressedTier, make_codec
 from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier
 from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.remote.mooncake import MooncakeTier

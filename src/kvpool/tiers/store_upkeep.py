@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.tiers.compression.compressed_tier import CompressedTier
+from kvpool.tiers.compressed_tier import CompressedTier
 from kvpool.tiers.contract import KeyedTier, Outcome
 from kvpool.tiers.disk.upkeep import Checked, Progress, Space
 from kvpool.tiers.keys import SPACE_BYTES

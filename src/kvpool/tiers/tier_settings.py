@@ -25,8 +25,8 @@ from kvpool.errors import ConfigError
 from kvpool.formats import other_format
 from kvpool.plainfile import read_plain
 from kvpool.terminal import parse_bytes
-from kvpool.tiers.compression.codecs import ITEM_BYTES
-from kvpool.tiers.compression.compressed_tier import CODECS
+from kvpool.tiers.codecs import ITEM_BYTES
+from kvpool.tiers.compressed_tier import CODECS
 from kvpool.tiers.url import FALSE, MAX_SECONDS, TRUE
 
 SECTION = "tiers"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.cluster.proxy.backends import Backend
-from kvpool.cluster.proxy.proxy_limits import ProxyLimits
+from kvpool.cluster.proxy.limits import ProxyLimits
 from kvpool.errors import ConfigError
 
 
@@ -68,8 +68,8 @@ def route(
     See docs/cluster.md.
     """
     uvicorn = _uvicorn()
+    from kvpool.cluster.proxy.app import Proxy, create_proxy_app
     from kvpool.cluster.proxy.cluster_view import KEY_VARIABLE
-    from kvpool.cluster.proxy.proxy_app import Proxy, create_proxy_app
     from kvpool.web.bounded_http import bounded_http
 
     if not quiet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvpool.errors import OutOfBlocksError
-from kvpool.integrations.requests.tracked_request import Saving, TrackedRequest
+from kvpool.integrations.connector.tracked_request import Saving, TrackedRequest
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.sequences.handle import KVCacheHandle

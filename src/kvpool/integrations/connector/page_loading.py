@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import OutOfBlocksError
+from kvpool.integrations.connector.block_events import BlockEvents
 from kvpool.integrations.connector.held_rows import take_rows
 from kvpool.integrations.connector.step_orders import Load, Orders
 from kvpool.integrations.connector.tier_lookups import TierLookups
-from kvpool.integrations.reports.block_events import BlockEvents
-from kvpool.integrations.requests.tracked_request import TrackedRequest
+from kvpool.integrations.connector.tracked_request import TrackedRequest
 from kvpool.manager import KVCacheManager
 from kvpool.sequences.handle import KVCacheHandle
 

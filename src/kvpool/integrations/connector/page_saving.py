@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvpool.errors import OutOfBlocksError
+from kvpool.integrations.connector.block_events import BlockEvents
 from kvpool.integrations.connector.held_rows import HeldRows
 from kvpool.integrations.connector.step_orders import NO_PAGE, Orders, Spill, Store
-from kvpool.integrations.reports.block_events import BlockEvents
-from kvpool.integrations.requests.tracked_request import Saving, TrackedRequest
+from kvpool.integrations.connector.tracked_request import Saving, TrackedRequest
 from kvpool.manager import KVCacheManager
 
 _MANY = 32  # confirmed blocks that are published at once even if nobody asks

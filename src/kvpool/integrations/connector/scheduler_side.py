@@ -19,21 +19,41 @@ from typing import Any
 
 from kvpool.config import KVCacheConfig, LayerSpec
 from kvpool.errors import ConfigError
-from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.adapters import Adapters
+from kvpool.integrations.connector.block_events import BlockEvent, BlockEvents
+from kvpool.integrations.connector.counts import Increments
 from kvpool.integrations.connector.page_loading import Loader
 from kvpool.integrations.connector.page_saving import Saver
-from kvpool.integrations.connector.step_clock import StepClock
+from kvpool.integrations.connector.prompt_pins import PromptPins
+from kvpool.integrations.connector.request_options import NO_WISHES, RequestOptions
+from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.step_orders import Introduction, Orders, Progress, Report
 from kvpool.integrations.connector.tier_lookups import TierLookups
-from kvpool.integrations.reports.block_events import BlockEvent, BlockEvents
-from kvpool.integrations.reports.connector_counts import Increments
-from kvpool.integrations.reports.unfound_prefixes import UnfoundPrefixes
-from kvpool.integrations.requests.adapters import Adapters
-from kvpool.integrations.requests.prompt_pins import PromptPins
-from kvpool.integrations.requests.tracked_request import TrackedRequest, items_of, scope_of
-from kvpool.integrations.requests.wishes import NO_WISHES, Wishes
+from kvpool.integrations.connector.tracked_request import TrackedRequest, items_of, scope_of
+from kvpool.integrations.connector.unfound_prefixes import UnfoundPrefixes
 from kvpool.manager import KVCacheManager
 from kvpool.quiet import QuietLog
+
+
+class StepClock:
+    """What a look-up found must be there when the engine has made room for it: nothing expires in between."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._held: float | None = None
+
+    def __call__(self) -> float:
+        return self._clock() if self._held is None else self._held
+
+    def hold(self) -> None:
+        """Something is promised."""
+        if self._held is None:
+            self._held = self._clock()
+
+    def go_on(self) -> None:
+        """Promises were kept."""
+        self._held = None
+
 
 _MAX_EVENTS = 65_536  # that are kept until the engine takes them
 
@@ -247,10 +267,10 @@ class SchedulerSide:
             self._requests[request.request_id] = tracked
         return tracked
 
-    def _wishes(self, request: Any) -> Wishes:
+    def _wishes(self, request: Any) -> RequestOptions:
         """A wish that cannot be understood must not stop the engine: it is told, and the request is served as any other."""
         try:
-            return Wishes.of(request.kv_transfer_params)
+            return RequestOptions.of(request.kv_transfer_params)
         except ConfigError as error:
             self._quiet.warning("kvpool connector: request %s: %s", request.request_id, error)
             return NO_WISHES

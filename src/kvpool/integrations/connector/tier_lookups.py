@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from kvpool.integrations.connector.connector_settings import ConnectorSettings
-from kvpool.integrations.connector.connector_tiers import open_tiers, prefix_from
+from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.step_orders import Introduction
-from kvpool.integrations.requests.tracked_request import TrackedRequest
+from kvpool.integrations.connector.tiers import open_tiers, prefix_from
+from kvpool.integrations.connector.tracked_request import TrackedRequest
 from kvpool.tiers import KeyedTier, KeySpace
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.watching import GRACE_SECONDS, WatchedTier

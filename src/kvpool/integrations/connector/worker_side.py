@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import TransferError
-from kvpool.integrations.connector.connector_settings import ConnectorSettings
-from kvpool.integrations.connector.connector_tiers import open_tiers, prefix_from
+from kvpool.integrations.connector.counts import Increments
 from kvpool.integrations.connector.engine_pages import EnginePages, HostRows, Move
+from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.step_orders import (
     NO_PAGE,
     Introduction,
@@ -23,7 +23,7 @@ from kvpool.integrations.connector.step_orders import (
     Spill,
     Store,
 )
-from kvpool.integrations.reports.connector_counts import Increments
+from kvpool.integrations.connector.tiers import open_tiers, prefix_from
 from kvpool.quiet import QuietLog
 from kvpool.tiers import KeySpace, Outcome, TierStats
 from kvpool.tiers.transport.lanes import Lane

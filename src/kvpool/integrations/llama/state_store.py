@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ConfigError, StorageError
-from kvpool.integrations.connector.connector_settings import ConnectorSettings
-from kvpool.integrations.connector.connector_tiers import open_tiers
+from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.step_orders import Introduction
+from kvpool.integrations.connector.tiers import open_tiers
 from kvpool.integrations.llama.state_blob import PIECE_BYTES, SIGNPOST_BYTES, Signpost, StateBlob, num_common
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import ReuseScope
 from kvpool.tiers import CompressedTier, Fingerprint, KeyedTier, KeySpace, Outcome, TierStats
-from kvpool.tiers.compression.codecs import Fp8
+from kvpool.tiers.codecs import Fp8
 from kvpool.tiers.keys import named
 from kvpool.tiers.remote.remote_tier import RemoteTier
 from kvpool.tiers.transport.staging import Bytes

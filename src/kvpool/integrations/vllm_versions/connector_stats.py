@@ -7,7 +7,7 @@ from typing import Any
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from kvpool.integrations.reports.connector_counts import COUNTS
+from kvpool.integrations.connector.counts import COUNTS
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here

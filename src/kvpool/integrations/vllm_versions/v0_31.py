@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.integrations.vllm_versions.common_connector import EXPECTED, CommonConnector
+from kvpool.integrations.vllm_versions.connector import EXPECTED, CommonConnector
 
 __all__ = ["EXPECTED", "KVPoolConnector"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvpool.integrations.vllm_versions.common_connector import EXPECTED as COMMON
-from kvpool.integrations.vllm_versions.common_connector import CommonConnector
+from kvpool.integrations.vllm_versions.connector import EXPECTED as COMMON
+from kvpool.integrations.vllm_versions.connector import CommonConnector
 
 EXPECTED = {**COMMON, "get_external_cache_hit_sources": ("request", "num_external_tokens")}
 

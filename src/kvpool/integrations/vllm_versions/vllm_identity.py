@@ -8,8 +8,8 @@ from typing import Any
 import vllm
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.connector.connector_settings import ConnectorSettings
 from kvpool.integrations.connector.engine_pages import EnginePages
+from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.tiers import Fingerprint, Shard
 from kvpool.tiers.identity import OF_TRANSFORMERS, files_id, settings_id
 

@@ -18,7 +18,7 @@ from kvpool.server.schema import CacheQuery, Invalidation
 from kvpool.server.served_model import ServedModel, scope_of
 
 
-class CacheDesk:
+class CacheRoutes:
     """Answers questions about the caches of a server's models."""
 
     def __init__(self, pins: PinBook) -> None:

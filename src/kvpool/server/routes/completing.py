@@ -17,7 +17,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.server.answers import ChatAnswer, TextAnswer
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem
-from kvpool.server.exchange import Exchange, Reception
+from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.parameters import sampling_params
 from kvpool.server.schema import ChatCompletions, Completions, Message, Sampling
 from kvpool.server.served_model import ServedModel
@@ -26,35 +26,35 @@ FILL_CONTEXT = 2**31 - 1  # as many as the context has room for: the engine cuts
 
 
 async def complete(
-    request: Request, body: Completions, model: ServedModel, caller: Caller, reception: Reception
+    request: Request, body: Completions, model: ServedModel, caller: Caller, context: RequestContext
 ) -> Response:
     """Answers a request for completions, of one prompt or several."""
     if body.suffix is not None:
         raise Problem(400, "suffix is not supported: the model continues a prompt", code="unsupported", param="suffix")
     given = _prompts(body.prompt)
-    most = reception.gate.limits.prompts
+    most = context.gate.limits.prompts
     if len(given) > most:
         raise Problem(
             400, f"{len(given)} prompts are over this server's limit of {most} at once", code="invalid_value", param="prompt"
         )
     prompts = await asyncio.gather(*(model.tokens(prompt) for prompt in given))
-    params = await sampling_params(body, model, reception.gate.limits, body.max_tokens, body.logprobs)
+    params = await sampling_params(body, model, context.gate.limits, body.max_tokens, body.logprobs)
     echoes = [model.text_of(prompt.tolist()) for prompt in prompts] if body.echo else []
     answer = TextAnswer(model.name, _pieces(model), _wants_usage(body), echoes, body.n)
-    return await Exchange(request, body, model, caller, reception, answer).run(prompts, params)
+    return await Exchange(request, body, model, caller, context, answer).run(prompts, params)
 
 
 async def chat(
-    request: Request, body: ChatCompletions, model: ServedModel, caller: Caller, reception: Reception
+    request: Request, body: ChatCompletions, model: ServedModel, caller: Caller, context: RequestContext
 ) -> Response:
     """Answers a conversation."""
     tools = offered([tool.model_dump() for tool in body.tools or ()], body.tool_choice)
     prompt = await conversation_tokens(model, body.messages, tools, body.chat_template_kwargs)
     most = body.max_completion_tokens or body.max_tokens or FILL_CONTEXT
     wanted = (body.top_logprobs or 0) if body.logprobs else None
-    params = await sampling_params(body, model, reception.gate.limits, most, wanted)
+    params = await sampling_params(body, model, context.gate.limits, most, wanted)
     answer = ChatAnswer(model.name, _pieces(model), _wants_usage(body))
-    exchange = Exchange(request, body, model, caller, reception, answer)
+    exchange = Exchange(request, body, model, caller, context, answer)
     return await exchange.run([prompt], params, offers_tools=bool(tools))
 
 

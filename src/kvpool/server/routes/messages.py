@@ -17,7 +17,7 @@ from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem
-from kvpool.server.exchange import Exchange, Reception
+from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.parameters import sampling_params
 from kvpool.server.routes.completing import conversation_tokens, offered
 from kvpool.server.schema import Body, Count, Message, Sampling, Stop
@@ -82,7 +82,7 @@ class Messages(Sampling):
 
 
 async def converse(
-    request: Request, body: Messages, model: ServedModel, caller: Caller, reception: Reception
+    request: Request, body: Messages, model: ServedModel, caller: Caller, context: RequestContext
 ) -> Response:
     """Answers a conversation as Anthropic's endpoint does."""
     turns = [*([] if not body.system else [Turn(role="system", content=body.system)]), *body.messages]
@@ -91,12 +91,12 @@ async def converse(
     tools = offered([tool.as_function() for tool in body.tools or ()], choice)
     prompt = await conversation_tokens(model, spoken, tools)
     body.stop, body.n = body.stop_sequences, 1
-    params = await sampling_params(body, model, reception.gate.limits, body.max_tokens, None)
+    params = await sampling_params(body, model, context.gate.limits, body.max_tokens, None)
     retention = await _retention(turns, spoken, prompt, model, tools)
     if retention is not None and body.retention:
         raise Problem(400, "give cache_control or retention, not both", code="invalid_value", param="retention")
     answer = MessageAnswer(model.name)
-    exchange = Exchange(request, body, model, caller, reception, answer)
+    exchange = Exchange(request, body, model, caller, context, answer)
     return await exchange.run([prompt], params, retention=retention, offers_tools=bool(tools))
 
 

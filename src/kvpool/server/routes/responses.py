@@ -14,7 +14,7 @@ from starlette.responses import Response
 from kvpool.engine.generation import Chunk, Generation
 from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem
-from kvpool.server.exchange import Exchange, Reception
+from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.parameters import sampling_params
 from kvpool.server.routes.completing import FILL_CONTEXT, conversation_tokens, offered
 from kvpool.server.schema import (
@@ -74,7 +74,7 @@ class Responses(Sampling):
 
 
 async def respond(
-    request: Request, body: Responses, model: ServedModel, caller: Caller, reception: Reception
+    request: Request, body: Responses, model: ServedModel, caller: Caller, context: RequestContext
 ) -> Response:
     """Answers a conversation as OpenAI's endpoint does."""
     if body.previous_response_id is not None:
@@ -89,11 +89,11 @@ async def respond(
     if body.text is not None and body.text.format is not None:
         body.response_format = body.text.format.as_response_format()
     params = await sampling_params(
-        body, model, reception.gate.limits, body.max_output_tokens or FILL_CONTEXT, None
+        body, model, context.gate.limits, body.max_output_tokens or FILL_CONTEXT, None
     )
     tools = offered([tool.as_function() for tool in body.tools or ()], body.tool_choice)
     prompt = await conversation_tokens(model, turns, tools)
-    exchange = Exchange(request, body, model, caller, reception, ResponseAnswer(model.name, body))
+    exchange = Exchange(request, body, model, caller, context, ResponseAnswer(model.name, body))
     return await exchange.run([prompt], params, offers_tools=bool(tools))
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvpool.config.layers import check_int, show
 from kvpool.errors import ConfigError
-from kvpool.tiers.compression.fp8 import (
+from kvpool.tiers.fp8 import (
     LOWEST_EXPONENT,
     NUM_EXPONENTS,
     RELATIVE_ERROR,

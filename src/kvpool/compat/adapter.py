@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvpool.storage import DataPlane
 
 
-class Spelling:
+class Adapter:
     """Holds the manager that does the work, and the data plane behind it from the first byte on.
 
     `device` is where the bytes of the GPU tier lie: "cuda" or "cpu"; None takes a GPU if there is one.
@@ -165,7 +165,7 @@ class Spelling:
             self._plane = None
 
 
-class CountingSpelling(Spelling):
+class CountingAdapter(Adapter):
     """`allocate` and `extend` by numbers of tokens, as PyAgent and ferrum spell them."""
 
     def allocate(self, request_id: Hashable, num_tokens: int | None = None, *, tokens: Any = None) -> KVCacheHandle:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from kvpool.clients.client import Endpoint, fetch_text
+from kvpool.clients.metrics import Look, read_metrics
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.load.load_client import Endpoint, fetch_text
-from kvpool.replay.watching.metric_text import Look, read_metrics
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -33,7 +33,7 @@ def top(
     from rich.console import Console
     from rich.live import Live
 
-    from kvpool.replay.watching.top_screen import screen
+    from kvpool.clients.top_screen import screen
 
     endpoint = Endpoint.at(url, key=key)
     look, before = _look(endpoint), None

@@ -19,13 +19,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.block_events import STORAGE, BlockEvent, BlocksRemoved
 from kvpool.integrations.connector.engine_pages import EnginePages
 from kvpool.integrations.connector.linked_pages import LinkedPages
 from kvpool.integrations.connector.scheduler_side import SchedulerSide
+from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.step_orders import NO_PAGE, Introduction, Orders, Report
 from kvpool.integrations.connector.worker_side import WorkerSide
-from kvpool.integrations.reports.block_events import STORAGE, BlockEvent, BlocksRemoved
 from kvpool.integrations.vllm_versions.connector_stats import ConnectorMetrics, ConnectorStats
 from kvpool.integrations.vllm_versions.served_layers import checked_block_size, is_windowed
 from kvpool.integrations.vllm_versions.vllm_identity import fingerprint

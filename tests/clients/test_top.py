@@ -10,8 +10,8 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from kvpool.replay.watching.metric_text import Look, read_metrics
-from kvpool.replay.watching.top_screen import bar, screen
+from kvpool.clients.metrics import Look, read_metrics
+from kvpool.clients.top_screen import bar, screen
 
 TEXT = """# HELP kvpool_blocks Blocks by state.
 kvpool_blocks{model="m \\"1\\"",pool="0",state="referenced",tier="GPU"} 10.0

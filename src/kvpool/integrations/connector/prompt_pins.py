@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from kvpool.errors import KVPoolError
-from kvpool.integrations.requests.tracked_request import TrackedRequest
+from kvpool.integrations.connector.tracked_request import TrackedRequest
 from kvpool.manager import KVCacheManager
 from kvpool.manager.pins import Pin
 from kvpool.quiet import QuietLog

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from kvpool.events import Removed, Stored
-from kvpool.integrations.requests.tracked_request import TrackedRequest
+from kvpool.integrations.connector.tracked_request import TrackedRequest
 from kvpool.manager import KVCacheManager
 
 HOST, STORAGE = "CPU", "STORAGE"

@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
-from kvpool.integrations.requests.tracked_request import TrackedRequest
+from kvpool.integrations.connector.tracked_request import TrackedRequest
 
 REPEATS = 8  # prompts that should have been found, before it is said
 SHORT_PROMPTS = 32  # prompts without a whole block, before it is said

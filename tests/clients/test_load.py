@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from trivial_server import TrivialServer
 
+from kvpool.clients.client import Endpoint, Outcome
+from kvpool.clients.mix import LoadRequest, of_trace, synthetic
+from kvpool.clients.run import figures, run_load
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.load.load_client import Endpoint, Outcome
-from kvpool.replay.load.load_mix import LoadRequest, of_trace, synthetic
-from kvpool.replay.load.load_run import figures, run_load
 from kvpool.replay.traces.trace import TraceBuilder
 
 

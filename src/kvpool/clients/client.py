@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from kvpool.clients.mix import LoadRequest
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.load.load_mix import LoadRequest
 
 
 class Endpoint(NamedTuple):

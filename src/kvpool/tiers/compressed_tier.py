@@ -11,7 +11,7 @@ from typing import Any
 
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError
-from kvpool.tiers.compression.codecs import Codec, CompressionStats, Fp8, Planes, UnreadableValueError
+from kvpool.tiers.codecs import Codec, CompressionStats, Fp8, Planes, UnreadableValueError
 from kvpool.tiers.contract import KeyedTier, Outcome, Purged, Room
 from kvpool.tiers.keys import SPACE_BYTES, TAG_BYTES, KeyPattern, KeySpace
 

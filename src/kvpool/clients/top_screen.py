@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from kvpool.replay.watching.metric_text import Look
+from kvpool.clients.metrics import Look
 
 _STATES = (("referenced", "red", "█"), ("pinned", "magenta", "▓"), ("cached", "cyan", "▒"), ("free", "bright_black", "░"))
 _TIMES = (("first token", "kvpool_first_token_seconds"), ("between tokens", "kvpool_between_tokens_seconds"))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.integrations.requests.wishes import NO_WISHES, Wishes
+from kvpool.integrations.connector.request_options import NO_WISHES, RequestOptions
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import MultimodalItem, ReuseScope
@@ -51,7 +51,7 @@ class TrackedRequest:
     block_size: int
     scope: ReuseScope
     items: tuple[MultimodalItem, ...]
-    wishes: Wishes = NO_WISHES
+    wishes: RequestOptions = NO_WISHES
     is_cached: bool = True  # False: its tokens do not say what it computes
     was_looked_up: bool = False
     num_local: int = 0  # that the engine's own cache had at the last look-up

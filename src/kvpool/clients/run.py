@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.replay.load.load_client import Endpoint, Outcome, ask
-from kvpool.replay.load.load_mix import LoadRequest
+from kvpool.clients.client import Endpoint, Outcome, ask
+from kvpool.clients.mix import LoadRequest
 
 
 async def run_load(

@@ -15,10 +15,10 @@ KEY = "kvpool"
 
 
 @dataclass(frozen=True)
-class Wishes:
+class RequestOptions:
     """How the blocks of one request are kept.
 
-    >>> Wishes.of({"kvpool": {"ttl": 60, "priority": 80}}).ttl
+    >>> RequestOptions.of({"kvpool": {"ttl": 60, "priority": 80}}).ttl
     60
     """
 
@@ -32,7 +32,7 @@ class Wishes:
     """Seconds that the whole blocks of its prompt cannot be evicted from the host, from its end on. 0 ends such a pin."""
 
     @classmethod
-    def of(cls, params: Any) -> Wishes:
+    def of(cls, params: Any) -> RequestOptions:
         """From what an engine hands over with a request; `ConfigError` for what cannot be."""
         if params is None:
             return NO_WISHES
@@ -76,4 +76,4 @@ def _check_others(params: Mapping[Any, Any], names: list[str]) -> None:
             raise ConfigError(f"kv_transfer_params has {show(key)}; did you mean {KEY!r}?")
 
 
-NO_WISHES = Wishes()
+NO_WISHES = RequestOptions()

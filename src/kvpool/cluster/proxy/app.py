@@ -24,10 +24,10 @@ from starlette.types import Receive, Scope, Send
 from kvpool.cluster.index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError
 from kvpool.cluster.proxy.cluster_view import ClusterView
+from kvpool.cluster.proxy.limits import ProxyLimits
 from kvpool.cluster.proxy.passing import ELSEWHERE, NODE_HEADER, is_event_stream, lost, passed_on, refusal
 from kvpool.cluster.proxy.prefill_pool import MIN_TOKENS, PrefillPool
 from kvpool.cluster.proxy.prompt_tokens import are_tokens, read_asked
-from kvpool.cluster.proxy.proxy_limits import ProxyLimits
 from kvpool.cluster.router import Route, Router
 from kvpool.cluster.routing_config import RoutingConfig
 from kvpool.errors import ConfigError, NoNodeError

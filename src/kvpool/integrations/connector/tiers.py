@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.connector.connector_settings import ConnectorSettings
+from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.step_orders import Introduction
 from kvpool.tiers import DiskTier, KeyedTier, KeySpace, open_tier
 from kvpool.tiers.transport.watching import WatchedTier

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from kvpool.clients.client import Endpoint, Outcome, fetch_text
+from kvpool.clients.mix import LoadRequest, of_trace, synthetic
+from kvpool.clients.run import figures, run_load
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.load.load_client import Endpoint, Outcome, fetch_text
-from kvpool.replay.load.load_mix import LoadRequest, of_trace, synthetic
-from kvpool.replay.load.load_run import figures, run_load
 from kvpool.terminal import check_files, console, progress_bar, write_json
 
 KEY_VARIABLE = "OPENAI_API_KEY"

@@ -1,1 +1,0 @@
-"""SGLang's HiCache on the tiers of kvpool."""

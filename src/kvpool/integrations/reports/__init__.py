@@ -1,1 +1,0 @@
-"""What a connector tells people and other programs about itself."""

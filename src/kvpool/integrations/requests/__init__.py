@@ -1,1 +1,0 @@
-"""Requests of an engine as a connector sees them."""
