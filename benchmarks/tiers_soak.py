@@ -86,7 +86,7 @@ def fill_tables(movers: Movers) -> list[Sized]:
     digests = [os.urandom(32) for _ in range(MAX_KNOWN)]
     lineage.note(os.urandom(32), digests, [os.urandom(4) + digest for digest in digests])
     tables: list[Sized] = [lineage]
-    for watched in movers.watched:
+    for watched in movers.chain.watched:
         watched.known.add(os.urandom(32) for _ in range(KNOWN_KEYS))
         tables.append(watched.known)
     return tables

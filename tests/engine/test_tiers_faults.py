@@ -27,8 +27,8 @@ from tier_faults import (  # noqa: E402
     make_engine,
 )
 
-from kvpool.engine.tiering.movers import GRACE_SECONDS  # noqa: E402
 from kvpool.tiers import DiskTier  # noqa: E402
+from kvpool.tiers.transport.watching import GRACE_SECONDS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
 

@@ -77,7 +77,7 @@ class Clock:
 
 MODULES_WITH_TIME = (
     *("kvpool.engine.tiering.link", "kvpool.engine.tiering.movers"),
-    *("kvpool.tiers.transport.fetching", "kvpool.tiers.transport.watching"),
+    *("kvpool.tiers.transport.chain", "kvpool.tiers.transport.fetching", "kvpool.tiers.transport.watching"),
 )
 
 

@@ -226,7 +226,7 @@ def test_given_a_tier_that_hangs_then_the_engine_computes_and_the_rows_stay_held
     served(first, ToyRequest("a", PROMPT))
     first.close()
     second = engine(disk=str(tmp_path), timeout=0.05, host_blocks=4)
-    (watched,) = second.workers[0]._tiers
+    (watched,) = second.workers[0]._tiers.watched
     lets_go, load = threading.Event(), watched.tier._load
 
     def hanging(*arguments: Any) -> Any:
@@ -248,7 +248,7 @@ def test_given_a_tier_whose_stores_hang_then_the_engine_goes_on_and_stores_again
     engine: Any, tmp_path: Path
 ) -> None:
     toy, lets_go = engine(disk=str(tmp_path), host_blocks=8), threading.Event()
-    (watched,) = toy.workers[0]._tiers
+    (watched,) = toy.workers[0]._tiers.watched
     store = watched.tier._store
 
     def hanging(*arguments: Any) -> Any:
@@ -273,7 +273,7 @@ def test_given_a_load_that_was_given_up_when_the_request_is_looked_up_again_then
     served(first, ToyRequest("a", PROMPT))
     first.close()
     second, lets_go = engine(disk=str(tmp_path), timeout=0.05), threading.Event()
-    second.workers[0]._tiers[0].tier._load = lambda *arguments: lets_go.wait() and []
+    second.workers[0]._tiers.watched[0].tier._load = lambda *arguments: lets_go.wait() and []
     request = ToyRequest("b", PROMPT)
     assert second.look_up(request) == (16, True)
     second.scheduler.order_load(request, [[0, 1, 2, 3, 4]], 16)
@@ -367,7 +367,7 @@ def test_given_a_tier_that_lost_a_block_of_one_worker_then_no_worker_uses_its_pa
     served(first, ToyRequest("a", PROMPT))
     first.close()
     second = engine(disk=str(tmp_path), num_workers=2)
-    (watched,) = second.workers[1]._tiers
+    (watched,) = second.workers[1]._tiers.watched
     load = watched.tier._load
     watched.tier._load = lambda keys, out, *rest: load(keys[:1], out[:1], *rest) + [Outcome.MISS] * (len(keys) - 1)
     assert served(second, ToyRequest("b", PROMPT)) == 16  # promised, of which one block came

@@ -55,7 +55,7 @@ class Gate:
 
 def begin_load(toy: ToyEngine, request: ToyRequest) -> Gate:
     """A load that a tier is in the middle of."""
-    gate = Gate(toy.workers[0]._tiers[0].tier, "_load")
+    gate = Gate(toy.workers[0]._tiers.watched[0].tier, "_load")
     assert toy.look_up(request) == (16, True)
     toy.scheduler.order_load(request, [PAGES], 16)
     toy._step_loads(set())
@@ -179,7 +179,7 @@ def test_given_a_tier_that_does_not_answer_look_ups_then_requests_are_computed(e
         toy.scheduler.finish(request.request_id)
     assert gate.num_waiting <= 2
     gate.opens.set()
-    until(lambda: not toy.scheduler._lookups._tiers[0][0].num_hung)
+    until(lambda: not toy.scheduler._lookups._chains[0].watched[0].num_hung)
     toy.scheduler._lookups._timeout = toy.scheduler._lookups.patience = (
         PATIENCE  # a busy machine must not look like a tier that hangs
     )
@@ -190,7 +190,7 @@ def test_given_as_many_loads_that_hang_as_there_are_threads_then_the_next_one_fa
     engine: Any, tmp_path: Path
 ) -> None:
     toy = filled(engine, tmp_path, timeout=0.5, host_blocks=32)
-    gate, over = Gate(toy.workers[0]._tiers[0].tier, "_load"), set()
+    gate, over = Gate(toy.workers[0]._tiers.watched[0].tier, "_load"), set()
     requests = [ToyRequest(f"b{number}", PROMPT) for number in range(3)]
     for number, request in enumerate(requests[:2]):
         assert toy.look_up(request) == (16, True)
@@ -252,7 +252,7 @@ def test_given_a_redis_that_is_started_after_the_engine_then_it_gets_blocks_from
 
     server, numbers = RedisServer(tmp_path), itertools.count()
     toy = engine(remote=server.url, timeout=5)
-    (watched,) = toy.workers[0]._tiers
+    (watched,) = toy.workers[0]._tiers.watched
 
     def serve_another() -> ToyRequest:
         request = ToyRequest("b", [next(numbers)] * 17)
@@ -284,7 +284,7 @@ def test_given_an_engine_that_ends_while_a_tier_still_stores_then_everything_is_
     engine: Any, tmp_path: Path
 ) -> None:
     toy = engine(disk=str(tmp_path))
-    gate = Gate(toy.workers[0]._tiers[0].tier, "_store")
+    gate = Gate(toy.workers[0]._tiers.watched[0].tier, "_store")
     toy.serve(ToyRequest("a", PROMPT))
     until(lambda: gate.num_waiting == 1)
     threading.Timer(0.05, gate.opens.set).start()

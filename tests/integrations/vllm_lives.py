@@ -728,7 +728,7 @@ def broken_loads(folder: Path) -> Any:
     for name in ("dies", "hangs"):
         with life(llama, extra) as each:
             (worker,) = workers()
-            tier, gate = worker._tiers[0].tier, threading.Event()
+            tier, gate = worker._tiers.watched[0].tier, threading.Event()
             load = tier._load
 
             def broken(keys: Any, out: Any, *rest: Any, name: str = name, gate: Any = gate) -> Any:
@@ -764,7 +764,7 @@ def interrupted(folder: Path) -> Any:
     for name in ("abort", "reset"):
         with life(llama, extra) as each:
             (worker,) = workers()
-            tier, gate, begun = worker._tiers[0].tier, threading.Event(), threading.Event()
+            tier, gate, begun = worker._tiers.watched[0].tier, threading.Event(), threading.Event()
             load = tier._load
             tier._load = lambda *given, load=load, gate=gate, begun=begun: (begun.set(), gate.wait(60), load(*given))[2]
             engine, names = each.engine.llm_engine, each.submit(PROMPTS)
@@ -800,7 +800,7 @@ def slow_stores(folder: Path) -> Any:
         expected = alone.answers(asked)
     with life(llama, extra) as each:
         (worker,) = workers()
-        tier, gate = worker._tiers[0].tier, threading.Event()
+        tier, gate = worker._tiers.watched[0].tier, threading.Event()
         store = tier._store
         tier._store = lambda *given: (gate.wait(600), store(*given))[1]
         cold = each.answers(asked)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.config.layers import check_int, check_number, show
-from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT, TierSettings
+from kvpool.engine.tiering.opening import TierSettings
 from kvpool.errors import ConfigError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.tiers import KeyedTier
+from kvpool.tiers.tier_settings import REQUEST_TIMEOUT
 
 _MOST_BYTES = 2**62
 
@@ -70,7 +71,7 @@ class EngineSettings:
     remote: str | None = _shown(None, "Share prefixes through a store: redis://, rediss://, s3://, mooncake://.")
     tiers: Sequence[KeyedTier] | None = None
     tier_timeout: float = _shown(
-        DEFAULT_TIMEOUT, f"Seconds that a request waits for them at most: {DEFAULT_TIMEOUT:g}.", float
+        REQUEST_TIMEOUT, f"Seconds that a request waits for them at most: {REQUEST_TIMEOUT:g}.", float
     )
     tier_min_uses: int = 1
     publish: str | None = _shown(None, "Announce what is cached to routers, at tcp://127.0.0.1:5557: docs/cluster.md.")

@@ -18,7 +18,7 @@ from kvpool.config import KVCacheConfig
 from kvpool.engine.model import rotary
 from kvpool.engine.model.probing import inspect_model
 from kvpool.engine.tiering.movers import TieringStats
-from kvpool.engine.tiering.opening import DEFAULT_TIMEOUT, TierSettings
+from kvpool.engine.tiering.opening import TierSettings
 from kvpool.errors import InvalidArgumentError
 from kvpool.hf.passes import input_ids, irregular_rows, num_logits
 from kvpool.hf.pool_tiers import PoolTiers
@@ -29,6 +29,7 @@ from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import CacheStats
 from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers import KeyedTier
+from kvpool.tiers.tier_settings import REQUEST_TIMEOUT
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -69,7 +70,7 @@ class CachePool:
         disk_bytes: int | None = None,
         remote: str | None = None,
         tiers: Sequence[KeyedTier] | None = None,
-        tier_timeout: float = DEFAULT_TIMEOUT,
+        tier_timeout: float = REQUEST_TIMEOUT,
         tier_min_uses: int = 1,
         **config: Any,
     ) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Hashable
 
-from kvpool.engine.tiering.movers import GRACE_SECONDS, Movers, TieringStats
+from kvpool.engine.tiering.movers import Movers, TieringStats
 from kvpool.engine.tiering.offering import Progress
 from kvpool.engine.tiering.opening import OpenedTiers
 from kvpool.manager import KVCacheManager
@@ -21,6 +21,7 @@ from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers.transport.fetching import Fetch
+from kvpool.tiers.transport.watching import GRACE_SECONDS
 
 log = logging.getLogger("kvpool")
 
@@ -91,7 +92,7 @@ class PoolTiers:
         match = self._manager.match_prefix(request.prompt, request.scope)
         num_blocks = len(request.prompt) // size
         missing = min(num_blocks * size, len(request.prompt) - 1) - match.num_tokens
-        if missing <= 0 or self._closed or movers.is_stuck or latest <= now:
+        if missing <= 0 or self._closed or movers.lane.is_stuck or latest <= now:
             return None
         worth = movers.decider.is_worth_looking(missing)
         if not worth and not movers.decider.is_time_to_look():

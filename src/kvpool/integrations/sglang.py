@@ -25,12 +25,11 @@ from torch import Tensor
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.step_orders import Introduction
-from kvpool.integrations.connector.tiers import open_tiers, prefix_from
-from kvpool.integrations.connector.worker_side import load_prefix
+from kvpool.integrations.connector.tiers import open_tiers
 from kvpool.tiers import Fingerprint, KeySpace, Outcome, Shard
 from kvpool.tiers.identity import files_id, settings_id
+from kvpool.tiers.transport.chain import TierChain
 from kvpool.tiers.transport.staging import Bytes
-from kvpool.tiers.transport.watching import WatchedTier
 
 
 class PageStore:
@@ -40,28 +39,23 @@ class PageStore:
         self.is_reader = is_reader or settings.read_only
         self._timeout = settings.timeout
         self._space = KeySpace(worker.fingerprint)
-        self._tiers = [WatchedTier(tier) for tier in open_tiers(settings, worker, is_reader=is_reader)]
+        self._tiers = TierChain(open_tiers(settings, worker, is_reader=is_reader))
         self._epoch = ""
 
     def num_found(self, names: Sequence[str]) -> int:
         """How many pages from the first on some tier has."""
-        keys = self._keys(names)
-
-        def ask(watched: WatchedTier, lacking: list[int], seconds: float) -> list[bool]:
-            return watched.contains([keys[index] for index in lacking], seconds)
-
-        return len(prefix_from(self._tiers, len(keys), time.monotonic() + self._timeout, ask))
+        return len(self._tiers.find_prefix(self._keys(names), time.monotonic() + self._timeout))
 
     def load(self, names: Sequence[str], pages: Sequence[Bytes]) -> int:
         """Fills pages; returns how many from the first on are whole and right. What lies behind them is undefined."""
-        return load_prefix(self._tiers, self._keys(names), pages, time.monotonic() + self._timeout)
+        return self._tiers.load_prefix(self._keys(names), pages, time.monotonic() + self._timeout)
 
     def store(self, names: Sequence[str], pages: Sequence[Bytes]) -> list[bool]:
         """Which pages are in some tier now."""
         if self.is_reader:
             return [False] * len(names)
         keys, stored = self._keys(names), [False] * len(names)
-        for watched in self._tiers:
+        for watched in self._tiers.watched:
             if not watched.num_hung:
                 outcomes = watched.store(keys, pages, self._timeout)
                 stored = [had or outcome == Outcome.OK for had, outcome in zip(stored, outcomes, strict=True)]
@@ -73,8 +67,7 @@ class PageStore:
 
     def close(self) -> None:
         """Lets go of the tiers."""
-        for watched in self._tiers:
-            watched.tier.close()
+        self._tiers.close()
 
     def _keys(self, names: Sequence[str]) -> list[bytes]:
         return self._space.keys(hashlib.sha256(f"{self._epoch}\0{name}".encode()).digest() for name in names)

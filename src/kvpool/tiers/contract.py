@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvpool.tiers.keys import KeyPattern, KeySpace
 
 KEY_BYTES = 32
-DEFAULT_TIMEOUT = 1.0
+CALL_TIMEOUT = 1.0
 PURGE_TIMEOUT = 60.0
 
 Buffer: TypeAlias = Any
@@ -125,7 +125,7 @@ class KeyedTier(ABC):
     several threads. `kvpool.testing.TierContract` tests a tier of your own against this contract.
     """
 
-    def __init__(self, name: str, *, timeout: float = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, name: str, *, timeout: float = CALL_TIMEOUT) -> None:
         self.name = name
         self.timeout = _checked_timeout(timeout)
         self._loads, self._stores = _Moved(), _Moved()

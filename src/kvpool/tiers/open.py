@@ -10,7 +10,7 @@ from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.terminal import parse_bytes
 from kvpool.tiers.compressed_tier import CompressedTier, make_codec
-from kvpool.tiers.contract import DEFAULT_TIMEOUT, KeyedTier
+from kvpool.tiers.contract import CALL_TIMEOUT, KeyedTier
 from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.remote.mooncake import MooncakeTier
 from kvpool.tiers.remote.redis import RedisTier
@@ -64,7 +64,7 @@ def _open_disk(address: str) -> DiskTier:
     capacity_bytes = parse_bytes(size, f"bytes of {url.shown}")
     io_threads = options.integer("threads", 4, low=1, high=64)
     direct, read_only = options.flag("direct", True), options.flag("read_only")
-    timeout = options.seconds("timeout", DEFAULT_TIMEOUT)
+    timeout = options.seconds("timeout", CALL_TIMEOUT)
     options.finish()
     directory = Path(url.path).expanduser()
     return DiskTier(

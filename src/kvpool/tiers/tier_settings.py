@@ -35,6 +35,8 @@ FORMAT = 1
 OTHER_SECTIONS = frozenset({"server", "models", "ray"})  # of `kvpool serve`: a file of those needs none of tiers
 PREFIX = "KVPOOL_TIERS_"
 DEFAULT_DISK_BYTES = 10 * 2**30
+REQUEST_TIMEOUT = 2.0
+"""Seconds that a request waits for tiers at most, unless it is set; one call to a tier has `CALL_TIMEOUT`."""
 LONGEST_TIMEOUT = 3600.0
 MAX_COUNT = 2**31 - 1
 

@@ -245,8 +245,9 @@ class Handovers:
         missing = min(prompt.num_blocks * size, prompt.num_tokens - 1) - match.num_tokens
         fetch = Fetch(prompt, match.num_blocks, now, now + self._movers.timeout, is_asked_for=True)
         arrived = partial(self._tell_arrived, request, done)
-        if missing <= 0 or self._movers.is_stuck or not self._movers.fetch(fetch, arrived, partial(done, match.num_tokens)):
-            done(match.num_tokens)
+        nothing = partial(done, match.num_tokens)
+        if missing <= 0 or self._movers.lane.is_stuck or not self._movers.fetch(fetch, arrived, nothing):
+            nothing()
 
     def _tell_arrived(self, request: Request, done: Callable[[int], None], fetch: Fetch) -> None:
         """In a thread that fetches: hands over to the engine's."""

@@ -24,13 +24,14 @@ from kvpool.engine.tiering.collecting import Collector
 from kvpool.engine.tiering.handing_over import Handovers
 from kvpool.engine.tiering.importing import Leases
 from kvpool.engine.tiering.invalidating import Forgetting
-from kvpool.engine.tiering.movers import FLUSH_SECONDS, GRACE_SECONDS, Movers, TieringStats
+from kvpool.engine.tiering.movers import FLUSH_SECONDS, Movers, TieringStats
 from kvpool.engine.tiering.opening import OpenedTiers
 from kvpool.errors import KVPoolError
 from kvpool.scheduling import BatchPlan, Request, Scheduler
 from kvpool.storage import DataPlane
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.prefix_options import PromptKeys
+from kvpool.tiers.transport.watching import GRACE_SECONDS
 
 log = logging.getLogger("kvpool")
 Tell = Callable[[Callable[[], None], Callable[[KVPoolError], None]], None]
@@ -88,7 +89,7 @@ class TierLink:
         prompt, size = held.prompt, self.keys.block_size
         match = self._manager.match_prefix(held.request.prompt, held.request.scope, held.request.items)
         first, missing = match.num_blocks, min(prompt.num_blocks * size, prompt.num_tokens - 1) - match.num_tokens
-        if missing <= 0 or self._closed or self._movers.is_stuck:
+        if missing <= 0 or self._closed or self._movers.lane.is_stuck:
             return False
         now = time.monotonic()
         if not held.due:

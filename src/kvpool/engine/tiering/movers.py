@@ -20,18 +20,18 @@ from kvpool.scheduling import Request
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage import DataPlane
 from kvpool.tiers.contract import TierStats
+from kvpool.tiers.transport.chain import TierChain
 from kvpool.tiers.transport.deciding import Decider, DecisionStats
 from kvpool.tiers.transport.fetching import Fetch, Fetcher, FetchStats
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import Bytes, StagingMemory, page_aligned
 from kvpool.tiers.transport.storing import SharedStage, Storer, StoreStats
-from kvpool.tiers.transport.watching import WatchedTier
+from kvpool.tiers.transport.watching import GRACE_SECONDS
 
 FETCH_THREADS = 2
 MAX_HELD = 256  # requests; more are not held but computed
 STAGING_BYTES = 2**28  # each for what comes and for what goes; four times as much beside a GPU
 FLUSH_SECONDS = 5.0  # that closing waits for blocks on their way
-GRACE_SECONDS = 0.1  # for threads that are late; then their request goes on without them
 SHORTEST_WAIT = 0.05
 
 
@@ -80,25 +80,20 @@ class Movers:
     def __init__(self, opened: OpenedTiers, manager: KVCacheManager, plane: DataPlane) -> None:
         self.keys = keys = opened.keys
         self.timeout = opened.timeout
-        self.watched = [WatchedTier(tier) for tier in opened.tiers]
+        self.chain = TierChain(opened.tiers)
         self.decider = Decider(len(opened.tiers))
         allocate = _pinned if plane.device.type == "cuda" else page_aligned
         staging = STAGING_BYTES * (4 if plane.device.type == "cuda" else 1)
         self.memory = StagingMemory(staging, allocate)
-        self.storer = Storer(self.watched, StagingMemory(staging, allocate))
-        self.fetcher = Fetcher(self.watched, keys.groups, keys.block_size, self.decider, self.memory, self.storer)
-        self.lane = Lane("fetch", FETCH_THREADS, MAX_HELD)
+        self.storer = Storer(self.chain.watched, StagingMemory(staging, allocate))
+        self.fetcher = Fetcher(self.chain, keys.groups, keys.block_size, self.decider, self.memory, self.storer)
+        self.lane = Lane("fetch", FETCH_THREADS, MAX_HELD, self.chain.watched)
         self.offers = Offers(plane, keys, self.storer, opened.min_uses)
         self.forgetting = Forgetting(keys, self.offers.lineage, self.storer)
         self._importer = Importer(manager, plane, keys)
         self._copies_at_once = plane.device.type == "cpu"
         self._owned = opened.owned
         self._tokens_loaded = self._imports = self._no_room = 0
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether no thread is left to fetch: all of them are in calls that do not come back."""
-        return sum(watched.num_hung for watched in self.watched) >= FETCH_THREADS
 
     def patience(self, num_tokens: int) -> float:
         """Seconds that a request waits for so many tokens: no longer than computing them takes, once that is known."""
@@ -146,9 +141,9 @@ class Movers:
         handovers: HandoverStats | None = None,
     ) -> TieringStats:
         """Counters of everything here, of each tier, and of the requests that wait, which the caller knows."""
-        measured = zip(self.watched, self.decider.speeds, strict=True)
+        measured = zip(self.chain.stats(), self.decider.speeds, strict=True)
         return TieringStats(
-            tuple(MeasuredTier(watched.tier.stats(), speed.latency, speed.bytes_per_second) for watched, speed in measured),
+            tuple(MeasuredTier(stats, speed.latency, speed.bytes_per_second) for stats, speed in measured),
             self.decider.stats(),
             self.fetcher.stats(),
             self.storer.stats(),

@@ -11,10 +11,8 @@ from kvpool.config.layers import MAX_BYTES, check_int, check_number, show
 from kvpool.engine.tiering.model_identity import model_id, weights_id
 from kvpool.errors import ConfigError
 from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, open_tier
-from kvpool.tiers.tier_settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT
+from kvpool.tiers.tier_settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT, REQUEST_TIMEOUT
 from kvpool.tiers.transport.prefix_options import BlockKeys
-
-DEFAULT_TIMEOUT = 2.0
 
 
 class OpenedTiers(NamedTuple):
@@ -36,7 +34,7 @@ class TierSettings:
         disk: str | os.PathLike[str] | None = None,
         disk_bytes: int | None = None,
         remote: str | None = None,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float = REQUEST_TIMEOUT,
         min_uses: int = 1,
     ) -> None:
         self._given = _checked_tiers(tiers)

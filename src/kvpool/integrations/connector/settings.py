@@ -15,7 +15,7 @@ from kvpool.eviction import make_policy
 from kvpool.integrations.connector.lmcache_yaml import settings_of
 from kvpool.terminal import parse_bytes
 from kvpool.tiers.disk.disk_tier import MIN_CAPACITY_BYTES
-from kvpool.tiers.tier_settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT
+from kvpool.tiers.tier_settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT, REQUEST_TIMEOUT
 
 DEFAULT_HOST_BYTES = 4 * 2**30
 _QUOTA_KEYS = {"guaranteed", "maximum"}
@@ -41,7 +41,7 @@ class ConnectorSettings:
     disk: str | None = None
     disk_bytes: int = DEFAULT_DISK_BYTES
     remote: str | None = None
-    timeout: float = 2.0
+    timeout: float = REQUEST_TIMEOUT
     """Seconds that a request waits for the tiers below at most."""
     model_id: str | None = None
     """Names the weights in tiers, instead of a digest of their files."""

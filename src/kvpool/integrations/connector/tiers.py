@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.connector.step_orders import Introduction
 from kvpool.tiers import DiskTier, KeyedTier, KeySpace, open_tier
-from kvpool.tiers.transport.watching import WatchedTier
-
-_SHORTEST_CALL = 0.001
-_NOBODY = -1
 
 
 def worker_directory(disk: str, rank: int, num_workers: int) -> Path:
@@ -47,19 +41,3 @@ def _open_disk(settings: ConnectorSettings, directory: Path, *, is_reader: bool)
         return DiskTier(directory, settings.disk_bytes, read_only=is_reader or settings.read_only)
     except OSError as error:
         raise ConfigError(f"disk={settings.disk!r} cannot be used: {error.strerror or error}") from None
-
-
-def prefix_from(
-    tiers: Sequence[WatchedTier], number: int, due: float, ask: Callable[[WatchedTier, list[int], float], list[bool]]
-) -> list[int]:
-    """Asks one tier after the other for what those before it lack; says which tier had each, from the first on."""
-    holders = [_NOBODY] * number
-    for holder, watched in enumerate(tiers):
-        lacking = [index for index, known in enumerate(holders) if known == _NOBODY]
-        left = due - time.monotonic()
-        if not lacking or left < _SHORTEST_CALL or watched.num_hung:
-            continue
-        for index, found in zip(lacking, ask(watched, lacking, left), strict=True):
-            if found:
-                holders[index] = holder
-    return holders[: holders.index(_NOBODY)] if _NOBODY in holders else holders

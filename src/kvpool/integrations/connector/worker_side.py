@@ -23,13 +23,14 @@ from kvpool.integrations.connector.step_orders import (
     Spill,
     Store,
 )
-from kvpool.integrations.connector.tiers import open_tiers, prefix_from
+from kvpool.integrations.connector.tiers import open_tiers
 from kvpool.quiet import QuietLog
-from kvpool.tiers import KeySpace, Outcome, TierStats
+from kvpool.tiers import KeySpace, TierStats
+from kvpool.tiers.transport.chain import TierChain
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import StagingMemory
 from kvpool.tiers.transport.storing import Storer
-from kvpool.tiers.transport.watching import GRACE_SECONDS, WatchedTier
+from kvpool.tiers.transport.watching import GRACE_SECONDS
 
 IDLE_WAIT = 0.01  # seconds that a step with nothing to compute waits for a load: an engine would ask again at once
 CLOSE_SECONDS = 10.0
@@ -62,11 +63,11 @@ class WorkerSide:
         self._pages = pages
         self._host = HostRows(introduction.num_rows, pages.row_bytes, pages.gpu)
         self._space = KeySpace(introduction.fingerprint)
-        self._tiers = [WatchedTier(tier) for tier in open_tiers(settings, introduction, is_reader=is_reader)]
+        self._tiers = TierChain(open_tiers(settings, introduction, is_reader=is_reader))
         self._memory = StagingMemory(max(_STAGING_BYTES, _STAGING_BLOCKS * pages.row_bytes))
         stores = self._tiers and not is_reader and not settings.read_only
-        self._storer = Storer(self._tiers, self._memory) if stores else None
-        self._lane = Lane("fetch", num_threads=_FETCH_THREADS, max_waiting=4096)
+        self._storer = Storer(self._tiers.watched, self._memory) if stores else None
+        self._lane = Lane("fetch", _FETCH_THREADS, 4096, self._tiers.watched)
         self._fetches: list[_Fetch] = []
         self._storing: deque[tuple[Callable[[], bool], list[Store]]] = deque()  # and whether their bytes are there
         self._wake = threading.Condition()
@@ -183,7 +184,7 @@ class WorkerSide:
 
     def tier_stats(self) -> list[TierStats]:
         """Counters of the tiers."""
-        return [watched.tier.stats() for watched in self._tiers]
+        return self._tiers.stats()
 
     def take_counts(self) -> dict[str, int]:
         """What failed in tiers since the last call, looked at once a second."""
@@ -214,10 +215,9 @@ class WorkerSide:
 
     def _begin(self, fetch: _Fetch) -> None:
         with self._wake:
-            are_hung = sum(each.is_given_up for each in self._fetches) >= _FETCH_THREADS  # nobody would fetch it
             self._fetches.append(fetch)
         if (
-            are_hung
+            self._lane.is_stuck
             or not fetch.load.digests
             or not self._lane.submit(lambda: self._fetch(fetch), lambda: self._end(fetch))
         ):
@@ -230,7 +230,7 @@ class WorkerSide:
             keys = self._space.keys(load.digests)
             self._pages.settle()  # these rows may have had another owner, whose pages they are still copied to
             rows = [self._host.array[row] for row in load.rows[load.num_present :]]
-            came = load_prefix(self._tiers, keys, rows, fetch.due)
+            came = self._tiers.load_prefix(keys, rows, fetch.due)
         finally:
             self._end(fetch, came)
 
@@ -248,21 +248,10 @@ class WorkerSide:
         self._lane.stop(1.0)
         if self._storer is not None:
             self._storer.close(CLOSE_SECONDS)
-        for watched in self._tiers:
-            watched.tier.close()
+        self._tiers.close()
         self._pages.close()
         self._host.close()
 
 
 def _moves(orders: Orders) -> list[Move]:
     return [Move(store.pages, store.rows) for store in orders.stores]
-
-
-def load_prefix(tiers: Sequence[WatchedTier], keys: Sequence[bytes], rows: Sequence[object], due: float) -> int:
-    """Loads values from the first tier that has each; returns how many from the first on are whole and right."""
-
-    def ask(watched: WatchedTier, lacking: list[int], seconds: float) -> list[bool]:
-        outcomes = watched.load([keys[index] for index in lacking], [rows[index] for index in lacking], seconds)
-        return [outcome == Outcome.OK for outcome in outcomes]
-
-    return len(prefix_from(tiers, len(keys), due, ask))

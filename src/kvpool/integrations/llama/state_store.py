@@ -27,6 +27,7 @@ from kvpool.tiers import CompressedTier, Fingerprint, KeyedTier, KeySpace, Outco
 from kvpool.tiers.codecs import Fp8
 from kvpool.tiers.keys import named
 from kvpool.tiers.remote.remote_tier import RemoteTier
+from kvpool.tiers.transport.chain import TierChain, seconds_left
 from kvpool.tiers.transport.staging import Bytes
 from kvpool.tiers.transport.watching import KnownKeys, WatchedTier
 
@@ -37,7 +38,6 @@ Tokens: TypeAlias = npt.NDArray[np.int32]
 _SCOPE = ReuseScope()
 _AT_ONCE = 16  # pieces that one call stores, each within the timeout: a large state may take longer than that
 _TRIES = 2  # states that a tier may bring wrongly before a prompt is computed
-_SHORTEST_CALL = 0.001
 _MAX_REMEMBERED = 4096  # names of states
 
 
@@ -83,7 +83,7 @@ class StateStore:
             for tier in opened:
                 tier.close()
             raise
-        self._tiers = [WatchedTier(tier) for tier in opened]
+        self._tiers = TierChain(opened)
         self._too_large: set[bytes] = set()  # signposts of the last prompt to such states
         self._refused = KnownKeys(_MAX_REMEMBERED)  # names of states that llama.cpp did not take
         self._own = KnownKeys(_MAX_REMEMBERED)  # and of those that this process has stored
@@ -91,7 +91,7 @@ class StateStore:
 
     def stats(self) -> StateStats:
         """One look at the counters, and at the tiers."""
-        return replace(self._stats, tiers=tuple(watched.tier.stats() for watched in self._tiers))
+        return replace(self._stats, tiers=tuple(self._tiers.stats()))
 
     def count(self, **more: int) -> None:
         """Adds to counters."""
@@ -99,15 +99,14 @@ class StateStore:
 
     def close(self) -> None:
         """Lets go of the tiers."""
-        for watched in self._tiers:
-            watched.tier.close()
+        self._tiers.close()
 
     # --- loading -----------------------------------------------------------------------------------------------------
 
     def num_found(self, tokens: Tokens) -> int:
         """How many tokens from the first on some tier has, in whole blocks."""
         keys, due = self._signpost_keys(tokens), time.monotonic() + self._timeout
-        return max((_num_tokens(self._found(watched, keys, due)) for watched in self._tiers), default=0)
+        return max((_num_tokens(self._found(watched, keys, due)) for watched in self._tiers.watched), default=0)
 
     def load(self, tokens: Tokens, num_live: int, take: Callable[[StateBlob], int]) -> int:
         """Looks for a state that has more of the first tokens than the `num_live` that are there, by what is worth it.
@@ -118,7 +117,7 @@ class StateStore:
         self._too_large.clear()
         due = time.monotonic() + self._timeout
         wanted = _Wanted(tokens, self._signpost_keys(tokens), num_live + self._min_tokens, due, take)
-        known = [(watched, self._found(watched, wanted.keys, due)) for watched in self._tiers]
+        known = [(watched, self._found(watched, wanted.keys, due)) for watched in self._tiers.watched]
         for watched, found in sorted(known, key=lambda each: -_num_tokens(each[1])):  # the fastest of equal ones first
             try:
                 num_tokens = self._load_from(watched, wanted, found)
@@ -151,7 +150,7 @@ class StateStore:
             if isinstance(problem, _TooLargeError):
                 self._too_large.update(keys[index] for index in useless)
             elif problem is not None and not isinstance(problem, _RefusedError) and not self.is_reader:
-                watched.remove([keys[index] for index in useless], _left(due))
+                watched.remove([keys[index] for index in useless], seconds_left(due))
             found = [index for index in found if index not in useless]
         return 0
 
@@ -177,7 +176,7 @@ class StateStore:
         if signpost.num_bytes > self._max_bytes:
             raise _TooLargeError(f"it has {signpost.num_bytes:,} bytes, more than max_bytes={self._max_bytes:,}")
         blob = StateBlob(signpost)
-        outcomes = watched.load(self._piece_keys(signpost), blob.pieces, _left(due))
+        outcomes = watched.load(self._piece_keys(signpost), blob.pieces, seconds_left(due))
         _check_in_time(outcomes)
         if wrong := len(outcomes) - outcomes.count(Outcome.OK):
             raise _UnusableError(f"{wrong} of its {len(outcomes)} pieces are missing or broken")
@@ -191,11 +190,11 @@ class StateStore:
         """Which blocks have a signpost in a tier."""
         if not keys or watched.num_hung:
             return []
-        return [index for index, there in enumerate(watched.contains(keys, _left(due))) if there]
+        return [index for index, there in enumerate(watched.contains(keys, seconds_left(due))) if there]
 
     def _signposts(self, watched: WatchedTier, keys: Sequence[bytes], due: float) -> list[Signpost | None]:
         values = [bytearray(SIGNPOST_BYTES) for _ in keys]
-        outcomes = watched.load(keys, values, _left(due))
+        outcomes = watched.load(keys, values, seconds_left(due))
         _check_in_time(outcomes)
         return [
             Signpost.read(value) if outcome == Outcome.OK else None
@@ -210,7 +209,7 @@ class StateStore:
         if self.is_reader or not keys:
             return
         lacking = []
-        for watched in self._tiers:
+        for watched in self._tiers.watched:
             if not watched.num_hung:
                 found = self._found(watched, keys, due)
                 useful = [index for index in found if keys[index] not in self._too_large]
@@ -322,10 +321,6 @@ def _check_in_time(outcomes: Sequence[Outcome]) -> None:
 def _num_tokens(found: Sequence[int]) -> int:
     """Up to the end of the last block that was found."""
     return (found[-1] + 1) * BLOCK_TOKENS if found else 0
-
-
-def _left(due: float) -> float:
-    return max(due - time.monotonic(), _SHORTEST_CALL)
 
 
 def _check_holds_pieces(tier: KeyedTier) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from kvpool.config.layers import MAX_BYTES, check_int
 from kvpool.errors import ConfigError
-from kvpool.tiers.contract import DEFAULT_TIMEOUT, Keeper, KeyedTier, Outcome, Purged, Room
+from kvpool.tiers.contract import CALL_TIMEOUT, Keeper, KeyedTier, Outcome, Purged, Room
 from kvpool.tiers.disk.buffers import Workers
 from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.disk_state import State
@@ -54,7 +54,7 @@ class DiskTier(KeyedTier):
         direct: bool = True,
         read_only: bool = False,
         name: str = "disk",
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float = CALL_TIMEOUT,
     ) -> None:
         super().__init__(name, timeout=timeout)
         self._capacity = check_int("capacity_bytes", capacity_bytes, MIN_CAPACITY_BYTES, MAX_BYTES)

@@ -22,7 +22,7 @@ import numpy as np
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.terminal import parse_bytes
-from kvpool.tiers.contract import DEFAULT_TIMEOUT, Outcome
+from kvpool.tiers.contract import CALL_TIMEOUT, Outcome
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole, seal
 from kvpool.tiers.keys import SPACE_BYTES
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
@@ -108,7 +108,7 @@ class MooncakeTier(RemoteTier[Node]):
         if parsed.scheme != "mooncake" or parsed.password is not None or parsed.path.strip("/"):
             raise InvalidArgumentError(f"a Mooncake tier's address is mooncake://master:port?…, got {parsed.shown}")
         options = Options(parsed)
-        timeout = options.seconds("timeout", DEFAULT_TIMEOUT)
+        timeout = options.seconds("timeout", CALL_TIMEOUT)
         pause = options.seconds("pause", FIRST_PAUSE)
         self._prefix = f"kvpool:{check_namespace(options.text('namespace', 'default'), parsed)}:"
         buffer_bytes = _size(options, "buffer", MIN_BUFFER_BYTES, parsed, low=MIN_BUFFER_BYTES)

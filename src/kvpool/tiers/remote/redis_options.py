@@ -8,7 +8,7 @@ from pathlib import Path
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.plainfile import read_plain
-from kvpool.tiers.contract import DEFAULT_TIMEOUT
+from kvpool.tiers.contract import CALL_TIMEOUT
 from kvpool.tiers.remote.breaker import FIRST_PAUSE
 from kvpool.tiers.url import MAX_SECONDS, Options, TierURL, check_namespace
 
@@ -58,7 +58,7 @@ class RedisOptions:
             cluster=cluster,
             namespace=check_namespace(options.text("namespace", "default"), url),
             ttl=options.number("ttl", None, low=0.001, high=MAX_SECONDS),
-            timeout=options.seconds("timeout", DEFAULT_TIMEOUT),
+            timeout=options.seconds("timeout", CALL_TIMEOUT),
             max_value_bytes=options.integer("max_value_bytes", MAX_VALUE_BYTES, low=1, high=MAX_VALUE_BYTES),
             connections=options.integer("connections", 2, low=1, high=16),
             pause=options.seconds("pause", FIRST_PAUSE),

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
-from kvpool.tiers.contract import DEFAULT_TIMEOUT, PURGE_TIMEOUT, KeyedTier, Outcome, Purged, Room
+from kvpool.tiers.contract import CALL_TIMEOUT, PURGE_TIMEOUT, KeyedTier, Outcome, Purged, Room
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.remote.breaker import Breaker
@@ -159,7 +159,7 @@ class RemoteTier(KeyedTier, Generic[_Node]):
     can_list = True
     """Whether the store can say what it holds."""
 
-    def __init__(self, name: str, *, timeout: float = DEFAULT_TIMEOUT, max_value_bytes: int) -> None:
+    def __init__(self, name: str, *, timeout: float = CALL_TIMEOUT, max_value_bytes: int) -> None:
         super().__init__(name, timeout=timeout)
         checksum(bytes(32), memoryview(b""))  # a missing package is said now and not with the first value
         self.max_value_bytes = max_value_bytes

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.tiers.contract import DEFAULT_TIMEOUT, KEY_BYTES, Outcome
+from kvpool.tiers.contract import CALL_TIMEOUT, KEY_BYTES, Outcome
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole, num_bytes, seal
 from kvpool.tiers.keys import SPACE_BYTES, TAG_BYTES, TENANT_BYTES
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
@@ -51,7 +51,7 @@ class S3Tier(RemoteTier[Node]):
         if parsed.scheme != "s3" or parsed.port is not None:
             raise InvalidArgumentError(f"an S3 tier's address is s3://bucket/prefix?endpoint=…, got {parsed.shown}")
         options = Options(parsed)
-        timeout = options.seconds("timeout", DEFAULT_TIMEOUT)
+        timeout = options.seconds("timeout", CALL_TIMEOUT)
         limit = options.integer("max_value_bytes", MAX_VALUE_BYTES, low=1, high=MAX_VALUE_BYTES)
         self._connections = options.integer("connections", 16, low=1, high=MAX_CONNECTIONS)
         pause = options.seconds("pause", FIRST_PAUSE)

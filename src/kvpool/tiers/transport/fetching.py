@@ -19,6 +19,7 @@ from kvpool.config.layers import ceil_div
 from kvpool.pools.arrays import Int64Array
 from kvpool.pools.groups import Group
 from kvpool.tiers.contract import Outcome
+from kvpool.tiers.transport.chain import TierChain, seconds_left
 from kvpool.tiers.transport.deciding import Decider, Decision
 from kvpool.tiers.transport.prefix_options import (
     HERE,
@@ -38,7 +39,6 @@ PROBE_BLOCKS = 4
 _SHARES = 4  # of the staging memory that one request may take at a time
 _MARK_BYTES = 16
 _ALIGNMENT = 4096
-_SHORTEST_CALL = 0.001
 
 
 class GroupRows(NamedTuple):
@@ -89,14 +89,15 @@ class Fetcher:
 
     def __init__(
         self,
-        tiers: Sequence[WatchedTier],
+        chain: TierChain,
         groups: Sequence[Group],
         block_size: int,
         decider: Decider,
         memory: StagingMemory,
         storer: Storer,
     ) -> None:
-        self.tiers = tiers
+        self.tiers = chain.watched
+        self._chain = chain
         self.groups = groups
         self.block_size = block_size
         self.decider = decider
@@ -131,20 +132,10 @@ class Fetcher:
         sources = [np.full(prompt.num_blocks, NOWHERE, np.int16) for _ in self.groups]
         for of_group in sources:
             of_group[: fetch.first] = HERE
-        for index, watched in enumerate(self.tiers):
-            places = [(g, int(c)) for g, of_group in enumerate(sources) for c in np.flatnonzero(of_group == NOWHERE)]
-            if not places:
-                break
-            if watched.num_hung:
-                self._stats.skipped_tiers += 1
-                continue
-            left = fetch.due - time.monotonic()
-            if left < _SHORTEST_CALL:
-                break
-            found = watched.contains([prompt.keys[g][c] for g, c in places], left)
-            for (g, c), there in zip(places, found, strict=True):
-                if there:
-                    sources[g][c] = index
+        places = [(g, c) for g in range(len(sources)) for c in range(fetch.first, prompt.num_blocks)]
+        found = self._chain.find([prompt.keys[g][c] for g, c in places], fetch.due)
+        for (g, c), index in zip(places, found, strict=True):
+            sources[g][c] = index
         return sources
 
     # --- loading -----------------------------------------------------------------------------------------------------
@@ -222,7 +213,7 @@ class Fetcher:
         if not keys:
             return
         began = time.monotonic()
-        outcomes = _load_marked(self.tiers[index], keys, rows, max(_SHORTEST_CALL, fetch.due - began), fetch.stage)
+        outcomes = _load_marked(self.tiers[index], keys, rows, seconds_left(fetch.due), fetch.stage)
         seconds = time.monotonic() - began
         good = [i for i, outcome in enumerate(outcomes) if outcome == Outcome.OK]
         num_bytes = sum(rows[i].nbytes for i in good)
@@ -257,7 +248,7 @@ class Fetcher:
 
     def stats(self) -> FetchStats:
         """A copy of the counters."""
-        return replace(self._stats)
+        return replace(self._stats, skipped_tiers=self._chain.num_passed_by)
 
 
 def _load_marked(

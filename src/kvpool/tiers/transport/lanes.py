@@ -6,19 +6,27 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from kvpool.tiers.transport.watching import WatchedTier
 
 Job = Callable[[], None]
 _log = logging.getLogger("kvpool")
 
 
 class Lane:
-    """Jobs in their order, for `num_threads` threads that start with the first one. What a job raises is logged."""
+    """Jobs in their order, for `num_threads` threads that start with the first one. What a job raises is logged.
 
-    def __init__(self, name: str, num_threads: int = 1, max_waiting: int = 64) -> None:
+    `tiers` are those that jobs call: a lane is stuck while all its threads are in calls that do not come back.
+    """
+
+    def __init__(
+        self, name: str, num_threads: int = 1, max_waiting: int = 64, tiers: Sequence[WatchedTier] = ()
+    ) -> None:
         self.name = name
         self.max_waiting = max_waiting
         self._num_threads = num_threads
+        self._tiers = tiers
         self._threads: list[threading.Thread] = []
         self._jobs: deque[tuple[Job, Job]] = deque()
         self._wake = threading.Condition()
@@ -29,6 +37,12 @@ class Lane:
     def num_waiting(self) -> int:
         """Jobs that no thread has begun."""
         return len(self._jobs)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether no thread is left to begin a job."""
+        hung = {thread for watched in self._tiers for thread in watched.hung_threads()}
+        return sum(thread.ident in hung for thread in self._threads) >= self._num_threads
 
     def submit(self, job: Job, drop: Job) -> bool:
         """Has a job done; False if too many wait. `drop` is called instead of `job` if the lane stops before."""

@@ -14,7 +14,7 @@ from kvpool.tiers.contract import Keeper, KeyedTier, Outcome, Purged
 from kvpool.tiers.keys import KeyPattern
 
 KNOWN_KEYS = 65_536
-GRACE_SECONDS = 0.1  # that a call may take beyond its deadline before its tier is left alone
+GRACE_SECONDS = 0.1  # that a call may be late; then its request goes on without it, and its tier is left alone
 
 _T = TypeVar("_T")
 
@@ -61,15 +61,19 @@ class WatchedTier:
     def __init__(self, tier: KeyedTier) -> None:
         self.tier = tier
         self.known = KnownKeys()
-        self._calls: dict[object, float] = {}  # when each call under way should have been over
+        self._calls: dict[int, float] = {}  # by thread: when its call should have been over
         self._lock = threading.Lock()
 
     @property
     def num_hung(self) -> int:
         """Calls that are overdue now."""
+        return len(self.hung_threads())
+
+    def hung_threads(self) -> list[int]:
+        """The threads (`threading.get_ident`) in these calls."""
         now = time.monotonic()
         with self._lock:
-            return sum(due < now for due in self._calls.values())
+            return [thread for thread, due in self._calls.items() if due < now]
 
     def contains(self, keys: Sequence[bytes], timeout: float) -> list[bool]:
         """Which keys are there; remembers it."""
@@ -111,9 +115,9 @@ class WatchedTier:
 
     def _call(self, call: Callable[[], Any], kind: type[_T], count: int, timeout: float) -> list[_T] | None:
         """What a call to the tier returns; None if it raised or broke the contract. Others see while it is overdue."""
-        number = object()
+        thread = threading.get_ident()
         with self._lock:
-            self._calls[number] = time.monotonic() + timeout + GRACE_SECONDS
+            self._calls[thread] = time.monotonic() + timeout + GRACE_SECONDS
         try:
             answer = call()
             if isinstance(answer, list) and len(answer) == count and all(isinstance(each, kind) for each in answer):
@@ -123,5 +127,5 @@ class WatchedTier:
             self.tier.report(f"{type(error).__name__}: {error}")
         finally:
             with self._lock:
-                del self._calls[number]
+                del self._calls[thread]
         return None

@@ -1,0 +1,120 @@
+"""Tiers one after the other: who has a key first, what is asked of whom, and when all threads hang."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from kvpool.testing import key, value
+from kvpool.tiers import MemoryTier, Outcome
+from kvpool.tiers.transport import watching
+from kvpool.tiers.transport.chain import SHORTEST_CALL, TierChain, seconds_left
+from kvpool.tiers.transport.lanes import Lane
+from kvpool.tiers.transport.prefix_options import NOWHERE
+
+SECONDS = 30.0
+SIZE = 64
+
+
+class HangingTier(MemoryTier):
+    """Look-ups and stores wait until the test lets them go, whatever their deadline is."""
+
+    def __init__(self) -> None:
+        super().__init__(2**20)
+        self.gate = threading.Event()
+        self.waiting = threading.Semaphore(0)
+
+    def _wait(self) -> None:
+        self.waiting.release()
+        self.gate.wait(SECONDS)
+
+    def _contains(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        self._wait()
+        return super()._contains(keys, deadline)
+
+    def _store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]:
+        self._wait()
+        return super()._store(keys, data, deadline)
+
+
+def tier_with(*numbers: int) -> MemoryTier:
+    tier = MemoryTier(2**20)
+    keys = [key(number) for number in numbers]
+    assert tier.store(keys, [value(number, SIZE) for number in numbers], timeout=SECONDS) == [Outcome.OK] * len(keys)
+    return tier
+
+
+def due(seconds: float = SECONDS) -> float:
+    return time.monotonic() + seconds
+
+
+def nothing() -> None:
+    pass
+
+
+def test_given_two_tiers_then_each_key_is_found_in_the_first_that_has_it() -> None:
+    chain = TierChain([tier_with(0, 3), tier_with(0, 1)])
+    keys = [key(number) for number in range(4)]
+    assert chain.find(keys, due()) == [0, 1, NOWHERE, 0]
+    assert chain.find_prefix(keys, due()) == [0, 1]
+
+
+def test_given_two_tiers_then_the_second_is_asked_only_for_what_the_first_lacks() -> None:
+    first, second = tier_with(0, 2), tier_with(0, 1, 2)
+    chain = TierChain([first, second])
+    rows = [bytearray(SIZE) for _ in range(4)]
+    assert chain.load_prefix([key(number) for number in range(4)], rows, due()) == 3
+    assert [bytes(row) for row in rows[:3]] == [bytes(value(number, SIZE)) for number in range(3)]
+    assert [(stats.hits, stats.misses) for stats in chain.stats()] == [(2, 2), (1, 1)]
+
+
+def test_given_no_time_then_nothing_is_found_and_a_call_still_gets_the_shortest_time() -> None:
+    chain = TierChain([tier_with(0)])
+    assert chain.find([key(0)], due(0.0)) == [NOWHERE]
+    assert seconds_left(due(-1.0)) == SHORTEST_CALL
+
+
+def test_given_a_tier_that_hangs_then_it_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "GRACE_SECONDS", -1.0)
+    hanging = HangingTier()
+    chain = TierChain([hanging, tier_with(0)])
+    thread = threading.Thread(target=chain.watched[0].contains, args=([key(0)], 0.01))
+    thread.start()
+    assert hanging.waiting.acquire(timeout=SECONDS)
+    assert chain.find([key(0)], due()) == [1]
+    assert chain.num_passed_by == 1
+    hanging.gate.set()
+    thread.join(SECONDS)
+
+
+def test_given_calls_that_hang_then_a_lane_is_stuck_once_all_its_own_threads_are_in_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watching, "GRACE_SECONDS", -1.0)
+    tier = HangingTier()
+    (watched,) = TierChain([tier]).watched
+    fetching = Lane("fetch", 2, 8, [watched])
+    storing = Lane("store", 1, 8, [watched])
+
+    def look_up() -> None:
+        watched.contains([key(0)], 0.01)
+
+    def store() -> None:
+        watched.store([key(0)], [value(0, SIZE)], 0.01)
+
+    assert not fetching.is_stuck
+    assert storing.submit(store, nothing)
+    assert fetching.submit(look_up, nothing)
+    assert all(tier.waiting.acquire(timeout=SECONDS) for _ in range(2))
+    assert (watched.num_hung, fetching.is_stuck, storing.is_stuck) == (2, False, True)
+    assert fetching.submit(look_up, nothing)
+    assert tier.waiting.acquire(timeout=SECONDS)
+    assert fetching.is_stuck
+    tier.gate.set()
+    assert fetching.flush(SECONDS)
+    assert not fetching.is_stuck
+    assert fetching.stop(SECONDS)
+    assert storing.stop(SECONDS)
