@@ -254,6 +254,16 @@ def test_given_logits_of_a_prompt_that_left_the_cache_then_its_image_is_not_take
     assert manager.match_prefix([5, IMAGE, IMAGE], multimodal=[(1, 2, other)]).last_logits is None
 
 
+def test_given_images_that_want_one_number_then_each_is_found_by_a_prompt_as_it_was_committed() -> None:
+    manager = make_manager(gpu_blocks=64)
+    manager._state.rows.symbols = Symbols(num_numbers=2)
+    for key in [key for key in range(9) if hashed(Placeholder(key, 6, IMAGE)) % 2 == 0][:2]:
+        handle = manager.allocate(key, num_tokens=len(PROMPT))
+        manager.commit(handle, PROMPT, multimodal=[(6, 6, key)])
+        assert manager.match_prefix([*PROMPT, 1], multimodal=[(6, 6, key)]).num_tokens == len(PROMPT)
+        manager.check()
+
+
 def test_given_a_forgotten_symbol_in_the_tree_then_check_says_so() -> None:
     manager = make_manager()
     run(manager, PROMPT, CAT)

@@ -78,11 +78,11 @@ class AdmissionPlanner:
     def __init__(self, state: CacheState, in_flight: InFlight) -> None:
         self.state = state
         self.context = state.context
+        self.rows = state.rows
         self.tree = state.cache.tree
         self.windows = state.cache.windows
         self.logits = state.cache.logits
         self.in_flight = in_flight
-        self.symbols = state.rows.symbols
 
     # --- reuse -------------------------------------------------------------------------------------------------------
 
@@ -96,7 +96,7 @@ class AdmissionPlanner:
             return found
         tokens = prompt.tokens
         assert tokens is not None
-        ids, fresh = self.symbols.encode(tokens, prompt.items) if prompt.items else (tokens, None)
+        ids, fresh = self.rows.symbols.encode(tokens, prompt.items) if prompt.items else (tokens, None)
         match, logits = NO_MATCH, None
         if not prompt.cross_tokens or prompt.scope.encoder:  # an encoder's unnamed input is like no other
             match, logits = self.best_match(ids, prompt.scope)
