@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +14,10 @@ import pytest
 import kvpool
 from kvpool import KVCacheManager, LayerSpec, Prompt, ReuseScope
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
+from kvpool.eviction import LRUPolicy
 from kvpool.prefix.tree import RunTree
 from kvpool.scheduling import Request, Scheduler
+from kvpool.sequences.admission import AdmissionPlanner
 from managers import FULL, Clock, make_manager
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)
@@ -117,6 +121,73 @@ def test_given_another_manager_then_a_prompt_finds_what_that_one_has() -> None:
     computed(first, "a", TEXT)
     prompt = Prompt([*TEXT, 99])
     assert [m.match_prefix(prompt).num_tokens for m in (first, second, first)] == [12, 0, 12]
+
+
+def test_given_another_manager_that_is_asked_in_another_thread_then_the_tokens_admitted_are_those_of_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each manager has a lock of its own, so the other one may be asked between a plan and the admission."""
+    if kvpool.compiled:
+        pytest.skip("compiled methods cannot be replaced")
+    first, second = make_manager(), make_manager()
+    prompt = Prompt(TEXT, multimodal=[(4, 4, "cat")])
+    plan = AdmissionPlanner.plan
+
+    def interrupted(self: AdmissionPlanner, *args: Any) -> Any:
+        planned = plan(self, *args)
+        if self is first._admissions:
+            second.free(second.allocate("other", prompt))
+        return planned
+
+    monkeypatch.setattr(AdmissionPlanner, "plan", interrupted)
+    assert first.allocate("a", prompt).token_ids.tolist() == TEXT
+    first.check()
+
+
+class AskingPolicy(LRUPolicy):
+    """Asks about a prompt while an operation evicts something."""
+
+    ask: Callable[[], object] = staticmethod(lambda: None)
+
+    def victim(self) -> Any:
+        self.ask()
+        return super().victim()
+
+
+@pytest.mark.parametrize("evict", [
+    lambda manager: manager.evict(2), lambda manager: manager.allocate("next", num_tokens=16 * 4),
+], ids=["evict", "allocate"])  # fmt: skip
+def test_given_a_question_in_the_middle_of_an_operation_then_its_answer_does_not_outlive_it(
+    evict: Callable[[KVCacheManager], object],
+) -> None:
+    policy = AskingPolicy()
+    manager = make_manager(policy=lambda: policy)
+    computed(manager, "before", TEXT)
+    prompt = Prompt([*TEXT, 99])
+    policy.ask = lambda: manager.match_prefix(prompt)
+    evict(manager)
+    policy.ask = lambda: None
+    assert manager.match_prefix(prompt) == manager.match_prefix([*TEXT, 99])
+
+
+def test_given_a_prompt_that_was_matched_then_its_copies_are_prompts_and_not_caches() -> None:
+    manager = make_manager()
+    computed(manager, "a", TEXT)
+    prompt = Prompt(TEXT, multimodal=[(8, 2, "cat")])
+    manager.match_prefix(prompt)
+    for same in (pickle.loads(pickle.dumps(prompt)), copy.deepcopy(prompt)):
+        assert len(pickle.dumps(same)) < 2000
+        assert manager.match_prefix(same) == manager.match_prefix(prompt)
+
+
+@pytest.mark.parametrize("name", ["tokens", "scope", "items", "cross_tokens"])
+def test_given_a_prompt_then_nothing_of_it_can_be_changed(name: str) -> None:
+    prompt = Prompt(TEXT)
+    with pytest.raises(AttributeError):
+        setattr(prompt, name, getattr(Prompt([1], ReuseScope(tenant="t")), name))
+    assert prompt.tokens is not None
+    with pytest.raises(ValueError, match="read-only"):
+        prompt.tokens[0] = 7
 
 
 def test_given_random_operations_then_prompts_that_are_kept_are_answered_as_their_tokens_are() -> None:

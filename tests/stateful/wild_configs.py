@@ -26,6 +26,7 @@ class Setting:
     scopes: list[ReuseScope]
     documents: list[list[int]]  # codes that prompts begin with, so that they share blocks of any size
     num_tokens: int  # the longest prompt
+    keeps_prompts: bool  # prompts are named by `Prompt`s that stay, not by their tokens
 
 
 def draw_setting(rng: Random) -> Setting:
@@ -49,7 +50,7 @@ def draw_setting(rng: Random) -> Setting:
         *(ReuseScope(tenant=t, adapter=rng.choice(("", "lora"))) for t in TENANTS[: rng.randrange(4)]),
     ]
     listens = bool(config.event_buffer_size) and rng.random() < 0.5
-    return Setting(config, listens, rng.random() < 0.5, cuts, scopes, documents, num_tokens)
+    return Setting(config, listens, rng.random() < 0.5, cuts, scopes, documents, num_tokens, rng.random() < 0.7)
 
 
 def with_items(rng: Random, document: list[int]) -> list[int]:

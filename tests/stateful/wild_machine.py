@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 from byte_model import Bytes, Histories, Request, Sessions, positions_read, read_tree
-from item_codes import KINDS, raw
+from item_codes import KINDS, raw, told
 from reference import LOCAL_TIERS, mirror_for
 from wild_configs import Setting
 from wild_recording import Recording
 
-from kvpool import GroupKind, KVCacheManager, Pin, Tier
+from kvpool import GroupKind, KVCacheManager, Pin, Prompt, ReuseScope, Tier
 from kvpool.errors import KVPoolError
 from kvpool.pools.symbols import Symbols
 
@@ -48,6 +48,7 @@ class WildMachine:
         self.live: dict[str, Request] = {}
         self.freed: list[Any] = []
         self.pins: list[Pin] = []
+        self.prompts: dict[tuple[Any, ...], Prompt] = {}  # that were named so far; the last one stands last
         self.names = itertools.count()
         self.published: set[int] = set()  # the last bytes of every block that was ever published
         self.never_published: set[int] = set()  # the same of blocks given up while a fork kept them from being published
@@ -69,7 +70,9 @@ class WildMachine:
         self.now += rng.choice((0.0, 0.0, 0.0, 0.125, 0.5))
         self.manager.gc()  # what is due leaves before the model looks
         postponed = [(request, end) for request in self.live.values() for end in self.postponed_ends(request)]
+        self.check_last_prompt()
         operation(self, rng)
+        self.check_last_prompt()
         for request, end in postponed:
             if request.swapped or self.live.get(request.handle.request_id) is not request or end not in request.values:
                 self.never_published.add(end)
@@ -79,6 +82,17 @@ class WildMachine:
             self.run_copies()
 
     # --- what operations use -----------------------------------------------------------------------------------------
+
+    def naming(self, codes: list[int], scope: ReuseScope, name: str = "tokens", cross_tokens: int = 0) -> dict[str, Any]:
+        """How the manager is told a prompt: in some settings by the `Prompt` that named it before, if one did."""
+        if not self.setting.keeps_prompts:
+            return {**told(codes, name), "scope": scope} | ({"cross_tokens": cross_tokens} if cross_tokens else {})
+        key = (*codes, scope, cross_tokens)
+        prompt = self.prompts.pop(key, None)
+        if prompt is None:
+            prompt = Prompt(**told(codes), scope=scope, cross_tokens=cross_tokens)
+        self.prompts[key] = prompt
+        return {name: prompt}
 
     def requests(self, swapped: bool | None = False) -> list[Request]:
         return [r for r in self.live.values() if swapped is None or r.swapped == swapped]
@@ -197,6 +211,15 @@ class WildMachine:
         self.check_index()
         if self.mirror is not None:
             self.check_mirror(tree)
+
+    def check_last_prompt(self) -> None:
+        """A prompt that is kept is answered as one that nobody has seen."""
+        if self.prompts:
+            prompt = next(reversed(self.prompts.values()))
+            found = self.manager.match_prefix(prompt)
+            new = Prompt(prompt.tokens, prompt.scope, prompt.items, prompt.cross_tokens)
+            assert found == self.manager.match_prefix(new), f"{prompt}: {found} is out of date"
+            self.manager.match_prefix(prompt)  # remembered when the next operation comes
 
     def check_lengths(self) -> None:
         assert [h.request_id for h in self.manager.handles] == list(self.live)

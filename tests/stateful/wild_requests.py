@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from byte_model import Request
-from item_codes import tellable, told
+from item_codes import tellable
 from reference import CachedBlocks, cached_blocks, expected_hit, takeable_blocks
 from wild_machine import MAX_LIVE, WildMachine
 from wild_steps import advance
@@ -56,7 +56,7 @@ def draw_retention(rng: Random, num_tokens: int) -> Retention | None:
 
 
 def draw_admission(m: WildMachine, rng: Random) -> tuple[list[int], bool, dict[str, Any]]:
-    """The tokens of a prompt, whether the manager is told them, and what `can_allocate` and `allocate` are given."""
+    """The tokens of a prompt, whether the manager is told them, and what it is told besides."""
     tokens, scope = draw_prompt(m, rng)
     options: dict[str, Any] = {"scope": scope, "lookahead": rng.choice((0, 0, 0, 0, 1, 3, m.size))}
     if rng.random() < 0.3:
@@ -67,7 +67,7 @@ def draw_admission(m: WildMachine, rng: Random) -> tuple[list[int], bool, dict[s
             name = f"audio {rng.randrange(2)} of {options['cross_tokens']}"
             options["scope"] = ReuseScope(scope.tenant, scope.adapter, encoder=name)
     known = rng.random() < 0.9
-    return tokens, known, options | (told(tokens) if known else {"num_tokens": len(tokens)})
+    return tokens, known, options if known else options | {"num_tokens": len(tokens)}
 
 
 def allocate(m: WildMachine, rng: Random) -> None:
@@ -80,14 +80,18 @@ def allocate(m: WildMachine, rng: Random) -> None:
     }  # fmt: skip
     name, limit = f"r{next(m.names)}", m.config.max_seq_len
     longest = max(len(tokens) if known else 0, options.get("reserve", len(tokens)) + options["lookahead"])
+    scope, cross_tokens = options["scope"], options.get("cross_tokens", 0)
+    named = m.naming(tokens, scope, cross_tokens=cross_tokens) if known else {"scope": scope, "cross_tokens": cross_tokens}
+    asked = {key: value for key, value in options.items() if key not in ("scope", "cross_tokens")} | named
     if limit is not None and longest > limit:
-        m.refused(InvalidArgumentError, lambda: m.manager.allocate(name, **options, **keeping))
+        m.refused(InvalidArgumentError, lambda: m.manager.allocate(name, **asked, **keeping))
         return
     cached, takeable = cached_blocks(m.manager), takeable_blocks(m.manager)
-    shares = known and (not options.get("cross_tokens") or options["scope"].encoder != "")
-    match = m.ask(lambda: m.manager.match_prefix(**told(tokens), scope=options["scope"])) if shares else None
-    answer = m.ask(lambda: m.manager.can_allocate(**options))
-    admitted, handle = m.attempt(lambda: m.manager.allocate(name, **options, **keeping), OutOfBlocksError)
+    shares = known and (not cross_tokens or scope.encoder != "")
+    question = {key: value for key, value in named.items() if key != "cross_tokens"}
+    match = m.ask(lambda: m.manager.match_prefix(**question)) if shares else None
+    answer = m.ask(lambda: m.manager.can_allocate(**asked))
+    admitted, handle = m.attempt(lambda: m.manager.allocate(name, **asked, **keeping), OutOfBlocksError)
     if m.config.watermark == 0:
         assert admitted == (answer.status is AllocStatus.OK), f"{answer} but admitted={admitted}"
     else:
@@ -220,7 +224,7 @@ def store_last_logits(m: WildMachine, rng: Random) -> None:
     )
     assert done == (0 < length <= request.committed), (length, done)
     if done and stored:
-        match = m.manager.match_prefix(**told(tellable(request.known[:length])), scope=request.scope)
+        match = m.manager.match_prefix(**m.naming(tellable(request.known[:length]), request.scope))
         assert match.has_last_logits == (match.num_tokens == length)
 
 

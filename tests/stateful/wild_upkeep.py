@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from item_codes import tellable, told
+from item_codes import tellable
 from reference import cached_blocks
 from wild_configs import TENANTS
 from wild_machine import WildMachine
@@ -26,10 +26,11 @@ def draw_pool(m: WildMachine, rng: Random) -> tuple[int, Tier]:
 def pin(m: WildMachine, rng: Random) -> None:
     tokens, scope = draw_prompt(m, rng)
     request = m.pick(rng, swapped=None)
-    what = {"tokens": request.handle} if request is not None and rng.random() < 0.4 else told(tokens)
+    of_request = request is not None and rng.random() < 0.4
+    what = {"tokens": request.handle, "scope": scope} if of_request else m.naming(tokens, scope)
     ttl = rng.choice((None, None, 0.75, 5.0, 20.0))
     done, made = m.attempt(
-        lambda: m.manager.pin(**what, scope=scope, ttl=ttl), InvalidArgumentError, PinBudgetError, SequenceStateError
+        lambda: m.manager.pin(**what, ttl=ttl), InvalidArgumentError, PinBudgetError, SequenceStateError
     )
     if done:
         m.pins.append(made)
@@ -81,13 +82,10 @@ def offload(m: WildMachine, rng: Random) -> None:
 
 def onboard(m: WildMachine, rng: Random) -> None:
     tokens, scope = draw_prompt(m, rng)
-    what = told(tokens)
-    if what["multimodal"] is None and rng.random() < 0.5:
-        done, _ = m.attempt(lambda: m.manager.prefetch(what["tokens"], scope), OutOfBlocksError)
-    else:
-        done, _ = m.attempt(lambda: m.manager.onboard(**what, scope=scope), OutOfBlocksError)
+    verb = m.manager.prefetch if rng.random() < 0.5 else m.manager.onboard
+    done, _ = m.attempt(lambda: verb(**m.naming(tokens, scope)), OutOfBlocksError)
     if done and m.config.enable_prefix_caching and not m.state.cache.orders.quotas:
-        assert set(m.manager.match_prefix(**told(tokens), scope=scope).tokens_by_tier) <= {Tier.GPU}
+        assert set(m.manager.match_prefix(**m.naming(tokens, scope)).tokens_by_tier) <= {Tier.GPU}
 
 
 def defragment(m: WildMachine, rng: Random) -> None:
@@ -130,7 +128,7 @@ def invalidate(m: WildMachine, rng: Random) -> None:
     if kind < 0.4:
         cut = tuple(tokens[: len(tokens) // m.size * m.size])
         gone = {key for key in cached if cut and key[0] == scope and key[1][: len(cut)] == cut}
-        removed = m.manager.invalidate(**told(tokens, "prefix"), scope=scope)
+        removed = m.manager.invalidate(**m.naming(tokens, scope, "prefix"))
         if cut:
             m.histories.renew_prefix(scope, cut)
     elif kind < 0.6:
@@ -157,7 +155,8 @@ def invalidate(m: WildMachine, rng: Random) -> None:
 
 def forget_items(m: WildMachine, rng: Random) -> None:
     """What nobody holds is forgotten, what somebody holds is not."""
-    m.state.rows.symbols.forget_all_but(m.state.numbers_in_use())
+    with m.manager._guard:  # as every operation that may change something
+        m.state.rows.symbols.forget_all_but(m.state.numbers_in_use())
 
 
 def listen_again(m: WildMachine, rng: Random) -> None:

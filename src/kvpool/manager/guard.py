@@ -49,6 +49,7 @@ class Guard:
         self.capacity_callbacks: list[Callable[[], None]] = []
         self.num_expired = 0  # positions whose time was over when the present operation began
         self._depth = 0
+        self._version = 0  # of the cache when the present operation began
         self._changes: deque[PressureChange] = deque()
         self._delivery = threading.Lock()
 
@@ -65,6 +66,7 @@ class Guard:
             context.tick += 1
             if self._depth == 1:  # an operation inside another one happens at the same moment
                 context.now = context.clock()
+                self._version = context.version
                 self.num_expired = 0
                 if self.calendar.next <= context.now:
                     context.version += 1
@@ -80,8 +82,12 @@ class Guard:
             self.lock.release()
             return
         try:
+            context = self.context
             if self.shadows.waiting:
+                context.version += 1
                 self.state.cache.copy_ahead()
+            if context.version != self._version:  # what was found in the middle of a change does not outlive it
+                context.version += 1
             pool = self.first_pool
             used = pool.num_blocks - pool.num_free - pool.num_cached
             if used > pool.peak_referenced:

@@ -119,7 +119,7 @@ class Maintenance(Facade):
 
     def gc(self) -> int:
         """Drops cached runs and pins whose time is over; returns the number of blocks (positions) dropped."""
-        with self._guard:  # every operation begins with what is due
+        with self._guard.query:  # every operation begins with what is due
             return self._guard.num_expired
 
     @property

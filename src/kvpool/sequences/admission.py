@@ -11,14 +11,34 @@ from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import GPU
+from kvpool.pools.symbols import Fresh
 from kvpool.prefix.node import path_ids
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
 from kvpool.sequences.in_flight import InFlight
-from kvpool.sequences.prompt import Found, Prompt
+from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import Admission, AllocStatus, CacheState
 
 NO_MATCH = Match(None, [], 0)
+
+
+class Found:
+    """What a prompt would reuse, and the version of the cache for which that holds."""
+
+    __slots__ = ("fresh", "ids", "logits", "match", "prompt", "version")
+
+    def __init__(
+        self, prompt: Prompt | None, version: int, ids: Int32Array | None, fresh: Fresh | None, match: Match, logits: Any
+    ) -> None:
+        self.prompt = prompt
+        self.version = version
+        self.ids = ids  # the tokens as the tree holds them, with symbols for placeholders of images; None: unknown
+        self.fresh = fresh  # symbols that nobody keeps yet
+        self.match = match
+        self.logits = logits  # stored for exactly this prompt
+
+
+NOTHING = Found(None, -1, None, None, NO_MATCH, None)  # of a prompt whose tokens are unknown
 
 
 class PrefixMatch(NamedTuple):
@@ -83,24 +103,25 @@ class AdmissionPlanner:
         self.windows = state.cache.windows
         self.logits = state.cache.logits
         self.in_flight = in_flight
+        self._last = NOTHING  # what was found last: the next question is often about the same prompt
 
     # --- reuse -------------------------------------------------------------------------------------------------------
 
     def find(self, prompt: Prompt) -> Found:
-        """What a prompt would reuse now. The tree is walked once for as long as nothing changes.
+        """What a prompt would reuse now. The tree is walked once for as long as nothing changes and no other is asked about.
 
         Observers are told what each walk chose, so a cache that is observed walks every time.
         """
-        found, version = prompt.found, self.context.version
-        if found is not None and found.version == version and found.planner is self and self.tree.choose_source is None:
-            return found
-        tokens = prompt.tokens
-        assert tokens is not None
+        last, version, tokens = self._last, self.context.version, prompt.tokens
+        if last.prompt is prompt and last.version == version and self.tree.choose_source is None:
+            return last
+        if tokens is None:
+            return NOTHING
         ids, fresh = self.rows.symbols.encode(tokens, prompt.items) if prompt.items else (tokens, None)
         match, logits = NO_MATCH, None
         if not prompt.cross_tokens or prompt.scope.encoder:  # an encoder's unnamed input is like no other
             match, logits = self.best_match(ids, prompt.scope)
-        found = prompt.found = Found(self, version, ids, fresh, match, logits)
+        found = self._last = Found(prompt, version, ids, fresh, match, logits)
         return found
 
     def best_match(self, tokens: Int32Array, scope: ReuseScope) -> tuple[Match, Any]:
@@ -213,12 +234,9 @@ class AdmissionPlanner:
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 
-    def plan(self, prompt: Prompt, num_tokens: int, lookahead: int) -> AdmissionPlan:
-        """Matches a request and counts what it takes; `num_tokens` places are reserved, plus `lookahead`."""
-        match, logits, cross_tokens, scope = NO_MATCH, None, prompt.cross_tokens, prompt.scope
-        if prompt.tokens is not None:
-            found = self.find(prompt)
-            match, logits = found.match, found.logits
+    def plan(self, prompt: Prompt, found: Found, num_tokens: int, lookahead: int) -> AdmissionPlan:
+        """Counts what a request takes for which this was found; `num_tokens` places are reserved, plus `lookahead`."""
+        match, logits, cross_tokens, scope = found.match, found.logits, prompt.cross_tokens, prompt.scope
         if not cross_tokens and self.state.is_simple and (not match.path or match.path[-1].tier == GPU):
             size = self.state.block_size
             hit_tokens = match.num_blocks * size + match.num_partial - match.num_recomputed
@@ -299,7 +317,8 @@ class AdmissionPlanner:
     def can_allocate(self, prompt: Prompt, num_tokens: int, lookahead: int, wait_for_prefix: bool) -> Admission:
         """OK, LATER or NEVER, with the watermark kept free."""
         state, cross_tokens, scope = self.state, prompt.cross_tokens, prompt.scope
-        plan = self.plan(prompt, num_tokens, lookahead)
+        found = self.find(prompt)
+        plan = self.plan(prompt, found, num_tokens, lookahead)
         plan = self._count(plan.match, num_tokens, lookahead, cross_tokens, scope, plan.last_logits)
         if plan.match.partial is not None and self._below_watermark(plan) is not None:
             # As in `plan`: its idle source, which must stay, would keep the request out for as long as it is cached.
@@ -308,7 +327,7 @@ class AdmissionPlanner:
                 plan = whole
         needs, supply = tuple(plan.needs), tuple(plan.supply)
         limit = state.max_seq_len
-        longest = max(num_tokens + lookahead, 0 if prompt.tokens is None else len(prompt.tokens))
+        longest = max(num_tokens + lookahead, 0 if found.ids is None else len(found.ids))
         if limit is not None and longest > limit:
             reason = f"asks for {longest} tokens, over max_seq_len={limit}"
             return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
@@ -322,8 +341,8 @@ class AdmissionPlanner:
                     f"at most {most} tokens fit"
                 )
                 return Admission(AllocStatus.NEVER, reason, needs, supply, plan.num_hit_tokens)
-        if wait_for_prefix and prompt.tokens is not None:
-            producer = self.in_flight.row_computing(plan.match, self.find(prompt).ids)
+        if wait_for_prefix:
+            producer = self.in_flight.row_computing(plan.match, found.ids)
             if producer is not None:
                 handle = state.rows.handles[producer]
                 assert handle is not None

@@ -52,12 +52,12 @@ class Lifecycle:
     def allocate(self, handle: KVCacheHandle, prompt: Prompt, num_tokens: int, lookahead: int) -> None:
         """Gives a new handle its row and blocks, reusing the longest cached prefix."""
         state, rows, cache = self.state, self.rows, self.cache
-        plan = self.admissions.plan(prompt, num_tokens, lookahead)
+        found = self.admissions.find(prompt)
+        plan = self.admissions.plan(prompt, found, num_tokens, lookahead)
         if not plan.fits:
             state.counters.allocation_failures += 1
             state.refuse_shortage(plan.needs, plan.supply, f"request {handle.request_id!r}")
-        self.context.version += 1  # from here on the cache is another one: what was found for other prompts may not hold
-        found, prompt.found = prompt.found, None
+        self.context.version += 1  # from here on the cache is another one, and the match with it: `enter` cuts its path
         match, hit_tokens = plan.match, plan.num_hit_tokens
         tip = self.enter(match, handle.scope)
         held_source = taken = None
@@ -89,10 +89,10 @@ class Lifecycle:
         rows.reserved[row] = max(num_tokens, hit_tokens + match.num_recomputed)
         rows.written[row] = rows.committed[row] = hit_tokens
         rows.present[row] = hit_tokens + match.num_recomputed
-        if found is None:
+        tokens = found.ids
+        if tokens is None:
             rows.known[row] = rows.num_history[row] = 0
         else:
-            tokens = found.ids
             rows.set_token_ids(row, tokens, match.num_blocks * state.block_size)
             if handle.is_lease:
                 handle.num_prompt_tokens = len(tokens)

@@ -21,9 +21,9 @@ class InFlight:
         self.rows_by_block: dict[tuple[Node, bytes], int] = {}  # (tip, next block) -> the row that computes it
         state.publisher.on_follow = self.track
 
-    def row_computing(self, match: Match, tokens: Int32Array) -> int | None:
+    def row_computing(self, match: Match, tokens: Int32Array | None) -> int | None:
         """The row that is computing the first block of `tokens` that is not cached yet, if any."""
-        if match.root is None or not self.rows_by_block:
+        if match.root is None or tokens is None or not self.rows_by_block:
             return None
         size = self.block_size
         start = match.num_blocks * size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -10,29 +11,12 @@ import numpy as np
 from kvpool.compiling import mypyc_attr
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, as_count, as_token_array
-from kvpool.pools.symbols import Fresh, Key, as_items
-from kvpool.prefix.tree import Match
+from kvpool.pools.symbols import Key, as_items
 from kvpool.scope import MultimodalItem, ReuseScope
 
 DEFAULT_SCOPE = ReuseScope()
 Items: TypeAlias = Iterable[MultimodalItem | tuple[int, int, Key]]  # what users give for multimodal items
 _NO_TOKENS: Int32Array = np.empty(0, np.int32)
-
-
-class Found:
-    """What a planner found for a prompt, and the version of the cache for which that holds."""
-
-    __slots__ = ("fresh", "ids", "logits", "match", "planner", "version")
-
-    def __init__(
-        self, planner: object, version: int, ids: Int32Array, fresh: Fresh | None, match: Match, logits: Any
-    ) -> None:
-        self.planner = planner
-        self.version = version
-        self.ids = ids  # the tokens as the tree holds them: symbols stand for placeholders of images
-        self.fresh = fresh  # symbols that nobody keeps yet
-        self.match = match
-        self.logits = logits  # stored for exactly this prompt
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -41,8 +25,8 @@ class Prompt:
 
     Every verb that takes tokens takes a prompt instead. Make one where the same prompt is asked about before it is
     admitted: its tokens are checked once, and the manager looks for its cached prefix once for as long as nothing changes.
-    A prompt keeps a copy of its tokens; with `copy=False` it keeps the given array, which nobody may change afterwards.
-    With `may_be_cut` the tokens may end inside the last image.
+    A prompt cannot be changed. It keeps a copy of its tokens; with `copy=False` it keeps the given array, which nobody may
+    change afterwards. With `may_be_cut` the tokens may end inside the last image.
 
     >>> from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, Prompt
     >>> manager = KVCacheManager(KVCacheConfig([LayerSpec(8, 128)], block_size=4, gpu_blocks=8))
@@ -51,7 +35,7 @@ class Prompt:
     (True, 5)
     """
 
-    __slots__ = ("cross_tokens", "found", "items", "scope", "tokens")
+    __slots__ = ("_cross_tokens", "_items", "_scope", "_tokens")
 
     def __init__(
         self,
@@ -64,15 +48,40 @@ class Prompt:
         may_be_cut: bool = False,
     ) -> None:
         ids = as_token_array(tokens)
-        self.tokens: Int32Array | None = ids.copy() if copy else ids  # None: only their number is known
+        if copy:
+            ids = ids.copy()
+            ids.setflags(write=False)
+        self._tokens: Int32Array | None = ids
         if scope is not DEFAULT_SCOPE and not isinstance(scope, ReuseScope):
             raise InvalidArgumentError(f"scope must be a ReuseScope, got {scope!r}")
-        self.scope = scope
-        self.items = None if multimodal is None else as_items(multimodal, ids, may_be_cut)
+        self._scope = scope
+        self._items = None if multimodal is None else as_items(multimodal, ids, may_be_cut)
         if type(cross_tokens) is not int or cross_tokens:
             cross_tokens = as_count(cross_tokens, "cross_tokens")
-        self.cross_tokens = cross_tokens
-        self.found: Found | None = None
+        self._cross_tokens = cross_tokens
+
+    @property
+    def tokens(self) -> Int32Array | None:
+        """Their ids; None where only their number is known."""
+        return self._tokens
+
+    @property
+    def scope(self) -> ReuseScope:
+        """Who may share blocks with it."""
+        return self._scope
+
+    @property
+    def items(self) -> tuple[MultimodalItem, ...] | None:
+        """The images behind its placeholder tokens, in order of their positions."""
+        return self._items
+
+    @property
+    def cross_tokens(self) -> int:
+        """The length of its encoder's input."""
+        return self._cross_tokens
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(type(self), may_be_cut=True), (self._tokens, self._scope, self._items, self._cross_tokens)
 
     def __repr__(self) -> str:
         length = "unknown" if self.tokens is None else len(self.tokens)
@@ -100,7 +109,7 @@ def as_prompt(
 def unknown_prompt(scope: ReuseScope, multimodal: Items | None, cross_tokens: int) -> Prompt:
     """A prompt of which only the number of tokens is known: it reuses nothing."""
     prompt = Prompt(_NO_TOKENS, scope, None, cross_tokens, copy=False)
-    prompt.tokens = None
+    prompt._tokens = None
     if multimodal is not None:
         as_items(multimodal, None)  # refused by name: items stand for tokens
     return prompt
