@@ -31,7 +31,7 @@ from cases.engine_runs import (
 )
 from harness import Case, PeerCase, Recorded, Runner, Times, argument_parser, main
 from kvpool.engine import SamplingParams
-from kvpool.engine.model.loading import load_model
+from kvpool.model.loading import load_model
 from kvpool.scheduling import SchedulerConfig
 
 SMALL: dict[str, Any] = dict(

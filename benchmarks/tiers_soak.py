@@ -30,10 +30,10 @@ import torch
 
 from kvpool.engine import Engine, SamplingParams
 from kvpool.engine.generation import Generation
-from kvpool.engine.tiering.movers import Movers
 from kvpool.terminal import progress_bar
 from kvpool.tiers import DiskTier, KeyedTier, open_tier
 from kvpool.tiers.transport.forgetting import MAX_KNOWN
+from kvpool.tiers.transport.movers import Movers
 from kvpool.tiers.transport.watching import KNOWN_KEYS
 
 BLOCK_SIZE = 8

@@ -97,7 +97,7 @@ def one_self_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
     The comparison takes longer than what most tests of tiny models do. What it finds is tested in test_probing.py.
     """
-    from kvpool.engine.model import probing
+    from kvpool.model import probing
 
     honest = probing.check_against_eager
 
@@ -116,7 +116,7 @@ def patient_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     On a busy machine a tiny model computes faster than a thread gets to look, and a tier would not be asked.
     """
-    monkeypatch.setattr("kvpool.engine.tiering.movers.SHORTEST_WAIT", 30.0)
+    monkeypatch.setattr("kvpool.tiers.transport.movers.SHORTEST_WAIT", 30.0)
     monkeypatch.setattr("kvpool.tiers.transport.deciding.Decider.is_worth_looking", lambda self, num_tokens: True)
 
 

@@ -21,12 +21,13 @@ SRC = Path(__file__).resolve().parent.parent / "src"
 MODULE_FILES = sorted((SRC / "kvpool").rglob("*.py"))
 
 # Dependencies point one way: a room may import those before it. The rooms of bytes stand behind those of the control plane
-# that they use, and the control plane must not know them; the engine must not know the tools that analyse it.
+# that they use, and the control plane must not know them. Pools of transformers (`hf`) must not know the engine, nor the
+# engine the tools that analyse it.
 LAYERS = (
     *("compiling", "errors", "quiet", "plainfile", "jsonfile", "terminal", "scope", "config", "formats", "stats"),
     *("counters", "eviction", "events", "pools", "prefix", "sequences", "version", "manager", "recording", "scheduling"),
     *("kernels", "storage", "attention", "tiers", "testing", "view", "web", "cluster"),
-    *("tour", "engine", "server", "hf", "integrations", "replay", "clients", "compat", "cli", "__main__"),
+    *("tour", "model", "hf", "engine", "server", "integrations", "replay", "clients", "compat", "cli", "__main__"),
 )
 CONTROL_PLANE = LAYERS[: LAYERS.index("kernels")]
 BYTES = ("kernels", "storage", "attention")

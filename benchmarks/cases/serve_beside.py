@@ -17,8 +17,8 @@ from harness import PeerAbsentError, Runner
 from kvpool.clients.client import Endpoint, fetch_text
 from kvpool.clients.mix import synthetic
 from kvpool.clients.run import figures, run_load
-from kvpool.engine.model.default_model import default_model_directory
 from kvpool.errors import KVPoolError
+from kvpool.model.default_model import default_model_directory
 
 CLIENTS = 16
 _START_SECONDS = 900.0

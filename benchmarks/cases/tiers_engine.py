@@ -26,7 +26,7 @@ def model() -> tuple[Any, Any]:
     try:
         import torch
 
-        from kvpool.engine.model.loading import load_model
+        from kvpool.model.loading import load_model
 
         torch.set_num_threads(1)
         loaded = load_model(None, device="cpu")

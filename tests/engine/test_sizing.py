@@ -11,9 +11,9 @@ from models import tiny_model  # noqa: E402
 
 from kvpool import KVCacheConfig, LayerSpec  # noqa: E402
 from kvpool.engine.graphs import decode_sizes, list_room  # noqa: E402
-from kvpool.engine.model.probing import inspect_model  # noqa: E402
 from kvpool.engine.sizing import GRAPH_BYTES, kv_budget, run_largest_step  # noqa: E402
 from kvpool.errors import StorageMemoryError  # noqa: E402
+from kvpool.model.probing import inspect_model  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
 

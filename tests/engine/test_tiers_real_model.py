@@ -40,7 +40,7 @@ PROCESS = """
 import json, sys
 import torch
 from kvpool.engine import Engine, SamplingParams
-from kvpool.engine.model.loading import load_model
+from kvpool.model.loading import load_model
 from kvpool.hf import CachePool, PagedCache
 
 torch.set_num_threads(1)

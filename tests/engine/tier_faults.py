@@ -76,7 +76,7 @@ class Clock:
 
 
 MODULES_WITH_TIME = (
-    *("kvpool.engine.tiering.link", "kvpool.engine.tiering.movers"),
+    *("kvpool.engine.tiering.link", "kvpool.tiers.transport.movers"),
     *("kvpool.tiers.transport.chain", "kvpool.tiers.transport.fetching", "kvpool.tiers.transport.watching"),
 )
 

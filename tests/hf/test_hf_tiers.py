@@ -120,7 +120,7 @@ def test_given_a_batch_then_its_rows_come_as_far_as_all_of_them_can() -> None:
 def test_given_more_than_staging_memory_holds_then_it_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     tier = filled(model)
-    monkeypatch.setattr("kvpool.engine.tiering.movers.STAGING_BYTES", 4 * 4 * 4096)
+    monkeypatch.setattr("kvpool.tiers.transport.movers.STAGING_BYTES", 4 * 4 * 4096)
     with made(model, tier) as pool:
         assert answer(pool, model) == (run(tiny_model("llama"), PROMPT), 40)
         stats = pool.tier_stats()

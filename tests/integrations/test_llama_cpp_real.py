@@ -46,8 +46,8 @@ ALIKE = PROMPTS[0] + " And what comes after the winter?"
 def model() -> str:
     pytest.importorskip("xxhash")
     pytest.importorskip("transformers")
-    from kvpool.engine.model.default_model import gguf_file
     from kvpool.errors import ModelLoadError
+    from kvpool.model.default_model import gguf_file
 
     try:
         return str(gguf_file())

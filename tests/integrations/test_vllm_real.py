@@ -41,8 +41,8 @@ def prompt(number: int) -> str:
 @pytest.fixture(scope="module")
 def model() -> str:
     pytest.importorskip("transformers")
-    from kvpool.engine.model.default_model import default_model_directory
     from kvpool.errors import ModelLoadError
+    from kvpool.model.default_model import default_model_directory
 
     try:
         return str(default_model_directory())

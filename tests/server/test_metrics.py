@@ -12,10 +12,10 @@ from live import Live, access, call, refusal, word_tokenizer
 from models import tiny_model
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpool.engine.tiering.movers import TieringStats
 from kvpool.scheduling import SchedulerStats
 from kvpool.stats import CacheStats
 from kvpool.tiers.contract import TierStats
+from kvpool.tiers.transport.movers import TieringStats
 
 # What has another name among the metrics, or is the sum of what they say.
 SAID_OTHERWISE = {

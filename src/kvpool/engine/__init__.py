@@ -13,25 +13,25 @@ if TYPE_CHECKING:
     from kvpool.engine.sampling.grammar import Grammar, GrammarState
     from kvpool.engine.sampling.params import SamplingParams
     from kvpool.engine.tiering.handing_over import Prefill, PrefillResult
-    from kvpool.engine.tiering.movers import TieringStats
+    from kvpool.tiers.transport.movers import TieringStats
 
 # Where each public name lives: torch and transformers are imported when one of them is used, not before.
 _HOMES = {
-    "Engine": "engine",
-    "EngineStats": "engine_stats",
-    "SamplingParams": "sampling.params",
-    "Generation": "generation",
-    "Completion": "generation",
-    "Sample": "generation",
-    "Chunk": "generation",
-    "TokenLogprob": "generation",
-    "Grammar": "sampling.grammar",
-    "GrammarState": "sampling.grammar",
-    "Prefill": "tiering.handing_over",
-    "PrefillResult": "tiering.handing_over",
-    "WaitingRequest": "engine_stats",
-    "TieringStats": "tiering.movers",
-    "CaptureReport": "graphs",
+    "Engine": ".engine",
+    "EngineStats": ".engine_stats",
+    "SamplingParams": ".sampling.params",
+    "Generation": ".generation",
+    "Completion": ".generation",
+    "Sample": ".generation",
+    "Chunk": ".generation",
+    "TokenLogprob": ".generation",
+    "Grammar": ".sampling.grammar",
+    "GrammarState": ".sampling.grammar",
+    "Prefill": ".tiering.handing_over",
+    "PrefillResult": ".tiering.handing_over",
+    "WaitingRequest": ".engine_stats",
+    "TieringStats": "kvpool.tiers.transport.movers",
+    "CaptureReport": ".graphs",
 }
 
 __all__ = [
@@ -56,4 +56,4 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(_HOMES[name], __name__), name)

@@ -26,7 +26,6 @@ from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.loop import EngineLoop
-from kvpool.engine.model.loading import load_model
 from kvpool.engine.prompts import chat_tokens, prompt_tokens
 from kvpool.engine.requests import (
     Asked,
@@ -46,6 +45,7 @@ from kvpool.engine.thread import EngineThread
 from kvpool.engine.tiering.handing_over import Handovers, Prefill
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
 from kvpool.eviction.hints import ReuseHint
+from kvpool.model.loading import load_model
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention
 from kvpool.recording import TraceRecorder

@@ -7,20 +7,20 @@ from typing import Any, NamedTuple
 from kvpool.attention import create_backend
 from kvpool.config import KVCacheConfig
 from kvpool.engine.loop import EngineLoop
-from kvpool.engine.model.compiled_layers import uncompiled
-from kvpool.engine.model.norms import fuse_norms, separate_norms
-from kvpool.engine.model.probing import ModelShape, inspect_model, run_probe
-from kvpool.engine.model.products import choose_products, plain_products
-from kvpool.engine.model.projections import join_projections
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.tiering.link import TierLink
-from kvpool.engine.tiering.opening import TierSettings
 from kvpool.kernels.device import current, whole_device
 from kvpool.manager import KVCacheManager
+from kvpool.model.compiled_layers import uncompiled
+from kvpool.model.norms import fuse_norms, separate_norms
+from kvpool.model.probing import ModelShape, inspect_model, run_probe
+from kvpool.model.products import choose_products, plain_products
+from kvpool.model.projections import join_projections
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
 from kvpool.storage import DataPlane
+from kvpool.tiers.model_tiers import TierSettings
 
 
 class Parts(NamedTuple):

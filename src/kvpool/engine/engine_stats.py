@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.tiering.link import TierLink
-from kvpool.engine.tiering.movers import TieringStats
 from kvpool.scheduling import SchedulerStats
 from kvpool.stats import CacheStats
+from kvpool.tiers.transport.movers import TieringStats
 
 
 class EngineStats(NamedTuple):

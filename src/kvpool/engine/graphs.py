@@ -22,11 +22,11 @@ from torch import Tensor
 from kvpool.attention import AttentionBackend, AttentionPlan, PagedBatch, PlanBuffers
 from kvpool.config import KVCacheConfig, LayerGroup, Tier
 from kvpool.config.layers import ceil_div
-from kvpool.engine.model.hook import AttentionCall
-from kvpool.engine.model.probing import forward
 from kvpool.errors import KVPoolError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.device import whole_device
+from kvpool.model.hook import AttentionCall
+from kvpool.model.probing import forward
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.storage import DataPlane
 

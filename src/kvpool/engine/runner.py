@@ -25,10 +25,10 @@ from kvpool.engine.graphs import (
     decode_sizes,
     mixed_sizes,
 )
-from kvpool.engine.model.compiled_layers import compile_each_layer
-from kvpool.engine.model.hook import AttentionCall
-from kvpool.engine.model.probing import ModelShape, forward
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
+from kvpool.model.compiled_layers import compile_each_layer
+from kvpool.model.hook import AttentionCall
+from kvpool.model.probing import ModelShape, forward
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.moving import upload

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.config.layers import check_int, check_number, show
-from kvpool.engine.tiering.opening import TierSettings
 from kvpool.errors import ConfigError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.tiers import KeyedTier
+from kvpool.tiers.model_tiers import TierSettings
 from kvpool.tiers.tier_settings import REQUEST_TIMEOUT
 
 _MOST_BYTES = 2**62

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from kvpool.config import Tier
 from kvpool.engine.graphs import decode_sizes, mixed_sizes
-from kvpool.engine.model.hook import AttentionCall
-from kvpool.engine.model.probing import ModelShape, forward
 from kvpool.engine.sampling.choosing import SamplingRows, TokenCounts, sample
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import StorageMemoryError
+from kvpool.model.hook import AttentionCall
+from kvpool.model.probing import ModelShape, forward
 from kvpool.scheduling import SchedulerConfig
 from kvpool.storage import BlockStore, DataPlane, measure_budget
 

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from kvpool.config import KVCacheConfig
-from kvpool.engine.model import rotary
-from kvpool.engine.model.probing import inspect_model
-from kvpool.engine.tiering.movers import TieringStats
-from kvpool.engine.tiering.opening import TierSettings
 from kvpool.errors import InvalidArgumentError
 from kvpool.hf.passes import input_ids, irregular_rows, num_logits
 from kvpool.hf.pool_tiers import PoolTiers
 from kvpool.manager import KVCacheManager
+from kvpool.model import rotary
+from kvpool.model.probing import inspect_model
 from kvpool.pools.arrays import BoolArray, as_token_array
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import CacheStats
 from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers import KeyedTier
+from kvpool.tiers.model_tiers import TierSettings
 from kvpool.tiers.tier_settings import REQUEST_TIMEOUT
+from kvpool.tiers.transport.movers import TieringStats
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvpool.config.layers import show
-from kvpool.engine.tiering.offering import Progress
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.hf.cache_pool import CachePool
 from kvpool.hf.pool_tiers import PoolTiers
@@ -23,6 +22,7 @@ from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.data_plane import StepSlots
 from kvpool.storage.moving import upload
+from kvpool.tiers.transport.offering import Progress
 
 
 class PagedCache(Cache):  # type: ignore[misc]

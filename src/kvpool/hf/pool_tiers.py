@@ -11,16 +11,16 @@ import threading
 import time
 from collections.abc import Hashable
 
-from kvpool.engine.tiering.movers import Movers, TieringStats
-from kvpool.engine.tiering.offering import Progress
-from kvpool.engine.tiering.opening import OpenedTiers
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.data_plane import DataPlane
+from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.fetching import Fetch
+from kvpool.tiers.transport.movers import Movers, TieringStats
+from kvpool.tiers.transport.offering import Progress
 from kvpool.tiers.transport.watching import GRACE_SECONDS
 
 log = logging.getLogger("kvpool")

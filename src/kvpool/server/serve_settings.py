@@ -104,7 +104,7 @@ def read_serve(
 
 def step_limits(device: str | None, max_sequences: int) -> SchedulerConfig:
     """How much one step may hold. On a CPU its time grows with every token: long steps make streams wait and save nothing."""
-    from kvpool.engine.model.loading import torch_device
+    from kvpool.model.loading import torch_device
 
     is_cpu = torch_device(device).type == "cpu"
     return engine_limits(max_sequences + CPU_PROMPT_TOKENS if is_cpu else None, max_sequences)

@@ -13,9 +13,9 @@ from kvpool.engine.commands import engine_options as opt
 from kvpool.engine.commands.calibration import measure_costs
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Chunk
-from kvpool.engine.model.default_model import NAME as DEFAULT_NAME
 from kvpool.engine.sampling.params import SamplingParams
 from kvpool.errors import ConfigError, InvalidArgumentError
+from kvpool.model.default_model import NAME as DEFAULT_NAME
 from kvpool.scheduling.measured_costs import Measurement
 from kvpool.terminal import check_files, console, progress_bar, write_json
 

@@ -9,8 +9,8 @@ from collections.abc import Hashable
 
 import numpy as np
 
-from kvpool.engine.tiering.offering import Offers, Progress
 from kvpool.scheduling import BatchPlan, ScheduledSequence, Scheduler
+from kvpool.tiers.transport.offering import Offers, Progress
 
 
 class Collector:

@@ -21,11 +21,11 @@ import numpy as np
 
 from kvpool.engine.generation import Generation
 from kvpool.engine.tiering.collecting import Collector
-from kvpool.engine.tiering.movers import HandoverStats, Movers
 from kvpool.errors import KVPoolError, SequenceStateError
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling import Request
 from kvpool.tiers.transport.fetching import Fetch
+from kvpool.tiers.transport.movers import HandoverStats, Movers
 from kvpool.tiers.transport.prefix_options import HERE, NOWHERE, BlockKeys, PromptKeys, usable_blocks
 from kvpool.tiers.transport.storing import Storer
 

@@ -22,14 +22,14 @@ from functools import partial
 from kvpool.engine.generation import Generation
 from kvpool.engine.tiering.collecting import Collector
 from kvpool.engine.tiering.handing_over import Handovers
-from kvpool.engine.tiering.importing import Leases
-from kvpool.engine.tiering.invalidating import Forgetting
-from kvpool.engine.tiering.movers import FLUSH_SECONDS, Movers, TieringStats
-from kvpool.engine.tiering.opening import OpenedTiers
 from kvpool.errors import KVPoolError
 from kvpool.scheduling import BatchPlan, Request, Scheduler
 from kvpool.storage import DataPlane
+from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.fetching import Fetch
+from kvpool.tiers.transport.importing import Leases
+from kvpool.tiers.transport.invalidating import Forgetting
+from kvpool.tiers.transport.movers import FLUSH_SECONDS, Movers, TieringStats
 from kvpool.tiers.transport.prefix_options import PromptKeys
 from kvpool.tiers.transport.watching import GRACE_SECONDS
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from kvpool.config.layers import DType, LayerSpec, show
-from kvpool.engine.model import rotary
-from kvpool.engine.model.hook import Attend, AttentionCall, attending, use_kvpool_attention
-from kvpool.engine.model.self_check import ContiguousAttention, check_against_eager
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
+from kvpool.model import rotary
+from kvpool.model.hook import Attend, AttentionCall, attending, use_kvpool_attention
+from kvpool.model.self_check import ContiguousAttention, check_against_eager
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _NEEDED_ARGUMENTS = ("position_ids", "logits_to_keep")

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 
 from models import tiny_model  # noqa: E402
 
-from kvpool.engine.tiering.model_identity import model_id, weights_id  # noqa: E402
 from kvpool.tiers.identity import OF_TRANSFORMERS  # noqa: E402
+from kvpool.tiers.model_identity import model_id, weights_id  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -16,11 +16,11 @@ import torch
 from gguf_files import write_tiny_llama
 from models import random_prompt, tiny_config, tiny_model
 
-from kvpool.engine.model import default_model
-from kvpool.engine.model.gguf_conversion import cache_directory, converted
-from kvpool.engine.model.loading import load_model
-from kvpool.engine.model.probing import inspect_model
 from kvpool.errors import ConfigError, InvalidArgumentError, ModelLoadError, UnsupportedModelError
+from kvpool.model import default_model
+from kvpool.model.gguf_conversion import cache_directory, converted
+from kvpool.model.loading import load_model
+from kvpool.model.probing import inspect_model
 
 TINY = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50}
 
@@ -385,7 +385,7 @@ def test_the_default_model_answers_as_it_should() -> None:
 def test_given_gguf_files_that_differ_in_their_middle_only_then_each_has_its_own_conversion(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.engine.model.gguf_conversion._convert", lambda file, directory: None)
+    monkeypatch.setattr("kvpool.model.gguf_conversion._convert", lambda file, directory: None)
     data, found = bytearray(b"GGUF" + bytes(4 * 2**20)), set()
     for value in (0, 1):
         data[2 * 2**20] = value

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from kvpool.engine import Engine, engine_parts
-from kvpool.engine.model import products
-from kvpool.engine.model.products import ChosenLinear, Way, choose_products, in_float32, plain, plain_products, swapped
 from kvpool.errors import UnsupportedModelError
+from kvpool.model import products
+from kvpool.model.products import ChosenLinear, Way, choose_products, in_float32, plain, plain_products, swapped
 
 ROWS = (1, 4, 16, 64)
 

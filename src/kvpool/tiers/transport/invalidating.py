@@ -1,4 +1,4 @@
-"""Forgetting: what is invalidated leaves the cache of an engine and never comes back from its tiers."""
+"""Forgetting: what is invalidated leaves the cache of a client and never comes back from its tiers."""
 
 from __future__ import annotations
 

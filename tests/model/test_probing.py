@@ -14,11 +14,11 @@ from models import REFUSED, SUPPORTED, WINDOW, random_prompt, tiny_config, tiny_
 from transformers import LlamaModel
 
 from kvpool.config.layers import DType, LayerSpec
-from kvpool.engine.model import self_check
-from kvpool.engine.model.hook import AttentionCall
-from kvpool.engine.model.probing import LayerShape, ModelShape, forward, inspect_model
-from kvpool.engine.model.self_check import ContiguousAttention, positions_of
 from kvpool.errors import InvalidArgumentError, UnsupportedModelError
+from kvpool.model import self_check
+from kvpool.model.hook import AttentionCall
+from kvpool.model.probing import LayerShape, ModelShape, forward, inspect_model
+from kvpool.model.self_check import ContiguousAttention, positions_of
 
 GQA = LayerShape(q_heads=4, kv_heads=2, k_dim=16, v_dim=16, scale=0.25)
 MHA = LayerShape(q_heads=4, kv_heads=4, k_dim=16, v_dim=16, scale=0.25)

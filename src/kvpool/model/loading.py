@@ -11,9 +11,6 @@ from typing import Any, NamedTuple
 import torch
 
 from kvpool.config.layers import show
-from kvpool.engine.model.default_model import NAME as DEFAULT_NAME
-from kvpool.engine.model.default_model import default_model_directory
-from kvpool.engine.model.gguf_conversion import converted
 from kvpool.errors import (
     ConfigError,
     InvalidArgumentError,
@@ -22,6 +19,9 @@ from kvpool.errors import (
     StorageMemoryError,
     UnsupportedModelError,
 )
+from kvpool.model.default_model import NAME as DEFAULT_NAME
+from kvpool.model.default_model import default_model_directory
+from kvpool.model.gguf_conversion import converted
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 _HUB_SECONDS = 10.0  # that the hub has to answer before it counts as out of reach

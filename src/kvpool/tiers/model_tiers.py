@@ -1,4 +1,7 @@
-"""From an engine's settings to its tiers: tiers of the caller's own, a directory on a disk, a remote store by its address."""
+"""TierSettings: the tiers of one model, from the settings of an engine or a pool of transformers. Needs torch.
+
+They are tiers of the caller's own, a directory on a disk, and a remote store by its address.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from typing import Any, NamedTuple
 
 from kvpool.config import KVCacheConfig
 from kvpool.config.layers import MAX_BYTES, check_int, check_number, show
-from kvpool.engine.tiering.model_identity import model_id, weights_id
 from kvpool.errors import ConfigError
-from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, open_tier
+from kvpool.tiers.contract import KeyedTier
+from kvpool.tiers.disk import DiskTier
+from kvpool.tiers.keys import Fingerprint, KeySpace
+from kvpool.tiers.model_identity import model_id, weights_id
+from kvpool.tiers.open import open_tier
 from kvpool.tiers.tier_settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT, REQUEST_TIMEOUT
 from kvpool.tiers.transport.prefix_options import BlockKeys
 
@@ -26,7 +32,7 @@ class OpenedTiers(NamedTuple):
 
 
 class TierSettings:
-    """Which tiers an engine has, in the order in which they are asked; checked before a model is loaded."""
+    """Which tiers a client has, in the order in which they are asked; checked before a model is loaded."""
 
     def __init__(
         self,

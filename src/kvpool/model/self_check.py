@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from kvpool.engine.model.hook import ATTENTION_NAME, Attend, AttentionCall
 from kvpool.errors import UnsupportedModelError
+from kvpool.model.hook import ATTENTION_NAME, Attend, AttentionCall
 
 # How far logits may be from eager attention's, as a share of their spread, and for which share of the tokens. In float32
 # they agree to about 1e-6. In 16 bits rounding alone makes some percent (0.06 in 32 layers of random weights), and sends
@@ -18,7 +18,7 @@ from kvpool.errors import UnsupportedModelError
 _TOLERANCE, _CHECKED = 1e-3, 1.0
 _TOLERANCE_16_BITS, _CHECKED_16_BITS = 0.2, 0.75
 
-Forward: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor | None, Attend], Tensor]  # kvpool.engine.model.probing.forward
+Forward: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor | None, Attend], Tensor]  # kvpool.model.probing.forward
 
 _SHORT_WINDOW = 16
 _NO_LIMIT = 2**17  # the positions that are tried in a model that names no limit

@@ -10,10 +10,10 @@ pytest.importorskip("transformers")
 import torch
 from models import SUPPORTED, WINDOW, random_prompt, tiny_model
 
-from kvpool.engine.model.hook import AttentionCall, attending, use_kvpool_attention
-from kvpool.engine.model.probing import forward
-from kvpool.engine.model.self_check import ContiguousAttention, positions_of
 from kvpool.errors import KVPoolError, UnsupportedModelError
+from kvpool.model.hook import AttentionCall, attending, use_kvpool_attention
+from kvpool.model.probing import forward
+from kvpool.model.self_check import ContiguousAttention, positions_of
 
 LENGTHS = (2 * WINDOW + 7, WINDOW + 3, 1)  # two cross the window
 

@@ -11,19 +11,19 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvpool.engine.tiering.importing import Importer, Lease
-from kvpool.engine.tiering.invalidating import Forgetting
-from kvpool.engine.tiering.offering import Offers
-from kvpool.engine.tiering.opening import OpenedTiers
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling import Request
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage import DataPlane
 from kvpool.tiers.contract import TierStats
+from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.chain import TierChain
 from kvpool.tiers.transport.deciding import Decider, DecisionStats
 from kvpool.tiers.transport.fetching import Fetch, Fetcher, FetchStats
+from kvpool.tiers.transport.importing import Importer, Lease
+from kvpool.tiers.transport.invalidating import Forgetting
 from kvpool.tiers.transport.lanes import Lane
+from kvpool.tiers.transport.offering import Offers
 from kvpool.tiers.transport.staging import Bytes, StagingMemory, page_aligned
 from kvpool.tiers.transport.storing import SharedStage, Storer, StoreStats
 from kvpool.tiers.transport.watching import GRACE_SECONDS
