@@ -21,6 +21,7 @@ from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.movers import Movers, TieringStats
 from kvpool.tiers.transport.offering import Progress
+from kvpool.tiers.transport.prefix_options import next_query
 from kvpool.tiers.transport.watching import GRACE_SECONDS
 
 log = logging.getLogger("kvpool")
@@ -90,19 +91,16 @@ class PoolTiers:
         """What to ask tiers for; None: nothing, or it does not pay."""
         movers, size, now = self.movers, self.movers.keys.block_size, time.monotonic()
         match = self._manager.match_prefix(request.prompt, request.scope)
-        num_blocks = len(request.prompt) // size
-        missing = min(num_blocks * size, len(request.prompt) - 1) - match.num_tokens
+        num_tokens = len(request.prompt)
+        missing = next_query(num_tokens // size, num_tokens, size) - match.num_tokens
         if missing <= 0 or self._closed or movers.lane.is_stuck or latest <= now:
             return None
-        worth = movers.decider.is_worth_looking(missing)
-        if not worth and not movers.decider.is_time_to_look():
-            return None
-        prompt = movers.keys.of_prompt(request.prompt, request.scope)
-        fetch = Fetch(prompt, match.num_blocks, now, min(latest, now + movers.patience(missing)))
-        if worth:
-            return fetch
-        movers.fetch(fetch, Fetch.release, fetch.release)  # measured again, beside the call
-        return None
+
+        def make() -> Fetch:
+            prompt = movers.keys.of_prompt(request.prompt, request.scope)
+            return Fetch(prompt, match.num_blocks, now, min(latest, now + movers.patience(missing)))
+
+        return make() if movers.is_worth_waiting(missing, make) else None
 
     # --- blocks go ---------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from kvpool.manager import KVCacheManager
 from kvpool.scheduling import Request
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.movers import HandoverStats, Movers
-from kvpool.tiers.transport.prefix_options import HERE, NOWHERE, BlockKeys, PromptKeys, usable_blocks
+from kvpool.tiers.transport.prefix_options import HERE, NOWHERE, BlockKeys, PromptKeys, next_query, usable_blocks
 from kvpool.tiers.transport.storing import Storer
 
 log = logging.getLogger("kvpool")
@@ -242,7 +242,7 @@ class Handovers:
         """Brings what tiers have of a prompt; `done` hears how many of its tokens are cached then. In the engine's thread."""
         match = self._manager.match_prefix(request.prompt, request.scope, request.items)
         size, now = self._movers.keys.block_size, time.monotonic()
-        missing = min(prompt.num_blocks * size, prompt.num_tokens - 1) - match.num_tokens
+        missing = next_query(prompt.num_blocks, prompt.num_tokens, size) - match.num_tokens
         fetch = Fetch(prompt, match.num_blocks, now, now + self._movers.timeout, is_asked_for=True)
         arrived = partial(self._tell_arrived, request, done)
         nothing = partial(done, match.num_tokens)

@@ -30,7 +30,7 @@ from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.importing import Leases
 from kvpool.tiers.transport.invalidating import Forgetting
 from kvpool.tiers.transport.movers import FLUSH_SECONDS, Movers, TieringStats
-from kvpool.tiers.transport.prefix_options import PromptKeys
+from kvpool.tiers.transport.prefix_options import PromptKeys, next_query
 from kvpool.tiers.transport.watching import GRACE_SECONDS
 
 log = logging.getLogger("kvpool")
@@ -88,7 +88,7 @@ class TierLink:
             held.prompt = self.prompt_keys(held.request)
         prompt, size = held.prompt, self.keys.block_size
         match = self._manager.match_prefix(held.request.prompt, held.request.scope, held.request.items)
-        first, missing = match.num_blocks, min(prompt.num_blocks * size, prompt.num_tokens - 1) - match.num_tokens
+        first, missing = match.num_blocks, next_query(prompt.num_blocks, prompt.num_tokens, size) - match.num_tokens
         if missing <= 0 or self._closed or self._movers.lane.is_stuck:
             return False
         now = time.monotonic()
@@ -102,12 +102,8 @@ class TierLink:
             leader.followers.append(held)
             self._held[held.request.id] = held
             return True
-        worth = self._movers.decider.is_worth_looking(missing)
-        if not worth and not self._movers.decider.is_time_to_look():
-            return False
         fetch = Fetch(prompt, first, now, held.due)
-        if not worth:  # measured again, beside the request
-            self._movers.fetch(fetch, Fetch.release, fetch.release)
+        if not self._movers.is_worth_waiting(missing, lambda: fetch):
             return False
         if not self._movers.fetch(fetch, partial(self._tell_arrived, held), fetch.release):
             self._crowded += 1

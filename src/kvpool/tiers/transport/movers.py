@@ -100,6 +100,15 @@ class Movers:
         computing = self.decider.compute_seconds(num_tokens)
         return self.timeout if computing is None else min(self.timeout, max(SHORTEST_WAIT, computing))
 
+    def is_worth_waiting(self, num_tokens: int, make: Callable[[], Fetch]) -> bool:
+        """Whether a request should wait for so many tokens. If not, tiers may be measured again beside it, with a fetch."""
+        if self.decider.is_worth_looking(num_tokens):
+            return True
+        if self.decider.is_time_to_look():
+            fetch = make()
+            self.fetch(fetch, Fetch.release, fetch.release)
+        return False
+
     def fetch(self, fetch: Fetch, done: Callable[[Fetch], None], drop: Callable[[], None]) -> bool:
         """Has a prefix fetched in the background; False if too many wait. `drop` is called instead of `done` at the end."""
         return self.lane.submit(partial(self.fetcher.run, fetch, done), drop)
