@@ -78,6 +78,22 @@ def test_given_measurements_then_the_faster_way_is_chosen_with_its_prediction() 
     assert warmed_up(bytes_per_second=1e7).decide([option(8, 8)], 0, SIZE).option is None
 
 
+def test_given_blocks_in_the_cache_then_loading_is_weighed_against_computing_the_rest_only() -> None:
+    decider = warmed_up(bytes_per_second=4e7)
+    decision = decider.decide([option(8, 4)], 4, SIZE)
+    assert (decision.option, decision.reason) == (None, "computing is faster")
+    assert decision.load_seconds == pytest.approx(0.1, rel=0.1)
+    assert decision.compute_seconds == pytest.approx(0.064, rel=0.1)
+
+
+def test_given_tiers_that_are_too_slow_or_have_nothing_then_only_the_former_count_as_recomputed() -> None:
+    decider = warmed_up(bytes_per_second=1e6)
+    decider.decide([option(8, 8)], 0, SIZE)
+    decider.decide([], 0, SIZE)
+    stats = decider.stats()
+    assert (stats.recomputes, stats.loads) == (1, 0)
+
+
 def test_given_a_slow_second_tier_then_only_what_the_first_one_has_is_loaded() -> None:
     decider = Decider(2)
     for count in (4, 8, 16):

@@ -14,6 +14,7 @@ import pytest
 from kvpool.testing import key, value
 from kvpool.tiers import KeyedTier, MemoryTier, Outcome
 from kvpool.tiers.contract import Keeper
+from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import StagingMemory, page_aligned
 from kvpool.tiers.transport.storing import Storer
@@ -234,4 +235,29 @@ def test_given_two_tiers_then_each_gets_what_it_lacks() -> None:
     assert storer.flush(SECONDS)
     assert fast.contains([key(1), key(2)]) == [True, True]
     assert slow.contains([key(1), key(2)]) == [False, True]
+    storer.close(SECONDS)
+
+
+def test_given_a_block_that_one_of_two_tiers_lacks_then_it_is_wanted() -> None:
+    watched = [WatchedTier(MemoryTier(2**20)) for _ in range(2)]
+    storer = Storer(watched, StagingMemory(2**20))
+    watched[0].known.add([key(1)])
+    assert storer.wants(key(1))
+    watched[1].known.add([key(1)])
+    assert not storer.wants(key(1))
+    storer.close(SECONDS)
+
+
+def test_given_values_in_two_tiers_when_they_are_purged_then_both_lose_them_and_all_count_as_removed() -> None:
+    tiers = [MemoryTier(2**20), MemoryTier(2**20)]
+    storer = Storer([WatchedTier(tier) for tier in tiers], StagingMemory(2**20))
+    stage = storer.take_memory(100, 2)
+    assert stage is not None
+    storer.store([key(1), key(2)], rows(1, 2), stage, nothing)
+    storer.purge(KeyPattern())
+    assert storer.flush(SECONDS)
+    assert [tier.contains([key(1), key(2)]) for tier in tiers] == [[False, False]] * 2
+    stats = storer.stats()
+    assert (stats.removed, stats.not_removed) == (4, 0)
+    assert storer.wants(key(1))
     storer.close(SECONDS)
