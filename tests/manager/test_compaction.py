@@ -89,6 +89,17 @@ def test_the_blocks_of_a_sequence_become_neighbours_where_they_can() -> None:
     assert second.block_ids().tolist() == [0, 1, 2, 3]
 
 
+def test_given_two_holes_then_a_block_moves_right_behind_its_predecessor_and_not_to_the_lower_one() -> None:
+    manager = make_manager(enable_prefix_caching=False)
+    low, first, high, second = (manager.allocate(name, num_tokens=4) for name in ("low", "a", "high", "b"))
+    manager.extend(first, 4)
+    assert first.block_ids().tolist() == [1, 4]
+    manager.free(low)
+    manager.free(high)
+    manager.defragment()
+    assert (first.block_ids().tolist(), second.block_ids().tolist()) == ([1, 2], [0])
+
+
 def test_shared_and_cached_blocks_move_once_and_everybody_follows() -> None:
     manager = make_manager()
     memory = Memory(manager)
