@@ -39,14 +39,15 @@ from typing import Any, NamedTuple, TypeVar
 ROOT = Path(__file__).resolve().parent.parent
 # What draws, serves or runs on a GPU. Name one with --module to change it all the same.
 LEFT_OUT = (
-    *("attention", "hf", "kernels", "storage", "server", "cluster", "integrations", "view", "web"),
+    *("attention", "hf", "kernels", "storage", "server", "cluster", "clients", "integrations", "view", "web"),
     *("cli.py", "tour.py", "terminal.py", "compat", "replay", "__main__.py", "version.py"),
 )
 # Packages whose own tests are enough, and what else tests them.
 APART = {
     "scheduling": ("stateful/test_scheduler_machine.py",),
     "tiers": ("stateful/test_disk_tier.py", "engine/test_tiers.py"),
-    **dict.fromkeys(("engine", "recording", "replay", "compat", "storage", "server", "cluster", "view"), ()),
+    "recording": ("replay/test_broken_files.py",),
+    **dict.fromkeys(("engine", "replay", "compat", "storage", "server", "cluster", "view"), ()),
 }
 GENERAL = (  # tests of the whole manager
     *("manager", "sequences", "prefix", "pools", "events", "eviction/test_order_of_eviction.py", "test_rules.py"),
