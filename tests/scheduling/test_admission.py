@@ -160,6 +160,22 @@ def test_given_an_offloaded_prefix_when_there_is_no_room_for_its_request_then_it
     engine.assert_right(again)
 
 
+def test_given_a_prefix_half_of_which_was_offloaded_when_there_is_no_room_for_its_request_then_that_half_stays_below() -> (
+    None
+):
+    manager = make_manager(gpu_blocks=16, host_blocks=16)
+    engine = make_engine(manager, max_sequences=1)
+    add(engine, request("first", 32, 1))
+    engine.drain()
+    manager.offload(4)
+    again = request("again", 56, 2)  # 15 blocks, of which 4 are on the GPU and 4 below
+    add(engine, request("running", 32, 4, first=80), again)  # 9 of 16 blocks
+    plan = engine.step()
+    assert (names(plan.sequences), engine.scheduler.stats.prefetched_blocks) == (["running"], 0)
+    engine.drain()
+    engine.assert_right(again)
+
+
 def test_given_prefetching_switched_off_then_a_prefix_comes_up_with_its_request() -> None:
     manager = make_manager(host_blocks=16)
     engine = make_engine(manager, max_sequences=1, prefetch_requests=0)
