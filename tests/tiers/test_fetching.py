@@ -1,0 +1,46 @@
+"""A prefix on its way from tiers into staging memory."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from kvpool import KVCacheConfig, LayerSpec
+from kvpool.testing import key, value
+from kvpool.tiers import MemoryTier
+from kvpool.tiers.transport.chain import TierChain
+from kvpool.tiers.transport.deciding import Decider
+from kvpool.tiers.transport.fetching import Fetch, Fetcher
+from kvpool.tiers.transport.prefix_options import PromptKeys, cached_groups
+from kvpool.tiers.transport.staging import StagingMemory
+from kvpool.tiers.transport.storing import Storer
+
+SECONDS = 30.0
+SIZE = 4
+
+
+def test_given_staging_memory_that_others_use_then_a_fetch_is_given_up_and_counted_until_they_give_it_back() -> None:
+    groups = cached_groups(KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=SIZE, gpu_blocks=8))
+    keys, values = [key(0), key(1)], [value(number, groups[0].spec.block_bytes) for number in range(2)]
+    tier, memory = MemoryTier(2**20), StagingMemory(2**20)
+    tier.store(keys, values)
+    chain = TierChain([tier])
+    storer = Storer(chain.watched, memory)
+    fetcher = Fetcher(chain, groups, SIZE, Decider(1), memory, storer)
+
+    def fetched() -> Fetch:
+        now, done = time.monotonic(), []
+        fetcher.run(Fetch(PromptKeys(2 * SIZE + 1, (keys,)), 0, now, now + SECONDS), done.append)
+        return done[0]
+
+    others = memory.take(memory.max_bytes)
+    assert others is not None
+    assert (fetched().num_blocks, fetcher.stats().no_memory) == (0, 1)
+    memory.give(others)
+    fetch = fetched()
+    assert (fetch.num_blocks, fetcher.stats().no_memory) == (2, 1)
+    assert np.array_equal(fetch.groups[0].rows, [np.frombuffer(each, np.uint8) for each in values])
+    fetch.release()
+    assert memory.lent_bytes == 0
+    storer.close(SECONDS)
