@@ -160,18 +160,19 @@ def test_given_an_offloaded_prefix_when_there_is_no_room_for_its_request_then_it
     engine.assert_right(again)
 
 
-def test_given_a_prefix_half_of_which_was_offloaded_when_there_is_no_room_for_its_request_then_that_half_stays_below() -> (
-    None
-):
+@pytest.mark.parametrize(("num_running", "prefetched"), [(32, 0), (20, 4)])
+def test_given_a_prefix_half_of_which_was_offloaded_then_that_half_comes_up_if_there_is_room_for_all_of_its_request(
+    num_running: int, prefetched: int
+) -> None:
     manager = make_manager(gpu_blocks=16, host_blocks=16)
     engine = make_engine(manager, max_sequences=1)
     add(engine, request("first", 32, 1))
     engine.drain()
     manager.offload(4)
-    again = request("again", 56, 2)  # 15 blocks, of which 4 are on the GPU and 4 below
-    add(engine, request("running", 32, 4, first=80), again)  # 9 of 16 blocks
+    again = request("again", 38, 2)  # 10 blocks, of which 4 are on the GPU and 4 below
+    add(engine, request("running", num_running, 4, first=80), again)  # 8 or 5 of 16 blocks
     plan = engine.step()
-    assert (names(plan.sequences), engine.scheduler.stats.prefetched_blocks) == (["running"], 0)
+    assert (names(plan.sequences), engine.scheduler.stats.prefetched_blocks) == (["running"], prefetched)
     engine.drain()
     engine.assert_right(again)
 

@@ -200,7 +200,9 @@ def of_tenants(*tenants: str) -> list[Any]:
 def test_promises_must_fit_into_what_is_there_for_each_tenant_that_runs(
     tenant: str, running: list[str], room: int
 ) -> None:
-    assert shared_out().beside(tenant, of_tenants(*running)) == (room,)
+    supply = shared_out()
+    admission = supply.manager.can_allocate(num_tokens=1, scope=ReuseScope(tenant=tenant))
+    assert supply.room(admission, tenant, of_tenants(*running)) == (room,)
 
 
 def test_idle_blocks_that_a_request_reuses_are_neither_room_nor_kept() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from kvpool.config import Tier
-from kvpool.config.layers import ceil_div
 from kvpool.errors import OutOfBlocksError
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.request import ScheduledSequence, SequenceState
@@ -264,27 +263,16 @@ class Admissions:
 
         All that a request needs must fit there: otherwise it would wait for room, and what came up be evicted before it runs.
         """
-        size = self.manager.config.block_size
         for sequence in candidates if self.manager.has_tier(Tier.HOST, Tier.DISK) else ():
             if sequence.state is not SequenceState.WAITING or sequence.in_flight:
                 continue
-            scope = sequence.request.scope
-            match = self.manager.match_prefix(sequence.prompt)
-            resident = match.tokens_by_tier.get(Tier.GPU, 0) // size
-            needed = ceil_div(self.capacity.horizon(sequence), size) - resident
-            if sum(match.tokens_by_tier.values()) // size == resident or not self._has_unpromised(needed, scope.tenant):
+            if self.manager.match_prefix(sequence.prompt).tokens_by_tier.keys() <= {Tier.GPU}:
+                continue
+            num_tokens = len(sequence.tokens)
+            admission, future = self._ask(sequence, num_tokens), self.capacity.future(sequence, num_tokens)
+            if not self._has_room(sequence, admission, future):
                 continue
             try:
                 self.roster.stats.prefetched_blocks += self.manager.onboard(sequence.prompt)
             except OutOfBlocksError:  # other tenants' guarantees are in the way
                 continue
-
-    def _has_unpromised(self, columns: int, tenant: str) -> bool:
-        """Whether so many columns of the block table are free or evictable, above the watermark and all promises."""
-        capacity, running = self.capacity, self.roster.running
-        promised = capacity.outstanding(running.lanes)
-        room = capacity.supply.beside(tenant, running.members)
-        return all(
-            have - taken >= columns * capacity.blocks_per_column(pool) + capacity.watermark(pool)
-            for pool, (have, taken) in enumerate(zip(room, promised, strict=True))
-        )

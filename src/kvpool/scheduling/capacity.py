@@ -136,7 +136,3 @@ class Capacity:
     def blocks_per_column(self, pool: int) -> int:
         """Blocks of a pool behind one column of the block table."""
         return sum(group.pool == pool for group in self._growing)
-
-    def watermark(self, pool: int) -> int:
-        """Blocks of a pool that admission leaves free."""
-        return self.manager.config.watermark_blocks(pool, self.pool_sizes()[pool])

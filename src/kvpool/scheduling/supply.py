@@ -24,14 +24,7 @@ class Supply:
 
     def of(self, tenant: str) -> tuple[int, ...]:
         """What requests of a tenant may take."""
-        return self._one_token(tenant).blocks_available
-
-    def _one_token(self, tenant: str) -> Admission:
-        return self.manager.can_allocate(num_tokens=1, scope=ReuseScope(tenant=tenant))
-
-    def beside(self, tenant: str, running: Iterable[ScheduledSequence]) -> tuple[int, ...]:
-        """What requests of a tenant may take, and each of those that run could take as well."""
-        return self.room(self._one_token(tenant), tenant, running)
+        return self.manager.can_allocate(num_tokens=1, scope=ReuseScope(tenant=tenant)).blocks_available
 
     def room(self, admission: Admission, tenant: str, running: Iterable[ScheduledSequence]) -> tuple[int, ...]:
         """What is left of an admission's supply for all promises together, also those made to other tenants.
