@@ -147,7 +147,7 @@ def _files() -> set[Path]:
     found = set()
     for folder, folders, names in os.walk(REPO_ROOT):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in _MADE]
-        found.update(Path(folder, name) for name in names if not name.endswith(".pyc"))
+        found.update(Path(folder, name) for name in names if not (name.startswith(".") or name.endswith(".pyc")))
     return found
 
 
