@@ -34,3 +34,11 @@ def test_given_a_setting_with_a_help_then_commands_and_files_have_it() -> None:
     options = {each.name for each in fields(EngineOptions)}
     assert {each.metadata["option"] or each.name for each in shown} <= options
     assert {each.metadata["key"] or each.metadata["option"] or each.name for each in shown} <= _MODEL_KINDS.keys()
+
+
+def test_given_the_options_of_a_command_then_its_model_comes_first() -> None:
+    assert fields(EngineOptions)[0].name == "model"
+
+
+def test_given_the_name_in_the_help_of_an_engine_then_it_leads_to_the_settings() -> None:
+    assert f"`{EngineSettings.__module__}.EngineSettings`" in (Engine.__doc__ or "")

