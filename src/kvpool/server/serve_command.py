@@ -7,7 +7,6 @@ import ipaddress
 import os
 import socket
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -91,7 +90,7 @@ def serve(
     if called is not None:
         if engine_options.model is not None:
             raise ConfigError(f"the model is {called} or --model {engine_options.model}: name it once")
-        engine_options = replace(engine_options, model=called)
+        engine_options = engine_options.changed(model=called)
     given = {"host": host, "port": port, "keys": keys, "share_cache": share_cache, "insecure": insecure}
     given |= {"max_requests": max_requests, "max_sequences": max_sequences, "traces": traces}
     settings, models = read_serve(engine_options, host_memory, name, given)
