@@ -211,8 +211,9 @@ fuzz: $(VENV)/.stamp-dev ## random operations in random configurations against a
 mutants: $(VENV)/.stamp-dev ## change kvpool in 100 small ways: which changes does no test notice? ARGS="--seed 7 --module tiers/ --processes 8"
 	$(PY) tools/mutants.py $(ARGS)
 
-lint: $(VENV)/.stamp-dev ## ruff
+lint: $(VENV)/.stamp-dev ## ruff: its rules, and its format
 	$(PY) -m ruff check . $(ARGS)
+	$(PY) -m ruff format --check .
 
 types: $(VENV)/.stamp-dev ## mypy --strict over src, benchmarks and tools
 	$(PY) -m mypy $(ARGS)

@@ -91,7 +91,9 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
             types = frozenset(self.config["unchecked"])
             module.write_bytes(without_types(module.read_bytes(), types, everywhere=name in self.config["border"]))
         arguments = ["--ignore-missing-imports", *self.config["compile"]]
-        (folder / "setup.py").write_text(SETUP.format(arguments=arguments, sources=self.config["sources"]), encoding="utf-8")
+        (folder / "setup.py").write_text(
+            SETUP.format(arguments=arguments, sources=self.config["sources"]), encoding="utf-8"
+        )
         command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "compiled", "--build-temp", "objects"]
         result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if result.returncode == 0:

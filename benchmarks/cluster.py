@@ -90,7 +90,10 @@ def follow(num_blocks: int) -> Runner:
     index, prompts = full_index(num_blocks, 1)
     new = random_tokens(3, 50, PROMPT_BLOCKS * SIZE)
     events = [
-        (stored(len(prompts) + at, tokens, 0, PROMPT_BLOCKS), BlockRemoved(hashes_of(len(prompts) + at, 0, PROMPT_BLOCKS)))
+        (
+            stored(len(prompts) + at, tokens, 0, PROMPT_BLOCKS),
+            BlockRemoved(hashes_of(len(prompts) + at, 0, PROMPT_BLOCKS)),
+        )
         for at, tokens in enumerate(new)
     ]
     freeze_heap()
@@ -168,10 +171,25 @@ def cases(quick: bool) -> list[Case]:
         Case(f"the same, announced in {TURNS} turns", "µs", "lower", lambda: lookup(million, TURNS)),
         Case("the same, cached nowhere", "µs", "lower", lambda: lookup(million, is_cached=False)),
         Case("follow a block stored and removed", "µs", "lower", lambda: follow(million)),
-        Case("memory of a block, on any number of nodes", "bytes", "lower", lambda: bytes_indexed(million), (180.0,), **once),
-        Case("more, for a node with names of its own", "bytes", "lower", lambda: bytes_indexed(million, named=True), **once),
+        Case(
+            "memory of a block, on any number of nodes",
+            "bytes",
+            "lower",
+            lambda: bytes_indexed(million),
+            (180.0,),
+            **once,
+        ),
+        Case(
+            "more, for a node with names of its own",
+            "bytes",
+            "lower",
+            lambda: bytes_indexed(million, named=True),
+            **once,
+        ),
         Case("kept by the publisher of a block", "bytes", "lower", lambda: bytes_published(million // 5), **once),
-        Case(f"decide, {NODES} nodes, {router_blocks:,} blocks", "µs", "lower", lambda: decide(router_blocks), (500.0,)),
+        Case(
+            f"decide, {NODES} nodes, {router_blocks:,} blocks", "µs", "lower", lambda: decide(router_blocks), (500.0,)
+        ),
     ]
 
 

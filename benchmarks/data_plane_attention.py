@@ -36,7 +36,13 @@ LAYERS = 3  # of the store; runs go round them, so that nothing is left in a cac
 GRAPH_LAYERS = 6
 LONG_PROMPT = 32768  # queries, beyond which a graph has one layer and there are few repeats
 LLAMA = AttentionSpec(32, 8, 128)
-GPU_PREFILL = ((8, 2048, 0), (1, 8192, 0), (4, 512, 8192), (1, 2048, 32768), (1, 131072, 0))  # sequences, queries, cached
+GPU_PREFILL = (
+    (8, 2048, 0),
+    (1, 8192, 0),
+    (4, 512, 8192),
+    (1, 2048, 32768),
+    (1, 131072, 0),
+)  # sequences, queries, cached
 GPU_DECODE = ((64, 4096), (256, 1024), (8, 32768), (1, 131072))
 QUANTISED = ((DType.FP8_E4M3, 3.6), (DType.INT8, 3.3), (DType.INT4, 2.4))  # and the bar on an H200, TB/s
 RAGGED = "ragged"  # 128 sequences of 1 to 8,192 tokens

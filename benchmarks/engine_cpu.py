@@ -69,7 +69,11 @@ def cases(quick: bool) -> list[Case]:
     count, num_new, length = (2, 4, 32) if quick else (16, 48, 400)
     kinds = (
         (f"{count} requests behind {length} shared tokens", random_prompts(count, 40, 80, length, 40000), 2.0),
-        (f"{count} requests with nothing in common", random_prompts(count, length + 40, length + 80, 0, 40000), 1 / 0.6),
+        (
+            f"{count} requests with nothing in common",
+            random_prompts(count, length + 40, length + 80, 0, 40000),
+            1 / 0.6,
+        ),
     )
     model = str(default_model_directory())
     return [
@@ -86,7 +90,15 @@ def _pair(name: str, model: str, dtype: str, prompts: Prompts, num_new: int, fac
     once: dict[str, Any] = {"repeats": 1, "quick_repeats": 1, "warmups": 0}
     cpu, wall = PeerCase("cpu_per_token", params), PeerCase("wall_per_token")
     return [
-        Case(name, "CPU-ms/tok", "lower", lambda: cpu_per_token(dtype, prompts, num_new), bars=bars, peer_case=cpu, **once),
+        Case(
+            name,
+            "CPU-ms/tok",
+            "lower",
+            lambda: cpu_per_token(dtype, prompts, num_new),
+            bars=bars,
+            peer_case=cpu,
+            **once,
+        ),
         Case(f"{name}, wall", "ms/tok", "lower", wall_per_token, peer_case=wall, **once),
     ]
 

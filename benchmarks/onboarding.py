@@ -79,7 +79,8 @@ class Bench:
         """Prompts of the prefix' length; another seed, other tokens."""
         setting = self.setting
         return [
-            [3 + seed, *prompt[1:]] for prompt in random_prompts(count, setting.prefix, setting.prefix, 0, setting.vocabulary)
+            [3 + seed, *prompt[1:]]
+            for prompt in random_prompts(count, setting.prefix, setting.prefix, 0, setting.vocabulary)
         ]
 
     def offload(self) -> None:

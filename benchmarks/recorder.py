@@ -33,9 +33,15 @@ from kvpool.scheduling import SchedulerConfig
 BAR = 2.0  # percent
 VERBS = ("allocate", "extend_batch", "commit", "commit_batch", "slot_mapping", "free", "free_batch")
 SMALL: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 32000, "hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6,
-    "num_attention_heads": 6, "num_key_value_heads": 6, "max_position_embeddings": 1024,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 288,
+    "intermediate_size": 768,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "max_position_embeddings": 1024,
+}
 TINY = SMALL | {"vocab_size": 512, "hidden_size": 96, "intermediate_size": 96, "num_hidden_layers": 2}
 
 

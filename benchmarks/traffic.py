@@ -66,7 +66,9 @@ def full_setting() -> Setting:
 def tiny_setting() -> Setting:
     """The same on a tiny model, to see that it runs; its ideals are those of no machine."""
     model = random_model(TINY, "cuda" if torch.cuda.is_available() else "cpu", torch.float32)
-    traffic = Traffic(num_sessions=3, num_turns=2, shared=32, new=(4, 40), num_generated=3, vocabulary=TINY["vocab_size"])
+    traffic = Traffic(
+        num_sessions=3, num_turns=2, shared=32, new=(4, 40), num_generated=3, vocabulary=TINY["vocab_size"]
+    )
     tiers = {"kv_bytes": 1 << 20, "host_bytes": 1 << 22}
     return Setting(model, Machine(1e12, 1e14), traffic, 2, 24, (8, 16), 2, {"kv_bytes": 1 << 24}, tiers)
 
@@ -170,7 +172,12 @@ def cases(bench: Bench) -> list[Case]:
             return bench.conversations(**how)
 
         add(f"{name}: whole run", "s", lambda: seen().seconds, *_bars(whole))
-        add(f"{name}: p99 between tokens", "ms", lambda: 1e3 * float(np.quantile(seen().between_tokens, 0.99)), *_bars(gap))
+        add(
+            f"{name}: p99 between tokens",
+            "ms",
+            lambda: 1e3 * float(np.quantile(seen().between_tokens, 0.99)),
+            *_bars(gap),
+        )
         add(f"{name}: p50 to the first token", "s", lambda: float(np.median(seen().first_token)), *_bars(first))
 
     add_mixed("one by one", False, False, {})

@@ -15,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import clean_room
 
 
-def test_given_a_room_then_its_commands_know_pips_index_and_nothing_else_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_a_room_then_its_commands_know_pips_index_and_nothing_else_of_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "https://index.example")
     monkeypatch.setenv("CC", "/usr/bin/cc")
     monkeypatch.setenv("PYTHONPATH", "src")

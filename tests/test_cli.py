@@ -18,9 +18,15 @@ from kvpool.cli import COMMANDS, main
 
 SRC = Path(__file__).resolve().parent.parent / "src"
 LLAMA = {
-    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
 
 
 @pytest.fixture
@@ -71,8 +77,14 @@ def test_given_a_trace_when_replayed_then_json_has_one_row_per_run(
     assert main(["replay", str(trace_file), "--policy", "lru,fifo", "--capacity", "20,inf", "--json", "-"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["policy"], row["capacity"]) for row in rows] == [
-        ("lru", 20), ("lru", None), ("fifo", 20), ("fifo", None), ("optimum", 20), ("optimum", None), ("infinite", None),
-    ]  # fmt: skip
+        ("lru", 20),
+        ("lru", None),
+        ("fifo", 20),
+        ("fifo", None),
+        ("optimum", 20),
+        ("optimum", None),
+        ("infinite", None),
+    ]
     first = rows[0]
     assert {"trace", "requests", "requested_blocks", "hit_blocks", "hit_ratio"} <= set(first)
     assert first["hit_ratio"] == first["hit_blocks"] / first["requested_blocks"]

@@ -105,7 +105,9 @@ class TestStages:
 
 class TestProcesses:
     def test_given_a_session_then_ending_it_ends_its_processes_and_no_others(self) -> None:
-        code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        code = (
+            "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+        )
         code += "print('both', flush=True); time.sleep(600)"
         one = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
         other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -134,7 +136,11 @@ class TestTable:
         asked = trace(4, sizes.requests, sizes.documents, sizes.document)
         again = len(asked) - len({tuple(each[: sizes.document]) for each in asked})
         assert again > 0
-        assert line["kvpool"] == line["peers"]["vllm"] == pytest.approx(100 * again * sizes.document / sum(map(len, asked)))
+        assert (
+            line["kvpool"]
+            == line["peers"]["vllm"]
+            == pytest.approx(100 * again * sizes.document / sum(map(len, asked)))
+        )
 
 
 class TestTrace:

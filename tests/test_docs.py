@@ -71,7 +71,9 @@ def test_given_the_glossary_then_it_is_sorted_and_the_code_uses_each_of_its_word
 
 
 def test_given_the_lengths_of_a_row_then_the_page_explains_each() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Lengths")[2].partition("\n## ")[0]
+    page = (
+        (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Lengths")[2].partition("\n## ")[0]
+    )
     explained = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     source = (PACKAGE / "pools" / "rows.py").read_text(encoding="utf-8")
     assert explained == set(re.findall(r"self\.(\w+): Int64Array = np\.zeros\(num_rows,", source))

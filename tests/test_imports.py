@@ -25,7 +25,18 @@ MODULE_FILES = sorted((SRC / "kvpool").rglob("*.py"))
 # engine the tools that analyse it.
 LAYERS = (
     *("compiling", "errors", "quiet", "plainfile", "jsonfile", "terminal", "scope", "config", "formats", "stats"),
-    *("counters", "eviction", "events", "pools", "prefix", "sequences", "version", "manager", "recording", "scheduling"),
+    *(
+        "counters",
+        "eviction",
+        "events",
+        "pools",
+        "prefix",
+        "sequences",
+        "version",
+        "manager",
+        "recording",
+        "scheduling",
+    ),
     *("kernels", "storage", "attention", "tiers", "testing", "view", "web", "cluster"),
     *("tour", "model", "hf", "engine", "server", "integrations", "replay", "clients", "compat", "cli", "__main__"),
 )

@@ -55,8 +55,11 @@ def test_given_a_lock_of_kvpool_then_files_sockets_and_log_lines_under_it_are_fo
     seen = found()
     assert {name for name, _ in seen} == {"some/room.py _lock"}
     assert [deed for _, deed in seen] == [
-        f"open {str(tmp_path / 'file')!r}", f"os.listdir {str(tmp_path)!r}", "socket.sendall", "a log line"
-    ]  # fmt: skip
+        f"open {str(tmp_path / 'file')!r}",
+        f"os.listdir {str(tmp_path)!r}",
+        "socket.sendall",
+        "a log line",
+    ]
     with one, other:
         assert other.recv(1) == b"1"
     assert found() == []

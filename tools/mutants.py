@@ -93,14 +93,26 @@ class Outcome(NamedTuple):
 # --- mutants of a source ----------------------------------------------------------------------------------------------
 
 _COMPARISONS: dict[type[ast.cmpop], tuple[bytes, bytes]] = {
-    ast.Lt: (rb"<", b"<="), ast.LtE: (rb"<=", b"<"), ast.Gt: (rb">", b">="), ast.GtE: (rb">=", b">"),
-    ast.Eq: (rb"==", b"!="), ast.NotEq: (rb"!=", b"=="), ast.Is: (rb"\bis\b", b"is not"),
-    ast.IsNot: (rb"\bis\s+not\b", b"is"), ast.In: (rb"\bin\b", b"not in"), ast.NotIn: (rb"\bnot\s+in\b", b"in"),
-}  # fmt: skip
+    ast.Lt: (rb"<", b"<="),
+    ast.LtE: (rb"<=", b"<"),
+    ast.Gt: (rb">", b">="),
+    ast.GtE: (rb">=", b">"),
+    ast.Eq: (rb"==", b"!="),
+    ast.NotEq: (rb"!=", b"=="),
+    ast.Is: (rb"\bis\b", b"is not"),
+    ast.IsNot: (rb"\bis\s+not\b", b"is"),
+    ast.In: (rb"\bin\b", b"not in"),
+    ast.NotIn: (rb"\bnot\s+in\b", b"in"),
+}
 _ARITHMETIC: dict[type[ast.operator], tuple[bytes, bytes]] = {
-    ast.Add: (rb"\+", b"-"), ast.Sub: (rb"-", b"+"), ast.Mult: (rb"\*", b"//"), ast.FloorDiv: (rb"//", b"*"),
-    ast.Mod: (rb"%", b"//"), ast.BitAnd: (rb"&", b"|"), ast.BitOr: (rb"\|", b"&"),
-}  # fmt: skip
+    ast.Add: (rb"\+", b"-"),
+    ast.Sub: (rb"-", b"+"),
+    ast.Mult: (rb"\*", b"//"),
+    ast.FloorDiv: (rb"//", b"*"),
+    ast.Mod: (rb"%", b"//"),
+    ast.BitAnd: (rb"&", b"|"),
+    ast.BitOr: (rb"\|", b"&"),
+}
 _OPPOSITES = {"min": b"max", "max": b"min", "minimum": b"maximum", "maximum": b"minimum", "any": b"all", "all": b"any"}
 _SKIPPED_FIELDS = ("annotation", "returns", "decorator_list", "type_params")
 
@@ -277,19 +289,29 @@ class Workplace:
         # Compiled files that are found by their content: by their time, those of a mutant would be taken for the source.
         compileall.compile_dir(folder / "src", quiet=2, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
         self._environment = {
-            **os.environ, "CI": "true", "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "CI": "true",
+            "PYTHONPATH": str(folder / "src"),
+            "OMP_NUM_THREADS": "1",
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # they take longer to start than most mutants to be noticed
-            "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1",  # many processes at once
-        }  # fmt: skip
+            "CUDA_VISIBLE_DEVICES": "",
+            "TRITON_INTERPRET": "1",  # many processes at once
+        }
 
     def pytest(self, limit: float, *words: str) -> tuple[int, str] | None:
         """Runs tests; returns how pytest ended and what it said, or None if it took too long."""
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=no"]
         command += ["-p", "_hypothesis_pytestplugin", f"--hypothesis-profile={PROFILE}", "-m", "not slow", *words]
         with subprocess.Popen(
-            command, cwd=self.folder, env=self._environment, text=True, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        ) as process:  # fmt: skip
+            command,
+            cwd=self.folder,
+            env=self._environment,
+            text=True,
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as process:
             try:
                 said, _ = process.communicate(timeout=limit)
             except subprocess.TimeoutExpired:
@@ -470,9 +492,14 @@ def _summary(outcomes: Sequence[Outcome]) -> str:
 def _plain(outcome: Outcome, sources: dict[str, bytes]) -> dict[str, Any]:
     mutant = outcome.mutant
     return {
-        "path": mutant.path, "line": mutant.line, "kind": mutant.kind, "result": outcome.result,
-        "seconds": round(outcome.seconds, 1), "killer": outcome.killer, "diff": mutant.diff(sources[mutant.path]),
-    }  # fmt: skip
+        "path": mutant.path,
+        "line": mutant.line,
+        "kind": mutant.kind,
+        "result": outcome.result,
+        "seconds": round(outcome.seconds, 1),
+        "killer": outcome.killer,
+        "diff": mutant.diff(sources[mutant.path]),
+    }
 
 
 if __name__ == "__main__":

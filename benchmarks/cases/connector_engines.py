@@ -26,7 +26,9 @@ DRIVER = HERE / "peers" / "vllm_asked_peer.py"
 START_SECONDS = 300.0
 CALL_SECONDS = 600.0
 TRACKER_SECONDS = 10.0
-NUM_PAGES = 68  # of vLLM: the longest prompt fits and little else does, so that its own cache cannot answer for a connector
+NUM_PAGES = (
+    68  # of vLLM: the longest prompt fits and little else does, so that its own cache cannot answer for a connector
+)
 
 
 @dataclass(frozen=True)
@@ -84,17 +86,26 @@ class Engine:
     """A vLLM that is asked. Its name is that of its column; `servers` are the processes that belong to it."""
 
     def __init__(
-        self, name: str, place: Place, transfer: Mapping[str, Any] | None, site: str | Path = "", servers: Sequence[int] = ()
+        self,
+        name: str,
+        place: Place,
+        transfer: Mapping[str, Any] | None,
+        site: str | Path = "",
+        servers: Sequence[int] = (),
     ) -> None:
         self.name = name
         self._servers = servers
         given = {"model": place.model, "num_pages": NUM_PAGES, "transfer": transfer and dict(transfer)}
         self._log = place.log(name)
         self._process = PeerProcess(
-            name, DRIVER, place.python, "", [json.dumps(given)],
+            name,
+            DRIVER,
+            place.python,
+            "",
+            [json.dumps(given)],
             env=place.environment(SOURCES, site) if site else place.environment(SOURCES),
             start_new_session=True,
-        )  # fmt: skip
+        )
         with self._log.open("w") as log:
             self._process.begin(stderr=log)
 
@@ -225,7 +236,9 @@ class LmcacheServer:
 
     def __init__(self, place: Place, host_mib: int, disk: Path | None = None) -> None:
         if place.lmcache_site is None or "lmcache" not in place.versions():
-            raise PeerAbsentError("LMCache is not installed: make bench-vllm does it, or --lmcache-site names its folder")
+            raise PeerAbsentError(
+                "LMCache is not installed: make bench-vllm does it, or --lmcache-site names its folder"
+            )
         ports = [_free_port() for _ in range(3)]
         options = f"--host 127.0.0.1 --port {ports[0]} --http-port {ports[1]} --prometheus-port {ports[2]}"
         options += f" --l1-size-gb {host_mib / 1024} --no-l1-use-lazy --chunk-size 32"

@@ -83,7 +83,9 @@ class Steady(NamedTuple):
 def steady_decode(model: Any, batch: int, context: int = 1024, num_steps: int = 96) -> Steady:
     """Measures steps of `batch` sequences around this context."""
     limits = SchedulerConfig(max_tokens_per_step=8192, max_sequences=batch)
-    engine = open_engine(model, scheduler=limits, memory_fraction=0.6, compile=True, cache={"enable_prefix_caching": False})
+    engine = open_engine(
+        model, scheduler=limits, memory_fraction=0.6, compile=True, cache={"enable_prefix_caching": False}
+    )
     loop = engine._loop
     launch = loop._launch
     ends: list[Any] = []  # of the steps that decode the whole batch

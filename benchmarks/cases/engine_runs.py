@@ -17,6 +17,7 @@ from kvpool.engine import Engine, SamplingParams
 
 Prompts = list[list[int]]
 
+
 def random_model(shape: Mapping[str, Any], device: str, dtype: torch.dtype) -> Any:
     """A Llama of this shape with random weights; its own attention."""
     torch.manual_seed(0)

@@ -50,8 +50,11 @@ class ServerProcess:
         self._endpoint = Endpoint.at(f"http://127.0.0.1:{port}", model="bench")
         self._process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", port],
-            env=os.environ | dict(environment), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            env=os.environ | dict(environment),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         self._number = 0
         self._wait()
         self.load(2, 2)  # what is made on first use
@@ -124,7 +127,9 @@ class KvpoolServer:
                 model = str(default_model_directory())
             except KVPoolError as error:
                 raise PeerAbsentError(str(error).splitlines()[0]) from None
-            options = f"--device cpu --dtype {self._dtype} --memory 1GiB --name bench --max-sequences {CLIENTS} -q".split()
+            options = (
+                f"--device cpu --dtype {self._dtype} --memory 1GiB --name bench --max-sequences {CLIENTS} -q".split()
+            )
             command = [sys.executable, "-m", "kvpool", "serve", "--model", model, *options]
             self._server = ServerProcess(command, {"OMP_NUM_THREADS": str(self._threads)})
         return _runner(self._server, figure, num_requests, num_new)
@@ -158,7 +163,9 @@ class VllmServer:
     def setup(self, case: str, params: Mapping[str, Any]) -> None:
         """Starts the server for its first case."""
         if self._server is None:
-            options = f"--dtype {params['dtype']} --served-model-name bench --max-model-len 1024 --max-num-seqs {CLIENTS}"
+            options = (
+                f"--dtype {params['dtype']} --served-model-name bench --max-model-len 1024 --max-num-seqs {CLIENTS}"
+            )
             command = [self._python, "-m", "vllm.entrypoints.launchers.api_server.entry"]
             command += ["--model", str(default_model_directory()), *options.split()]
             command += ["--enforce-eager"] if self._eager else []

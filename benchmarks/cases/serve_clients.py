@@ -47,7 +47,12 @@ async def _client(endpoint: Endpoint, number: int, end: float, seen: Counter[str
     draw = random.Random(number)
     while time.perf_counter() < end:
         (request,) = synthetic(
-            1, prompt_tokens=40, shared_tokens=20, num_prefixes=1, max_tokens=draw.randint(1, 24), seed=draw.randrange(9)
+            1,
+            prompt_tokens=40,
+            shared_tokens=20,
+            num_prefixes=1,
+            max_tokens=draw.randint(1, 24),
+            seed=draw.randrange(9),
         )
         kind = draw.random()
         if kind < 0.15:  # leaves in the middle

@@ -87,15 +87,20 @@ class Server:
         command += ["--clients", str(load.streams), "--requests", str(load.streams), "--prefixes", "1"]
         command += ["--prompt-tokens", str(load.prompt_words), "--shared-tokens", str(load.prompt_words // 2)]
         start = time.process_time()
-        told = subprocess.run([*command, "--max-tokens", str(load.new_tokens)], capture_output=True, text=True, check=True)
+        told = subprocess.run(
+            [*command, "--max-tokens", str(load.new_tokens)], capture_output=True, text=True, check=True
+        )
         return time.process_time() - start, json.loads(told.stdout)
 
     def generated(self, load: Load) -> float:
         """CPU seconds of the same load by the engine itself."""
         asked = synthetic(
-            load.streams, prompt_tokens=load.prompt_words, shared_tokens=load.prompt_words // 2, num_prefixes=1,
+            load.streams,
+            prompt_tokens=load.prompt_words,
+            shared_tokens=load.prompt_words // 2,
+            num_prefixes=1,
             max_tokens=load.new_tokens,
-        )  # fmt: skip
+        )
         prompts = [self.engine.chat_prompt([{"role": "user", "content": each.prompt}]) for each in asked]
         self.engine.manager.reset_prefix_cache()
         start = time.process_time()

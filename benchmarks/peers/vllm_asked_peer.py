@@ -33,9 +33,17 @@ class Asked:
 
         options = {} if transfer is None else {"kv_transfer_config": KVTransferConfig(**transfer)}
         self._llm = LLM(
-            model, enforce_eager=True, dtype="float32", block_size=BLOCK, max_model_len=2048, max_num_seqs=8,
-            num_gpu_blocks_override=num_pages, skip_tokenizer_init=True, disable_log_stats=False, **options,
-        )  # fmt: skip
+            model,
+            enforce_eager=True,
+            dtype="float32",
+            block_size=BLOCK,
+            max_model_len=2048,
+            max_num_seqs=8,
+            num_gpu_blocks_override=num_pages,
+            skip_tokenizer_init=True,
+            disable_log_stats=False,
+            **options,
+        )
         self._number = 0
 
     def ask(self, prompts: Sequence[Sequence[int]], num_new: int) -> list[dict[str, Any]]:

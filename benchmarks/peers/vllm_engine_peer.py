@@ -37,7 +37,9 @@ def _engine(model: str, dtype: str, compile: bool) -> Any:
 
     if (dtype, compile) not in _loaded:
         _loaded.clear()
-        _loaded[dtype, compile] = LLM(model, dtype=dtype, enforce_eager=not compile, max_model_len=1024, max_num_seqs=16)
+        _loaded[dtype, compile] = LLM(
+            model, dtype=dtype, enforce_eager=not compile, max_model_len=1024, max_num_seqs=16
+        )
     return _loaded[dtype, compile]
 
 

@@ -5,12 +5,20 @@ import torch
 from kvpool.compat import KvCacheRetentionConfig, TokenRangeRetentionConfig, TrtLlmKVCacheManager
 
 cache = TrtLlmKVCacheManager(
-    num_kv_heads_per_layer=[8] * 4, size_per_head=64, tokens_per_block=32, blocks_in_primary_pool=8,
-    blocks_in_secondary_pool=4, event_buffer_max_size=1024, watermark=0.0, device="cpu",
-)  # fmt: skip
+    num_kv_heads_per_layer=[8] * 4,
+    size_per_head=64,
+    tokens_per_block=32,
+    blocks_in_primary_pool=8,
+    blocks_in_secondary_pool=4,
+    event_buffer_max_size=1024,
+    watermark=0.0,
+    device="cpu",
+)
 for window in cache.block_manager.window_block_managers:
     for pool in window.pools:
-        print(f"window {window.window_size}: {pool.num_primary_blocks} primary, {pool.num_secondary_blocks} secondary blocks")
+        print(
+            f"window {window.window_size}: {pool.num_primary_blocks} primary, {pool.num_secondary_blocks} secondary blocks"
+        )
 
 # A prompt whose system part is worth more than the rest. Its blocks can be reused as soon as they are stored.
 system, question = list(range(64)), list(range(1000, 1064))

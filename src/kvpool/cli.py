@@ -27,14 +27,18 @@ COMMANDS = {
     "replay": Command(
         "kvpool.replay.commands.replay_command", "Replay a trace: what would a policy, a size or a tier reuse?"
     ),
-    "fleet": Command("kvpool.replay.commands.fleet_command", "Simulate a cluster on a trace: hits, waiting, index, events."),
+    "fleet": Command(
+        "kvpool.replay.commands.fleet_command", "Simulate a cluster on a trace: hits, waiting, index, events."
+    ),
     "plan": Command(
         "kvpool.replay.commands.plan_command", "What fits: weights, KV bytes, sequences, tiers, from a config.json."
     ),
     "generate": Command("kvpool.engine.commands.generate", "Complete prompts with a model."),
     "chat": Command("kvpool.engine.commands.chat", "Talk to a model in the terminal."),
     "serve": Command("kvpool.server.serve_command", "Serve a model to every OpenAI client."),
-    "route": Command("kvpool.cluster.proxy.route_command", "One endpoint in front of servers, by what each has cached."),
+    "route": Command(
+        "kvpool.cluster.proxy.route_command", "One endpoint in front of servers, by what each has cached."
+    ),
     "top": Command("kvpool.clients.top", "Watch a running server in the terminal."),
     "view": Command("kvpool.view.view_command", "Open the live view of a cache on made-up traffic."),
     "tier": Command(

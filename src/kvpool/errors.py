@@ -9,7 +9,9 @@ from typing import Any
 class KVPoolError(Exception):
     """Base class: `except KVPoolError` catches everything kvpool raises on purpose."""
 
-    results: Sequence[Any] = ()  # of `Engine.generate`, where some prompts failed: what became of each, a result or an error
+    results: Sequence[
+        Any
+    ] = ()  # of `Engine.generate`, where some prompts failed: what became of each, a result or an error
 
 
 class ConfigError(KVPoolError, ValueError):

@@ -165,7 +165,9 @@ class TierContract:
         assert not found[0].any()
         assert not found[2].any()
 
-    def test_given_memory_that_is_kept_then_values_come_and_in_the_end_nobody_writes_there(self, tier: KeyedTier) -> None:
+    def test_given_memory_that_is_kept_then_values_come_and_in_the_end_nobody_writes_there(
+        self, tier: KeyedTier
+    ) -> None:
         sizes = [4096, 3 * 4096, 5000]
         for number, size in enumerate(sizes):
             assert store(tier, [number], size) == [Outcome.OK]

@@ -125,10 +125,11 @@ class Tour:
 
     def shared_prefix(self) -> None:
         self.screen.scene(
-            1, "Admission and a shared prefix",
+            1,
+            "Admission and a shared prefix",
             "Request A brings a system prompt of 96 tokens and 40 of its own. Once written, its blocks can be found.",
             "Request B starts with the same system prompt: it reads A's blocks and computes only the rest.",
-        )  # fmt: skip
+        )
         first = self.admit("A", SYSTEM + list(range(1000, 1040)))
         self.board.draw("A alone")
         print()
@@ -143,10 +144,11 @@ class Tour:
 
     def copy_on_write(self) -> None:
         self.screen.scene(
-            2, "A fork and its copies-on-write",
+            2,
+            "A fork and its copies-on-write",
             "C and D continue A (parallel samples). A fork copies nothing: all three read the same 9 blocks.",
             "When they write, each gets its own copy of the one half-filled block; the last writer keeps the original.",
-        )  # fmt: skip
+        )
         manager = self.manager
         before = manager.stats().pool().referenced
         children = manager.fork(manager.get("A"), "C", "D")
@@ -163,10 +165,11 @@ class Tour:
 
     def decoding(self) -> None:
         self.screen.scene(
-            3, "Decoding a batch",
+            3,
+            "Decoding a batch",
             "One call makes room for a token of every sequence and says where to write it; one call commits them.",
             "Only a sequence that crosses a block boundary takes a block; the kernel reads the manager's own table.",
-        )  # fmt: skip
+        )
         manager = self.manager
         batch = manager.batch(manager.handles)
         before = manager.stats().pool().referenced
@@ -177,16 +180,18 @@ class Tour:
         self.board.draw("after 40 steps of A, B, C, D")
         table = batch.csr()
         self.screen.numbers(
-            f"{before} → {manager.stats().pool().referenced} blocks in use", f"last slots {slots[0].tolist()}",
+            f"{before} → {manager.stats().pool().referenced} blocks in use",
+            f"last slots {slots[0].tolist()}",
             f"CSR lists: {len(table.indices)} block ids, last blocks hold {table.last_page_len.tolist()} tokens",
-        )  # fmt: skip
+        )
 
     def finished(self) -> None:
         self.screen.scene(
-            4, "Finished, cached, found again",
+            4,
+            "Finished, cached, found again",
             "All four end. Their full blocks stay (small letters): there for whoever needs them, found by content.",
             "Request E is A's conversation with one more question: only the question is computed.",
-        )  # fmt: skip
+        )
         manager = self.manager
         conversation = manager.get("A").token_ids.tolist()
         manager.free_batch(manager.handles)
@@ -204,10 +209,11 @@ class Tour:
 
     def pressure(self) -> None:
         self.screen.scene(
-            5, "Eviction under pressure, leaves first",
+            5,
+            "Eviction under pressure, leaves first",
             "F needs 54 blocks: idle runs give up their tails, least recently used first, parents after children.",
             "The system prompt is pinned (*) and stays in any case. A callback hears when the pressure changes.",
-        )  # fmt: skip
+        )
         manager = self.manager
         heard: list[PressureChange] = []
         stop = manager.on_memory_pressure(heard.append)
@@ -228,10 +234,11 @@ class Tour:
 
     def sliding_window(self) -> None:
         self.screen.scene(
-            6, "A sliding-window group gives blocks back",
+            6,
+            "A sliding-window group gives blocks back",
             "Half of this model's layers see only the last 64 tokens: full layers hold F blocks, windowed ones W.",
             "What falls out of the window can be taken by others (w) while the sequence still runs.",
-        )  # fmt: skip
+        )
         layers = [LayerSpec(8, 128), LayerSpec(8, 128, window=64)] * 16
         manager = KVCacheManager(KVCacheConfig(layers, gpu_blocks=32, watermark=0.0))
         board = Board(manager, self.screen)
@@ -255,10 +262,11 @@ class Tour:
 
     def swapping(self) -> None:
         self.screen.scene(
-            7, "Swap out, swap in",
+            7,
+            "Swap out, swap in",
             "G and its fork H make room for an urgent request U: shared blocks travel once, tables forget GPU ids.",
             "Then they come back, still sharing. The manager plans the copies, in order; the data plane runs them.",
-        )  # fmt: skip
+        )
         manager = self.manager
         manager.reset_prefix_cache()
         parent = manager.allocate("G", num_tokens=20 * 16)
@@ -281,10 +289,11 @@ class Tour:
 
     def timing(self) -> None:
         self.screen.scene(
-            8, "1,024 sequences, one decode step",
+            8,
+            "1,024 sequences, one decode step",
             "Each step reserves 1,024 places, returns their slots and commits the tokens; full blocks are published.",
             "Measured here and now, on this machine, in this Python process.",
-        )  # fmt: skip
+        )
         count, steps = 1024, 96
         layers = [LayerSpec(kv_heads=8, head_dim=128)] * 32
         manager = KVCacheManager(KVCacheConfig(layers, gpu_blocks=count * 48))

@@ -232,7 +232,10 @@ def large_cases() -> list[Case]:
         Case("a head each", spec(4, 4, 128, **bf16), (300, 77), (300, 500)),
         Case("prompts without keys", spec(32, 8, 128, **bf16), (40, 20), (0, 90)),
         Case("prompts over heads of 64", spec(16, 8, 64, **bf16), (300,), (700,)),
-        *(Case(f"prompts in blocks of {size}", spec(32, 8, 128, **bf16), (300,), (700,), size) for size in (8, 64, 256, 12)),
+        *(
+            Case(f"prompts in blocks of {size}", spec(32, 8, 128, **bf16), (300,), (700,), size)
+            for size in (8, 64, 256, 12)
+        ),
         Case("prompts across", spec(32, 8, 128, causal=False, **bf16), (60, 20), (333, 90)),
         Case("prompts in float16", spec(8, 4, 128, dtype=DType.FLOAT16, kv_dtype=DType.FLOAT16), (300,), (300,)),
     ]

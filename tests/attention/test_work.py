@@ -90,7 +90,11 @@ def test_given_many_tiles_then_none_is_divided() -> None:
 def test_given_tiles_that_do_not_fill_whole_waves_then_small_items_at_the_end_do(count: int, keys: int) -> None:
     blocks = -(-keys // 16)
     batch = PagedBatch.build(
-        np.arange(count + 1) * blocks, np.arange(count * blocks), np.ones(count, int), np.full(count, keys), block_size=16
+        np.arange(count + 1) * blocks,
+        np.arange(count * blocks),
+        np.ones(count, int),
+        np.full(count, keys),
+        block_size=16,
     )
 
     work = divide_work(SPECS[0], batch, np.arange(count), tile_tokens=1, tile_keys=64, target_items=66)

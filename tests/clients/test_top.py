@@ -69,7 +69,14 @@ def test_given_blocks_then_the_bar_divides_its_whole_width() -> None:
 
 def test_given_a_look_then_the_screen_tells_of_memory_requests_and_reuse() -> None:
     text = shown(read_metrics(TEXT, at=1.0), trouble="nobody answers")
-    for words in ('m "1", pool 0, GPU', "3 running", "100 tokens", "7 with 429", "25.0% of prompt tokens", "nobody answers"):
+    for words in (
+        'm "1", pool 0, GPU',
+        "3 running",
+        "100 tokens",
+        "7 with 429",
+        "25.0% of prompt tokens",
+        "nobody answers",
+    ):
         assert words in text
     assert "100 ms" in text
 

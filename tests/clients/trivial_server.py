@@ -74,7 +74,11 @@ class TrivialServer:
                 await asyncio.sleep(self.gap)
             self._event(writer, {"choices": [{"delta": {"content": "word "}, "finish_reason": None}]})
         self._event(writer, {"choices": [{"delta": {}, "finish_reason": "length"}]})
-        usage = {"prompt_tokens": 10, "completion_tokens": body["max_tokens"], "prompt_tokens_details": {"cached_tokens": 5}}
+        usage = {
+            "prompt_tokens": 10,
+            "completion_tokens": body["max_tokens"],
+            "prompt_tokens_details": {"cached_tokens": 5},
+        }
         self._event(writer, {"choices": [], "usage": usage})
         self._chunk(writer, b"data: [DONE]\n\n")
         writer.write(b"0\r\n\r\n")

@@ -290,7 +290,9 @@ def held(index: ClusterIndex) -> set[int]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_given_lost_repeated_and_late_messages_restarts_and_clocks_that_jump_then_the_index_ends_right(seed: int) -> None:
+def test_given_lost_repeated_and_late_messages_restarts_and_clocks_that_jump_then_the_index_ends_right(
+    seed: int,
+) -> None:
     rng = random.Random(seed)
     index = ClusterIndex(SIZE)
     source = Source(keep=rng.choice((3, 1000)))

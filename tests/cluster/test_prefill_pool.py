@@ -235,7 +235,9 @@ def test_given_one_server_for_both_then_it_is_refused() -> None:
         Proxy(both, prefill=both)
 
 
-def test_given_two_servers_of_a_model_then_the_answer_is_that_of_one_and_the_second_computes_no_chunk_of_the_prompt() -> None:
+def test_given_two_servers_of_a_model_then_the_answer_is_that_of_one_and_the_second_computes_no_chunk_of_the_prompt() -> (
+    None
+):
     pytest.importorskip("torch")
     pytest.importorskip("fastapi")
     pytest.importorskip("openai")  # of the helpers beside the server's tests
@@ -258,7 +260,11 @@ def test_given_two_servers_of_a_model_then_the_answer_is_that_of_one_and_the_sec
     proxy = Proxy(decode, block_size=SIZE, health_seconds=0.02, prefill=prefill, prefill_tokens=64)
     front = Live(create_proxy_app(proxy), "critical")
     try:
-        until(lambda: all(load.is_ready for router in (proxy.router, proxy.prefill.router) for load in router.nodes.values()))
+        until(
+            lambda: all(
+                load.is_ready for router in (proxy.router, proxy.prefill.router) for load in router.nodes.values()
+            )
+        )
         for seed in range(3):
             prompt = [(number * 7 + seed) % 150 for number in range(110 + seed)]
             body = {"prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}

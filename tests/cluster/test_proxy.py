@@ -228,7 +228,9 @@ def test_given_no_server_that_answers_then_the_client_is_told_so_and_how_to_go_o
     assert answer.headers["retry-after"] == "1"
 
 
-def test_given_a_server_that_drains_then_it_gets_no_requests_and_what_it_held_is_learnt_again_later(fleet: Fleet) -> None:
+def test_given_a_server_that_drains_then_it_gets_no_requests_and_what_it_held_is_learnt_again_later(
+    fleet: Fleet,
+) -> None:
     prompt = list(range(300, 340))
     _, first = fleet.ask(prompt)
     fleet.until(lambda: first.live.url in fleet.proxy.index.match(prompt))
@@ -271,7 +273,9 @@ def test_given_headers_then_they_pass_as_they_are_and_no_client_gets_the_cookies
         assert [cookie[:3] for cookie in answer.headers.get_list("set-cookie")] == ["a=1", "b=2"]
 
 
-def test_given_the_proxy_when_asked_for_its_statistics_then_nodes_decisions_and_the_index_are_there(fleet: Fleet) -> None:
+def test_given_the_proxy_when_asked_for_its_statistics_then_nodes_decisions_and_the_index_are_there(
+    fleet: Fleet,
+) -> None:
     fleet.ask([1, 2, 3])
     said = fleet.client.get("/route/stats").json()
     assert set(said["nodes"]) == set(fleet.by_url)
@@ -307,7 +311,9 @@ def test_given_two_keys_then_their_sessions_of_one_name_are_two() -> None:
 
 
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
-def test_given_a_caller_with_a_key_then_its_prompt_is_made_tokens_with_it_and_its_sessions_are_its_own(header: str) -> None:
+def test_given_a_caller_with_a_key_then_its_prompt_is_made_tokens_with_it_and_its_sessions_are_its_own(
+    header: str,
+) -> None:
     seen: list[dict[str, str]] = []
 
     async def tokenize(question: dict[str, Any], credentials: dict[str, str]) -> dict[str, Any]:
@@ -411,7 +417,9 @@ def test_given_the_name_of_a_stranger_then_it_is_refused_and_no_server_sees_it(s
 def test_given_half_a_body_when_nothing_more_comes_then_it_is_refused(strict: Fleet) -> None:
     address = strict.client.base_url
     with socket.create_connection((address.host, address.port), timeout=30) as connection:
-        connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500\r\n\r\n{"prompt": [')
+        connection.sendall(
+            b'POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500\r\n\r\n{"prompt": ['
+        )
         said = b"".join(iter(lambda: connection.recv(4096), b""))  # until it is closed
     assert said.startswith(b"HTTP/1.1 408 ")
     assert b"too_slow" in said
@@ -483,7 +491,9 @@ def test_given_a_client_that_leaves_as_its_server_is_given_up_then_nobody_else_i
     asyncio.run(run())
 
 
-def test_given_a_server_that_answers_nobody_in_a_stream_then_the_client_reads_an_error_and_no_end(strict: Fleet) -> None:
+def test_given_a_server_that_answers_nobody_in_a_stream_then_the_client_reads_an_error_and_no_end(
+    strict: Fleet,
+) -> None:
     for server in strict.servers:
         server.behaviour = "hangs later"
     answer = strict.client.post("/v1/completions", json={"prompt": [9, 9], "stream": True})
@@ -526,7 +536,9 @@ def test_given_a_server_that_lives_and_says_nothing_then_it_is_not_waited_for_fo
 def test_given_a_path_then_a_server_sees_it_as_it_was_written(fleet: Fleet, host: str) -> None:
     address = fleet.client.base_url
     with socket.create_connection((address.host, address.port), timeout=30) as connection:
-        head = f"GET /echo/a%2Fb%3F/c?d=%26&e HTTP/1.1\r\nhost: {host}\r\nconnection: close, x-mine\r\nx-mine: 1\r\n\r\n"
+        head = (
+            f"GET /echo/a%2Fb%3F/c?d=%26&e HTTP/1.1\r\nhost: {host}\r\nconnection: close, x-mine\r\nx-mine: 1\r\n\r\n"
+        )
         connection.sendall(head.encode())
         said = b"".join(iter(lambda: connection.recv(4096), b""))
     seen = dict(json.loads(said.partition(b"\r\n\r\n")[2]))

@@ -89,8 +89,10 @@ class Application:
         )
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvpool", "serve", "--ray", "--config", str(config)],
-            env=ENVIRONMENT, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env=ENVIRONMENT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert self.process.stderr is not None
         lines = iter(self.process.stderr.readline, "")
         with closed_on_error(self):

@@ -42,8 +42,10 @@ class OnRay:
         )
         self.process = subprocess.Popen(
             [sys.executable, "-m", "kvpool", "serve", "--ray", "--config", str(config)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert self.process.stderr is not None
         lines = iter(self.process.stderr.readline, "")
         with closed_on_error(self):

@@ -68,7 +68,9 @@ def test_given_nothing_cached_when_routed_then_all_nodes_get_their_share() -> No
     assert sorted(cluster.routed(prompt_of(1000 * at)) for at in range(8)) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_given_a_prompt_that_was_sent_a_moment_ago_when_it_comes_again_then_it_follows_until_events_should_be_there() -> None:
+def test_given_a_prompt_that_was_sent_a_moment_ago_when_it_comes_again_then_it_follows_until_events_should_be_there() -> (
+    None
+):
     cluster = Cluster(assumed_seconds=5)
     first = cluster.routed(prompt_of(0))
     assert [cluster.routed(prompt_of(0)) for _ in range(4)] == [first] * 4
@@ -165,13 +167,17 @@ def test_given_a_node_that_died_when_routed_then_nothing_goes_there_and_nothing_
         cluster.router.set_ready(1, True)
 
 
-@pytest.mark.parametrize("settings", [{"cpu_cost": -1}, {"decode_cost": "x"}, {"hot_requests": 0}, {"session_tokens": -1}])
+@pytest.mark.parametrize(
+    "settings", [{"cpu_cost": -1}, {"decode_cost": "x"}, {"hot_requests": 0}, {"session_tokens": -1}]
+)
 def test_given_a_wrong_weight_then_it_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         RoutingConfig(**settings)
 
 
-def test_given_conversations_over_real_caches_when_routed_by_prefix_then_hits_are_near_those_of_one_infinite_cache() -> None:
+def test_given_conversations_over_real_caches_when_routed_by_prefix_then_hits_are_near_those_of_one_infinite_cache() -> (
+    None
+):
     rng = random.Random(2)
     hits = {}
     for kind in ("prefix", "round robin"):

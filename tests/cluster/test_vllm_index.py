@@ -23,7 +23,9 @@ pytestmark = [
 ]
 
 
-def test_given_random_prompts_and_eviction_when_vllm_publishes_then_the_index_knows_what_vllm_finds(tmp_path: Path) -> None:
+def test_given_random_prompts_and_eviction_when_vllm_publishes_then_the_index_knows_what_vllm_finds(
+    tmp_path: Path,
+) -> None:
     pytest.importorskip("torch")
     sys.path.insert(0, str(HERE.parent / "engine"))
     from models import tiny_model

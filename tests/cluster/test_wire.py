@@ -132,10 +132,17 @@ def test_given_events_when_written_then_they_have_the_names_and_order_of_the_fie
     timestamp, events, rank = msgspec.msgpack.decode(encode_batch(2.0, EVENTS))
     assert (timestamp, rank) == (2.0, 0)
     assert events[0] == {
-        "type": "BlockStored", "block_hashes": [1, 2], "parent_block_hash": None, "token_ids": [5, 6, 7, 8],
-        "block_size": 2, "lora_id": None, "medium": "GPU", "lora_name": None, "group_idx": 0,
+        "type": "BlockStored",
+        "block_hashes": [1, 2],
+        "parent_block_hash": None,
+        "token_ids": [5, 6, 7, 8],
+        "block_size": 2,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "group_idx": 0,
         "kv_cache_spec_kind": "full_attention",
-    }  # fmt: skip
+    }
     assert events[2:] == [
         {"type": "BlockRemoved", "block_hashes": [3, 1], "medium": "STORAGE", "group_idx": 0, "locality": "REMOTE"},
         {"type": "AllBlocksCleared"},
@@ -158,8 +165,10 @@ def test_given_events_of_an_older_form_or_with_whole_digests_when_read_then_they
     batch = decode_batch(payload)
     assert batch.rank is None
     assert batch.events == [
-        BlockStored([wire_hash(digest)], None, [1, 2], 2), BlockRemoved([2**64 - 1]), AllBlocksCleared(),
-    ]  # fmt: skip
+        BlockStored([wire_hash(digest)], None, [1, 2], 2),
+        BlockRemoved([2**64 - 1]),
+        AllBlocksCleared(),
+    ]
     assert wire_hash(digest) == int.from_bytes(digest, "big") & (2**64 - 1)
 
 
@@ -171,21 +180,31 @@ def test_given_events_of_an_older_form_or_with_whole_digests_when_read_then_they
         b"\x91" * 100_000,
         b"\x05",
         msgspec.msgpack.encode(["soon", []]),
-        msgspec.msgpack.encode([1.0, [{"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 2}]]),
+        msgspec.msgpack.encode(
+            [1.0, [{"type": "BlockStored", "block_hashes": [1], "token_ids": [1], "block_size": 2}]]
+        ),
         msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved"}]]),
         msgspec.msgpack.encode([1.0, [7]]),
         msgspec.msgpack.encode([1.0, [], float("inf")]),
         *(
             msgspec.msgpack.encode([1.0, [{"type": "BlockStored", **ONE_BLOCK, **wrong}]])
             for wrong in (
-                {"token_ids": ["a", "b"]}, {"token_ids": "ab"}, {"token_ids": [1, 2**63]}, {"token_ids": [[1], [2]]},
-                {"block_size": float("inf")}, {"block_hashes": [float("inf")]}, {"lora_name": [1]}, {"group_idx": [1]},
-                {"extra_keys": [{"a": 1}]}, {"extra_keys": [[[{}]]]}, {"kv_cache_spec_kind": ["full_attention"]},
+                {"token_ids": ["a", "b"]},
+                {"token_ids": "ab"},
+                {"token_ids": [1, 2**63]},
+                {"token_ids": [[1], [2]]},
+                {"block_size": float("inf")},
+                {"block_hashes": [float("inf")]},
+                {"lora_name": [1]},
+                {"group_idx": [1]},
+                {"extra_keys": [{"a": 1}]},
+                {"extra_keys": [[[{}]]]},
+                {"kv_cache_spec_kind": ["full_attention"]},
             )
         ),
         msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [1], "group_idx": {}}]]),
     ],
-)  # fmt: skip
+)
 def test_given_bytes_that_are_no_batch_when_read_then_they_are_refused(payload: bytes) -> None:
     with pytest.raises(InvalidArgumentError, match="no batch of cache events"):
         decode_batch(payload)

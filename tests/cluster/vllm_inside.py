@@ -30,7 +30,8 @@ def prompts(count: int) -> list[list[int]]:
     rng = random.Random(5)
     beginnings = [[rng.randrange(5, 150) for _ in range(BLOCK * rng.randrange(1, 7))] for _ in range(6)]
     return [
-        [*rng.choice(beginnings), *(rng.randrange(5, 150) for _ in range(rng.randrange(1, 5 * BLOCK)))] for _ in range(count)
+        [*rng.choice(beginnings), *(rng.randrange(5, 150) for _ in range(rng.randrange(1, 5 * BLOCK)))]
+        for _ in range(count)
     ]
 
 
@@ -44,9 +45,16 @@ def main(model: str, folder: str) -> list[Any]:
     live, replay = f"ipc://{folder}/live", f"ipc://{folder}/replay"
     config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=live, replay_endpoint=replay)
     engine = LLM(
-        model, enforce_eager=True, dtype="float32", block_size=BLOCK, skip_tokenizer_init=True, max_model_len=1024,
-        num_gpu_blocks_override=BLOCKS, kv_events_config=config, max_num_seqs=1,
-    )  # fmt: skip
+        model,
+        enforce_eager=True,
+        dtype="float32",
+        block_size=BLOCK,
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        num_gpu_blocks_override=BLOCKS,
+        kv_events_config=config,
+        max_num_seqs=1,
+    )
     sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, ignore_eos=True)
     index = ClusterIndex(BLOCK)
     index.add_node("vllm")

@@ -97,8 +97,6 @@ def is_tokens(value: Any) -> bool:
     return array.ndim == 1 and (not array.size or array.dtype.kind in "iu") and not (array < 0).any()
 
 
-
-
 # --- what an object holds ---------------------------------------------------------------------------------------------
 
 
@@ -268,9 +266,7 @@ def check_calls(subject: Subject, method: str, known_failures: Mapping[str, str]
 def cases(subjects: Iterable[Subject], *modules: str) -> Any:
     """All (subject, method) of a system, as pytest parameters."""
     pairs = [(subject, method) for subject in subjects for method in methods_of(subject, modules)]
-    return pytest.mark.parametrize(
-        ("subject", "method"), [pytest.param(s, m, id=f"{s.name}.{m}") for s, m in pairs]
-    )
+    return pytest.mark.parametrize(("subject", "method"), [pytest.param(s, m, id=f"{s.name}.{m}") for s, m in pairs])
 
 
 def kinds_in(system: str) -> set[str]:
@@ -290,5 +286,3 @@ def live(target: Any) -> KVCacheHandle:
     """The handle of the request that every object in use has."""
     found: KVCacheHandle = target.manager.get("live")
     return found
-
-

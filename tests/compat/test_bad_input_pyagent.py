@@ -67,7 +67,9 @@ TAKES: dict[str, Any] = {
 }
 SUBJECTS = [
     Subject(pyagent.KVCacheConfig, good=dict(num_layers=1, num_heads=1, head_dim=4), takes=TAKES),
-    Subject(pyagent.KVCacheBlock, new_block, dict(block_id=0, layer_idx=0, num_heads=1, head_dim=4, block_size=4), TAKES),
+    Subject(
+        pyagent.KVCacheBlock, new_block, dict(block_id=0, layer_idx=0, num_heads=1, head_dim=4, block_size=4), TAKES
+    ),
     Subject(pyagent.KVCacheBlocks, pyagent.KVCacheBlocks, dict(block_id=0), TAKES),
     Subject(
         pyagent.KVCacheAllocator, lambda: Allocated(pyagent.KVCacheAllocator), dict(config=CONFIG, layer_idx=0), TAKES
@@ -97,5 +99,3 @@ def test_given_the_public_names_then_each_is_called_here() -> None:
 @cases(SUBJECTS, *MODULES)
 def test_given_a_wrong_value_then_it_is_named_and_nothing_changes(subject: Subject, method: str) -> None:
     check_calls(subject, method, KNOWN_FAILURES)
-
-

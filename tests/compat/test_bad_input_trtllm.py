@@ -26,7 +26,11 @@ def are_windows(value: Any) -> bool:
 
 
 def is_empty(value: Any) -> bool:
-    return value.shape == (0,) if isinstance(value, np.ndarray) else isinstance(value, (list, tuple, dict, set)) and not value
+    return (
+        value.shape == (0,)
+        if isinstance(value, np.ndarray)
+        else isinstance(value, (list, tuple, dict, set)) and not value
+    )
 
 
 def is_empty_list(value: Any) -> bool:
@@ -46,8 +50,21 @@ def new_manager() -> TrtLlmKVCacheManager:
 
 
 GOOD: dict[str, Any] = {
-    **{"num_kv_heads_per_layer": [1], "size_per_head": 4, "request_id": "live", "tokens": [1, 2, 3, 4, 5], "layer_idx": 0},
-    **{"rewind_lengths": 0, "request": "live", "layer": 0, "start": 0, "add_sequence.request_id": "new", "table.group": 0},
+    **{
+        "num_kv_heads_per_layer": [1],
+        "size_per_head": 4,
+        "request_id": "live",
+        "tokens": [1, 2, 3, 4, 5],
+        "layer_idx": 0,
+    },
+    **{
+        "rewind_lengths": 0,
+        "request": "live",
+        "layer": 0,
+        "start": 0,
+        "add_sequence.request_id": "new",
+        "table.group": 0,
+    },
     **{"token_start": 0, "token_end": 4, "priority": 50, "store_new_block.tokens": []},
     **{"request_ids": ["live"], "write.start": 4, "write.key": [1.0] * 4, "write.value": [1.0] * 4},
 }
@@ -56,8 +73,19 @@ TAKES: dict[str, Any] = {
     **{"add_sequence.tokens": lambda value: is_tokens(value) or is_int(1)(value), "pin_blocks": is_flag},
     **{"num_kv_heads_per_layer": are_counts, "max_attention_window": are_windows, "multimodal": is_empty},
     **{"token_range_retention_configs": is_empty_list, "request_ids": is_empty_list},
-    **{"layer": is_int(0, 1), "layer_idx": is_int(0, 1), "start": is_int(0), "group": is_int(0, 0), "num_tokens": is_int(0)},
-    **{"size_per_head": is_int(1), "tokens_per_block": is_int(1), "max_seq_len": is_int(1), "attention_dp_rank": is_int(0)},
+    **{
+        "layer": is_int(0, 1),
+        "layer_idx": is_int(0, 1),
+        "start": is_int(0),
+        "group": is_int(0, 0),
+        "num_tokens": is_int(0),
+    },
+    **{
+        "size_per_head": is_int(1),
+        "tokens_per_block": is_int(1),
+        "max_seq_len": is_int(1),
+        "attention_dp_rank": is_int(0),
+    },
     **{name: is_int(0) for name in ("blocks_in_primary_pool", "blocks_in_secondary_pool", "event_buffer_max_size")},
     **dict.fromkeys(("enable_block_reuse", "enable_partial_reuse", "pin_on_release"), is_flag),
     **{name: is_int(0) for name in ("max_gpu_total_bytes", "max_tokens", "host_cache_size", "sink_token_length")},
@@ -65,7 +93,10 @@ TAKES: dict[str, Any] = {
     **{"token_end": lambda v: v is None or is_int(1, 2**80)(v), "timeout_ms": lambda v: v is None or is_number(v)},
     **{"token_start": is_int(0), "priority": is_int(0, 100), "duration_ms": is_number},
     **{"decode_retention_priority": is_int(0, 100), "decode_duration_ms": is_number},
-    **{"cache_salt": lambda value: isinstance(value, str), "lora_task_id": lambda v: isinstance(v, str) or is_int(0)(v)},
+    **{
+        "cache_salt": lambda value: isinstance(value, str),
+        "lora_task_id": lambda v: isinstance(v, str) or is_int(0)(v),
+    },
 }
 SUBJECTS = [
     Subject(TokenRangeRetentionConfig, good=GOOD, takes=TAKES),

@@ -44,7 +44,12 @@ GOOD: dict[str, Any] = {
     **{f"{method}.{name}": "live" for method in LIVE for name in ("seq_id", "request_id")},
     **{"write.key": lambda _: np.ones((1, 1, 4)), "write.value": lambda _: np.ones((1, 1, 4)), "table.group": 0},
     **{"commit_known.tokens": [1, 2, 3, 4, 5], "blocks": lambda _: new_blocks(), "swap_in.seq_ids": ["away"]},
-    **{"allocate.num_encoder_tokens": 2, "num_blocks": 8, "get_cache_block_size.layers": [LayerSpec(1, 4)], "block_id": 0},
+    **{
+        "allocate.num_encoder_tokens": 2,
+        "num_blocks": 8,
+        "get_cache_block_size.layers": [LayerSpec(1, 4)],
+        "block_id": 0,
+    },
     **{"add.block_id": 1, "content_hash": 7, "num_hashed_tokens": 16, "last_accessed": 2.0},
 }
 TAKES: dict[str, Any] = {
@@ -53,7 +58,13 @@ TAKES: dict[str, Any] = {
     **{"num_lookahead_slots": is_int(0), "num_encoder_tokens": is_int(0), "seq_id": is_id, "request_id": is_id},
     **{"encoder_key": lambda value: isinstance(value, str), "num_tokens": is_int(0), "child_seq_id": is_id},
     "mark_blocks_as_computed.tokens": lambda value: value is None or is_tokens(value) or is_int(0)(value),
-    **{"layer": is_int(0, 1), "group": is_int(0, 1), "start": is_int(0), "num_blocks": is_int(0), "block_id": is_int(0)},
+    **{
+        "layer": is_int(0, 1),
+        "group": is_int(0, 1),
+        "start": is_int(0),
+        "num_blocks": is_int(0),
+        "block_id": is_int(0),
+    },
     **{"content_hash": lambda value: type(value) is int, "num_hashed_tokens": is_int(0), "last_accessed": is_number},
     **{"seq_ids": lambda value: value in ((), []) if isinstance(value, (list, tuple)) else False},
     **{"src_to_dst": lambda value: value in ((), []) if isinstance(value, (list, tuple)) else False},

@@ -40,9 +40,16 @@ torch = pytest.importorskip("torch")
 
 def default_request(initial_tokens: int = 64) -> AllocationRequest:
     return AllocationRequest(
-        request_id=RequestId(), initial_tokens=initial_tokens, max_sequence_length=2048, num_layers=32, num_heads=32,
-        head_dim=128, device=Device.CPU, dtype=DataType.FP16, priority=Priority.NORMAL,
-    )  # fmt: skip
+        request_id=RequestId(),
+        initial_tokens=initial_tokens,
+        max_sequence_length=2048,
+        num_layers=32,
+        num_heads=32,
+        head_dim=128,
+        device=Device.CPU,
+        dtype=DataType.FP16,
+        priority=Priority.NORMAL,
+    )
 
 
 def small(**settings: Any) -> PagedKvCacheManager:
@@ -149,9 +156,16 @@ def test_a_handle_by_itself_has_a_table() -> None:
 def test_tokens_are_written_and_read_across_blocks() -> None:
     async def main() -> None:
         config = PagedKvCacheConfig(
-            block_size=4, max_gpu_blocks=16, max_cpu_blocks=0, enable_cow=False, enable_swapping=False, num_layers=2,
-            num_heads=2, head_dim=4, enable_prefix_cache=False,
-        )  # fmt: skip
+            block_size=4,
+            max_gpu_blocks=16,
+            max_cpu_blocks=0,
+            enable_cow=False,
+            enable_swapping=False,
+            num_layers=2,
+            num_heads=2,
+            head_dim=4,
+            enable_prefix_cache=False,
+        )
         manager = PagedKvCacheManager(Device.CPU, config)
         request = small_request(dtype=DataType.FP16, priority=Priority.NORMAL)
         handle = await manager.allocate(request)
@@ -646,11 +660,22 @@ NAMES = {
     "CacheGcStats": "memory_freed caches_freed gc_time_ms",
     **dict.fromkeys(
         (
-            "RequestId", "PhysicalBlockId", "TokenId", "PrefixId", "PrefixCacheStats", "Device", "DataType", "Priority",
-            "MemoryPressure", "FerrumError", "KvCacheHandle", "KvCacheManager",
-        ), "",
+            "RequestId",
+            "PhysicalBlockId",
+            "TokenId",
+            "PrefixId",
+            "PrefixCacheStats",
+            "Device",
+            "DataType",
+            "Priority",
+            "MemoryPressure",
+            "FerrumError",
+            "KvCacheHandle",
+            "KvCacheManager",
+        ),
+        "",
     ),
-}  # fmt: skip
+}
 PARAMETERS = {
     "PagedKvCacheHandle": "request_id device block_size num_layers num_heads head_dim",
     "PagedKvCacheHandle.add_block": "self logical_id physical_id",

@@ -28,9 +28,18 @@ torch = pytest.importorskip("torch")
 
 LAYERS, HEADS, WIDTH, SIZE, LONGEST, MOST = 2, 2, 4, 4, 28, 5
 CONFIG = PagedKvCacheConfig(
-    block_size=SIZE, max_gpu_blocks=16, max_cpu_blocks=10, low_watermark=0.5, high_watermark=0.25, num_layers=LAYERS,
-    num_heads=HEADS, head_dim=WIDTH, max_prefixes=3, min_prefix_length=SIZE, dtype="float32",
-)  # fmt: skip
+    block_size=SIZE,
+    max_gpu_blocks=16,
+    max_cpu_blocks=10,
+    low_watermark=0.5,
+    high_watermark=0.25,
+    num_layers=LAYERS,
+    num_heads=HEADS,
+    head_dim=WIDTH,
+    max_prefixes=3,
+    min_prefix_length=SIZE,
+    dtype="float32",
+)
 Number = tuple[int, ...]  # what a written token has in each layer
 
 
@@ -284,7 +293,10 @@ class Run:
         if request is None or request.prompt is None:
             return False
         if not self.manager.store_prefix(request.prompt, request.handle):
-            assert self.done & {"evict", "store"}  # what it held was forgotten while it was live: it publishes nothing more
+            assert self.done & {
+                "evict",
+                "store",
+            }  # what it held was forgotten while it was live: it publishes nothing more
             return False
         found = self.manager.find_prefix([*request.prompt, 0])
         assert found is not None
@@ -338,12 +350,26 @@ class Run:
 
     def step(self) -> None:
         begin = {
-            self.allocate: 4, self.allocate_prompt: 6, self.begin_alone: 1, self.clone: 3, self.share: 2, self.find: 4
-        }  # fmt: skip
+            self.allocate: 4,
+            self.allocate_prompt: 6,
+            self.begin_alone: 1,
+            self.clone: 3,
+            self.share: 2,
+            self.find: 4,
+        }
         go_on = {
-            self.extend: 6, self.allocate_blocks: 3, self.set_num_tokens: 2, self.write: 16, self.overwrite: 4,
-            self.share_into: 3, self.store: 8, self.swap_out: 3, self.swap_in: 4, self.gc: 4, self.evict: 2,
-        }  # fmt: skip
+            self.extend: 6,
+            self.allocate_blocks: 3,
+            self.set_num_tokens: 2,
+            self.write: 16,
+            self.overwrite: 4,
+            self.share_into: 3,
+            self.store: 8,
+            self.swap_out: 3,
+            self.swap_in: 4,
+            self.gc: 4,
+            self.evict: 2,
+        }
         steps = {**go_on, self.deallocate: 4, **begin} if len(self.live) < MOST else {**go_on, self.deallocate: 16}
         [chosen] = self.rng.choices(list(steps), list(steps.values()))
         if chosen():

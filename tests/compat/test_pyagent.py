@@ -416,9 +416,15 @@ def test_given_a_program_written_from_the_document_alone_then_it_runs() -> None:
     from kvpool.compat import DType, KVCacheAllocator, KVCacheConfig, KVCacheManager, KVCacheTransfer, PagedKVCache
 
     config = KVCacheConfig(
-        num_layers=2, num_heads=2, head_dim=8, dtype=DType.FLOAT32, device=DeviceType.CPU, block_size=4,
-        num_gpu_blocks=8, num_cpu_blocks=4,
-    )  # fmt: skip
+        num_layers=2,
+        num_heads=2,
+        head_dim=8,
+        dtype=DType.FLOAT32,
+        device=DeviceType.CPU,
+        block_size=4,
+        num_gpu_blocks=8,
+        num_cpu_blocks=4,
+    )
     pressed: list[str] = []
     manager = KVCacheManager(config)
     manager.on_memory_pressure(lambda: pressed.append("critical"))

@@ -49,7 +49,9 @@ def requests_at_random(seed: int) -> None:
                 lengths[name] += 3
             elif verb == "write" and written[name].shape[1] < lengths[name]:
                 start = written[name].shape[1]
-                made = np.random.default_rng(step).random((2, draw.randrange(1, lengths[name] - start + 1), 2), np.float32)
+                made = np.random.default_rng(step).random(
+                    (2, draw.randrange(1, lengths[name] - start + 1), 2), np.float32
+                )
                 for layer in range(2):
                     k, v = (np.repeat(made[layer, :, part, None, None], 2, axis=2) for part in range(2))
                     cache.write(name, layer, start, k, v)

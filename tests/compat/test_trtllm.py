@@ -212,7 +212,10 @@ def test_given_reuse_then_blocks_are_counted_as_new_or_reused_for_the_cache_and_
         (dict(sink_token_length=4), "sink_token_length=4 needs a max_attention_window"),
         (dict(free_gpu_memory_fraction=1.0), "free_gpu_memory_fraction=1.0 must be above 0 and below 1"),
         (dict(free_gpu_memory_fraction=0.5, device="cpu"), "pass free_gpu_bytes"),
-        (dict(free_gpu_memory_fraction=0.5, max_gpu_total_bytes=2**20), "free_gpu_memory_fraction and max_gpu_total_bytes"),
+        (
+            dict(free_gpu_memory_fraction=0.5, max_gpu_total_bytes=2**20),
+            "free_gpu_memory_fraction and max_gpu_total_bytes",
+        ),
         (dict(max_tokens=64, blocks_in_primary_pool=2), "blocks_in_primary_pool and max_tokens"),
         (dict(max_tokens=0), "max_tokens=0 must be at least 1"),
         (dict(blocks_in_primary_pool=0), "blocks_in_primary_pool=0"),

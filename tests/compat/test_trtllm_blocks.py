@@ -55,7 +55,13 @@ def test_given_a_block_then_it_tells_who_holds_it_and_what_it_is_worth() -> None
     pin = cache.remove_sequence("a", pin_on_release=True)
     assert pin is not None
     block = window.get_block_by_id(first)
-    assert (block.has_refs, block.is_cached, block.is_pinned, block.priority, block.position) == (False, True, True, 90, 0)
+    assert (block.has_refs, block.is_cached, block.is_pinned, block.priority, block.position) == (
+        False,
+        True,
+        True,
+        90,
+        0,
+    )
     cache.unpin_blocks_by_id(pin)
     cache.manager.offload(4)
     moved = [window.get_block_by_id(index, is_primary=False) for index in range(8)]

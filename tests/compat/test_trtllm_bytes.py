@@ -23,13 +23,20 @@ STEPS = 50
 SHAPES: dict[str, dict[str, Any]] = {
     "full": dict(num_kv_heads_per_layer=[1, 1], blocks_in_primary_pool=24, blocks_in_secondary_pool=12),
     "no host": dict(num_kv_heads_per_layer=[1], blocks_in_primary_pool=16),
-    "windows": dict(num_kv_heads_per_layer=[1, 2, 1], blocks_in_primary_pool=40, blocks_in_secondary_pool=16,
-                    max_attention_window=[None, 8]),
-    "sinks": dict(num_kv_heads_per_layer=[1, 1], blocks_in_primary_pool=40, max_attention_window=[8], sink_token_length=4),
-    "no partial reuse": dict(num_kv_heads_per_layer=[1], blocks_in_primary_pool=20, blocks_in_secondary_pool=8,
-                             enable_partial_reuse=False),
+    "windows": dict(
+        num_kv_heads_per_layer=[1, 2, 1],
+        blocks_in_primary_pool=40,
+        blocks_in_secondary_pool=16,
+        max_attention_window=[None, 8],
+    ),
+    "sinks": dict(
+        num_kv_heads_per_layer=[1, 1], blocks_in_primary_pool=40, max_attention_window=[8], sink_token_length=4
+    ),
+    "no partial reuse": dict(
+        num_kv_heads_per_layer=[1], blocks_in_primary_pool=20, blocks_in_secondary_pool=8, enable_partial_reuse=False
+    ),
     "no reuse": dict(num_kv_heads_per_layer=[1], blocks_in_primary_pool=20, enable_block_reuse=False),
-}  # fmt: skip
+}
 
 
 @dataclass
@@ -71,7 +78,9 @@ class Run:
         length = random.randint(1, 24)
         tokens = [random.choice((7, 8)) if index > 11 else index for index in range(length)]
         behind: list[Any] = [None] * length
-        keys: dict[str, Any] = dict(lora_task_id=random.choice([None, None, 3]), cache_salt=random.choice([None, "salt"]))
+        keys: dict[str, Any] = dict(
+            lora_task_id=random.choice([None, None, 3]), cache_salt=random.choice([None, "salt"])
+        )
         start = self.number("start", *keys.values(), self.num_resets)
         if length > 12 and random.random() < 0.5:
             image = (random.choice(["cat", "dog"]), 5, 4)
@@ -83,7 +92,9 @@ class Run:
             keys["extra_ids"] = extras
             behind = [extra or None for extra in extras]
         if random.random() < 0.3:
-            keys["retention_config"] = KvCacheRetentionConfig([TokenRangeRetentionConfig(0, 8, 90)], random.choice((10, 35)))
+            keys["retention_config"] = KvCacheRetentionConfig(
+                [TokenRangeRetentionConfig(0, 8, 90)], random.choice((10, 35))
+            )
         sequence = Sequence(start, list(zip(tokens, behind, strict=True)), length)
         found = self.cache.add_sequence(name, tokens, **keys)
         self.num_reused += found
@@ -186,7 +197,9 @@ class Run:
             elif choice < 0.5:
                 self.swap(self.random.choice(list(self.live)))
             elif active:
-                call = self.random.choice([self.store, self.generate, self.generate, self.fork, self.remove, self.remove])
+                call = self.random.choice(
+                    [self.store, self.generate, self.generate, self.fork, self.remove, self.remove]
+                )
                 call(self.random.choice(active))
         except OutOfBlocksError:
             self.forget_what_failed(before)
@@ -270,7 +283,9 @@ class Run:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(1))
-def test_given_random_calls_then_every_token_has_its_bytes_and_events_tell_what_is_cached(shape: str, seed: int) -> None:
+def test_given_random_calls_then_every_token_has_its_bytes_and_events_tell_what_is_cached(
+    shape: str, seed: int
+) -> None:
     run = Run(seed, SHAPES[shape])
     for _ in range(STEPS):
         run.step()

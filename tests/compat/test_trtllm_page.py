@@ -16,7 +16,14 @@ WORDS = set(re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", PAGE))))
 
 # Every name of TensorRT-LLM's document on pools, blocks and events.
 DOCUMENT = [
-    *("KVCacheBlock", "tokensPerBlock", "KVCacheBlockPool", "WindowBlockManager", "BlockManager", "KVCacheEventManager"),
+    *(
+        "KVCacheBlock",
+        "tokensPerBlock",
+        "KVCacheBlockPool",
+        "WindowBlockManager",
+        "BlockManager",
+        "KVCacheEventManager",
+    ),
     *("page", "primary pool", "secondary pool", "created event", "updated event", "removed event", "stored event"),
     *("allocation", "deallocation", "eviction", "reuse", "movement", "priority", "storage"),
 ]

@@ -153,7 +153,9 @@ def test_given_free_cross_before_free_then_the_decoder_goes_on_with_the_encoders
     assert blocks.get_num_free_gpu_blocks() == 16
 
 
-def test_given_a_swapped_sequence_when_it_is_freed_then_its_encoders_table_keeps_its_length_and_all_blocks_are_free() -> None:
+def test_given_a_swapped_sequence_when_it_is_freed_then_its_encoders_table_keeps_its_length_and_all_blocks_are_free() -> (
+    None
+):
     blocks = BlockManager(4, 16, 8, encoder_decoder=True)
     blocks.allocate("s0", PROMPT[:4], num_encoder_tokens=4)
     blocks.mark_blocks_as_computed("s0", 4)
@@ -361,8 +363,13 @@ def test_given_the_allocators_then_one_shares_prefixes_and_both_copy_on_write() 
         allocator.fork("a", "c")
         allocator.free("b")
         assert (allocator.get_num_free_blocks(), allocator.get_num_total_blocks()) == (12, 16)
-        for name in ("allocate_mutable_block", "allocate_immutable_block", "promote_to_immutable_block",
-                     "cow_block_if_not_appendable", "clear_copy_on_writes"):  # fmt: skip
+        for name in (
+            "allocate_mutable_block",
+            "allocate_immutable_block",
+            "promote_to_immutable_block",
+            "cow_block_if_not_appendable",
+            "clear_copy_on_writes",
+        ):
             with pytest.raises(InvalidArgumentError, match=f"{name}: blocks belong to sequences here"):
                 getattr(allocator, name)()
         with pytest.raises(OutOfBlocksError):
@@ -382,8 +389,16 @@ def test_given_an_evictor_then_the_oldest_goes_first_and_of_equals_the_deepest()
             wrong()
 
 
-DOCUMENT = ["BlockManager", "BlockTable", "NaiveBlockAllocator", "PrefixCachingBlockAllocator", "Evictor", "CacheEngine",
-            "Scheduler", "KVCacheUtils"]  # fmt: skip
+DOCUMENT = [
+    "BlockManager",
+    "BlockTable",
+    "NaiveBlockAllocator",
+    "PrefixCachingBlockAllocator",
+    "Evictor",
+    "CacheEngine",
+    "Scheduler",
+    "KVCacheUtils",
+]
 
 
 @pytest.mark.parametrize("name", DOCUMENT)

@@ -121,7 +121,16 @@ class Model:
 @pytest.mark.parametrize("seed", range(2))
 def test_given_random_calls_then_every_sequence_reads_what_the_model_says(seed: int, enable_caching: bool) -> None:
     model = Model(seed, enable_caching)
-    steps = [model.allocate, model.compute, model.fork, model.append, model.append, model.swap_out, model.swap_in, model.free]
+    steps = [
+        model.allocate,
+        model.compute,
+        model.fork,
+        model.append,
+        model.append,
+        model.swap_out,
+        model.swap_in,
+        model.free,
+    ]
     refused = 0
     for _ in range(120):
         try:

@@ -95,8 +95,12 @@ def main(directory: str, rounds: int, seed: int) -> None:
     for number in range(rounds):
         _, signal = in_a_child(lambda number=number: answer_and_die(directory, seed * 100_000 + number))
         found, _ = in_a_child(lambda: look(directory))
-        print(json.dumps({"signal": signal, "right": found is not None and found["answers"] == expected, **(found or {})}),
-              flush=True)  # fmt: skip
+        print(
+            json.dumps(
+                {"signal": signal, "right": found is not None and found["answers"] == expected, **(found or {})}
+            ),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -75,7 +75,9 @@ def test_given_a_mixed_batch_then_greedy_output_is_that_of_transformers(family: 
 def test_given_any_chunk_and_block_size_then_the_output_is_the_same(chunk: int | None, block_size: int) -> None:
     prompts = prompts_of([40, 20], shared=20)
     limits = SchedulerConfig(max_tokens_per_step=128, max_sequences=4, max_chunk_tokens=chunk)
-    with make_engine("gemma3_text", kv_blocks=max(8, 1024 // block_size), block_size=block_size, scheduler=limits) as engine:
+    with make_engine(
+        "gemma3_text", kv_blocks=max(8, 1024 // block_size), block_size=block_size, scheduler=limits
+    ) as engine:
         for _ in range(2):
             outputs = engine.generate(prompts, greedy())
             assert [out.token_ids for out in outputs] == all_wanted("gemma3_text", prompts)
@@ -395,7 +397,11 @@ def test_given_a_recording_of_an_engine_then_its_replay_has_the_same_hit_counter
             engine.generate(prompts, greedy(6))
         live = engine.stats().cache
     again = replay_recording(file)
-    assert (again.hit_tokens, again.hit_blocks, again.prompt_tokens) == (live.hit_tokens, live.hit_blocks, live.prompt_tokens)
+    assert (again.hit_tokens, again.hit_blocks, again.prompt_tokens) == (
+        live.hit_tokens,
+        live.hit_blocks,
+        live.prompt_tokens,
+    )
     assert again.evictions == live.evictions
     assert live.evictions["capacity"] > 0
 
@@ -495,7 +501,9 @@ def test_given_a_bad_prompt_then_the_error_says_what_is_wrong(prompt: Any, messa
         ({"on_end": "print"}, "on_end"),
     ],
 )
-def test_given_a_wrong_option_then_its_caller_is_told_and_the_engine_goes_on(options: dict[str, Any], message: str) -> None:
+def test_given_a_wrong_option_then_its_caller_is_told_and_the_engine_goes_on(
+    options: dict[str, Any], message: str
+) -> None:
     prompt = random_prompt(5).tolist()
     with make_engine() as engine:
         parent = engine.submit(prompt, greedy(2))

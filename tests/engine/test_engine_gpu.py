@@ -50,7 +50,9 @@ def test_given_a_gpu_that_is_not_the_first_then_the_output_is_the_same() -> None
     assert tokens(tiny_model("llama").to("cuda:1")) == tokens(tiny_model("llama").to("cuda:0"))
 
 
-def test_given_an_engine_that_serves_when_another_is_made_then_nobody_is_disturbed(caplog: pytest.LogCaptureFixture) -> None:
+def test_given_an_engine_that_serves_when_another_is_made_then_nobody_is_disturbed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with Engine(tiny_model("llama").to("cuda"), kv_blocks=64) as first:
         running = [first.submit(prompt, SamplingParams(max_new_tokens=400, ignore_eos=True)) for prompt in PROMPTS[:2]]
         tokens(tiny_model("llama").to("cuda"), cuda_graphs=True)
@@ -84,7 +86,9 @@ def test_given_a_closed_engine_then_the_memory_of_its_graphs_is_back() -> None:
     assert held - torch.cuda.memory_allocated() > 4 * 2**16 * 64  # the logits of the largest graph
 
 
-@pytest.mark.parametrize("options", [{"cuda_graphs": False}, {"overlap": False}, {"overlap": False, "cuda_graphs": False}])
+@pytest.mark.parametrize(
+    "options", [{"cuda_graphs": False}, {"overlap": False}, {"overlap": False, "cuda_graphs": False}]
+)
 def test_given_no_graphs_or_no_overlap_then_the_output_is_the_same(options: dict[str, Any]) -> None:
     want = tokens(tiny_model("llama").to("cuda"))
     assert tokens(tiny_model("llama").to("cuda"), **options) == want
@@ -118,7 +122,9 @@ def test_given_swapping_then_the_output_is_the_same() -> None:
     [
         GREEDY,
         SamplingParams(max_new_tokens=8, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=3),
-        SamplingParams(max_new_tokens=8, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={5: 2.0}, logprobs=2),
+        SamplingParams(
+            max_new_tokens=8, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={5: 2.0}, logprobs=2
+        ),
         SamplingParams(max_new_tokens=8, temperature=1.0, n=3),
     ],
 )
@@ -200,7 +206,12 @@ def test_given_a_step_with_prompts_then_its_graph_gives_bit_for_bit_what_running
     with Engine(model, kv_blocks=64, scheduler=limits, attention="triton") as engine:
         recorder = KeepingRecorder(torch.device("cuda"))
         runner = ModelRunner(
-            engine.model, engine.shape, engine.plane, TritonBackend(engine.plane.device), max_tokens=200, recorder=recorder
+            engine.model,
+            engine.shape,
+            engine.plane,
+            TritonBackend(engine.plane.device),
+            max_tokens=200,
+            recorder=recorder,
         )
         runner.warm_up()
         mixed = runner.mixed_graphs

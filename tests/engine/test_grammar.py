@@ -114,7 +114,9 @@ def test_given_overlapping_steps_then_the_tokens_are_the_same(engine: Engine) ->
     expected = engine.generate(prompts, [params(engine), plain, params(engine, n=2)])
     with make_engine(overlap=True) as overlapped:
         found = overlapped.generate(prompts, [params(overlapped), plain, params(overlapped, n=2)])
-    assert [[s.token_ids for s in one.samples] for one in found] == [[s.token_ids for s in one.samples] for one in expected]
+    assert [[s.token_ids for s in one.samples] for one in found] == [
+        [s.token_ids for s in one.samples] for one in expected
+    ]
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])

@@ -27,7 +27,12 @@ GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
 
 def engine_with_graphs(
-    family: str = "llama", *, recorder: FakeRecorder | None = None, max_tokens: int = 100, mixed: bool = True, **options: Any
+    family: str = "llama",
+    *,
+    recorder: FakeRecorder | None = None,
+    max_tokens: int = 100,
+    mixed: bool = True,
+    **options: Any,
 ) -> Engine:
     """An engine on a CPU whose steps run from graphs, as on a GPU."""
     engine = Engine(tiny_model(family), kv_blocks=128, scheduler=LIMITS, **options)
@@ -79,7 +84,9 @@ def test_given_steps_above_the_largest_graph_then_they_run_as_they_are(monkeypat
     runner = engine._loop.runner
     sizes: list[int] = []
     run = runner._run
-    monkeypatch.setattr(runner, "_run", lambda token_ids, *rest: (sizes.append(len(token_ids)), run(token_ids, *rest))[1])
+    monkeypatch.setattr(
+        runner, "_run", lambda token_ids, *rest: (sizes.append(len(token_ids)), run(token_ids, *rest))[1]
+    )
 
     assert tokens(engine) == expected
     assert min(sizes) > 40
@@ -134,7 +141,9 @@ def test_given_an_engine_then_it_says_how_many_graphs_it_has() -> None:
         assert engine.graphs.seconds > 0
 
 
-def test_given_lists_that_outgrow_their_buffers_then_the_graph_is_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_lists_that_outgrow_their_buffers_then_the_graph_is_captured_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(graphs, "list_room", lambda *_: 3)
     engine = engine_with_graphs()
     mixed = engine._loop.runner.mixed_graphs
@@ -167,7 +176,15 @@ def step(query_lens: list[int], *, logits: int | None = None) -> BatchPlan:
 
 @pytest.mark.parametrize(
     ("query_lens", "size"),
-    [([1, 30], 64), ([64], 64), ([1, 64], 128), ([2048], 2048), ([1] * 63, 64), ([1] * 64, 128), ([1] * 100 + [413], 640)],
+    [
+        ([1, 30], 64),
+        ([64], 64),
+        ([1, 64], 128),
+        ([2048], 2048),
+        ([1] * 63, 64),
+        ([1] * 64, 128),
+        ([1] * 100 + [413], 640),
+    ],
 )
 def test_given_a_step_then_it_runs_in_the_smallest_graph_that_holds_it(query_lens: list[int], size: int) -> None:
     mixed = MixedGraphs(None, FakeRecorder(), mixed_sizes(4096), 256)  # type: ignore[arg-type]
@@ -184,7 +201,9 @@ def test_given_too_many_tokens_or_logits_then_no_graph_holds_the_step() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 63, 64, 65, 512, 2047, 2048, 100_000])
-def test_given_any_limit_then_every_step_up_to_the_largest_graph_has_one_that_is_not_much_larger(max_tokens: int) -> None:
+def test_given_any_limit_then_every_step_up_to_the_largest_graph_has_one_that_is_not_much_larger(
+    max_tokens: int,
+) -> None:
     sizes = mixed_sizes(max_tokens)
     assert sizes == sorted(set(sizes))
     assert len(sizes) <= 20
@@ -195,7 +214,9 @@ def test_given_any_limit_then_every_step_up_to_the_largest_graph_has_one_that_is
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_given_a_runner_then_the_step_that_it_warms_up_with_is_of_the_largest_size_and_writes_nothing(family: str) -> None:
+def test_given_a_runner_then_the_step_that_it_warms_up_with_is_of_the_largest_size_and_writes_nothing(
+    family: str,
+) -> None:
     with Engine(tiny_model(family), kv_blocks=16, scheduler=LIMITS) as engine:
         runner, sizes = engine._loop.runner, []
         note = lambda _, __, given: sizes.append(given["input_ids"].shape[1])  # noqa: E731

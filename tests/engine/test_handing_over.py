@@ -138,7 +138,9 @@ def test_given_a_listener_that_takes_its_time_then_the_end_is_the_last_that_it_h
     assert heard[3::5] == [120] * 10
 
 
-def test_given_a_store_that_fails_on_the_way_then_the_prefill_ends_with_what_is_there_and_the_rest_is_computed() -> None:
+def test_given_a_store_that_fails_on_the_way_then_the_prefill_ends_with_what_is_there_and_the_rest_is_computed() -> (
+    None
+):
     store = Store()
     store.refuses_from = 4
     with make(store) as first, make(store) as second:

@@ -95,8 +95,21 @@ def lively_directory(model_directory: str, tmp_path: Path) -> str:
     return str(directory)
 
 
-def test_commands_sample_as_the_model_says_and_say_so(lively_directory: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["generate", "w5 w6", "--max-tokens", "3", "--device", "cpu", "--memory", "4MiB", "--model", lively_directory]
+def test_commands_sample_as_the_model_says_and_say_so(
+    lively_directory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "generate",
+        "w5 w6",
+        "--max-tokens",
+        "3",
+        "--device",
+        "cpu",
+        "--memory",
+        "4MiB",
+        "--model",
+        lively_directory,
+    ]
     assert main(words) == 0
     assert "sampling: temperature 0.6, top_k 20, top_p 0.9, repetition_penalty 1.1" in capsys.readouterr().err
     assert main([*words, "--temperature", "0", "--top-p", "0.5"]) == 0

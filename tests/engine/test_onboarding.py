@@ -105,7 +105,9 @@ def test_given_a_prefix_on_the_host_when_others_decode_then_they_go_on_while_it_
     want = engine.generate([text], GREEDY)[0].token_ids
     engine.manager.offload(64)
     link = SlowLink(engine)
-    reader = engine.submit(prompt(6, 2), SamplingParams(max_new_tokens=60, ignore_eos=True), on_chunk=lambda chunk: ask())
+    reader = engine.submit(
+        prompt(6, 2), SamplingParams(max_new_tokens=60, ignore_eos=True), on_chunk=lambda chunk: ask()
+    )
     asked: list[Any] = []
 
     def ask() -> None:  # in the engine's thread: the reader decodes
@@ -153,7 +155,9 @@ def test_given_a_link_that_fails_once_then_the_prefix_comes_with_the_next_copies
     engine.manager.offload(64)
     SlowLink(engine)
     engine.generate([prompt(3, 9)], GREEDY)  # the offload is under way before the link fails
-    reader = engine.submit(prompt(6, 2), SamplingParams(max_new_tokens=30, ignore_eos=True), on_chunk=lambda chunk: ask())
+    reader = engine.submit(
+        prompt(6, 2), SamplingParams(max_new_tokens=30, ignore_eos=True), on_chunk=lambda chunk: ask()
+    )
     asked: list[Any] = []
     submit = engine.plane.transfers.submit
 

@@ -54,7 +54,9 @@ def test_given_a_conversation_then_the_template_renders_it(tokenizer: Any) -> No
         ([{"role": "system", "content": "w1"}], "roles system: no system role here"),
     ],
 )
-def test_given_what_the_template_cannot_render_then_the_error_says_why(messages: Any, message: str, tokenizer: Any) -> None:
+def test_given_what_the_template_cannot_render_then_the_error_says_why(
+    messages: Any, message: str, tokenizer: Any
+) -> None:
     class Strict:
         chat_template = NO_SYSTEM
 

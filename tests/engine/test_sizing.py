@@ -18,7 +18,9 @@ from kvpool.scheduling import SchedulerConfig  # noqa: E402
 
 
 @pytest.mark.parametrize(("drafts", "num_rows"), [(0, 8), (4, 40), (500, 600)])
-def test_given_limits_then_the_largest_step_has_all_tokens_and_samples_behind_every_draft(drafts: int, num_rows: int) -> None:
+def test_given_limits_then_the_largest_step_has_all_tokens_and_samples_behind_every_draft(
+    drafts: int, num_rows: int
+) -> None:
     model = tiny_model("llama")
     shape = inspect_model(model)
     seen = []
@@ -30,7 +32,9 @@ def test_given_limits_then_the_largest_step_has_all_tokens_and_samples_behind_ev
 
 @pytest.mark.parametrize("smallest", [1, 2])
 @pytest.mark.parametrize("max_sequences", [1, 2, 3, 64, 512, 1000])
-def test_given_any_limit_then_every_batch_has_a_graph_that_is_not_much_larger(max_sequences: int, smallest: int) -> None:
+def test_given_any_limit_then_every_batch_has_a_graph_that_is_not_much_larger(
+    max_sequences: int, smallest: int
+) -> None:
     sizes = decode_sizes(max_sequences, smallest)
     assert sizes == sorted(set(sizes))
     assert sizes[0] >= smallest
@@ -38,7 +42,9 @@ def test_given_any_limit_then_every_batch_has_a_graph_that_is_not_much_larger(ma
 
 
 @pytest.mark.parametrize(("longest", "room"), [(None, 400), (64, 8 * 16), (1000, 400)])
-def test_given_sequences_that_share_blocks_then_their_lists_may_outgrow_the_pool(longest: int | None, room: int) -> None:
+def test_given_sequences_that_share_blocks_then_their_lists_may_outgrow_the_pool(
+    longest: int | None, room: int
+) -> None:
     config = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=8)], block_size=4, gpu_blocks=100, max_seq_len=longest)
     assert list_room(config, config.groups[0], 8) == room
 

@@ -157,7 +157,9 @@ def test_given_other_weights_or_another_block_size_then_nothing_is_found() -> No
         assert engine.generate([PROMPT], params())[0].num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("options", [{"kv_dtype": "int8"}, {"draft_tokens": 3}, {"overlap": True}, {"host_bytes": 2**20}])
+@pytest.mark.parametrize(
+    "options", [{"kv_dtype": "int8"}, {"draft_tokens": 3}, {"overlap": True}, {"host_bytes": 2**20}]
+)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_given_an_engine_with_options_then_its_own_blocks_come_back_right(family: str, options: dict[str, Any]) -> None:
     with Engine(tiny_model(family), kv_blocks=128, block_size=8, **options) as engine:
@@ -204,7 +206,9 @@ def test_given_a_prefix_larger_than_the_staging_memory_then_it_comes_in_parts(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = filled(PROMPT, family=family)
-    monkeypatch.setattr("kvpool.tiers.transport.movers.STAGING_BYTES", 4 * 4 * 2 * 4096)  # four blocks of each group at once
+    monkeypatch.setattr(
+        "kvpool.tiers.transport.movers.STAGING_BYTES", 4 * 4 * 2 * 4096
+    )  # four blocks of each group at once
     with make_engine(tier, family=family) as engine:
         (result,) = engine.generate([PROMPT], params())
         assert (result.num_cached_tokens, [result.token_ids]) == (119, computed(PROMPT, family=family))

@@ -81,7 +81,9 @@ def test_given_an_invalidation_then_nothing_of_it_comes_back_from_a_tier_but_wha
 
 
 @pytest.mark.parametrize("what", INVALIDATIONS)
-def test_given_an_invalidation_then_values_that_are_known_leave_the_tier_and_the_next_process_finds_none(what: str) -> None:
+def test_given_an_invalidation_then_values_that_are_known_leave_the_tier_and_the_next_process_finds_none(
+    what: str,
+) -> None:
     invalidate, options = INVALIDATIONS[what]
     tier = MemoryTier(2**28)
     with make_engine(tier) as engine:
@@ -119,7 +121,9 @@ def test_given_an_invalidated_session_then_what_it_took_from_others_stays() -> N
         assert cached(engine, PROMPT) == 48
 
 
-def test_given_values_of_another_process_behind_a_prefix_then_its_last_block_leaves_the_tier_and_none_is_loaded() -> None:
+def test_given_values_of_another_process_behind_a_prefix_then_its_last_block_leaves_the_tier_and_none_is_loaded() -> (
+    None
+):
     tier = MemoryTier(2**28)
     with make_engine(tier) as engine:
         cached(engine, PROMPT)

@@ -75,7 +75,9 @@ def test_given_a_pool_that_evicts_all_the_time_then_nothing_that_comes_back_is_w
     # A GPU computes prompts of a tiny model faster than anything loads them: here they are loaded all the same.
     deciding = "kvpool.tiers.transport.deciding."
     monkeypatch.setattr(deciding + "Decider.is_worth_looking", lambda self, num_tokens: True)
-    monkeypatch.setattr(deciding + "Decider._decide", lambda self, options, *_: Decision([None, *options][-1], "always"))
+    monkeypatch.setattr(
+        deciding + "Decider._decide", lambda self, options, *_: Decision([None, *options][-1], "always")
+    )
     prompts = [random_prompt(150, seed=seed).tolist() for seed in range(12)]
     params = SamplingParams(max_new_tokens=3, ignore_eos=True)
     with make_engine("llama", kv_blocks=256) as engine:

@@ -97,7 +97,12 @@ def test_given_hours_of_traffic_then_answers_stay_right_and_nothing_grows(family
         assert engine._loop.tiers.flush(SECONDS)
         stats = engine.stats()
         assert stats.tiers is not None
-        assert (stats.tiers.held, stats.tiers.leases, stats.tiers.blocks_waiting, stats.tiers.staging_bytes) == (0, (), 0, 0)
+        assert (stats.tiers.held, stats.tiers.leases, stats.tiers.blocks_waiting, stats.tiers.staging_bytes) == (
+            0,
+            (),
+            0,
+            0,
+        )
         assert all(pool.referenced == 0 for pool in stats.cache.pools)
         assert stats.tiers.prompt_tokens_loaded > 0
         for measured in stats.tiers.tiers:

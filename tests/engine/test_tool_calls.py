@@ -59,7 +59,12 @@ def test_calls_are_told_from_other_answers_in_the_forms_of_many_models(text: str
 
 def hints_in(engine: Engine) -> set[int]:
     tree = engine.manager._state.cache.tree
-    return {node.hint for root in tree.roots.values() for child in (root.children or {}).values() for node in child.subtree()}
+    return {
+        node.hint
+        for root in tree.roots.values()
+        for child in (root.children or {}).values()
+        for node in child.subtree()
+    }
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,9 @@ def test_given_a_run_that_is_computed_again_while_it_is_offloaded_then_subscribe
     evicted = manager.stats().evictions["capacity"]
     manager.free(fork)
     manager.check()
-    assert below - num_cached(manager, pool=1, tier=Tier.HOST) == 4  # two ends of runs; of one the request has the blocks
+    assert (
+        below - num_cached(manager, pool=1, tier=Tier.HOST) == 4
+    )  # two ends of runs; of one the request has the blocks
     assert manager.stats().evictions["capacity"] - evicted == 2
     assert_subscribers_know(manager, subscription)
 

@@ -180,7 +180,9 @@ def test_given_a_prompt_that_departs_from_one_that_had_left_then_only_what_they_
     assert policy._learned._reused[2::3] == [2]
     assert policy.num_ghost_blocks == 2  # the rest
     key = np.array([3], np.int32).tobytes()
-    rest = StandInRun(num_blocks=3, start=2, fingerprint=left.fingerprint_of(2, 0, key), last_access=2, content=(3, 4, 5))
+    rest = StandInRun(
+        num_blocks=3, start=2, fingerprint=left.fingerprint_of(2, 0, key), last_access=2, content=(3, 4, 5)
+    )
     policy.add(rest)
     policy.victim()
     assert policy._learned._reused[2::3] == [2, 2]
@@ -243,9 +245,12 @@ def test_given_chats_that_go_on_then_they_are_kept_over_questions_that_nobody_fo
     trace = chats_and_strays()
     lru, adaptive, best = (
         result.hit_blocks
-        for result in (replay(trace, ReplayConfig("lru", 160)), replay(trace, ReplayConfig("adaptive", 160)),
-                       run_model(trace, "optimum", 160))
-    )  # fmt: skip
+        for result in (
+            replay(trace, ReplayConfig("lru", 160)),
+            replay(trace, ReplayConfig("adaptive", 160)),
+            run_model(trace, "optimum", 160),
+        )
+    )
     assert adaptive - lru > 0.8 * (best - lru)
 
 
@@ -408,9 +413,18 @@ def test_given_ever_new_sessions_and_tenants_then_what_is_held_of_them_is_bounde
     for tick in range(4_000):
         above = StandInRun(fingerprint=-1 - tick) if tick % 2 else None
         run = StandInRun(
-            num_blocks=1 + tick % 7, start=4 * (tick % 2), last_access=tick, created=tick, last_access_at=tick * 0.3,
-            fingerprint=tick, turn=tick % 3, hint=tick % 4, session=f"s{tick}", tenant=f"t{tick}", parent=above,
-        )  # fmt: skip
+            num_blocks=1 + tick % 7,
+            start=4 * (tick % 2),
+            last_access=tick,
+            created=tick,
+            last_access_at=tick * 0.3,
+            fingerprint=tick,
+            turn=tick % 3,
+            hint=tick % 4,
+            session=f"s{tick}",
+            tenant=f"t{tick}",
+            parent=above,
+        )
         policy.add(run)
         blocks += run.num_blocks
         while blocks > 200:
@@ -420,9 +434,18 @@ def test_given_ever_new_sessions_and_tenants_then_what_is_held_of_them_is_bounde
             policy.remove(victim)
         order, learned, ghosts = policy._order, policy._learned, policy._ghosts
         held = [
-            ghosts._ghosts, ghosts._contents, ghosts._leaders, ghosts._followers, policy._epochs, order._rows,
-            order._by_value, order._by_age, learned._alive, learned._rows, learned._changes,
-        ]  # fmt: skip
+            ghosts._ghosts,
+            ghosts._contents,
+            ghosts._leaders,
+            ghosts._followers,
+            policy._epochs,
+            order._rows,
+            order._by_value,
+            order._by_age,
+            learned._alive,
+            learned._rows,
+            learned._changes,
+        ]
         half = tick // 2_000
         most[half] = max(most[half], sum(map(len, held)))
     assert most[1] <= 1.1 * most[0]

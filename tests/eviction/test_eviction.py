@@ -147,10 +147,14 @@ class World:
         self.tick += 1
         self.add(
             StandInRun(
-                num_blocks=1 + number % 5, start=number % 4, created=self.tick, last_access=self.tick,
-                priority=(0, 35, 100)[number % 3], fingerprint=number % 40,
+                num_blocks=1 + number % 5,
+                start=number % 4,
+                created=self.tick,
+                last_access=self.tick,
+                priority=(0, 35, 100)[number % 3],
+                fingerprint=number % 40,
             )
-        )  # fmt: skip
+        )
 
     def do_reuse(self, number: int) -> None:
         self.do_hit(number)

@@ -64,9 +64,18 @@ def test_the_words_of_both_apis_are_understood(spelled: str, means: str) -> None
     assert ReuseHint(spelled) == ReuseHint(means)
 
 
-@pytest.mark.parametrize("wrong", [{"stop": "because"}, {"stop": 3}, {"expected_seconds": -1}, {"expected_seconds": "3"},
-                                   {"expected_seconds": math.nan}, {"expected_seconds": True},
-                                   {"expected_seconds": 10**400}])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"stop": "because"},
+        {"stop": 3},
+        {"expected_seconds": -1},
+        {"expected_seconds": "3"},
+        {"expected_seconds": math.nan},
+        {"expected_seconds": True},
+        {"expected_seconds": 10**400},
+    ],
+)
 def test_given_a_wrong_hint_then_it_is_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(wrong))):
         ReuseHint(**wrong)

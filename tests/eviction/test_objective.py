@@ -62,10 +62,13 @@ def test_given_runs_of_one_kind_then_the_deep_one_stays_longer_where_seconds_cou
     assert order(by_seconds, *runs()) == [2, 1]
 
 
-def test_given_long_prompts_that_come_again_as_often_then_seconds_saves_more_time_and_fewer_blocks_may_be_found() -> None:
+def test_given_long_prompts_that_come_again_as_often_then_seconds_saves_more_time_and_fewer_blocks_may_be_found() -> (
+    None
+):
     trace = short_and_long()
     blocks, seconds = (
-        replay(trace, ReplayConfig("adaptive", 200, objective=objective, time=STEEP)) for objective in ("blocks", "seconds")
+        replay(trace, ReplayConfig("adaptive", 200, objective=objective, time=STEEP))
+        for objective in ("blocks", "seconds")
     )
     assert seconds.saved_seconds > 1.02 * blocks.saved_seconds
     assert (blocks.label, seconds.label) == ("adaptive", "adaptive, seconds")
@@ -143,7 +146,9 @@ def test_given_blocks_that_cost_the_same_at_any_depth_then_cost_weighs_them_so()
 
 def test_given_a_recording_then_its_objective_is_replayed_and_old_ones_save_blocks(tmp_path: Path) -> None:
     clock = iter(np.arange(1, 10**6) / 8)
-    manager = KVCacheManager(config(objective="seconds", depth_cost=0.2, gpu_blocks=64), clock=lambda: float(next(clock)))
+    manager = KVCacheManager(
+        config(objective="seconds", depth_cost=0.2, gpu_blocks=64), clock=lambda: float(next(clock))
+    )
     recorder = TraceRecorder(tmp_path / "r.kvtrace")
     recorder.attach(manager)
     rng = np.random.default_rng(7)

@@ -36,7 +36,9 @@ def run(model: Any, prompt: Any, cache: Any = None, **options: Any) -> list[list
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3_text", "gpt_oss", "gpt2"])
-def test_given_a_cached_prefix_then_generate_gives_the_same_tokens_and_computes_the_rest(family: str, device: str) -> None:
+def test_given_a_cached_prefix_then_generate_gives_the_same_tokens_and_computes_the_rest(
+    family: str, device: str
+) -> None:
     model, reference = (tiny_model(family).to(device) for _ in range(2))
     pool = CachePool(model, num_blocks=64, block_size=4)
     prompt = random_prompt(40)
@@ -163,7 +165,9 @@ def test_given_positions_or_masks_of_the_callers_own_then_nobody_else_gets_what_
     causal = torch.ones(20, 20).tril().bool()
     causal[5:, 2] = False  # token 2 is seen by the next ones only
     usual = {"position_ids": torch.arange(20)[None]}
-    for seed, unusual in enumerate(({"position_ids": torch.arange(7, 27)[None]}, {"attention_mask": causal[None, None]})):
+    for seed, unusual in enumerate(
+        ({"position_ids": torch.arange(7, 27)[None]}, {"attention_mask": causal[None, None]})
+    ):
         ids = random_prompt(20, seed=seed).unsqueeze(0)
         for options, num_cached in ((unusual, 0), (usual, 0), (unusual, 0), (usual, 19)):
             with PagedCache(pool) as cache:
@@ -251,7 +255,9 @@ def test_given_a_cache_that_is_let_go_then_its_blocks_come_back() -> None:
     assert pool.stats().num_sequences == 0
 
 
-def test_given_a_cache_that_is_collected_inside_an_operation_of_the_manager_then_its_blocks_come_back_after_it() -> None:
+def test_given_a_cache_that_is_collected_inside_an_operation_of_the_manager_then_its_blocks_come_back_after_it() -> (
+    None
+):
     model = tiny_model("llama")
     pool = CachePool(model, num_blocks=16, block_size=4)
     cache: Any = PagedCache(pool)

@@ -154,7 +154,9 @@ def test_given_a_tier_that_fails_then_it_is_a_miss(how: str) -> None:
         assert answer(pool, model)[1] == 40  # from the pool itself
 
 
-def test_given_a_device_that_fails_while_blocks_come_then_nothing_of_them_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_a_device_that_fails_while_blocks_come_then_nothing_of_them_is_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = tiny_model("llama")
     with made(model, filled(model)) as pool:
         assert pool.tiers is not None

@@ -86,8 +86,15 @@ class ServerArgs:
     unfiled: int = 0
 
 
-NAMESPACES = dict(model_path="model", context_length="model", json_model_override_args="model", port="serving",
-                  lora_target_modules="lora", attention_backend="exec.kernel", tp_size="parallel")  # fmt: skip
+NAMESPACES = dict(
+    model_path="model",
+    context_length="model",
+    json_model_override_args="model",
+    port="serving",
+    lora_target_modules="lora",
+    attention_backend="exec.kernel",
+    tp_size="parallel",
+)
 SERVER_ARGS = ServerArgs()
 
 

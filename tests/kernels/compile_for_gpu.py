@@ -72,7 +72,9 @@ def attend(
         buffers = backend.reserve(kind, **sizes)
     plan = backend.plan(kind, batch, buffers)
     cache = poisoned_layer(kind, 1, 16, "nhd", "cpu")
-    q = torch.zeros(max_query_tokens or max_sequences or 201, kind.q_heads, kind.head_dim, dtype=TORCH_DTYPES[kind.dtype])
+    q = torch.zeros(
+        max_query_tokens or max_sequences or 201, kind.q_heads, kind.head_dim, dtype=TORCH_DTYPES[kind.dtype]
+    )
     sinks = torch.zeros(kind.q_heads) if kind.sink_logits else None
     backend.run(q, cache, plan, sink_logits=sinks)
 
@@ -80,7 +82,9 @@ def attend(
 def write(kind: AttentionSpec) -> None:
     values = torch.zeros(3, kind.kv_heads, kind.head_dim, dtype=TORCH_DTYPES[kind.dtype])
     cache = poisoned_layer(kind, 1, 16, "nhd", "cpu")
-    write_slots_triton(cache, torch.zeros(3, dtype=torch.int32), values, None if kind.k_only else values[..., : kind.v_dim])
+    write_slots_triton(
+        cache, torch.zeros(3, dtype=torch.int32), values, None if kind.k_only else values[..., : kind.v_dim]
+    )
 
 
 def copy() -> None:

@@ -23,6 +23,10 @@ def test_given_no_gpu_then_all_kernels_compile_for_one_and_fit_its_memory(tmp_pa
     assert done.returncode == 0, done.stderr
     compiled = [line.split("\t") for line in done.stdout.splitlines()]
     kernels = {"attend_kernel", "merge_kernel", "prefill_kernel", "_convert_kernel", "_quantize_kernel"}
-    assert {name for name, _, _ in compiled} == kernels | {"_copy_blocks_kernel", "_copy_tokens_kernel", "_copy_words_kernel"}
+    assert {name for name, _, _ in compiled} == kernels | {
+        "_copy_blocks_kernel",
+        "_copy_tokens_kernel",
+        "_copy_words_kernel",
+    }
     too_large = [(name, case, shared) for name, case, shared in compiled if int(shared) > SHARED_MEMORY]
     assert not too_large

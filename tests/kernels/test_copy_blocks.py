@@ -83,7 +83,9 @@ def test_given_the_first_tokens_of_a_block_when_copied_then_all_layers_have_them
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("spec", LAYOUTS.values(), ids=LAYOUTS)
-def test_given_the_kernel_when_it_copies_tokens_then_it_does_what_the_reference_does(spec: LayerSpec, device: str) -> None:
+def test_given_the_kernel_when_it_copies_tokens_then_it_does_what_the_reference_does(
+    spec: LayerSpec, device: str
+) -> None:
     layout = layout_of(spec)
     expected, data = random_blocks(6, layout.block_bytes), random_blocks(6, layout.block_bytes).to(device)
     pairs = ids(0, 5, 1), ids(4, 2, 3), ids(1, 3, 2)

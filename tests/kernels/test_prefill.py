@@ -91,15 +91,32 @@ def test_given_prompts_then_it_has_those_alone_and_the_general_kernel_what_it_ca
     used: list[str] = []
 
     def prefill(
-        q: Any, cache: LayerCache, kind: AttentionSpec, indices: Any, items: Any, shape: TileShape, out: Any,
-        partials: Partials | None, num_programs: int,
-    ) -> None:  # fmt: skip
+        q: Any,
+        cache: LayerCache,
+        kind: AttentionSpec,
+        indices: Any,
+        items: Any,
+        shape: TileShape,
+        out: Any,
+        partials: Partials | None,
+        num_programs: int,
+    ) -> None:
         used.append("prefill")
         assert shape == PREFILL_TILE
-        attend_items_reference(q, cache, kind, indices, items, shape.rows // kind.group_size, shape, out, partials, None)
+        attend_items_reference(
+            q, cache, kind, indices, items, shape.rows // kind.group_size, shape, out, partials, None
+        )
 
-    def attend(q: Any, cache: LayerCache, kind: AttentionSpec, indices: Any, items: Any, tokens: int, shape: TileShape,
-               *rest: Any) -> None:  # fmt: skip
+    def attend(
+        q: Any,
+        cache: LayerCache,
+        kind: AttentionSpec,
+        indices: Any,
+        items: Any,
+        tokens: int,
+        shape: TileShape,
+        *rest: Any,
+    ) -> None:
         used.append(f"{shape.rows} rows")
         attend_items_reference(q, cache, kind, indices, items, tokens, shape, *rest)
 

@@ -14,7 +14,9 @@ SCALED = [DType.INT8, DType.INT4]
 
 @pytest.mark.parametrize("dim", [1, 2, 7, 128])
 @pytest.mark.parametrize("dtype", SCALED)
-def test_given_a_row_when_it_is_quantised_and_back_then_each_element_is_within_half_a_step(dtype: DType, dim: int) -> None:
+def test_given_a_row_when_it_is_quantised_and_back_then_each_element_is_within_half_a_step(
+    dtype: DType, dim: int
+) -> None:
     torch.manual_seed(dim)
     values = torch.randn(50, 3, dim) * torch.logspace(-1, 3, 50)[:, None, None]
     stored = quantize(values, dtype)

@@ -42,7 +42,14 @@ def test_given_requests_that_are_refused_then_the_others_are_admitted_and_each_r
             {"request_id": "e", "tokens": [5] * 12},
         ]
     )
-    kinds = [KVCacheHandle, DuplicateRequestError, NeverFitsError, OutOfBlocksError, InvalidArgumentError, KVCacheHandle]
+    kinds = [
+        KVCacheHandle,
+        DuplicateRequestError,
+        NeverFitsError,
+        OutOfBlocksError,
+        InvalidArgumentError,
+        KVCacheHandle,
+    ]
     assert [type(result) for result in results] == kinds
     assert [handle.request_id for handle in manager.handles] == ["a", "e"]
     manager.check()

@@ -85,7 +85,9 @@ def test_configured_levels_are_used() -> None:
     assert manager.pressure is CRITICAL
 
 
-@pytest.mark.parametrize(("num_blocks", "level", "reached"), [(25, 0.28, 7), (50, 0.14, 7), (50, 0.56, 28), (8, 0.5, 4)])
+@pytest.mark.parametrize(
+    ("num_blocks", "level", "reached"), [(25, 0.28, 7), (50, 0.14, 7), (50, 0.56, 28), (8, 0.5, 4)]
+)
 def test_a_level_begins_at_its_fraction_however_floats_round(num_blocks: int, level: float, reached: int) -> None:
     manager = make_manager(gpu_blocks=num_blocks, pressure_levels=(level / 2, level, 1.0))
     for name in range(reached):

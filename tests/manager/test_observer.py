@@ -64,7 +64,9 @@ def test_given_an_operation_that_raises_then_the_observer_hears_nothing_of_it() 
     assert notes.verbs == []
 
 
-def test_given_an_observer_that_raises_then_the_operation_is_done_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_given_an_observer_that_raises_then_the_operation_is_done_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     class Broken(Notes):
         def done(self, verb: str, now: float, result: Any, arguments: tuple[Any, ...]) -> None:
             raise RuntimeError("broken observer")

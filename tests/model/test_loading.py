@@ -235,7 +235,9 @@ def test_a_dtype_that_is_none_for_weights_is_refused_with_those_that_work(dtype)
         load_model(TINY, device="cpu", dtype=dtype)
 
 
-@pytest.mark.parametrize(("device", "message"), [("gpu", "no device"), ("cuda:99", "finds . GPUs"), ("meta", "run on cpu")])
+@pytest.mark.parametrize(
+    ("device", "message"), [("gpu", "no device"), ("cuda:99", "finds . GPUs"), ("meta", "run on cpu")]
+)
 def test_a_device_that_is_not_here_is_refused(device: str, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         load_model(TINY, device=device)
@@ -370,7 +372,11 @@ def test_the_default_model_answers_as_it_should() -> None:
             pytest.skip(f"{package} is not installed")
     model, tokenizer, info = load_model("default", device="cpu")
     assert info.name == "SmolLM2-135M-Instruct"
-    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == ("<|im_start|>", "<|im_end|>", "<|im_end|>")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
     assert model.lm_head.weight is model.model.embed_tokens.weight
     question = [{"role": "user", "content": "What is the capital of France?"}]

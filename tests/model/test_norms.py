@@ -70,7 +70,9 @@ class Norm(nn.Module):
         self.shift = shift
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.weight + self.shift) * x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype)
+        return (
+            (self.weight + self.shift) * x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps).to(x.dtype)
+        )
 
 
 def test_given_a_norm_then_copies_of_it_have_weights_of_their_own() -> None:
@@ -83,7 +85,9 @@ def test_given_a_norm_then_copies_of_it_have_weights_of_their_own() -> None:
     torch.testing.assert_close(pickle.loads(pickle.dumps(norm))(x), norm(x))
 
 
-@pytest.mark.parametrize("module", [Norm(shift=1.0), nn.LayerNorm(16, bias=False), nn.Linear(16, 1), nn.Embedding(4, 16)])
+@pytest.mark.parametrize(
+    "module", [Norm(shift=1.0), nn.LayerNorm(16, bias=False), nn.Linear(16, 1), nn.Embedding(4, 16)]
+)
 def test_given_anything_else_then_it_is_left_alone(module: nn.Module) -> None:
     assert fuse_norms(module.requires_grad_(False)) == 0
     assert "forward" not in vars(module)

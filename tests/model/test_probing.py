@@ -141,7 +141,9 @@ def test_a_model_that_slides_without_saying_so_fails_the_self_check() -> None:
 
 
 @pytest.mark.parametrize("window", [5, WINDOW, 300, 4096])
-def test_a_window_off_by_one_fails_the_self_check_however_long_it_is(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_window_off_by_one_fails_the_self_check_however_long_it_is(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("gemma3_text", sliding_window=window, max_position_embeddings=2**13)
     inspect_model(model)
     honest = self_check._causal_attention
@@ -313,7 +315,9 @@ def test_a_far_position_does_not_change_the_other_sequences_of_a_step(kind: str)
     prompt = random_prompt(9)
     alone = forward(model, prompt, torch.arange(9), None, ContiguousAttention().step({0: 9}))
     positions = positions_of([0, 200], [9, 1])
-    together = forward(model, torch.cat([prompt, prompt[:1]]), positions, None, ContiguousAttention().step({0: 9, 1: 1}))
+    together = forward(
+        model, torch.cat([prompt, prompt[:1]]), positions, None, ContiguousAttention().step({0: 9, 1: 1})
+    )
     torch.testing.assert_close(together[:9], alone)
 
 

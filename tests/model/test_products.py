@@ -70,7 +70,9 @@ def test_given_a_way_that_is_faster_for_some_rows_then_it_is_taken_for_these(mon
             torch.testing.assert_close(model(torch.ones(1, rows, 256)), wanted[None])
 
 
-def test_given_chosen_products_then_parameters_are_untouched_and_it_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_chosen_products_then_parameters_are_untouched_and_it_can_be_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     measured(monkeypatch, lambda way, rows: 0.5 if way is swapped else 1.0)
     model = two_layers()
     before = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}

@@ -49,7 +49,9 @@ def test_given_other_items_then_the_symbols_differ_from_where_they_do(other: lis
 
 @pytest.mark.parametrize("key", ["7", b"7", 7, -7, 2**70, "\udc80", ""])
 def test_keys_of_different_types_are_different(key: Any) -> None:
-    others = [other for other in ("7", b"7", 7, -7, 2**70, "\udc80", "") if type(other) is not type(key) or other != key]
+    others = [
+        other for other in ("7", b"7", 7, -7, 2**70, "\udc80", "") if type(other) is not type(key) or other != key
+    ]
     assert encoded_key(key) not in [encoded_key(other) for other in others]
     symbols, tokens = Symbols(), ids(1)
     assert len({int(kept(symbols, tokens, (0, 1, each))[0]) for each in (key, *others)}) == len(others) + 1

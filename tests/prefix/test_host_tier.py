@@ -94,7 +94,9 @@ def test_a_run_on_the_host_that_an_admission_holds_gives_no_room_for_what_it_evi
     manager.check()
     events = feed.poll().events
     assert [(e.old_tier, e.new_tier) for e in events if isinstance(e, Updated)] == [(Tier.HOST, Tier.GPU)] * 2
-    assert [e.tier for e in events if isinstance(e, Removed)] == [Tier.GPU] * 2  # no room on the host: [2] * 4 is dropped
+    assert [e.tier for e in events if isinstance(e, Removed)] == [
+        Tier.GPU
+    ] * 2  # no room on the host: [2] * 4 is dropped
 
 
 def test_a_partial_source_on_the_host_gives_no_room_for_what_its_copy_evicts() -> None:
@@ -146,6 +148,8 @@ def test_a_run_takes_no_more_along_because_what_follows_it_gave_way() -> None:
     manager = two_pools(gpu_blocks=(10, 10), host_blocks=(2, 1))
     run_through(manager, "a", list(range(40)))
     assert manager.offload(1) == 1
-    assert manager.offload(2) == 2  # on the host its own end gives way, so its last window would begin one block earlier
+    assert (
+        manager.offload(2) == 2
+    )  # on the host its own end gives way, so its last window would begin one block earlier
     manager.check()
     assert manager.stats().offloaded_blocks == 3

@@ -53,11 +53,16 @@ def check_step(before: Blocks, after: Blocks, own: int) -> None:
         assert not lost or not there or max(lost) <= min(there), f"{tier.name}: {max(lost)} left, {min(there)} is there"
 
 
-@pytest.mark.parametrize("tiers", [{"host_blocks": 10}, {"host_blocks": 10, "disk_blocks": 12}, {"disk_blocks": 12}],
-                         ids=["host", "host and disk", "disk"])  # fmt: skip
+@pytest.mark.parametrize(
+    "tiers",
+    [{"host_blocks": 10}, {"host_blocks": 10, "disk_blocks": 12}, {"disk_blocks": 12}],
+    ids=["host", "host and disk", "disk"],
+)
 @pytest.mark.parametrize("policy", ["adaptive", "priority"])
 @pytest.mark.parametrize("host_write", ["back", "through", 1])
-def test_low_priorities_never_push_out_high_ones_on_any_tier(tiers: dict[str, int], policy: str, host_write: Any) -> None:
+def test_low_priorities_never_push_out_high_ones_on_any_tier(
+    tiers: dict[str, int], policy: str, host_write: Any
+) -> None:
     for seed in range(2):
         rng, now = Random(seed), [0.0]
         manager = make_manager(

@@ -77,9 +77,20 @@ def test_given_a_live_manager_when_its_recording_is_replayed_then_all_counters_a
     live, again = manager.stats(), replay_recording(tmp_path / "live.kvtrace.gz")
     assert live.hit_blocks["GPU"] > 100
     for name in (
-        "requests", "prompt_tokens", "hit_blocks", "hit_tokens", "partial_hit_tokens", "blocks_allocated",
-        "blocks_merged", "offloaded_blocks", "onboarded_blocks", "evictions", "forks", "rewinds", "swaps_out",
-    ):  # fmt: skip
+        "requests",
+        "prompt_tokens",
+        "hit_blocks",
+        "hit_tokens",
+        "partial_hit_tokens",
+        "blocks_allocated",
+        "blocks_merged",
+        "offloaded_blocks",
+        "onboarded_blocks",
+        "evictions",
+        "forks",
+        "rewinds",
+        "swaps_out",
+    ):
         assert getattr(again, name) == getattr(live, name), name
 
 

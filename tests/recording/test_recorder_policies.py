@@ -40,15 +40,21 @@ def test_given_a_policy_that_remembers_when_recordings_are_replayed_then_hits_ar
     for seed in SEEDS:
         rng, clock = random.Random(seed), Clock()
         config = KVCacheConfig(
-            [LayerSpec(1, 8)], 2, gpu_blocks=rng.randrange(16, 30), host_blocks=host_blocks, eviction_policy=policy,
+            [LayerSpec(1, 8)],
+            2,
+            gpu_blocks=rng.randrange(16, 30),
+            host_blocks=host_blocks,
+            eviction_policy=policy,
             cache_unfilled_blocks=seed % 2 == 0,
-        )  # fmt: skip
+        )
         manager = KVCacheManager(config, clock=clock)
         with TraceRecorder(path).attach(manager):
             talk(manager, clock, rng)
         live, again = manager.stats(), replay_recording(path)
         assert live.evictions["capacity"] > NUM_REQUESTS // 4
         assert (again.hit_blocks, again.hit_tokens, again.evictions) == (
-            live.hit_blocks, live.hit_tokens, live.evictions
-        ), f"seed {seed}"  # fmt: skip
+            live.hit_blocks,
+            live.hit_tokens,
+            live.evictions,
+        ), f"seed {seed}"
         assert host_blocks is None or live.hit_blocks[Tier.HOST.name]

@@ -37,10 +37,54 @@ from kvpool.replay.traces.synth import fit, synthesise
 from kvpool.scheduling.measured_costs import COSTS, read_costs
 
 HOSTILE: list[Any] = [
-    None, True, False, 0, -1, 1, 2, 7, 2**31 - 1, 2**31, 2**32, 2**62, 2**63, -(2**63), 2**64, 10**400, -(10**400), 0.5, -0.0,
-    1e308, -1e308, float("nan"), float("inf"), float("-inf"), "", "x", "é", "[/red]", "\ud800", "12", "AAAA", "AAA", "////",
-    [], [[]], {}, [0], [-1], [1, 1], [2**31], [None], ["x"], {"a": 1}, {"ranges": []}, {"end": 3}, [0, 0, ""], [1, 10**9, ""],
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    7,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**62,
+    2**63,
+    -(2**63),
+    2**64,
+    10**400,
+    -(10**400),
+    0.5,
+    -0.0,
+    1e308,
+    -1e308,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    "",
+    "x",
+    "é",
+    "[/red]",
+    "\ud800",
+    "12",
+    "AAAA",
+    "AAA",
+    "////",
+    [],
+    [[]],
+    {},
+    [0],
+    [-1],
+    [1, 1],
+    [2**31],
+    [None],
+    ["x"],
+    {"a": 1},
+    {"ranges": []},
+    {"end": 3},
+    [0, 0, ""],
+    [1, 10**9, ""],
+]
 DEEP = ("[" * 100_000, '{"a":' * 5_000 + "1" + "}" * 5_000, "[" * 900 + "]" * 900)
 TEXTS = (
     "NaN",
@@ -138,22 +182,44 @@ def costs() -> bytes:
     """What `kvpool bench --json` writes."""
     layer = {"kv_heads": 8, "head_dim": 128, "dtype": "float16"}
     measured = {
-        "machine": "m", "memory_bytes": 80 * 2**30, "model": "llama", "parameters": 8_030_000_000, "layers": [layer] * 2,
-        "costs": dict.fromkeys(COSTS, 1e-5) | {"transfer_bytes_per_second": 2e10}, "errors": {"prefill": 0.1, "decode": 0.2},
-    }  # fmt: skip
+        "machine": "m",
+        "memory_bytes": 80 * 2**30,
+        "model": "llama",
+        "parameters": 8_030_000_000,
+        "layers": [layer] * 2,
+        "costs": dict.fromkeys(COSTS, 1e-5) | {"transfer_bytes_per_second": 2e10},
+        "errors": {"prefill": 0.1, "decode": 0.2},
+    }
     return json.dumps({"settings": {}, "runs": [], "measurement": measured}, indent=1).encode()
 
 
 def config() -> bytes:
     """The config.json of a model."""
     plain = {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "torch_dtype": "bfloat16",
-        "quantization_config": {"quant_method": "gptq", "bits": 4}, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1, "moe_intermediate_size": 512, "n_shared_experts": 1, "head_dim": 128,
-        "kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64,
-        "tie_word_embeddings": True, "multi_query": False, "decoder_sparse_step": 1,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+        "quantization_config": {"quant_method": "gptq", "bits": 4},
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 512,
+        "n_shared_experts": 1,
+        "head_dim": 128,
+        "kv_lora_rank": 64,
+        "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "q_lora_rank": 64,
+        "tie_word_embeddings": True,
+        "multi_query": False,
+        "decoder_sparse_step": 1,
+    }
     return json.dumps(plain, indent=1).encode()
 
 

@@ -18,13 +18,22 @@ from kvpool.scheduling import LinearCostModel
 from kvpool.scheduling.measured_costs import Measurement, read_costs
 
 CONFIG: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000, "torch_dtype": "float32",
-}  # fmt: skip
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 1000,
+    "torch_dtype": "float32",
+}
 TRUE = LinearCostModel(
-    prefill_seconds_per_token=2e-4, seconds_per_token_pair=3e-8, decode_seconds_per_step=4e-3,
-    decode_seconds_per_sequence=5e-4, decode_seconds_per_context_token=6e-7,
-)  # fmt: skip
+    prefill_seconds_per_token=2e-4,
+    seconds_per_token_pair=3e-8,
+    decode_seconds_per_step=4e-3,
+    decode_seconds_per_sequence=5e-4,
+    decode_seconds_per_context_token=6e-7,
+)
 
 
 def measurement(**changes: Any) -> Measurement:

@@ -39,7 +39,9 @@ def test_given_one_node_with_room_for_everything_then_it_is_the_infinite_cache(t
         assert result.index_blocks == len(set(talks.ids.tolist()))
 
 
-def test_given_more_nodes_than_a_cell_when_simulated_then_one_cell_gets_its_share_of_the_conversations(talks: Trace) -> None:
+def test_given_more_nodes_than_a_cell_when_simulated_then_one_cell_gets_its_share_of_the_conversations(
+    talks: Trace,
+) -> None:
     result = simulate_fleet(talks, FleetConfig(64, 500, cell=16))
     assert result.cells == 4
     assert 10 <= result.requests <= 100

@@ -44,7 +44,9 @@ def test_given_token_lines_then_they_are_read_as_tokens(tmp_path: Path) -> None:
     assert trace[0].timestamp == 5.5
 
 
-def test_given_expected_continuations_then_they_are_read_and_written_and_survive_a_change_of_blocks(tmp_path: Path) -> None:
+def test_given_expected_continuations_then_they_are_read_and_written_and_survive_a_change_of_blocks(
+    tmp_path: Path,
+) -> None:
     lines = ({**TOKENS, "expected_seconds": 3, "stop": "tool_use"}, TOKENS, {**TOKENS, "expected_seconds": -1})
     trace = read_trace(write(tmp_path / "t.jsonl", *lines), max_errors=1)
     assert trace.expected == (3.0, None)
@@ -66,9 +68,11 @@ def test_given_reasons_to_stop_then_known_ones_are_read_and_written(tmp_path: Pa
 
 def test_given_an_azure_file_then_lengths_are_read_and_reuse_is_unknown(tmp_path: Path) -> None:
     path = write(
-        tmp_path / "a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46.6805900,374,44",
+        tmp_path / "a.csv",
+        "TIMESTAMP,ContextTokens,GeneratedTokens",
+        "2023-11-16 18:15:46.6805900,374,44",
         "2023-11-16 18:15:50.9951690,396,109",
-    )  # fmt: skip
+    )
     trace = read_trace(path)
     assert (len(trace), trace.reuse_known, trace.input_lengths.tolist()) == (2, False, [374, 396])
     assert trace.duration == pytest.approx(4.314579, abs=1e-6)
@@ -103,9 +107,12 @@ def test_given_too_many_broken_lines_then_the_file_is_refused(tmp_path: Path) ->
 
 def test_given_odd_requests_then_they_work_and_are_reported(tmp_path: Path) -> None:
     path = write(
-        tmp_path / "t.jsonl", {**GOOD, "timestamp": 9}, GOOD, {**GOOD, "input_length": 0, "hash_ids": []},
+        tmp_path / "t.jsonl",
+        {**GOOD, "timestamp": 9},
+        GOOD,
+        {**GOOD, "input_length": 0, "hash_ids": []},
         {**GOOD, "hash_ids": [4, 4]},
-    )  # fmt: skip
+    )
     problems = read_trace(path).problems
     assert (problems.unsorted, problems.zero_length, problems.repeating) == (1, 1, 1)
     assert len(problems.sentences()) == 3

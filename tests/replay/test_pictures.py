@@ -121,7 +121,12 @@ def test_the_report_sets_blocks_time_and_tiers_side_by_side() -> None:
     loaded = trace.build()
     configs = [
         ReplayConfig(policy, 8, host=12, objective=objective)
-        for policy, objective in (("lru", "blocks"), ("adaptive", "blocks"), ("adaptive", "seconds"), ("optimum", "blocks"))
+        for policy, objective in (
+            ("lru", "blocks"),
+            ("adaptive", "blocks"),
+            ("adaptive", "seconds"),
+            ("optimum", "blocks"),
+        )
     ]
     page = render(loaded, run_all(loaded, configs, workers=1), configs)
     assert "overflow-wrap: anywhere" in page  # a long name stays in the page
@@ -129,7 +134,9 @@ def test_the_report_sets_blocks_time_and_tiers_side_by_side() -> None:
         assert f"<h2>{heading}</h2>" in page
     tables = [part.split("</table>")[0] for part in page.split("<table>")[1:4]]
     for table in tables:
-        assert [f"<td>{name}</td>" in table for name in ("lru", "adaptive", "adaptive, seconds", "optimum")] == [True] * 4
+        assert [f"<td>{name}</td>" in table for name in ("lru", "adaptive", "adaptive, seconds", "optimum")] == [
+            True
+        ] * 4
     assert "<th>GPU</th><th>host</th>" in tables[2]
     assert "Hits by tier" not in render(loaded, run_all(loaded, [ReplayConfig("lru", 8)], workers=1))
 

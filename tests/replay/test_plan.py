@@ -14,32 +14,75 @@ from kvpool.replay.planning.weights import count_weights
 
 def config(**values: Any) -> dict[str, Any]:
     return {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "torch_dtype": "bfloat16", **values,
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "torch_dtype": "bfloat16",
+        **values,
+    }
 
 
 # Published parameter counts, in billions (the language model, where there is more).
 FAMILIES = {
     "llama-3-8b": (config(), 8.03),
     "llama-3-70b": (
-        config(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64), 70.6),
-    "mixtral-8x7b": (
-        config(model_type="mixtral", vocab_size=32000, num_local_experts=8, num_experts_per_tok=2), 46.7),
+        config(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64),
+        70.6,
+    ),
+    "mixtral-8x7b": (config(model_type="mixtral", vocab_size=32000, num_local_experts=8, num_experts_per_tok=2), 46.7),
     "qwen3-30b-a3b": (
-        config(model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, num_hidden_layers=48,
-               num_key_value_heads=4, head_dim=128, vocab_size=151936, num_experts=128, num_experts_per_tok=8,
-               moe_intermediate_size=768), 30.5),
+        config(
+            model_type="qwen3_moe",
+            hidden_size=2048,
+            intermediate_size=6144,
+            num_hidden_layers=48,
+            num_key_value_heads=4,
+            head_dim=128,
+            vocab_size=151936,
+            num_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+        ),
+        30.5,
+    ),
     "gemma-2-9b": (
-        config(model_type="gemma2", hidden_size=3584, num_hidden_layers=42, num_attention_heads=16, head_dim=256,
-               vocab_size=256000), 9.24),
+        config(
+            model_type="gemma2",
+            hidden_size=3584,
+            num_hidden_layers=42,
+            num_attention_heads=16,
+            head_dim=256,
+            vocab_size=256000,
+        ),
+        9.24,
+    ),
     "gpt2": ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}, 0.124),
     "deepseek-v3": (
-        config(model_type="deepseek_v3", hidden_size=7168, intermediate_size=18432, num_hidden_layers=61,
-               num_attention_heads=128, vocab_size=129280, kv_lora_rank=512, q_lora_rank=1536, qk_rope_head_dim=64,
-               qk_nope_head_dim=128, v_head_dim=128, n_routed_experts=256, num_experts_per_tok=8, n_shared_experts=1,
-               moe_intermediate_size=2048, first_k_dense_replace=3), 671.0),
-}  # fmt: skip
+        config(
+            model_type="deepseek_v3",
+            hidden_size=7168,
+            intermediate_size=18432,
+            num_hidden_layers=61,
+            num_attention_heads=128,
+            vocab_size=129280,
+            kv_lora_rank=512,
+            q_lora_rank=1536,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=128,
+            v_head_dim=128,
+            n_routed_experts=256,
+            num_experts_per_tok=8,
+            n_shared_experts=1,
+            moe_intermediate_size=2048,
+            first_k_dense_replace=3,
+        ),
+        671.0,
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -55,9 +98,13 @@ def test_given_experts_then_a_token_uses_a_few_of_them() -> None:
 
 @pytest.mark.parametrize(
     ("values", "size"),
-    [({}, 2.0), ({"torch_dtype": "float32"}, 4.0), ({"quantization_config": {"quant_method": "fp8"}}, 1.0),
-     ({"quantization_config": {"quant_method": "awq", "bits": 4}}, 0.5)],
-)  # fmt: skip
+    [
+        ({}, 2.0),
+        ({"torch_dtype": "float32"}, 4.0),
+        ({"quantization_config": {"quant_method": "fp8"}}, 1.0),
+        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, 0.5),
+    ],
+)
 def test_given_a_dtype_or_quantisation_then_bytes_follow(values: dict[str, Any], size: float) -> None:
     assert count_weights(config(**values)).bytes_per_parameter == size
 

@@ -16,9 +16,11 @@ from kvpool.replay.simulation.bounds import OPTIMUM, run_model
 from kvpool.replay.simulation.runs import run_all, run_one
 
 TRACES = (
-    "mooncake_conversation_trace.jsonl", "mooncake_arxiv_first1000.jsonl", "wekacc_dev.jsonl.gz",
+    "mooncake_conversation_trace.jsonl",
+    "mooncake_arxiv_first1000.jsonl",
+    "wekacc_dev.jsonl.gz",
     "lmcache_magagent_b16.jsonl",
-)  # fmt: skip
+)
 CAPACITIES = (1_000, 30_000, 100_000, None)  # and 10_000, in a test of its own
 FEWER_CAPACITIES = (1_000, 10_000)
 FEWER_REQUESTS = 2_000  # for the policies that are not compared on whole traces

@@ -138,7 +138,9 @@ def test_given_a_request_that_is_cancelled_on_its_way_then_nothing_is_left_of_it
 
 @pytest.mark.parametrize("layers", [[FULL], [FULL, SLIDING]])
 @pytest.mark.parametrize("link_steps", [1, 5])
-def test_given_a_small_pool_and_a_slow_link_then_conversations_come_back_right(layers: list[object], link_steps: int) -> None:
+def test_given_a_small_pool_and_a_slow_link_then_conversations_come_back_right(
+    layers: list[object], link_steps: int
+) -> None:
     manager = make_manager(*layers, gpu_blocks=12 * len(layers), host_blocks=60 * len(layers))  # type: ignore[arg-type]
     engine = make_engine(manager, link_steps=link_steps, depth=2, max_sequences=4)
     turns = [[request(f"r{i}.{turn}", 9 + 6 * turn, 3, first=30 * i) for i in range(5)] for turn in range(3)]

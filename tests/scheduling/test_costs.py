@@ -8,9 +8,12 @@ from kvpool.scheduling import CostModel, LinearCostModel
 from kvpool.scheduling.measured_costs import COSTS, MeasuredStep, fit_costs
 
 TRUE = LinearCostModel(
-    prefill_seconds_per_token=2e-4, seconds_per_token_pair=3e-8, decode_seconds_per_step=4e-3,
-    decode_seconds_per_sequence=5e-4, decode_seconds_per_context_token=6e-7,
-)  # fmt: skip
+    prefill_seconds_per_token=2e-4,
+    seconds_per_token_pair=3e-8,
+    decode_seconds_per_step=4e-3,
+    decode_seconds_per_sequence=5e-4,
+    decode_seconds_per_context_token=6e-7,
+)
 
 
 def test_given_more_context_then_the_same_tokens_cost_more() -> None:
@@ -94,10 +97,14 @@ def test_given_a_wrong_number_then_it_is_refused_by_name(option: dict[str, float
 
 def steps_of(costs: LinearCostModel) -> list[MeasuredStep]:
     prompts = [
-        MeasuredStep([(n, before)], 0, 0, costs.prefill_seconds(n, before)) for n in (16, 100, 900) for before in (0, 500)
+        MeasuredStep([(n, before)], 0, 0, costs.prefill_seconds(n, before))
+        for n in (16, 100, 900)
+        for before in (0, 500)
     ]
     shapes = [(batch, batch * context) for batch in (1, 8, 32) for context in (10, 700)]
-    return prompts + [MeasuredStep([], batch, context, costs.decode_seconds(batch, context)) for batch, context in shapes]
+    return prompts + [
+        MeasuredStep([], batch, context, costs.decode_seconds(batch, context)) for batch, context in shapes
+    ]
 
 
 def test_given_steps_of_a_linear_machine_then_its_costs_are_found_again() -> None:

@@ -114,9 +114,7 @@ def test_a_swapped_request_that_no_longer_fits_is_refused(taken_away: str) -> No
     assert engine.finished["a"].reason is FinishReason.REFUSED
 
 
-def test_given_guaranteed_capacity_then_a_tenant_with_idle_blocks_does_not_take_what_others_were_promised() -> (
-    None
-):
+def test_given_guaranteed_capacity_then_a_tenant_with_idle_blocks_does_not_take_what_others_were_promised() -> None:
     engine = guaranteed_engine(mine=8, capacity="guaranteed")
     yours, mine = request("b", 8, 24, scope=YOURS), request("a", 24, 4, scope=MINE)
     add(engine, yours)

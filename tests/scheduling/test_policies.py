@@ -74,7 +74,9 @@ def with_prefixes_on_both_tiers(**config: object) -> ToyEngine:
     return engine
 
 
-def test_given_soonest_first_token_then_what_is_on_the_gpu_goes_before_what_is_on_the_host_before_what_is_computed() -> None:
+def test_given_soonest_first_token_then_what_is_on_the_gpu_goes_before_what_is_on_the_host_before_what_is_computed() -> (
+    None
+):
     engine = with_prefixes_on_both_tiers(policy="soonest_first_token")
     add(engine, request("cold", 12, first=200), request("below", 12, first=100), request("warm", 12))
     assert order_of_admission(engine) == ["warm", "below", "cold"]

@@ -218,9 +218,12 @@ def test_given_copies_then_only_those_over_the_link_to_the_host_are_transferred_
         return CopyOp(kind, 0, source, target, np.array([0, 1], np.int32), np.array([2, 3], np.int32))
 
     moved = {
-        (Tier.GPU, Tier.GPU): 0, (Tier.GPU, Tier.HOST): 2, (Tier.HOST, Tier.GPU): 2, (Tier.HOST, Tier.DISK): 0,
+        (Tier.GPU, Tier.GPU): 0,
+        (Tier.GPU, Tier.HOST): 2,
+        (Tier.HOST, Tier.GPU): 2,
+        (Tier.HOST, Tier.DISK): 0,
         (Tier.GPU, Tier.DISK): 2,
-    }  # fmt: skip
+    }
     for tiers, num_blocks in moved.items():
         assert transferred_bytes([copy(*tiers)], manager.config) == num_blocks * block_bytes
 

@@ -28,9 +28,11 @@ class Costs:
 
 def engine_that_decodes(goal: float, num_decoding: int = 1, **config: Any) -> ToyEngine:
     engine = make_engine(
-        make_manager(gpu_blocks=256), costs=config.pop("costs", Costs()), max_step_seconds=goal,
+        make_manager(gpu_blocks=256),
+        costs=config.pop("costs", Costs()),
+        max_step_seconds=goal,
         **{"max_tokens_per_step": 100, **config},
-    )  # fmt: skip
+    )
     add(engine, *(request(f"reader {n}", 3, 80, first=1000 + 10 * n) for n in range(num_decoding)))
     engine.step()
     return engine
@@ -54,7 +56,12 @@ def test_given_nobody_decodes_then_nobody_waits_and_the_step_is_as_large_as_may_
 def test_given_several_prompts_then_they_share_the_time_in_their_order() -> None:
     engine = engine_that_decodes(40.0)
     add(engine, *(request(name, 16, 9, first=100 * n) for n, name in enumerate("abc", 1)))
-    assert tokens_of(engine.step()) == {"reader 0": 1, "a": 16, "b": 12, "c": 4}  # 14 cut to whole blocks; at least a block
+    assert tokens_of(engine.step()) == {
+        "reader 0": 1,
+        "a": 16,
+        "b": 12,
+        "c": 4,
+    }  # 14 cut to whole blocks; at least a block
     engine.drain()
     engine.assert_right(*(done.request for done in engine.finished.values()))
 
@@ -84,9 +91,13 @@ def test_given_much_time_then_the_other_limits_of_a_step_hold() -> None:
 
 def test_given_steps_that_took_longer_than_thought_then_the_next_prompt_part_is_smaller() -> None:
     costs = LinearCostModel(
-        prefill_seconds_per_token=1.0, seconds_per_token_pair=0.0, decode_seconds_per_step=10.0,
-        decode_seconds_per_sequence=0.0, decode_seconds_per_context_token=0.0, smoothing=1.0,
-    )  # fmt: skip
+        prefill_seconds_per_token=1.0,
+        seconds_per_token_pair=0.0,
+        decode_seconds_per_step=10.0,
+        decode_seconds_per_sequence=0.0,
+        decode_seconds_per_context_token=0.0,
+        smoothing=1.0,
+    )
     engine = engine_that_decodes(50.0, costs=costs)
     add(engine, request("a", 200))
     plan = engine.step()

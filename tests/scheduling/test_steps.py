@@ -47,9 +47,10 @@ def test_given_a_plan_then_its_arrays_describe_the_same_tokens() -> None:
     assert len(set(plan.lanes.tolist())) == 2
     handles = [sequence.live_handle() for sequence in plan.sequences]
     expected = [
-        handle.block_ids()[position // 4] * 4 + position % 4 for handle, n in zip(handles, (5, 3), strict=True)
+        handle.block_ids()[position // 4] * 4 + position % 4
+        for handle, n in zip(handles, (5, 3), strict=True)
         for position in range(n)
-    ]  # fmt: skip
+    ]
     assert plan.slots.tolist() == [expected]
     assert plan.batch.csr().indptr.tolist() == [0, 2, 3]
 
@@ -131,9 +132,15 @@ def test_given_plans_when_they_are_completed_out_of_order_or_twice_then_it_is_re
 
 @pytest.mark.parametrize(
     ("tokens", "counts", "message"),
-    [([], None, "got 0 tokens"), ([1, 2], None, "got 2 tokens"), ([1], [1, 0], "2 counts"), ([1, 2], [2], "got 2 tokens"),
-     ([1], 1, "counts must hold"), ([-1], None, "negative")],
-)  # fmt: skip
+    [
+        ([], None, "got 0 tokens"),
+        ([1, 2], None, "got 2 tokens"),
+        ([1], [1, 0], "2 counts"),
+        ([1, 2], [2], "got 2 tokens"),
+        ([1], 1, "counts must hold"),
+        ([-1], None, "negative"),
+    ],
+)
 def test_given_samples_that_do_not_fit_the_plan_then_nothing_changes(
     tokens: list[int], counts: object, message: str
 ) -> None:

@@ -275,7 +275,9 @@ def test_a_window_does_not_reopen_over_blocks_that_are_gone() -> None:
     manager.check()
 
 
-def test_given_a_sequence_narrowed_ahead_of_its_commits_when_rewound_then_its_windows_have_the_blocks_they_cover() -> None:
+def test_given_a_sequence_narrowed_ahead_of_its_commits_when_rewound_then_its_windows_have_the_blocks_they_cover() -> (
+    None
+):
     manager = make_manager(FULL, SLIDING, gpu_blocks=64)
     handle = manager.allocate("a", list(range(40)))
     manager.narrow(handle, 40)
@@ -359,8 +361,10 @@ def test_a_partial_match_in_a_block_that_was_just_decoded_copies_that_block() ->
     assert reader.num_cached_tokens == 10
     (copy,) = manager.take_copies()
     assert (copy.src.tolist(), copy.dst.tolist(), copy.num_tokens) == (
-        [writer.block_ids()[2]], [reader.block_ids()[2]], 2
-    )  # fmt: skip
+        [writer.block_ids()[2]],
+        [reader.block_ids()[2]],
+        2,
+    )
     manager.check()
 
 

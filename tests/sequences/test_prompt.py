@@ -154,9 +154,14 @@ class AskingPolicy(LRUPolicy):
         return super().victim()
 
 
-@pytest.mark.parametrize("evict", [
-    lambda manager: manager.evict(2), lambda manager: manager.allocate("next", num_tokens=16 * 4),
-], ids=["evict", "allocate"])  # fmt: skip
+@pytest.mark.parametrize(
+    "evict",
+    [
+        lambda manager: manager.evict(2),
+        lambda manager: manager.allocate("next", num_tokens=16 * 4),
+    ],
+    ids=["evict", "allocate"],
+)
 def test_given_a_question_in_the_middle_of_an_operation_then_its_answer_does_not_outlive_it(
     evict: Callable[[KVCacheManager], object],
 ) -> None:

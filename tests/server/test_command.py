@@ -46,7 +46,9 @@ def test_given_a_process_when_it_is_told_to_end_then_the_answer_under_way_is_fin
         url = next(found[1] for line in lines if (found := re.search(r" at (http://127.0.0.1:\d+)/v1", line)))
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
             assert [model["id"] for model in json.load(answer)["data"]] == ["one", "two"]
-        body = json.dumps({"model": "two", "prompt": "w5 w6", "max_tokens": 120, "ignore_eos": True, "stream": True}).encode()
+        body = json.dumps(
+            {"model": "two", "prompt": "w5 w6", "max_tokens": 120, "ignore_eos": True, "stream": True}
+        ).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
             answer.readline()
@@ -94,7 +96,9 @@ def test_given_localhost_then_all_of_its_addresses_have_the_same_port() -> None:
             one.close()
 
 
-def test_given_the_model_as_an_argument_then_it_is_the_model_and_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_the_model_as_an_argument_then_it_is_the_model_and_is_named_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["serve", "--port", "0", "/no/such/model"]) == 2
     assert "there is no file or directory /no/such/model" in capsys.readouterr().err
     assert main(["serve", "--port", "0", "--model", "one", "two"]) == 2
@@ -116,7 +120,9 @@ def test_given_an_address_for_traces_that_is_none_then_it_is_refused(
     assert f"--traces is '{address}'; write an address" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("under_way", "said"), [(2, "finishing 2 requests, for up to 30 s; Ctrl-C ends them\n"), (0, "")])
+@pytest.mark.parametrize(
+    ("under_way", "said"), [(2, "finishing 2 requests, for up to 30 s; Ctrl-C ends them\n"), (0, "")]
+)
 def test_given_requests_under_way_when_it_ends_then_it_says_what_it_waits_for(
     capsys: pytest.CaptureFixture[str], under_way: int, said: str
 ) -> None:

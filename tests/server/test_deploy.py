@@ -40,14 +40,18 @@ def got(live: Live, path: str) -> str:
 def test_given_the_dashboard_then_every_metric_in_it_is_in_metrics(live: Live) -> None:
     kinds = re.findall(r"^# TYPE (\S+) (\S+)$", got(live, "/metrics"), re.M)
     known = {name + part for name, kind in kinds for part in _PARTS[kind]}
-    asked = set(re.findall(r"kvpool_\w+", " ".join(target["expr"] for p in DASHBOARD["panels"] for target in p["targets"])))
+    asked = set(
+        re.findall(r"kvpool_\w+", " ".join(target["expr"] for p in DASHBOARD["panels"] for target in p["targets"]))
+    )
     assert len(asked) > 12
     assert asked <= known
 
 
 def test_given_the_dashboard_then_no_panels_overlap_and_each_has_an_id() -> None:
     places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
-    cells = [(x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])]
+    cells = [
+        (x, y) for at in places for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])
+    ]
     assert len(cells) == len(set(cells))
     assert max(x for x, _ in cells) < 24
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
@@ -103,7 +107,9 @@ def test_given_a_dockerfile_then_hadolint_finds_nothing(file: Path) -> None:
 
 def test_given_the_unit_then_its_command_line_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = re.findall(r"^ExecStart=\S+/kvpool serve (.*)$", UNIT, re.M)
-    words = line.replace("${KVPOOL_MODEL}", "/srv/models/m").replace("$KVPOOL_SERVE_OPTIONS", "--max-requests 9").split()
+    words = (
+        line.replace("${KVPOOL_MODEL}", "/srv/models/m").replace("$KVPOOL_SERVE_OPTIONS", "--max-requests 9").split()
+    )
     wanted = parsed(words)
     assert (wanted["model"], wanted["max_requests"], str(wanted["keys"])) == ("/srv/models/m", 9, "/etc/kvpool/keys")
     assert wanted["disk"] == f"/var/cache/{re.findall(r'CacheDirectory=(.*)', UNIT)[0]}"
@@ -131,7 +137,9 @@ def test_given_the_manifest_then_its_options_probes_and_places_exist(live: Live)
     assert wanted["disk"] == mounted["cache"]
     assert str(wanted["keys"]).startswith(mounted["keys"])
     claims = {each["metadata"]["name"] for each in MANIFESTS if each["kind"] == "PersistentVolumeClaim"}
-    claimed = [each["persistentVolumeClaim"]["claimName"] for each in pod()["volumes"] if "persistentVolumeClaim" in each]
+    claimed = [
+        each["persistentVolumeClaim"]["claimName"] for each in pod()["volumes"] if "persistentVolumeClaim" in each
+    ]
     assert set(claimed) == claims
 
 

@@ -35,7 +35,9 @@ def test_given_the_document_then_every_path_says_how_it_refuses_and_nothing_says
 
 
 def test_given_keys_then_the_document_asks_for_them_and_else_does_not(document: Any) -> None:
-    asking = {name for name, path in document["paths"].items() for operation in path.values() if "security" in operation}
+    asking = {
+        name for name, path in document["paths"].items() for operation in path.values() if "security" in operation
+    }
     if "securitySchemes" in document["components"]:
         assert set(document["paths"]) - asking == {"/health", "/ready"}
     else:
@@ -65,14 +67,19 @@ def short() -> Iterator[Live]:
 
 
 @pytest.mark.skipif(EXAMPLES is None, reason="takes minutes: `make test-api` runs it")
-@pytest.mark.skipif(importlib.util.find_spec("schemathesis") is None, reason="no schemathesis: `make test-api` installs it")
+@pytest.mark.skipif(
+    importlib.util.find_spec("schemathesis") is None, reason="no schemathesis: `make test-api` installs it"
+)
 def test_given_schemathesis_then_the_server_keeps_to_its_document(short: Live, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "schemathesis.cli", "--config-file", str(HERE / "schemathesis.toml"), "run"]
     checks = ["--checks", "all", "--phases", "examples,coverage,fuzzing,stateful", "--max-examples", str(EXAMPLES)]
     checks += ["--request-timeout", "60"]  # for a busy machine
     found = subprocess.run(
         [*command, f"{short.url}/openapi.json", *checks, "--continue-on-failure", "--no-color"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
     assert found.returncode == 0, found.stdout[-20000:]
     assert json.dumps(call(short, "/health"))

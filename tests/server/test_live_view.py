@@ -65,7 +65,9 @@ def test_given_a_server_when_its_root_is_opened_then_it_is_the_page(live: Live) 
     assert httpx.get(f"{live.url}/view/missing.js").status_code == 404
 
 
-def test_given_keys_when_somebody_else_than_an_administrator_looks_then_it_is_refused(serve: Callable[..., Live]) -> None:
+def test_given_keys_when_somebody_else_than_an_administrator_looks_then_it_is_refused(
+    serve: Callable[..., Live],
+) -> None:
     live = serve(access=access())
     for path in ("stream", "block?id=0"):
         assert httpx.get(f"{live.url}/view/{path}").status_code == 401
@@ -76,7 +78,9 @@ def test_given_keys_when_somebody_else_than_an_administrator_looks_then_it_is_re
     assert httpx.get(f"{live.url}/").status_code == 200
 
 
-def test_given_a_stream_when_a_request_was_answered_then_its_blocks_and_latencies_are_told(live: Live, client: Any) -> None:
+def test_given_a_stream_when_a_request_was_answered_then_its_blocks_and_latencies_are_told(
+    live: Live, client: Any
+) -> None:
     client.chat.completions.create(model="tiny", messages=QUESTION, max_tokens=4)
     mirror = Mirror()
     hello = read_until(live, mirror, lambda: bool(mirror.rest.get("more", {}).get("latency")))
@@ -103,7 +107,9 @@ def test_given_a_prompt_that_is_cached_when_the_chat_box_asks_then_its_pieces_an
         assert other["tiers"] == [], "another tenant's cache shows nothing"
 
 
-def test_given_a_browser_when_the_docs_are_opened_then_every_path_is_there_and_nothing_from_elsewhere(live: Live) -> None:
+def test_given_a_browser_when_the_docs_are_opened_then_every_path_is_there_and_nothing_from_elsewhere(
+    live: Live,
+) -> None:
     if (program := find_chromium()) is None:
         pytest.skip("no Chromium: install Debian's package chromium, or name one in KVPOOL_CHROMIUM")
     with Chromium(program) as browser:
@@ -135,7 +141,9 @@ def chat(page: Page) -> int:
     said = json.dumps(QUESTION[0]["content"])
     page.value(f"document.getElementById('chat-text').value = {said}")
     page.value("document.getElementById('chat-form').requestSubmit()")
-    page.until("document.getElementById('chat').ariaBusy === 'false' && document.querySelector('#talk .answer').textContent")
+    page.until(
+        "document.getElementById('chat').ariaBusy === 'false' && document.querySelector('#talk .answer').textContent"
+    )
     coloured: int = page.value("document.querySelectorAll('.token.from-GPU').length")
     return coloured
 

@@ -19,9 +19,14 @@ from kvpool.tiers.transport.movers import TieringStats
 
 # What has another name among the metrics, or is the sum of what they say.
 SAID_OTHERWISE = {
-    "pools": "blocks", "groups": "group_blocks", "num_sequences": "sequences", "num_swapped": "sequences",
-    "num_cached_runs": "cached_runs", "tenants": "tenant_cached_blocks", "pressure": "memory_pressure",
-}  # fmt: skip
+    "pools": "blocks",
+    "groups": "group_blocks",
+    "num_sequences": "sequences",
+    "num_swapped": "sequences",
+    "num_cached_runs": "cached_runs",
+    "tenants": "tenant_cached_blocks",
+    "pressure": "memory_pressure",
+}
 PARTS = {name: f"tiering_{name}_" for name in ("decisions", "fetches", "stores", "handovers")} | {"tiers": "tier_"}
 
 
@@ -47,7 +52,9 @@ def test_given_an_engine_with_tiers_then_every_number_of_its_statistics_is_a_met
     wanted |= {f"tiering_{name}" for name in TieringStats._fields if name not in PARTS}
     wanted |= {f"tier_{field.name}" for field in fields(TierStats)} - {"tier_name", "tier_problem"} | {"tier_works"}
     assert {f"kvpool_{name}" for name in wanted} - names == set()
-    assert {part for part, start in PARTS.items() if not any(name.startswith(f"kvpool_{start}") for name in names)} == set()
+    assert {
+        part for part, start in PARTS.items() if not any(name.startswith(f"kvpool_{start}") for name in names)
+    } == set()
 
 
 def test_given_keys_then_metrics_and_statistics_need_an_admins(serve: Callable[..., Live]) -> None:

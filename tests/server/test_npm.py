@@ -21,7 +21,10 @@ NODE, ENTRY = shutil.which("node"), MODULES / "openai" / "index.mjs"
 @pytest.mark.skipif(not ENTRY.is_file(), reason=f"no npm package openai in {MODULES}: `make npm` installs it")
 def test_given_npms_client_then_it_is_answered_as_pythons_is(live: Live, client: Any, engine: Any) -> None:
     run = subprocess.run(
-        [str(NODE), str(HERE / "npm_client.mjs"), str(ENTRY), f"{live.url}/v1"], capture_output=True, text=True, timeout=120
+        [str(NODE), str(HERE / "npm_client.mjs"), str(ENTRY), f"{live.url}/v1"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr
     seen = json.loads(run.stdout)

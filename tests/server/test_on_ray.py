@@ -287,7 +287,9 @@ def test_given_paths_then_they_mean_the_same_on_every_machine(tmp_path: Path, mo
     assert travelling([model(model="someone/elsewhere")]).options.model == "someone/elsewhere"
 
 
-@pytest.mark.parametrize("models", [[], [model(), model()], [model(record="x")], [model(publish="tcp://127.0.0.1:5557")]])
+@pytest.mark.parametrize(
+    "models", [[], [model(), model()], [model(record="x")], [model(publish="tcp://127.0.0.1:5557")]]
+)
 def test_given_what_several_engines_cannot_do_then_it_is_refused(models: list[ModelSettings]) -> None:
     with pytest.raises(ConfigError):
         travelling(models)

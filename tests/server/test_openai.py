@@ -158,7 +158,9 @@ def test_given_a_wrong_field_then_it_is_named(client: Any, wrong: dict[str, Any]
 
 
 def test_given_null_then_a_field_is_as_if_it_were_not_there(client: Any) -> None:
-    nothing = dict.fromkeys(("max_tokens", "n", "stream", "echo", "presence_penalty", "logit_bias", "cache_salt", "stop"))
+    nothing = dict.fromkeys(
+        ("max_tokens", "n", "stream", "echo", "presence_penalty", "logit_bias", "cache_salt", "stop")
+    )
     answer = client.completions.create(model="tiny", prompt=PROMPT, extra_body={**nothing, "seed": 3.0})
     assert (answer.usage.completion_tokens, len(answer.choices)) == (16, 1)
 

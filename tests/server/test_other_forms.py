@@ -99,7 +99,10 @@ def test_given_a_stop_sequence_then_the_answer_names_it(claude: Any) -> None:
 
 def test_given_a_repeated_conversation_then_usage_tells_what_was_read_from_the_cache(claude: Any) -> None:
     usages = [claude.messages.create(model="tiny", max_tokens=1, messages=TURNS).usage for _ in range(2)]
-    assert [usage.cache_read_input_tokens for usage in usages] == [0, 7]  # all but the last token, whose logits are wanted
+    assert [usage.cache_read_input_tokens for usage in usages] == [
+        0,
+        7,
+    ]  # all but the last token, whose logits are wanted
     assert usages[0].input_tokens == usages[1].input_tokens + 7
 
 

@@ -47,7 +47,10 @@ def pair() -> Iterator[Pair]:
 def test_given_a_prompt_computed_by_one_server_then_the_other_answers_it_and_computes_only_its_end(pair: Pair) -> None:
     said = call(pair.prefill, "/v1/prefill", {"prompt": PROMPT}, "sk-a")
     assert (said["object"], said["stored_tokens"], said["usage"]["prompt_tokens"]) == ("prefill", 88, 90)
-    assert call(pair.decode, "/v1/cache/prefetch", {"prompt": PROMPT}, "sk-a") == {"prompt_tokens": 90, "cached_tokens": 88}
+    assert call(pair.decode, "/v1/cache/prefetch", {"prompt": PROMPT}, "sk-a") == {
+        "prompt_tokens": 90,
+        "cached_tokens": 88,
+    }
     assert call(pair.decode, "/v1/cache/prefetch", {"prompt": PROMPT}, "sk-b")["cached_tokens"] == 0  # of a, not of b
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     answer = call(pair.decode, "/v1/completions", body, "sk-a")

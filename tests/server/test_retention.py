@@ -31,7 +31,11 @@ def pins(client: Any) -> list[dict[str, Any]]:
 
 
 def test_given_priorities_then_the_runs_of_the_prompt_and_of_the_answer_have_them(client: Any, engine: Any) -> None:
-    first, rest, answer = {"end": 4, "priority": 90, "ttl_seconds": 600}, {"start": 4, "priority": 60}, {"part": "answer"}
+    first, rest, answer = (
+        {"end": 4, "priority": 90, "ttl_seconds": 600},
+        {"start": 4, "priority": 60},
+        {"part": "answer"},
+    )
     ask(client, first, rest, {**answer, "priority": 5})
     kept = sorted((run.start, run.priority) for run in engine.manager.cached_runs())
     assert kept[:2] == [(0, 90), (1, 60)]  # starts are counted in blocks
@@ -65,7 +69,9 @@ def test_given_as_many_pins_as_a_tenant_may_have_then_a_request_for_one_more_is_
         client.delete(f"/cache/pin/{name}", cast_to=object)
 
 
-def test_given_more_pins_in_a_request_than_there_is_room_for_then_none_of_them_holds(serve: Callable[..., Live]) -> None:
+def test_given_more_pins_in_a_request_than_there_is_room_for_then_none_of_them_holds(
+    serve: Callable[..., Live],
+) -> None:
     with openai_client(serve(limits=Limits(pins_per_tenant=1))) as client:
         with pytest.raises(openai.RateLimitError, match="1 pins hold"):
             ask(client, {"end": 4, "pin": True}, {"end": 8, "pin": True})

@@ -61,8 +61,9 @@ def test_given_a_file_then_it_says_where_who_how_much_and_which_models(read: Rea
     assert (settings.host, settings.port, settings.keys) == ("0.0.0.0", 9000, Path("keys.txt"))
     assert (settings.limits.requests, settings.limits.requests_per_key, settings.limits.samples) == (7, 7, 3)
     assert [(model.name, model.options.model, model.max_sequences) for model in models] == [
-        ("a", "models/a", 4), ("b", "models/b", 32),
-    ]  # fmt: skip
+        ("a", "models/a", 4),
+        ("b", "models/b", 32),
+    ]
     assert [(model.options.memory, model.options.device) for model in models] == [("1GiB", None), (None, "cpu")]
     assert models[1].options.compile_layers
     assert models[1].options.tier_timeout == 2

@@ -222,8 +222,10 @@ def test_given_a_cached_prompt_then_it_can_be_asked_for_kept_and_forgotten(live:
     assert call(live, "/v1/cache/query", {"prompt": PROMPT})["cached_tokens"] == 0
     assert call(live, "/v1/cache/warm", {"prompt": PROMPT})["prompt_tokens"] == 9
     assert call(live, "/v1/cache/query", {"prompt": PROMPT}) == {
-        "prompt_tokens": 9, "cached_tokens": 8, "tiers": {"GPU": 8},
-    }  # fmt: skip
+        "prompt_tokens": 9,
+        "cached_tokens": 8,
+        "tiers": {"GPU": 8},
+    }
     pin = call(live, "/v1/cache/pin", {"prompt": PROMPT})
     assert pin["pinned_tokens"] == 8
     assert call(live, "/v1/cache/stats")["tiny"]["pools"][0]["pinned"] == 2
@@ -245,7 +247,11 @@ def test_given_a_session_in_a_header_and_an_expected_continuation_then_the_cache
     client: Any, live: Live, engine: Any
 ) -> None:
     client.completions.create(
-        model="tiny", prompt=PROMPT, max_tokens=1, extra_headers={"x-session-id": "s3"}, extra_body={"expected_seconds": 3}
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=1,
+        extra_headers={"x-session-id": "s3"},
+        extra_body={"expected_seconds": 3},
     )
     (root,) = engine.manager._state.cache.tree.roots.values()
     assert {node.hint for node in root.children.values()} == {ReuseHint(expected_seconds=3).code}
@@ -329,7 +335,9 @@ def test_given_pins_that_ended_by_themselves_then_the_server_forgets_them(serve:
     assert refusal(live, f"/v1/cache/pin/{lasting}", method="DELETE")[0] == 404
 
 
-def test_given_everything_of_a_tenant_is_forgotten_then_its_salts_are_too_and_others_stay(serve: Callable[..., Live]) -> None:
+def test_given_everything_of_a_tenant_is_forgotten_then_its_salts_are_too_and_others_stay(
+    serve: Callable[..., Live],
+) -> None:
     live = serve(access=access("a", "b", "root"))
 
     def cached(tenant: str, salt: str = "") -> int:
@@ -438,7 +446,9 @@ def test_given_a_failure_of_ours_then_it_is_told_in_the_same_form(
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools", "messages", "return_tensors"])
-def test_given_arguments_of_the_tokenizer_as_variables_of_the_template_then_they_are_refused(live: Live, name: str) -> None:
+def test_given_arguments_of_the_tokenizer_as_variables_of_the_template_then_they_are_refused(
+    live: Live, name: str
+) -> None:
     body = {"messages": [{"role": "w1", "content": "w5"}], "max_tokens": 1}
     assert call(live, "/v1/chat/completions", body | {"chat_template_kwargs": {"thinking": True}})["choices"]
     status, error = refusal(live, "/v1/chat/completions", body | {"chat_template_kwargs": {name: "w7"}})
@@ -449,7 +459,9 @@ def test_given_a_conversation_on_which_the_template_fails_then_it_is_the_convers
     live: Live, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine.tokenizer, "chat_template", "{{ messages[0]['name'] + 1 }}")
-    status, error = refusal(live, "/v1/chat/completions", {"messages": [{"role": "user", "content": "w5", "name": "w6"}]})
+    status, error = refusal(
+        live, "/v1/chat/completions", {"messages": [{"role": "user", "content": "w5", "name": "w6"}]}
+    )
     assert status == 400
     assert "chat template refuses" in error["message"]
 

@@ -149,10 +149,21 @@ class Request:
 
     def forked(self, handle: KVCacheHandle) -> Request:
         return Request(
-            handle, self.scope, self.tokens[:], self.values[:], self.known[:], self.reserved, self.committed,
-            self.num_prompt, self.publishes, self.num_cross, self.encoder, self.sessions,
-            narrowed=self.narrowed, ready=self.ready[:],
-        )  # fmt: skip
+            handle,
+            self.scope,
+            self.tokens[:],
+            self.values[:],
+            self.known[:],
+            self.reserved,
+            self.committed,
+            self.num_prompt,
+            self.publishes,
+            self.num_cross,
+            self.encoder,
+            self.sessions,
+            narrowed=self.narrowed,
+            ready=self.ready[:],
+        )
 
 
 class Bytes:

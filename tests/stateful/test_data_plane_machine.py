@@ -155,7 +155,9 @@ class DataPlaneMachine(RuleBasedStateMachine):
 
     def fill(self, seq: Sequence, tokens: list[int]) -> None:
         try:
-            slots = self.manager.slot_mapping([seq.handle], seq.handle.num_written, seq.handle.num_written + len(tokens))
+            slots = self.manager.slot_mapping(
+                [seq.handle], seq.handle.num_written, seq.handle.num_written + len(tokens)
+            )
         except OutOfBlocksError:
             return
         self.write(seq, slots, tokens)
@@ -168,7 +170,9 @@ class DataPlaneMachine(RuleBasedStateMachine):
         if seq is None or seq.handle.num_reserved != seq.handle.num_written:
             return
         known = seq.handle.token_ids.tolist()
-        tokens = [known[p] if p < len(known) else draw >> p % 16 & 1 for p in range(len(seq.tokens), len(seq.tokens) + count)]
+        tokens = [
+            known[p] if p < len(known) else draw >> p % 16 & 1 for p in range(len(seq.tokens), len(seq.tokens) + count)
+        ]
         try:
             slots = self.manager.extend(seq.handle, count)
         except OutOfBlocksError:
@@ -282,8 +286,11 @@ class DataPlaneMachine(RuleBasedStateMachine):
         group = number % sum(kind_of(g).grows for g in self.config.groups)
         layer = self.config.groups[group].layers[0]
         pool = self.manager._state.pools[self.config.groups[group].pool][Tier.GPU]
-        published = {blocks[group][2] for blocks in cached_blocks(self.manager).values()
-                     if group in blocks and blocks[group][0] == Tier.GPU}  # fmt: skip
+        published = {
+            blocks[group][2]
+            for blocks in cached_blocks(self.manager).values()
+            if group in blocks and blocks[group][0] == Tier.GPU
+        }
         forbidden = [*published, *pool.free_ids().tolist(), *np.flatnonzero(pool.refs > 1).tolist()]
         if forbidden:
             slot = forbidden[number % len(forbidden)] * self.config.block_size
@@ -334,7 +341,9 @@ class DataPlaneMachine(RuleBasedStateMachine):
             for group, (tier, _, block) in groups.items():
                 for index, layer in enumerate(self.config.groups[group].layers):
                     found = self.read_block(group, index, tier, block)
-                    _same(found, self.expected(histories, layer), f"cached {prefix}, layer {layer}, {tier.name} {block}")
+                    _same(
+                        found, self.expected(histories, layer), f"cached {prefix}, layer {layer}, {tier.name} {block}"
+                    )
 
     def read_block(self, group: int, index: int, tier: Tier, block: int) -> tuple[Any, Any]:
         spec = self.config.groups[group]
@@ -395,18 +404,28 @@ CONFIGS: dict[str, dict[str, Any]] = {
         layers=[FULL, SLIDING], block_size=2, gpu_blocks=24, host_blocks=16, host_write="through"
     ),
     "full and sliding, K-only and int8": dict(
-        layers=[LayerSpec(kv_heads=1, head_dim=6, k_only=True), LayerSpec(kv_heads=2, head_dim=4, dtype="int8", window=5)],
-        block_size=4, **ALL_TIERS,
+        layers=[
+            LayerSpec(kv_heads=1, head_dim=6, k_only=True),
+            LayerSpec(kv_heads=2, head_dim=4, dtype="int8", window=5),
+        ],
+        block_size=4,
+        **ALL_TIERS,
     ),
     "int4 of odd width, host only": dict(
-        layers=[LayerSpec(kv_heads=3, head_dim=5, v_head_dim=2, dtype="int4")] * 2, block_size=4,
-        gpu_blocks=10, host_blocks=12, host_write=1,
+        layers=[LayerSpec(kv_heads=3, head_dim=5, v_head_dim=2, dtype="int4")] * 2,
+        block_size=4,
+        gpu_blocks=10,
+        host_blocks=12,
+        host_write=1,
     ),
     "disk without host": dict(layers=[FULL], block_size=2, gpu_blocks=12, disk_blocks=12),
     "with cross-attention": dict(
-        layers=[FULL, LayerSpec(kv_heads=2, head_dim=4, cross_attention=True)], block_size=2, gpu_blocks=24, host_blocks=16
+        layers=[FULL, LayerSpec(kv_heads=2, head_dim=4, cross_attention=True)],
+        block_size=2,
+        gpu_blocks=24,
+        host_blocks=16,
     ),
-}  # fmt: skip
+}
 
 
 def run_machine(name: str, device: str, max_examples: int) -> None:

@@ -47,9 +47,16 @@ prompts = st.tuples(
 
 
 def draw_config(
-    rng: Random, num_windows: int, block_size: int, gpu_tokens: int, host_blocks: int | None, disk_blocks: int | None,
-    caching: bool, watermark: float, **_: Any,
-) -> KVCacheConfig:  # fmt: skip
+    rng: Random,
+    num_windows: int,
+    block_size: int,
+    gpu_tokens: int,
+    host_blocks: int | None,
+    disk_blocks: int | None,
+    caching: bool,
+    watermark: float,
+    **_: Any,
+) -> KVCacheConfig:
     """One full group, whose blocks tell the history, and windows of any kind; pools of different sizes on every tier."""
     layers = [FULL, *(draw_layer(rng, block_size) for _ in range(num_windows))]
     groups = [len(pool.groups) for pool in KVCacheConfig(layers, block_size, gpu_blocks=len(layers)).pools]

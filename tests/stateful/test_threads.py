@@ -39,9 +39,21 @@ class Worker:
         self.scope = ReuseScope(tenant=("", "a")[number % 2])
         self.num_done = 0
         self.operations: list[Callable[[], None]] = [
-            self.admit, self.admit, self.admit, self.decode, self.decode, self.decode, self.end, self.fork, self.rewind,
-            self.swap, self.swap, self.pin, self.look, self.maintain,
-        ]  # fmt: skip
+            self.admit,
+            self.admit,
+            self.admit,
+            self.decode,
+            self.decode,
+            self.decode,
+            self.end,
+            self.fork,
+            self.rewind,
+            self.swap,
+            self.swap,
+            self.pin,
+            self.look,
+            self.maintain,
+        ]
 
     def run(self, until: float) -> None:
         while time.monotonic() < until:

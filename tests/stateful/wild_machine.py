@@ -51,7 +51,9 @@ class WildMachine:
         self.prompts: dict[tuple[Any, ...], Prompt] = {}  # that were named so far; the last one stands last
         self.names = itertools.count()
         self.published: set[int] = set()  # the last bytes of every block that was ever published
-        self.never_published: set[int] = set()  # the same of blocks given up while a fork kept them from being published
+        self.never_published: set[int] = (
+            set()
+        )  # the same of blocks given up while a fork kept them from being published
         self.only_grew = True  # nothing was ever removed from the index on purpose
         self.subscription: Any = None
         self.mirror: Any = None
@@ -83,7 +85,9 @@ class WildMachine:
 
     # --- what operations use -----------------------------------------------------------------------------------------
 
-    def naming(self, codes: list[int], scope: ReuseScope, name: str = "tokens", cross_tokens: int = 0) -> dict[str, Any]:
+    def naming(
+        self, codes: list[int], scope: ReuseScope, name: str = "tokens", cross_tokens: int = 0
+    ) -> dict[str, Any]:
         """How the manager is told a prompt: in some settings by the `Prompt` that named it before, if one did."""
         if not self.setting.keeps_prompts:
             return {**told(codes, name), "scope": scope} | ({"cross_tokens": cross_tokens} if cross_tokens else {})
@@ -227,8 +231,12 @@ class WildMachine:
             handle = request.handle
             lengths = handle.num_reserved, handle.num_written, handle.num_committed, handle.is_swapped, handle.publishes
             assert lengths == (
-                request.reserved, request.written, request.committed, request.swapped, request.publishes
-            ), f"{handle} {lengths}"  # fmt: skip
+                request.reserved,
+                request.written,
+                request.committed,
+                request.swapped,
+                request.publishes,
+            ), f"{handle} {lengths}"
             assert handle.token_ids.tolist() == [raw(code) for code in request.known]
 
     def check_request(self, request: Request) -> None:
@@ -325,12 +333,18 @@ class WildMachine:
         ]
         requests = [
             (
-                h.request_id, h.num_reserved, h.num_written, h.num_committed, h.num_blocks, h.token_ids.tolist(),
-                h.publishes, [h.block_ids(group).tolist() for group in groups],
+                h.request_id,
+                h.num_reserved,
+                h.num_written,
+                h.num_committed,
+                h.num_blocks,
+                h.token_ids.tolist(),
+                h.publishes,
+                [h.block_ids(group).tolist() for group in groups],
                 None if h.swapped is None else [ids.tolist() for ids in h.swapped.ids],
             )
             for h in self.manager.handles
-        ]  # fmt: skip
+        ]
         cached = {}
         for node, values, _ in read_tree(self.manager, self.histories):
             of_node = (node.tier, node.priority, node.expires_at, node.sessions, bool(node.pins), node.last_access)
@@ -341,7 +355,9 @@ class WildMachine:
         copies = [(op.kind, op.group, op.src.tolist(), op.dst.tolist(), op.num_tokens) for op in state.copies]
         counters = [(f.name, _plain(getattr(state.counters, f.name))) for f in fields(state.counters)]
         counters = [counter for counter in counters if counter[0] not in UNCOUNTED]
-        quotas = [(q.tenant, q.guaranteed, q.maximum, q.cached[:], q.pinned[:]) for q in state.cache.orders.quotas.values()]
+        quotas = [
+            (q.tenant, q.guaranteed, q.maximum, q.cached[:], q.pinned[:]) for q in state.cache.orders.quotas.values()
+        ]
         events = self.manager.events._buffer.next_id, len(self.manager.events._removed_digests)
         events = *events, dict(state.rows.symbols.placeholders)
         return pools, requests, cached, copies, counters, quotas, sorted(self.manager._pins.active), events

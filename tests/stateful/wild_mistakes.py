@@ -91,8 +91,12 @@ def wrong_step(m: WildMachine, rng: Random) -> None:
         (InvalidArgumentError, lambda: manager.extend_batch([handle, handle])),
         (KVPoolError, lambda: manager.extend_batch([handle], 2, out=np.zeros((groups, 5), np.int32))),
         (KVPoolError, lambda: manager.slot_mapping([handle], 0, 10_000)),
-        (KVPoolError, lambda: manager.slot_mapping(
-            [handle], request.written, request.reserved, out=np.zeros((groups, spare), np.int64))),
+        (
+            KVPoolError,
+            lambda: manager.slot_mapping(
+                [handle], request.written, request.reserved, out=np.zeros((groups, spare), np.int64)
+            ),
+        ),
         (SequenceStateError, lambda: manager.mark_written(handle, spare + 1)),
         (SequenceStateError, lambda: manager.commit(handle, request.reserved - request.committed + 1)),
         (InvalidArgumentError, lambda: manager.commit(handle, -1)),
@@ -102,7 +106,7 @@ def wrong_step(m: WildMachine, rng: Random) -> None:
         (SequenceStateError, lambda: manager.swap_in(handle)),
         (KVPoolError, lambda: manager.free_batch([handle, handle])),
         (KVPoolError, lambda: manager.swap_out(handle, handle)),
-    ]  # fmt: skip
+    ]
     if request.committed < min(len(request.known), request.reserved):
         right = raw(request.known[request.committed])
         mistakes.append((InvalidArgumentError, lambda: manager.commit(handle, [right + 1])))

@@ -11,11 +11,28 @@ from kvpool.recording import TraceRecorder, replay_recording
 from kvpool.stats import CacheStats
 
 COUNTERS = (
-    "requests", "prompt_tokens", "prompt_blocks", "hit_blocks", "hit_tokens", "partial_hit_tokens",
-    "full_hits_with_logits", "blocks_allocated", "blocks_merged", "copies_on_write", "evictions", "forks", "rewinds",
-    "swaps_out", "swaps_in", "swapped_blocks", "offloaded_blocks", "onboarded_blocks", "shadowed_blocks",
-    "defragmented_blocks", "num_cached_runs",
-)  # fmt: skip
+    "requests",
+    "prompt_tokens",
+    "prompt_blocks",
+    "hit_blocks",
+    "hit_tokens",
+    "partial_hit_tokens",
+    "full_hits_with_logits",
+    "blocks_allocated",
+    "blocks_merged",
+    "copies_on_write",
+    "evictions",
+    "forks",
+    "rewinds",
+    "swaps_out",
+    "swaps_in",
+    "swapped_blocks",
+    "offloaded_blocks",
+    "onboarded_blocks",
+    "shadowed_blocks",
+    "defragmented_blocks",
+    "num_cached_runs",
+)
 
 
 class Recording:

@@ -75,13 +75,18 @@ def allocate(m: WildMachine, rng: Random) -> None:
         return
     tokens, known, options = draw_admission(m, rng)
     keeping = {
-        "session": rng.choice(SESSIONS), "ttl": rng.choice(TTLS), "retention": draw_retention(rng, len(tokens)),
-        "hint": rng.choice(HINTS), "lease": rng.random() < 0.1,
-    }  # fmt: skip
+        "session": rng.choice(SESSIONS),
+        "ttl": rng.choice(TTLS),
+        "retention": draw_retention(rng, len(tokens)),
+        "hint": rng.choice(HINTS),
+        "lease": rng.random() < 0.1,
+    }
     name, limit = f"r{next(m.names)}", m.config.max_seq_len
     longest = max(len(tokens) if known else 0, options.get("reserve", len(tokens)) + options["lookahead"])
     scope, cross_tokens = options["scope"], options.get("cross_tokens", 0)
-    named = m.naming(tokens, scope, cross_tokens=cross_tokens) if known else {"scope": scope, "cross_tokens": cross_tokens}
+    named = (
+        m.naming(tokens, scope, cross_tokens=cross_tokens) if known else {"scope": scope, "cross_tokens": cross_tokens}
+    )
     asked = {key: value for key, value in options.items() if key not in ("scope", "cross_tokens")} | named
     if limit is not None and longest > limit:
         m.refused(InvalidArgumentError, lambda: m.manager.allocate(name, **asked, **keeping))
@@ -125,10 +130,20 @@ def note_admission(m: WildMachine, handle: Any, tokens: list[int], known: bool, 
     num_cross = options.get("cross_tokens", 0)
     is_unnamed = num_cross > 0 and not scope.encoder
     request = Request(
-        handle, scope, tokens[:hit], values[:hit], tokens[:] if known else [], reserved, hit, len(tokens) if known else 0,
-        m.config.enable_prefix_caching and not is_unnamed, num_cross, handle.request_id if is_unnamed else None,
-        m.sessions.now(handle.session), ready=values[hit:] if held else [],
-    )  # fmt: skip
+        handle,
+        scope,
+        tokens[:hit],
+        values[:hit],
+        tokens[:] if known else [],
+        reserved,
+        hit,
+        len(tokens) if known else 0,
+        m.config.enable_prefix_caching and not is_unnamed,
+        num_cross,
+        handle.request_id if is_unnamed else None,
+        m.sessions.now(handle.session),
+        ready=values[hit:] if held else [],
+    )
     m.live[handle.request_id] = request
     return request
 

@@ -255,6 +255,14 @@ def export(m: WildMachine, rng: Random) -> None:
 
 
 OPERATIONS = {
-    compute: 6, commit_in_pieces: 3, extend: 5, extend_batch: 3, decode: 6, compute_batch: 4, rewind: 3, export: 1,
-    compute_item_again: 4, narrow: 2,
-}  # fmt: skip
+    compute: 6,
+    commit_in_pieces: 3,
+    extend: 5,
+    extend_batch: 3,
+    decode: 6,
+    compute_batch: 4,
+    rewind: 3,
+    export: 1,
+    compute_item_again: 4,
+    narrow: 2,
+}

@@ -170,6 +170,18 @@ def listen_again(m: WildMachine, rng: Random) -> None:
 
 
 OPERATIONS = {
-    pin: 3, unpin: 2, set_quota: 1, clear_quotas: 1, wait: 2, evict: 3, offload: 5, onboard: 3, defragment: 2, resize: 2,
-    run_copies: 2, invalidate: 3, listen_again: 1, forget_items: 1,
-}  # fmt: skip
+    pin: 3,
+    unpin: 2,
+    set_quota: 1,
+    clear_quotas: 1,
+    wait: 2,
+    evict: 3,
+    offload: 5,
+    onboard: 3,
+    defragment: 2,
+    resize: 2,
+    run_copies: 2,
+    invalidate: 3,
+    listen_again: 1,
+    forget_items: 1,
+}

@@ -31,7 +31,9 @@ class Engine:
 
     def __init__(self, device: str = "cpu", layers: Any = (FULL, FULL), **options: Any) -> None:
         sizes = {"gpu_blocks": 12, "host_blocks": 8, "disk_blocks": 4}
-        plane_options = {name: options.pop(name) for name in ("check_writes", "factors", "checksums") if name in options}
+        plane_options = {
+            name: options.pop(name) for name in ("check_writes", "factors", "checksums") if name in options
+        }
         self.manager = KVCacheManager(KVCacheConfig(layers, 4, watermark=0, **{**sizes, **options}))
         self.plane = DataPlane(self.manager, device, **plane_options)
         self.device = device
@@ -412,7 +414,9 @@ def test_given_whole_blocks_read_or_written_then_later_transfers_do_not_take_the
 @pytest.mark.gpu
 def test_given_whole_blocks_written_behind_a_step_then_an_offload_takes_what_was_written() -> None:
     engine = Engine("cuda")
-    step, written = (engine.manager.allocate(name, list(range(start, start + 8))) for name, start in (("a", 0), ("b", 50)))
+    step, written = (
+        engine.manager.allocate(name, list(range(start, start + 8))) for name, start in (("a", 0), ("b", 50))
+    )
     rows = host_rows(engine, 2).fill_(7)
     engine.plane.prepare(engine.manager.slot_mapping([step], 0, 8), engine.manager.batch([step]))
     torch.cuda._sleep(500_000_000)

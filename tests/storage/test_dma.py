@@ -35,7 +35,9 @@ def test_given_pairs_then_runs_are_those_that_follow_each_other_on_both_sides(
 
 
 @pytest.mark.parametrize("block_bytes", [7, 64])
-def test_given_no_driver_call_then_each_run_is_copied_by_itself(block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_no_driver_call_then_each_run_is_copied_by_itself(
+    block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dma, "_driver_call", lambda: None)
     source = torch.randint(0, 256, (6, block_bytes), dtype=torch.uint8)
     target = torch.zeros_like(source)
@@ -46,7 +48,9 @@ def test_given_no_driver_call_then_each_run_is_copied_by_itself(block_bytes: int
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_call", [True, False])
-def test_given_many_scattered_blocks_then_all_arrive_both_ways(with_call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_many_scattered_blocks_then_all_arrive_both_ways(
+    with_call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not with_call:
         monkeypatch.setattr(dma, "_driver_call", lambda: None)
     device = torch.randint(0, 256, (500, 4096), dtype=torch.uint8, device="cuda")

@@ -19,7 +19,9 @@ def layout_of(layers: list[LayerSpec], block_size: int = 4, **options: Any) -> G
     return GroupLayout(KVCacheConfig(layers, block_size, gpu_blocks=4).groups[0], **options)
 
 
-@pytest.mark.parametrize("shape", [dict(head_dim=8), dict(head_dim=6, v_head_dim=2), dict(head_dim=5, k_only=True)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [dict(head_dim=8), dict(head_dim=6, v_head_dim=2), dict(head_dim=5, k_only=True)], ids=str
+)
 @pytest.mark.parametrize("dtype", list(DType))
 def test_given_a_layout_when_every_view_is_filled_then_every_byte_is_hit_exactly_once(
     dtype: DType, shape: dict[str, Any]
@@ -32,9 +34,11 @@ def test_given_a_layout_when_every_view_is_filled_then_every_byte_is_hit_exactly
             if (view := getattr(cache, field)) is not None:
                 item = view.element_size()
                 bytes_of = torch.zeros(1, dtype=torch.uint8).set_(  # the same bytes, one by one
-                    view.untyped_storage(), view.storage_offset() * item, (*view.shape, item),
+                    view.untyped_storage(),
+                    view.storage_offset() * item,
+                    (*view.shape, item),
                     (*(stride * item for stride in view.stride()), 1),
-                )  # fmt: skip
+                )
                 bytes_of += 1
     assert (hits == 1).all()
 

@@ -72,7 +72,9 @@ def cache(request: pytest.FixtureRequest) -> Iterator[Cache]:
     made.close()
 
 
-def op(source: Tier, target: Tier, src: list[int], dst: list[int], num_tokens: int | None = None, **changes: Any) -> CopyOp:
+def op(
+    source: Tier, target: Tier, src: list[int], dst: list[int], num_tokens: int | None = None, **changes: Any
+) -> CopyOp:
     made = CopyOp(CopyKind.OFFLOAD, 0, source, target, np.array(src, np.int32), np.array(dst, np.int32), num_tokens)
     return made._replace(**changes)
 
@@ -92,7 +94,9 @@ def test_given_blocks_when_they_move_between_any_two_tiers_then_they_arrive_and_
 
 
 @pytest.mark.parametrize("source", [GPU, HOST, DISK])
-def test_given_a_copy_of_the_first_tokens_then_the_others_of_the_target_are_untouched(cache: Cache, source: Tier) -> None:
+def test_given_a_copy_of_the_first_tokens_then_the_others_of_the_target_are_untouched(
+    cache: Cache, source: Tier
+) -> None:
     cache.engine.submit([op(source, GPU, [5], [2], 3)]).wait()
     view = cache.gpu.layer_cache(0, 2)
     assert (view.k[2, :3].contiguous().view(torch.uint8) == 5 + 16 * source).all()

@@ -145,7 +145,14 @@ class RedisCluster:
             self._new_node()
 
     def _new_node(self) -> RedisServer:
-        options = ["--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-require-full-coverage", "no"]
+        options = [
+            "--cluster-enabled",
+            "yes",
+            "--cluster-node-timeout",
+            "2000",
+            "--cluster-require-full-coverage",
+            "no",
+        ]
         bus = ["--cluster-port", str(free_port())]
         self.nodes.append(RedisServer(self._folder / f"node-{len(self.nodes)}", *options, *bus))
         return self.nodes[-1]

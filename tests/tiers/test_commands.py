@@ -235,8 +235,13 @@ def test_given_a_store_then_stat_ls_and_verify_say_what_it_holds(
     shown = store_address.partition("?")[0].replace("key:secret@", "")
     size = 3 * len(TEXTS) * len(value(0))
     assert figures(capsys, "stat", store_address) == {
-        "store": shown, "values": 9, "value_bytes": size, "spaces": 1, "problem": "", "notes": []
-    }  # fmt: skip
+        "store": shown,
+        "values": 9,
+        "value_bytes": size,
+        "spaces": 1,
+        "problem": "",
+        "notes": [],
+    }
     found = figures(capsys, "ls", store_address)
     assert (found["notes"], found["problem"]) == ([], "")
     (space,) = found["spaces"]

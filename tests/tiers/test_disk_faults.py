@@ -76,7 +76,9 @@ def test_given_a_flipped_bit_in_a_slot_then_its_value_is_never_returned_and_the_
     assert [record.getMessage() for record in caplog.records if "slot 1 of slab-" in record.getMessage()]
 
 
-def test_given_a_flipped_bit_and_memory_that_is_kept_then_the_value_is_forgotten_and_the_others_come(tmp_path: Path) -> None:
+def test_given_a_flipped_bit_and_memory_that_is_kept_then_the_value_is_forgotten_and_the_others_come(
+    tmp_path: Path,
+) -> None:
     with DiskTier(tmp_path, CAPACITY) as tier:
         store(tier, [1, 2], 8192)
     (slab,) = tmp_path.glob("*.kvslab")

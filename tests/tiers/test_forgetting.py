@@ -90,9 +90,16 @@ def lineage(limit: int = 100) -> Lineage:
 
 @pytest.mark.parametrize(
     ("marks", "gone"),
-    [([B], {B, b"renamed"}), ([A], {A, B, b"renamed", D}), ([ROOT], {A, B, b"renamed", D}), ([C, B], {B, b"renamed"}),
-     ([], set()), ([OTHER_ROOT], set()), (None, {A, B, b"renamed", D})],
-)  # fmt: skip
+    [
+        ([B], {B, b"renamed"}),
+        ([A], {A, B, b"renamed", D}),
+        ([ROOT], {A, B, b"renamed", D}),
+        ([C, B], {B, b"renamed"}),
+        ([], set()),
+        ([OTHER_ROOT], set()),
+        (None, {A, B, b"renamed", D}),
+    ],
+)
 def test_given_blocks_that_follow_each_other_then_all_below_a_mark_are_taken_as_they_were_renamed(
     marks: list[bytes] | None, gone: set[bytes]
 ) -> None:

@@ -247,9 +247,18 @@ def test_given_a_large_model_then_little_of_it_is_read(tmp_path: Path) -> None:
         assert read < path.stat().st_size // 200
 
 
-@pytest.mark.parametrize("wrong", [b"", b"GGUF", b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60), bytes(5000),
-                                   struct.pack("<Q", 2) + b"[]", struct.pack("<Q", 2**60),
-                                   b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 2**62)])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"",
+        b"GGUF",
+        b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60),
+        bytes(5000),
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 2**60),
+        b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 2**62),
+    ],
+)
 def test_given_a_file_that_is_no_model_then_every_byte_counts(tmp_path: Path, wrong: bytes) -> None:
     path = tmp_path / "a.safetensors"
     path.write_bytes(wrong)

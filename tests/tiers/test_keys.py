@@ -99,8 +99,14 @@ def test_given_a_text_then_its_keys_are_those_of_its_whole_blocks_in_every_layer
 def test_given_a_description_then_the_fingerprint_is_had_back_or_it_is_refused() -> None:
     known = space().fingerprint
     assert Fingerprint.from_description(json.loads(json.dumps(known.describe()))) == known
-    for wrong in (None, {}, {"model": "m"}, {**known.describe(), "shard": {"rank": 2, "of": 1}}, {**known.describe(), "x": 1},
-                  {**known.describe(), "block_size": "4"}):  # fmt: skip
+    for wrong in (
+        None,
+        {},
+        {"model": "m"},
+        {**known.describe(), "shard": {"rank": 2, "of": 1}},
+        {**known.describe(), "x": 1},
+        {**known.describe(), "block_size": "4"},
+    ):
         with pytest.raises(InvalidArgumentError, match="describes no fingerprint"):
             Fingerprint.from_description(wrong)
 

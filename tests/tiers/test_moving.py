@@ -154,7 +154,12 @@ class Answers(KeyedTier):
         return self._given()
 
     def load(
-        self, keys: Sequence[bytes], out: Sequence[object], *, timeout: float | None = None, keeper: Keeper | None = None
+        self,
+        keys: Sequence[bytes],
+        out: Sequence[object],
+        *,
+        timeout: float | None = None,
+        keeper: Keeper | None = None,
     ) -> list[Outcome]:
         return self._given()
 

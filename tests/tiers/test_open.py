@@ -67,7 +67,11 @@ def test_given_no_address_of_a_tier_then_the_error_says_what_there_is(address: s
 
 @pytest.mark.parametrize(
     ("address", "package", "extra"),
-    [("redis://host", "glide_sync", "redis"), ("s3://bucket", "obstore", "s3"), ("mooncake://m", "mooncake", "mooncake")],
+    [
+        ("redis://host", "glide_sync", "redis"),
+        ("s3://bucket", "obstore", "s3"),
+        ("mooncake://m", "mooncake", "mooncake"),
+    ],
 )
 def test_given_a_missing_package_then_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, address: str, package: str, extra: str

@@ -24,7 +24,9 @@ _namespaces = itertools.count()
 
 def fresh(url: str, **options: object) -> RedisTier:
     """A tier whose namespace nobody used before."""
-    words = [f"{name}={word}" for name, word in {"namespace": f"n{next(_namespaces)}", "timeout": 10, **options}.items()]
+    words = [
+        f"{name}={word}" for name, word in {"namespace": f"n{next(_namespaces)}", "timeout": 10, **options}.items()
+    ]
     return RedisTier(f"{url}{'&' if '?' in url else '?'}{'&'.join(words)}")
 
 
@@ -157,7 +159,16 @@ def spoil(server: RedisServer, what: str) -> None:
         assert not server.ask(*command).startswith("-")
 
 
-SPOILT = ["flipped", "shorter", "longer", "no string", "seal flipped", "seal shorter", "seal no string", "of another key"]
+SPOILT = [
+    "flipped",
+    "shorter",
+    "longer",
+    "no string",
+    "seal flipped",
+    "seal shorter",
+    "seal no string",
+    "of another key",
+]
 
 
 @pytest.mark.parametrize("what", SPOILT)

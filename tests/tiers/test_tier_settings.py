@@ -73,9 +73,13 @@ def test_given_a_file_then_every_setting_is_read(file: Path, tmp_path: Path) -> 
         "&compress=zstd&dtype=bfloat16"
     )
     assert found.engine_options() == {
-        "disk": found.disk_address, "remote": found.remote_address, "tier_timeout": 0.5, "tier_min_uses": 2,
-        "host_bytes": 2**33, "cache": {"offload_on_evict": True, "offload_min_priority": 30, "host_write": 2},
-    }  # fmt: skip
+        "disk": found.disk_address,
+        "remote": found.remote_address,
+        "tier_timeout": 0.5,
+        "tier_min_uses": 2,
+        "host_bytes": 2**33,
+        "cache": {"offload_on_evict": True, "offload_min_priority": 30, "host_write": 2},
+    }
 
 
 def test_given_a_file_then_the_tiers_at_its_addresses_can_be_opened(tmp_path: Path) -> None:
@@ -101,7 +105,9 @@ def test_given_nothing_then_nothing_is_set() -> None:
 
 
 def test_given_variables_then_they_override_the_file_and_options_override_them(file: Path) -> None:
-    environ = variables(timeout="1.5", disk_bytes="3MB", disk_direct="yes", min_uses="4", remote_ttl="60", host_write="3")
+    environ = variables(
+        timeout="1.5", disk_bytes="3MB", disk_direct="yes", min_uses="4", remote_ttl="60", host_write="3"
+    )
     found = read_tiers(file, environ, {"timeout": 9.0, "disk_bytes": "5MB", "disk": None})
     assert (found.timeout, found.disk_bytes, found.min_uses) == (9.0, 5 * 2**20, 4)
     assert (found.disk_direct, found.remote_ttl, found.remote_namespace) == (True, 60.0, "team-a")
@@ -141,7 +147,10 @@ def test_given_a_password_then_it_is_in_no_repr_and_no_error(file: Path, tmp_pat
         ("disk_bytes = 5", ["tiers.disk_bytes = 5", "needs tiers.disk"]),
         ("offload_on_evict = false", ["tiers.offload_on_evict = False", "needs tiers.host_bytes"]),
         ("host_write = 'through'", ["tiers.host_write = 'through'", "needs tiers.host_bytes"]),
-        ("host_bytes = 5\nhost_write = 'around'", ["tiers.host_write = 'around'", "back, through, or a number of uses"]),
+        (
+            "host_bytes = 5\nhost_write = 'around'",
+            ["tiers.host_write = 'around'", "back, through, or a number of uses"],
+        ),
         ("host_bytes = 5\nhost_write = 0", ["tiers.host_write = 0", "a number of uses from 1"]),
         ("host_bytes = 5\nhost_write = 2147483648", ["tiers.host_write = 2147483648", "from 1 to 2147483647"]),
         ("remote_ttl = 5", ["tiers.remote_ttl = 5", "needs tiers.remote"]),
@@ -149,7 +158,7 @@ def test_given_a_password_then_it_is_in_no_repr_and_no_error(file: Path, tmp_pat
         ("remote = 'redis://h?ttl=5'\nremote_ttl = 5", ["tiers.remote_ttl = 5", "say it once"]),
         ("remote = 'redis://h'\nremote_namespace = ''", ["tiers.remote_namespace = ''", "a name"]),
     ],
-)  # fmt: skip
+)
 def test_given_a_wrong_setting_then_the_error_names_the_file_the_key_the_value_and_what_is_right(
     line: str, words: list[str], tmp_path: Path
 ) -> None:
@@ -168,7 +177,9 @@ def test_given_a_wrong_setting_then_the_error_names_the_file_the_key_the_value_a
         ({"KVPOOL_TIERS_DISK_BYTES": "5MB"}, ["KVPOOL_TIERS_DISK_BYTES = '5MB'", "needs tiers.disk"]),
     ],
 )
-def test_given_a_wrong_variable_then_the_error_names_it_and_what_is_right(environ: dict[str, str], words: list[str]) -> None:
+def test_given_a_wrong_variable_then_the_error_names_it_and_what_is_right(
+    environ: dict[str, str], words: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         read_tiers(None, environ)
     assert all(word in str(caught.value) for word in words)
@@ -230,9 +241,7 @@ def test_given_a_configuration_then_tier_commands_find_directory_and_store_in_it
     assert (status, "removed" in out) == (0, True)
 
 
-def test_given_a_variable_then_tier_commands_use_it(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_given_a_variable_then_tier_commands_use_it(run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     DiskTier(tmp_path / "blocks", 2**20).close()
     monkeypatch.setenv("KVPOOL_TIERS_DISK", str(tmp_path / "blocks"))
     assert run("stat", "--json", "-")[0] == 0

@@ -38,15 +38,30 @@ class Chromium:
 
         self._process = subprocess.Popen(
             [
-                program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--mute-audio",
-                "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking", "--disable-extensions",
-                "--disable-component-update", "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}",
-                "--disable-background-timer-throttling", "--disable-backgrounding-occluded-windows",
-                "--disable-renderer-backgrounding", "about:blank",
+                program,
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--hide-scrollbars",
+                "--mute-audio",
+                "--disable-dev-shm-usage",
+                "--no-first-run",
+                "--disable-background-networking",
+                "--disable-extensions",
+                "--disable-component-update",
+                "--remote-debugging-pipe",
+                f"--user-data-dir={self._profile.name}",
+                "--disable-background-timer-throttling",
+                "--disable-backgrounding-occluded-windows",
+                "--disable-renderer-backgrounding",
+                "about:blank",
             ],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-            preexec_fn=become, pass_fds=(3, 4),
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=become,
+            pass_fds=(3, 4),
+        )
         os.close(read_there)
         os.close(write_there)
         self._in, self._out, self._rest = read_here, write_here, b""
@@ -127,7 +142,9 @@ class Page:
         """One call of the debugging protocol, about this page."""
         return self._browser.ask(method, self._session, **params)
 
-    def resize(self, width: int, height: int, *, scale: float = 1.0, mobile: bool = False, scheme: str = "dark") -> None:
+    def resize(
+        self, width: int, height: int, *, scale: float = 1.0, mobile: bool = False, scheme: str = "dark"
+    ) -> None:
         """Another size, another device, another colour scheme."""
         self.ask(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=mobile
@@ -152,7 +169,9 @@ class Page:
 
     def press(self, key: str, text: str = "") -> None:
         """A key goes down and up."""
-        code = {"Enter": 13, "Tab": 9, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, " ": 32}.get(key, 0)
+        code = {"Enter": 13, "Tab": 9, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, " ": 32}.get(
+            key, 0
+        )
         typed = {"text": "\r"} if key == "Enter" else {"text": text} if text else {}
         self.ask("Input.dispatchKeyEvent", type="keyDown", key=key, windowsVirtualKeyCode=code, **typed)
         self.ask("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)

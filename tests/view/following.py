@@ -68,9 +68,7 @@ class Random:
 
     def __init__(self, seed: int, *layers: LayerSpec) -> None:
         self.random = random.Random(seed)
-        self.manager: KVCacheManager = make_manager(
-            *(layers or (FULL,)), gpu_blocks=40, host_blocks=24
-        )
+        self.manager: KVCacheManager = make_manager(*(layers or (FULL,)), gpu_blocks=40, host_blocks=24)
         self.live: list[KVCacheHandle] = []
         self.pins: list[Pin] = []
         self.number = 0
@@ -85,7 +83,9 @@ class Random:
     def _admit(self) -> None:
         self.number += 1
         first = self.random.choice((0, 0, 1000, 2000))
-        tokens = list(range(first, first + self.random.randint(1, 40))) + [9999 + self.number] * self.random.randint(0, 6)
+        tokens = list(range(first, first + self.random.randint(1, 40))) + [9999 + self.number] * self.random.randint(
+            0, 6
+        )
         tenant = self.random.choice(("", "acme", "globex"))
         handle = self.manager.allocate(self.number, tokens, scope=ReuseScope(tenant=tenant))
         self.live.append(handle)

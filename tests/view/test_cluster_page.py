@@ -57,7 +57,10 @@ class Shown:
         """Conversations that go on, each answer cached where it was sent."""
         prompts: list[list[int]] = [[at] * 512 for at in range(8)]
         for number in range(num_requests):
-            prompt = [*self.rng.choice(prompts), *(self.rng.randrange(1000) for _ in range(SIZE * self.rng.randrange(1, 60)))]
+            prompt = [
+                *self.rng.choice(prompts),
+                *(self.rng.randrange(1000) for _ in range(SIZE * self.rng.randrange(1, 60))),
+            ]
             route = self.proxy.router.route(prompt, session=number % 40)
             self.cache(str(route.node), prompt, self.rng.choice(("GPU", "GPU", "CPU", "STORAGE")))
             prompts.append(prompt)
@@ -87,10 +90,14 @@ def page(browser: Chromium, shown: Shown) -> Iterator[Page]:
 
 
 @needs_browser
-def test_given_nodes_when_the_page_is_open_then_each_has_its_state_blocks_hits_and_load(page: Page, shown: Shown) -> None:
+def test_given_nodes_when_the_page_is_open_then_each_has_its_state_blocks_hits_and_load(
+    page: Page, shown: Shown
+) -> None:
     loads, blocks = shown.proxy.router.nodes, shown.proxy.index.node_blocks()
     for at, node in enumerate(shown.nodes):
-        texts = page.value(TEXTS.format(f"#node-list li:nth-child({at + 1}) .name, #node-list li:nth-child({at + 1}) .told"))
+        texts = page.value(
+            TEXTS.format(f"#node-list li:nth-child({at + 1}) .name, #node-list li:nth-child({at + 1}) .told")
+        )
         assert texts[0] == node.removeprefix("http://")
         assert texts[1].startswith(f"{blocks[node].gpu} GPU · {blocks[node].cpu} host · {blocks[node].storage} storage")
         assert f"{loads[node].num_requests} in flight" in texts[2]
@@ -101,7 +108,9 @@ def test_given_nodes_when_the_page_is_open_then_each_has_its_state_blocks_hits_a
 
 
 @needs_browser
-def test_given_decisions_when_a_node_is_chosen_then_its_own_are_shown_with_their_reasons(page: Page, shown: Shown) -> None:
+def test_given_decisions_when_a_node_is_chosen_then_its_own_are_shown_with_their_reasons(
+    page: Page, shown: Shown
+) -> None:
     told = shown.proxy.router.decisions
     page.until(f"document.querySelectorAll('#decision-list li').length == {len(told)}")
     assert page.value(TEXTS.format("#decision-list .badge")) == [decision.reason for decision in told]
@@ -123,7 +132,9 @@ def test_given_a_node_that_comes_and_goes_when_the_page_is_open_then_it_says_so(
 
 @needs_browser
 @pytest.mark.parametrize("scheme", ["dark", "light"])
-def test_given_a_phone_and_64_nodes_then_nothing_is_wider_than_it_and_all_has_a_name(browser: Chromium, scheme: str) -> None:
+def test_given_a_phone_and_64_nodes_then_nothing_is_wider_than_it_and_all_has_a_name(
+    browser: Chromium, scheme: str
+) -> None:
     shown = Shown(64)
     try:
         page = browser.open(f"{shown.url}/", width=390, height=844, scale=2.0, mobile=True, scheme=scheme)

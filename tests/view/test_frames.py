@@ -15,7 +15,12 @@ from kvpool.view.sampling import Look, Sampler
 from kvpool.view.words import CACHED, FREE, PINNED, REFERENCED, changed_spans, id_spans, pack_words
 from managers import FULL, cached, make_manager, running
 
-STATES = {BlockState.FREE: FREE, BlockState.REFERENCED: REFERENCED, BlockState.CACHED: CACHED, BlockState.PINNED: PINNED}
+STATES = {
+    BlockState.FREE: FREE,
+    BlockState.REFERENCED: REFERENCED,
+    BlockState.CACHED: CACHED,
+    BlockState.PINNED: PINNED,
+}
 MODELS = {"full": (FULL,), "windowed": (FULL, WINDOWED), "only windowed": (WINDOWED,)}
 
 
@@ -69,7 +74,9 @@ def test_given_random_operations_when_frames_are_applied_then_every_block_is_as_
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_given_a_walk_that_is_not_due_when_looks_go_on_then_states_and_holders_are_right_all_the_same(seed: int) -> None:
+def test_given_a_walk_that_is_not_due_when_looks_go_on_then_states_and_holders_are_right_all_the_same(
+    seed: int,
+) -> None:
     traffic, mirror, old = Random(seed), Mirror(), None
     sampler = Sampler(traffic.manager, runs_seconds=1e9)
     for _ in range(100):
@@ -117,7 +124,16 @@ def test_given_prompts_when_frames_are_made_then_none_of_their_tokens_is_in_them
     assert [type(event).__name__ for event in look.events].count("Stored") >= 2
     text = json.dumps(frame(None, look))
     assert not any(str(token) in text for first in (731_000, 733_000) for token in range(first, first + 16))
-    assert set(sent(None, look)["events"][0]) <= {"id", "kind", "blocks", "digest", "group", "tier", "tenant", "priority"}  # type: ignore[index]
+    assert set(sent(None, look)["events"][0]) <= {
+        "id",
+        "kind",
+        "blocks",
+        "digest",
+        "group",
+        "tier",
+        "tenant",
+        "priority",
+    }  # type: ignore[index]
 
 
 def test_given_nobody_watches_then_the_manager_computes_no_events() -> None:
@@ -154,7 +170,10 @@ def test_given_a_tree_when_it_is_told_then_parents_stand_before_children_and_nam
     assert parent.tolist() == [-1, 0, 0, 0]
     assert blocks.tolist() == [2, 2, 2, 2]
     pairs = unpacked(tree["ids"], "<i4").reshape(-1, 2)  # type: ignore[index]
-    held = [sorted(i for first, many in pairs[at[run] : at[run + 1]] for i in range(first, first + many)) for run in range(4)]
+    held = [
+        sorted(i for first, many in pairs[at[run] : at[run + 1]] for i in range(first, first + many))
+        for run in range(4)
+    ]
     assert sorted(map(tuple, held)) == sorted(tuple(run.block_ids[0].tolist()) for run in manager.cached_runs())
 
 

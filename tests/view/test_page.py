@@ -87,7 +87,9 @@ def test_given_a_request_when_it_is_clicked_then_its_table_is_told_and_its_block
     page.until("[...document.querySelectorAll('#details dt')].some((term) => term.textContent === 'block table')")
     lit = page.until("[...kvpool.grids.get('GPU/0').grid.chosen ?? []].reduce((sum, one) => sum + one, 0)")
     serial = page.value(f"{BUTTONS}[0].parentNode.request.serial")
-    held = page.value(f"kvpool.tablesOf(kvpool.store.now, {serial})[0].reduce((sum, one, at) => sum + (at % 2 ? one : 0), 0)")
+    held = page.value(
+        f"kvpool.tablesOf(kvpool.store.now, {serial})[0].reduce((sum, one, at) => sum + (at % 2 ? one : 0), 0)"
+    )
     assert lit == held
     page.press("Escape")
     page.until("kvpool.grids.get('GPU/0').grid.chosen === null")

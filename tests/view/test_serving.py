@@ -109,7 +109,9 @@ def test_given_a_stream_when_the_manager_works_then_frames_tell_of_it(view: Live
     page.close()
 
 
-def test_given_the_last_page_is_closed_then_nobody_looks_at_the_manager(view: LiveView, manager: KVCacheManager) -> None:
+def test_given_the_last_page_is_closed_then_nobody_looks_at_the_manager(
+    view: LiveView, manager: KVCacheManager
+) -> None:
     pages = [Following(view), Following(view)]
     for page in pages:
         assert page.next()[0] == "hello"
@@ -166,7 +168,9 @@ def test_given_a_block_when_it_is_asked_for_then_its_holders_and_what_hangs_on_i
 
 
 @pytest.mark.parametrize("query", ["", "id=x", "id=64", "id=-1", "id=0&pool=9", "id=0&tier=MOON", "id=0&tier=REMOTE"])
-def test_given_a_block_that_does_not_exist_when_it_is_asked_for_then_the_answer_says_so(view: LiveView, query: str) -> None:
+def test_given_a_block_that_does_not_exist_when_it_is_asked_for_then_the_answer_says_so(
+    view: LiveView, query: str
+) -> None:
     status, _, body = get(view, f"/view/block?{query}")
     assert status == 400
     assert json.loads(body)["error"]["message"]

@@ -86,7 +86,9 @@ class _TritonBuffers(PlanBuffers):
         self.launches: list[_Launch] = []
         for number, room in enumerate(rooms):
             items, tiles = parts[2 * number].view(-1, ITEM_FIELDS), parts[2 * number + 1].view(-1, TILE_FIELDS)
-            partials = self._partials_of(beside, number, room) or backend.partials(spec, room.partials, room.tile_tokens)
+            partials = self._partials_of(beside, number, room) or backend.partials(
+                spec, room.partials, room.tile_tokens
+            )
             self.launches.append(_Launch(room.shape, room.tile_tokens, items, tiles, partials))
 
     def _partials_of(self, other: PlanBuffers | None, number: int, room: _Room) -> Partials | None:

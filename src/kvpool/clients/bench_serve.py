@@ -45,16 +45,16 @@ def serve(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="Of an answer; default: 64, or what the trace had.")
     ] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Ask for exactly as many: a field that not all servers know.")] = True,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Ask for exactly as many: a field that not all servers know.")
+    ] = True,
     first_ms: Annotated[
         float | None, typer.Option(help="Goodput: the first token comes within so many milliseconds.")
     ] = None,
     between_ms: Annotated[float | None, typer.Option(help="Goodput: the mean time between tokens is within.")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 600.0,
     seed: Annotated[int, typer.Option(help="Of the mix.")] = 0,
-    json_file: Annotated[
-        str | None, typer.Option("--json", help="Write the figures as JSON; - for stdout.")
-    ] = None,
+    json_file: Annotated[str | None, typer.Option("--json", help="Write the figures as JSON; - for stdout.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.")] = False,
 ) -> None:
     """Put load on an OpenAI endpoint, of kvpool or another server, and print how it answers.
@@ -77,9 +77,14 @@ def serve(
         num_clients = clients
     else:
         asked = synthetic(
-            requests or 100, prompt_tokens=prompt_tokens, shared_tokens=shared_tokens, num_prefixes=prefixes,
-            max_tokens=max_tokens or 64, rate=rate, seed=seed,
-        )  # fmt: skip
+            requests or 100,
+            prompt_tokens=prompt_tokens,
+            shared_tokens=shared_tokens,
+            num_prefixes=prefixes,
+            max_tokens=max_tokens or 64,
+            rate=rate,
+            seed=seed,
+        )
         num_clients = None if rate is not None else clients or DEFAULT_CLIENTS
     outcomes, seconds = _driven(endpoint, asked, num_clients, timeout, quiet)
     found = figures(outcomes, seconds, first_ms=first_ms, between_ms=between_ms)
@@ -134,7 +139,9 @@ def _print(found: dict[str, Any]) -> None:
         table.add_row(f"{name.replace('_', ' ')}, ms", *(f"{value:.1f}" for value in found[f"{name}_ms"].values()))
     out = console(to_stderr=False)
     out.print(table)
-    cached = "" if found["cached_prompt_share"] is None else f", {found['cached_prompt_share']:.0%} of prompt tokens cached"
+    cached = (
+        "" if found["cached_prompt_share"] is None else f", {found['cached_prompt_share']:.0%} of prompt tokens cached"
+    )
     out.print(
         f"{found['completed']} of {found['requests']} requests in {found['seconds']:.1f} s: "
         f"{found['requests_per_second']:.2f} a second, goodput {found['goodput_per_second']:.2f} "

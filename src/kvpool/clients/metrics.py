@@ -30,7 +30,9 @@ class Look:
 
     def total(self, name: str, **wanted: str) -> float:
         """The sum over all samples with these labels."""
-        return sum(value for labels, value in self.samples.get(name, {}).items() if wanted.items() <= dict(labels).items())
+        return sum(
+            value for labels, value in self.samples.get(name, {}).items() if wanted.items() <= dict(labels).items()
+        )
 
     def values(self, name: str, label: str) -> list[str]:
         """The values that a label has, in order of appearance."""
@@ -48,7 +50,9 @@ class Look:
 
     def quantile(self, histogram: str, share: float) -> float | None:
         """The value that `share` of a histogram's observations stay within, as its buckets tell; None where it has none."""
-        buckets = sorted((_bound(labels), count) for labels, count in self.samples.get(f"{histogram}_bucket", {}).items())
+        buckets = sorted(
+            (_bound(labels), count) for labels, count in self.samples.get(f"{histogram}_bucket", {}).items()
+        )
         if not buckets or not buckets[-1][1]:
             return None
         wanted = share * buckets[-1][1]

@@ -47,7 +47,9 @@ def synthetic(
     return [LoadRequest(float(due), prompt, max_tokens) for due, prompt in zip(dues, prompts, strict=True)]
 
 
-def of_trace(trace: Trace, *, speed: float = 1.0, max_tokens: int | None = None, paced: bool = True) -> list[LoadRequest]:
+def of_trace(
+    trace: Trace, *, speed: float = 1.0, max_tokens: int | None = None, paced: bool = True
+) -> list[LoadRequest]:
     """The requests of a trace: equal ids become equal words, so that what shares a prefix there shares it here."""
     if not len(trace):
         raise InvalidArgumentError(f"{trace.name} has no requests")

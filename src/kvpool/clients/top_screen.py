@@ -10,7 +10,12 @@ from rich.text import Text
 
 from kvpool.clients.metrics import Look
 
-_STATES = (("referenced", "red", "█"), ("pinned", "magenta", "▓"), ("cached", "cyan", "▒"), ("free", "bright_black", "░"))
+_STATES = (
+    ("referenced", "red", "█"),
+    ("pinned", "magenta", "▓"),
+    ("cached", "cyan", "▒"),
+    ("free", "bright_black", "░"),
+)
 _TIMES = (("first token", "kvpool_first_token_seconds"), ("between tokens", "kvpool_between_tokens_seconds"))
 _SHORT = {"referenced": "used"}
 BAR_WIDTH = 24
@@ -20,14 +25,18 @@ def screen(url: str, look: Look, before: Look | None, trouble: str = "") -> Any:
     """One picture; rates are those since the look before, or since the start where there is none."""
     recent = look if before is None else look.since(before)
     head = Text.assemble((f"kvpool top  {url}", "bold"), (f"   {trouble}", "bold red"))
-    return Group(head, Text(), _memory(look), Text(), _requests(look, recent, before is not None), Text(), _latencies(recent))
+    return Group(
+        head, Text(), _memory(look), Text(), _requests(look, recent, before is not None), Text(), _latencies(recent)
+    )
 
 
 def _memory(look: Look) -> Table:
     table = Table("", "", "blocks", box=None, padding=(0, 1, 0, 0))
     for state, colour, letter in _STATES:
         table.add_column(Text(f"{letter}{_SHORT.get(state, state)}", colour), justify="right", no_wrap=True)
-    places = {tuple(dict(at)[name] for name in ("model", "pool", "tier")) for at in look.samples.get("kvpool_blocks", {})}
+    places = {
+        tuple(dict(at)[name] for name in ("model", "pool", "tier")) for at in look.samples.get("kvpool_blocks", {})
+    }
     for model, pool, tier in sorted(places):
         place = {"model": model, "pool": pool, "tier": tier}
         counts = {state: look.total("kvpool_blocks", state=state, **place) for state, _, _ in _STATES}
@@ -66,7 +75,9 @@ def _requests(look: Look, recent: Look, is_recent: bool) -> Table:
     by_tier = "".join(f"   {count:,.0f} from {tier}" for tier, count in hits.items())
     table.add_row("from the cache", share + by_tier)
     evicted = _by(recent, "kvpool_evictions_total", "reason")
-    table.add_row("evicted", "   ".join(f"{count:,.0f} blocks: {reason}" for reason, count in evicted.items()) or "none")
+    table.add_row(
+        "evicted", "   ".join(f"{count:,.0f} blocks: {reason}" for reason, count in evicted.items()) or "none"
+    )
     return table
 
 

@@ -8,6 +8,18 @@ from kvpool.cluster.routing_config import RoutingConfig
 from kvpool.cluster.subscriber import NodeSubscriber
 
 __all__ = [
-    "ClusterIndex", "Decision", "EventPublisher", "FeedStats", "Hit", "IndexStats", "NodeBlocks", "NodeLoad",
-    "NodeSubscriber", "PublisherStats", "Route", "Router", "RouterStats", "RoutingConfig",
-]  # fmt: skip
+    "ClusterIndex",
+    "Decision",
+    "EventPublisher",
+    "FeedStats",
+    "Hit",
+    "IndexStats",
+    "NodeBlocks",
+    "NodeLoad",
+    "NodeSubscriber",
+    "PublisherStats",
+    "Route",
+    "Router",
+    "RouterStats",
+    "RoutingConfig",
+]

@@ -55,9 +55,7 @@ class NodeFeed:
     @property
     def stats(self) -> FeedStats:
         """What happened so far."""
-        return FeedStats(
-            self._num_applied, self._num_duplicates, self._num_lost, self._num_gaps, self._num_restarts
-        )
+        return FeedStats(self._num_applied, self._num_duplicates, self._num_lost, self._num_gaps, self._num_restarts)
 
     def live(self, number: int, batch: WireBatch) -> None:
         """A message as it was sent."""

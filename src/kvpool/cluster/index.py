@@ -25,7 +25,11 @@ from kvpool.errors import InvalidArgumentError
 
 MAX_NODES = 64
 _MASK_64 = (1 << 64) - 1
-_WHOLE_PREFIX = ("full_attention", "mla_attention", "sink_full_attention")  # kinds of layer groups that need every block
+_WHOLE_PREFIX = (
+    "full_attention",
+    "mla_attention",
+    "sink_full_attention",
+)  # kinds of layer groups that need every block
 _ONE = np.uint64(1)
 _RUNS = 4  # runs that are followed one by one; where more seem to be left, the rest is looked up at once
 _MOST_MEMBERS = 4096

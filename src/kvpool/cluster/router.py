@@ -89,7 +89,9 @@ class Route:
 
     __slots__ = ("_books", "_num_context", "_num_waiting", "_router", "hit", "node", "reason")
 
-    def __init__(self, router: Router, node: Hashable, hit: Hit, reason: str, books: _Books, prompt: int, left: int) -> None:
+    def __init__(
+        self, router: Router, node: Hashable, hit: Hit, reason: str, books: _Books, prompt: int, left: int
+    ) -> None:
         self.node = node
         self.hit = hit
         self.reason = reason
@@ -127,7 +129,9 @@ class Router:
         self._nodes: dict[Hashable, _Books] = {}
         self._sessions: OrderedDict[Hashable, tuple[Hashable, float]] = OrderedDict()
         self._assumed: OrderedDict[int, tuple[Hashable, float]] = OrderedDict()  # blocks by content, newest last
-        self._heat: OrderedDict[int, deque[float]] = OrderedDict()  # when prompts came that were cached up to this block
+        self._heat: OrderedDict[int, deque[float]] = (
+            OrderedDict()
+        )  # when prompts came that were cached up to this block
         self._num_decided = 0
         self._decisions: deque[Decision] = deque(maxlen=_MOST_DECISIONS)
         self._reasons: Counter[str] = Counter()
@@ -262,9 +266,7 @@ class Router:
         return best, "session" if best == home else "cheapest"
 
     def _is_full(self, books: _Books) -> bool:
-        return (
-            books.requests >= self._config.max_node_requests or books.waiting_tokens >= self._config.max_node_tokens
-        )
+        return books.requests >= self._config.max_node_requests or books.waiting_tokens >= self._config.max_node_tokens
 
     def _replica(self, roomy: list[Hashable], hits: dict[Hashable, Hit], keys: list[int], now: float) -> list[Hashable]:
         """Nodes of which one should hold a hot prefix, too; empty if enough do.
@@ -344,7 +346,9 @@ class Router:
             )
 
 
-def _without(memory: OrderedDict[_K, tuple[Hashable, float]], node: Hashable) -> OrderedDict[_K, tuple[Hashable, float]]:
+def _without(
+    memory: OrderedDict[_K, tuple[Hashable, float]], node: Hashable
+) -> OrderedDict[_K, tuple[Hashable, float]]:
     """What is remembered of other nodes."""
     return OrderedDict((key, value) for key, value in memory.items() if value[0] != node)
 

@@ -167,7 +167,9 @@ class WireTranslator:
     def _runs(self, blocks: Iterable[_Held]) -> Iterator[WireEvent]:
         """Blocks as events, those that follow each other in one."""
         numbered = enumerate(blocks)
-        for (_, tier, _), same in groupby(numbered, lambda each: (id(each[1].run), each[1].tier, each[1].position - each[0])):
+        for (_, tier, _), same in groupby(
+            numbered, lambda each: (id(each[1].run), each[1].tier, each[1].position - each[0])
+        ):
             members = [held for _, held in same]
             yield self._as_stored(members[0].run, members[0].position, members[-1].position + 1, tier)
 

@@ -88,7 +88,9 @@ def decode_batch(payload: bytes) -> WireBatch:
         rank = None if not rest or rest[0] is None else int(rest[0])
         return WireBatch(float(timestamp), found, rank, tuple(sorted({kind for kind in read if isinstance(kind, str)})))
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError, _decode_error()) as error:
-        raise InvalidArgumentError(f"this payload of {len(payload)} bytes is no batch of cache events: {error}") from None
+        raise InvalidArgumentError(
+            f"this payload of {len(payload)} bytes is no batch of cache events: {error}"
+        ) from None
 
 
 def _as_map(event: WireEvent) -> dict[str, Any]:

@@ -69,11 +69,16 @@ class PagedKvCacheConfig:
         layer = LayerSpec(self.num_heads, self.head_dim, DType.parse(self.dtype))
         high, critical = self._used_below(self.low_watermark), self._used_below(self.high_watermark)
         return KVCacheConfig(
-            [layer] * int(self.num_layers), self.block_size, gpu_blocks=self.max_gpu_blocks,
-            host_blocks=self.max_cpu_blocks if self.enable_swapping else 0, offload_on_evict=False, watermark=0.0,
-            enable_prefix_caching=self.enable_prefix_cache, partial_match=self.enable_cow,
+            [layer] * int(self.num_layers),
+            self.block_size,
+            gpu_blocks=self.max_gpu_blocks,
+            host_blocks=self.max_cpu_blocks if self.enable_swapping else 0,
+            offload_on_evict=False,
+            watermark=0.0,
+            enable_prefix_caching=self.enable_prefix_cache,
+            partial_match=self.enable_cow,
             pressure_levels=(high, high, critical),
-        )  # fmt: skip
+        )
 
     def _used_below(self, watermark: float) -> float:
         """The smallest fraction of used blocks at which less than `watermark` of them are free."""

@@ -145,9 +145,13 @@ class KVCacheConfig:
         """The same in kvpool's words."""
         settings = {"watermark": 0.0, "offload_on_evict": False, **self.more}
         return CacheConfig(
-            [self.layer] * self.num_layers, self.block_size, gpu_blocks=self.num_gpu_blocks,
-            host_blocks=self.num_cpu_blocks, enable_prefix_caching=self.enable_prefix_caching, **settings,
-        )  # fmt: skip
+            [self.layer] * self.num_layers,
+            self.block_size,
+            gpu_blocks=self.num_gpu_blocks,
+            host_blocks=self.num_cpu_blocks,
+            enable_prefix_caching=self.enable_prefix_caching,
+            **settings,
+        )
 
 
 def check_config(name: str, config: KVCacheConfig) -> KVCacheConfig:

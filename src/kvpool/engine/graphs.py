@@ -150,7 +150,9 @@ class _Captured(NamedTuple):
 
     def holds(self, batches: Sequence[PagedBatch]) -> bool:
         """Whether the block lists of these batches fit into its buffers."""
-        return all(int(batch.indptr[-1]) <= buffer.max_blocks for batch, buffer in zip(batches, self.buffers, strict=True))
+        return all(
+            int(batch.indptr[-1]) <= buffer.max_blocks for batch, buffer in zip(batches, self.buffers, strict=True)
+        )
 
 
 class StepGraphs(ABC):
@@ -332,7 +334,11 @@ def list_room(config: KVCacheConfig, group: LayerGroup, num_sequences: int) -> i
     Sequences that share blocks list them once each, so lists may be several times as long as the pool.
     """
     room = SHARERS * config.pools[group.pool].num_blocks[Tier.GPU]
-    return room if config.max_seq_len is None else min(room, num_sequences * ceil_div(config.max_seq_len, config.block_size))
+    return (
+        room
+        if config.max_seq_len is None
+        else min(room, num_sequences * ceil_div(config.max_seq_len, config.block_size))
+    )
 
 
 def capture(graphs: StepGraphs, recorder: Recorder) -> CaptureReport:

@@ -359,13 +359,20 @@ class EngineLoop:
             with suppress(UnknownRequestError):  # it was its last token: the step ends it
                 self._end(self.scheduler.cancel(broken.id))
         self._broken.clear()
-        for sequence in stopped:  # only now: the last of a request ends it, and all of its samples must have their tokens
+        for (
+            sequence
+        ) in stopped:  # only now: the last of a request ends it, and all of its samples must have their tokens
             done = self.scheduler.finish(sequence.request.id, sequence.index)
             if done is not None:
                 self._end(done)
 
     def _push(
-        self, generation: Generation, sequence: ScheduledSequence, tokens: list[int], sampled: Sampled, samples_at: Int64Array
+        self,
+        generation: Generation,
+        sequence: ScheduledSequence,
+        tokens: list[int],
+        sampled: Sampled,
+        samples_at: Int64Array,
     ) -> bool:
         """Gives a sample its new tokens. True: its text is complete, and the scheduler does not know it yet."""
         logprobs: list[TokenLogprob] = []

@@ -29,7 +29,9 @@ def prompt_tokens(prompt: Any, tokenizer: Any, vocab_size: int) -> Int32Array:
     if not len(tokens):
         raise InvalidArgumentError("a prompt needs at least one token")
     if int(tokens.max()) >= vocab_size:
-        raise InvalidArgumentError(f"the prompt holds token {int(tokens.max())}; the vocabulary has {vocab_size} tokens")
+        raise InvalidArgumentError(
+            f"the prompt holds token {int(tokens.max())}; the vocabulary has {vocab_size} tokens"
+        )
     return tokens
 
 
@@ -51,7 +53,14 @@ def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **templat
         _unicode(str(message.get("content", "")))
     try:
         rendered = tokenizer.apply_chat_template(spoken, add_generation_prompt=True, tokenize=True, **template)
-    except (TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:  # it runs code
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+    ) as error:  # it runs code
         roles = ", ".join(str(message.get("role")) for message in spoken)
         raise InvalidArgumentError(
             f"the model's chat template refuses a conversation of the roles {roles}: {error}"

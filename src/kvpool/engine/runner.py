@@ -126,7 +126,9 @@ class ModelRunner:
 
     def _note(self, report: CaptureReport) -> None:
         graphs, seconds, num_bytes = self.captured
-        self.captured = CaptureReport(graphs + report.num_graphs, seconds + report.seconds, num_bytes + report.num_bytes)
+        self.captured = CaptureReport(
+            graphs + report.num_graphs, seconds + report.seconds, num_bytes + report.num_bytes
+        )
 
     def _give_up_graphs(self, error: CaptureError) -> None:
         """What cannot be captured in one kind of step cannot in the other: a model does the same in both."""

@@ -82,22 +82,30 @@ class EngineSettings:
         for name in ("cuda_graphs", "overlap", "compile", "model_defaults"):
             value, may_be_none = getattr(self, name), name in ("cuda_graphs", "overlap")
             if not (isinstance(value, bool) or (value is None and may_be_none)):
-                raise ConfigError(f"{name} must be True or False{', or None to choose' * may_be_none}, got {show(value)}")
+                raise ConfigError(
+                    f"{name} must be True or False{', or None to choose' * may_be_none}, got {show(value)}"
+                )
         if self.overlap and self.draft_tokens:
-            raise ConfigError("overlap=True with draft_tokens: drafts follow tokens that an overlapped step does not know")
+            raise ConfigError(
+                "overlap=True with draft_tokens: drafts follow tokens that an overlapped step does not know"
+            )
         if not isinstance(self.attention, str):
             raise ConfigError(f"attention must be the name of a backend, got {show(self.attention)}")
         if self.record is not None and not isinstance(self.record, (str, os.PathLike)):
             raise ConfigError(f"record must be the path of a file, got {show(self.record)}")
         if isinstance(self.tokenizer, (str, Path)):
-            raise ConfigError(f"tokenizer={show(str(self.tokenizer))} is a name; load it: AutoTokenizer.from_pretrained(...)")
+            raise ConfigError(
+                f"tokenizer={show(str(self.tokenizer))} is a name; load it: AutoTokenizer.from_pretrained(...)"
+            )
         if self.tokenizer is not None and not hasattr(self.tokenizer, "decode"):
             raise ConfigError(f"tokenizer={show(self.tokenizer)} has no decode, so it is none")
         cache = self.cache
         if cache is not None and not (isinstance(cache, Mapping) and all(isinstance(name, str) for name in cache)):
             raise ConfigError(f"cache must be a mapping of fields of KVCacheConfig, got {show(cache)}")
         for name in {"layers", "block_size", "gpu_blocks", "gpu_bytes"}.intersection(cache or ()):
-            raise ConfigError(f"cache={{{name!r}: ...}} is for the engine to say: give it block_size, kv_blocks or kv_bytes")
+            raise ConfigError(
+                f"cache={{{name!r}: ...}} is for the engine to say: give it block_size, kv_blocks or kv_bytes"
+            )
 
     def _check_memory(self) -> None:
         if sum(value is not None for value in (self.kv_bytes, self.kv_blocks, self.memory_fraction)) > 1:
@@ -113,9 +121,7 @@ class EngineSettings:
 
     def tier_settings(self) -> TierSettings:
         """Which tiers it has, checked."""
-        return TierSettings(
-            self.tiers, self.disk, self.disk_bytes, self.remote, self.tier_timeout, self.tier_min_uses
-        )
+        return TierSettings(self.tiers, self.disk, self.disk_bytes, self.remote, self.tier_timeout, self.tier_min_uses)
 
     def limits(self) -> SchedulerConfig:
         """The limits of a step, with room for the drafts."""
@@ -125,7 +131,9 @@ class EngineSettings:
         if not isinstance(given, SchedulerConfig):
             raise ConfigError(f"scheduler must be a SchedulerConfig, got {show(given)}")
         if given.max_draft_tokens and not self.draft_tokens:
-            raise ConfigError(f"max_draft_tokens={given.max_draft_tokens} needs Engine(draft_tokens=...) to draft anything")
+            raise ConfigError(
+                f"max_draft_tokens={given.max_draft_tokens} needs Engine(draft_tokens=...) to draft anything"
+            )
         return replace(given, max_draft_tokens=self.draft_tokens)
 
     def cache_fields(self, max_positions: int | None) -> dict[str, Any]:
@@ -136,7 +144,9 @@ class EngineSettings:
         chosen: dict[str, Any] = {"max_seq_len": max_positions, **(self.cache or {})}
         longest = chosen["max_seq_len"]
         if max_positions is not None and (longest is None or (isinstance(longest, int) and longest > max_positions)):
-            raise ConfigError(f"max_seq_len={show(longest)} is over the {max_positions} positions of the model; lower it")
+            raise ConfigError(
+                f"max_seq_len={show(longest)} is over the {max_positions} positions of the model; lower it"
+            )
         if self.host_bytes:
             chosen["host_bytes"] = self.host_bytes
         return chosen
@@ -153,8 +163,10 @@ def as_settings(options: Mapping[str, Any]) -> EngineSettings:
 def engine_signature() -> inspect.Signature:
     """What `Engine` takes, for `help` and editors: its model, and the settings by name."""
     settings = list(inspect.signature(EngineSettings).parameters.values())
-    return inspect.Signature([
-        inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
-        inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
-        *settings,
-    ])  # fmt: skip
+    return inspect.Signature(
+        [
+            inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None),
+            *settings,
+        ]
+    )

@@ -4,6 +4,15 @@ from kvpool.events.kinds import Created, Event, PoolSize, Removed, Stored, Updat
 from kvpool.events.log import EventBatch, EventLog, SnapshotSource, Subscription
 
 __all__ = [
-    "Created", "Event", "EventBatch", "EventLog", "PoolSize", "Removed", "SnapshotSource", "Stored", "Subscription",
-    "Updated", "to_dict",
-]  # fmt: skip
+    "Created",
+    "Event",
+    "EventBatch",
+    "EventLog",
+    "PoolSize",
+    "Removed",
+    "SnapshotSource",
+    "Stored",
+    "Subscription",
+    "Updated",
+    "to_dict",
+]

@@ -151,9 +151,18 @@ class EventLog:
         with self._lock:
             if self.listening:
                 event = Stored(
-                    self._new_id(), parent, tuple(digests), tokens, block_size, scope, tier, priority, group, session,
+                    self._new_id(),
+                    parent,
+                    tuple(digests),
+                    tokens,
+                    block_size,
+                    scope,
+                    tier,
+                    priority,
+                    group,
+                    session,
                     multimodal,
-                )  # fmt: skip
+                )
                 self._append(event, len(digests))
 
     def removed(self, digests: Sequence[bytes], *, tier: Tier, group: int, reason: str) -> None:

@@ -100,8 +100,17 @@ def _normalised(name: object) -> str:
 
 tell_apart(KeyedPolicy, RememberingPolicy, GhostPolicy)
 for _policy in (
-    LRUPolicy, LFUPolicy, FIFOPolicy, ClockPolicy, SievePolicy, S3FIFOPolicy, TwoQueuePolicy, ARCPolicy, PriorityPolicy,
-    CostAwarePolicy, AdaptivePolicy,
-):  # fmt: skip
+    LRUPolicy,
+    LFUPolicy,
+    FIFOPolicy,
+    ClockPolicy,
+    SievePolicy,
+    S3FIFOPolicy,
+    TwoQueuePolicy,
+    ARCPolicy,
+    PriorityPolicy,
+    CostAwarePolicy,
+    AdaptivePolicy,
+):
     tell_apart(_policy)
     register_policy(_policy.name)(_policy)

@@ -58,7 +58,9 @@ def _edges() -> list[int]:
 
 EDGES: Final = _edges()
 _BINS = len(EDGES)
-_FIRST_BIN: Final = [max(0, bisect_right(EDGES, 1 << bits >> 1) - 1) for bits in range(MAX_AGE.bit_length() + 1)]  # by length
+_FIRST_BIN: Final = [
+    max(0, bisect_right(EDGES, 1 << bits >> 1) - 1) for bits in range(MAX_AGE.bit_length() + 1)
+]  # by length
 _FROM: Floats = np.array(EDGES, np.float64)
 _UPTO: Floats = np.array([*EDGES[1:], MAX_AGE], np.float64)
 _WIDTHS: Floats = _UPTO - _FROM
@@ -122,7 +124,9 @@ class Experience:
         self._meet(reused)
         used, row_of = len(self._rows), self._row_of
         places = row_of[reused] * _BINS + np.searchsorted(_FROM, age, side="right") - 1
-        self._hits = (_grown(self._hits, used) + np.bincount(places, blocks, used * _BINS).reshape(used, _BINS)) * fading
+        self._hits = (
+            _grown(self._hits, used) + np.bincount(places, blocks, used * _BINS).reshape(used, _BINS)
+        ) * fading
         self._followed = _grown(self._followed, used) + _exposed(row_of[kind], moment - since, change, used)
         self._changes, self._reused = [], []
         self._change_alive(cohort, change)
@@ -174,7 +178,9 @@ class Worth:
     def __init__(self, hazard: Floats, rows: dict[int, int], peak: int) -> None:
         self._rates = _best_rates(hazard, peak)  # by row; the last one is of all kinds of which nothing is known
         self._rows = rows
-        self._known: dict[int, list[float]] = {}  # those that were asked for: of hundreds that were met, few are in the cache
+        self._known: dict[
+            int, list[float]
+        ] = {}  # those that were asked for: of hundreds that were met, few are in the cache
 
     def of(self, kind: int) -> list[float]:
         """By age bin; it rises to a peak and falls behind it."""

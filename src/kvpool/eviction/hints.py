@@ -37,7 +37,9 @@ class ReuseHint:
         if self.stop is not None:
             known = known_stop(self.stop)
             if known is None:
-                raise InvalidArgumentError(f"stop={show(self.stop)} is unknown; known: {', '.join((*STOPS, *_SAME_AS))}")
+                raise InvalidArgumentError(
+                    f"stop={show(self.stop)} is unknown; known: {', '.join((*STOPS, *_SAME_AS))}"
+                )
             object.__setattr__(self, "stop", known)
         seconds = self.expected_seconds
         if seconds is not None:
@@ -57,7 +59,9 @@ class ReuseHint:
 def check_hint(hint: object) -> None:
     """Refuses what is no hint."""
     if not isinstance(hint, ReuseHint):
-        raise InvalidArgumentError(f"{show(hint)} is no hint; write ReuseHint(stop=...) or ReuseHint(expected_seconds=...)")
+        raise InvalidArgumentError(
+            f"{show(hint)} is no hint; write ReuseHint(stop=...) or ReuseHint(expected_seconds=...)"
+        )
 
 
 def _checked(seconds: object) -> float:

@@ -45,7 +45,9 @@ class RowOrder:
         self._worth = worth
         self.ordered_at = 0  # the moment by which candidates are in order
         self._rows: dict[int, Row] = {}
-        self._by_value: list[tuple[int, float, int, int]] = []  # heap of rows: priority, value and key of an item, number
+        self._by_value: list[
+            tuple[int, float, int, int]
+        ] = []  # heap of rows: priority, value and key of an item, number
         self._by_age: list[tuple[int, int, int]] = []  # heap of rows: priority, key of the oldest item, number
         self._oldest: Item | None = None  # of the lowest priority; None if it must be found
         self._of_oldest = 0.0  # its value

@@ -93,7 +93,9 @@ def _vllm_lines(find: VersionOf) -> list[str]:
         return [f"  no   vLLM: {error}"]
     transfer = TRANSFER if _has_disk(find) else {**TRANSFER, "kv_connector_extra_config": {"host_bytes": "8GB"}}
     # Packages of another name have no working `vllm` command.
-    command = "vllm serve MODEL" if find("vllm") else "python -m vllm.entrypoints.launchers.api_server.entry --model MODEL"
+    command = (
+        "vllm serve MODEL" if find("vllm") else "python -m vllm.entrypoints.launchers.api_server.entry --model MODEL"
+    )
     return [
         f"  yes  vLLM {version} (docs/vllm.md). Start it with",
         f"         {command} --kv-transfer-config '{json.dumps(transfer)}'",

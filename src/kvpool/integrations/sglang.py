@@ -73,17 +73,22 @@ class PageStore:
         return self._space.keys(hashlib.sha256(f"{self._epoch}\0{name}".encode()).digest() for name in names)
 
 
-IRRELEVANT = frozenset({
-    # Namespaces of SGLang's own: who computes when, and what becomes of logits. The shard says which part a rank holds.
-    *("device", "disagg", "memory", "observability", "parallel", "schedule", "serving", "spec"),
-    # Names: files are told apart by their content.
-    *("model.model_path", "model.revision", "model.download_dir", "model.model_checksum"),
-    # Of the storage: what a rank is called, and what it is told.
-    *(f"storage.{name}" for name in (
-        *("tp_rank", "pp_rank", "dp_rank", "attn_cp_rank", "dcp_rank", "tp_size", "pp_size"),
-        *("model_name", "extra_config", "enable_storage_metrics"),
-    )),
-})  # fmt: skip
+IRRELEVANT = frozenset(
+    {
+        # Namespaces of SGLang's own: who computes when, and what becomes of logits. The shard says which part a rank holds.
+        *("device", "disagg", "memory", "observability", "parallel", "schedule", "serving", "spec"),
+        # Names: files are told apart by their content.
+        *("model.model_path", "model.revision", "model.download_dir", "model.model_checksum"),
+        # Of the storage: what a rank is called, and what it is told.
+        *(
+            f"storage.{name}"
+            for name in (
+                *("tp_rank", "pp_rank", "dp_rank", "attn_cp_rank", "dcp_rank", "tp_size", "pp_size"),
+                *("model_name", "extra_config", "enable_storage_metrics"),
+            )
+        ),
+    }
+)
 """Settings of SGLang that reach no key or value; any other makes another fingerprint."""
 
 _OF_THE_HOST = ("host_bytes", "host_blocks", "policy", "ttl", "quotas")

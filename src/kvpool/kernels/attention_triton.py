@@ -141,7 +141,9 @@ def attend_kernel(
         some = tl.load(
             q + q_row[:, None] + column[None, :], mask=used[:, None] & (column < HEAD_DIM)[None, :], other=0.0
         )
-        if STORED != "float" and some.dtype == tl.bfloat16:  # bytes become float16 in a step or two, bfloat16 in several
+        if (
+            STORED != "float" and some.dtype == tl.bfloat16
+        ):  # bytes become float16 in a step or two, bfloat16 in several
             some = some.to(tl.float16)
         if NEGATED:
             some = -some

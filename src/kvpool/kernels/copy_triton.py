@@ -56,9 +56,7 @@ def copy_blocks_triton(source: Tensor, target: Tensor, src: Tensor, dst: Tensor)
 
 
 @triton.jit
-def _copy_tokens_kernel(
-    source, target, src, dst, num_tokens, starts, token_words, row_words, CHUNK: tl.constexpr
-):
+def _copy_tokens_kernel(source, target, src, dst, num_tokens, starts, token_words, row_words, CHUNK: tl.constexpr):
     pair, stretch = tl.program_id(0), tl.program_id(1)
     count = tl.load(num_tokens + pair) * tl.load(token_words + stretch)
     start = tl.load(starts + stretch)
@@ -77,9 +75,17 @@ def copy_tokens_triton(
     width, starts, token_words = _stretches(tuple(runs), source.shape[1], src.device)
     if len(src):
         _copy_tokens_kernel[(len(src), len(starts))](
-            source.view(_WORDS[width]), target.view(_WORDS[width]), src, dst, num_tokens, starts, token_words,
-            source.shape[1] // width, CHUNK=_STRETCH_CHUNK, num_warps=4,
-        )  # fmt: skip
+            source.view(_WORDS[width]),
+            target.view(_WORDS[width]),
+            src,
+            dst,
+            num_tokens,
+            starts,
+            token_words,
+            source.shape[1] // width,
+            CHUNK=_STRETCH_CHUNK,
+            num_warps=4,
+        )
 
 
 @cache

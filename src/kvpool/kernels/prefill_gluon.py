@@ -21,7 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 GROUP_ROWS = gl.constexpr(64)  # of queries × heads in one computing group
-COLUMNS = gl.constexpr(64)  # elements in a row of 128 bytes, which the copy engine writes in the order that tensor cores read
+COLUMNS = gl.constexpr(
+    64
+)  # elements in a row of 128 bytes, which the copy engine writes in the order that tensor cores read
 
 
 @gluon.jit
@@ -83,21 +85,64 @@ def prefill_kernel(
             (_compute, (1, shared, given, KV_HEADS, GROUP, DIM, KEYS, STAGES, Q_STAGES, CAUSAL)),
             (
                 _copy,
-                (q, k, v, q_boxes, k_boxes, v_boxes, q_ready, q_free, k_ready, k_free, v_ready, v_free, indices, items,
-                 num_units, KV_HEADS, GROUP, DIM, PAGE, BOX, KEYS, STAGES, Q_STAGES),
+                (
+                    q,
+                    k,
+                    v,
+                    q_boxes,
+                    k_boxes,
+                    v_boxes,
+                    q_ready,
+                    q_free,
+                    k_ready,
+                    k_free,
+                    v_ready,
+                    v_free,
+                    indices,
+                    items,
+                    num_units,
+                    KV_HEADS,
+                    GROUP,
+                    DIM,
+                    PAGE,
+                    BOX,
+                    KEYS,
+                    STAGES,
+                    Q_STAGES,
+                ),
             ),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
 def _copy(
-    q, k, v, q_boxes, k_boxes, v_boxes, q_ready, q_free, k_ready, k_free, v_ready, v_free, indices, items, num_units,
-    KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, PAGE: gl.constexpr, BOX: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    q_boxes,
+    k_boxes,
+    v_boxes,
+    q_ready,
+    q_free,
+    k_ready,
+    k_free,
+    v_ready,
+    v_free,
+    indices,
+    items,
+    num_units,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    PAGE: gl.constexpr,
+    BOX: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+):
     """Queries, keys and values of one unit after another, as far ahead as there is room."""
     HALVES: gl.constexpr = DIM // COLUMNS
     BOXES: gl.constexpr = KEYS // BOX
@@ -155,9 +200,17 @@ def _rounds(key_start, key_end, KEYS: gl.constexpr):
 
 @gluon.jit
 def _compute(
-    WHICH: gl.constexpr, shared, given, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
+    WHICH: gl.constexpr,
+    shared,
+    given,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+):
     """Rows 64 × WHICH on of every unit."""
     q_rows, k_rows, v_rows, q_ready, q_free, k_ready, k_free, v_ready, v_free = shared
     out, partial_values, partial_weights, items, num_units, out_token, out_head, softmax_scale, v_factor = given
@@ -200,17 +253,63 @@ def _compute(
             turn += 1
             for _round in range(1, gl.maximum(whole, 1)):
                 values, operand, highest, total = _round_of(
-                    values, operand, highest, total, queries, k_rows, v_rows, k_ready, k_free, v_ready, v_free, turn,
-                    key_start + _round * KEYS, key_end, position, softmax_scale, none, False, WHICH, GROUP, KEYS, STAGES,
-                    CAUSAL, scores_in, values_in, weights_in,
-                )  # fmt: skip
+                    values,
+                    operand,
+                    highest,
+                    total,
+                    queries,
+                    k_rows,
+                    v_rows,
+                    k_ready,
+                    k_free,
+                    v_ready,
+                    v_free,
+                    turn,
+                    key_start + _round * KEYS,
+                    key_end,
+                    position,
+                    softmax_scale,
+                    none,
+                    False,
+                    WHICH,
+                    GROUP,
+                    KEYS,
+                    STAGES,
+                    CAUSAL,
+                    scores_in,
+                    values_in,
+                    weights_in,
+                )
                 turn += 1
             for _round in range(gl.maximum(whole, 1), num_rounds):
                 values, operand, highest, total = _round_of(
-                    values, operand, highest, total, queries, k_rows, v_rows, k_ready, k_free, v_ready, v_free, turn,
-                    key_start + _round * KEYS, key_end, position, softmax_scale, none, True, WHICH, GROUP, KEYS, STAGES,
-                    CAUSAL, scores_in, values_in, weights_in,
-                )  # fmt: skip
+                    values,
+                    operand,
+                    highest,
+                    total,
+                    queries,
+                    k_rows,
+                    v_rows,
+                    k_ready,
+                    k_free,
+                    v_ready,
+                    v_free,
+                    turn,
+                    key_start + _round * KEYS,
+                    key_end,
+                    position,
+                    softmax_scale,
+                    none,
+                    True,
+                    WHICH,
+                    GROUP,
+                    KEYS,
+                    STAGES,
+                    CAUSAL,
+                    scores_in,
+                    values_in,
+                    weights_in,
+                )
                 turn += 1
             _release(q_free.index(number % Q_STAGES))
             number += 1
@@ -223,7 +322,9 @@ def _compute(
             values = warpgroup_mma(operand, v_rows.index(last), values)
             _release(v_free.index(last))
 
-            total = gl.where(total == 0.0, 1.0, total)  # nothing was seen: the values are 0, `highest` weighs them with 0
+            total = gl.where(
+                total == 0.0, 1.0, total
+            )  # nothing was seen: the values are 0, `highest` weighs them with 0
             values = values * (v_factor / gl.convert_layout(total, rows_in))[:, None]
             row = WHICH * GROUP_ROWS + gl.arange(0, GROUP_ROWS, rows_in)
             token = row // GROUP
@@ -242,11 +343,33 @@ def _compute(
 
 @gluon.jit
 def _round_of(
-    values, operand, highest, total, queries, k_rows, v_rows, k_ready, k_free, v_ready, v_free, turn, start, key_end,
-    position, softmax_scale, none, SOME_HIDDEN: gl.constexpr, WHICH: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, scores_in: gl.constexpr, values_in: gl.constexpr,
+    values,
+    operand,
+    highest,
+    total,
+    queries,
+    k_rows,
+    v_rows,
+    k_ready,
+    k_free,
+    v_ready,
+    v_free,
+    turn,
+    start,
+    key_end,
+    position,
+    softmax_scale,
+    none,
+    SOME_HIDDEN: gl.constexpr,
+    WHICH: gl.constexpr,
+    GROUP: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    scores_in: gl.constexpr,
+    values_in: gl.constexpr,
     weights_in: gl.constexpr,
-):  # fmt: skip
+):
     """The softmax of one round of keys, while the values of the round before are added up."""
     stage = turn % STAGES
     before = (turn - 1) % STAGES
@@ -280,9 +403,16 @@ def _release(barrier):
 
 @gluon.jit
 def _leave_out(
-    scores, start, key_end, position, WHICH: gl.constexpr, GROUP: gl.constexpr, KEYS: gl.constexpr, CAUSAL: gl.constexpr,
+    scores,
+    start,
+    key_end,
+    position,
+    WHICH: gl.constexpr,
+    GROUP: gl.constexpr,
+    KEYS: gl.constexpr,
+    CAUSAL: gl.constexpr,
     scores_in: gl.constexpr,
-):  # fmt: skip
+):
     """Scores of keys that a query does not see become -inf."""
     key = start + gl.arange(0, KEYS, gl.SliceLayout(0, scores_in))
     seen = (key < key_end)[None, :]

@@ -13,16 +13,31 @@ from kvpool.kernels.layout import LayerCache
 from kvpool.kernels.quantization import TORCH_DTYPES
 
 _TILE = 4096  # elements of a program of the converting kernel
-_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23: adding and taking it away rounds to the nearest integer, halves to even
+_ROUND = tl.constexpr(
+    12582912.0
+)  # 1.5 * 2**23: adding and taking it away rounds to the nearest integer, halves to even
 _SMALLEST_SCALE = tl.constexpr(2.0**-24)
 _LARGEST = tl.constexpr(65504.0)
 
 
 @triton.jit
 def _convert(
-    values, value_stride, target, block_stride, token_stride, slots, tokens, num_tokens, num_slots, factor, limit,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_FP8: tl.constexpr,
-):  # fmt: skip
+    values,
+    value_stride,
+    target,
+    block_stride,
+    token_stride,
+    slots,
+    tokens,
+    num_tokens,
+    num_slots,
+    factor,
+    limit,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
     slot = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1).to(tl.int64)
     element = tl.arange(0, PADDED)
     inside = ((slot >= 0) & (slot < num_slots))[:, None] & (element < WIDTH)[None, :]
@@ -36,31 +51,91 @@ def _convert(
 
 @triton.jit
 def _convert_kernel(
-    k, k_stride, k_target, k_block, k_token, k_factor, v, v_stride, v_target, v_block, v_token, v_factor,
-    slots, num_tokens, num_slots, limit,
-    K_WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, K_PADDED: tl.constexpr, V_PADDED: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK_SIZE: tl.constexpr, IS_FP8: tl.constexpr,
-):  # fmt: skip
+    k,
+    k_stride,
+    k_target,
+    k_block,
+    k_token,
+    k_factor,
+    v,
+    v_stride,
+    v_target,
+    v_block,
+    v_token,
+    v_factor,
+    slots,
+    num_tokens,
+    num_slots,
+    limit,
+    K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
+    K_PADDED: tl.constexpr,
+    V_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    IS_FP8: tl.constexpr,
+):
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     if tl.program_id(1) == 0:
         _convert(
-            k, k_stride, k_target, k_block, k_token, slots, tokens, num_tokens, num_slots, k_factor, limit,
-            K_WIDTH, K_PADDED, BLOCK_SIZE, IS_FP8,
-        )  # fmt: skip
+            k,
+            k_stride,
+            k_target,
+            k_block,
+            k_token,
+            slots,
+            tokens,
+            num_tokens,
+            num_slots,
+            k_factor,
+            limit,
+            K_WIDTH,
+            K_PADDED,
+            BLOCK_SIZE,
+            IS_FP8,
+        )
     else:
         _convert(
-            v, v_stride, v_target, v_block, v_token, slots, tokens, num_tokens, num_slots, v_factor, limit,
-            V_WIDTH, V_PADDED, BLOCK_SIZE, IS_FP8,
-        )  # fmt: skip
+            v,
+            v_stride,
+            v_target,
+            v_block,
+            v_token,
+            slots,
+            tokens,
+            num_tokens,
+            num_slots,
+            v_factor,
+            limit,
+            V_WIDTH,
+            V_PADDED,
+            BLOCK_SIZE,
+            IS_FP8,
+        )
 
 
 @triton.jit
 def _quantize_kernel(
-    values, value_stride, head_stride, data, data_block, data_token, data_head,
-    scale, scale_block, scale_token, zero, slots, num_slots,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, IS_INT4: tl.constexpr,
-):  # fmt: skip
+    values,
+    value_stride,
+    head_stride,
+    data,
+    data_block,
+    data_token,
+    data_head,
+    scale,
+    scale_block,
+    scale_token,
+    zero,
+    slots,
+    num_slots,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    IS_INT4: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if (slot >= 0) & (slot < num_slots):
@@ -77,10 +152,12 @@ def _quantize_kernel(
             low = tl.load(row + 2 * element[None, :], mask=has_low).to(tl.float32)
             high = tl.load(row + 2 * element[None, :] + 1, mask=has_high).to(tl.float32)
             least = tl.minimum(
-                tl.min(tl.where(has_low, low, float("inf")), axis=1), tl.min(tl.where(has_high, high, float("inf")), axis=1)
+                tl.min(tl.where(has_low, low, float("inf")), axis=1),
+                tl.min(tl.where(has_high, high, float("inf")), axis=1),
             )
             most = tl.maximum(
-                tl.max(tl.where(has_low, low, -float("inf")), axis=1), tl.max(tl.where(has_high, high, -float("inf")), axis=1)
+                tl.max(tl.where(has_low, low, -float("inf")), axis=1),
+                tl.max(tl.where(has_high, high, -float("inf")), axis=1),
             )
             base = tl.minimum(tl.maximum(least, -_LARGEST), _LARGEST).to(tl.float16)
             step = tl.div_rn(most - base.to(tl.float32), 15.0)
@@ -121,13 +198,31 @@ def write_slots_triton(cache: LayerCache, slots: Tensor, k: Tensor, v: Tensor | 
     is_fp8 = cache.dtype in (DType.FP8_E4M3, DType.FP8_E5M2)
     grid = (triton.cdiv(len(slots), tokens), 1 if cache.v is None else 2)
     _convert_kernel[grid](
-        k, k.stride(0), target_k, target_k.stride(0), target_k.stride(1), cache.k_factor,
-        v, v.stride(0), target_v, target_v.stride(0), target_v.stride(1), cache.v_factor,
-        slots, len(slots), cache.num_blocks * cache.block_size,
+        k,
+        k.stride(0),
+        target_k,
+        target_k.stride(0),
+        target_k.stride(1),
+        cache.k_factor,
+        v,
+        v.stride(0),
+        target_v,
+        target_v.stride(0),
+        target_v.stride(1),
+        cache.v_factor,
+        slots,
+        len(slots),
+        cache.num_blocks * cache.block_size,
         torch.finfo(TORCH_DTYPES[cache.dtype]).max if is_fp8 else 0.0,
-        K_WIDTH=k_width, V_WIDTH=v_width, K_PADDED=padded[0], V_PADDED=padded[1],
-        TOKENS=tokens, BLOCK_SIZE=cache.block_size, IS_FP8=is_fp8, num_warps=4,
-    )  # fmt: skip
+        K_WIDTH=k_width,
+        V_WIDTH=v_width,
+        K_PADDED=padded[0],
+        V_PADDED=padded[1],
+        TOKENS=tokens,
+        BLOCK_SIZE=cache.block_size,
+        IS_FP8=is_fp8,
+        num_warps=4,
+    )
 
 
 def _flat(values: Tensor) -> Tensor:
@@ -142,9 +237,24 @@ def _quantize(
     values = values if values.stride(-1) == 1 else values.contiguous()
     heads, dim = values.shape[1:]
     _quantize_kernel[(len(slots),)](
-        values, values.stride(0), values.stride(1), data, data.stride(0), data.stride(1), data.stride(2),
-        scale, scale.stride(0), scale.stride(1), scale if zero is None else zero, slots, data.shape[0] * data.shape[1],
-        HEADS=heads, DIM=dim, PADDED_HEADS=triton.next_power_of_2(heads),
-        PADDED=triton.next_power_of_2(ceil_div(dim, 2) if is_int4 else dim), BLOCK_SIZE=data.shape[1], IS_INT4=is_int4,
+        values,
+        values.stride(0),
+        values.stride(1),
+        data,
+        data.stride(0),
+        data.stride(1),
+        data.stride(2),
+        scale,
+        scale.stride(0),
+        scale.stride(1),
+        scale if zero is None else zero,
+        slots,
+        data.shape[0] * data.shape[1],
+        HEADS=heads,
+        DIM=dim,
+        PADDED_HEADS=triton.next_power_of_2(heads),
+        PADDED=triton.next_power_of_2(ceil_div(dim, 2) if is_int4 else dim),
+        BLOCK_SIZE=data.shape[1],
+        IS_INT4=is_int4,
         num_warps=4,
-    )  # fmt: skip
+    )

@@ -133,7 +133,9 @@ class Checker:
         cached = path_ids(path, published, group.index)
         for column in (*range(min(sinks, used)), *range(max(start, sinks), used)):
             block = int(rows.tables[group.index][row, column])
-            self.expect(block >= 0, f"{name}: block {column} of windowed group {group.index} is missing inside its window")
+            self.expect(
+                block >= 0, f"{name}: block {column} of windowed group {group.index} is missing inside its window"
+            )
             if column < published:
                 same = block == int(cached[column])
                 self.expect(same, f"{name}: block {column} of group {group.index} differs from the tree")
@@ -184,7 +186,8 @@ class Checker:
         for group in self.state.growing:
             pool, ids = group.pool, node.ids[group.index]
             self.expect(
-                len(ids) == node.num_blocks, f"{name}: {len(ids)} ids in group {group.index} for {node.num_blocks} blocks"
+                len(ids) == node.num_blocks,
+                f"{name}: {len(ids)} ids in group {group.index} for {node.num_blocks} blocks",
             )
             if not group.slides:
                 self.expect(bool((ids >= 0).all()), f"{name}: a hole in group {group.index}")
@@ -229,7 +232,8 @@ class Checker:
                     readers = self.window_readers[index, tier, block]
                     refs = int(pool.refs[block])
                     self.expect(
-                        refs == readers, f"block {block} of group {group.index} has {refs} references, {readers} readers"
+                        refs == readers,
+                        f"block {block} of group {group.index} has {refs} references, {readers} readers",
                     )
                     if not refs:
                         self.idle[index, tier] += 1
@@ -244,7 +248,9 @@ class Checker:
     def check_shadows(self) -> None:
         """A shadow holds all that its run has on the GPU of full groups, and nothing else of windowed ones."""
         with_shadow = {node for node in self.nodes if node.shadow is not None}
-        self.expect(with_shadow == set(self.context.shadows.nodes), "shadows are kept of other runs than those that have one")
+        self.expect(
+            with_shadow == set(self.context.shadows.nodes), "shadows are kept of other runs than those that have one"
+        )
         counted = [0] * len(self.state.pools)
         for node in with_shadow:
             name = f"shadow of the node at block {node.start}"
@@ -253,7 +259,9 @@ class Checker:
             self.expect(kept, f"{name}: its run is on {node.tier.name}, detached or still written")
             for group in self.state.growing:
                 ids, there = node.ids[group.index], node.shadow[group.index]
-                self.expect(len(ids) == len(there), f"{name}: {len(there)} ids in group {group.index} for {len(ids)} blocks")
+                self.expect(
+                    len(ids) == len(there), f"{name}: {len(there)} ids in group {group.index} for {len(ids)} blocks"
+                )
                 agree = (ids >= 0) >= (there >= 0) if group.slides else (ids >= 0) == (there >= 0)
                 self.expect(bool(agree.all()), f"{name}: group {group.index} has {there.tolist()} for {ids.tolist()}")
                 for block in there[there >= 0].tolist():

@@ -90,12 +90,16 @@ class Inspector:
             state = BlockState.FREE
         else:
             by_itself = pool.tier == GPU and group is not None and self.context.groups[group].slides
-            pinned = block_id in self.windows.pinned[pool.index] if by_itself else node.pins > 0 and node.tier == pool.tier
+            pinned = (
+                block_id in self.windows.pinned[pool.index] if by_itself else node.pins > 0 and node.tier == pool.tier
+            )
             state = BlockState.PINNED if pinned else BlockState.CACHED
         position = None if column is None else column * self.state.block_size
         published = node is not None and not node.detached
         priority = None if node is None else node.priority
-        return KVCacheBlock(block_id, pool.index, pool.tier, state, group, tuple(holders), position, published, priority)
+        return KVCacheBlock(
+            block_id, pool.index, pool.tier, state, group, tuple(holders), position, published, priority
+        )
 
     def runs(self) -> list[CachedRun]:
         """Every cached run, parents before children."""
@@ -105,11 +109,20 @@ class Inspector:
             ids = tuple(part.copy() for part in node.ids)
             found.append(
                 CachedRun(
-                    node.created, node.tier, node.start, node.num_blocks, ids, node.root.scope.tenant, node.priority,
-                    node.pins > 0, node.active > 0, self.context.now - node.last_access_at, node.published_by,
+                    node.created,
+                    node.tier,
+                    node.start,
+                    node.num_blocks,
+                    ids,
+                    node.root.scope.tenant,
+                    node.priority,
+                    node.pins > 0,
+                    node.active > 0,
+                    self.context.now - node.last_access_at,
+                    node.published_by,
                     node.root.scope,
                 )
-            )  # fmt: skip
+            )
         return found
 
     def snapshot(self, pressure: MemoryPressure) -> CacheStats:
@@ -118,23 +131,45 @@ class Inspector:
         counters = state.counters
         pools = tuple(
             PoolStats(
-                pool.index, pool.tier, state.config.pools[pool.index].groups, pool.num_blocks, pool.num_free,
-                pool.num_referenced, pool.num_cached, pool.num_pinned, pool.peak_referenced,
+                pool.index,
+                pool.tier,
+                state.config.pools[pool.index].groups,
+                pool.num_blocks,
+                pool.num_free,
+                pool.num_referenced,
+                pool.num_cached,
+                pool.num_pinned,
+                pool.peak_referenced,
                 state.config.pools[pool.index].block_bytes,
             )
             for tiers in state.pools
             for pool in tiers
             if pool.num_blocks or pool.tier == Tier.GPU
-        )  # fmt: skip
+        )
         same = {
             name: getattr(counters, name)
             for name in (
-                "requests", "allocation_failures", "extend_failures", "prompt_tokens", "prompt_blocks",
-                "partial_hit_tokens", "full_hits_with_logits", "blocks_allocated", "blocks_merged",
-                "copies_on_write", "forks", "rewinds", "swaps_out", "swaps_in", "swapped_blocks",
-                "offloaded_blocks", "onboarded_blocks", "shadowed_blocks", "defragmented_blocks",
+                "requests",
+                "allocation_failures",
+                "extend_failures",
+                "prompt_tokens",
+                "prompt_blocks",
+                "partial_hit_tokens",
+                "full_hits_with_logits",
+                "blocks_allocated",
+                "blocks_merged",
+                "copies_on_write",
+                "forks",
+                "rewinds",
+                "swaps_out",
+                "swaps_in",
+                "swapped_blocks",
+                "offloaded_blocks",
+                "onboarded_blocks",
+                "shadowed_blocks",
+                "defragmented_blocks",
             )
-        }  # fmt: skip
+        }
         return CacheStats(
             pools=pools,
             groups=self.groups(),

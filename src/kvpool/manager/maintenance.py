@@ -61,7 +61,9 @@ class Maintenance(Facade):
             if isinstance(tokens, KVCacheHandle):
                 check_scope(scope)
                 if multimodal is not None:
-                    raise InvalidArgumentError("the multimodal items of a request are known; give them with tokens only")
+                    raise InvalidArgumentError(
+                        "the multimodal items of a request are known; give them with tokens only"
+                    )
                 row = self._state.any_row_of(tokens)
                 scope, items = tokens.scope, None
                 coded = self._state.rows.token_ids(row)[: int(self._state.rows.committed[row])]
@@ -151,7 +153,9 @@ class Maintenance(Facade):
         """
         given = [prefix is not None or scope is not None, session is not None, tenant is not None]
         if sum(given) != 1:
-            raise InvalidArgumentError("invalidate takes a prefix, a scope, a prefix with its scope, a session, or a tenant")
+            raise InvalidArgumentError(
+                "invalidate takes a prefix, a scope, a prefix with its scope, a session, or a tenant"
+            )
         for name, value in (("session", session), ("tenant", tenant)):
             if value is not None and not isinstance(value, str):
                 raise InvalidArgumentError(f"{name} must be a string, got {value!r}")
@@ -172,7 +176,9 @@ class Maintenance(Facade):
                 removed = self._invalidation.in_scope(scope)
             if self._observers:
                 ids, items = (None, None) if prompt is None else (prompt.tokens, prompt.items)
-                self._tell("invalidate", removed, ids, scope if prompt is None else prompt.scope, session, items, tenant)
+                self._tell(
+                    "invalidate", removed, ids, scope if prompt is None else prompt.scope, session, items, tenant
+                )
             return removed
 
     def reset_prefix_cache(self) -> int:

@@ -63,10 +63,12 @@ from kvpool.sequences.step import Stepping
 from kvpool.sequences.swap import Swapping
 from kvpool.sequences.windows import RowWindows
 
-ALLOCATE_ARGUMENTS = frozenset({
-    *("request_id", "tokens", "num_tokens", "scope", "reserve", "lookahead", "cross_tokens"),
-    *("retention", "ttl", "session", "lease", "multimodal", "hint"),
-})  # fmt: skip
+ALLOCATE_ARGUMENTS = frozenset(
+    {
+        *("request_id", "tokens", "num_tokens", "scope", "reserve", "lookahead", "cross_tokens"),
+        *("retention", "ttl", "session", "lease", "multimodal", "hint"),
+    }
+)
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
@@ -191,7 +193,9 @@ class KVCacheManager(Steps):
             longest = max(places + lookahead, 0 if ids is None else len(ids))
             if longest > limit:
                 raise InvalidArgumentError(f"a sequence of {longest} tokens is over max_seq_len={limit}")
-        with self._guard.query:  # what was found for the prompt before holds until the admission itself changes the cache
+        with (
+            self._guard.query
+        ):  # what was found for the prompt before holds until the admission itself changes the cache
             if is_among(request_id, state.requests):
                 raise DuplicateRequestError(f"request {request_id!r} is already live; free it first or use another id")
             handle = KVCacheHandle(state.rows, request_id, scope)
@@ -204,9 +208,17 @@ class KVCacheManager(Steps):
             self._sequences.allocate(handle, prompt, places, lookahead)
             if self._observers:
                 options = dict(
-                    num_tokens=num_tokens, scope=scope, reserve=reserve, lookahead=lookahead, cross_tokens=cross_tokens,
-                    retention=retention, ttl=ttl, session=session, lease=lease, multimodal=prompt.items,
-                )  # fmt: skip
+                    num_tokens=num_tokens,
+                    scope=scope,
+                    reserve=reserve,
+                    lookahead=lookahead,
+                    cross_tokens=cross_tokens,
+                    retention=retention,
+                    ttl=ttl,
+                    session=session,
+                    lease=lease,
+                    multimodal=prompt.items,
+                )
                 self._tell("allocate", handle, request_id, ids, options)
             if hint is not None:
                 self.hint(handle, hint)

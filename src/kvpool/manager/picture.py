@@ -80,7 +80,9 @@ class RunsPicture(NamedTuple):
     last_access_at: npt.NDArray[np.float64]
     scope: Int64Array  # place in `scopes`
     scopes: tuple[ReuseScope, ...]
-    block_ids: tuple[Int32Array, ...]  # per cached layer group: those of all runs one after the other, -1 where one is gone
+    block_ids: tuple[
+        Int32Array, ...
+    ]  # per cached layer group: those of all runs one after the other, -1 where one is gone
     pools: tuple[int, ...]  # of each of `block_ids`
     slides: tuple[bool, ...]  # whether a group is windowed: on the GPU, its blocks are pinned one by one
 
@@ -101,10 +103,7 @@ def picture(state: CacheState) -> Picture:
     handles = [state.rows.handles[row] for row in state.rows.live_rows()]
     sequences = tuple(_sequence(state, handle) for handle in handles if handle is not None)
     pools = tuple(
-        _pool(state, pool, sequences)
-        for tiers in state.pools
-        for pool in tiers
-        if pool.num_blocks or pool.tier == GPU
+        _pool(state, pool, sequences) for tiers in state.pools for pool in tiers if pool.num_blocks or pool.tier == GPU
     )
     kept = tuple(
         (index, np.fromiter(ids, np.int32, len(ids))) for index, ids in enumerate(state.cache.windows.pinned) if ids
@@ -125,9 +124,17 @@ def _sequence(state: CacheState, handle: KVCacheHandle) -> SequencePicture:
     else:
         tables = tuple(rows.visible_blocks(group.index, row).copy() for group in rows.groups)
     return SequencePicture(
-        handle.serial, handle.request_id, handle.scope, handle.session, handle.swapped is not None,
-        handle.num_prompt_tokens, handle.num_cached_tokens, rows.written.item(row), rows.reserved.item(row), tables,
-    )  # fmt: skip
+        handle.serial,
+        handle.request_id,
+        handle.scope,
+        handle.session,
+        handle.swapped is not None,
+        handle.num_prompt_tokens,
+        handle.num_cached_tokens,
+        rows.written.item(row),
+        rows.reserved.item(row),
+        tables,
+    )
 
 
 def _pool(state: CacheState, pool: BlockPool, sequences: tuple[SequencePicture, ...]) -> PoolPicture:
@@ -166,9 +173,7 @@ class ReadRuns(NamedTuple):
     slides: tuple[bool, ...]
 
 
-_OF_NODE = attrgetter(
-    "created", "start", "num_blocks", "tier", "priority", "pins", "active", "hits", "last_access_at"
-)
+_OF_NODE = attrgetter("created", "start", "num_blocks", "tier", "priority", "pins", "active", "hits", "last_access_at")
 
 
 def read_runs(state: CacheState, lock: AbstractContextManager[Any]) -> ReadRuns:
@@ -205,9 +210,14 @@ def read_runs(state: CacheState, lock: AbstractContextManager[Any]) -> ReadRuns:
                     parts.append(np.concatenate([node.ids[group] for node in piece]))
         time.sleep(0)  # whoever waits for the lock gets it
     return ReadRuns(
-        nodes, parents, scope, tuple(root.scope for root in roots), tuple(map(np.concatenate, ids)),
-        tuple(group.pool for group in context.cached), tuple(group.slides for group in context.cached),
-    )  # fmt: skip
+        nodes,
+        parents,
+        scope,
+        tuple(root.scope for root in roots),
+        tuple(map(np.concatenate, ids)),
+        tuple(group.pool for group in context.cached),
+        tuple(group.slides for group in context.cached),
+    )
 
 
 def runs_picture(read: ReadRuns) -> RunsPicture:

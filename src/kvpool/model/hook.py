@@ -38,8 +38,8 @@ _ATTEND: ContextVar[Attend | None] = ContextVar("kvpool_attend", default=None)
 def attending(attend: Attend) -> Iterator[None]:
     """While it is open, attention of models that use "kvpool" is computed by `attend`, in this thread or task.
 
-        with attending(lambda call: my_attention(call.q, call.k, call.v)):
-            model(input_ids=..., position_ids=..., use_cache=False)
+    with attending(lambda call: my_attention(call.q, call.k, call.v)):
+        model(input_ids=..., position_ids=..., use_cache=False)
     """
     token = _ATTEND.set(attend)
     try:

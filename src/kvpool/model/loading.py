@@ -130,7 +130,9 @@ def _adopt(model: torch.nn.Module, device: torch.device | None, dtype: torch.dty
         model.to(device=device, dtype=dtype)
     places = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(places) > 1:
-        raise InvalidArgumentError(f"the {type(model).__name__} is spread over {', '.join(places)}; it must be on one device")
+        raise InvalidArgumentError(
+            f"the {type(model).__name__} is spread over {', '.join(places)}; it must be on one device"
+        )
     return LoadedModel(_at_rest(model), None, ModelInfo(model.config.name_or_path or model.config.model_type, "object"))
 
 
@@ -145,7 +147,9 @@ def _config(source: Any) -> Any:
         raise ConfigError(f"the configuration {show(settings)} has no model_type, for example 'llama'")
     try:
         return AutoConfig.for_model(model_type, **settings)
-    except Exception as error:  # of transformers' own checks: ValueError, TypeError, validation errors of its hub client
+    except (
+        Exception
+    ) as error:  # of transformers' own checks: ValueError, TypeError, validation errors of its hub client
         raise ConfigError(f"model_type={show(model_type)}: {_one_line(error)}") from error
 
 

@@ -153,7 +153,9 @@ def _errors_of(model: Any) -> Iterator[None]:
     except KVPoolError:
         raise
     except torch.OutOfMemoryError as error:
-        raise StorageMemoryError(f"{model.device} has no memory to try {_name(model)} on a few tokens: {error}") from error
+        raise StorageMemoryError(
+            f"{model.device} has no memory to try {_name(model)} on a few tokens: {error}"
+        ) from error
     except Exception as error:
         first_line = str(error).strip().partition("\n")[0][:200]
         raise UnsupportedModelError(
@@ -215,7 +217,9 @@ def _shape_of(model: Any) -> ModelShape:
 
 def _check_one_call_per_layer(model: Any, num_layers: int, calls: list[AttentionCall]) -> None:
     counts = Counter(call.layer for call in calls)
-    if wrong := {layer: counts[layer] for layer in {*range(num_layers), *counts} if counts[layer] != (layer < num_layers)}:
+    if wrong := {
+        layer: counts[layer] for layer in {*range(num_layers), *counts} if counts[layer] != (layer < num_layers)
+    }:
         layer, count = min(wrong.items())
         raise UnsupportedModelError(
             f"layer {layer} of {_name(model)} computed attention {count} times in one forward ({len(wrong)} of {num_layers} "
@@ -227,7 +231,9 @@ def _layer_shape(model: Any, call: AttentionCall) -> LayerShape:
     q_heads, kv_heads = call.q.shape[1], call.k.shape[1]
     if call.q.shape[2] != call.k.shape[2] or call.v.shape[1] != kv_heads or q_heads % kv_heads:
         shapes = ", ".join(f"{name} {tuple(x.shape[1:])}" for name, x in (("Q", call.q), ("K", call.k), ("V", call.v)))
-        raise UnsupportedModelError(f"layer {call.layer} of {_name(model)} attends with heads of {shapes}, which do not pair")
+        raise UnsupportedModelError(
+            f"layer {call.layer} of {_name(model)} attends with heads of {shapes}, which do not pair"
+        )
     if call.sinks is not None and call.sinks.shape != (q_heads,):
         raise UnsupportedModelError(
             f"layer {call.layer} of {_name(model)} has sinks of shape {tuple(call.sinks.shape)}; needed is one per query head"

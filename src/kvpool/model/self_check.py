@@ -181,9 +181,9 @@ def _relative_difference(got: Tensor, expected: Tensor) -> Tensor:
 class ContiguousAttention:
     """Attention in plain torch over keys and values that are kept whole: slow, and easy to believe.
 
-        attention = ContiguousAttention()
-        forward(model, both_prompts, positions, None, attention.step({0: 7, 1: 5}))   # sequence 0: 7 tokens, 1: 5
-        forward(model, two_tokens, torch.tensor([7, 5]), None, attention.step({0: 1, 1: 1}))
+    attention = ContiguousAttention()
+    forward(model, both_prompts, positions, None, attention.step({0: 7, 1: 5}))   # sequence 0: 7 tokens, 1: 5
+    forward(model, two_tokens, torch.tensor([7, 5]), None, attention.step({0: 1, 1: 1}))
     """
 
     def __init__(self) -> None:

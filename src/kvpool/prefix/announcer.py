@@ -84,10 +84,21 @@ class Announcer:
                 if node is not root and not node.is_remainder:  # only whole blocks have a digest
                     self.complete_digests(node)
                     events.extend(
-                        Stored(as_of, parent, tuple(digests), tokens, self.block_size, root.scope, node.tier,
-                               node.priority, group, node.session, items)
+                        Stored(
+                            as_of,
+                            parent,
+                            tuple(digests),
+                            tokens,
+                            self.block_size,
+                            root.scope,
+                            node.tier,
+                            node.priority,
+                            group,
+                            node.session,
+                            items,
+                        )
                         for group, parent, digests, tokens, items in self._stored_runs(node, 0)
-                    )  # fmt: skip
+                    )
         return events
 
     def _stored_runs(self, node: Node, first: int) -> Iterator[StoredRun]:

@@ -85,7 +85,9 @@ class TierMover:
         may have done so when it turns out that the room is not enough: ask `num_fitting` again, and move what fits.
         """
         target = self.lower_tier[node.tier]
-        if target is None or (node.children is not None and any(below.tier < target for below in node.children.values())):
+        if target is None or (
+            node.children is not None and any(below.tier < target for below in node.children.values())
+        ):
             return False  # runs without blocks stay on a tier that was resized to nothing; none lies below a lower one
         context = self.context
         keep = node.num_blocks - num_blocks

@@ -25,12 +25,32 @@ from kvpool.recording.lines import Lines
 MAGIC_KEY = "kvpool_recording"
 VERSION = 2
 VERBS = {
-    "a": "allocate", "e": "extend", "c": "commit", "p": "commit_prompt", "w": "mark_written", "s": "slot_mapping",
-    "r": "rewind", "k": "fork", "f": "free", "l": "store_last_logits", "o": "swap_out", "i": "swap_in", "t": "pin",
-    "u": "unpin", "q": "set_quota", "v": "evict", "d": "offload", "b": "onboard", "x": "invalidate", "h": "resize",
-    "g": "defragment", "z": "reset_prefix_cache", "n": "narrow", "y": "hint",
+    "a": "allocate",
+    "e": "extend",
+    "c": "commit",
+    "p": "commit_prompt",
+    "w": "mark_written",
+    "s": "slot_mapping",
+    "r": "rewind",
+    "k": "fork",
+    "f": "free",
+    "l": "store_last_logits",
+    "o": "swap_out",
+    "i": "swap_in",
+    "t": "pin",
+    "u": "unpin",
+    "q": "set_quota",
+    "v": "evict",
+    "d": "offload",
+    "b": "onboard",
+    "x": "invalidate",
+    "h": "resize",
+    "g": "defragment",
+    "z": "reset_prefix_cache",
+    "n": "narrow",
+    "y": "hint",
     "m": "invalidate_tenant",
-}  # fmt: skip
+}
 MAX_SECONDS = 2**40  # since the recording began
 _MAX_NUMBER = 2**40
 MAX_TOKENS = 2**30  # of all prompts: 4 GiB in memory, whatever the file holds
@@ -269,11 +289,20 @@ _range = _object({"start": _number, "end": _or_null(_number), "priority": _numbe
 _retention = _object(
     {"ranges": _list_of(_range), "decode_priority": _or_null(_number), "decode_duration": _or_null(_seconds)}
 )
-_options = _object({
-    "num_tokens": _number, "reserve": _number, "lookahead": _number, "cross_tokens": _number, "retention": _retention,
-    "ttl": _seconds, "session": _number, "source": _number, "scope": _scope,
-    "lease": _bool,
-})  # fmt: skip
+_options = _object(
+    {
+        "num_tokens": _number,
+        "reserve": _number,
+        "lookahead": _number,
+        "cross_tokens": _number,
+        "retention": _retention,
+        "ttl": _seconds,
+        "session": _number,
+        "source": _number,
+        "scope": _scope,
+        "lease": _bool,
+    }
+)
 _ARGUMENTS: dict[str, tuple[Check, ...]] = {
     "a": (_number, _or_null(_prefix), _options),
     "e": (_sequences, _number_or_numbers, _number),

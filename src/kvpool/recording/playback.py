@@ -25,10 +25,21 @@ MAX_TABLE_BLOCKS = 2**28  # of its block tables: 1 GiB
 MAX_SLOTS = 2**26  # that one operation may ask for
 MAX_SEQUENCES = 2**20  # that are live at once
 _SWITCHES = (
-    "block_size", "enable_prefix_caching", "partial_match", "copy_on_partial_reuse", "cache_unfilled_blocks",
-    "offload_on_evict", "offload_min_priority", "host_write", "watermark", "objective", "depth_cost",
-    "default_ttl", "max_pinned_tokens", "max_seq_len",
-)  # fmt: skip
+    "block_size",
+    "enable_prefix_caching",
+    "partial_match",
+    "copy_on_partial_reuse",
+    "cache_unfilled_blocks",
+    "offload_on_evict",
+    "offload_min_priority",
+    "host_write",
+    "watermark",
+    "objective",
+    "depth_cost",
+    "default_ttl",
+    "max_pinned_tokens",
+    "max_seq_len",
+)
 _BUDGETS = {"gpu_blocks": Tier.GPU, "host_blocks": Tier.HOST, "disk_blocks": Tier.DISK}
 
 

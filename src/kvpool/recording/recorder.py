@@ -143,11 +143,18 @@ class TraceRecorder:
                 self.stopped_because = writer.write(operation)
 
 
-_UNSAID = {"lookahead": 0, "cross_tokens": 0, "lease": False, "multimodal": ()}  # what `allocate` takes if it is not told
+_UNSAID = {
+    "lookahead": 0,
+    "cross_tokens": 0,
+    "lease": False,
+    "multimodal": (),
+}  # what `allocate` takes if it is not told
 
 
 def _allocated(handle: KVCacheHandle, _: Hashable, tokens: Any, options: dict[str, Any]) -> Operation:
-    more = {name: value for name, value in options.items() if name != "scope" and value not in (None, _UNSAID.get(name))}
+    more = {
+        name: value for name, value in options.items() if name != "scope" and value not in (None, _UNSAID.get(name))
+    }
     return "a", handle.serial, _copied(tokens), handle.scope, more
 
 
@@ -186,15 +193,22 @@ _NOTED: dict[str, Callable[..., Operation]] = {
     "swap_out": lambda _, *handles: ("o", handles),
     "swap_in": lambda _, *handles: ("i", handles),
     "pin": lambda pin, tokens, scope, ttl, items: (
-        "t", pin.pin_id, tokens if isinstance(tokens, KVCacheHandle) else _copied(tokens), scope, ttl, items),
+        "t",
+        pin.pin_id,
+        tokens if isinstance(tokens, KVCacheHandle) else _copied(tokens),
+        scope,
+        ttl,
+        items,
+    ),
     "unpin": lambda _, pin: ("u", pin.pin_id),
     "set_quota": lambda _, tenant, guaranteed, maximum: ("q", tenant, guaranteed, maximum),
     "evict": lambda _, num_blocks, pool, tier: ("v", num_blocks, pool, int(tier)),
     "offload": lambda _, num_blocks, pool, tier: ("d", num_blocks, pool, int(tier)),
     "onboard": lambda _, tokens, scope, items: ("b", _copied(tokens), scope, items),
     "invalidate": lambda _, prefix, scope, session, items, tenant: (
-        ("m", tenant) if tenant is not None else ("x", _copied(prefix), scope, session, items)),
+        ("m", tenant) if tenant is not None else ("x", _copied(prefix), scope, session, items)
+    ),
     "resize": lambda _, num_blocks, pool, tier: ("h", num_blocks, pool, int(tier)),
     "defragment": lambda _, tier: ("g", int(tier)),
     "reset_prefix_cache": lambda _: ("z",),
-}  # fmt: skip
+}

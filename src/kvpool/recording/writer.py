@@ -240,7 +240,9 @@ class RecordingWriter:
         written, at = [], 0
         for handle, position, count in zip(handles, before.tolist(), numbers or [1] * len(handles), strict=True):
             history = self._histories[handle.serial]
-            own = [item._replace(position=item.position - at) for item in items or () if 0 <= item.position - at < count]
+            own = [
+                item._replace(position=item.position - at) for item in items or () if 0 <= item.position - at < count
+            ]
             sums = self._hash.sums(ids[at : at + count], position, history[position], own)
             _put_sums(history, position, sums)
             written.append(sums)

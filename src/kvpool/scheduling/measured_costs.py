@@ -23,9 +23,14 @@ from kvpool.jsonfile import read_json
 from kvpool.scheduling.cost_model import LinearCostModel
 
 COSTS = (
-    "prefill_seconds_per_token", "seconds_per_token_pair", "decode_seconds_per_step", "decode_seconds_per_sequence",
-    "decode_seconds_per_context_token", "transfer_latency", "transfer_bytes_per_second",
-)  # fmt: skip
+    "prefill_seconds_per_token",
+    "seconds_per_token_pair",
+    "decode_seconds_per_step",
+    "decode_seconds_per_sequence",
+    "decode_seconds_per_context_token",
+    "transfer_latency",
+    "transfer_bytes_per_second",
+)
 FORMAT = 1
 """Of a measurement; one that says nothing has this format, too."""
 SAME_MODEL = 0.05  # parameters of a config and of the model that was measured may differ by so much
@@ -108,7 +113,9 @@ def _name(plain: Mapping[str, Any], key: str) -> str:
     return str(plain[key])
 
 
-def fit_costs(steps: Sequence[MeasuredStep], transfer_bytes_per_second: float) -> tuple[LinearCostModel, dict[str, float]]:
+def fit_costs(
+    steps: Sequence[MeasuredStep], transfer_bytes_per_second: float
+) -> tuple[LinearCostModel, dict[str, float]]:
     """The linear costs that explain measured steps best, and their median relative errors.
 
     Relative errors are minimised and no cost may be negative. Steps that decode and prefill at once are left out.

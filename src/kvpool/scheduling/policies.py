@@ -29,7 +29,6 @@ class CachedTokens(Protocol):
         """How long ago its request arrived."""
 
 
-
 class OrderedQueue:
     """Sequences in the order of a key that does not change while they wait; equal keys in order of entry."""
 

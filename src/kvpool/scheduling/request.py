@@ -98,7 +98,9 @@ class Request:
                 raise InvalidArgumentError(f"request {self.id!r}: {name} must be a time in seconds, got {show(value)}")
         is_number = isinstance(self.ttl, (int, float)) and not isinstance(self.ttl, bool)
         if self.ttl is not None and not (is_number and self.ttl > 0):
-            raise InvalidArgumentError(f"request {self.id!r}: ttl must be a positive number of seconds, got {show(self.ttl)}")
+            raise InvalidArgumentError(
+                f"request {self.id!r}: ttl must be a positive number of seconds, got {show(self.ttl)}"
+            )
         for name, kind in (("retention", Retention), ("session", str)):
             value = getattr(self, name)
             if value is not None and not isinstance(value, kind):

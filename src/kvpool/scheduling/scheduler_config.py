@@ -40,7 +40,9 @@ class SchedulerConfig:
     max_tokens_per_step: int = 2048  # shared by decode (first) and prefill
     max_sequences: int = 256  # on the GPU at once
     max_chunk_tokens: int | None = None  # of one prompt in one step; None: as many as the step allows
-    max_step_seconds: float | None = None  # of a step in which somebody decodes: prompts get what is left by the cost model
+    max_step_seconds: float | None = (
+        None  # of a step in which somebody decodes: prompts get what is left by the cost model
+    )
     policy: str | Callable[[], SchedulingPolicy] = "fcfs"
     capacity: CapacityMode | str = CapacityMode.MAX_UTILISATION
     preemption: PreemptionMode | str = PreemptionMode.AUTO

@@ -28,7 +28,13 @@ class Found:
     __slots__ = ("fresh", "ids", "logits", "match", "prompt", "version")
 
     def __init__(
-        self, prompt: Prompt | None, version: int, ids: Int32Array | None, fresh: Fresh | None, match: Match, logits: Any
+        self,
+        prompt: Prompt | None,
+        version: int,
+        ids: Int32Array | None,
+        fresh: Fresh | None,
+        match: Match,
+        logits: Any,
     ) -> None:
         self.prompt = prompt
         self.version = version

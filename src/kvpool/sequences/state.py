@@ -82,9 +82,13 @@ class CacheState:
             config.block_size, self.groups, self.pools, self.rows, self.counters, events, self.copies, clock
         )
         self.cache = PrefixCache(
-            self.context, new_policy, config.offload_on_evict, config.offload_min_priority, config.host_write,
+            self.context,
+            new_policy,
+            config.offload_on_evict,
+            config.offload_min_priority,
+            config.host_write,
             config.block_depth_cost,
-        )  # fmt: skip
+        )
         self.publisher = Publisher(self.cache)
         self.growing = self.context.cached
         self.fixed = [group for group in self.groups if not group.grows]

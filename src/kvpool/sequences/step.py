@@ -67,7 +67,9 @@ class Stepping:
         if num_new or copies:
             self._grow(batch, missing, num_new, copies)
         rows.reserved[selection] = new
-        return self.slots.between(batch, old, new if isinstance(num_tokens, np.ndarray) or num_tokens != 1 else None, out)
+        return self.slots.between(
+            batch, old, new if isinstance(num_tokens, np.ndarray) or num_tokens != 1 else None, out
+        )
 
     def _extend_by_one(self, batch: SequenceBatch, out: Int32Array | None) -> Int32Array:
         """`extend` for a decoding step of one full-attention group: the next slot follows the last one, or starts a block."""
@@ -306,7 +308,11 @@ class Stepping:
             raise InvalidArgumentError(f"got {len(tokens)} tokens for a batch of {len(batch)} sequences")
         before = rows.committed[selection]
         known = rows.known[selection]
-        if rows.following or _any(known != before) or (rows.symbols.placeholders and self.incoming.continue_items(batch)):
+        if (
+            rows.following
+            or _any(known != before)
+            or (rows.symbols.placeholders and self.incoming.continue_items(batch))
+        ):
             self.commit_rows(batch, tokens, np.ones(len(batch), np.int64))
             return
         committed = before + 1

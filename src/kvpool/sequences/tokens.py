@@ -39,7 +39,9 @@ class IncomingIds:
             return ()
         found: list[MultimodalItem] = []
         offset = 0
-        for row, count in zip(batch.rows.tolist(), [1] * len(batch) if counts is None else counts.tolist(), strict=True):
+        for row, count in zip(
+            batch.rows.tolist(), [1] * len(batch) if counts is None else counts.tolist(), strict=True
+        ):
             end = rows.committed.item(row)
             found.extend(rows.symbols.items(rows.ids_between(row, end - count, end), offset))
             offset += count

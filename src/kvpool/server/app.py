@@ -116,7 +116,9 @@ def create_app(
         if tracing is not None:
             await asyncio.to_thread(tracing.close)
 
-    app = FastAPI(title="kvpool", version=__version__, lifespan=lifespan, responses=REFUSALS, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="kvpool", version=__version__, lifespan=lifespan, responses=REFUSALS, docs_url=None, redoc_url=None
+    )
     app.state.server = server
     bounds = server.gate.limits
     app.add_middleware(BodyLimit, limit=bounds.body_bytes, seconds=bounds.send_seconds, refuse=server.refused)

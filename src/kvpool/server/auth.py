@@ -120,7 +120,9 @@ def _add_quota(quotas: dict[str, CacheShare], where: str, tenant: str, settings:
     for setting in settings:
         name, _, value = setting.partition("=")
         if name not in CacheShare._fields or name in given:
-            raise ConfigError(f"{where} has the setting {setting!r}; there are guaranteed=SHARE and maximum=SHARE, once each")
+            raise ConfigError(
+                f"{where} has the setting {setting!r}; there are guaranteed=SHARE and maximum=SHARE, once each"
+            )
         given[name] = _share(where, value)
     if given and quotas.setdefault(tenant, CacheShare(**given)) != CacheShare(**given):
         raise ConfigError(f"{where} gives the tenant {tenant!r} another quota than a line before")

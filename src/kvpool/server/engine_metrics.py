@@ -45,7 +45,9 @@ class EngineCollector:
         yield from _tiers(looks)
 
 
-def _metric(kind: type, name: str, words: str, labels: Sequence[str], looks: Looks, rows: Callable[[Any], Rows]) -> Metric:
+def _metric(
+    kind: type, name: str, words: str, labels: Sequence[str], looks: Looks, rows: Callable[[Any], Rows]
+) -> Metric:
     """A metric of all models; `rows` gives the labels besides the model, and the value, of one look."""
     metric = kind(f"kvpool_{name}", words, labels=["model", *labels])
     for model, look in looks:
@@ -79,13 +81,19 @@ def _pools(looks: Looks) -> Iterator[Metric]:
 
     yield _gauge("blocks", "Blocks by state.", ["pool", "tier", "state"], looks, states)
     yield _gauge(
-        "peak_referenced_blocks", "The most that requests held at once.", ["pool", "tier"], looks,
+        "peak_referenced_blocks",
+        "The most that requests held at once.",
+        ["pool", "tier"],
+        looks,
         lambda look: (((str(pool.pool), pool.tier.name), pool.peak_referenced) for pool in look.cache.pools),
-    )  # fmt: skip
+    )
     yield _gauge(
-        "block_bytes", "Bytes of one block.", ["pool"], looks,
+        "block_bytes",
+        "Bytes of one block.",
+        ["pool"],
+        looks,
         lambda look: (((str(pool.pool),), pool.block_bytes) for pool in look.cache.pools if pool.tier == 0),
-    )  # fmt: skip
+    )
     yield _gauge("group_blocks", "Blocks that a layer group uses, by state.", ["group", "tier", "state"], looks, groups)
 
 
@@ -103,24 +111,28 @@ def _cache(looks: Looks) -> Iterator[Metric]:
         words = f"{name.replace('_', ' ')} of cached runs: count, mean and quantiles.".capitalize()
         yield _gauge(name, words, ["of"], looks, _by_key(f"cache.{name}"))
     yield _gauge("cached_runs", "Runs that can be found.", [], looks, _one("cache.num_cached_runs"))
+    yield _gauge("memory_pressure", "0 low, 1 medium, 2 high, 3 critical.", [], looks, _one("cache.pressure"))
     yield _gauge(
-        "memory_pressure", "0 low, 1 medium, 2 high, 3 critical.", [], looks, _one("cache.pressure")
-    )
-    yield _gauge(
-        "tenant_cached_blocks", "Idle cached blocks of a tenant.", ["tenant", "pool"], looks,
+        "tenant_cached_blocks",
+        "Idle cached blocks of a tenant.",
+        ["tenant", "pool"],
+        looks,
         lambda look: (
             ((tenant, str(pool)), count)
             for tenant, blocks in look.cache.tenants.items()
             for pool, count in enumerate(blocks)
         ),
-    )  # fmt: skip
+    )
 
 
 def _scheduler(looks: Looks) -> Iterator[Metric]:
     yield _gauge(
-        "sequences", "Requests by state.", ["state"], looks,
+        "sequences",
+        "Requests by state.",
+        ["state"],
+        looks,
         lambda look: (((state,), getattr(look, f"num_{state}")) for state in ("waiting", "running", "swapped")),
-    )  # fmt: skip
+    )
     for field in fields(SchedulerStats):
         name = f"scheduler_{field.name}"
         yield _total(name, _in_words(field.name), [], looks, _one(f"scheduler.{field.name}"))
@@ -149,11 +161,14 @@ def _tiers(looks: Looks) -> Iterator[Metric]:
     yield _gauge("tier_latency_seconds", "How long a tier took to answer of late.", labels, tiered, of_tiers("latency"))
     yield _gauge("tier_bytes_per_second", "How fast a tier was of late.", labels, tiered, of_tiers("bytes_per_second"))
     yield _gauge(
-        "tier_works", "1, or 0 while a tier answers nothing.", labels, tiered,
+        "tier_works",
+        "1, or 0 while a tier answers nothing.",
+        labels,
+        tiered,
         lambda look: (
             ((str(place), tier.stats.name), float(not tier.stats.problem)) for place, tier in enumerate(_tiers_of(look))
         ),
-    )  # fmt: skip
+    )
     for name in _TIERING_TOTALS:
         yield _total(f"tiering_{name}", _in_words(name), [], tiered, _one(f"tiers.{name}"))
     for name in _TIERING_SIZES:

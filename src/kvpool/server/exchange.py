@@ -74,7 +74,9 @@ class Exchange:
         options |= {name: value for name, value in more.items() if value is not None}
         if pins_of(self._body):
             if len(prompts) > 1:
-                raise Problem(400, "retention pins the prompt of a request with one", code="invalid_value", param="retention")
+                raise Problem(
+                    400, "retention pins the prompt of a request with one", code="invalid_value", param="retention"
+                )
             await self._pins.check_room(self._caller.tenant)
         self._enter(self._gate.passed(self._caller.key, len(prompts)))
         try:

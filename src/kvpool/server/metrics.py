@@ -57,8 +57,9 @@ class Latencies:
             "kvpool_http_requests_under_way", "Requests that wait or are being answered.", registry=registry
         )
         self._recent: dict[str, deque[tuple[float, float]]] = {
-            "first_token_ms": deque(maxlen=_RECENT), "between_tokens_ms": deque(maxlen=_RECENT)
-        }  # fmt: skip
+            "first_token_ms": deque(maxlen=_RECENT),
+            "between_tokens_ms": deque(maxlen=_RECENT),
+        }
         self._refused = Counter(
             "kvpool_http_refused", "Requests that were refused, by status.", ["status"], registry=registry
         )

@@ -60,9 +60,11 @@ async def _grammar(wanted: ResponseFormat, model: ServedModel) -> Grammar | None
         return None
     if wanted.type == "json_schema" and wanted.json_schema is None:
         raise Problem(
-            400, "response_format 'json_schema' needs json_schema: {name, schema}",
-            code="invalid_value", param="response_format",
-        )  # fmt: skip
+            400,
+            "response_format 'json_schema' needs json_schema: {name, schema}",
+            code="invalid_value",
+            param="response_format",
+        )
     schema = None if wanted.json_schema is None else wanted.json_schema.of
     try:
         return await asyncio.to_thread(model.engine.json_grammar, schema)
@@ -118,7 +120,9 @@ def _wrong(kept: KeptTokens) -> str:
     if kept.part == "answer" and (kept.pin or kept.start or kept.end is not None):
         return "tokens of the answer have a priority and a time, no range and no pin"
     if kept.pin and kept.start:
-        return f"a pin begins at the first token of the prompt, not at {kept.start}: what follows is of no use without it"
+        return (
+            f"a pin begins at the first token of the prompt, not at {kept.start}: what follows is of no use without it"
+        )
     return ""
 
 

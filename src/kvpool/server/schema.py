@@ -237,5 +237,8 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 _EVENT = {"event": {"type": "string"}, "data": {"type": "string"}}
 _STREAM = {"schema": {"type": "object", "properties": _EVENT, "required": ["data"]}}  # of each event
 STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"description": "The answer; with `stream` as events, while it grows.", "content": {"text/event-stream": _STREAM}}
+    200: {
+        "description": "The answer; with `stream` as events, while it grows.",
+        "content": {"text/event-stream": _STREAM},
+    }
 }

@@ -56,11 +56,15 @@ def serve(
         int | None, typer.Option(help="Requests that run or wait at once: 512; more get status 429.", min=1)
     ] = None,
     traces: Annotated[
-        str | None, typer.Option(help="Send a span of each request to this OpenTelemetry collector: http://HOST:4318/v1/traces.")
+        str | None,
+        typer.Option(help="Send a span of each request to this OpenTelemetry collector: http://HOST:4318/v1/traces."),
     ] = None,
     max_sequences: Annotated[int | None, typer.Option(help="Sequences in one step: 256.", min=1)] = None,
     on_ray: Annotated[
-        bool, typer.Option("--ray", help="Engines as replicas on Ray Serve, routed by what each has cached: docs/cluster.md.")
+        bool,
+        typer.Option(
+            "--ray", help="Engines as replicas on Ray Serve, routed by what each has cached: docs/cluster.md."
+        ),
     ] = False,
     replicas: Annotated[int | None, typer.Option(help="Engines on Ray: 1.", min=1)] = None,
     quiet: opt.Quiet = False,

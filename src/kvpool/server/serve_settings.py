@@ -39,7 +39,15 @@ _LIMITS = {"max_requests": "requests", "max_requests_per_key": "requests_per_key
     each.name: each.name for each in fields(Limits) if not each.name.startswith("requests")
 }
 _SERVER_KINDS: dict[str, type] = {
-    **{"host": str, "port": int, "keys": str, "traces": str, "share_cache": bool, "insecure": bool, "max_sequences": int},
+    **{
+        "host": str,
+        "port": int,
+        "keys": str,
+        "traces": str,
+        "share_cache": bool,
+        "insecure": bool,
+        "max_sequences": int,
+    },
     **dict.fromkeys(_LIMITS, int),
 }
 
@@ -148,7 +156,9 @@ def _checked(table: Any, where: str, kinds: Mapping[str, type]) -> dict[str, Any
         if key not in kinds:
             raise ConfigError(f"{where} has no key {show(key)}; it has {', '.join(kinds)}")
         kind = kinds[key]
-        fits = isinstance(value, (int, float) if kind is float else kind) and (kind is bool or not isinstance(value, bool))
+        fits = isinstance(value, (int, float) if kind is float else kind) and (
+            kind is bool or not isinstance(value, bool)
+        )
         if not fits:
             raise ConfigError(f"{where}: {key} must be of type {kind.__name__}, got {show(value)}")
     return dict(table)

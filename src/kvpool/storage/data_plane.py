@@ -175,7 +175,9 @@ class DataPlane:
             tensor = self._prepare_one(slots, group)
         _check_values(k, "k", (len(tensor), spec.kv_heads, spec.head_dim), self.device)
         if (v is None) != spec.k_only:
-            raise InvalidArgumentError(f"layer {layer} {'stores no V: pass v=None' if spec.k_only else 'stores V: pass v'}")
+            raise InvalidArgumentError(
+                f"layer {layer} {'stores no V: pass v=None' if spec.k_only else 'stores V: pass v'}"
+            )
         if v is not None:
             _check_values(v, "v", (len(tensor), spec.kv_heads, spec.value_dim), self.device)
         write_slots(self._gpu_store(self.config.groups[group].pool).layer_cache(group, index), tensor, k, v)
@@ -251,9 +253,13 @@ class DataPlane:
         store = self._gpu_store(self.config.groups[as_count(group, "group", maximum=len(self.config.groups) - 1)].pool)
         check_rows(rows, len(blocks), store)
         if len(blocks) and not 0 <= int(blocks.min()) <= int(blocks.max()) < store.num_blocks:
-            raise InvalidArgumentError(f"blocks {blocks.tolist()[:8]} are not all among the {store.num_blocks} of the store")
+            raise InvalidArgumentError(
+                f"blocks {blocks.tolist()[:8]} are not all among the {store.num_blocks} of the store"
+            )
         self.run_copies(overlap=True)
-        self.transfers.announce(None)  # what follows is no step that was announced: transfers of these blocks come behind it
+        self.transfers.announce(
+            None
+        )  # what follows is no step that was announced: transfers of these blocks come behind it
         return store
 
     # --- shape -------------------------------------------------------------------------------------------------------
@@ -361,7 +367,9 @@ def checked_device(device: torch.device | str) -> torch.device:
 def _check_values(values: Tensor, name: str, shape: tuple[int, ...], device: torch.device) -> None:
     if not isinstance(values, Tensor) or tuple(values.shape) != shape or not values.is_floating_point():
         given = f"{values.dtype} {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-        raise InvalidArgumentError(f"{name} must be a floating-point tensor [token, head, element] = {shape}, got {given}")
+        raise InvalidArgumentError(
+            f"{name} must be a floating-point tensor [token, head, element] = {shape}, got {given}"
+        )
     if values.device != device:
         raise InvalidArgumentError(f"{name} is on {values.device}, the store on {device}; move it with .to()")
 

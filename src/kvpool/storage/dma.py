@@ -90,10 +90,16 @@ def _driver_call() -> Any:
 def _copy_batch(call: Any, sources: Places, targets: Places, sizes: Places) -> None:
     attributes, first, failed = _Attributes(_IN_STREAM_ORDER), ctypes.c_size_t(0), ctypes.c_size_t(0)
     status = call(
-        _pointer(targets), _pointer(sources), _pointer(sizes), ctypes.c_size_t(len(sizes)),
-        ctypes.byref(attributes), ctypes.byref(first), ctypes.c_size_t(1), ctypes.byref(failed),
+        _pointer(targets),
+        _pointer(sources),
+        _pointer(sizes),
+        ctypes.c_size_t(len(sizes)),
+        ctypes.byref(attributes),
+        ctypes.byref(first),
+        ctypes.c_size_t(1),
+        ctypes.byref(failed),
         ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
-    )  # fmt: skip
+    )
     if status:
         raise TransferError(f"the CUDA driver refused a batch of {len(sizes)} copies with error {status}")
 

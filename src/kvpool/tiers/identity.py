@@ -22,12 +22,14 @@ from typing import Any, BinaryIO
 from kvpool.errors import ConfigError
 from kvpool.tiers.gguf_tensors import gguf_offsets
 
-OF_TRANSFORMERS = frozenset({
-    *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "tokenizer_class"),  # names
-    *("use_cache", "return_dict", "output_attentions", "output_hidden_states"),  # what a call returns
-    *("id2label", "label2id", "problem_type"),  # of classifiers
-    *("_attn_implementation", "attn_implementation", "chunk_size_feed_forward"),  # the same in other steps
-})  # fmt: skip
+OF_TRANSFORMERS = frozenset(
+    {
+        *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "tokenizer_class"),  # names
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states"),  # what a call returns
+        *("id2label", "label2id", "problem_type"),  # of classifiers
+        *("_attn_implementation", "attn_implementation", "chunk_size_feed_forward"),  # the same in other steps
+    }
+)
 """Fields of a configuration of transformers that change no key or value."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

@@ -51,7 +51,9 @@ class TierSettings:
             if disk is None:
                 raise ConfigError(f"disk_bytes={disk_bytes} needs disk, the directory to keep them in")
             if _is_address(disk):
-                raise ConfigError(f"disk_bytes={disk_bytes} beside the address of a disk tier: write ?bytes= in the address")
+                raise ConfigError(
+                    f"disk_bytes={disk_bytes} beside the address of a disk tier: write ?bytes= in the address"
+                )
         if remote is not None and not isinstance(remote, str):
             raise ConfigError(f"remote must be the address of a tier, like redis://localhost, got {show(remote)}")
         self._disk = disk

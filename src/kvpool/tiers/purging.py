@@ -152,7 +152,9 @@ def read_space(text: str | None) -> bytes | None:
     except ValueError:
         prefix = b""
     if prefix is not None and len(prefix) != SPACE_BYTES:
-        raise InvalidArgumentError(f"--space {text!r} must be {2 * SPACE_BYTES} hexadecimal digits; see `kvpool tier ls`")
+        raise InvalidArgumentError(
+            f"--space {text!r} must be {2 * SPACE_BYTES} hexadecimal digits; see `kvpool tier ls`"
+        )
     return prefix
 
 

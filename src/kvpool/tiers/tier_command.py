@@ -83,9 +83,13 @@ def ls(address: AddressArgument = None, config: ConfigOption = None, json: Json 
         about = space.description or {}
         weights = str(about.get("weights", "?"))
         table.add_row(
-            space.prefix.hex(), str(about.get("model", "?")), weights[:16], f"{space.num_values:,}",
-            shown_bytes(space.value_bytes), shown_time(space.last_use),
-        )  # fmt: skip
+            space.prefix.hex(),
+            str(about.get("model", "?")),
+            weights[:16],
+            f"{space.num_values:,}",
+            shown_bytes(space.value_bytes),
+            shown_time(space.last_use),
+        )
     out = console(to_stderr=json == "-")
     out.print(table if spaces else "" if problem else f"{where} holds no values")
     _print_notes(out, notes)
@@ -147,8 +151,10 @@ def verify(
             with progress_bar("verifying", len(listing.sizes), quiet) as progress:
                 result, problem = verify_store(store, listing, progress, repair=repair)
     out = console(to_stderr=json == "-")
-    out.print(f"{result.num_values - len(result.damaged):,} of {result.num_values:,} values are whole, "
-              f"{shown_bytes(result.num_bytes)}")  # fmt: skip
+    out.print(
+        f"{result.num_values - len(result.damaged):,} of {result.num_values:,} values are whole, "
+        f"{shown_bytes(result.num_bytes)}"
+    )
     for place in result.damaged:
         out.print(f"damaged: {place}{' (taken out)' if repair else ''}", style="red")
     _print_notes(out, notes)

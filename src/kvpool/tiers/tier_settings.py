@@ -364,7 +364,9 @@ def _check_remote(found: Mapping[str, _Setting], address: str) -> None:
             stores = ", ".join(f"{each}://" for each in _STORES[name])
             raise ConfigError(f"{setting.source} = {show(setting.value)} is for {stores}, and the store is {scheme}://")
         if _IN_ADDRESS.get(option, option) in given:
-            raise ConfigError(f"{setting.source} = {show(setting.value)} is in the address of the store, too; say it once")
+            raise ConfigError(
+                f"{setting.source} = {show(setting.value)} is in the address of the store, too; say it once"
+            )
 
 
 def _with_options(address: str, options: Mapping[str, str]) -> str:

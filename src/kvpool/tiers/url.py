@@ -39,7 +39,9 @@ class TierURL:
                 "the address of a tier is scheme://host:port/path?option=value with a port up to 65535, and this one is not"
             ) from None
         if not parts.scheme or not parts.hostname:
-            raise InvalidArgumentError("the address of a tier needs a scheme and a host, such as redis://127.0.0.1:6379/0")
+            raise InvalidArgumentError(
+                "the address of a tier needs a scheme and a host, such as redis://127.0.0.1:6379/0"
+            )
         options = _options(parts.query, f"{parts.scheme}://{parts.hostname}")
         user = unquote(parts.username) if parts.username else None
         password = unquote(parts.password) if parts.password is not None else None

@@ -76,10 +76,16 @@ def _sequences(
     for one in new[:MAX_SEQUENCES]:
         rows.append(
             [
-                one.serial, str(one.request_id)[:_MAX_NAME], number.get(one.scope.tenant, 0), int(one.is_swapped),
-                one.num_prompt_tokens, one.num_cached_tokens, one.num_written, one.num_reserved,
+                one.serial,
+                str(one.request_id)[:_MAX_NAME],
+                number.get(one.scope.tenant, 0),
+                int(one.is_swapped),
+                one.num_prompt_tokens,
+                one.num_cached_tokens,
+                one.num_written,
+                one.num_reserved,
             ]
-        )  # fmt: skip
+        )
         before = known.get(one.serial)
         if before is None or not _same_tables(before, one):
             changed.append(one)

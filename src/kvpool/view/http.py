@@ -27,7 +27,9 @@ class LiveView:
     def __init__(self, hub: Hub, host: str, port: int, key: str | None) -> None:
         self.hub = hub
         self._server = _Server((host, port), hub, key)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="kvpool-view-http", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="kvpool-view-http", daemon=True
+        )
         self._thread.start()
 
     @property

@@ -128,9 +128,20 @@ class Sampler:
         pools = tuple(self._pool(pool, picture) for pool in picture.pools)
         events, num_events = self._events()
         return Look(
-            self._number, self._tenths(picture.now), picture.tick, pools, picture.sequences, self._runs, self._runs_number,
-            tuple(self._tenants), picture.counts, events, num_events, seconds, more or {},
-        )  # fmt: skip
+            self._number,
+            self._tenths(picture.now),
+            picture.tick,
+            pools,
+            picture.sequences,
+            self._runs,
+            self._runs_number,
+            tuple(self._tenants),
+            picture.counts,
+            events,
+            num_events,
+            seconds,
+            more or {},
+        )
 
     def _walk(self, tick: int) -> None:
         """Reads the runs anew."""
@@ -188,7 +199,11 @@ class Sampler:
             is_pinned[kept[0]] = True
         changed |= is_pinned != known.was_pinned[:size]
         known.was_pinned[:size] = is_pinned
-        at = np.arange(size) if self._runs_number == self._number or len(known.words) != size else np.flatnonzero(changed)
+        at = (
+            np.arange(size)
+            if self._runs_number == self._number or len(known.words) != size
+            else np.flatnonzero(changed)
+        )
         state = np.where(is_pinned[at], PINNED, CACHED)
         state[is_held[at]] = REFERENCED
         state[pool.is_free[at]] = FREE

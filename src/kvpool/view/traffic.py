@@ -45,9 +45,11 @@ class Traffic:
 
     def __post_init__(self) -> None:
         config = KVCacheConfig(
-            [LayerSpec(kv_heads=8, head_dim=128)] * 32, block_size=BLOCK_SIZE,
-            gpu_blocks=self.gpu_blocks, host_blocks=self.gpu_blocks // 2,
-        )  # fmt: skip
+            [LayerSpec(kv_heads=8, head_dim=128)] * 32,
+            block_size=BLOCK_SIZE,
+            gpu_blocks=self.gpu_blocks,
+            host_blocks=self.gpu_blocks // 2,
+        )
         self.manager = KVCacheManager(config)
         self._random = np.random.default_rng(self.seed)
         self._most_running = 48
@@ -112,7 +114,9 @@ class Traffic:
                 return
             first = len(self._systems[tenant][0])
             retention = Retention([TokenRange(0, first, 80)], decode_priority=20) if chat % 3 == 0 else None
-            handle = self.manager.allocate(f"chat-{chat}", tokens, scope=scope, retention=retention, session=f"chat-{chat}")
+            handle = self.manager.allocate(
+                f"chat-{chat}", tokens, scope=scope, retention=retention, session=f"chat-{chat}"
+            )
             self._waiting.popleft()
             self.manager.take_copies()
             self.manager.commit(handle)

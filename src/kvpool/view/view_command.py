@@ -19,7 +19,9 @@ def register(app: typer.Typer, name: str) -> None:
 
 
 def view(
-    blocks: Annotated[int, typer.Option(help="Blocks of the pool on the GPU; the host has half as many.", min=64)] = 4096,
+    blocks: Annotated[
+        int, typer.Option(help="Blocks of the pool on the GPU; the host has half as many.", min=64)
+    ] = 4096,
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8077,
     seed: Annotated[int, typer.Option(help="Which traffic.")] = 0,
 ) -> None:

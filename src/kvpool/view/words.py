@@ -35,7 +35,11 @@ class Spans(NamedTuple):
 
     def to_json(self) -> dict[str, str]:
         """The arrays in base64, little-endian."""
-        return {"start": packed(self.start, "<u4"), "length": packed(self.length, "<u4"), "word": packed(self.word, "<u8")}
+        return {
+            "start": packed(self.start, "<u4"),
+            "length": packed(self.length, "<u4"),
+            "word": packed(self.word, "<u8"),
+        }
 
 
 def pack_words(

@@ -37,7 +37,9 @@ from kvpool.web.local_names import LocalNames
 from kvpool.web.streams import EventStream, unless_gone
 
 MOST_LOST = 2  # servers that a request may take with it before it is not sent to one more
-_KEPT_SECONDS = 2.0  # that an idle connection is kept: less than any server does, or the next request meets a closed one
+_KEPT_SECONDS = (
+    2.0  # that an idle connection is kept: less than any server does, or the next request meets a closed one
+)
 log = logging.getLogger("kvpool")
 
 

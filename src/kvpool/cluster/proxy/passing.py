@@ -9,7 +9,16 @@ from starlette.responses import JSONResponse, Response
 NODE_HEADER = "x-kvpool-node"
 ELSEWHERE = {502, 503, 504}  # this node cannot, another one may
 _HOP_BY_HOP = {
-    *(b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"te", b"trailer", b"upgrade", b"expect"),
+    *(
+        b"connection",
+        b"keep-alive",
+        b"proxy-connection",
+        b"transfer-encoding",
+        b"te",
+        b"trailer",
+        b"upgrade",
+        b"expect",
+    ),
     *(b"host", b"content-length"),
 }
 

@@ -38,7 +38,9 @@ def route(
     host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.", min=0, max=65535)] = 8080,
     block_size: Annotated[int, typer.Option(help="Tokens in a block of the servers' caches.", min=1)] = 16,
-    health_seconds: Annotated[float, typer.Option(help="How often servers are asked whether they live.", min=0.01)] = 1.0,
+    health_seconds: Annotated[
+        float, typer.Option(help="How often servers are asked whether they live.", min=0.01)
+    ] = 1.0,
     body_bytes: Annotated[int, typer.Option(help="The largest body; as large as the servers'.", min=1)] = 4 << 20,
     send_seconds: Annotated[float, typer.Option(help="How long a client may keep the proxy waiting.", min=0.01)] = 30.0,
     silence_seconds: Annotated[
@@ -49,7 +51,8 @@ def route(
     ] = 30.0,
     max_connections: Annotated[int, typer.Option(help="Connections at once; more get status 503.", min=1)] = 8192,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Answer under any name, also at 127.0.0.1: a proxy in front checks who asks.")
+        bool,
+        typer.Option("--insecure", help="Answer under any name, also at 127.0.0.1: a proxy in front checks who asks."),
     ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Only errors.")] = False,
 ) -> None:
@@ -102,7 +105,11 @@ def _announced(uvicorn: Any, config: Any, proxy: Any, quiet: bool) -> Any:
                     where = "http://{}:{}".format(*socket.getsockname()[:2])
                     if not quiet:
                         pages = f"{where}/ (live view), {where}/route/stats"
-                        print(f"{len(proxy.backends.urls)} servers behind {where}/v1, {pages}", file=sys.stderr, flush=True)
+                        print(
+                            f"{len(proxy.backends.urls)} servers behind {where}/v1, {pages}",
+                            file=sys.stderr,
+                            flush=True,
+                        )
 
         async def shutdown(self, sockets: Any = None) -> None:
             proxy.view.is_closing = True

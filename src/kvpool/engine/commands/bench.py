@@ -35,7 +35,8 @@ def bench(
     requests: Annotated[int, typer.Option(min=1, help="How many requests.")] = 16,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, shared ones included.")] = 256,
     shared_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Tokens that all prompts begin with; default: 128, or half of short prompts.")
+        int | None,
+        typer.Option(min=0, help="Tokens that all prompts begin with; default: 128, or half of short prompts."),
     ] = None,
     max_tokens: opt.MaxTokens = 32,
     max_sequences: Annotated[int, typer.Option(help="Requests that run at once.")] = 64,

@@ -155,7 +155,10 @@ _OPTIONS = {
     "model_defaults=False": "--no-model-defaults",
     "n": "-n",
     **{name: f"--{name}" for name in ("temperature", "seed", "stop", "dtype", "device")},
-    **{name: f"--{name.replace('_', '-')}" for name in ("top_p", "kv_dtype", "draft_tokens", "disk_bytes", "tier_timeout")},
+    **{
+        name: f"--{name.replace('_', '-')}"
+        for name in ("top_p", "kv_dtype", "draft_tokens", "disk_bytes", "tier_timeout")
+    },
     **{name: f"--{name.replace('_', '-')}" for name in ("max_sequences", "max_tokens_per_step")},
 }
 # A name that is a word, too, is meant only where a value or a demand follows.
@@ -214,7 +217,10 @@ def print_answer(engine: Engine, prompt: Prompt, params: SamplingParams, *, inte
 def tell_sampling(engine: Engine, params: SamplingParams, quiet: bool) -> None:
     """Says how tokens are chosen where the model has its own wishes."""
     if engine.sampling_defaults != SamplingParams():
-        tell(f"sampling: {described(params.with_defaults(engine.sampling_defaults))} (the model's own unless you say)", quiet)
+        tell(
+            f"sampling: {described(params.with_defaults(engine.sampling_defaults))} (the model's own unless you say)",
+            quiet,
+        )
 
 
 def tell_notes(results: Sequence[Completion], quiet: bool) -> None:

@@ -23,8 +23,12 @@ def register(app: typer.Typer, name: str) -> None:
 @opt.command
 def generate(
     *,
-    prompts: Annotated[list[str] | None, typer.Argument(help="Prompts; - or none reads one per line from stdin.")] = None,
-    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Prompts from a file, one per line.")] = None,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts; - or none reads one per line from stdin.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Prompts from a file, one per line.")
+    ] = None,
     engine_options: opt.EngineOptions,
     host_memory: opt.HostMemory = None,
     max_tokens: opt.MaxTokens = 128,
@@ -49,7 +53,9 @@ def generate(
         scheduler=opt.limits(None, max(64, n, beams)),
     ) as engine:
         opt.tell_sampling(engine, params, quiet)
-        asked: list[Any] = [engine.chat_prompt([{"role": "user", "content": t}]) for t in texts] if chat else list(texts)
+        asked: list[Any] = (
+            [engine.chat_prompt([{"role": "user", "content": t}]) for t in texts] if chat else list(texts)
+        )
         live = len(texts) == 1 and params.n == params.num_beams == 1 and json is None
         results = [opt.print_answer(engine, asked[0], params)] if live else engine.generate(asked, params)
         if live:

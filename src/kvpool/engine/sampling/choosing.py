@@ -80,7 +80,9 @@ class TokenMask(NamedTuple):
         return scores.index_add(0, self.rows, bias[:, : scores.shape[1]].to(scores.dtype))
 
 
-_BIAS_OF_BYTE = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf)
+_BIAS_OF_BYTE = np.where(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), 0.0, -np.inf
+)
 _BIAS_OF_BYTE = _BIAS_OF_BYTE.astype(np.float32)
 
 

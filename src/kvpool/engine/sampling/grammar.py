@@ -153,5 +153,7 @@ class _Matching:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            reason = str(self._matcher.get_error()).partition("<state>")[0]  # behind it is what only its developers read
+            reason = str(self._matcher.get_error()).partition("<state>")[
+                0
+            ]  # behind it is what only its developers read
             raise StepError(f"the answer could not be kept in the form that was asked for: {' '.join(reason.split())}")

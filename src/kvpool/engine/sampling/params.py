@@ -57,7 +57,9 @@ class SamplingParams:
     n: int = 1
     num_beams: int = 1
     length_penalty: float = 1.0  # of beam search: a finished beam scores sum(logprobs) / length ** length_penalty
-    early_stopping: bool = False  # of beam search: as many finished beams as there are end it, though others may be better
+    early_stopping: bool = (
+        False  # of beam search: as many finished beams as there are end it, though others may be better
+    )
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -71,8 +73,17 @@ class SamplingParams:
             if not (getattr(self, name) is None and name in _MAY_BE_NONE):
                 put(self, name, as_count(getattr(self, name), name, minimum=low, maximum=high))
         for name, low_bound, high_bound in (
-            *(("temperature", 0.0, 100.0), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0), ("repetition_penalty", 0.0, 100.0)),
-            *(("presence_penalty", -100.0, 100.0), ("frequency_penalty", -100.0, 100.0), ("length_penalty", -100.0, 100.0)),
+            *(
+                ("temperature", 0.0, 100.0),
+                ("top_p", 0.0, 1.0),
+                ("min_p", 0.0, 1.0),
+                ("repetition_penalty", 0.0, 100.0),
+            ),
+            *(
+                ("presence_penalty", -100.0, 100.0),
+                ("frequency_penalty", -100.0, 100.0),
+                ("length_penalty", -100.0, 100.0),
+            ),
         ):
             if not (getattr(self, name) is None and name in _MAY_BE_NONE):
                 put(self, name, _number(name, getattr(self, name), low_bound, high_bound))
@@ -96,7 +107,13 @@ class SamplingParams:
             self._check_beams()
 
     def _check_beams(self) -> None:
-        if self.temperature or self.has_penalties or self.logprobs is not None or self.logit_bias or self.grammar is not None:
+        if (
+            self.temperature
+            or self.has_penalties
+            or self.logprobs is not None
+            or self.logit_bias
+            or self.grammar is not None
+        ):
             raise InvalidArgumentError(
                 f"num_beams={self.num_beams} searches by plain log probabilities: leave temperature, penalties, "
                 f"logit_bias, grammar and logprobs at their defaults"
@@ -123,7 +140,9 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether the choice of a token depends on which tokens came before."""
-        return self.repetition_penalty not in (None, 1.0) or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return (
+            self.repetition_penalty not in (None, 1.0) or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
 
     @property
     def is_filtered(self) -> bool:

@@ -14,9 +14,15 @@ from kvpool.eviction.hints import ReuseHint
 from kvpool.pools.arrays import Int32Array
 
 MARKS: Final = (
-    "<tool_call", "<|tool_call", "<function=", "<function_call", "[TOOL_CALLS]", "<|python_tag|>", "<|call|>",
+    "<tool_call",
+    "<|tool_call",
+    "<function=",
+    "<function_call",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<|call|>",
     "<｜tool",
-)  # fmt: skip
+)
 _CALL: Final = ReuseHint(stop="tool_calls")
 
 
@@ -31,7 +37,9 @@ class ToolCalls:
         if any(mark in text for mark in MARKS):
             return _CALL
         is_json = text.lstrip()[:1] in ("{", "[")
-        return _CALL if is_json and _are_calls(self._tokenizer.decode(answer.tolist(), skip_special_tokens=True)) else None
+        return (
+            _CALL if is_json and _are_calls(self._tokenizer.decode(answer.tolist(), skip_special_tokens=True)) else None
+        )
 
 
 def _are_calls(text: str) -> bool:

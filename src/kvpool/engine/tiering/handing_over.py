@@ -227,7 +227,9 @@ class Handovers:
         self._collector.demand(request.id)
         lane = self._movers.lane
         if not lane.submit(partial(prefill.begin, generation, queue), prefill.drop):
-            prefill.drop(f"{lane.num_waiting} others wait for the tiers of this engine, or it is closed; ask again later")
+            prefill.drop(
+                f"{lane.num_waiting} others wait for the tiers of this engine, or it is closed; ask again later"
+            )
 
     def _count_prefill(self, request: Request, prefill: Prefill) -> None:
         self._collector.forget(request.id)

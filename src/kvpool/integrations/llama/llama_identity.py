@@ -14,20 +14,28 @@ from kvpool.integrations.llama.state_store import BLOCK_TOKENS, GROUPS
 from kvpool.tiers import Fingerprint
 from kvpool.tiers.identity import files_id, settings_id
 
-IRRELEVANT = frozenset({
-    # Who computes, in which pieces, and who is told.
-    *(f"context.{name}" for name in (
-        *("n_threads", "n_threads_batch", "n_batch", "n_ubatch", "offload_kqv", "op_offload", "no_perf"),
-        *("cb_eval", "cb_eval_user_data", "abort_callback", "abort_callback_data"),
-        *("n_outputs_max", "n_outputs_max_per_seq", "samplers", "n_samplers"),  # what becomes of logits
-    )),
-    # Where weights lie. Those of the file are in the fingerprint, and overrides are beside this one.
-    *(f"model.{name}" for name in (
-        *("devices", "tensor_buft_overrides", "n_gpu_layers", "split_mode", "main_gpu", "tensor_split"),
-        *("load_mode", "lazy_mode", "use_mmap", "use_mlock", "use_extra_bufts", "no_host", "check_tensors"),
-        *("progress_callback", "progress_callback_user_data", "kv_overrides"),
-    )),
-})  # fmt: skip
+IRRELEVANT = frozenset(
+    {
+        # Who computes, in which pieces, and who is told.
+        *(
+            f"context.{name}"
+            for name in (
+                *("n_threads", "n_threads_batch", "n_batch", "n_ubatch", "offload_kqv", "op_offload", "no_perf"),
+                *("cb_eval", "cb_eval_user_data", "abort_callback", "abort_callback_data"),
+                *("n_outputs_max", "n_outputs_max_per_seq", "samplers", "n_samplers"),  # what becomes of logits
+            )
+        ),
+        # Where weights lie. Those of the file are in the fingerprint, and overrides are beside this one.
+        *(
+            f"model.{name}"
+            for name in (
+                *("devices", "tensor_buft_overrides", "n_gpu_layers", "split_mode", "main_gpu", "tensor_split"),
+                *("load_mode", "lazy_mode", "use_mmap", "use_mlock", "use_extra_bufts", "no_host", "check_tensors"),
+                *("progress_callback", "progress_callback_user_data", "kv_overrides"),
+            )
+        ),
+    }
+)
 """Parameters of llama.cpp that reach no key or value; any other makes another fingerprint."""
 _KNOWN = re.compile(r"0\.3\.(\d+)")
 _FIRST_KNOWN = 36  # of 0.3: earlier ones lack functions that are called here

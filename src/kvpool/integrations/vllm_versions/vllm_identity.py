@@ -13,36 +13,61 @@ from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.tiers import Fingerprint, Shard
 from kvpool.tiers.identity import OF_TRANSFORMERS, files_id, settings_id
 
-IRRELEVANT = frozenset({
-    # Who computes when, and where it is told and sent. Which part a rank holds is in the shard and the layout.
-    *("parallel_config", "scheduler_config", "offload_config", "compilation_config", "optimization_level"),
-    *("performance_mode", "kv_transfer_config", "kv_events_config", "ec_transfer_config", "ec_manager_config"),
-    *("weight_transfer_config", "observability_config", "logging_config", "profiler_config", "aux_output_config"),
-    *("instance_id", "shutdown_timeout", "fault_tolerance_config"),
-    # What becomes of logits.
-    *("structured_outputs_config", "reasoning_config", "watermark_config"),
-    *(f"model_config.{name}" for name in (
-        *("seed", "max_logprobs", "logprobs_mode", "return_sampling_mask", "use_fp64_gumbel", "enable_trace_replay"),
-        *("generation_config", "override_generation_config", "logits_processors"),
-        # Names, and what turns a request into tokens: files are told apart by their content.
-        *("model", "model_weights", "revision", "served_model_name", "hf_token"),
-        *("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "io_processor_plugin"),
-        *("allowed_local_media_path", "allowed_media_domains", "renderer_num_workers", "enforce_eager"),
-        *("multimodal_config.limit_per_prompt", "multimodal_config.mm_processor_cache_gb"),
-        *(f"{config}.{name}" for config in ("hf_config", "hf_text_config") for name in OF_TRANSFORMERS),
-    )),
-    "quant_config",  # made from settings and files that count
-    # How much fits, and how vLLM's own cache finds it.
-    *(f"cache_config.{name}" for name in (
-        *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "num_gpu_blocks"),
-        *("num_cpu_blocks", "kv_cache_size_tokens", "kv_cache_max_concurrency", "effective_attention_block_size"),
-        *("enable_prefix_caching", "prefix_caching_hash_algo", "prefix_cache_retention_interval"),
-        *("prefix_match_unit", "hash_block_size", "cache_hit_alignment_tokens"),
-        *("user_specified_block_size", "_block_size_resolved", "kv_offloading_size", "kv_offloading_backend"),
-    )),
-    *("lora_config.max_loras", "lora_config.max_cpu_loras", "load_config.download_dir", "load_config.use_tqdm_on_load"),
-    "load_config.safetensors_load_strategy",
-})  # fmt: skip
+IRRELEVANT = frozenset(
+    {
+        # Who computes when, and where it is told and sent. Which part a rank holds is in the shard and the layout.
+        *("parallel_config", "scheduler_config", "offload_config", "compilation_config", "optimization_level"),
+        *("performance_mode", "kv_transfer_config", "kv_events_config", "ec_transfer_config", "ec_manager_config"),
+        *("weight_transfer_config", "observability_config", "logging_config", "profiler_config", "aux_output_config"),
+        *("instance_id", "shutdown_timeout", "fault_tolerance_config"),
+        # What becomes of logits.
+        *("structured_outputs_config", "reasoning_config", "watermark_config"),
+        *(
+            f"model_config.{name}"
+            for name in (
+                *(
+                    "seed",
+                    "max_logprobs",
+                    "logprobs_mode",
+                    "return_sampling_mask",
+                    "use_fp64_gumbel",
+                    "enable_trace_replay",
+                ),
+                *("generation_config", "override_generation_config", "logits_processors"),
+                # Names, and what turns a request into tokens: files are told apart by their content.
+                *("model", "model_weights", "revision", "served_model_name", "hf_token"),
+                *("tokenizer", "tokenizer_mode", "tokenizer_revision", "skip_tokenizer_init", "io_processor_plugin"),
+                *("allowed_local_media_path", "allowed_media_domains", "renderer_num_workers", "enforce_eager"),
+                *("multimodal_config.limit_per_prompt", "multimodal_config.mm_processor_cache_gb"),
+                *(f"{config}.{name}" for config in ("hf_config", "hf_text_config") for name in OF_TRANSFORMERS),
+            )
+        ),
+        "quant_config",  # made from settings and files that count
+        # How much fits, and how vLLM's own cache finds it.
+        *(
+            f"cache_config.{name}"
+            for name in (
+                *("gpu_memory_utilization", "kv_cache_memory_bytes", "num_gpu_blocks_override", "num_gpu_blocks"),
+                *(
+                    "num_cpu_blocks",
+                    "kv_cache_size_tokens",
+                    "kv_cache_max_concurrency",
+                    "effective_attention_block_size",
+                ),
+                *("enable_prefix_caching", "prefix_caching_hash_algo", "prefix_cache_retention_interval"),
+                *("prefix_match_unit", "hash_block_size", "cache_hit_alignment_tokens"),
+                *("user_specified_block_size", "_block_size_resolved", "kv_offloading_size", "kv_offloading_backend"),
+            )
+        ),
+        *(
+            "lora_config.max_loras",
+            "lora_config.max_cpu_loras",
+            "load_config.download_dir",
+            "load_config.use_tqdm_on_load",
+        ),
+        "load_config.safetensors_load_strategy",
+    }
+)
 """Settings of vLLM that reach no key or value; any other makes another fingerprint."""
 
 

@@ -61,10 +61,19 @@ def plan(
     if (gpu is None) == (costs is None):
         raise InvalidArgumentError("give --gpu NAME, or --costs FILE written by `kvpool bench --json FILE`")
     request = PlanRequest(
-        str(model), gpu, kv_dtype, parse_tokens(context, "--context"), concurrency, num_gpus, block_size, weight_bytes,
-        gpu_fraction, parse_bytes(host, "--host"), parse_bytes(disk, "--disk"),
+        str(model),
+        gpu,
+        kv_dtype,
+        parse_tokens(context, "--context"),
+        concurrency,
+        num_gpus,
+        block_size,
+        weight_bytes,
+        gpu_fraction,
+        parse_bytes(host, "--host"),
+        parse_bytes(disk, "--disk"),
         None if costs is None else read_costs(costs),
-    )  # fmt: skip
+    )
     check_files(json)
     loaded = None if trace is None else load_trace(trace, DEFAULT_MAX_ERRORS)
     made = make_plan(request)

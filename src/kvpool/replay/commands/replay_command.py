@@ -104,9 +104,14 @@ def _read(out: Any, path: Path, max_errors: int, limit: int | None, full_blocks_
 
 
 def _draw(
-    out: Any, report: Path | None, plots: Path | None, trace: Trace, results: list[ReplayResult],
-    configs: list[ReplayConfig], rows: list[dict[str, Any]],
-) -> None:  # fmt: skip
+    out: Any,
+    report: Path | None,
+    plots: Path | None,
+    trace: Trace,
+    results: list[ReplayResult],
+    configs: list[ReplayConfig],
+    rows: list[dict[str, Any]],
+) -> None:
     """Writes the page and the pictures that were asked for, and says where they are."""
     if report is not None:
         from kvpool.replay.reporting.report import write_report
@@ -140,11 +145,15 @@ def _sizes(policy: str, capacity: str, tiers: str, host_write: str, objective: s
         weighs = name not in MODELS and make_policy(name).weighs  # an unknown name is refused before anything runs
         names += [(name, each) for each in (wanted if weighs else ("blocks",))]
     if objective != "blocks" and all(each == "blocks" for _, each in names):
-        raise InvalidArgumentError(f"--objective {objective} needs a policy that knows what blocks cost: adaptive, cost")
+        raise InvalidArgumentError(
+            f"--objective {objective} needs a policy that knows what blocks cost: adaptive, cost"
+        )
     blocks = parse_tiers(tiers) if tiers else {}
     write = check_host_write(int(host_write) if host_write.isdecimal() else host_write, InvalidArgumentError)
     if host_write != "back" and not blocks.get("host"):
-        raise InvalidArgumentError(f"--host-write {host_write} does nothing without a host; write --tiers gpu=10k,host=50k")
+        raise InvalidArgumentError(
+            f"--host-write {host_write} does nothing without a host; write --tiers gpu=10k,host=50k"
+        )
     if not tiers:
         return _Sizes(names, parse_capacities(capacity), {})
     return _Sizes(names, [blocks.pop("gpu")], {**blocks, "host_write": write})
@@ -206,9 +215,15 @@ def _machine(model: Path | None, kv_dtype: str | None, gpu: str | None, measured
 
 
 def _add_serving(
-    rows: list[dict[str, Any]], trace: Trace, configs: list[ReplayConfig], machine: _Machine, speed: float,
-    slo: tuple[float, float], workers: int | None, quiet: bool,
-) -> None:  # fmt: skip
+    rows: list[dict[str, Any]],
+    trace: Trace,
+    configs: list[ReplayConfig],
+    machine: _Machine,
+    speed: float,
+    slo: tuple[float, float],
+    workers: int | None,
+    quiet: bool,
+) -> None:
     """Runs the real scheduler in simulated time for every row of finite size that is no bound, and adds its columns."""
     from kvpool.replay.simulation.serving import ServingConfig, simulate_serving
 
@@ -239,8 +254,12 @@ def _print_tables(
         table.add_column(heading, justify="right")
     for result in results:
         cells = [
-            result.label, _size(result), f"{result.hit_blocks:,}", f"{result.hit_ratio:.4f}", f"{result.saved_ratio:.1%}",
-        ]  # fmt: skip
+            result.label,
+            _size(result),
+            f"{result.hit_blocks:,}",
+            f"{result.hit_ratio:.4f}",
+            f"{result.saved_ratio:.1%}",
+        ]
         if not tiers:
             cells += [f"{result.token_hit_ratio:.4f}", "" if result.bound else f"{result.evicted_blocks:,}"]
         if tiers and result.policy not in (INFINITE, FLAT_FIFO):

@@ -95,9 +95,10 @@ def make_plan(request: PlanRequest) -> Plan:
         f"{weights.total / 1e9:.2f} B parameters x {per_parameter:g} bytes",
     )
     budget = plan.put(
-        "kv_budget_bytes", int(hardware.memory_bytes * request.gpu_fraction - weight_bytes),
+        "kv_budget_bytes",
+        int(hardware.memory_bytes * request.gpu_fraction - weight_bytes),
         f"{request.gpu_fraction:.0%} of {hardware.memory} less the weights; the rest is for activations and the runtime",
-    )  # fmt: skip
+    )
     if budget <= 0:
         plan.verdict = (
             f"The weights alone do not fit: {_gb(weight_bytes)} on {hardware.name}. Use more GPUs or smaller weights."
@@ -127,10 +128,14 @@ def _hardware(request: PlanRequest, weights: Weights, per_parameter: float) -> _
         found = request.measured
         found.check_model(weights.total)
         return _Hardware(
-            found.machine, found.memory_bytes, f"the {found.memory_bytes / 1e9:.0f} GB of {found.machine}", found.costs,
+            found.machine,
+            found.memory_bytes,
+            f"the {found.memory_bytes / 1e9:.0f} GB of {found.machine}",
+            found.costs,
             f"measured on {found.machine} with {found.model} (median error {found.errors.get('prefill', 0):.0%})",
-            "attention, for each token before it; measured in the same way", "measured",
-        )  # fmt: skip
+            "attention, for each token before it; measured in the same way",
+            "measured",
+        )
     gpu = find_gpu(request.gpu or "")
     name = f"{request.num_gpus} x {gpu.name}"
     costs, _ = costs_for(
@@ -138,12 +143,15 @@ def _hardware(request: PlanRequest, weights: Weights, per_parameter: float) -> _
     )
     peak = gpu.flops(per_parameter) / COMPUTE_EFFICIENCY / 1e12
     return _Hardware(
-        name, gpu.memory_bytes * request.num_gpus, f"{request.num_gpus} x {gpu.memory_bytes / 1e9:.0f} GB", costs,
+        name,
+        gpu.memory_bytes * request.num_gpus,
+        f"{request.num_gpus} x {gpu.memory_bytes / 1e9:.0f} GB",
+        costs,
         f"2 x {weights.active / 1e9:.2f} B active parameters at {COMPUTE_EFFICIENCY:.0%} of {peak:.0f} TFLOP/s "
         f"(data sheet) on {name}",
         "attention: 4 x hidden size x layers FLOPs for each token before it",
         f"{LINK_EFFICIENCY:.0%} of the data sheet",
-    )  # fmt: skip
+    )
 
 
 def _add_cache(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
@@ -158,9 +166,10 @@ def _add_cache(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
         "gpu_blocks", blocks, f"blocks of {request.block_size} tokens in {len(config.pools)} pool(s) of the budget"
     )
     each = plan.put(
-        "sequence_bytes", config.sequence_bytes(request.context),
+        "sequence_bytes",
+        config.sequence_bytes(request.context),
         f"{request.context:,} tokens in whole blocks; windowed layers keep their window only",
-    )  # fmt: skip
+    )
     fit = plan.put(
         "sequences_that_fit", plan.numbers["kv_budget_bytes"] // each, "the budget over the bytes of one sequence"
     )
@@ -170,9 +179,10 @@ def _add_cache(plan: Plan, request: PlanRequest, config: KVCacheConfig) -> None:
     for tier, size in (("host", request.host_bytes), ("disk", request.disk_bytes)):
         if size:
             plan.put(
-                f"{tier}_sequences", size // each,
+                f"{tier}_sequences",
+                size // each,
                 f"{_gb(size)} of {tier} memory keep so many further sequences of {request.context:,} tokens cached",
-            )  # fmt: skip
+            )
     short = request.concurrency - int(fit)
     if short <= 0:
         plan.verdict = (
@@ -200,15 +210,16 @@ def _add_costs(plan: Plan, context: int, hardware: _Hardware) -> None:
     each = plan.numbers["sequence_bytes"]
     for tier, (speed, latency, source) in speeds.items():
         loading = plan.put(
-            f"{tier}_load_seconds", latency + each / speed,
+            f"{tier}_load_seconds",
+            latency + each / speed,
             f"the same prompt, loaded at {speed / 1e9:.1f} GB/s ({source})",
-        )  # fmt: skip
+        )
         plan.put(
             f"{tier}_break_even_tokens",
             _break_even(token, pair, latency, plan.numbers["kv_bytes_per_token"] / speed),
             f"prefixes from this length on are faster to load from {tier} than to compute (at {context:,} tokens: "
             f"{computing / loading:.1f}x); -1: never",
-        )  # fmt: skip
+        )
 
 
 def _break_even(token: float, pair: float, latency: float, load: float) -> float:

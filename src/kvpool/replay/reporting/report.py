@@ -167,9 +167,7 @@ def _matrix(results: Sequence[ReplayResult], figure: Callable[[ReplayResult], fl
             result = table.get((policy, size))
             bound = bound or (result is not None and bool(result.bound))
             mark = result is not None and not result.bound and figure(result) == best[size]
-            cells.append(
-                f"<td{' class=best' if mark else ''}>{'' if result is None else f'{figure(result):.4f}'}</td>"
-            )
+            cells.append(f"<td{' class=best' if mark else ''}>{'' if result is None else f'{figure(result):.4f}'}</td>")
         lines.append(f"<tr{' class=bound' if bound else ''}><td>{escape(policy)}</td>{''.join(cells)}</tr>")
     return f'<div class="scroll"><table><tr><th>policy</th>{head}</tr>{"".join(lines)}</table></div>'
 

@@ -60,7 +60,9 @@ def _optimum_of_tiers(trace: Trace, capacity: int, host: int, disk: int, time: P
         if size:
             hits = _optimal_hits(trace, total)
             by_tier[tier] = int(hits.sum()) - sum(by_tier.values())
-    kind = "offline bound: Belady's optimum of all tiers as one; by tier, what each adds to the optimum of those above it"
+    kind = (
+        "offline bound: Belady's optimum of all tiers as one; by tier, what each adds to the optimum of those above it"
+    )
     found = totals(trace, hits, trace.unit, time, by_tier)
     return ReplayResult(**found, policy=OPTIMUM, capacity=capacity, bound=kind, hit_blocks_by_tier=by_tier)
 

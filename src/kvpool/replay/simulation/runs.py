@@ -52,7 +52,8 @@ def run_all(
     if progress is not None:
         progress(len(configs) - len(distinct))
     return [
-        replace(results[_representative(config)], policy=config.policy, objective=config.objective) for config in configs
+        replace(results[_representative(config)], policy=config.policy, objective=config.objective)
+        for config in configs
     ]
 
 

@@ -75,11 +75,16 @@ class _Serving:
         self.trace, self.config = trace, config
         block_size = config.cache.block_size or trace.block_size
         cache = KVCacheConfig(
-            config.layers, block_size, gpu_blocks=config.cache.capacity, host_blocks=config.cache.host or None,
-            disk_blocks=config.cache.disk or None, host_write=config.cache.host_write, event_buffer_size=0,
+            config.layers,
+            block_size,
+            gpu_blocks=config.cache.capacity,
+            host_blocks=config.cache.host or None,
+            disk_blocks=config.cache.disk or None,
+            host_write=config.cache.host_write,
+            event_buffer_size=0,
             objective=config.cache.objective,
             depth_cost=config.cache.time.depth_cost if config.cache.objective == "seconds" else None,
-        )  # fmt: skip
+        )
         self.now = 0.0
         self.manager = KVCacheManager(cache, policy=config.cache.policy, clock=lambda: self.now)
         limits = SchedulerConfig(

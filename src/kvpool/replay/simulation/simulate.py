@@ -173,10 +173,17 @@ class _Replay:
     def _manager(self) -> KVCacheManager:
         layers = [LayerSpec(kv_heads=1, head_dim=1)]
         config = KVCacheConfig(
-            layers, self.ids_per_block, gpu_blocks=self.capacity, host_blocks=self.config.host or None,
-            disk_blocks=self.config.disk or None, host_write=self.config.host_write, watermark=0.0, partial_match=False,
-            event_buffer_size=0, **self._objective(),
-        )  # fmt: skip
+            layers,
+            self.ids_per_block,
+            gpu_blocks=self.capacity,
+            host_blocks=self.config.host or None,
+            disk_blocks=self.config.disk or None,
+            host_write=self.config.host_write,
+            watermark=0.0,
+            partial_match=False,
+            event_buffer_size=0,
+            **self._objective(),
+        )
         return KVCacheManager(config, policy=self.config.policy, clock=lambda: self.now)
 
     def _objective(self) -> dict[str, Any]:

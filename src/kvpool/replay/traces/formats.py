@@ -228,9 +228,11 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     with open_bytes(Path(path), "wb") as stream:
         for request in trace:
             record: dict[str, Any] = {
-                "timestamp": request.timestamp, "input_length": request.input_length,
-                "output_length": request.output_length, key: request.ids.tolist(),
-            }  # fmt: skip
+                "timestamp": request.timestamp,
+                "input_length": request.input_length,
+                "output_length": request.output_length,
+                key: request.ids.tolist(),
+            }
             if request.timestamp.is_integer():
                 record["timestamp"] = int(request.timestamp)
             if request.session is not None:

@@ -68,10 +68,14 @@ def fit(trace: Trace) -> WorkloadModel:
     rate, burstiness = _arrivals(trace)
     if not trace.reuse_known:
         return WorkloadModel(
-            unit=TOKENS_PER_BLOCK, rate=rate, burstiness=burstiness, unshared=1.0, continues=(0.0,),
+            unit=TOKENS_PER_BLOCK,
+            rate=rate,
+            burstiness=burstiness,
+            unshared=1.0,
+            continues=(0.0,),
             first_blocks=_log_normal(ceil_div(trace.input_lengths, TOKENS_PER_BLOCK)),
             output_tokens=_log_normal(trace.output_lengths),
-        )  # fmt: skip
+        )
     if trace.unit == 1:
         trace = to_blocks(trace, TOKENS_PER_BLOCK)
     turns, fresh, gaps, stems = _classify(trace)
@@ -184,7 +188,9 @@ def _draw(random: np.random.Generator, of: tuple[float, float], most: int) -> fl
     """A number whose logarithm has this mean and deviation."""
     drawn = float(random.lognormal(*of))
     if drawn > most:
-        raise TraceError(f"{drawn:.3g} was drawn for exp({of[0]:.1f} ± {of[1]:.1f}): no trace can hold what varies so much")
+        raise TraceError(
+            f"{drawn:.3g} was drawn for exp({of[0]:.1f} ± {of[1]:.1f}): no trace can hold what varies so much"
+        )
     return drawn
 
 
@@ -216,7 +222,13 @@ def to_blocks(trace: Trace, block_size: int) -> Trace:
             parent = numbers.setdefault(key, len(numbers))
             ids.append(parent)
         builder.add(
-            request.timestamp, ids, request.input_length, request.output_length, request.session, request.tenant,
-            request.stop, request.expected_seconds,
-        )  # fmt: skip
+            request.timestamp,
+            ids,
+            request.input_length,
+            request.output_length,
+            request.session,
+            request.tenant,
+            request.stop,
+            request.expected_seconds,
+        )
     return builder.build()

@@ -100,12 +100,15 @@ class Trace:
 
     def __getitem__(self, index: int) -> TraceRequest:
         return TraceRequest(
-            float(self.timestamps[index]), self.ids_of(index), int(self.input_lengths[index]),
-            int(self.output_lengths[index]), None if self.sessions is None else self.sessions[index],
+            float(self.timestamps[index]),
+            self.ids_of(index),
+            int(self.input_lengths[index]),
+            int(self.output_lengths[index]),
+            None if self.sessions is None else self.sessions[index],
             None if self.tenants is None else self.tenants[index],
             None if self.stops is None else self.stops[index],
             None if self.expected is None else self.expected[index],
-        )  # fmt: skip
+        )
 
     def ids_of(self, index: int) -> Int32Array:
         """The ids of one request, a view."""
@@ -153,13 +156,21 @@ class Trace:
         """The first requests, as a trace of its own."""
         count = min(num_requests, len(self))
         return Trace(
-            self.name, self.format, self.unit, self.ids[: self.offsets[count]], self.offsets[: count + 1],
-            self.timestamps[:count], self.input_lengths[:count], self.output_lengths[:count],
-            None if self.sessions is None else self.sessions[:count], self.reuse_known, self.problems,
+            self.name,
+            self.format,
+            self.unit,
+            self.ids[: self.offsets[count]],
+            self.offsets[: count + 1],
+            self.timestamps[:count],
+            self.input_lengths[:count],
+            self.output_lengths[:count],
+            None if self.sessions is None else self.sessions[:count],
+            self.reuse_known,
+            self.problems,
             None if self.tenants is None else self.tenants[:count],
             None if self.stops is None else self.stops[:count],
             None if self.expected is None else self.expected[:count],
-        )  # fmt: skip
+        )
 
     def full_blocks_only(self) -> Trace:
         """Without the partial last block of each prompt: a real engine does not publish it."""
@@ -169,10 +180,21 @@ class Trace:
         keep[:] = positions < np.repeat(lengths, np.diff(self.offsets))
         offsets = np.concatenate(([0], np.cumsum(lengths)))
         return Trace(
-            self.name, self.format, self.unit, self.ids[keep], offsets, self.timestamps, self.input_lengths,
-            self.output_lengths, self.sessions, self.reuse_known, self.problems, self.tenants, self.stops,
+            self.name,
+            self.format,
+            self.unit,
+            self.ids[keep],
+            offsets,
+            self.timestamps,
+            self.input_lengths,
+            self.output_lengths,
+            self.sessions,
+            self.reuse_known,
+            self.problems,
+            self.tenants,
+            self.stops,
             self.expected,
-        )  # fmt: skip
+        )
 
 
 class TraceBuilder:
@@ -196,10 +218,16 @@ class TraceBuilder:
         return len(self._ends)
 
     def add(
-        self, timestamp: float, ids: Sequence[object], input_length: int, output_length: int,
-        session: str | None = None, tenant: str | None = None, stop: str | None = None,
+        self,
+        timestamp: float,
+        ids: Sequence[object],
+        input_length: int,
+        output_length: int,
+        session: str | None = None,
+        tenant: str | None = None,
+        stop: str | None = None,
         expected_seconds: float | None = None,
-    ) -> TraceBuilder:  # fmt: skip
+    ) -> TraceBuilder:
         """One more request. The caller has checked that lengths are not negative."""
         if len(self._ends) >= MAX_REQUESTS or len(self._ids) + len(ids) > MAX_IDS:
             raise TraceError(
@@ -248,8 +276,18 @@ class TraceBuilder:
         )
         expected = tuple(self._expected) if any(value is not None for value in self._expected) else None
         return Trace(
-            self.name, self.format, self.unit, np.array(self._ids, np.int32),
-            np.concatenate(([0], np.array(self._ends, np.int64))), np.array(self._timestamps, np.float64),
-            np.array(self._inputs, np.int64), np.array(self._outputs, np.int64), sessions, self.reuse_known,
-            self.problems, tenants, stops, expected,
-        )  # fmt: skip
+            self.name,
+            self.format,
+            self.unit,
+            np.array(self._ids, np.int32),
+            np.concatenate(([0], np.array(self._ends, np.int64))),
+            np.array(self._timestamps, np.float64),
+            np.array(self._inputs, np.int64),
+            np.array(self._outputs, np.int64),
+            sessions,
+            self.reuse_known,
+            self.problems,
+            tenants,
+            stops,
+            expected,
+        )

@@ -1,6 +1,6 @@
 """`kvpool serve --ray`, and the application for Ray's own `serve run` and `serve deploy`.
 
-    serve run kvpool.server.on_ray.ray_application:build config=kvpool.toml
+serve run kvpool.server.on_ray.ray_application:build config=kvpool.toml
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ def build(arguments: Mapping[str, str]) -> Any:
 
 
 def application(
-    ray_settings: RaySettings, settings: ServeSettings, models: list[ModelSettings], access: Access, host: str | None = None
+    ray_settings: RaySettings,
+    settings: ServeSettings,
+    models: list[ModelSettings],
+    access: Access,
+    host: str | None = None,
 ) -> Any:
     """A front and the engines behind it. Replicas announce their caches at `host`, or as Ray knows their machine."""
     serve = ray_serve()
@@ -47,10 +51,11 @@ def application(
         "max_ongoing_requests": settings.limits.requests + 1,  # a replica refuses what is over its limit, and says why
         "graceful_shutdown_timeout_s": 30,
         "request_router_config": {
-            "request_router_class": ROUTER, "request_router_kwargs": asdict(routing_of(ray_settings))
+            "request_router_class": ROUTER,
+            "request_router_kwargs": asdict(routing_of(ray_settings)),
         },
         **ray_settings.engines,
-    }  # fmt: skip
+    }
     if "autoscaling_config" not in engines:
         engines.setdefault("num_replicas", ray_settings.replicas)
     engines.setdefault("ray_actor_options", _needs(plan.model.options.device))
@@ -77,12 +82,16 @@ def _deployment(serve: Any, kind: type, options: dict[str, Any]) -> Any:
 def travelling(models: list[ModelSettings]) -> ModelSettings:
     """The model with paths that mean the same wherever a replica starts."""
     if len(models) != 1:
-        raise ConfigError(f"{len(models)} models: an application on Ray serves one; start one for each, with name and prefix")
+        raise ConfigError(
+            f"{len(models)} models: an application on Ray serves one; start one for each, with name and prefix"
+        )
     options = models[0].options
     if options.record is not None:
         raise ConfigError("--record writes the trace of one engine; on Ray there are several")
     if options.publish is not None:
-        raise ConfigError("--publish is for one engine; on Ray each replica announces its cache at a free port of its own")
+        raise ConfigError(
+            "--publish is for one engine; on Ray each replica announces its cache at a free port of its own"
+        )
     model = str(Path(options.model).resolve()) if options.model and Path(options.model).exists() else options.model
     config = None if options.config is None else options.config.resolve()
     disk = None if options.disk is None else str(Path(options.disk).expanduser().resolve())

@@ -1,13 +1,13 @@
 """The section `[ray]` of a configuration: how many replicas, where, and what Ray Serve is told besides.
 
-    [ray]
-    replicas = 4
+[ray]
+replicas = 4
 
-    [ray.engines]                          # options of Ray Serve's deployment of engines, as Ray names them
-    ray_actor_options = {num_gpus = 1}
+[ray.engines]                          # options of Ray Serve's deployment of engines, as Ray names them
+ray_actor_options = {num_gpus = 1}
 
-    [ray.routing]                          # weights: docs/cluster.md
-    session_tokens = 512
+[ray.routing]                          # weights: docs/cluster.md
+session_tokens = 512
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from kvpool.tiers.tier_settings import read_toml
 class RaySettings:
     """What runs where. `engines` and `front` go to Ray Serve as they are."""
 
-    address: str | None = None  # of a cluster; "local": a new one; None: $RAY_ADDRESS, the one on this machine, or a new one
+    address: str | None = (
+        None  # of a cluster; "local": a new one; None: $RAY_ADDRESS, the one on this machine, or a new one
+    )
     name: str = "kvpool"  # of the application
     prefix: str = "/"  # of its paths
     proxies: str = "EveryNode"  # where Ray listens for clients: HeadOnly, or every machine with replicas
@@ -59,7 +61,9 @@ def read_ray(config: Path | None, given: Mapping[str, Any]) -> RaySettings:
         raise ConfigError(f"{where}: wait_seconds={settings.wait_seconds} must be a number of seconds above 0")
     for section in (settings.engines, settings.front):
         if "name" in section:
-            raise ConfigError(f"{config}: the deployments have names of their own; [ray] name is that of the application")
+            raise ConfigError(
+                f"{config}: the deployments have names of their own; [ray] name is that of the application"
+            )
     _check_count(settings, table, given)
     routing_of(settings)
     return settings
@@ -73,7 +77,9 @@ def _check_count(settings: RaySettings, table: Mapping[str, Any], given: Mapping
     scaling = settings.engines.get("autoscaling_config")
     most = scaling.get("max_replicas", 1) if isinstance(scaling, dict) else settings.engines.get("num_replicas", 1)
     if isinstance(most, int) and most > MAX_NODES:
-        raise ConfigError(f"{most} replicas are more than the {MAX_NODES} that one router knows: start several applications")
+        raise ConfigError(
+            f"{most} replicas are more than the {MAX_NODES} that one router knows: start several applications"
+        )
 
 
 def routing_of(settings: RaySettings) -> RoutingConfig:

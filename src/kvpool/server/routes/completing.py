@@ -35,7 +35,10 @@ async def complete(
     most = context.gate.limits.prompts
     if len(given) > most:
         raise Problem(
-            400, f"{len(given)} prompts are over this server's limit of {most} at once", code="invalid_value", param="prompt"
+            400,
+            f"{len(given)} prompts are over this server's limit of {most} at once",
+            code="invalid_value",
+            param="prompt",
         )
     prompts = await asyncio.gather(*(model.tokens(prompt) for prompt in given))
     params = await sampling_params(body, model, context.gate.limits, body.max_tokens, body.logprobs)
@@ -63,14 +66,14 @@ def offered(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
     if choice is None or choice in ("auto", "none"):
         return [] if choice == "none" else tools
     raise Problem(
-        400, "tool_choice can be 'auto' or 'none': the model sees the tools and decides", code="unsupported",
+        400,
+        "tool_choice can be 'auto' or 'none': the model sees the tools and decides",
+        code="unsupported",
         param="tool_choice",
-    )  # fmt: skip
+    )
 
 
-async def named_tokens(
-    model: ServedModel, prompt: Prompt | None, messages: Sequence[Message] | None
-) -> Int32Array:
+async def named_tokens(model: ServedModel, prompt: Prompt | None, messages: Sequence[Message] | None) -> Int32Array:
     """The token ids of the prompt, or of the conversation, that a body names."""
     if (prompt is None) == (messages is None):
         raise Problem(400, "give either a prompt or messages", code="invalid_value", param="prompt")
@@ -95,9 +98,11 @@ async def conversation_tokens(
     for name in template or ():
         if name in _reserved():
             raise Problem(
-                400, f"chat_template_kwargs are what the model's template reads; {name!r} is not for clients to set",
-                code="invalid_value", param="chat_template_kwargs",
-            )  # fmt: skip
+                400,
+                f"chat_template_kwargs are what the model's template reads; {name!r} is not for clients to set",
+                code="invalid_value",
+                param="chat_template_kwargs",
+            )
     more = {**(template or {}), **({"tools": list(tools)} if tools else {})}
     return await model.chat_tokens(spoken, **more)
 
@@ -117,9 +122,11 @@ def _text_of(content: str | list[dict[str, Any]] | None, number: int) -> str:
         kind = part.get("type")
         if kind not in ("text", "input_text", "output_text") or not isinstance(part.get("text"), str):
             raise Problem(
-                400, f"message {number} has a part of type {show(kind)} that holds no text; this model reads text only",
-                code="unsupported", param=f"messages.{number}.content",
-            )  # fmt: skip
+                400,
+                f"message {number} has a part of type {show(kind)} that holds no text; this model reads text only",
+                code="unsupported",
+                param=f"messages.{number}.content",
+            )
     return "".join(part["text"] for part in content)
 
 

@@ -115,7 +115,9 @@ class _Beside:
     def __call__(self) -> Mapping[str, Any]:
         if time.monotonic() >= self._due:
             waiting = self._engine.waiting()
-            told = [[str(one.request_id), one.tenant, one.num_tokens, round(one.seconds, 1)] for one in waiting[:_MAX_TOLD]]
+            told = [
+                [str(one.request_id), one.tenant, one.num_tokens, round(one.seconds, 1)] for one in waiting[:_MAX_TOLD]
+            ]
             self._known = {"waiting": told, "num_waiting": len(waiting), "latency": self._latencies.recent()}
             self._due = time.monotonic() + _ASK_SECONDS
         return self._known

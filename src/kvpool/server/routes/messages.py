@@ -114,7 +114,11 @@ def _text_of(turn: Turn, number: int) -> str:
 
 
 async def _retention(
-    turns: Sequence[Turn], spoken: Sequence[Message], prompt: Int32Array, model: ServedModel, tools: Sequence[dict[str, Any]]
+    turns: Sequence[Turn],
+    spoken: Sequence[Message],
+    prompt: Int32Array,
+    model: ServedModel,
+    tools: Sequence[dict[str, Any]],
 ) -> Retention | None:
     """The marks of a conversation as ranges of tokens; a mark inside a message counts from the message's end."""
     ranges: list[TokenRange] = []

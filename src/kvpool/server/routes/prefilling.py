@@ -26,9 +26,7 @@ from kvpool.web.streams import EventStream, unless_gone
 ALIVE_SECONDS = 1.0  # in which a stream says something, also while its prompt waits
 
 
-async def prefill(
-    request: Request, body: PromptForOthers, model: ServedModel, caller: Caller, gate: Gate
-) -> Response:
+async def prefill(request: Request, body: PromptForOthers, model: ServedModel, caller: Caller, gate: Gate) -> Response:
     """Computes a prompt for others. Answers when all of it is in the tier, or as a stream how much is there so far."""
     tokens = await named_tokens(model, body.prompt, body.messages)
     if len(tokens) > gate.limits.prompt_tokens:

@@ -79,18 +79,18 @@ async def respond(
     """Answers a conversation as OpenAI's endpoint does."""
     if body.previous_response_id is not None:
         raise Problem(
-            400, "responses are not kept here: send the conversation as input instead of previous_response_id",
-            code="unsupported", param="previous_response_id",
-        )  # fmt: skip
+            400,
+            "responses are not kept here: send the conversation as input instead of previous_response_id",
+            code="unsupported",
+            param="previous_response_id",
+        )
     turns = [Message(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     if body.instructions:
         turns = [Message(role="system", content=body.instructions), *turns]
     body.n = 1
     if body.text is not None and body.text.format is not None:
         body.response_format = body.text.format.as_response_format()
-    params = await sampling_params(
-        body, model, context.gate.limits, body.max_output_tokens or FILL_CONTEXT, None
-    )
+    params = await sampling_params(body, model, context.gate.limits, body.max_output_tokens or FILL_CONTEXT, None)
     tools = offered([tool.as_function() for tool in body.tools or ()], body.tool_choice)
     prompt = await conversation_tokens(model, turns, tools)
     exchange = Exchange(request, body, model, caller, context, ResponseAnswer(model.name, body))

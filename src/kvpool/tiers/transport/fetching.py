@@ -187,7 +187,8 @@ class Fetcher:
         """Memory for everything that an option loads; nothing if there is none."""
         prompt = fetch.prompt
         wanted = [
-            read_columns(group, fetch.first, option.num_blocks, prompt.num_tokens, self.block_size) for group in self.groups
+            read_columns(group, fetch.first, option.num_blocks, prompt.num_tokens, self.block_size)
+            for group in self.groups
         ]
         ends = np.cumsum([_aligned(len(c) * g.spec.block_bytes) for c, g in zip(wanted, self.groups, strict=True)])
         staged = self.memory.take(int(ends[-1]))

@@ -87,9 +87,7 @@ class Offers:
                 if each is not None:
                     self.lineage.begin(each, digests[own - start])
         progress.num_blocks, progress.digest, progress.salt = stop, digests[-1], salt
-        used = [
-            self._min_uses == 1 or self._count_use(digest) >= self._min_uses or is_demanded for digest in digests
-        ]
+        used = [self._min_uses == 1 or self._count_use(digest) >= self._min_uses or is_demanded for digest in digests]
         for group, keys in zip(self._keys.groups, self._keys.of_digests(names), strict=True):
             ids = handle.block_ids(group.index)[start:stop].tolist()
             wanted = [i for i, key in enumerate(keys) if used[i] and ids[i] >= 0 and self._storer.wants(key)]

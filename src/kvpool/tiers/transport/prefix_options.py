@@ -49,9 +49,7 @@ class BlockKeys:
         self.groups = cached_groups(config)
         self.forgotten = Forgotten()
 
-    def of_prompt(
-        self, tokens: Int32Array, scope: ReuseScope, multimodal: Sequence[MultimodalItem] = ()
-    ) -> PromptKeys:
+    def of_prompt(self, tokens: Int32Array, scope: ReuseScope, multimodal: Sequence[MultimodalItem] = ()) -> PromptKeys:
         """The keys of all whole blocks of a prompt, with the images in it."""
         version, root = self.forgotten.version, root_digest(scope)
         used, _ = self.forgotten.renamed(self.salt_of(scope, root), self.digests(root, tokens, multimodal))

@@ -126,7 +126,9 @@ class Storer:
             if only is not None and index not in only:
                 continue
             with self._lock:
-                lacking = [i for i, key in enumerate(keys) if key not in watched.known and key not in self._pending[index]]
+                lacking = [
+                    i for i, key in enumerate(keys) if key not in watched.known and key not in self._pending[index]
+                ]
                 chosen = [keys[i] for i in lacking]
                 self._pending[index].update(chosen)
             if not chosen:
