@@ -56,19 +56,16 @@ def test_given_guaranteed_capacity_then_nobody_is_ever_preempted_or_stalled(laye
     assert (engine.scheduler.stats.preemptions, engine.scheduler.stats.stalls) == (0, 0)
 
 
-def test_given_a_full_pool_when_nobody_comes_or_leaves_then_it_is_asked_again_only_now_and_then(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    engine = make_engine(make_manager(gpu_blocks=8))
-    add(engine, request("runs", 10, 20), request("waits", 24, 2, first=50))
+def test_given_a_full_pool_when_nobody_comes_or_leaves_then_it_is_asked_again_only_now_and_then() -> None:
     asked: list[int] = []
-    honest = engine.manager.match_prefix
 
-    def match_prefix(*arguments: Any) -> PrefixMatch:
-        asked.append(step)
-        return honest(*arguments)
+    class Noting(KVCacheManager):
+        def match_prefix(self, *arguments: Any, **options: Any) -> PrefixMatch:
+            asked.append(step)
+            return super().match_prefix(*arguments, **options)
 
-    monkeypatch.setattr(engine.manager, "match_prefix", match_prefix)
+    engine = make_engine(Noting(make_manager(gpu_blocks=8).config))
+    add(engine, request("runs", 10, 20), request("waits", 24, 2, first=50))
     for step in range(2 * RETRY_STEPS + 1):  # noqa: B007 - match_prefix notes it
         engine.step()
     assert sorted(set(asked)) == [0, RETRY_STEPS, 2 * RETRY_STEPS]
