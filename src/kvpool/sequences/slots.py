@@ -12,7 +12,7 @@ from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.state import CacheState
 
 
-def writable_blocks(state: CacheState, group: int) -> BoolArray:
+def writable_blocks(state: CacheState, group: Any) -> BoolArray:
     """For every GPU block of the group's pool, whether a sequence may write it now.
 
     A sequence writes from its first uncommitted position on, and behind all that is published of it: a fork may have
@@ -33,7 +33,7 @@ def writable_blocks(state: CacheState, group: int) -> BoolArray:
     counts = np.maximum(last - first, 0)
     owners = np.repeat(live, counts)
     columns = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts - first, counts)
-    ids = rows.tables[group][owners, columns]
+    ids = rows.tables[kind.index][owners, columns]
     mask[ids[ids >= 0]] = True
     writable: BoolArray = mask & (pool.refs <= 1)
     return writable
