@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,8 @@ def test_given_a_test_that_leaves_a_file_in_the_working_tree_then_the_run_fails_
         shutil.copy(Path(__file__).resolve().parents[1] / name, tmp_path / name)
     (tmp_path / "tests" / "test_it.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}  # not a worker
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == status, ended.stdout + ended.stderr
     assert ("left files in the working tree: somewhere" in ended.stderr) == bool(status)
     assert "1 passed" in ended.stdout
