@@ -80,7 +80,7 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_lock_over_io() -> Iterator[None]:
-    """No lock of kvpool is held over a file, a socket or a log line, but those that docs/architecture.md names."""
+    """No lock of kvpool is held over a file, a socket or a log line, but those that docs/threads.md names."""
     lock_watch.findings.clear()
     yield
     allowed = lock_watch.exceptions()

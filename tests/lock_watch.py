@@ -2,7 +2,7 @@
 
 `install` puts them in place of `threading`'s for all that kvpool makes from then on; locks of others stay as they are. What
 is found is kept in `findings`, as (lock, what was done, where). A lock is named by the file that makes it and its attribute.
-Which locks may be held over what is said in docs/architecture.md, and nowhere else.
+Which locks may be held over what is said in docs/threads.md, and nowhere else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 Lock, RLock, Condition = threading.Lock, threading.RLock, threading.Condition
 
-DOCS = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
+DOCS = Path(__file__).resolve().parent.parent / "docs" / "threads.md"
 EVENTS = {  # of the interpreter's audit: whatever opens, looks for or removes files, reaches out, or sleeps
     *("open", "os.listdir", "os.scandir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate"),
     *("fcntl.flock", "mmap.__new__", "subprocess.Popen", "tempfile.mkdtemp", "tempfile.mkstemp", "time.sleep"),
@@ -162,6 +162,6 @@ def install() -> None:
 @cache
 def exceptions() -> dict[str, str]:
     """Locks that may be held over I/O or a callback, and why, as the table in the documentation says it."""
-    table = DOCS.read_text().partition("### Locks that are held over I/O")[2].partition("\n## ")[0]
+    table = DOCS.read_text().partition("## Locks that are held over I/O")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `([\w/.]+)` `(\w+)` \| (.+) \|$", table, re.MULTILINE)
     return {f"{path} {attribute}": reason for path, attribute, reason in rows}

@@ -24,7 +24,7 @@ def test_given_a_test_that_leaves_a_file_in_the_working_tree_then_the_run_fails_
 ) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "docs").mkdir()
-    for name in ("tests/conftest.py", "tests/lock_watch.py", "docs/architecture.md"):  # which says what locks may do
+    for name in ("tests/conftest.py", "tests/lock_watch.py", "docs/threads.md"):  # which says what locks may do
         shutil.copy(Path(__file__).resolve().parents[1] / name, tmp_path / name)
     (tmp_path / "tests" / "test_it.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]

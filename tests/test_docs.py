@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "kvpool"
-PAGES = [ROOT / "docs" / name for name in ("architecture.md", "blocks.md")]
+PAGES = [ROOT / "docs" / name for name in ("architecture.md", "blocks.md", "threads.md")]
 
 
 def words_of(page: Path) -> set[str]:
@@ -61,19 +61,25 @@ def test_given_the_pages_on_how_it_works_then_every_class_and_method_they_name_e
     assert sorted(named - names_in_the_source()) == []
 
 
+def test_given_the_pictures_of_the_layers_then_every_class_in_them_exists() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    pictures = "\n".join(re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    named = set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w+(?:\.\w+)?|\bKVCache\w+", pictures)) - {"FlashInfer", "ZeroMQ"}
+    assert len(named) > 25
+    assert sorted(named - names_in_the_source()) == []
+
+
 def test_given_the_glossary_then_it_is_sorted_and_the_code_uses_each_of_its_words() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     words = re.findall(r"^\| ([a-z ]+) \| [A-Z]", page.partition("## Glossary")[2], re.MULTILINE)
-    assert len(words) > 25
+    assert 15 < len(words) < 25, "a stranger learns about twenty words, not more"
     assert words == sorted(words)
     code = "\n".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")).lower()
     assert [word for word in words if not re.search(rf"\b{word.replace(' ', '[ _]')}|_{word}", code)] == []
 
 
 def test_given_the_lengths_of_a_row_then_the_page_explains_each() -> None:
-    page = (
-        (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## Lengths")[2].partition("\n## ")[0]
-    )
+    page = (ROOT / "docs" / "blocks.md").read_text(encoding="utf-8").partition("## Lengths")[2].partition("\n## ")[0]
     explained = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
     source = (PACKAGE / "pools" / "rows.py").read_text(encoding="utf-8")
     assert explained == set(re.findall(r"self\.(\w+): Int64Array = np\.zeros\(num_rows,", source))

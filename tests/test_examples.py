@@ -17,8 +17,8 @@ EXPECTED = {
     "quickstart.py": "992 tokens of the next prompt are cached",
     "async_requests.py": "served in order: True",
     "custom_policy.py": "two-class: 256 of 256 tokens still cached",
-    "replay.py": "4,000 blocks: lru 0.197, adaptive 0.203, optimum 0.289",
-    "scheduler.py": "12 requests are as they would be alone: True",
+    "compare_policies.py": "4,000 blocks: lru 0.197, adaptive 0.203, optimum 0.289",
+    "own_engine.py": "12 requests are as they would be alone: True",
     "data_plane.py": "intact after the journey: True",
     "compat/pyagent.py": "49 tokens: [0, 1, 2, 3] free 96",
     "compat/vllm_v0.py": "copies: {'s0': [(2, 3)], 's1': [(2, 4)], 's2': []}",
@@ -90,8 +90,10 @@ def test_given_the_readme_then_its_quick_start_is_the_tested_example() -> None:
     assert README_BLOCKS[0] == example.partition("\n\n")[2]
 
 
-def test_given_the_guide_when_its_recipes_run_in_order_then_they_work() -> None:
-    guide = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
-    recipes = "\n".join(re.findall(r"^```python\n(.*?)^```", guide, re.M | re.S))
+@pytest.mark.parametrize("name", ["guide.md", "blocks.md", "threads.md"])
+def test_given_a_page_when_its_python_runs_from_top_to_bottom_then_it_works(name: str) -> None:
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    recipes = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))
     result = run_python("-c", recipes)
-    assert "hits" in result.stdout, result.stderr
+    assert recipes
+    assert result.returncode == 0, result.stderr

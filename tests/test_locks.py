@@ -1,4 +1,4 @@
-"""No lock is held over a callback or I/O, but for those that docs/architecture.md names with their reason.
+"""No lock is held over a callback or I/O, but for those that docs/threads.md names with their reason.
 
 conftest.py watches kvpool's locks in every test; these say that the watch sees what it should, and let all callbacks that
 users hand in be called.

@@ -1,4 +1,4 @@
-"""A toy engine in seventy lines: the scheduler decides, this loop obeys. Its "model" adds up the tokens in the blocks."""
+"""An engine of your own in seventy lines: the scheduler decides, this loop obeys. The "model" adds up tokens."""
 
 import numpy as np
 
