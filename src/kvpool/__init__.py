@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kvpool.config import DType, GroupKind, KVCacheConfig, LayerGroup, LayerSpec, Tier
+from kvpool.config import DType, GroupKind, KVCacheConfig, LayerGroup, LayerSpec, StatePart, StateSpec, Tier
 from kvpool.config.model_config import config_from_hf, layers_from_hf
 from kvpool.errors import KVPoolError, NeverFitsError, OutOfBlocksError
 from kvpool.events import Subscription
@@ -70,6 +70,8 @@ __all__ = [
     "ReuseHint",
     "ReuseScope",
     "SequenceBatch",
+    "StatePart",
+    "StateSpec",
     "Subscription",
     "TenantQuota",
     "Tier",

@@ -2,5 +2,16 @@
 
 from kvpool.config.cache_config import KVCacheConfig
 from kvpool.config.layers import DType, GroupKind, LayerGroup, LayerSpec, PoolSpec, Tier
+from kvpool.config.states import StatePart, StateSpec
 
-__all__ = ["DType", "GroupKind", "KVCacheConfig", "LayerGroup", "LayerSpec", "PoolSpec", "Tier"]
+__all__ = [
+    "DType",
+    "GroupKind",
+    "KVCacheConfig",
+    "LayerGroup",
+    "LayerSpec",
+    "PoolSpec",
+    "StatePart",
+    "StateSpec",
+    "Tier",
+]

@@ -1,19 +1,28 @@
 """From a Hugging Face config.json to the layers of a KV cache, without transformers.
 
 A file that does not say enough is refused, naming what is missing. Nothing is guessed: a model that keeps anything but
-K and V per token (recurrent states, convolutions, shared or compressed caches) is refused too, naming the key that
-says so.
+K and V per token and the states of the families in `hybrid_config` (shared or compressed caches, other states) is
+refused too, naming the key that says so.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvpool.config import KVCacheConfig
+from kvpool.config.hybrid_config import (
+    ATTENTION_KINDS,
+    HYBRID_DEFAULTS,
+    HYBRID_FAMILIES,
+    STATE_KINDS,
+    layer_kinds,
+    state_spec,
+)
 from kvpool.config.layers import MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS, DType, LayerSpec, check_bool, check_int, show
+from kvpool.config.states import StateSpec
 from kvpool.errors import ConfigError
 from kvpool.jsonfile import read_json
 
@@ -47,8 +56,14 @@ _DEFAULTS: dict[str, dict[str, int]] = {
     "cohere2": _sizes(40, 64, 8192, sliding_window=4096),
     "phi": _sizes(24, 32, 2048),
     "phi3": _sizes(32, 32, 3072),
+    **HYBRID_DEFAULTS,
 }
-_NESTED_TYPES = {"gemma3": "gemma3_text", "llama4": "llama4_text"}
+_NESTED_TYPES = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
 _ALIASES = {
     "num_hidden_layers": ("n_layer",),
     "num_attention_heads": ("n_head",),
@@ -57,6 +72,7 @@ _ALIASES = {
 _ALIASED_TYPES = frozenset({"gpt2", "gptj", "codegen", "gpt_bigcode", "bloom", "falcon"})
 _MHA_TYPES = frozenset({"gpt2", "gptj", "codegen", "bloom", "gpt_neox", "opt", "persimmon"})
 _MLA_TYPES = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3"})
+_DOUBLE_WIDTH_TYPES = frozenset({"zamba", "zamba2"})  # attention sees the embedding beside the hidden state
 
 _ALL_LAYERS_SLIDE = frozenset({"mistral", "ministral", "mixtral", "phi3", "phimoe", "starcoder2"})
 _TOP_LAYERS_SLIDE = frozenset({"qwen2", "qwen3"})  # those from max_window_layers on
@@ -65,13 +81,17 @@ _SLIDE_ONLY_IF_SWITCHED_ON = frozenset({*_TOP_LAYERS_SLIDE, "qwen2_moe", "qwen3_
 _EVERY_NTH_IS_FULL = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "cohere2": 4}
 _NO_LAYER_SLIDES = frozenset({"llama", "gemma", "phi", "falcon", *_MHA_TYPES, *_MLA_TYPES})
 
-# Signs that a layer keeps something else than K and V of every token.
-_FOREIGN_PREFIXES = ("mamba_", "ssm_", "rwkv_", "conv_", "linear_num_", "linear_conv_", "linear_attn", "lru_")
-_FOREIGN_KEYS = frozenset(
+# Signs that a layer keeps a state; and those that it keeps something else than K and V of every token.
+_STATE_PREFIXES = ("mamba_", "ssm_", "rwkv_", "conv_", "linear_num_", "linear_conv_", "linear_attn", "lru_")
+_STATE_KEYS = frozenset(
     {
         *("ssm_cfg", "state_size", "d_state", "time_step_rank", "hybrid_override_pattern", "hybrid_layer_pattern"),
         *("layers_block_type", "block_types", "_block_types", "attn_layer_period", "attn_layer_indices"),
         *("attn_type_list", "full_attn_idxs", "full_attention_interval"),
+    }
+)
+_FOREIGN_KEYS = frozenset(
+    {
         *("num_kv_shared_layers", "use_cla", "block_configs", "num_key_value_heads_per_layer", "global_head_dim"),
         *("index_head_dim", "compress_ratios"),
         *("is_encoder_decoder", "type_vocab_size"),
@@ -87,28 +107,65 @@ def config_from_hf(
     `budget` are the other fields of KVCacheConfig, at least one of `gpu_blocks`, `gpu_bytes` or `gpu_fraction`:
     `config_from_hf("models/llama", gpu_bytes=20 * 2**30, dtype="fp8")`.
     """
-    return KVCacheConfig(layers_from_hf(source, dtype=dtype), block_size, **budget)
+    return KVCacheConfig(without_states(layers_from_hf(source, dtype=dtype)), block_size, **budget)
 
 
-def layers_from_hf(source: Source, *, dtype: DType | str | None = None) -> tuple[LayerSpec, ...]:
-    """The layers that a Hugging Face config describes.
+def layers_from_hf(source: Source, *, dtype: DType | str | None = None) -> tuple[LayerSpec | StateSpec, ...]:
+    """What the layers keep that a Hugging Face config describes, in the order of the layers.
 
-    `source` is the parsed config, or the path of a config.json or of the folder that holds it. `dtype` is what the
-    cache stores; by default the dtype of the model (`dtype` or `torch_dtype` in the file), else bfloat16.
+    A layer that attends keeps K and V of every token (LayerSpec), a recurrent one a state of the whole sequence (StateSpec),
+    one that does both keeps both, its attention first. `source` is the parsed config, or the path of a config.json or of
+    the folder that holds it. `dtype` is what the cache stores of K and V; by default the dtype of the model (`dtype` or
+    `torch_dtype` in the file), else bfloat16. States are kept as the model computes them.
     """
     outer = load_config(source)
     text, model_type = _text_config(outer)
     _refuse_foreign(text, model_type)
     config = _with_defaults(text, model_type, nested=text is not outer)
-    stored = next((c[key] for c in (config, outer) for key in ("dtype", "torch_dtype") if c.get(key)), DType.BFLOAT16)
-    stored = DType.parse(stored if dtype is None else dtype)
+    own = next((c[key] for c in (config, outer) for key in ("dtype", "torch_dtype") if c.get(key)), DType.BFLOAT16)
+    stored = DType.parse(own if dtype is None else dtype)
+    if model_type in HYBRID_FAMILIES:
+        return _hybrid_layers(config, model_type, stored, own)
     num_layers = _get_int(config, "num_hidden_layers", _MAX_LAYERS, "number of layers")
+    shape = _attention_shape(config, model_type, stored)
+    return tuple(_layer(shape, kind, config, model_type) for kind in _layer_types(config, model_type, num_layers))
+
+
+def without_states(layers: Sequence[LayerSpec | StateSpec]) -> tuple[LayerSpec, ...]:
+    """The layers as they are, if all of them attend; a manager has blocks for K and V only."""
+    states = [layer for layer in layers if isinstance(layer, StateSpec)]
+    if states:
+        raise ConfigError(
+            f"{len(states)} layers keep a state of {sum(state.bytes for state in states)} bytes a sequence, for which a "
+            "manager has no memory; only models of which every layer attends can be sized"
+        )
+    return tuple(layer for layer in layers if isinstance(layer, LayerSpec))
+
+
+def _hybrid_layers(
+    config: Mapping[str, Any], model_type: str, stored: DType, own: object
+) -> tuple[LayerSpec | StateSpec, ...]:
+    kinds = layer_kinds(config, model_type)
+    state = None
+    if STATE_KINDS.intersection(kinds):
+        state = state_spec(config, model_type, DType.parse(own))
+    shape = _attention_shape(config, model_type, stored) if ATTENTION_KINDS.intersection(kinds) else {}
+    layers: list[LayerSpec | StateSpec] = []
+    for kind in kinds:
+        if kind in ATTENTION_KINDS:
+            attention = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}.get(kind, kind)
+            layers.append(_layer(shape, attention, config, model_type))
+        if state is not None and kind in STATE_KINDS:
+            layers.append(state)
+    return tuple(layers)
+
+
+def _attention_shape(config: Mapping[str, Any], model_type: str, stored: DType) -> dict[str, Any]:
+    """The arguments of LayerSpec that all layers of the model which attend have in common."""
     if config.get("kv_lora_rank") is not None or model_type in _MLA_TYPES:
         head_dim = sum(_get_int(config, key, MAX_HEAD_DIM, "MLA width") for key in ("kv_lora_rank", "qk_rope_head_dim"))
-        shape: dict[str, Any] = {"kv_heads": 1, "head_dim": head_dim, "k_only": True, "dtype": stored}
-    else:
-        shape = {**_head_shape(config, model_type), "dtype": stored}
-    return tuple(_layer(shape, kind, config, model_type) for kind in _layer_types(config, model_type, num_layers))
+        return {"kv_heads": 1, "head_dim": head_dim, "k_only": True, "dtype": stored}
+    return {**_head_shape(config, model_type), "dtype": stored}
 
 
 def load_config(source: Source) -> Mapping[str, Any]:
@@ -142,14 +199,18 @@ def _model_type(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_foreign(config: Mapping[str, Any], model_type: str) -> None:
-    signs = sorted(k for k, v in config.items() if v and (k in _FOREIGN_KEYS or k.startswith(_FOREIGN_PREFIXES)))
+    signs = sorted(key for key, value in config.items() if value and key in _FOREIGN_KEYS)
+    if model_type not in HYBRID_FAMILIES:
+        signs += sorted(k for k, v in config.items() if v and (k in _STATE_KEYS or k.startswith(_STATE_PREFIXES)))
     if config.get("is_decoder") is True and not config.get("is_encoder_decoder"):
         signs = [key for key in signs if key != "type_vocab_size"]
     if signs:
-        found = ", ".join(f"{key}={show(config[key])}" for key in signs)
+        found = ", ".join(f"{key}={show(config[key])}" for key in sorted(signs))
+        kept = "more or less than K and V of every token in every layer"
+        if "index_head_dim" in signs:
+            kept = "an indexer's keys per token besides K and V"
         raise ConfigError(
-            f"model_type={show(model_type)} keeps more or less than K and V of every token in every layer ({found}); "
-            "describe its attention layers with LayerSpec yourself"
+            f"model_type={show(model_type)} keeps {kept} ({found}); describe its attention layers with LayerSpec yourself"
         )
 
 
@@ -163,6 +224,8 @@ def _with_defaults(config: Mapping[str, Any], model_type: str, *, nested: bool) 
     for key, value in _DEFAULTS.get(model_type, {}).items():
         if nested or key not in _STANDARD_KEYS:
             full.setdefault(key, value)
+    if model_type in HYBRID_FAMILIES:  # which keys it must have depends on its layers
+        return full
     required = _STANDARD_KEYS if full.get("head_dim") is None else _STANDARD_KEYS[:2]
     missing = [key for key in required if full.get(key) is None]
     if missing:
@@ -188,9 +251,10 @@ def _head_shape(config: Mapping[str, Any], model_type: str) -> dict[str, int]:
         kv_heads = _get_int(config, "num_key_value_heads", MAX_HEADS, "number of K/V heads")
     if num_heads % kv_heads:
         raise ConfigError(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={num_heads}")
-    if config.get("head_dim") is not None:
+    if model_type not in _DOUBLE_WIDTH_TYPES and config.get("head_dim") is not None:
         return {"kv_heads": kv_heads, "head_dim": _get_int(config, "head_dim", MAX_HEAD_DIM, "head size")}
     hidden_size = _get_int(config, "hidden_size", MAX_HEADS * MAX_HEAD_DIM, "width of the model")
+    hidden_size *= 2 if model_type in _DOUBLE_WIDTH_TYPES else 1
     if hidden_size % num_heads:
         raise ConfigError(f"hidden_size={hidden_size} is no multiple of num_attention_heads={num_heads}; add head_dim")
     return {"kv_heads": kv_heads, "head_dim": hidden_size // num_heads}

@@ -193,7 +193,7 @@ class _Machine(NamedTuple):
 
 
 def _machine(model: Path | None, kv_dtype: str | None, gpu: str | None, measured: Path | None) -> _Machine | None:
-    from kvpool.config.model_config import layers_from_hf
+    from kvpool.config.model_config import layers_from_hf, without_states
     from kvpool.replay.planning.expected_costs import costs_for
     from kvpool.replay.planning.weights import count_weights
     from kvpool.scheduling.measured_costs import read_costs
@@ -205,13 +205,13 @@ def _machine(model: Path | None, kv_dtype: str | None, gpu: str | None, measured
         if model is None:
             return _Machine(found.layers, found.costs)
         found.check_model(count_weights(model).total)
-        return _Machine(layers_from_hf(model, dtype=kv_dtype), found.costs)
+        return _Machine(without_states(layers_from_hf(model, dtype=kv_dtype)), found.costs)
     if gpu is not None:
         if model is None:
             raise InvalidArgumentError("--gpu needs --model config.json: the cost of a token depends on the model")
         costs, layers = costs_for(model, gpu, kv_dtype)
         return _Machine(layers, costs)
-    return None if model is None else _Machine(layers_from_hf(model, dtype=kv_dtype), None)
+    return None if model is None else _Machine(without_states(layers_from_hf(model, dtype=kv_dtype)), None)
 
 
 def _add_serving(

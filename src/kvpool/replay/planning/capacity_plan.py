@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from kvpool.config import KVCacheConfig
 from kvpool.config.layers import ceil_div
-from kvpool.config.model_config import layers_from_hf
+from kvpool.config.model_config import layers_from_hf, without_states
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.planning.expected_costs import costs_for
 from kvpool.replay.planning.gpus import COMPUTE_EFFICIENCY, DISK_BYTES_PER_SECOND, LINK_EFFICIENCY, find_gpu
@@ -84,7 +84,7 @@ def make_plan(request: PlanRequest) -> Plan:
     (65536, 51)
     """
     weights = count_weights(request.model)
-    layers = layers_from_hf(request.model, dtype=request.kv_dtype)
+    layers = without_states(layers_from_hf(request.model, dtype=request.kv_dtype))
     plan = Plan()
     per_parameter = request.weight_bytes or weights.bytes_per_parameter
     hardware = _hardware(request, weights, per_parameter)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.config import LayerSpec
-from kvpool.config.model_config import layers_from_hf
+from kvpool.config.model_config import layers_from_hf, without_states
 from kvpool.replay.planning.gpus import find_gpu
 from kvpool.replay.planning.weights import count_weights
 from kvpool.scheduling import LinearCostModel
@@ -24,7 +24,7 @@ def costs_for(
     """Costs expected of a GPU: prefill bound by compute, decoding by memory bandwidth. And the model's layers."""
     device, weights = find_gpu(gpu), count_weights(model)
     per_parameter = weight_bytes or weights.bytes_per_parameter
-    layers = layers_from_hf(model, dtype=kv_dtype)
+    layers = without_states(layers_from_hf(model, dtype=kv_dtype))
     flops = device.flops(per_parameter) * num_gpus
     bandwidth = device.decode_bytes_per_second * num_gpus
     costs = LinearCostModel(
