@@ -3,8 +3,9 @@
 from kvpool.kernels.layout import Runs
 from kvpool.storage.data_plane import DataPlane, StepSlots
 from kvpool.storage.disk import DiskStore
-from kvpool.storage.layout import GroupLayout, LayerCache
+from kvpool.storage.layout import GroupLayout, LayerCache, StateLayout
 from kvpool.storage.memory import free_bytes, measure_budget
+from kvpool.storage.states import StateSlots
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer import Transfer, TransferEngine
 
@@ -16,6 +17,8 @@ __all__ = [
     "GroupLayout",
     "LayerCache",
     "Runs",
+    "StateLayout",
+    "StateSlots",
     "Transfer",
     "TransferEngine",
     "free_bytes",

@@ -1,19 +1,21 @@
-"""How K and V lie inside a block, and the views of them that kernels get."""
+"""How K and V lie inside a block, and states inside a slot; and the views of them that kernels get."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvpool.config import StateSpec
 from kvpool.config.layers import LayerGroup, ceil_div
 from kvpool.errors import ConfigError
 from kvpool.kernels.layout import LayerCache, Runs
 from kvpool.kernels.quantization import TORCH_DTYPES
 
-__all__ = ["GroupLayout", "LayerCache", "Part"]
+__all__ = ["GroupLayout", "LayerCache", "Part", "StateLayout"]
 
 
 class Part(NamedTuple):
@@ -90,3 +92,35 @@ class GroupLayout:
         """The stretches of a block that hold tokens one after the other, for copies of its first tokens."""
         layers = len(self.group.layers)
         return [Runs(part.offset, part.layer_stride, layers, part.token_bytes) for part in self.parts]
+
+
+class StateLayout:
+    """Where the states of a model's layers lie inside a slot, the block of a pool of states.
+
+        slot:   parts of the first layer | parts of the second layer | ...
+
+    One slot holds what all layers keep of one sequence at one position, so that copying a state is one copy. `specs` are
+    the states by the number of their layer in the model. A part begins where its `StateSpec` says, and is contiguous.
+    """
+
+    def __init__(self, specs: Mapping[int, StateSpec]) -> None:
+        self.specs = dict(sorted(specs.items()))
+        self.block_bytes = sum(spec.bytes for spec in self.specs.values())
+
+    def views(self, data: Tensor) -> dict[tuple[int, str], Tensor]:
+        """Every part of every layer, [slot, *shape], as views into the bytes of a store, uint8 [slot, byte]."""
+        views, start = {}, 0
+        for layer, spec in self.specs.items():
+            for part, offset in zip(spec.parts, spec.offsets, strict=False):
+                dtype = TORCH_DTYPES[part.dtype]
+                flat = data.view(-1).view(dtype)
+                strides = (self.block_bytes // dtype.itemsize, *_contiguous(part.shape))
+                begin = flat.storage_offset() + (start + offset) // dtype.itemsize
+                views[layer, part.name] = flat.as_strided((data.shape[0], *part.shape), strides, begin)
+            start += spec.bytes
+        return views
+
+
+def _contiguous(shape: tuple[int, ...]) -> list[int]:
+    """The strides of a contiguous tensor."""
+    return [math.prod(shape[i + 1 :]) for i in range(len(shape))]

@@ -14,7 +14,7 @@ from kvpool.kernels.copy import upload as send
 from kvpool.pools.arrays import Int32Array
 from kvpool.storage.disk import ByteRows, DiskStore
 from kvpool.storage.dma import copy_over_link
-from kvpool.storage.layout import GroupLayout
+from kvpool.storage.layout import GroupLayout, StateLayout
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer_steps import TransferStep
 
@@ -33,7 +33,12 @@ def move(step: TransferStep) -> None:
 
 
 def _copy(
-    source: Tensor, target: Tensor, src: Int32Array, dst: Int32Array, num_tokens: Int32Array | None, layout: GroupLayout
+    source: Tensor,
+    target: Tensor,
+    src: Int32Array,
+    dst: Int32Array,
+    num_tokens: Int32Array | None,
+    layout: GroupLayout | StateLayout,
 ) -> None:
     """Between two tensors of blocks, in memory of whatever kind."""
     if source.device.type != target.device.type:
@@ -49,6 +54,7 @@ def _copy(
     if num_tokens is None:
         copy_blocks(source, target, *upload(np.stack([src, dst]), device))
     else:
+        assert isinstance(layout, GroupLayout)  # a state has no tokens of which a few could be copied
         sources, targets, tokens = upload(np.stack([src, dst, num_tokens]), device)
         copy_tokens(source, target, sources, targets, tokens, layout.runs)
 

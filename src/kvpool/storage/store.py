@@ -10,12 +10,12 @@ from torch import Tensor
 from kvpool.config import PoolSpec, Tier
 from kvpool.config.layers import MAX_BLOCKS, check_int
 from kvpool.errors import InvalidArgumentError
-from kvpool.storage.layout import GroupLayout, LayerCache
+from kvpool.storage.layout import GroupLayout, LayerCache, StateLayout
 from kvpool.storage.memory import HostMemory, allocate_device
 
 
 class BlockStore:
-    """One allocation, uint8 [block, byte]; `layer_cache` shows it as typed K and V.
+    """One allocation, uint8 [block, byte]; `layer_cache` shows it as typed K and V, `states` as the parts of states.
 
     `device` is where the bytes are. Host memory is pinned when `gpu` names the GPU that will read it. Bytes allocated are
     bytes reported: `num_blocks * block_bytes`.
@@ -25,7 +25,7 @@ class BlockStore:
         self,
         pool: PoolSpec,
         tier: Tier,
-        layouts: Mapping[int, GroupLayout],
+        layouts: Mapping[int, GroupLayout | StateLayout],
         num_blocks: int | None = None,
         *,
         device: torch.device | str = "cpu",
@@ -49,6 +49,7 @@ class BlockStore:
         else:
             self.data = allocate_device(self.device, num_blocks, self.block_bytes)
         self._caches: dict[tuple[int, int], LayerCache] = {}
+        self._states: dict[int, dict[tuple[int, str], Tensor]] = {}
 
     @property
     def num_blocks(self) -> int:
@@ -68,8 +69,19 @@ class BlockStore:
         """Layer number `index` of a layer group, as views. A resize makes earlier views stale."""
         cache = self._caches.get((group, index))
         if cache is None:
-            cache = self._caches[group, index] = self.layouts[group].layer_cache(self.data, index)
+            layout = self.layouts[group]
+            assert isinstance(layout, GroupLayout)
+            cache = self._caches[group, index] = layout.layer_cache(self.data, index)
         return cache
+
+    def states(self, group: int) -> Mapping[tuple[int, str], Tensor]:
+        """The parts of a group's states by layer and name, [slot, *shape], as views. A resize makes earlier ones stale."""
+        states = self._states.get(group)
+        if states is None:
+            layout = self.layouts[group]
+            assert isinstance(layout, StateLayout)
+            states = self._states[group] = layout.views(self.data)
+        return states
 
     def resize(self, num_blocks: int) -> None:
         """Makes room for more blocks or gives memory back; the blocks that remain keep their bytes.

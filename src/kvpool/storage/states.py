@@ -1,0 +1,64 @@
+"""StateSlots: the states of sequences as the layers of a model read and write them, by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpool.config import StateSpec
+from kvpool.errors import InvalidArgumentError
+from kvpool.pools.arrays import Int32Array
+from kvpool.storage.layout import StateLayout
+from kvpool.storage.store import BlockStore
+
+
+class StateSlots:
+    """The states of one layer group in a store. Slots are that store's blocks: `CopyOp`s, tiers and checksums know them.
+
+    Gathering and scattering are one operation each on the current stream, of fixed shapes for a fixed number of slots, and
+    wait for nothing; they may stand in a CUDA graph.
+    """
+
+    def __init__(self, store: BlockStore, group: int = 0) -> None:
+        layout = store.layouts[group]
+        if not isinstance(layout, StateLayout):
+            raise InvalidArgumentError(f"layer group {group} of pool {store.pool} keeps keys and values, no states")
+        self.store = store
+        self.group = group
+        self.specs: Mapping[int, StateSpec] = layout.specs  # by the number of the layer in the model
+
+    @property
+    def device(self) -> torch.device:
+        return self.store.device
+
+    def gather(self, layer: int, part: str, slots: Tensor) -> Tensor:
+        """A contiguous copy [slot, *shape] of a part of a layer's states; `slots` is int64 on the device."""
+        return self.store.states(self.group)[layer, part].index_select(0, slots)
+
+    def scatter(self, layer: int, part: str, slots: Tensor, values: Tensor) -> None:
+        """Writes a part of a layer's states, [slot, *shape], into distinct slots."""
+        stored = self.store.states(self.group)[layer, part]
+        stored.index_copy_(0, slots, values.to(stored.dtype))
+
+    def check(self, sources: Int32Array, targets: Int32Array) -> None:
+        """InvalidArgumentError unless a step may read the states in `sources` (-1: none) and write those in `targets`.
+
+        Two sequences may read the same state. What one writes, no other may read or write: all of them run at once.
+        """
+        limit = self.store.num_blocks
+        for name, slots, lowest in (("sources", sources, -1), ("targets", targets, 0)):
+            if len(slots) and not lowest <= int(slots.min()) <= int(slots.max()) < limit:
+                raise InvalidArgumentError(
+                    f"{name} {slots.tolist()[:8]} are not all among the {limit} slots of the store"
+                )
+        if len(np.unique(targets)) < len(targets):
+            raise InvalidArgumentError(f"targets {targets.tolist()[:8]} name a slot twice: each sequence needs its own")
+        foreign = np.flatnonzero(np.isin(sources, targets) & (sources != targets))
+        if len(foreign):
+            raise InvalidArgumentError(
+                f"slot {int(sources[foreign[0]])} is read for one sequence and written for another in the same step; write "
+                "into a free slot"
+            )
