@@ -26,7 +26,6 @@ MODULE_FILES = sorted((SRC / "kvpool").rglob("*.py"))
 LAYERS = (
     *("compiling", "errors", "quiet", "plainfile", "jsonfile", "terminal", "scope", "config", "formats", "stats"),
     *(
-        "counters",
         "eviction",
         "events",
         "pools",

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from kvpool import MemoryPressure, ReuseScope, Tier
-from kvpool.counters import Histogram
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
+from kvpool.stats import Histogram
 from managers import Clock, cached, make_manager
 
 # --- histograms ------------------------------------------------------------------------------------------------------

@@ -9,19 +9,16 @@ from kvpool.events import Subscription
 from kvpool.eviction import EvictionPolicy, KeyedPolicy, register_policy
 from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
-from kvpool.manager.guard import PressureChange
+from kvpool.manager.guard import Observer, PressureChange
 from kvpool.manager.inspection import BlockState, CachedRun, KVCacheBlock
-from kvpool.manager.observer import Observer
 from kvpool.manager.pins import Pin
-from kvpool.pools.copies import CopyKind, CopyOp
-from kvpool.pools.pool import ResizeResult
-from kvpool.prefix.quota import TenantQuota
+from kvpool.pools.pool import CopyKind, CopyOp, ResizeResult
+from kvpool.prefix.orders import TenantQuota
 from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.admission import PrefixMatch
 from kvpool.sequences.batch import CSRTable, SequenceBatch
-from kvpool.sequences.block_table import BlockTable
-from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.handle import BlockTable, KVCacheHandle
 from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import Admission, AllocStatus
 from kvpool.stats import CacheStats, EvictionReason, GroupStats, HandleStats, MemoryPressure, PoolStats

@@ -18,7 +18,7 @@ from kvpool.errors import (
     UnknownRequestError,
 )
 from kvpool.eviction import EvictionPolicy, make_policy
-from kvpool.pools.copies import CopyKind, CopyOp
+from kvpool.pools.pool import CopyKind, CopyOp
 
 torch = pytest.importorskip("torch")
 

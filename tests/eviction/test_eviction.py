@@ -26,7 +26,7 @@ from kvpool.eviction import (
     policy_names,
     register_policy,
 )
-from kvpool.eviction.remembering import GhostPolicy
+from kvpool.eviction.classic import GhostPolicy
 
 BUILT_IN = ("lru", "lfu", "fifo", "clock", "sieve", "s3fifo", "2q", "arc", "priority", "cost", "adaptive")
 

@@ -13,7 +13,7 @@ from stand_in import StandInRun
 
 from kvpool.eviction.experience import EDGES, MAX_AGE, NUM_KINDS, Experience, Worth, bin_of
 from kvpool.eviction.kind_rows import MARGIN, WEIGHT_OF, RowOrder
-from kvpool.eviction.queues import KEY, RUN, Item
+from kvpool.eviction.run import KEY, RUN, Item
 
 KINDS = 5
 

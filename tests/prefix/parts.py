@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from kvpool import KVCacheConfig, LayerSpec
-from kvpool.counters import Counters
 from kvpool.events import EventLog
 from kvpool.eviction import LRUPolicy
 from kvpool.pools.groups import make_groups
@@ -16,6 +15,7 @@ from kvpool.prefix.context import CacheContext
 from kvpool.prefix.node import Node, Root
 from kvpool.prefix.tree import RunTree
 from kvpool.scope import ReuseScope
+from kvpool.stats import Counters
 from managers import FULL, Clock, pools_of
 
 WINDOWED = LayerSpec(kv_heads=1, head_dim=8, window=4)

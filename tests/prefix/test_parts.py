@@ -10,21 +10,16 @@ from parts import SIZE, WINDOWED, add_run, make_context, make_root, make_tree, t
 from kvpool.config import Tier
 from kvpool.events import Removed, Stored, Updated
 from kvpool.eviction import LRUPolicy
-from kvpool.pools.copies import CopyKind
+from kvpool.pools.pool import CopyKind
 from kvpool.prefix.announcer import Announcer
-from kvpool.prefix.cache import PrefixCache
+from kvpool.prefix.cache import PrefixCache, Removal
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.prefix.expiry import Expiry
-from kvpool.prefix.ledger import IdleLedger
-from kvpool.prefix.logits import StoredLogits
 from kvpool.prefix.node import DEFAULT_PRIORITY, NEVER, Node
-from kvpool.prefix.orders import EvictionOrders
-from kvpool.prefix.path_readers import PathReaders
-from kvpool.prefix.quota import Quota
-from kvpool.prefix.removal import Removal
-from kvpool.prefix.tree import RunTree
-from kvpool.prefix.window_readers import WindowReaders
+from kvpool.prefix.orders import EvictionOrders, IdleLedger, Quota
+from kvpool.prefix.readers import PathReaders, WindowReaders
+from kvpool.prefix.tree import RunTree, StoredLogits
 from kvpool.scope import ReuseScope
 from kvpool.stats import EvictionReason
 from managers import FULL

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool import KVCacheManager, LayerSpec, ReuseScope, Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError
-from kvpool.prefix.quota import TenantQuota
+from kvpool.prefix.orders import TenantQuota
 from managers import FULL, cached, make_manager, running
 
 SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=8)

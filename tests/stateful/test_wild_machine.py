@@ -15,7 +15,7 @@ from wild_runs import reduced, report, run
 
 from kvpool import GroupKind, Tier
 from kvpool.eviction import policy_names
-from kvpool.pools.copies import CopyKind
+from kvpool.pools.pool import CopyKind
 
 NUM_OPERATIONS = 80
 SEEDS = range(100)

@@ -13,7 +13,7 @@ from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.config.layers import MAX_BLOCKS, check_number, show
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, as_count
-from kvpool.pools.copies import CopyKind, CopyOp
+from kvpool.pools.pool import CopyKind, CopyOp
 
 if TYPE_CHECKING:
     from torch import Tensor

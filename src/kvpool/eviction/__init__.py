@@ -8,14 +8,25 @@ from typing import TypeVar
 from kvpool.compiling import tell_apart
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.adaptive import AdaptivePolicy
-from kvpool.eviction.arc import ARCPolicy, TwoQueuePolicy
-from kvpool.eviction.clock import ClockPolicy, SievePolicy
-from kvpool.eviction.cost import CostAwarePolicy
-from kvpool.eviction.keyed import FIFOPolicy, LFUPolicy, LRUPolicy, PriorityPolicy
-from kvpool.eviction.policy import EvictionPolicy, KeyedPolicy
-from kvpool.eviction.remembering import GhostPolicy, RememberingPolicy
+from kvpool.eviction.classic import (
+    ARCPolicy,
+    ClockPolicy,
+    GhostPolicy,
+    RememberingPolicy,
+    S3FIFOPolicy,
+    SievePolicy,
+    TwoQueuePolicy,
+)
+from kvpool.eviction.policy import (
+    CostAwarePolicy,
+    EvictionPolicy,
+    FIFOPolicy,
+    KeyedPolicy,
+    LFUPolicy,
+    LRUPolicy,
+    PriorityPolicy,
+)
 from kvpool.eviction.run import Key, Run
-from kvpool.eviction.s3fifo import S3FIFOPolicy
 
 __all__ = [
     "ARCPolicy",

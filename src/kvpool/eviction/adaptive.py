@@ -20,8 +20,7 @@ from kvpool.eviction.experience import LOWEST, NUM_KINDS, Experience, as_shared,
 from kvpool.eviction.ghosts import Ghosts
 from kvpool.eviction.kind_rows import WEIGHTS, Row, RowOrder
 from kvpool.eviction.policy import EvictionPolicy, moment_of
-from kvpool.eviction.queues import BLOCKS, KEY, RUN, START, Item
-from kvpool.eviction.run import Run, Tokens
+from kvpool.eviction.run import BLOCKS, KEY, RUN, START, Item, Run, Tokens
 
 EPOCHS_PER_CACHE: Final = 32  # the cache turns over once in so many epochs
 ORDERS_PER_CACHE: Final = 48  # how often candidates are put in order by their ages while it does

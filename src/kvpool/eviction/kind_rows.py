@@ -11,8 +11,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Final
 
 from kvpool.eviction.experience import EDGES, NUM_KINDS, Worth, bin_of
-from kvpool.eviction.queues import KEY, NO_CANDIDATES, RUN, Item, RunQueue
-from kvpool.eviction.run import Run
+from kvpool.eviction.run import KEY, NO_CANDIDATES, RUN, Item, Run, RunQueue
 
 MARGIN: Final = 0.8  # a younger run goes instead of the oldest only if its value is below this part of the oldest's
 WEIGHTS: Final = 32  # classes of what a block counts for its depth, in steps of a quarter octave

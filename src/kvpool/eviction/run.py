@@ -1,8 +1,10 @@
-"""A cached run of blocks as eviction policies see it, and the keys by which they rank it."""
+"""A cached run as policies see it, and the two containers that policies are made of."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias
+from collections import OrderedDict, deque
+from heapq import heappop, heappush
+from typing import Any, Final, Protocol, TypeAlias
 from zlib import crc32
 
 import numpy as np
@@ -84,3 +86,144 @@ class Run(Protocol):
 
     def fingerprint_of(self, start: int, sum_before: int, key: bytes) -> int:
         """The fingerprint of a run of this scope that begins at this depth, behind tokens of this checksum, with these."""
+
+
+Item = list[Any]  # [key, -start, created, serial, run or None once discarded, blocks]: a list, so that C compares it
+KEY: Final = 0
+START: Final = 1  # negative: of equal keys the deepest comes first
+RUN: Final = 4
+BLOCKS: Final = 5
+NO_CANDIDATES: Final = "no run can be evicted: every cached run is referenced, pinned or has children"
+_SLACK: Final = 64  # discarded items tolerated beyond one per live item
+
+
+class RunQueue:
+    """Runs in the order of their keys; of equal keys the deepest first, then the oldest, then the first pushed.
+
+    Most keys arrive in ascending order (the newest access, the newest insertion), so the items are kept in an ordered
+    deque plus a heap for the late ones: O(1) in the usual case and O(log n) in the worst. Discarded items stay until
+    they reach the front, or until they outnumber the live ones and everything is rebuilt.
+    """
+
+    __slots__ = ("_heap", "_ordered", "_serial", "_stale", "num_blocks", "num_runs")
+
+    def __init__(self) -> None:
+        self._ordered: deque[Item] = deque()
+        self._heap: list[Item] = []
+        self.num_runs = 0
+        self._stale = 0
+        self._serial = 0
+        self.num_blocks = 0  # of the live items, as they were when pushed
+
+    def __len__(self) -> int:
+        return self.num_runs
+
+    def push(self, key: Key, run: Run) -> Item:
+        """Insert `run`; the returned item is what `discard` takes."""
+        self._serial = serial = self._serial + 1
+        num_blocks = run.num_blocks
+        item: Item = [key, -run.start, run.created, serial, run, num_blocks]
+        ordered = self._ordered
+        if not ordered or ordered[-1] < item:
+            ordered.append(item)
+        else:
+            heappush(self._heap, item)
+        self.num_runs += 1
+        self.num_blocks += num_blocks
+        return item
+
+    def discard(self, item: Item) -> None:
+        """Take out an item that `push` returned and that was not discarded before."""
+        item[RUN] = None
+        self.num_blocks -= item[BLOCKS]
+        self.num_runs = live = self.num_runs - 1
+        self._stale = stale = self._stale + 1
+        if stale > live + _SLACK:
+            self._rebuild()
+
+    def trim(self, item: Item, num_blocks: int) -> None:
+        """A live item has only so many blocks left; its place stays."""
+        self.num_blocks += num_blocks - item[BLOCKS]
+        item[BLOCKS] = num_blocks
+
+    def head(self) -> Run:
+        """The first run; it stays. Raises `LookupError` when the queue is empty."""
+        first = self.first()
+        if first is None:
+            raise LookupError(NO_CANDIDATES)
+        run: Run = first[RUN]
+        return run
+
+    def first(self) -> Item | None:
+        """The first live item; None when there is none."""
+        ordered, heap = self._ordered, self._heap
+        while ordered and ordered[0][RUN] is None:
+            ordered.popleft()
+            self._stale -= 1
+        while heap and heap[0][RUN] is None:
+            heappop(heap)
+            self._stale -= 1
+        if heap and (not ordered or heap[0] < ordered[0]):
+            return heap[0]
+        return ordered[0] if ordered else None
+
+    def last(self) -> Item | None:
+        """The last of the live items that arrived in order; None when there is none."""
+        ordered = self._ordered
+        while ordered and ordered[-1][RUN] is None:
+            ordered.pop()
+            self._stale -= 1
+        return ordered[-1] if ordered else None
+
+    def clear(self) -> list[Run]:
+        """Empty the queue and return the runs that were in it."""
+        items = [item for source in (self._ordered, self._heap) for item in source if item[RUN] is not None]
+        runs: list[Run] = [item[RUN] for item in items]
+        for item in items:
+            item[RUN] = None
+        self._ordered.clear()
+        self._heap.clear()
+        self.num_runs = self._stale = self.num_blocks = 0
+        return runs
+
+    def _rebuild(self) -> None:
+        live = [item for source in (self._ordered, self._heap) for item in source if item[RUN] is not None]
+        live.sort()
+        self._ordered = deque(live)
+        self._heap = []
+        self._stale = 0
+
+
+class GhostList:
+    """Fingerprints of runs that were evicted, oldest first, with the number of blocks each one had."""
+
+    __slots__ = ("_blocks_of", "num_blocks")
+
+    def __init__(self) -> None:
+        self._blocks_of: OrderedDict[int, int] = OrderedDict()
+        self.num_blocks = 0
+
+    def __len__(self) -> int:
+        return len(self._blocks_of)
+
+    def add(self, fingerprint: int, num_blocks: int) -> None:
+        """Remember a run as the youngest ghost. Each weighs a block at least, so `trim` bounds their number too."""
+        self.take(fingerprint)
+        self._blocks_of[fingerprint] = max(num_blocks, 1)
+        self.num_blocks += max(num_blocks, 1)
+
+    def take(self, fingerprint: int) -> bool:
+        """Forget a ghost; whether it was there."""
+        num_blocks = self._blocks_of.pop(fingerprint, 0)
+        self.num_blocks -= num_blocks
+        return num_blocks > 0
+
+    def trim(self, max_blocks: float) -> None:
+        """Forget the oldest ghosts until at most `max_blocks` blocks are remembered."""
+        while self._blocks_of and self.num_blocks > max_blocks:
+            _, num_blocks = self._blocks_of.popitem(last=False)
+            self.num_blocks -= num_blocks
+
+    def clear(self) -> None:
+        self._blocks_of.clear()
+        self.num_blocks = 0

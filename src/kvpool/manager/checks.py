@@ -12,7 +12,7 @@ from kvpool.manager.pins import Pins
 from kvpool.pools.groups import Group
 from kvpool.pools.pool import BlockPool
 from kvpool.prefix.node import Node, path_ids
-from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.admission import InFlight
 from kvpool.sequences.state import CacheState
 
 

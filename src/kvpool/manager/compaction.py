@@ -7,9 +7,8 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.errors import OutOfBlocksError
 from kvpool.pools.arrays import Int32Array
-from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
-from kvpool.pools.pool import BlockPool, ResizeResult
+from kvpool.pools.pool import BlockPool, CopyKind, CopyOp, ResizeResult
 from kvpool.sequences.state import CacheState
 from kvpool.stats import EvictionReason
 

@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 from kvpool.compiling import mypyc_attr
-from kvpool.manager.guard import Guard, contain
-from kvpool.manager.observer import Observer
+from kvpool.manager.guard import Guard, Observer, contain
 from kvpool.pools.arrays import Int32Array
 from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import CacheState

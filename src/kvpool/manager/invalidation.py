@@ -12,8 +12,8 @@ from kvpool.manager.pins import Pins
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.node import Node
 from kvpool.scope import ReuseScope
+from kvpool.sequences.admission import InFlight
 from kvpool.sequences.handle import KVCacheHandle
-from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.state import CacheState
 from kvpool.stats import EvictionReason
 

@@ -16,22 +16,21 @@ from kvpool.manager.arguments import check_scope, check_seconds
 from kvpool.manager.checks import Checker
 from kvpool.manager.compaction import Compaction
 from kvpool.manager.facade import Facade
-from kvpool.manager.guard import PressureChange
+from kvpool.manager.guard import Observer, PressureChange
 from kvpool.manager.inspection import CachedRun, Inspector, KVCacheBlock
 from kvpool.manager.invalidation import Invalidation
-from kvpool.manager.observer import Observer
 from kvpool.manager.picture import Picture, RunsPicture, picture, read_runs, runs_picture
 from kvpool.manager.pins import Pin, Pins
 from kvpool.pools.arrays import as_count, as_flag
 from kvpool.pools.pool import BlockPool, ResizeResult
 from kvpool.prefix.node import NEVER
-from kvpool.prefix.quota import TenantQuota
+from kvpool.prefix.orders import TenantQuota
 from kvpool.prefix.tenants import TenantQuotas
 from kvpool.scope import ReuseScope
+from kvpool.sequences.admission import InFlight
 from kvpool.sequences.handle import KVCacheHandle
-from kvpool.sequences.in_flight import InFlight
-from kvpool.sequences.onboard import Onboarding
 from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, as_prompt
+from kvpool.sequences.swap import Onboarding
 from kvpool.stats import CacheStats, EvictionReason, MemoryPressure
 
 
@@ -284,7 +283,7 @@ class Maintenance(Facade):
         return stop
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Tells `observer` of every operation that succeeds; returns a function that ends it. See `manager/observer.py`."""
+        """Tells `observer` of every operation that succeeds; returns a function that ends it. See `manager/guard.py`."""
         with self._guard.lock:
             self._observers = (*self._observers, observer)
             self._state.cache.tree.choose_source = self._chosen_source

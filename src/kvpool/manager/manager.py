@@ -39,28 +39,25 @@ from kvpool.eviction import EvictionPolicy
 from kvpool.eviction.hints import ReuseHint, check_hint
 from kvpool.manager.arguments import as_policy_factory, check_keeping, check_requests, is_among
 from kvpool.manager.compaction import Compaction
-from kvpool.manager.guard import Guard
+from kvpool.manager.guard import Guard, Observer
 from kvpool.manager.invalidation import Invalidation
-from kvpool.manager.observer import Observer
 from kvpool.manager.pins import Pins
 from kvpool.manager.steps import BatchLike, Steps
 from kvpool.pools.arrays import as_count, as_flag
-from kvpool.pools.copies import CopyOp
+from kvpool.pools.pool import CopyOp
 from kvpool.prefix.retention import Retention
 from kvpool.prefix.tenants import TenantQuotas
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import AdmissionPlanner, PrefixMatch
+from kvpool.sequences.admission import AdmissionPlanner, InFlight, PrefixMatch
 from kvpool.sequences.allocate import Lifecycle
 from kvpool.sequences.batch import SequenceBatch, as_handles
 from kvpool.sequences.handle import KVCacheHandle
-from kvpool.sequences.in_flight import InFlight
-from kvpool.sequences.onboard import Onboarding
 from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt, unknown_prompt
 from kvpool.sequences.release import Ending
 from kvpool.sequences.rewind import Rewinding
 from kvpool.sequences.state import Admission, CacheState
 from kvpool.sequences.step import Stepping
-from kvpool.sequences.swap import Swapping
+from kvpool.sequences.swap import Onboarding, Swapping
 from kvpool.sequences.windows import RowWindows
 
 ALLOCATE_ARGUMENTS = frozenset(

@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.config import Tier
-from kvpool.counters import Counters
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.node import Node
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import CacheState
+from kvpool.stats import Counters
 
 PIECE: Final = 256  # runs that are read while the lock is held
 

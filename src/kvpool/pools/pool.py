@@ -18,6 +18,7 @@ and cross-attention groups, and host blocks of swapped sequences, count every ho
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -156,3 +157,36 @@ class BlockPool:
         stack = np.empty(num_blocks, np.int32)  # all memory is there before anything changes
         stack[: len(free)] = free
         self.refs, self._free, self.num_blocks, self.num_free = refs, stack, num_blocks, len(free)
+
+
+class CopyKind(str, Enum):
+    """Why a block moves."""
+
+    COPY_ON_WRITE = "copy_on_write"
+    PARTIAL_REUSE = "partial_reuse"
+    SWAP_OUT = "swap_out"
+    SWAP_IN = "swap_in"
+    OFFLOAD = "offload"
+    ONBOARD = "onboard"
+    DEFRAGMENT = "defragment"
+
+
+class CopyOp(NamedTuple):
+    """Copy block `src[i]` of `src_tier` to block `dst[i]` of `dst_tier`, for every i, in the store of layer group `group`.
+
+    `num_tokens` limits the copy to the first tokens of each block (None: whole blocks). Operations must be run in the order
+    in which they were planned and before the next forward pass: a later one may reuse a block that an earlier one reads.
+    The pairs inside one operation do not depend on each other.
+    """
+
+    kind: CopyKind
+    group: int
+    src_tier: Tier
+    dst_tier: Tier
+    src: Int32Array
+    dst: Int32Array
+    num_tokens: int | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.src)

@@ -13,8 +13,7 @@ from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.groups import Group
 from kvpool.prefix.context import CacheContext
 from kvpool.prefix.digests import chain_digests, root_digest
-from kvpool.prefix.items import run_content
-from kvpool.prefix.node import Node, Root
+from kvpool.prefix.node import Node, Root, run_content
 from kvpool.scope import MultimodalItem
 from kvpool.stats import EvictionReason
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
 
+from kvpool.compiling import mypyc_attr
 from kvpool.config import Tier
 from kvpool.eviction import EvictionPolicy
 from kvpool.eviction.run import checksum
 from kvpool.pools.arrays import Int32Array
-from kvpool.prefix.sorted_keys import SortedKeys
-from kvpool.scope import ReuseScope
+from kvpool.pools.symbols import Symbols, is_first, numbers_in
+from kvpool.scope import MultimodalItem, ReuseScope
+
+Content = tuple[Int32Array, tuple[MultimodalItem, ...]]
+
 
 DEFAULT_PRIORITY: Final = 35
 MAX_PRIORITY: Final = 100
@@ -291,6 +296,50 @@ class ChildIndex(dict[bytes, Node]):
         return best, shared
 
 
+@mypyc_attr(native_class=False)
+class SortedKeys(list[list[bytes]]):
+    """Sorted strings in chunks of bounded length."""
+
+    __slots__ = ()
+
+    CHUNK = 512
+
+    def _chunk_of(self, key: bytes) -> int:
+        """The index of the chunk that holds `key` or would hold it."""
+        if len(self) == 1:
+            return 0
+        return min(bisect_left(self, key, key=_last), len(self) - 1)
+
+    def add(self, key: bytes) -> None:
+        at = self._chunk_of(key)
+        chunk = self[at]
+        insort(chunk, key)
+        if len(chunk) > self.CHUNK:
+            half = len(chunk) // 2
+            self[at : at + 1] = [chunk[:half], chunk[half:]]
+
+    def remove(self, key: bytes) -> None:  # type: ignore[override]
+        at = self._chunk_of(key)
+        chunk = self[at]
+        del chunk[bisect_left(chunk, key)]
+        if not chunk:
+            del self[at]
+
+    def neighbours(self, query: bytes) -> list[bytes]:
+        """The keys just before and just after the place of `query`."""
+        at = self._chunk_of(query)
+        chunk = self[at]
+        place = bisect_left(chunk, query)
+        found = chunk[max(0, place - 1) : place + 1]
+        if place == 0 and at > 0:
+            found.append(self[at - 1][-1])
+        return found
+
+
+def _last(chunk: list[bytes]) -> bytes:
+    return chunk[-1]
+
+
 def path_ids(path: list[Node], num_blocks: int, group: int) -> Int32Array:
     """The block ids of a group along a path of synced nodes, cut to `num_blocks`."""
     if len(path) == 1:
@@ -308,6 +357,45 @@ def common_prefix_length(left: bytes, right: bytes) -> int:
     # The highest differing byte of the big-endian difference is the first differing byte of the strings.
     difference = int.from_bytes(left[:length], "big") ^ int.from_bytes(right[:length], "big")
     return length - (difference.bit_length() + 7) // 8
+
+
+def run_content(symbols: Symbols, node: Node, begin: int, end: int) -> Content:
+    """Tokens `begin..end` of a synced node as their caller gave them, and the items that they are placeholders of.
+
+    Positions count from `begin`; an item that began before it has a negative one.
+    """
+    ids = node.tokens[begin:end]
+    if not symbols.placeholders or not len(ids) or int(ids.min()) >= 0:
+        return ids, ()
+    items = symbols.items(ids)
+    first = int(ids[0])
+    if first < 0 and not (items and items[0].position == 0):
+        placeholder = symbols.placeholder(first)
+        before = _tokens_before(node, begin, placeholder.length)
+        start = int(np.flatnonzero(is_first(before))[-1]) - len(before)
+        items.insert(0, MultimodalItem(start, placeholder.length, placeholder.key))
+    return symbols.decode(ids), tuple(items)
+
+
+def _tokens_before(node: Node, index: int, count: int) -> Int32Array:
+    """At least `count` tokens before one of a node, on the path to it, or all there are."""
+    parts = [node.tokens[max(0, index - count) : index]]
+    found = len(parts[0])
+    while found < count and node.parent is not node.root:
+        node = node.parent
+        parts.append(node.tokens[-(count - found) :])
+        found += len(parts[-1])
+    return np.concatenate(parts[::-1])
+
+
+def numbers_in_tree(nodes: Iterable[Node]) -> set[int]:
+    """The numbers of all symbols that these synced nodes hold, in tokens or in the ends of prompts with stored logits."""
+    used: set[int] = set()
+    for node in nodes:
+        used |= numbers_in(node.tokens)
+        for _, tail in node.logits or ():
+            used |= numbers_in(np.frombuffer(tail, np.int32))
+    return used
 
 
 _NO_IDS: Int32Array = np.empty(0, np.int32)

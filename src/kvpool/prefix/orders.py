@@ -1,15 +1,72 @@
-"""The orders in which idle runs leave, and who may make whom leave."""
+"""Who leaves first: the orders of eviction, the quotas of tenants, and the count of idle blocks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpool.eviction import EvictionPolicy
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.node import Node, Root
-from kvpool.prefix.quota import Quota
 from kvpool.scope import ReuseScope
+
+if TYPE_CHECKING:
+    from kvpool.eviction import EvictionPolicy
+from collections.abc import Iterator
+
+from kvpool.prefix.context import CacheContext
+
+
+class TenantQuota(NamedTuple):
+    """The quota of one tenant as it stands now: GPU blocks of each pool."""
+
+    guaranteed: tuple[int, ...]
+    maximum: tuple[int | None, ...]
+    cached: tuple[int, ...]  # unread cached blocks of the tenant
+    pinned: tuple[int, ...]  # of the cached ones
+
+    def protected(self, pool: int, num_reused: int = 0) -> int:
+        """Unpinned cached blocks that other tenants cannot evict, once a request of the tenant reads `num_reused` of them."""
+        return _protected(self.cached[pool] - num_reused, self.guaranteed[pool], self.pinned[pool])
+
+
+class Quota:
+    """Limits of one tenant, in GPU blocks per pool, and its own eviction order.
+
+    `cached` counts the tenant's unreferenced cached blocks. While it is at or below `guaranteed`, other tenants' requests
+    do not evict them; when it would pass `maximum`, the tenant's own blocks go first. Blocks of running requests are not
+    limited here: that is the scheduler's decision. A guarantee holds in each pool against requests that need room in that
+    pool; a run that leaves for the sake of one pool takes its blocks of the others along.
+    """
+
+    __slots__ = ("cached", "guaranteed", "maximum", "pinned", "policies", "tenant")
+
+    def __init__(
+        self, tenant: str, guaranteed: list[int], maximum: list[int | None], policies: list[EvictionPolicy]
+    ) -> None:
+        self.tenant = tenant
+        self.guaranteed = guaranteed
+        self.maximum = maximum
+        self.policies = policies
+        self.cached = [0] * len(guaranteed)
+        self.pinned = [0] * len(guaranteed)  # of the cached ones
+
+    def protected(self, pool: int) -> int:
+        """How many of the tenant's unpinned cached blocks other tenants cannot evict."""
+        return _protected(self.cached[pool], self.guaranteed[pool], self.pinned[pool])
+
+    def excess(self, pool: int) -> int:
+        """How many blocks the tenant's idle cache is over its maximum."""
+        limit = self.maximum[pool]
+        return 0 if limit is None else max(0, self.cached[pool] - limit)
+
+    def view(self) -> TenantQuota:
+        """The numbers as they stand now."""
+        return TenantQuota(tuple(self.guaranteed), tuple(self.maximum), tuple(self.cached), tuple(self.pinned))
+
+
+def _protected(cached: int, guaranteed: int, pinned: int) -> int:
+    return max(0, min(cached, guaranteed) - pinned)
 
 
 class EvictionOrders:
@@ -76,3 +133,62 @@ class EvictionOrders:
             if best is None or node.last_access < best.last_access:
                 best = node
         return best  # type: ignore[no-any-return]
+
+
+class IdleLedger:
+    """The only one who changes `num_cached` and `num_pinned` of pools and quotas, but for shadows, which count themselves.
+
+    Blocks of full groups count with their run. Those of windowed groups count by themselves on the GPU, with the sequences
+    whose window covers them; below it they count with their run, because nobody reads one of them alone there.
+    """
+
+    def __init__(self, context: CacheContext) -> None:
+        self.pools = context.pools
+        self.windowed = context.windowed
+        self.full_per_pool = context.full_per_pool
+        # The pool of each tier when there is one full group and nothing else: counting is then one addition.
+        plain = self.full_per_pool == [(0, 1)] and not self.windowed and len(self.pools) == 1
+        self.only_pools = self.pools[0] if plain else None
+
+    def add_cached(self, root: Root, pool: BlockPool, change: int) -> None:
+        """`change` blocks became idle (or, if negative, stopped being so)."""
+        pool.num_cached += change
+        if root.quota is not None and pool.tier == GPU:
+            root.quota.cached[pool.index] += change
+
+    def add_pinned(self, root: Root, pool: BlockPool, change: int) -> None:
+        """`change` idle blocks became pinned (or, if negative, stopped being so)."""
+        pool.num_pinned += change
+        if root.quota is not None and pool.tier == GPU:
+            root.quota.pinned[pool.index] += change
+
+    def count_positions(self, node: Node, change: int) -> None:
+        """`change` positions of full groups in a run became idle (or, if negative, stopped being so)."""
+        if self.only_pools is not None and node.root.quota is None:
+            self.only_pools[node.tier].num_cached += change
+            return
+        for index, per_position in self.full_per_pool:
+            self.add_cached(node.root, self.pools[index][node.tier], change * per_position)
+
+    def count_run(self, node: Node, change: int) -> None:
+        """A run became idle (`change` 1) or stopped being so (-1): its blocks that count with it are cached, or not."""
+        if self.only_pools is not None and node.root.quota is None:
+            self.only_pools[node.tier].num_cached += change * node.num_blocks
+            return
+        self.count_positions(node, change * node.num_blocks)
+        if self.windowed and node.tier != GPU:
+            for pool, num_blocks in self._windowed_below(node):
+                self.add_cached(node.root, pool, change * num_blocks)
+
+    def count_pinned_run(self, node: Node, change: int) -> None:
+        """An idle run became pinned (`change` 1) or stopped being so (-1)."""
+        for index, per_position in self.full_per_pool:
+            self.add_pinned(node.root, self.pools[index][node.tier], change * node.num_blocks * per_position)
+        if self.windowed and node.tier != GPU:
+            for pool, num_blocks in self._windowed_below(node):
+                self.add_pinned(node.root, pool, change * num_blocks)
+
+    def _windowed_below(self, node: Node) -> Iterator[tuple[BlockPool, int]]:
+        """(pool, blocks) of each windowed group of a run below the GPU."""
+        for group in self.windowed:
+            yield group.on(node.tier), int((node.ids[group.index] >= 0).sum())

@@ -7,7 +7,7 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError
 from kvpool.prefix.cache import PrefixCache
-from kvpool.prefix.quota import Quota
+from kvpool.prefix.orders import Quota
 
 
 class TenantQuotas:

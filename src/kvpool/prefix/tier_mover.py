@@ -10,16 +10,14 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.pools.arrays import BoolArray, Int32Array
-from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
-from kvpool.pools.pool import GPU, BlockPool
+from kvpool.pools.pool import GPU, BlockPool, CopyKind, CopyOp
 from kvpool.prefix.announcer import Announcer
 from kvpool.prefix.context import CacheContext
-from kvpool.prefix.ledger import IdleLedger
 from kvpool.prefix.node import Node
-from kvpool.prefix.path_readers import PathReaders
+from kvpool.prefix.orders import IdleLedger
+from kvpool.prefix.readers import PathReaders, WindowReaders
 from kvpool.prefix.tree import RunTree
-from kvpool.prefix.window_readers import WindowReaders
 from kvpool.stats import EvictionReason
 
 HOST: Final = Tier.HOST

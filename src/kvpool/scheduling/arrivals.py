@@ -14,7 +14,7 @@ import numpy as np
 
 from kvpool.config import Tier
 from kvpool.pools.arrays import Int32Array
-from kvpool.pools.copies import CopyOp
+from kvpool.pools.pool import CopyOp
 from kvpool.scheduling.request import ScheduledSequence
 from kvpool.sequences.handle import KVCacheHandle
 

@@ -10,7 +10,7 @@ import numpy as np
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
-from kvpool.pools.copies import CopyOp
+from kvpool.pools.pool import CopyOp
 from kvpool.scheduling.cost_model import CostModel
 from kvpool.scheduling.request import Finished, ScheduledSequence
 from kvpool.sequences.batch import SequenceBatch

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.pools.copies import CopyOp
+from kvpool.pools.pool import CopyOp
 from kvpool.scheduling.request import FinishReason, RequestGroup, ScheduledSequence
 from kvpool.scheduling.roster import Roster
 from kvpool.scheduling.running import make_rows

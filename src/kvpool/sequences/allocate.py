@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from kvpool.config import Tier
-from kvpool.pools.copies import CopyKind, CopyOp
-from kvpool.pools.pool import GPU
+from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
 from kvpool.scope import ReuseScope
-from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner
+from kvpool.sequences.admission import AdmissionPlan, AdmissionPlanner, InFlight
 from kvpool.sequences.handle import GivenHandle, KVCacheHandle, note_sessions
-from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import CacheState
 from kvpool.sequences.windows import RowWindows

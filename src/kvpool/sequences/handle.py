@@ -1,9 +1,10 @@
-"""A live sequence as its user sees it."""
+"""A live sequence as its user sees it: its handle and its block table."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, TypeAlias
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, overload
 
 from kvpool.errors import UnknownRequestError
 from kvpool.pools.arrays import Int32Array
@@ -11,8 +12,48 @@ from kvpool.pools.rows import SequenceRows
 from kvpool.prefix.node import Node
 from kvpool.prefix.retention import Retention
 from kvpool.scope import ReuseScope
-from kvpool.sequences.block_table import BlockTable, SwappedBlocks
 from kvpool.stats import HandleStats
+
+
+class BlockTable(Sequence["int | None"]):
+    """Logical block to block id for one sequence and layer group; None where a block left its window.
+
+    >>> table = BlockTable([4, 7, -1])
+    >>> list(table), len(table)
+    ([4, 7, None], 3)
+    """
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self._ids = [None if block_id < 0 else block_id for block_id in ids]
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int | None]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int | None] | None:
+        return self._ids[index]
+
+    def __iter__(self) -> Iterator[int | None]:
+        return iter(self._ids)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    def __repr__(self) -> str:
+        return f"BlockTable({self._ids})"
+
+
+@dataclass(slots=True)
+class SwappedBlocks:
+    """Where a swapped-out sequence keeps its data: host block ids per group and column, -1 where there is none."""
+
+    ids: list[Int32Array]
+
 
 Rows: TypeAlias = SequenceRows[Node, "KVCacheHandle"]
 GivenHandle: TypeAlias = "KVCacheHandle"  # as a caller gave it: `CacheState` refuses what is no live handle of its own

@@ -11,8 +11,8 @@ from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.prefix.node import NEVER, Node
 from kvpool.prefix.retention import Retention
+from kvpool.sequences.admission import InFlight
 from kvpool.sequences.handle import GivenHandle, KVCacheHandle
-from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.state import CacheState
 from kvpool.sequences.windows import RowWindows
 from kvpool.stats import EvictionReason

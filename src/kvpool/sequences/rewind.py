@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from kvpool.config.layers import ceil_div
 from kvpool.errors import OutOfBlocksError
-from kvpool.pools.copies import CopyKind, CopyOp
-from kvpool.pools.pool import GPU
+from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.prefix.node import Node
+from kvpool.sequences.admission import InFlight
 from kvpool.sequences.handle import KVCacheHandle, note_sessions
-from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.state import CacheState
 from kvpool.sequences.windows import RowWindows
 

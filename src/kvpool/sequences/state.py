@@ -8,21 +8,19 @@ from typing import NamedTuple
 
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.config.layers import ceil_div
-from kvpool.counters import Counters
 from kvpool.errors import NeverFitsError, OutOfBlocksError, SequenceStateError, UnknownRequestError
 from kvpool.events import EventLog, PoolSize
 from kvpool.eviction import EvictionPolicy
-from kvpool.pools.copies import CopyOp
 from kvpool.pools.groups import make_groups
-from kvpool.pools.pool import GPU, BlockPool
+from kvpool.pools.pool import GPU, BlockPool, CopyOp
 from kvpool.pools.rows import SequenceRows
 from kvpool.pools.symbols import Fresh, numbers_in
 from kvpool.prefix.cache import PrefixCache
 from kvpool.prefix.context import CacheContext
-from kvpool.prefix.items import numbers_in_tree
+from kvpool.prefix.node import numbers_in_tree
 from kvpool.sequences.handle import GivenHandle, KVCacheHandle, Rows
 from kvpool.sequences.publish import Publisher
-from kvpool.stats import EvictionReason
+from kvpool.stats import Counters, EvictionReason
 
 LOCAL_TIERS = (GPU, Tier.HOST, Tier.DISK)
 

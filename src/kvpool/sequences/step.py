@@ -12,13 +12,12 @@ import numpy as np
 
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array, largest
-from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
-from kvpool.pools.pool import GPU
+from kvpool.pools.pool import GPU, CopyKind, CopyOp
 from kvpool.pools.rows import RECENT_TOKENS
 from kvpool.scope import MultimodalItem
+from kvpool.sequences.admission import InFlight
 from kvpool.sequences.batch import SequenceBatch, prepare_steps
-from kvpool.sequences.in_flight import InFlight
 from kvpool.sequences.slots import Slots
 from kvpool.sequences.state import CacheState, common_tenant
 from kvpool.sequences.tokens import IncomingIds

@@ -1,4 +1,4 @@
-"""Whole requests move between the GPU and the host: data, table and references together, shared blocks once."""
+"""Moves between tiers: whole requests to the host and back, and cached runs ahead of time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvpool.config import Tier
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.pools.copies import CopyKind, CopyOp
 from kvpool.pools.groups import Group
+from kvpool.pools.pool import GPU, BlockPool, CopyKind, CopyOp
 from kvpool.prefix.node import Node, path_ids
 from kvpool.prefix.tree import Match
+from kvpool.scope import ReuseScope
+from kvpool.sequences.admission import AdmissionPlanner, InFlight
 from kvpool.sequences.allocate import Lifecycle
-from kvpool.sequences.block_table import SwappedBlocks
-from kvpool.sequences.handle import KVCacheHandle, note_sessions
-from kvpool.sequences.in_flight import InFlight
+from kvpool.sequences.handle import KVCacheHandle, SwappedBlocks, note_sessions
 from kvpool.sequences.release import Ending
 from kvpool.sequences.state import Admission, AllocStatus, CacheState, common_tenant
 
@@ -327,6 +327,62 @@ class Swapping:
         self.state.publisher.publish(row)
         if handle.publishes:
             self.in_flight.track(row)
+
+
+class Onboarding:
+    """`offload` and `onboard`: what eviction and admission do on their own, done ahead of time."""
+
+    def __init__(self, state: CacheState, admissions: AdmissionPlanner) -> None:
+        self.state = state
+        self.cache = state.cache
+        self.tree = state.cache.tree
+        self.readers = state.cache.readers
+        self.admissions = admissions
+
+    def offload(self, source: BlockPool, num_blocks: int) -> int:
+        """Moves up to `num_blocks` of the runs that would be evicted next one tier down; returns how many moved."""
+        cache = self.cache
+        if cache.mover.lower_tier[source.tier] is None:
+            raise InvalidArgumentError(
+                f"there is no tier below {source.tier.name}: configure host_blocks or disk_blocks"
+            )
+        before, mover = source.num_free, cache.mover
+        while (moved := source.num_free - before) < num_blocks:
+            victim = cache.orders.victim(source, None)
+            if victim is None:
+                break
+            wanted = min(victim.num_blocks, ceil_div(num_blocks - moved, cache.blocks_per_position[source.index]))
+            if mover.demote(victim, wanted):
+                continue
+            part = min(wanted, mover.num_fitting(victim, evicting=False))
+            if part:  # more would push out below what has just gone there
+                mover.demote(victim, part)
+            break
+        return source.num_free - before
+
+    def onboard(self, tokens: Int32Array, scope: ReuseScope) -> int:
+        """Brings the cached prefix of `tokens` up to the GPU; returns how many blocks move."""
+        state, cache = self.state, self.cache
+        match = self.tree.match(scope, tokens, partial=False)
+        if not match.path or match.path[-1].tier == GPU:
+            return 0
+        needs, supply = [0] * len(state.pools), state.supply(scope.tenant)
+        self.admissions.count_match(match, needs, supply)
+        state.refuse_shortage(needs, supply, f"onboarding a prefix of {match.num_blocks} blocks")
+        node = match.path[-1]
+        if node.end > match.num_blocks:
+            node = self.tree.split(node, match.num_blocks - node.start)
+        self.readers.hold(node)
+        for pool, need in zip(state.gpu_pools, needs, strict=True):
+            cache.make_room(pool, need, scope.tenant)
+        moved = 0
+        for part in node.path():
+            if part.tier != GPU:
+                cache.mover.promote(part)
+                moved += part.num_blocks
+        self.readers.release(node)
+        cache.enforce_quota(node.root)
+        return moved
 
 
 def _distinct(of_group: list[Int32Array]) -> Int32Array:

@@ -24,9 +24,8 @@ from kvpool.config import KVCacheConfig, LayerGroup, Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError, SharedBlockError, TransferError
 from kvpool.kernels.write import read_slots, read_values, write_slots
 from kvpool.pools.arrays import BoolArray, Int32Array, as_array, as_count
-from kvpool.pools.copies import CopyOp
 from kvpool.pools.groups import kind_of
-from kvpool.pools.pool import ResizeResult
+from kvpool.pools.pool import CopyOp, ResizeResult
 from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.disk import DiskStore

@@ -31,7 +31,7 @@ from kvpool.config import LayerGroup, Tier
 from kvpool.errors import ChecksumError, TransferError
 from kvpool.kernels.copy import note_transfers, upload_by_kernel
 from kvpool.pools.arrays import BoolArray, Int32Array
-from kvpool.pools.copies import CopyOp
+from kvpool.pools.pool import CopyOp
 from kvpool.storage.checksums import TravellingChecksums
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.moving import move

@@ -11,7 +11,7 @@ import numpy as np
 from kvpool.config import LayerGroup, Tier
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import BoolArray, Int32Array
-from kvpool.pools.copies import CopyOp
+from kvpool.pools.pool import CopyOp
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.store import BlockStore
 

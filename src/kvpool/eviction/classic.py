@@ -1,0 +1,349 @@
+"""Policies from the literature: Clock, SIEVE, S3-FIFO, 2Q, ARC. All remember runs while they are no candidates."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from kvpool.compiling import mypyc_attr
+from kvpool.errors import InvalidArgumentError
+from kvpool.eviction.policy import EvictionPolicy
+from kvpool.eviction.run import BLOCKS, GhostList, Item, Key, Run, RunQueue
+
+
+class Record:
+    """What one policy knows about one run. It lies in `run.entry` for as long as the run is in the cache."""
+
+    __slots__ = ("credit", "item", "owner", "place", "queue", "seen_hits")
+
+    def __init__(self, owner: EvictionPolicy, queue: RunQueue, place: Key) -> None:
+        self.owner = owner
+        self.queue = queue
+        self.place = place
+        self.item: Item | None = None  # not None while the run is a candidate
+        self.seen_hits = 0  # hits that the policy has already acted on
+        self.credit = 0  # S3-FIFO: further rounds that the run has earned
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class RememberingPolicy(EvictionPolicy):
+    """Keeps candidates in one or more queues; a run that was away comes back to its queue and its place in it."""
+
+    def __init__(self, *queues: RunQueue) -> None:
+        self._queues = queues
+
+    @abstractmethod
+    def _admit(self, run: Run) -> Record:
+        """Choose queue and place of a run that the policy has not seen before."""
+
+    def _readmit(self, run: Run, record: Record) -> None:
+        """Revise queue and place of a run that comes back; both stay by default."""
+
+    def add(self, run: Run) -> None:
+        record: Record | None = run.entry
+        if record is None or record.owner is not self:
+            record = run.entry = self._admit(run)
+        else:
+            self.remove(run)
+            self._readmit(run, record)
+        record.item = record.queue.push(record.place, run)
+
+    def remove(self, run: Run) -> None:
+        record: Record | None = run.entry
+        if record is not None and record.item is not None:
+            record.queue.discard(record.item)
+            record.item = None
+
+    def evicted(self, run: Run) -> None:
+        self.remove(run)
+        run.entry = None  # when the same object comes back (from another tier) it is new
+
+    def clear(self) -> None:
+        for queue in self._queues:
+            for run in queue.clear():
+                run.entry = None
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues))
+
+    def __contains__(self, run: object) -> bool:
+        record: Any = getattr(run, "entry", None)
+        return record is not None and record.owner is self and record.item is not None
+
+    def _move(self, run: Run, record: Record, queue: RunQueue, place: Key) -> None:
+        self.remove(run)
+        record.queue, record.place = queue, place
+        record.item = queue.push(place, run)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class GhostPolicy(RememberingPolicy):
+    """Two queues, and a memory of evicted runs by fingerprint: a run that is computed again is recognised.
+
+    The policy sees candidates only, not the size of the pool, and there are few of them while most of the cache is in
+    use; `_capacity` therefore is the largest number of blocks that were candidates at one time since `clear()`.
+    It never exceeds the pool, and no policy remembers more ghost blocks than that.
+    """
+
+    def __init__(self, new: RunQueue, proven: RunQueue, *ghosts: GhostList) -> None:
+        super().__init__(new, proven)
+        self._new, self._proven = new, proven
+        self._ghosts = ghosts
+        self._capacity = 0
+
+    @property
+    def num_ghosts(self) -> int:
+        """Number of evicted runs remembered."""
+        return sum(map(len, self._ghosts))
+
+    @property
+    def num_ghost_blocks(self) -> int:
+        """Number of blocks of the evicted runs remembered."""
+        return sum(ghosts.num_blocks for ghosts in self._ghosts)
+
+    def add(self, run: Run) -> None:
+        super().add(run)
+        num_blocks = self._num_blocks()
+        if num_blocks > self._capacity:
+            self._capacity = num_blocks
+
+    def evicted(self, run: Run) -> None:
+        record: Record | None = run.entry
+        item = record.item if record is not None else None
+        super().evicted(run)
+        if record is not None and item is not None:
+            self._bury(run, record, item[BLOCKS])
+
+    def clear(self) -> None:
+        super().clear()
+        for ghosts in self._ghosts:
+            ghosts.clear()
+        self._capacity = 0
+
+    @abstractmethod
+    def _bury(self, run: Run, record: Record, num_blocks: int) -> None:
+        """Remember, or not, a run that has left `record.queue` and had `num_blocks` when it was last added."""
+
+    def _new_exceeds(self, num_blocks: float) -> bool:
+        return len(self._new) > 0 and (self._new.num_blocks > num_blocks or not self._proven)
+
+    def _num_blocks(self) -> int:
+        return self._new.num_blocks + self._proven.num_blocks
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class ClockPolicy(RememberingPolicy):
+    """Second chance: a visited run is sent to the end of the queue once, then it must be visited again.
+
+    A run counts as visited when `run.hits` has grown since the hand last passed over it. Its place follows from `created`,
+    not from the time of `add`, so a run keeps it while it is away; the hand passes over absent runs without a trace.
+    """
+
+    name: ClassVar[str] = "clock"
+
+    def __init__(self) -> None:
+        self._queue = RunQueue()
+        super().__init__(self._queue)
+        self._newest = 0
+        self._moves = 0
+
+    def _admit(self, run: Run) -> Record:
+        return Record(self, self._queue, (run.created, 0))
+
+    def add(self, run: Run) -> None:
+        super().add(run)
+        self._newest = max(self._newest, run.created)
+
+    def victim(self) -> Run:
+        while True:
+            run = self._queue.head()
+            record: Record = run.entry
+            if run.hits <= record.seen_hits:
+                return run
+            record.seen_hits = run.hits
+            self._moves += 1  # behind everything that was inserted up to now, before everything that will be
+            self._move(run, record, self._queue, (self._newest, self._moves))
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class SievePolicy(RememberingPolicy):
+    """SIEVE (NSDI '24): visited runs keep their place while the hand moves from old to new, then starts over.
+
+    New runs are inserted ahead of the hand, so what is never reused leaves soon after the hand has reached it.
+    """
+
+    name: ClassVar[str] = "sieve"
+
+    def __init__(self) -> None:
+        self._ahead, self._behind = RunQueue(), RunQueue()
+        super().__init__(self._ahead, self._behind)
+        self._hand: tuple[int, int] | None = None  # the last place passed; None at the start of a round
+
+    def _admit(self, run: Run) -> Record:
+        record = Record(self, self._ahead, run.created)
+        self._readmit(run, record)
+        return record
+
+    def _readmit(self, run: Run, record: Record) -> None:
+        passed = self._hand is not None and (run.created, -run.start) <= self._hand
+        record.queue = self._behind if passed else self._ahead
+
+    def victim(self) -> Run:
+        while True:
+            if self._behind and not self._ahead:
+                self._ahead, self._behind = self._behind, self._ahead
+                self._hand = None
+            run = self._ahead.head()
+            record: Record = run.entry
+            if run.hits <= record.seen_hits:
+                return run
+            record.seen_hits = run.hits
+            self._hand = (run.created, -run.start)
+            self._move(run, record, self._behind, run.created)
+
+    def clear(self) -> None:
+        super().clear()
+        self._hand = None
+
+
+_MAX_CREDIT = 3
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class S3FIFOPolicy(GhostPolicy):
+    """Sizes are counted in blocks: `small_fraction` of the candidate blocks may stand in the small queue.
+
+    The head of the small queue moves to main when it was reused `promote_hits` times since it came, and is evicted (and
+    remembered) otherwise. The head of main goes round again once for each reuse, three times at most. A run that comes
+    back while it is remembered goes straight to main.
+    """
+
+    name: ClassVar[str] = "s3fifo"
+
+    def __init__(self, small_fraction: float = 0.1, promote_hits: int = 2) -> None:
+        if not 0.0 < small_fraction < 1.0:
+            raise InvalidArgumentError(f"small_fraction is {small_fraction}; it must lie between 0 and 1, e.g. 0.1")
+        if not 1 <= promote_hits <= _MAX_CREDIT:
+            raise InvalidArgumentError(f"promote_hits is {promote_hits}; reuses are counted from 1 to {_MAX_CREDIT}")
+        self._small, self._main, self._ghost = RunQueue(), RunQueue(), GhostList()
+        super().__init__(self._small, self._main, self._ghost)
+        self._small_fraction = small_fraction
+        self._promote_hits = promote_hits
+        self._arrivals = 0  # into main
+
+    def _admit(self, run: Run) -> Record:
+        if self._ghost.take(run.fingerprint):
+            return Record(self, self._main, self._next_place())
+        return Record(self, self._small, run.created)
+
+    def victim(self) -> Run:
+        while True:
+            from_small = self._new_exceeds(self._small_fraction * self._num_blocks())
+            run = (self._small if from_small else self._main).head()
+            record: Record = run.entry
+            record.credit = min(record.credit + run.hits - record.seen_hits, _MAX_CREDIT)
+            record.seen_hits = run.hits
+            if record.credit < (self._promote_hits if from_small else 1):
+                return run
+            record.credit = 0 if from_small else record.credit - 1
+            self._move(run, record, self._main, self._next_place())
+
+    def _bury(self, run: Run, record: Record, num_blocks: int) -> None:
+        if record.queue is self._small:
+            self._ghost.add(run.fingerprint, num_blocks)
+            self._ghost.trim(self._capacity)
+
+    def _next_place(self) -> int:
+        self._arrivals += 1
+        return self._arrivals
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class TwoQueuePolicy(GhostPolicy):
+    """2Q (VLDB '94): first-time runs are a FIFO, runs that came back after leaving it are an LRU.
+
+    Reuse while a run is still in the FIFO proves nothing (the turns of one conversation are close together). The FIFO
+    gives the victim while it holds more than `in_fraction` of the candidate blocks; what left it is remembered, up to
+    `out_fraction` of the capacity.
+    """
+
+    name: ClassVar[str] = "2q"
+
+    def __init__(self, in_fraction: float = 0.25, out_fraction: float = 0.5) -> None:
+        for label, fraction in (("in_fraction", in_fraction), ("out_fraction", out_fraction)):
+            if not 0.0 < fraction <= 1.0:
+                raise InvalidArgumentError(f"{label} is {fraction}; it must lie above 0 and not above 1")
+        self._out = GhostList()
+        super().__init__(RunQueue(), RunQueue(), self._out)
+        self._in_fraction = in_fraction
+        self._out_fraction = out_fraction
+
+    def _admit(self, run: Run) -> Record:
+        if self._out.take(run.fingerprint):
+            return Record(self, self._proven, run.last_access)
+        return Record(self, self._new, run.created)
+
+    def _readmit(self, run: Run, record: Record) -> None:
+        if record.queue is self._proven:
+            record.place = run.last_access
+
+    def victim(self) -> Run:
+        return (self._new if self._new_exceeds(self._in_fraction * self._num_blocks()) else self._proven).head()
+
+    def _bury(self, run: Run, record: Record, num_blocks: int) -> None:
+        if record.queue is self._new:
+            self._out.add(run.fingerprint, num_blocks)
+            self._out.trim(self._out_fraction * self._capacity)
+
+
+@mypyc_attr(allow_interpreted_subclasses=True)
+class ARCPolicy(GhostPolicy):
+    """ARC (FAST '03): an LRU of runs used once and an LRU of runs used again, with a boundary that learns.
+
+    A run that comes back shortly after it left the first list says that this list is too short, one that left the
+    second says the opposite; the target for the first list moves by the blocks of the run, times how much shorter
+    the list of its ghosts is than the other one.
+    """
+
+    name: ClassVar[str] = "arc"
+
+    def __init__(self) -> None:
+        self._once, self._again = RunQueue(), RunQueue()
+        self._once_ghost, self._again_ghost = GhostList(), GhostList()
+        super().__init__(self._once, self._again, self._once_ghost, self._again_ghost)
+        self._target = 0.0  # blocks that the first list should hold
+
+    def _admit(self, run: Run) -> Record:
+        came_back = self._learn(run)
+        record = Record(self, self._again if came_back or run.hits > 0 else self._once, run.last_access)
+        record.seen_hits = run.hits
+        return record
+
+    def _readmit(self, run: Run, record: Record) -> None:
+        if run.hits > record.seen_hits:
+            record.queue = self._again
+            record.seen_hits = run.hits
+        record.place = run.last_access
+
+    def _learn(self, run: Run) -> bool:
+        once, again = self._once_ghost.num_blocks, self._again_ghost.num_blocks
+        if self._once_ghost.take(run.fingerprint):
+            self._target = min(self._target + run.num_blocks * max(1.0, again / once), float(self._capacity))
+            return True
+        if self._again_ghost.take(run.fingerprint):
+            self._target = max(self._target - run.num_blocks * max(1.0, once / again), 0.0)
+            return True
+        return False
+
+    def victim(self) -> Run:
+        return (self._once if self._new_exceeds(self._target) else self._again).head()
+
+    def _bury(self, run: Run, record: Record, num_blocks: int) -> None:
+        ghosts = self._once_ghost if record.queue is self._once else self._again_ghost
+        ghosts.add(run.fingerprint, num_blocks)
+        self._once_ghost.trim(self._capacity - self._once.num_blocks)
+        self._again_ghost.trim(self._capacity - self._once_ghost.num_blocks)
+
+    def clear(self) -> None:
+        super().clear()
+        self._target = 0.0
