@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -20,15 +21,24 @@ EXPECTED = {
     "compare_policies.py": "4,000 blocks: lru 0.197, adaptive 0.203, optimum 0.289",
     "own_engine.py": "12 requests are as they would be alone: True",
     "data_plane.py": "intact after the journey: True",
+    "tiers.py": "second engine: 192 of 200 prompt tokens came from disk",
+    "server.py": "second request: 192 of 200 prompt tokens were cached",
+    "cluster.py": "a question about the manual of b goes to b: 992 tokens cached",
+    "vllm_connector.py": "192 of 200 prompt tokens came from kvpool",  # when it is run for the second time
     "compat/pyagent.py": "49 tokens: [0, 1, 2, 3] free 96",
     "compat/vllm_v0.py": "copies: {'s0': [(2, 3)], 's1': [(2, 4)], 's2': []}",
     "compat/ferrum.py": "clone: [0, 1, 2, 3, 4] shared by 2",
     "compat/trtllm.py": "system prompt kept: 64 of 64 tokens",
 }
-NEED_TORCH = [
-    name for name in EXPECTED if name == "data_plane.py" or name.startswith("compat/")
-]  # it need not be there
+NEEDS = {  # what need not be installed
+    "data_plane.py": ("torch",),
+    "tiers.py": ("torch", "transformers", "xxhash"),
+    "server.py": ("torch", "transformers", "fastapi", "uvicorn", "openai"),
+    "cluster.py": ("zmq", "msgspec"),
+    **{name: ("torch",) for name in EXPECTED if name.startswith("compat/")},
+}
 EXAMPLES = sorted(path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.py"))
+VLLM_PYTHON = os.environ.get("KVPOOL_VLLM_PYTHON")
 README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
 
 
@@ -61,18 +71,48 @@ def outputs_of(names: list[str]) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def torch_outputs() -> dict[str, list[str]]:
+def together() -> dict[str, list[str]]:
     """What the examples say that need torch. To import it takes longer than to run them, so one process runs them all."""
-    pytest.importorskip("torch")
-    return outputs_of(NEED_TORCH)
+    names = [name for name, packages in NEEDS.items() if "torch" in packages and not missing(name)]
+    return outputs_of(names) if names else {}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+def missing(name: str) -> list[str]:
+    """The packages that an example needs and that are not installed."""
+    return [package for package in NEEDS.get(name, ()) if importlib.util.find_spec(package) is None]
+
+
+def test_given_the_examples_then_each_has_a_line_that_would_be_wrong_if_it_were() -> None:
+    assert sorted(EXPECTED) == EXAMPLES
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "vllm_connector.py"])
 def test_given_an_example_when_it_runs_then_it_shows_what_it_promises(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    outputs = request.getfixturevalue("torch_outputs") if name in NEED_TORCH else outputs_of([name])
+    if missing(name):
+        pytest.skip(f"needs {', '.join(missing(name))}")
+    outputs = request.getfixturevalue("together") if "torch" in NEEDS.get(name, ()) else outputs_of([name])
     assert EXPECTED[name] in outputs[name]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not VLLM_PYTHON, reason="needs vLLM: run make test-vllm")
+def test_given_vllm_when_its_example_runs_twice_then_the_second_run_finds_the_prompt_on_disk(tmp_path: Path) -> None:
+    sys.path.insert(0, str(ROOT / "tests" / "integrations"))
+    import tiny_models
+
+    model, disk = tiny_models.write("llama", tmp_path / "model"), str(tmp_path / "disk")
+    command = [str(VLLM_PYTHON), str(ROOT / "examples" / "vllm_connector.py"), model, disk]
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "0", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **settings, "DO_NOT_TRACK": "1", "PYTHONPATH": str(ROOT / "src")}
+    runs = [
+        subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    ]
+    first, second = ([line for line in run.splitlines() if line.startswith("answer:")] for run in runs)
+    assert first == second
+    assert EXPECTED["vllm_connector.py"] in runs[1].splitlines()
 
 
 @pytest.mark.parametrize("number", range(len(README_BLOCKS)))
