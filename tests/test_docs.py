@@ -64,7 +64,11 @@ def test_given_the_pages_on_how_it_works_then_every_class_and_method_they_name_e
 def test_given_the_pictures_of_the_layers_then_every_class_in_them_exists() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     pictures = "\n".join(re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
-    named = set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w+(?:\.\w+)?|\bKVCache\w+", pictures)) - {"FlashInfer", "OpenAI", "ZeroMQ"}
+    named = set(re.findall(r"\b[A-Z][a-z]+[A-Z]\w+(?:\.\w+)?|\bKVCache\w+", pictures)) - {
+        "FlashInfer",
+        "OpenAI",
+        "ZeroMQ",
+    }
     assert len(named) > 25
     assert sorted(named - names_in_the_source()) == []
 
