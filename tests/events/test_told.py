@@ -58,6 +58,18 @@ def test_given_a_run_that_is_computed_again_with_more_blocks_than_went_down_then
     assert_subscribers_know(manager, subscription)
 
 
+def test_given_a_run_that_kept_only_the_first_block_ids_of_its_window_when_it_leaves_then_subscribers_know() -> None:
+    manager = manager_of_pairs(FULL, WINDOW_OF_4, gpu_blocks=(64, 64), host_blocks=(32, 32))
+    subscription = manager.events.subscribe()
+    cached(manager, 16)
+    manager.evict(32, pool=0)
+    [run] = manager.cached_runs()
+    assert run.block_ids[1].tolist() == [-1] * 6 + [0, 1]  # 0 is a block like any other
+    manager.evict(32, tier=Tier.HOST)
+    cached(manager, 16, first=100)
+    assert_subscribers_know(manager, subscription)
+
+
 def test_descendants_and_partly_reused_leaves_never_vanish_without_an_event() -> None:
     manager = make_manager()
     subscription, mirror = manager.subscribe(), CacheMirror()

@@ -189,6 +189,27 @@ def test_given_a_prompt_that_departs_from_one_that_had_left_then_only_what_they_
     assert policy.num_ghost_blocks == 0
 
 
+def num_followed(policy: AdaptivePolicy) -> int:
+    """Blocks whose age is counted, so that the policy knows how long they could have been reused."""
+    policy._learn()
+    return int(policy._learned._alive_blocks.sum())
+
+
+def test_given_a_prompt_that_begins_like_one_that_had_left_then_blocks_are_followed_as_often_as_they_are_there() -> (
+    None
+):
+    policy = AdaptivePolicy()
+    policy.add(StandInRun(num_blocks=4, fingerprint=1, content=(1, 2, 3, 4)))
+    left = policy.victim()
+    policy.evicted(left)
+    policy.remove(left)
+    assert num_followed(policy) == policy.num_ghost_blocks == 4
+    policy.add(StandInRun(num_blocks=6, fingerprint=1, last_access=1, content=(1, 2, 3, 9, 10, 11)))
+    policy.victim()
+    assert policy.num_ghost_blocks == 1
+    assert num_followed(policy) == 6 + 1
+
+
 def test_given_a_run_that_was_trimmed_before_it_left_then_all_of_it_is_recognised() -> None:
     policy = AdaptivePolicy()
     left = StandInRun(num_blocks=6, fingerprint=1, content=(1, 2, 3, 4, 5, 6))

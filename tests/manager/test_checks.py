@@ -181,3 +181,64 @@ def test_a_request_tracked_at_a_place_it_left_is_found() -> None:
     manager._in_flight.rows_by_block[tip(manager), b"elsewhere"] = producer.row
     with pytest.raises(InvariantError, match="in flight"):
         manager.check()
+
+
+def shadowing_manager() -> KVCacheManager:
+    """Two cached runs, each with a copy on the host."""
+    config = KVCacheConfig(
+        [FULL, SLIDING], block_size=4, gpu_blocks=64, host_blocks=64, watermark=0.0, host_write="through"
+    )
+    manager = KVCacheManager(config)
+    for number in range(2):
+        handle = manager.allocate(number, list(range(100 * number, 100 * number + 8)))
+        manager.commit(handle, 8)
+        manager.free(handle)
+    manager.check()
+    return manager
+
+
+def shadows_of(manager: KVCacheManager) -> list[list[Any]]:
+    return [node.shadow for node in manager._state.context.shadows.nodes if node.shadow is not None]
+
+
+def lose_sight_of_a_shadow(manager: KVCacheManager) -> None:
+    manager._state.context.shadows.nodes.popitem()
+
+
+def write_behind_a_shadow(manager: KVCacheManager) -> None:
+    next(iter(manager._state.context.shadows.nodes)).tier = Tier.HOST
+
+
+def shorten_a_shadow(manager: KVCacheManager) -> None:
+    shadows_of(manager)[0][0] = shadows_of(manager)[0][0][:1]
+
+
+def leave_a_hole_in_a_shadow(manager: KVCacheManager) -> None:
+    shadows_of(manager)[0][0][1] = -1
+
+
+def share_a_shadow(manager: KVCacheManager) -> None:
+    first, second = shadows_of(manager)
+    first[0][0] = second[0][0]
+
+
+def miscount_shadows(manager: KVCacheManager) -> None:
+    manager._state.context.shadows.num_blocks[0] += 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lose_sight_of_a_shadow, "other runs than those that have one"),
+        (write_behind_a_shadow, "its run is on HOST"),
+        (shorten_a_shadow, "1 ids in group 0 for 2 blocks"),
+        (leave_a_hole_in_a_shadow, "shadow of the node at block 0: group 0 has"),
+        (share_a_shadow, "is another's too"),
+        (miscount_shadows, "blocks of shadows booked"),
+    ],
+)
+def test_a_broken_shadow_is_found_and_named(damage: Callable[[KVCacheManager], None], named: str) -> None:
+    manager = shadowing_manager()
+    damage(manager)
+    with pytest.raises(InvariantError, match=named):
+        manager.check()
