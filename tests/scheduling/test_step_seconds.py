@@ -66,6 +66,14 @@ def test_given_several_prompts_then_they_share_the_time_in_their_order() -> None
     engine.assert_right(*(done.request for done in engine.finished.values()))
 
 
+def test_given_the_rest_of_a_prompt_then_the_next_one_gets_the_time_that_this_rest_leaves() -> None:
+    engine = engine_that_decodes(50.0)
+    add(engine, request("a", 52))
+    assert tokens_of(engine.step()) == {"reader 0": 1, "a": 40}
+    add(engine, request("b", 40, first=300))
+    assert tokens_of(engine.step()) == {"reader 0": 1, "a": 12, "b": 20}  # 12 at 1.4 s each leave 23.2 s
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_given_decoding_alone_takes_longer_than_the_goal_then_prompts_go_on_by_a_block_a_step(depth: int) -> None:
     engine = make_engine(
