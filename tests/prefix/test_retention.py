@@ -46,6 +46,11 @@ def test_cuts_are_the_blocks_where_a_priority_begins() -> None:
     assert Retention().cuts(num_prompt_tokens=8, block_size=4) == [2]
 
 
+def test_nothing_is_cut_behind_the_prompt_where_only_the_priority_of_answers_holds() -> None:
+    retention = Retention([TokenRange(0, 6, 90), TokenRange(20, 30, 20), TokenRange(40, None, 50)], decode_priority=10)
+    assert retention.cuts(num_prompt_tokens=12, block_size=4) == [2, 3]
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -165,6 +170,24 @@ def test_blocks_that_forks_store_together_are_announced_with_their_priority() ->
     manager.free(handle)
     manager.free(fork)
     manager.check()
+
+
+def test_given_a_fork_that_goes_on_alone_then_what_it_stores_is_kept_as_its_parent_said() -> None:
+    clock = Clock()
+    manager = make_manager(clock=clock)
+    retention = Retention([TokenRange(0, 4, 90)], decode_priority=10, decode_duration=5.0)
+    handle = manager.allocate("a", list(range(8)), retention=retention)
+    manager.commit(handle, 6)
+    (fork,) = manager.fork(handle, "b")
+    manager.free(handle)
+    manager.commit(fork, 2)
+    manager.extend(fork, 8)
+    manager.commit(fork, list(range(100, 108)))
+    assert priorities(manager) == {0: 90, 1: 35, 2: 10, 3: 10}
+    manager.free(fork)
+    clock.now = 6.0
+    manager.evict(0)  # any operation looks at the clock
+    assert priorities(manager) == {0: 90, 1: 35, 2: 35, 3: 35}
 
 
 def test_a_listener_that_came_late_hears_of_priorities_that_change_for_blocks_it_knows() -> None:

@@ -84,9 +84,7 @@ class Retention:
         return None, None
 
     def cuts(self, num_prompt_tokens: int, block_size: int) -> list[int]:
-        """Depths in blocks where the priority may change."""
-        edges = {num_prompt_tokens}
-        for part in self.ranges:
-            edges.add(part.start)
-            edges.add(part.end if part.end is not None else num_prompt_tokens)
+        """Depths in blocks where the priority may change; behind the prompt it is the same everywhere."""
+        named = {edge for part in self.ranges for edge in (part.start, part.end) if edge is not None}
+        edges = {min(edge, num_prompt_tokens) for edge in named} | {num_prompt_tokens}
         return sorted({ceil_div(edge, block_size) for edge in edges} - {0})
