@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import re
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,12 @@ from kvpool.testing import key, value
 from kvpool.tiers import KeyedTier, MemoryTier, Outcome
 from kvpool.tiers.contract import Keeper
 from kvpool.tiers.keys import KeyPattern
+from kvpool.tiers.transport.deciding import DecisionStats
+from kvpool.tiers.transport.fetching import FetchStats
 from kvpool.tiers.transport.lanes import Lane
+from kvpool.tiers.transport.movers import HandoverStats
 from kvpool.tiers.transport.staging import StagingMemory, page_aligned
-from kvpool.tiers.transport.storing import Storer
+from kvpool.tiers.transport.storing import Storer, StoreStats
 from kvpool.tiers.transport.watching import KnownKeys, WatchedTier
 
 SECONDS = 30.0
@@ -35,6 +40,11 @@ class GatedTier(MemoryTier):
         self.begun.set()
         self.gate.wait(SECONDS)
         return super()._store(keys, data, deadline)
+
+
+@pytest.mark.parametrize("kind", [DecisionStats, FetchStats, HandoverStats, StoreStats])
+def test_given_nothing_happened_then_every_count_is_zero(kind: type[Any]) -> None:
+    assert set(dataclasses.asdict(kind()).values()) == {0}
 
 
 def nothing() -> None:

@@ -307,6 +307,20 @@ def test_given_a_server_that_answers_garbage_then_nothing_is_taken_for_a_value(s
         fake.close()
 
 
+def test_given_a_server_that_forbids_a_command_then_it_is_asked_no_more_and_the_log_says_why(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(server.url, pause=300.0) as tier:
+        assert store(tier, [1, 2]) == [Outcome.OK] * 2
+        assert server.ask("ACL", "SETUSER", "default", "-get") == "+OK"
+        assert load(tier, [1, 2])[0] == [Outcome.FAILED] * 2
+        assert "no permissions" in tier.stats().problem
+        (line,) = [record.getMessage() for record in caplog.records if "no permissions" in record.getMessage()]
+        assert str(server.port) in line
+        assert server.ask("ACL", "SETUSER", "default", "+get") == "+OK"
+        assert load(tier, [1, 2])[0] == [Outcome.FAILED] * 2  # until the pause is over
+
+
 def test_given_a_tier_that_is_closed_during_calls_then_they_end_and_nothing_breaks(server: RedisServer) -> None:
     tier = opened(server.url)
     eventually(lambda: is_up(tier), "the tier is up")
