@@ -491,6 +491,30 @@ def test_given_a_client_that_leaves_as_its_server_is_given_up_then_nobody_else_i
     asyncio.run(run())
 
 
+def test_given_a_server_that_comes_and_goes_then_few_lines_are_written_and_the_last_one_is_right(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    index, url = ClusterIndex(SIZE), "http://a"
+    backends = Backends(
+        [Backend(url, None, None)], index, Router(index), None, every=1.0, patience=1.0, lost_seconds=1.0
+    )
+    for number in range(101):
+        backends.note(url, is_ready=number % 2 == 0)
+    assert len(caplog.records) == 10
+    backends.note(url, is_ready=True)  # nothing changes, and the minute is not over
+    assert len(caplog.records) == 10
+    now += 60.0
+    for _ in range(3):
+        backends.note(url, is_ready=True)
+    assert [record.getMessage() for record in caplog.records[8:]] == [
+        "http://a takes requests",
+        "http://a does not answer: it gets no requests",
+        "http://a takes requests (91 more such lines were left out before)",
+    ]
+
+
 def test_given_a_server_that_answers_nobody_in_a_stream_then_the_client_reads_an_error_and_no_end(
     strict: Fleet,
 ) -> None:

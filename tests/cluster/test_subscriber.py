@@ -120,6 +120,38 @@ def test_given_many_messages_that_are_none_when_followed_then_all_are_counted_an
     assert [record.getMessage()[:14] for record in caplog.records] == ["a message of t"]
 
 
+def test_given_a_message_over_the_limit_then_it_is_not_read_and_the_next_connection_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("kvpool.cluster.subscriber.MOST_BYTES", 1000)
+    index, said = ClusterIndex(4), BlockStored([1], None, [0, 1, 2, 3], 4)
+    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+        publisher.set(zmq.LINGER, 0)
+        publisher.set(zmq.RCVTIMEO, 30_000)
+        port = publisher.bind_to_random_port("tcp://127.0.0.1")
+        follower = NodeSubscriber(index, "a", f"tcp://127.0.0.1:{port}")
+        assert publisher.recv() == b"\1"  # it listens
+        publisher.send_multipart([b"", bytes(8), bytes(2000)])
+        assert publisher.recv() == b"\0"  # it has left
+        assert publisher.recv() == b"\1"  # it is back
+        publisher.send_multipart([b"", bytes(8), encode_batch(1.0, [said])])
+        until(lambda: index.match(PROMPT) == {"a": Hit(4, 4, 4)})
+        assert follower.num_unreadable == 0
+        follower.close()
+
+
+def test_given_a_question_over_the_limit_then_the_publisher_closes_the_connection(opened: list[Any]) -> None:
+    publisher = publishing(opened, managers.make_manager())
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.set(zmq.LINGER, 0)
+        gone = asking.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        asking.connect(publisher.replay_endpoint)
+        asking.send_multipart((b"", bytes(2000)))
+        assert gone.poll(30_000)
+        asking.disable_monitor()
+        gone.close()
+
+
 def test_given_an_endpoint_that_is_none_when_followed_then_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
         NodeSubscriber(ClusterIndex(4), "a", "nowhere")

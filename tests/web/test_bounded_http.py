@@ -29,6 +29,8 @@ def talked(given: list[bytes], *, head_seconds: float = 30.0, log_level: str = "
     from kvpool.web.bounded_http import bounded_http
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
+        if scope["method"] == "DELETE":
+            raise RuntimeError("broken on purpose")
         await PlainTextResponse(scope["method"])(scope, receive, send)
 
     async def talk() -> bytes:
@@ -84,10 +86,27 @@ def test_given_many_requests_that_are_no_http_then_one_line_is_logged(
 ) -> None:
     from kvpool.web import bounded_http
 
-    monkeypatch.setattr(bounded_http, "_one_invalid", bounded_http._OneInvalid())
+    monkeypatch.setattr(bounded_http, "_few_lines", bounded_http._FewLines())
     log = logging.getLogger("uvicorn.error")
     monkeypatch.setattr(log, "filters", [])
     monkeypatch.setattr(log, "propagate", True)
     for _ in range(5):
         assert b"400 Bad Request" in talked([b"\0\1 no request\r\n\r\n"], log_level="warning")
     assert [record.getMessage() for record in caplog.records] == ["Invalid HTTP request received."]
+
+
+@pytest.mark.usefixtures("parser")
+def test_given_many_answers_that_fail_then_one_traceback_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvpool.web import bounded_http
+
+    monkeypatch.setattr(bounded_http, "_few_lines", bounded_http._FewLines())
+    log = logging.getLogger("uvicorn.error")
+    monkeypatch.setattr(log, "filters", [])
+    monkeypatch.setattr(log, "propagate", True)
+    for _ in range(5):
+        failing = [b"DELETE / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"]
+        assert b"500 Internal Server Error" in talked(failing, log_level="warning")
+    assert [record.getMessage() for record in caplog.records] == ["Exception in ASGI application"]
+    assert caplog.text.count("RuntimeError: broken on purpose") == 1

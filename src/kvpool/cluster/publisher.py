@@ -32,6 +32,7 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 SNAPSHOT = END_OF_REPLAY  # asked for instead of a number: everything that is cached
 _BLOCKS_PER_MESSAGE = 4096
 _SEND_QUEUE = 100_000
+_MOST_ASKED_BYTES = 1024  # a question for a replay has 8
 log = logging.getLogger("kvpool")
 
 
@@ -84,6 +85,7 @@ class EventPublisher:
             self._out.set(self._zmq.SNDHWM, _SEND_QUEUE)
             self.endpoint = self._bind(self._out, endpoint)
             self._asked = self._context.socket(self._zmq.ROUTER)
+            self._asked.set(self._zmq.MAXMSGSIZE, _MOST_ASKED_BYTES)
             self.replay_endpoint = self._bind(self._asked, replay)
             self._subscription = manager.subscribe()
         except BaseException:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
 from kvpool.cluster.feed import FeedStats, NodeFeed
@@ -15,6 +16,8 @@ from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.quiet import QuietLog
 
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+MOST_BYTES = 2**28  # of one frame: some million blocks; who sends more is cut off before it is in memory
+_PAUSE_SECONDS = 0.1  # before a connection is made again
 log = logging.getLogger("kvpool")
 
 
@@ -51,6 +54,7 @@ class NodeSubscriber:
         try:
             self._live = self._context.socket(self._zmq.SUB)
             self._live.set(self._zmq.LINGER, 0)
+            self._live.set(self._zmq.MAXMSGSIZE, MOST_BYTES)
             self._live.set(self._zmq.SUBSCRIBE, topic.encode())
             self._monitor = self._live.get_monitor_socket(self._zmq.EVENT_DISCONNECTED)
             self._live.connect(endpoint)
@@ -91,6 +95,7 @@ class NodeSubscriber:
                 self._wants_all = False
                 if self._monitor in ready:
                     self._monitor.recv_multipart()
+                    self._reconnect()
                 self._stop_asking(poller)
                 self._feed.start_over()
             if self._live in ready:
@@ -103,10 +108,18 @@ class NodeSubscriber:
         self._stop_asking(poller)
         self._live.disable_monitor()
 
+    def _reconnect(self) -> None:
+        """ZeroMQ tries again by itself, but not where the connection ended by a message over the limit."""
+        with suppress(self._zmq.ZMQError):  # it has given up by itself
+            self._live.disconnect(self._endpoint)
+        time.sleep(_PAUSE_SECONDS)
+        self._live.connect(self._endpoint)
+
     def _ask(self, poller: Any, start: int) -> None:
         """A socket for each question: an answer that comes too late has nobody to reach."""
         self._asking = self._context.socket(self._zmq.DEALER)
         self._asking.set(self._zmq.LINGER, 0)
+        self._asking.set(self._zmq.MAXMSGSIZE, MOST_BYTES)
         self._asking.connect(self._replay)
         self._asking.send_multipart((b"", start.to_bytes(8, "big")))
         self._deadline = self._clock() + self._patience

@@ -6,37 +6,43 @@ import asyncio
 import logging
 from typing import Any
 
-from kvpool.quiet import QuietLog
+from kvpool.quiet import QuietErrors, QuietLog
 
 HEAD_BYTES = 64 << 10
 HEAD_SECONDS = 30.0
 _TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
-class _OneInvalid(logging.Filter):
-    """Of uvicorn's lines about requests that are no HTTP, one a minute: anybody who can connect can cause them."""
+class _FewLines(logging.Filter):
+    """Of uvicorn's lines that a client can cause, one a minute: requests that are no HTTP, and each error in our answers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._quiet = QuietLog(logging.getLogger("uvicorn.error"))
+        log = logging.getLogger("uvicorn.error")
+        self._invalid, self._errors = QuietLog(log), QuietErrors(log)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if not str(record.msg).startswith("Invalid HTTP"):
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None:
+            added = self._errors.added(error)
+        elif str(record.msg).startswith("Invalid HTTP"):
+            added = self._invalid.added()
+        else:
             return True
-        added = self._quiet.added()
-        record.msg = f"{record.msg}{added or ''}"
+        record.msg = f"{str(record.msg).rstrip()}{added or ''}"
         return added is not None
 
 
-_one_invalid = _OneInvalid()
+_few_lines = _FewLines()
 
 
 def bounded_http(head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:
     """For `uvicorn.Config(http=...)`. A connection that asks nothing whole within `head_seconds` is closed; so is one whose
-    head is over `HEAD_BYTES`, by more than what is read at once. Requests that are no HTTP are logged once a minute.
+    head is over `HEAD_BYTES`, by more than what is read at once. Requests that are no HTTP are logged once a minute,
+    and so is the traceback of an answer that fails.
     """
     base = _base()
-    logging.getLogger("uvicorn.error").addFilter(_one_invalid)  # the same object is added once
+    logging.getLogger("uvicorn.error").addFilter(_few_lines)  # the same object is added once
 
     class Bounded(base):  # type: ignore[misc, valid-type]
         def connection_made(self, transport: Any) -> None:

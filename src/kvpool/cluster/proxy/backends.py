@@ -14,9 +14,11 @@ from kvpool.cluster.router import NodeLoad, Router
 from kvpool.cluster.subscriber import NodeSubscriber
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError
+from kvpool.quiet import QuietLog
 from kvpool.terminal import is_http
 
 log = logging.getLogger("kvpool")
+_LINES_A_MINUTE = 10  # about each server that comes and goes
 
 
 class Backend(NamedTuple):
@@ -95,7 +97,9 @@ class Backends:
         self._followers: dict[str, NodeSubscriber] = {}
         self._lost: set[str] = set()
         self._silent: set[str] = set()
+        self._untold: set[str] = set()  # those whose last change is not in the log yet
         self.urls = [backend.url for backend in backends]
+        self._quiet = {url: QuietLog(log, _LINES_A_MINUTE) for url in self.urls}
         self._waiting: dict[str, set[_Waiting]] = {url: set() for url in self.urls}
         for backend in backends:
             router.add_node(backend.url)
@@ -160,12 +164,20 @@ class Backends:
 
     def note(self, url: str, *, is_ready: bool) -> None:
         """What was learnt of a server, by a look or by a request that it did not answer."""
-        if self._router.nodes[url].is_ready == is_ready:
-            return
-        log.warning("%s %s", url, "takes requests" if is_ready else "does not answer: it gets no requests")
-        self._router.set_ready(url, is_ready)
-        if is_ready and (follower := self._followers.get(url)):
-            follower.resync()  # what it held was forgotten
+        if self._router.nodes[url].is_ready != is_ready:
+            self._router.set_ready(url, is_ready)
+            if is_ready and (follower := self._followers.get(url)):
+                follower.resync()  # what it held was forgotten
+            self._untold.add(url)
+            self._tell(url, is_ready)
+        elif url in self._untold and self._quiet[url].is_due:
+            self._tell(url, is_ready)
+
+    def _tell(self, url: str, is_ready: bool) -> None:
+        """Writes what a server does now, or leaves that to a later look where it came and went often in this minute."""
+        if (added := self._quiet[url].added()) is not None:
+            self._untold.discard(url)
+            log.warning("%s %s%s", url, "takes requests" if is_ready else "does not answer: it gets no requests", added)
 
     def _state(self, url: str, load: NodeLoad) -> str:
         if load.is_ready:

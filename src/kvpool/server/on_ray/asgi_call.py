@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, MutableMapping
 from typing import Any, NamedTuple
 
 from kvpool.cluster.proxy.passing import is_event_stream
+from kvpool.quiet import QuietErrors
 
-log = logging.getLogger("kvpool")
+_quiet = QuietErrors(logging.getLogger("kvpool"))
 Message = MutableMapping[str, Any]
 MOST_WAITING = 64  # messages of an answer that nobody has taken yet
 
@@ -80,7 +81,7 @@ async def called(app: Any, scope: dict[str, Any], content: bytes) -> AsyncIterat
         running.cancel()
         await asyncio.wait([running])
         if not running.cancelled() and (error := running.exception()):
-            log.error("%s failed", scope["path"], exc_info=error)
+            _quiet.error(error, "%s failed", scope["path"])
 
 
 class _Messages:

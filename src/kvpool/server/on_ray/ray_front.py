@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvpool.cluster.proxy.passing import ELSEWHERE, NODE_HEADER, is_event_stream, lost, passed_on, refusal
 from kvpool.cluster.proxy.prompt_tokens import are_tokens, credentials, read_asked
-from kvpool.quiet import QuietLog
+from kvpool.quiet import QuietErrors, QuietLog
 from kvpool.server.on_ray.asgi_call import Head, scope_for
 from kvpool.server.on_ray.ticket import Ticket
 
@@ -34,7 +34,7 @@ class Front:
         self._engines = engines.options(stream=True)
         self._patience = patience
         self._body_bytes = body_bytes
-        self._quiet = QuietLog(log)
+        self._quiet, self._quiet_errors = QuietLog(log), QuietErrors(log)
 
     async def __call__(self, request: Request) -> Response:
         """Answers one request."""
@@ -55,7 +55,7 @@ class Front:
             if isinstance(error, _NobodyError):
                 return refusal(503, f"no replica took the request in {self._patience:g} seconds; is one of them alive?")
             if isinstance(error, (RayError, RayServeException)):
-                log.exception("a replica failed")
+                self._quiet_errors.error(error, "a replica failed")
                 return refusal(500, f"a replica failed: {type(error).__name__}", "failed")
             raise
 
