@@ -27,8 +27,7 @@ from kvpool.recording import operations
 from kvpool.replay import read_trace, replay_recording
 from kvpool.scheduling import measured_costs
 from kvpool.scope import ReuseScope
-from kvpool.tiers import CompressedTier, DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome, keys, open_tier
-from kvpool.tiers import tier_settings as settings
+from kvpool.tiers import CompressedTier, DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome, keys, open_tier, settings
 from kvpool.tiers.disk import slab
 from kvpool.tiers.disk.upkeep import Upkeep
 

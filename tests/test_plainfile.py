@@ -11,7 +11,7 @@ import pytest
 from kvpool.errors import ConfigError
 from kvpool.jsonfile import read_json
 from kvpool.plainfile import NotPlainError, open_plain, read_plain, write_plain
-from kvpool.tiers.tier_settings import read_tiers
+from kvpool.tiers.settings import read_tiers
 
 pytestmark = pytest.mark.usefixtures("no_waiting")
 KINDS = {"fifo": "a FIFO", "socket": "a socket", "device": "a device", "directory": "a directory", "link": "a FIFO"}

@@ -15,10 +15,9 @@ pytest.importorskip("xxhash")
 
 from toy import BLOCK, PROMPT, ToyEngine, ToyRequest
 
-from kvpool.integrations.connector import tiers as connector_tiers
 from kvpool.integrations.connector.counts import COUNTS, Increments
 from kvpool.integrations.connector.unfound_prefixes import REPEATS, SHORT_PROMPTS
-from kvpool.tiers import MemoryTier
+from kvpool.tiers import MemoryTier, opening
 
 
 @pytest.fixture
@@ -112,8 +111,8 @@ class SharedTier(MemoryTier):
 
 @pytest.fixture
 def remote(monkeypatch: pytest.MonkeyPatch) -> str:
-    shared = SharedTier(2**20)
-    monkeypatch.setattr(connector_tiers, "open_tier", lambda address: shared)
+    shared, open_tier = SharedTier(2**20), opening.open_tier
+    monkeypatch.setattr(opening, "open_tier", lambda url: shared if url.startswith("redis:") else open_tier(url))
     return "redis://shared"
 
 

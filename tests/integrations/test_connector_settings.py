@@ -71,7 +71,7 @@ def test_given_a_disk_that_is_a_file_then_one_line_says_so(tmp_path: Path) -> No
     pytest.importorskip("torch")
     from toy import introduction
 
-    from kvpool.integrations.connector.tiers import open_tiers
+    from kvpool.integrations.connector.settings import open_tiers
 
     file = tmp_path / "file"
     file.touch()
@@ -102,7 +102,7 @@ def test_given_a_directory_that_somebody_writes_to_then_read_only_reads_it_and_s
     pytest.importorskip("torch")
     from toy import introduction
 
-    from kvpool.integrations.connector.tiers import open_tiers
+    from kvpool.integrations.connector.settings import open_tiers
     from kvpool.tiers import Outcome
 
     worker, settings = introduction(4), ConnectorSettings.of({"disk": str(tmp_path), "disk_bytes": "16MB"})

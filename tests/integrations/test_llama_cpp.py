@@ -609,7 +609,7 @@ def test_given_a_cache_that_nobody_has_any_more_then_its_directory_is_free(
         (dict(disk=None), "disk_bytes='64MB' needs disk"),
         (dict(disk_bytes="much"), "write a size"),
         (dict(disk=""), "disk must be text"),
-        (dict(timeout=0), "timeout=0 must be above 0"),
+        (dict(timeout=0), "timeout=0 must be a number of seconds from 0.001"),
         (dict(min_tokens=10), "min_tokens=10"),
         (dict(max_bytes=0), "max_bytes=0"),
         (dict(max_bytes="large"), "max_bytes is 'large'"),

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from models import tiny_model  # noqa: E402
 
 from kvpool.tiers.identity import OF_TRANSFORMERS  # noqa: E402
-from kvpool.tiers.model_identity import model_id, weights_id  # noqa: E402
+from kvpool.tiers.model_tiers import model_id, weights_id  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -71,14 +71,14 @@ class Engine:
     def __init__(self, model: Any = None, **settings: Any) -> None:
         chosen = as_settings(settings)
         check_publishing(chosen.publish)
-        tier_settings, limits = chosen.tier_settings(), chosen.limits()
+        model_tiers, limits = chosen.model_tiers(), chosen.limits()
         loaded = load_model(model, device=chosen.device, dtype=chosen.dtype)
         self.model = loaded.model
         self.tokenizer = chosen.tokenizer if chosen.tokenizer is not None else loaded.tokenizer
         self.sampling_defaults = sampling_defaults(self.model) if chosen.model_defaults else USUAL
         if self.sampling_defaults != USUAL:
             log.info("the model's own sampling defaults: %s", described(self.sampling_defaults))
-        parts = assemble(self.model, chosen, limits, tier_settings)
+        parts = assemble(self.model, chosen, limits, model_tiers)
         self.shape, self.config, self.manager, self.plane, self._tiers, self._loop = parts
         self._publisher = self._start_publishing(chosen.publish)
         self._recorder = None if chosen.record is None else TraceRecorder(chosen.record).attach(self.manager)

@@ -20,7 +20,7 @@ from kvpool.model.products import choose_products, plain_products
 from kvpool.model.projections import join_projections
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
 from kvpool.storage import DataPlane
-from kvpool.tiers.model_tiers import TierSettings
+from kvpool.tiers.model_tiers import ModelTiers
 
 
 class Parts(NamedTuple):
@@ -34,7 +34,7 @@ class Parts(NamedTuple):
     loop: EngineLoop
 
 
-def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, tier_settings: TierSettings) -> Parts:
+def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, model_tiers: ModelTiers) -> Parts:
     """The parts of an engine for a loaded model, warmed up."""
     compile, kv_bytes = settings.compile, settings.kv_bytes
     where = model.device
@@ -63,7 +63,7 @@ def assemble(model: Any, settings: EngineSettings, limits: SchedulerConfig, tier
         runner.warm_up()
         link = {"transfer_bytes_per_second": link_bytes_per_second(plane)} if settings.host_bytes else {}
         scheduler = Scheduler(manager, limits, LinearCostModel(**link), reports_landings=where.type == "cuda")
-        opened = tier_settings.open(model, config)
+        opened = model_tiers.open(model, config)
         tiers = None if opened is None else TierLink(opened, scheduler, plane)
         loop = EngineLoop(
             scheduler,

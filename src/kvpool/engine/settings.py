@@ -13,8 +13,8 @@ from kvpool.config.layers import check_int, check_number, show
 from kvpool.errors import ConfigError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.tiers import KeyedTier
-from kvpool.tiers.model_tiers import TierSettings
-from kvpool.tiers.tier_settings import REQUEST_TIMEOUT
+from kvpool.tiers.model_tiers import ModelTiers
+from kvpool.tiers.settings import REQUEST_TIMEOUT, help_of
 
 _MOST_BYTES = 2**62
 
@@ -66,13 +66,11 @@ class EngineSettings:
     cache: Mapping[str, Any] | None = None
     record: str | Path | None = _shown(None, "Write a trace for `kvpool replay`; prompts cannot be read from it.")
     model_defaults: bool = True
-    disk: str | Path | None = _shown(None, "Keep prefixes in this directory: the next start finds them.")
-    disk_bytes: int | None = _shown(None, "As much as --disk may hold: 10GiB.")
-    remote: str | None = _shown(None, "Share prefixes through a store: redis://, rediss://, s3://, mooncake://.")
+    disk: str | Path | None = _shown(None, help_of("disk"))
+    disk_bytes: int | None = _shown(None, help_of("disk_bytes"))
+    remote: str | None = _shown(None, help_of("remote"))
     tiers: Sequence[KeyedTier] | None = None
-    tier_timeout: float = _shown(
-        REQUEST_TIMEOUT, f"Seconds that a request waits for them at most: {REQUEST_TIMEOUT:g}.", float
-    )
+    tier_timeout: float = _shown(REQUEST_TIMEOUT, help_of("timeout"), float)
     tier_min_uses: int = 1
     publish: str | None = _shown(None, "Announce what is cached to routers, at tcp://127.0.0.1:5557: docs/cluster.md.")
 
@@ -119,9 +117,10 @@ class EngineSettings:
             if not 0 < check_number("memory_fraction", self.memory_fraction, share) <= 1:
                 raise ConfigError(f"memory_fraction={self.memory_fraction} must be {share}")
 
-    def tier_settings(self) -> TierSettings:
+    def model_tiers(self) -> ModelTiers:
         """Which tiers it has, checked."""
-        return TierSettings(self.tiers, self.disk, self.disk_bytes, self.remote, self.tier_timeout, self.tier_min_uses)
+        keywords = ("tiers", "disk", "disk_bytes", "remote", "tier_timeout", "tier_min_uses")
+        return ModelTiers.of(**{name: getattr(self, name) for name in keywords})
 
     def limits(self) -> SchedulerConfig:
         """The limits of a step, with room for the drafts."""

@@ -27,8 +27,8 @@ from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import CacheStats
 from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers import KeyedTier
-from kvpool.tiers.model_tiers import TierSettings
-from kvpool.tiers.tier_settings import REQUEST_TIMEOUT
+from kvpool.tiers.model_tiers import ModelTiers
+from kvpool.tiers.settings import REQUEST_TIMEOUT
 from kvpool.tiers.transport.movers import TieringStats
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -76,7 +76,9 @@ class CachePool:
     ) -> None:
         if (num_blocks is None) == (num_bytes is None):
             raise InvalidArgumentError("give the size of the pool once: num_blocks or num_bytes")
-        tier_settings = TierSettings(tiers, disk, disk_bytes, remote, tier_timeout, tier_min_uses)
+        model_tiers = ModelTiers.of(
+            tiers, disk, disk_bytes, remote=remote, tier_timeout=tier_timeout, tier_min_uses=tier_min_uses
+        )
         own_attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
         shape = inspect_model(model)
         model.set_attn_implementation(own_attention)
@@ -87,7 +89,7 @@ class CachePool:
             KVCacheConfig(layers, block_size, gpu_blocks=num_blocks, gpu_bytes=num_bytes, **fields)
         )
         self.plane = DataPlane(self.manager, model.device)
-        opened = tier_settings.open(model, self.manager.config)
+        opened = model_tiers.open(model, self.manager.config)
         self.tiers = None if opened is None else PoolTiers(opened, self.manager, self.plane)
         if self.tiers is not None:
             weakref.finalize(self, self.tiers.close)  # also at the end of the process: what was computed is stored

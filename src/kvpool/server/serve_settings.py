@@ -26,7 +26,7 @@ from kvpool.engine.engine import Engine
 from kvpool.errors import ConfigError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.server.limits import Limits
-from kvpool.tiers.tier_settings import read_toml
+from kvpool.tiers.settings import read_toml
 
 # Keys of a model in a file: its name and path, the settings of an engine that files have, and what their options are called.
 _OF_ENGINE = {"model": "model"} | {each.metadata["key"] or name: name for name, each in SHOWN.items()}

@@ -6,12 +6,12 @@ from kvpool.tiers.contract import KEY_BYTES, KeyedTier, Outcome, Purged, Room, T
 from kvpool.tiers.disk import DiskTier
 from kvpool.tiers.keys import Fingerprint, KeyPattern, KeySpace, Shard
 from kvpool.tiers.memory_tier import MemoryTier
-from kvpool.tiers.open import open_tier
+from kvpool.tiers.opening import open_tier
 from kvpool.tiers.remote.mooncake import MooncakeTier
 from kvpool.tiers.remote.redis import RedisTier
 from kvpool.tiers.remote.remote_tier import Listing
 from kvpool.tiers.remote.s3 import S3Tier
-from kvpool.tiers.tier_settings import TierConfig, read_tiers
+from kvpool.tiers.settings import TierConfig, read_tiers
 
 __all__ = [
     "open_tier",

@@ -6,20 +6,29 @@ import hashlib
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpool.config.layers import show
 from kvpool.errors import ConfigError
-from kvpool.tiers.codecs import Codec, CompressionStats, Fp8, Planes, UnreadableValueError
+from kvpool.tiers.codecs import ITEM_BYTES, Codec, CompressionStats, Fp8, Planes, UnreadableValueError
 from kvpool.tiers.contract import KeyedTier, Outcome, Purged, Room
 from kvpool.tiers.keys import SPACE_BYTES, TAG_BYTES, KeyPattern, KeySpace
+from kvpool.tiers.options import choice, option
 
 AT_ONCE_BYTES = 2**26
 """Values that are encoded or decoded together: memory beside the caller's."""
 
 _LENGTH_BYTES = 8
 CODECS = ("zstd", "lz4", "fp8")
+
+
+@dataclass(frozen=True)
+class CompressionOptions:
+    """The options that any address of a tier may have for compression."""
+
+    compress: str = option(choice(*CODECS), "")
+    dtype: str = option(choice(*ITEM_BYTES), "bfloat16")
 
 
 def make_codec(name: str, dtype: str = "bfloat16") -> Codec:

@@ -1,23 +1,31 @@
-"""TierSettings: the tiers of one model, from the settings of an engine or a pool of transformers. Needs torch.
+"""The tiers of one model: which they are, and the keys of its blocks there. Needs torch.
 
-They are tiers of the caller's own, a directory on a disk, and a remote store by its address.
+Blocks of one model must never reach another, so keys depend on the model's weights, down to their numbers. All weights are
+read, in a fraction of a second: the rows and the columns of every tensor are summed as integers, which is exact and the same
+on any device, and changes when one number does, or when two change places.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from kvpool.config import KVCacheConfig
-from kvpool.config.layers import MAX_BYTES, check_int, check_number, show
+from kvpool.config.layers import show
 from kvpool.errors import ConfigError
 from kvpool.tiers.contract import KeyedTier
-from kvpool.tiers.disk import DiskTier
+from kvpool.tiers.identity import OF_TRANSFORMERS, settings_id
 from kvpool.tiers.keys import Fingerprint, KeySpace
-from kvpool.tiers.model_identity import model_id, weights_id
-from kvpool.tiers.open import open_tier
-from kvpool.tiers.tier_settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT, REQUEST_TIMEOUT
+from kvpool.tiers.opening import open_tiers
+from kvpool.tiers.settings import TierConfig
 from kvpool.tiers.transport.prefix_options import BlockKeys
 
 
@@ -31,72 +39,48 @@ class OpenedTiers(NamedTuple):
     owned: Sequence[KeyedTier]  # those that whoever uses them closes
 
 
-class TierSettings:
-    """Which tiers a client has, in the order in which they are asked; checked before a model is loaded."""
+@dataclass(frozen=True)
+class ModelTiers:
+    """The tiers of an engine or a pool of transformers, checked before a model is loaded and opened for it afterwards.
 
-    def __init__(
-        self,
-        tiers: Sequence[KeyedTier] | None = None,
-        disk: str | os.PathLike[str] | None = None,
-        disk_bytes: int | None = None,
-        remote: str | None = None,
-        timeout: float = REQUEST_TIMEOUT,
-        min_uses: int = 1,
-    ) -> None:
-        self._given = _checked_tiers(tiers)
-        if disk is not None and (not isinstance(disk, (str, os.PathLike)) or not os.fspath(disk)):
-            raise ConfigError(f"disk must be the path of a directory, got {show(disk)}")
-        if disk_bytes is not None:
-            check_int("disk_bytes", disk_bytes, 1, MAX_BYTES)
-            if disk is None:
-                raise ConfigError(f"disk_bytes={disk_bytes} needs disk, the directory to keep them in")
-            if _is_address(disk):
+    They are asked in this order: tiers of the caller's own, a disk, a remote store.
+    """
+
+    given: tuple[KeyedTier, ...]
+    disk: str | None  # addresses
+    remote: str | None
+    timeout: float
+    min_uses: int
+
+    @classmethod
+    def of(cls, tiers: Any, disk: Any, disk_bytes: Any, **keywords: Any) -> ModelTiers:
+        """Of the keywords of a client: `tiers`, and settings of `TierConfig`. `disk` may also be an address."""
+        given = _checked_tiers(tiers)
+        address = disk if isinstance(disk, str) and disk.startswith("disk:") else None
+        if address is None:
+            path = os.fspath(disk) if isinstance(disk, os.PathLike) else disk
+            config = TierConfig.of(disk=path, disk_bytes=disk_bytes, **keywords)
+            address = config.disk_address
+        else:
+            config = TierConfig.of(**keywords)
+            if disk_bytes is not None:
                 raise ConfigError(
-                    f"disk_bytes={disk_bytes} beside the address of a disk tier: write ?bytes= in the address"
+                    f"disk_bytes={show(disk_bytes)} beside the address of a disk tier: write ?bytes= in the address"
                 )
-        if remote is not None and not isinstance(remote, str):
-            raise ConfigError(f"remote must be the address of a tier, like redis://localhost, got {show(remote)}")
-        self._disk = disk
-        self._disk_bytes = DEFAULT_DISK_BYTES if disk_bytes is None else disk_bytes
-        self._remote = remote
-        self._min_uses = check_int("tier_min_uses", min_uses, 1, 2**31)
-        self._timeout = check_number("tier_timeout", timeout, "a number of seconds above 0")
-        if not 0 < self._timeout <= LONGEST_TIMEOUT:
-            raise ConfigError(f"tier_timeout={timeout} must be above 0 and at most {LONGEST_TIMEOUT:g} seconds")
+        assert config.timeout is not None and config.min_uses is not None
+        return cls(given, address, config.remote_address, config.timeout, config.min_uses)
 
     def open(self, model: Any, config: KVCacheConfig) -> OpenedTiers | None:
         """Opens the tiers for the keys and values of a model; None if there are none."""
-        if not self._given and self._disk is None and self._remote is None:
+        if not self.given and self.disk is None and self.remote is None:
             return None
         if not config.enable_prefix_caching:
             raise ConfigError("tiers need enable_prefix_caching: what they bring is found by content")
         space = KeySpace(Fingerprint.of(config, model_id(model), weights_id(model)))
-        opened = self._open()
-        tiers = [*self._given, *opened]
-        for tier in tiers:
+        opened = open_tiers((self.disk, self.remote), space)
+        for tier in self.given:
             tier.introduce(space)
-        return OpenedTiers(tiers, BlockKeys(space, config), self._timeout, self._min_uses, opened)
-
-    def _open(self) -> list[KeyedTier]:
-        """The tiers that are opened here, to be closed by whoever uses them."""
-        opened: list[KeyedTier] = []
-        try:
-            if self._disk is not None and _is_address(self._disk):
-                opened.append(open_tier(self._disk))
-            elif self._disk is not None:
-                opened.append(DiskTier(self._disk, self._disk_bytes))
-            if self._remote is not None:
-                opened.append(open_tier(self._remote))
-        except BaseException:
-            for tier in opened:
-                tier.close()
-            raise
-        return opened
-
-
-def _is_address(disk: str | os.PathLike[str]) -> bool:
-    """Whether this is `disk:DIRECTORY?bytes=…` and not a directory."""
-    return isinstance(disk, str) and disk.startswith("disk:")
+        return OpenedTiers([*self.given, *opened], BlockKeys(space, config), self.timeout, self.min_uses, opened)
 
 
 def _checked_tiers(tiers: object) -> tuple[KeyedTier, ...]:
@@ -108,3 +92,46 @@ def _checked_tiers(tiers: object) -> tuple[KeyedTier, ...]:
         if not isinstance(tier, KeyedTier):
             raise ConfigError(f"tiers must be a list of KeyedTier, fastest first; {show(tier)} is none")
     return tuple(tiers)
+
+
+# --- which model is this? ----------------------------------------------------------------------------------------------
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def model_id(model: Any) -> str:
+    """The class of a model and a digest of its configuration: positions, norms and scales are nowhere else."""
+    return f"{type(model).__name__} {settings_id(model.config, OF_TRANSFORMERS)}"
+
+
+@torch.no_grad()
+def weights_id(model: Any) -> str:
+    """A digest of all parameters and buffers of a model, also those that it does not save: names, types and contents."""
+    tensors = sorted({**model.state_dict(), **dict(model.named_buffers())}.items())
+    read: dict[tuple[int, torch.Size], int] = {}  # tied weights are read once
+    sums: list[Tensor] = []
+    for _, tensor in tensors:
+        place = tensor.data_ptr(), tensor.shape
+        if place not in read:
+            read[place] = len(sums)
+            sums.append(_content(tensor))
+    ends = list(itertools.accumulate(map(len, sums), initial=0))
+    contents = torch.cat([each.cpu() for each in sums]).numpy() if sums else None
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
+        if contents is not None:
+            index = read[tensor.data_ptr(), tensor.shape]
+            digest.update(contents[ends[index] : ends[index + 1]].tobytes())
+    return digest.hexdigest()
+
+
+def _content(tensor: Tensor) -> Tensor:
+    """int64: the words of a vector; of anything else the sums of its columns and of its rows."""
+    last = tensor.shape[-1] if tensor.ndim > 1 else 1
+    flat = tensor.detach().contiguous().view(-1)
+    words = flat.view(_WORDS.get(flat.element_size(), torch.uint8))
+    if tensor.ndim < 2 or not len(words):
+        return words.to(torch.int64)
+    table = words.view(-1, len(words) // (tensor.numel() // last))
+    return torch.cat([table.sum(0, dtype=torch.int64), table.sum(1, dtype=torch.int64)])

@@ -17,7 +17,7 @@ from kvpool.terminal import console, progress_bar
 from kvpool.tiers.contract import Outcome, Purged
 from kvpool.tiers.disk.upkeep import Upkeep, remove_everything
 from kvpool.tiers.keys import SPACE_BYTES, Fingerprint, KeyPattern, KeySpace, scope_tag
-from kvpool.tiers.open import open_tier
+from kvpool.tiers.opening import open_tier
 from kvpool.tiers.store_upkeep import STORE_SECONDS
 
 

@@ -12,7 +12,7 @@ from kvpool.tiers.compressed_tier import CompressedTier
 from kvpool.tiers.contract import KeyedTier, Outcome
 from kvpool.tiers.disk.upkeep import Checked, Progress, Space
 from kvpool.tiers.keys import SPACE_BYTES
-from kvpool.tiers.open import open_tier
+from kvpool.tiers.opening import open_tier
 from kvpool.tiers.remote.remote_tier import Listing, RemoteTier
 
 STORE_SECONDS = 3600.0

@@ -16,11 +16,11 @@ from kvpool.terminal import check_files, console, progress_bar, write_json
 from kvpool.tiers.contract import Outcome
 from kvpool.tiers.disk.records import is_held
 from kvpool.tiers.disk.upkeep import Space, Upkeep
-from kvpool.tiers.open import open_tier
+from kvpool.tiers.opening import open_tier
+from kvpool.tiers.options import TierURL
 from kvpool.tiers.purging import Wanted, purge_directory, purge_store, read_space, shown_bytes
+from kvpool.tiers.settings import PREFIX, read_tiers
 from kvpool.tiers.store_upkeep import innermost, listed, opened_store, store_figures, store_spaces, verify_store
-from kvpool.tiers.tier_settings import PREFIX, read_tiers
-from kvpool.tiers.url import TierURL
 
 AT_ONCE = 32
 _T = TypeVar("_T")

@@ -1,4 +1,7 @@
-"""What a connector is told: memory of the host, how it is divided and evicted, and the tiers below it."""
+"""The settings of a connector: memory of the host, how it is divided and evicted, and the tiers below it.
+
+Each worker writes to a directory of its own; others read beside it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,10 @@ from kvpool.config.layers import MAX_BLOCKS, MAX_BYTES, check_bool, check_int, c
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import make_policy
 from kvpool.integrations.connector.lmcache_yaml import settings_of
+from kvpool.integrations.connector.step_orders import Introduction
 from kvpool.terminal import parse_bytes
-from kvpool.tiers.disk.disk_tier import MIN_CAPACITY_BYTES
-from kvpool.tiers.tier_settings import DEFAULT_DISK_BYTES, LONGEST_TIMEOUT, REQUEST_TIMEOUT
+from kvpool.tiers import KeyedTier, KeySpace, opening
+from kvpool.tiers.settings import REQUEST_TIMEOUT, TierConfig
 
 DEFAULT_HOST_BYTES = 4 * 2**30
 _QUOTA_KEYS = {"guaranteed", "maximum"}
@@ -39,7 +43,7 @@ class ConnectorSettings:
     quotas: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """`{salt: {"guaranteed": 0.2, "maximum": 0.5}}`: shares of the host, or numbers of blocks, by `cache_salt`."""
     disk: str | None = None
-    disk_bytes: int = DEFAULT_DISK_BYTES
+    disk_bytes: int | None = None
     remote: str | None = None
     timeout: float = REQUEST_TIMEOUT
     """Seconds that a request waits for the tiers below at most."""
@@ -63,11 +67,9 @@ class ConnectorSettings:
                 raise ConfigError(f"{option} has no {show(key)}{hint}")
         if "host_bytes" in given and given.get("host_blocks") is not None:
             raise ConfigError("host_bytes and host_blocks both size the host; give one of them")
-        if "disk_bytes" in given and given.get("disk") is None:
-            raise ConfigError(f"disk_bytes={show(given['disk_bytes'])} needs disk, the directory to keep them in")
         values = dict(given)
         for name in ("host_bytes", "disk_bytes"):
-            if name in values:
+            if name in values and (name == "host_bytes" or values.get("disk") is not None):
                 values[name] = _bytes(name, values[name])
         if isinstance(values.get("disk"), str):
             values["disk"] = os.path.expanduser(values["disk"])  # no shell does so within JSON
@@ -77,7 +79,6 @@ class ConnectorSettings:
         check_int("host_bytes", self.host_bytes, 1, MAX_BYTES)
         if self.host_blocks is not None:
             check_int("host_blocks", self.host_blocks, 1, MAX_BLOCKS)
-        check_int("disk_bytes", self.disk_bytes, MIN_CAPACITY_BYTES, MAX_BYTES)
         for name in ("policy", "disk", "remote", "model_id"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
@@ -85,9 +86,7 @@ class ConnectorSettings:
         if check_bool("read_only", self.read_only) and not self.has_tiers:
             raise ConfigError("read_only=True needs disk or remote, to read from")
         make_policy(self.policy)
-        seconds = check_number("timeout", self.timeout, "a number of seconds above 0")
-        if not 0 < seconds <= LONGEST_TIMEOUT:
-            raise ConfigError(f"timeout={self.timeout} must be above 0 and at most {LONGEST_TIMEOUT:g} seconds")
+        self.tiers(self.disk, read_only=self.read_only)
         if self.ttl is not None and check_number("ttl", self.ttl, "seconds above 0") <= 0:
             raise ConfigError(f"ttl={self.ttl} must be seconds above 0; leave it out for no limit")
         _check_quotas(self.quotas)
@@ -97,6 +96,16 @@ class ConnectorSettings:
         if self.disk is None or number == 0:
             return self
         return replace(self, disk=str(Path(self.disk) / f"engine-{number}"))
+
+    def tiers(self, disk: str | None, *, read_only: bool) -> TierConfig:
+        """The tiers below the host, with a disk in this directory."""
+        return TierConfig.of(
+            disk=disk,
+            disk_bytes=self.disk_bytes,
+            disk_read_only=None if disk is None else read_only,
+            remote=self.remote,
+            timeout=self.timeout,
+        )
 
     @property
     def has_tiers(self) -> bool:
@@ -110,6 +119,22 @@ class ConnectorSettings:
         if self.host_bytes < block_bytes:
             raise ConfigError(f"host_bytes={self.host_bytes} holds no block: one has {block_bytes} bytes; raise it")
         return min(self.host_bytes // block_bytes, MAX_BLOCKS)
+
+
+def open_tiers(settings: ConnectorSettings, worker: Introduction, *, is_reader: bool = False) -> list[KeyedTier]:
+    """The tiers of one worker, fastest first. A reader stores nothing, and needs no lock on the disk."""
+    directory = None if settings.disk is None else Path(settings.disk)
+    if directory is not None:
+        if worker.num_workers > 1:
+            directory /= f"rank-{worker.rank}-of-{worker.num_workers}"
+        if settings.read_only and not directory.is_dir():
+            raise ConfigError(f"there is no directory {directory}, and read_only=True makes none")
+        try:
+            directory.mkdir(0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"disk={settings.disk!r} cannot be used: {error.strerror or error}") from None
+    tiers = settings.tiers(None if directory is None else str(directory), read_only=is_reader or settings.read_only)
+    return opening.open_tiers((tiers.disk_address, tiers.remote_address), KeySpace(worker.fingerprint))
 
 
 def _with_lmcache(given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,9 +6,8 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from kvpool.integrations.connector.settings import ConnectorSettings
+from kvpool.integrations.connector.settings import ConnectorSettings, open_tiers
 from kvpool.integrations.connector.step_orders import Introduction
-from kvpool.integrations.connector.tiers import open_tiers
 from kvpool.integrations.connector.tracked_request import TrackedRequest
 from kvpool.tiers import KeyedTier, KeySpace
 from kvpool.tiers.transport.chain import TierChain

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvpool.errors import TransferError
 from kvpool.integrations.connector.counts import Increments
 from kvpool.integrations.connector.engine_pages import EnginePages, HostRows, Move
-from kvpool.integrations.connector.settings import ConnectorSettings
+from kvpool.integrations.connector.settings import ConnectorSettings, open_tiers
 from kvpool.integrations.connector.step_orders import (
     NO_PAGE,
     Introduction,
@@ -23,7 +23,6 @@ from kvpool.integrations.connector.step_orders import (
     Spill,
     Store,
 )
-from kvpool.integrations.connector.tiers import open_tiers
 from kvpool.quiet import QuietLog
 from kvpool.tiers import KeySpace, TierStats
 from kvpool.tiers.transport.chain import TierChain

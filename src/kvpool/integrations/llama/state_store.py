@@ -17,9 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ConfigError, StorageError
-from kvpool.integrations.connector.settings import ConnectorSettings
+from kvpool.integrations.connector.settings import ConnectorSettings, open_tiers
 from kvpool.integrations.connector.step_orders import Introduction
-from kvpool.integrations.connector.tiers import open_tiers
 from kvpool.integrations.llama.state_blob import PIECE_BYTES, SIGNPOST_BYTES, Signpost, StateBlob, num_common
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import ReuseScope

@@ -21,7 +21,7 @@ from kvpool.cluster.index import MAX_NODES
 from kvpool.cluster.routing_config import RoutingConfig
 from kvpool.config.layers import check_int, check_number, show
 from kvpool.errors import ConfigError
-from kvpool.tiers.tier_settings import read_toml
+from kvpool.tiers.settings import read_toml
 
 
 @dataclass(frozen=True)

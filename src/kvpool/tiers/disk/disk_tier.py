@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvpool.config.layers import MAX_BYTES, check_int
 from kvpool.errors import ConfigError
@@ -21,12 +22,24 @@ from kvpool.tiers.disk.value_loading import Loading
 from kvpool.tiers.disk.value_storing import Storing
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import KeyPattern, KeySpace
+from kvpool.tiers.options import FLAG, SECONDS, count, option, size
 
 MIN_CAPACITY_BYTES = 2**20
 MAX_THREADS = 64
 REFRESH_SECONDS = 1.0
 
 _log = logging.getLogger("kvpool")
+
+
+@dataclass(frozen=True)
+class DiskOptions:
+    """The options of `disk:DIRECTORY?option=value`."""
+
+    bytes: int = option(size(1), 0)
+    threads: int = option(count(1, MAX_THREADS), 4)
+    direct: bool = option(FLAG, True)
+    read_only: bool = option(FLAG, False)
+    timeout: float = option(SECONDS, CALL_TIMEOUT)
 
 
 class DiskTier(KeyedTier):
@@ -59,9 +72,9 @@ class DiskTier(KeyedTier):
         super().__init__(name, timeout=timeout)
         self._capacity = check_int("capacity_bytes", capacity_bytes, MIN_CAPACITY_BYTES, MAX_BYTES)
         check_int("io_threads", io_threads, 1, MAX_THREADS)
-        for option, value in (("direct", direct), ("read_only", read_only)):
+        for name_of, value in (("direct", direct), ("read_only", read_only)):
             if not isinstance(value, bool):
-                raise ConfigError(f"{option}={value!r} must be True or False")
+                raise ConfigError(f"{name_of}={value!r} must be True or False")
         checksum(bytes(32), memoryview(b""))  # says now which package is missing
         self.directory = Directory(directory, create=not read_only)
         self._state = State(self.report)

@@ -15,19 +15,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as NotDone
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from kvpool.config.layers import show
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.terminal import parse_bytes
 from kvpool.tiers.contract import CALL_TIMEOUT, Outcome
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole, seal
 from kvpool.tiers.keys import SPACE_BYTES
+from kvpool.tiers.options import ANY_TEXT, NAMESPACE, SECONDS, TierURL, option, read_options, size, text
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
 from kvpool.tiers.remote.remote_tier import SHARE_BYTES, SHARE_KEYS, Node, NodeError, Purging, RemoteTier, Share
-from kvpool.tiers.url import Options, TierURL, check_namespace
 
 NUM_SLABS = 4
 MIN_BUFFER_BYTES = NUM_SLABS * (SHARE_BYTES + SHARE_KEYS * HEADER_BYTES)  # a slab holds any share
@@ -91,6 +90,21 @@ class Slab:
             self._call.add_done_callback(lambda _: give_back())
 
 
+@dataclass(frozen=True)
+class MooncakeOptions:
+    """The options of `mooncake://master:port?option=value`."""
+
+    timeout: float = option(SECONDS, CALL_TIMEOUT)
+    pause: float = option(SECONDS, FIRST_PAUSE)
+    namespace: str = option(NAMESPACE, "default")
+    buffer: int = option(size(MIN_BUFFER_BYTES, MAX_BUFFER_BYTES), MIN_BUFFER_BYTES)
+    protocol: str = option(text("be tcp or rdma", lambda name: name in ("tcp", "rdma")), "tcp")
+    hostname: str | None = option(ANY_TEXT, None)
+    metadata: str = option(ANY_TEXT, "P2PHANDSHAKE")
+    segment: int = option(size(0, MAX_BUFFER_BYTES), 0)
+    devices: str = option(ANY_TEXT, "")
+
+
 class MooncakeTier(RemoteTier[Node]):
     """Values in a Mooncake Store.
 
@@ -107,23 +121,20 @@ class MooncakeTier(RemoteTier[Node]):
         parsed = TierURL.parse(url)
         if parsed.scheme != "mooncake" or parsed.password is not None or parsed.path.strip("/"):
             raise InvalidArgumentError(f"a Mooncake tier's address is mooncake://master:port?…, got {parsed.shown}")
-        options = Options(parsed)
-        timeout = options.seconds("timeout", CALL_TIMEOUT)
-        pause = options.seconds("pause", FIRST_PAUSE)
-        self._prefix = f"kvpool:{check_namespace(options.text('namespace', 'default'), parsed)}:"
-        buffer_bytes = _size(options, "buffer", MIN_BUFFER_BYTES, parsed, low=MIN_BUFFER_BYTES)
+        options = MooncakeOptions(**read_options(MooncakeOptions, parsed))
+        self._prefix = f"kvpool:{options.namespace}:"
         self._master = (parsed.host, parsed.port or 50051)
-        self._settings = _settings(options, parsed, self._master, buffer_bytes)
-        options.finish()
+        self._settings = _settings(options, self._master)
         self._mooncake = _import_mooncake()
-        super().__init__(parsed.shown, timeout=timeout, max_value_bytes=buffer_bytes // NUM_SLABS - HEADER_BYTES)
-        self._staging = Staging(buffer_bytes)
+        max_value_bytes = options.buffer // NUM_SLABS - HEADER_BYTES
+        super().__init__(parsed.shown, timeout=options.timeout, max_value_bytes=max_value_bytes)
+        self._staging = Staging(options.buffer)
         self._calls = ThreadPoolExecutor(NUM_SLABS, thread_name_prefix="kvpool mooncake")
         self._lock = threading.Lock()
         self._client: Any = None
-        self._node = Node(parsed.host, NUM_SLABS, Breaker(pause=pause, proven=False))
+        self._node = Node(parsed.host, NUM_SLABS, Breaker(pause=options.pause, proven=False))
         first = self._probe_in_background(self._node)
-        wait([first] if first else [], timeout)
+        wait([first] if first else [], options.timeout)
 
     # --- the client --------------------------------------------------------------------------------------------------
 
@@ -282,28 +293,17 @@ class MooncakeTier(RemoteTier[Node]):
             share.node.refused()
 
 
-def _settings(options: Options, url: TierURL, master: tuple[str, int], buffer_bytes: int) -> dict[str, str]:
+def _settings(options: MooncakeOptions, master: tuple[str, int]) -> dict[str, str]:
     """What Mooncake's setup is told; all its values are text."""
-    protocol = options.text("protocol", "tcp")
-    if protocol not in ("tcp", "rdma"):
-        raise InvalidArgumentError(f"protocol={show(protocol)} of {url.shown} must be tcp or rdma")
     return {
-        "local_hostname": options.text("hostname", socket.gethostname()),
-        "metadata_server": options.text("metadata", "P2PHANDSHAKE"),
-        "global_segment_size": str(_size(options, "segment", 0, url, low=0)),
-        "local_buffer_size": str(buffer_bytes),
-        "protocol": protocol,
-        "rdma_devices": options.text("devices", ""),
+        "local_hostname": socket.gethostname() if options.hostname is None else options.hostname,
+        "metadata_server": options.metadata,
+        "global_segment_size": str(options.segment),
+        "local_buffer_size": str(options.buffer),
+        "protocol": options.protocol,
+        "rdma_devices": options.devices,
         "master_server_addr": f"{master[0]}:{master[1]}",
     }
-
-
-def _size(options: Options, name: str, default: int, url: TierURL, *, low: int) -> int:
-    text = options.text(name, "")
-    size = parse_bytes(text, f"{name} of {url.shown}") if text else default
-    if not low <= size <= MAX_BUFFER_BYTES:
-        raise InvalidArgumentError(f"{name}={show(text)} of {url.shown} must be {low:,} to {MAX_BUFFER_BYTES:,} bytes")
-    return size
 
 
 def _import_mooncake() -> Any:

@@ -17,11 +17,11 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.tiers.contract import KEY_BYTES, Outcome
 from kvpool.tiers.envelope import is_whole, num_bytes, seal
 from kvpool.tiers.keys import SPACE_BYTES, KeyPattern
+from kvpool.tiers.options import TierURL
 from kvpool.tiers.remote.glide import RedisNode, Refusal
 from kvpool.tiers.remote.redis_options import RedisOptions
 from kvpool.tiers.remote.remote_tier import NodeError, Purging, RemoteTier, Share, seconds_left
 from kvpool.tiers.remote.slot_map import SlotMap, slot_of
-from kvpool.tiers.url import TierURL
 
 PIPELINE_BYTES = 2 << 20
 DIRECT_BYTES = 16 << 20

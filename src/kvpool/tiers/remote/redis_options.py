@@ -9,8 +9,8 @@ from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.plainfile import read_plain
 from kvpool.tiers.contract import CALL_TIMEOUT
+from kvpool.tiers.options import ANY_TEXT, FLAG, NAMESPACE, SECONDS, TierURL, count, option, read_options, size
 from kvpool.tiers.remote.breaker import FIRST_PAUSE
-from kvpool.tiers.url import MAX_SECONDS, Options, TierURL, check_namespace
 
 DEFAULT_PORT = 6379
 MAX_VALUE_BYTES = 512 << 20  # the longest string that Redis takes
@@ -18,57 +18,48 @@ MAX_VALUE_BYTES = 512 << 20  # the longest string that Redis takes
 
 @dataclass(frozen=True)
 class RedisOptions:
-    """An address, part by part."""
+    """An address, part by part. `ca`, `cert` and `key` are paths of files in the address, and their bytes here."""
 
     seeds: tuple[tuple[str, int], ...]
     database: int
-    cluster: bool
-    namespace: str
-    ttl: float | None
-    timeout: float
-    max_value_bytes: int
-    connections: int
-    pause: float
     tls: bool
     user: str | None = field(repr=False)
     password: str | None = field(repr=False)
-    ca: bytes | None = field(repr=False)
-    cert: bytes | None = field(repr=False)
-    key: bytes | None = field(repr=False)
+    cluster: bool = option(FLAG, False)
+    nodes: str = option(ANY_TEXT, "")
+    namespace: str = option(NAMESPACE, "default")
+    ttl: float | None = option(SECONDS, None)
+    timeout: float = option(SECONDS, CALL_TIMEOUT)
+    max_value_bytes: int = option(size(1, MAX_VALUE_BYTES), MAX_VALUE_BYTES)
+    connections: int = option(count(1, 16), 2)
+    pause: float = option(SECONDS, FIRST_PAUSE)
+    ca: bytes | None = option(ANY_TEXT, None)
+    cert: bytes | None = option(ANY_TEXT, None)
+    key: bytes | None = option(ANY_TEXT, None)
 
     @classmethod
     def of(cls, url: TierURL) -> RedisOptions:
         """Reads the parts of an address; raises for the first that is wrong."""
         if url.user is not None and url.password is None:
             raise InvalidArgumentError(f"{url.shown}: a user needs a password, redis://user:password@host")
-        options = Options(url)
-        cluster = options.flag("cluster")
+        found = read_options(cls, url)
         seeds = [(url.host, url.port or DEFAULT_PORT)]
-        seeds += [_address(text, url) for text in options.text("nodes", "").split(",") if text]
-        if len(seeds) > 1 and not cluster:
+        seeds += [_address(text, url) for text in found["nodes"].split(",") if text]
+        if len(seeds) > 1 and not found["cluster"]:
             raise InvalidArgumentError(f"{url.shown}: nodes= names more nodes of a cluster, so it needs cluster=1")
-        files = {name: _file(options.text(name, ""), name, url) for name in ("ca", "cert", "key")}
-        if any(files.values()) and url.scheme != "rediss":
+        found |= {name: _file(found[name], name, url) for name in ("ca", "cert", "key")}
+        if (found["ca"] or found["cert"] or found["key"]) and url.scheme != "rediss":
             raise InvalidArgumentError(f"{url.shown}: ca, cert and key are for TLS, so write rediss:// for redis://")
-        if (files["cert"] is None) != (files["key"] is None):
+        if (found["cert"] is None) != (found["key"] is None):
             raise InvalidArgumentError(f"{url.shown}: cert and key belong together, one of them is missing")
-        found = cls(
-            seeds=tuple(dict.fromkeys(seeds)),
-            database=_database(url, cluster),
-            cluster=cluster,
-            namespace=check_namespace(options.text("namespace", "default"), url),
-            ttl=options.number("ttl", None, low=0.001, high=MAX_SECONDS),
-            timeout=options.seconds("timeout", CALL_TIMEOUT),
-            max_value_bytes=options.integer("max_value_bytes", MAX_VALUE_BYTES, low=1, high=MAX_VALUE_BYTES),
-            connections=options.integer("connections", 2, low=1, high=16),
-            pause=options.seconds("pause", FIRST_PAUSE),
-            tls=url.scheme == "rediss",
-            user=url.user,
-            password=url.password,
-            **files,
+        return cls(
+            tuple(dict.fromkeys(seeds)),
+            _database(url, found["cluster"]),
+            url.scheme == "rediss",
+            url.user,
+            url.password,
+            **found,
         )
-        options.finish()
-        return found
 
 
 def _address(text: str, url: TierURL) -> tuple[str, int]:
@@ -87,7 +78,7 @@ def _database(url: TierURL, cluster: bool) -> int:
     return int(text or 0)
 
 
-def _file(path: str, name: str, url: TierURL) -> bytes | None:
+def _file(path: str | None, name: str, url: TierURL) -> bytes | None:
     if not path:
         return None
     try:

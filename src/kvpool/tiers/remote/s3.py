@@ -12,18 +12,18 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import wait
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from kvpool.config.layers import show
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.tiers.contract import CALL_TIMEOUT, KEY_BYTES, Outcome
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole, num_bytes, seal
 from kvpool.tiers.keys import SPACE_BYTES, TAG_BYTES, TENANT_BYTES
+from kvpool.tiers.options import ANY_TEXT, FLAG, SECONDS, TierURL, count, option, read_options, size, text
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
 from kvpool.tiers.remote.loop_thread import LoopThread
 from kvpool.tiers.remote.remote_tier import Node, NodeError, Purging, RemoteTier, Share, seconds_left
-from kvpool.tiers.url import Options, TierURL
 
 MAX_VALUE_BYTES = (5 << 30) - HEADER_BYTES  # the largest object that one request may bring
 MAX_CONNECTIONS = 256
@@ -35,6 +35,21 @@ _VALUE = re.compile("(?:^|/)(?:([0-9a-f]{16}/[0-9a-f]{4}/[0-9a-f]{4}/[0-9a-f]{40
 _FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "507 ")
 
 Request = Callable[[Share[Node], int], Awaitable[Outcome]]
+
+
+@dataclass(frozen=True)
+class S3Options:
+    """The options of `s3://bucket/prefix?option=value`."""
+
+    timeout: float = option(SECONDS, CALL_TIMEOUT)
+    max_value_bytes: int = option(size(1, MAX_VALUE_BYTES), MAX_VALUE_BYTES)
+    connections: int = option(count(1, MAX_CONNECTIONS), 16)
+    pause: float = option(SECONDS, FIRST_PAUSE)
+    endpoint: str = option(
+        text("begin with https:// or http://", lambda url: not url or url.startswith(("http://", "https://"))), ""
+    )
+    region: str = option(ANY_TEXT, "us-east-1")
+    anonymous: bool = option(FLAG, False)
 
 
 class S3Tier(RemoteTier[Node]):
@@ -50,18 +65,15 @@ class S3Tier(RemoteTier[Node]):
         parsed = TierURL.parse(url)
         if parsed.scheme != "s3" or parsed.port is not None:
             raise InvalidArgumentError(f"an S3 tier's address is s3://bucket/prefix?endpoint=…, got {parsed.shown}")
-        options = Options(parsed)
-        timeout = options.seconds("timeout", CALL_TIMEOUT)
-        limit = options.integer("max_value_bytes", MAX_VALUE_BYTES, low=1, high=MAX_VALUE_BYTES)
-        self._connections = options.integer("connections", 16, low=1, high=MAX_CONNECTIONS)
-        pause = options.seconds("pause", FIRST_PAUSE)
-        super().__init__(parsed.shown, timeout=timeout, max_value_bytes=limit)
+        options = S3Options(**read_options(S3Options, parsed))
+        self._connections = options.connections
+        super().__init__(parsed.shown, timeout=options.timeout, max_value_bytes=options.max_value_bytes)
         self._obstore = _import_obstore()
-        self._bucket = _bucket(self._obstore, parsed, options, timeout)
-        self._node = Node(parsed.host, NUM_THREADS, Breaker(pause=pause, proven=False))
+        self._bucket = _bucket(self._obstore, parsed, options)
+        self._node = Node(parsed.host, NUM_THREADS, Breaker(pause=options.pause, proven=False))
         self._loop = LoopThread(f"kvpool {parsed.host}")
         first = self._probe_in_background(self._node)
-        wait([first] if first else [], timeout)
+        wait([first] if first else [], options.timeout)
 
     def contains_prefix(self, keys: Sequence[bytes], *, timeout: float | None = None) -> int:
         """How many keys from the first on are there without a gap. Each costs a request, so it stops soon after the gap."""
@@ -234,23 +246,19 @@ def _absent(error: FileNotFoundError) -> Outcome:
     return Outcome.MISS
 
 
-def _bucket(obstore: Any, url: TierURL, options: Options, timeout: float) -> Any:
+def _bucket(obstore: Any, url: TierURL, options: S3Options) -> Any:
     """The client of a bucket. It makes no request yet."""
-    endpoint = options.text("endpoint", "")
-    if endpoint and not endpoint.startswith(("http://", "https://")):
-        raise InvalidArgumentError(f"endpoint={show(endpoint)} of {url.shown} must begin with https:// or http://")
-    settings: dict[str, Any] = {"region": options.text("region", "us-east-1")}
-    if endpoint:
-        settings["endpoint"] = endpoint
-    if options.flag("anonymous"):
+    settings: dict[str, Any] = {"region": options.region}
+    if options.endpoint:
+        settings["endpoint"] = options.endpoint
+    if options.anonymous:
         settings["skip_signature"] = True
-    options.finish()
     if (url.user is None) != (url.password is None):
         raise InvalidArgumentError(f"{url.shown}: an access key needs its secret key, s3://access:secret@bucket")
     if url.user is not None:
         settings |= {"access_key_id": url.user, "secret_access_key": url.password}
-    limit = f"{max(1, int(timeout * 1000))}ms"
-    client = {"allow_http": endpoint.startswith("http://"), "connect_timeout": limit, "timeout": limit}
+    limit = f"{max(1, int(options.timeout * 1000))}ms"
+    client = {"allow_http": options.endpoint.startswith("http://"), "connect_timeout": limit, "timeout": limit}
     try:
         return obstore.store.S3Store(
             url.host,

@@ -1,21 +1,36 @@
-"""open_tier: a tier by its address."""
+"""Opens tiers by their addresses."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError
-from kvpool.terminal import parse_bytes
-from kvpool.tiers.compressed_tier import CompressedTier, make_codec
-from kvpool.tiers.contract import CALL_TIMEOUT, KeyedTier
-from kvpool.tiers.disk import DiskTier
+from kvpool.tiers.compressed_tier import CompressedTier, CompressionOptions, make_codec
+from kvpool.tiers.contract import KeyedTier
+from kvpool.tiers.disk import DiskOptions, DiskTier
+from kvpool.tiers.keys import KeySpace
+from kvpool.tiers.options import TierURL, option_kinds, read_options
 from kvpool.tiers.remote.mooncake import MooncakeTier
 from kvpool.tiers.remote.redis import RedisTier
 from kvpool.tiers.remote.s3 import S3Tier
-from kvpool.tiers.url import Options, TierURL
+
+
+def open_tiers(addresses: Iterable[str | None], space: KeySpace) -> list[KeyedTier]:
+    """The tiers at some addresses, for keys of `space`; None stands for no tier. If one cannot be opened, none stays open."""
+    opened: list[KeyedTier] = []
+    try:
+        for address in addresses:
+            if address is not None:
+                opened.append(open_tier(address))
+                opened[-1].introduce(space)
+    except BaseException:
+        for tier in opened:
+            tier.close()
+        raise
+    return opened
 
 
 def open_tier(address: str | os.PathLike[str]) -> KeyedTier:
@@ -34,7 +49,7 @@ def open_tier(address: str | os.PathLike[str]) -> KeyedTier:
         raise InvalidArgumentError(f"the address of a tier is a string, got {show(address)}")
     text, compression = _divided(os.fspath(address))
     if compression:
-        codec = make_codec(compression.get("compress", ""), compression.get("dtype", "bfloat16"))
+        codec = make_codec(compression.get("compress", ""), compression.get("dtype", CompressionOptions.dtype))
         return CompressedTier(open_tier(text), codec)
     scheme, divider, _ = text.partition(":")
     if divider and scheme in _OPENERS:
@@ -50,25 +65,23 @@ def _divided(address: str) -> tuple[str, dict[str, str]]:
     """An address without the options of compression, and these."""
     start, _, query = address.partition("?")
     options = [part.partition("=") for part in query.split("&") if part]
-    ours = {name: value for name, _, value in options if name in ("compress", "dtype")}
+    ours = {name: value for name, _, value in options if name in option_kinds(CompressionOptions)}
     left = "&".join("".join(option) for option in options if option[0] not in ours)
     return (f"{start}?{left}" if left else start) if ours else address, ours
 
 
 def _open_disk(address: str) -> DiskTier:
     url = TierURL.local(address)
-    options = Options(url)
-    size = options.text("bytes", "")
-    if not size:
+    options = DiskOptions(**read_options(DiskOptions, url))
+    if not options.bytes:
         raise InvalidArgumentError(f"{url.shown} needs the room that it may take, such as {url.shown}?bytes=50GB")
-    capacity_bytes = parse_bytes(size, f"bytes of {url.shown}")
-    io_threads = options.integer("threads", 4, low=1, high=64)
-    direct, read_only = options.flag("direct", True), options.flag("read_only")
-    timeout = options.seconds("timeout", CALL_TIMEOUT)
-    options.finish()
-    directory = Path(url.path).expanduser()
     return DiskTier(
-        directory, capacity_bytes, io_threads=io_threads, direct=direct, read_only=read_only, timeout=timeout
+        Path(url.path).expanduser(),
+        options.bytes,
+        io_threads=options.threads,
+        direct=options.direct,
+        read_only=options.read_only,
+        timeout=options.timeout,
     )
 
 

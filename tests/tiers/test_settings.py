@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.tiers import DiskTier, TierConfig, open_tier, read_tiers
-from kvpool.tiers.tier_settings import PREFIX
+from kvpool.tiers.settings import PREFIX
 
 WHOLE = """
 title = "not ours"
@@ -123,7 +123,7 @@ def test_given_an_empty_variable_then_a_tier_of_the_file_goes_with_all_that_belo
 
 def test_given_a_password_then_it_is_in_no_repr_and_no_error(file: Path, tmp_path: Path) -> None:
     assert "secret" not in repr(read_tiers(file, {}))
-    with pytest.raises(ConfigError, match="remote must be the address of a store") as caught:
+    with pytest.raises(ConfigError, match="remote must be the address of a tier") as caught:
         read_tiers(written(tmp_path, 'remote = "user:secret@cache"'), {})
     assert "secret" not in str(caught.value)
 

@@ -1,0 +1,327 @@
+"""TierConfig: every setting of the tiers of a process, defined once. `read_tiers` reads them from one section of a TOML
+file, from the environment and from options of a command.
+
+    [tiers]
+    disk = "/var/cache/kvpool"
+    disk_bytes = "50GB"
+
+The environment overrides the file (`KVPOOL_TIERS_DISK_BYTES=10GB`), and options of a command override both. An empty
+variable takes a setting of the file away. An empty `KVPOOL_TIERS_DISK` or `KVPOOL_TIERS_REMOTE` takes the whole tier away,
+with all its settings.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote, urlsplit
+
+from kvpool.config.cache_config import HOST_WRITES
+from kvpool.config.layers import show
+from kvpool.errors import ConfigError
+from kvpool.formats import other_format
+from kvpool.plainfile import read_plain
+from kvpool.tiers.compressed_tier import CompressionOptions
+from kvpool.tiers.disk.disk_tier import MIN_CAPACITY_BYTES, DiskOptions
+from kvpool.tiers.options import FLAG, Kind, count, option_kinds, seconds, size, text
+from kvpool.tiers.remote.mooncake import MooncakeOptions
+from kvpool.tiers.remote.redis_options import RedisOptions
+from kvpool.tiers.remote.s3 import S3Options
+
+SECTION = "tiers"
+FORMAT = 1
+"""Of a file of settings, which says it by `format = 1` before its first section, or means it by saying nothing."""
+OTHER_SECTIONS = frozenset({"server", "models", "ray"})  # of `kvpool serve`: a file of those needs none of tiers
+PREFIX = "KVPOOL_TIERS_"
+DEFAULT_DISK_BYTES = 10 * 2**30
+REQUEST_TIMEOUT = 2.0
+"""Seconds that a request waits for tiers at most, unless it is set; one call to a tier has `CALL_TIMEOUT`."""
+LONGEST_TIMEOUT = 3600.0
+MAX_COUNT = 2**31 - 1
+_STORES: Mapping[str, Any] = {
+    "redis": RedisOptions,
+    "rediss": RedisOptions,
+    "s3": S3Options,
+    "mooncake": MooncakeOptions,
+}
+_USES = count(1, MAX_COUNT)
+_HOST_WRITE = Kind(
+    f"must be back, through, or a number of uses from 1 to {MAX_COUNT}",
+    lambda value: value if value in HOST_WRITES else _USES.check(value),
+    lambda value, name: value if value in HOST_WRITES else int(value),
+)
+_DIRECTORY = text("be the path of a directory, without a question mark", lambda path: bool(path) and "?" not in path)
+_REMOTE = text(
+    "be the address of a tier: redis://, rediss://, s3:// or mooncake://",
+    lambda address: "://" in address or address.startswith("disk:"),
+    is_secret=True,
+)
+
+
+def _setting(kind: Kind, *, default: Any = None, option: str = "", in_address: str = "", help: str = "") -> Any:
+    """A setting: `default` is what clients use where it is not set, `option` its name as an option of commands where that
+    differs, `in_address` its name in the address of its tier."""
+    metadata = {"kind": kind, "default": default, "option": option, "in_address": in_address, "help": help}
+    return field(default=None, metadata=metadata)
+
+
+def _of_tier(options: Any, name: str, help: str = "") -> Any:
+    """A setting of one tier, which its address may have as an option, too."""
+    return _setting(option_kinds(options)[name], in_address=name, help=help)
+
+
+@dataclass(frozen=True)
+class TierConfig:
+    """What was set, checked; None: not set."""
+
+    timeout: float | None = _setting(
+        seconds(LONGEST_TIMEOUT),
+        default=REQUEST_TIMEOUT,
+        option="tier_timeout",
+        help=f"Seconds that a request waits for them at most: {REQUEST_TIMEOUT:g}.",
+    )
+    min_uses: int | None = _setting(_USES, default=1)  # of a block before it is stored
+    host_bytes: int | None = _setting(size(0), option="host_memory")
+    offload_on_evict: bool | None = _setting(FLAG)
+    offload_min_priority: int | None = _setting(count(0, 100))
+    host_write: str | int | None = _setting(_HOST_WRITE)
+    disk: str | None = _setting(_DIRECTORY, help="Keep prefixes in this directory: the next start finds them.")
+    disk_bytes: int | None = _of_tier(DiskOptions, "bytes", help="As much as --disk may hold: 10GiB.")
+    disk_threads: int | None = _of_tier(DiskOptions, "threads")
+    disk_direct: bool | None = _of_tier(DiskOptions, "direct")
+    disk_read_only: bool | None = _of_tier(DiskOptions, "read_only")
+    disk_timeout: float | None = _of_tier(DiskOptions, "timeout")
+    disk_compression: str | None = _of_tier(CompressionOptions, "compress")
+    disk_dtype: str | None = _of_tier(CompressionOptions, "dtype")
+    remote: str | None = _setting(  # may hold a password: `repr` leaves it out
+        _REMOTE, help="Share prefixes through a store: redis://, rediss://, s3://, mooncake://."
+    )
+    remote_namespace: str | None = _of_tier(RedisOptions, "namespace")
+    remote_ttl: float | None = _of_tier(RedisOptions, "ttl")
+    remote_timeout: float | None = _of_tier(RedisOptions, "timeout")
+    remote_max_value_bytes: int | None = _setting(size(1), in_address="max_value_bytes")
+    remote_compression: str | None = _of_tier(CompressionOptions, "compress")
+    remote_dtype: str | None = _of_tier(CompressionOptions, "dtype")
+
+    @classmethod
+    def of(cls, **keywords: Any) -> TierConfig:
+        """Of keywords of a client, such as `tier_timeout` and `disk`: `ConfigError` for what is wrong."""
+        given = {}
+        for name, value in keywords.items():
+            setting = _SETTINGS[name.removeprefix("tier_")]
+            if value is not None or setting.metadata["default"] is not None:
+                given[setting.name] = _Given(value, name, is_keyword=True)
+        return _checked(given)
+
+    def __repr__(self) -> str:
+        shown = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "remote"}
+        return f"TierConfig({', '.join(f'{name}={value!r}' for name, value in shown.items() if value is not None)})"
+
+    @property
+    def directory(self) -> Path | None:
+        """The directory of the disk tier."""
+        return None if self.disk is None else Path(self.disk).expanduser()
+
+    @property
+    def disk_address(self) -> str | None:
+        """The disk tier as `open_tier` takes it."""
+        if self.disk is None:
+            return None
+        capacity = DEFAULT_DISK_BYTES if self.disk_bytes is None else self.disk_bytes
+        return _with_options(f"disk:{self.disk}?bytes={capacity}", self._options("disk_", skip="bytes"))
+
+    @property
+    def remote_address(self) -> str | None:
+        """The remote tier as `open_tier` takes it."""
+        return None if self.remote is None else _with_options(self.remote, self._options("remote_"))
+
+    def engine_options(self) -> dict[str, Any]:
+        """The arguments of `Engine` that say the same."""
+        found = {
+            "disk": self.disk_address,
+            "remote": self.remote_address,
+            "tier_timeout": self.timeout,
+            "tier_min_uses": self.min_uses,
+            "host_bytes": self.host_bytes,
+            "cache": {
+                name: getattr(self, name)
+                for name in ("offload_on_evict", "offload_min_priority", "host_write")
+                if getattr(self, name) is not None
+            }
+            or None,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _options(self, prefix: str, skip: str = "") -> dict[str, str]:
+        """The settings of one tier as options of its address."""
+        found = {}
+        for each in fields(self):
+            name, value = each.metadata["in_address"], getattr(self, each.name)
+            if each.name.startswith(prefix) and value is not None and name != skip:
+                found[name] = str(int(value)) if isinstance(value, bool) else f"{value}"
+        return found
+
+
+_SETTINGS = {each.name: each for each in fields(TierConfig)}
+
+
+def help_of(name: str) -> str:
+    """What a setting is for, in the help of commands."""
+    return str(_SETTINGS[name].metadata["help"])
+
+
+class _Given(NamedTuple):
+    """A value as it was given, and what its user calls it: a keyword, a key of a file, a variable or an option."""
+
+    value: Any
+    name: str
+    is_keyword: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name}={show(self.value)}" if self.is_keyword else f"{self.name} = {show(self.value)}"
+
+    def other(self, name: str) -> str:
+        """What its user calls another setting."""
+        return name if self.is_keyword else f"{SECTION}.{name}"
+
+    def checked(self, kind: Kind) -> Any:
+        try:
+            return kind.check(self.value) if self.is_keyword else kind.read(self.value)
+        except Exception:  # an object of the caller may raise anything
+            if kind.is_secret:
+                problem = f"{self.name} {kind.rule}"
+            elif self.is_keyword and kind.parse is None:
+                problem = f"{self.name} {kind.rule}, got {show(self.value)}"
+            else:
+                problem = f"{self} {kind.rule}"
+            raise ConfigError(problem) from None
+
+
+def read_tiers(
+    path: str | os.PathLike[str] | None = None,
+    environ: Mapping[str, str] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> TierConfig:
+    """The settings of the section `[tiers]` of a file, overridden by `KVPOOL_TIERS_…`, overridden by `options` of a command.
+
+    Raises `ConfigError` with the file (or the variable, or the option), the key, the wrong value and what would be right.
+
+    >>> read_tiers(environ={"KVPOOL_TIERS_DISK": "cache", "KVPOOL_TIERS_DISK_BYTES": "1GB"}).disk_address
+    'disk:cache?bytes=1073741824'
+    """
+    found = {} if path is None else _of_file(Path(path))
+    for name, given in _of_environment(os.environ if environ is None else environ).items():
+        if given.value == "":
+            _take_away(found, name)
+        else:
+            found[name] = given
+    for name, value in (options or {}).items():
+        if value is not None:
+            option = _SETTINGS[name].metadata["option"] or name
+            found[name] = _Given(value, f"--{option.replace('_', '-')}")
+    return _checked(found)
+
+
+# --- sources -----------------------------------------------------------------------------------------------------------
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a TOML file holds; ConfigError with the file where it is none."""
+    try:
+        text = read_plain(path).decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"the configuration {path} is no text in UTF-8") from None
+    toml = _toml()
+    try:
+        found = dict(toml.loads(text))
+    except toml.TOMLDecodeError as error:
+        raise ConfigError(f"the configuration {path} is not TOML: {error}") from None
+    if problem := other_format(found.pop("format", FORMAT), FORMAT, FORMAT, "write it anew by docs/tiers.md"):
+        raise ConfigError(f"the configuration {path} {problem}")
+    return found
+
+
+def _of_file(path: Path) -> dict[str, _Given]:
+    file = read_toml(path)
+    section = file.get(SECTION, {} if OTHER_SECTIONS.intersection(file) else None)
+    if not isinstance(section, dict):
+        raise ConfigError(f"the configuration {path} has no section [{SECTION}]")
+    for name in section:
+        if name not in _SETTINGS:
+            raise ConfigError(f"{path}: [{SECTION}] has no key {show(name)}; it has {', '.join(_SETTINGS)}")
+    return {name: _Given(value, f"{path}: {SECTION}.{name}") for name, value in section.items()}
+
+
+def _of_environment(environ: Mapping[str, str]) -> dict[str, _Given]:
+    found = {}
+    for variable, value in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        name = variable.removeprefix(PREFIX).lower()
+        if name not in _SETTINGS or variable != variable.upper():
+            known = ", ".join(PREFIX + each.upper() for each in _SETTINGS)
+            raise ConfigError(f"the environment has {show(variable)}, which is no setting of tiers; these are: {known}")
+        found[name] = _Given(value, variable)
+    return found
+
+
+def _take_away(found: dict[str, _Given], name: str) -> None:
+    """An empty variable: the setting counts as not set, and with a tier goes what belongs to it."""
+    for each in list(found):
+        if each == name or (name in ("disk", "remote") and each.startswith(f"{name}_")):
+            del found[each]
+
+
+def _toml() -> Any:
+    try:
+        return import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    except ModuleNotFoundError:
+        raise ConfigError("a configuration file needs tomli on Python 3.10: pip install 'kvpool[tiers]'") from None
+
+
+# --- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _checked(given: Mapping[str, _Given]) -> TierConfig:
+    """Refuses a value that is wrong, and one that would have no effect."""
+    found = {name: each.checked(_SETTINGS[name].metadata["kind"]) for name, each in given.items()}
+    for name, each in given.items():
+        tier, divider, _ = name.partition("_")
+        if tier in ("disk", "remote") and divider and tier not in given:
+            raise ConfigError(f"{each} needs {each.other(tier)} as well")
+        if (tier == "offload" or name == "host_write") and not found.get("host_bytes"):
+            raise ConfigError(f"{each} needs {each.other('host_bytes')} as well")
+        if name.endswith("_dtype") and f"{tier}_compression" not in given:
+            raise ConfigError(f"{each} needs {each.other(f'{tier}_compression')} as well")
+    if found.get("disk_bytes", MIN_CAPACITY_BYTES) < MIN_CAPACITY_BYTES:
+        raise ConfigError(f"{given['disk_bytes']} must be at least {MIN_CAPACITY_BYTES} bytes")
+    if "remote" in found:
+        _check_remote(given, found["remote"])
+    return TierConfig(**found)
+
+
+def _check_remote(given: Mapping[str, _Given], address: str) -> None:
+    scheme = address.partition("://")[0]
+    in_address = {part.partition("=")[0] for part in urlsplit(address).query.split("&")}
+    for name, each in given.items():
+        if not name.startswith("remote_"):
+            continue
+        option = _SETTINGS[name].metadata["in_address"]
+        stores = [store for store, options in _STORES.items() if option in option_kinds(options)]
+        if stores and scheme not in stores:
+            shown = ", ".join(f"{store}://" for store in stores)
+            raise ConfigError(f"{each} is for {shown}, and the store is {scheme}://")
+        if option in in_address:
+            raise ConfigError(f"{each} is in the address of the store, too; say it once")
+
+
+def _with_options(address: str, options: Mapping[str, str]) -> str:
+    query = "&".join(f"{name}={quote(value, safe='')}" for name, value in options.items())
+    return address if not query else f"{address}{'&' if '?' in address else '?'}{query}"
