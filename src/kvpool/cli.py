@@ -33,8 +33,8 @@ COMMANDS = {
     "plan": Command(
         "kvpool.replay.commands.plan_command", "What fits: weights, KV bytes, sequences, tiers, from a config.json."
     ),
-    "generate": Command("kvpool.engine.commands.generate", "Complete prompts with a model."),
-    "chat": Command("kvpool.engine.commands.chat", "Talk to a model in the terminal."),
+    "generate": Command("kvpool.engine.text_commands", "Complete prompts with a model."),
+    "chat": Command("kvpool.engine.text_commands", "Talk to a model in the terminal."),
     "serve": Command("kvpool.server.serve_command", "Serve a model to every OpenAI client."),
     "route": Command(
         "kvpool.cluster.proxy.route_command", "One endpoint in front of servers, by what each has cached."
@@ -48,7 +48,7 @@ COMMANDS = {
         "kvpool.integrations.doctor", "What is installed, which parts work with it, and how to start engines with them."
     ),
     "bench": Command(
-        "kvpool.engine.commands.bench",
+        "kvpool.engine.bench_command",
         "Measure a model on this machine; `bench serve`: any OpenAI endpoint.",
         {"serve": "kvpool.clients.bench_serve"},
     ),

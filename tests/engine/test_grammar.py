@@ -17,7 +17,7 @@ from models import tiny_model
 from pydantic import BaseModel, ConfigDict, Field
 
 from kvpool.engine import Engine, SamplingParams
-from kvpool.engine.sampling.grammar import Words
+from kvpool.engine.grammar import Words
 from kvpool.errors import InvalidArgumentError, StepError
 from kvpool.scheduling import SchedulerConfig
 

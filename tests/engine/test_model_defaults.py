@@ -18,7 +18,7 @@ from transformers import GenerationConfig  # noqa: E402
 
 from kvpool.cli import main  # noqa: E402
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
-from kvpool.engine.sampling.model_defaults import described, sampling_defaults  # noqa: E402
+from kvpool.engine.params import described, sampling_defaults  # noqa: E402
 from kvpool.errors import ConfigError  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool.engine.sampling.params import SamplingParams
+from kvpool.engine.params import SamplingParams
 from kvpool.errors import InvalidArgumentError
 
 

@@ -9,8 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvpool.engine.sampling.choosing import SamplingRows, TokenCounts, sample, seed_of, uniforms_for  # noqa: E402
-from kvpool.engine.sampling.params import SamplingParams  # noqa: E402
+from kvpool.engine.params import SamplingParams  # noqa: E402
+from kvpool.engine.sampling import SamplingRows, TokenCounts, sample, seed_of, uniforms_for  # noqa: E402
 
 CPU = torch.device("cpu")
 VOCABULARY = 50

@@ -8,7 +8,7 @@ from dataclasses import fields
 import pytest
 
 from kvpool.engine import Engine
-from kvpool.engine.commands.engine_options import EngineOptions
+from kvpool.engine.options import EngineOptions
 from kvpool.engine.settings import EngineSettings
 from kvpool.errors import ConfigError
 from kvpool.server.serve_settings import _MODEL_KINDS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.engine.sampling.speculation import propose
+from kvpool.engine.sampling import propose
 
 
 def guess(tokens: list[int], num_draft: int = 4) -> list[int]:

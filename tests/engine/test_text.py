@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.engine.sampling.text import TextStream
+from kvpool.engine.text import TextStream
 
 
 class ByteTokenizer:

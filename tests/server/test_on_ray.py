@@ -15,7 +15,7 @@ from kvpool.cluster.feed import FeedStats
 from kvpool.cluster.proxy.prompt_tokens import Asked
 from kvpool.cluster.wire_events import BlockStored
 from kvpool.engine import Engine
-from kvpool.engine.commands.engine_options import EngineOptions
+from kvpool.engine.options import EngineOptions
 from kvpool.errors import ConfigError, KVPoolError, SequenceStateError
 from kvpool.server import ServedModel, create_app
 from kvpool.server.on_ray.asgi_call import MOST_WAITING, Head, called, scope_for

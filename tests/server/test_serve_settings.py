@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.engine.commands.engine_options import EngineOptions
+from kvpool.engine.options import EngineOptions
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.server.serve_settings import ModelSettings, ServeSettings, read_serve
 

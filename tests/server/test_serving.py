@@ -268,7 +268,7 @@ def test_given_a_session_in_a_header_and_an_expected_continuation_then_the_cache
 def test_given_an_answer_that_calls_a_tool_then_the_policy_is_told_without_being_asked(
     path: str, live: Live, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.engine.sampling.tool_calls.MARKS", ("w",))  # every answer is a call
+    monkeypatch.setattr("kvpool.engine.requests.TOOL_CALL_MARKS", ("w",))  # every answer is a call
     function = {"name": "w33", "parameters": {}}
     tool = {
         "/v1/chat/completions": {"type": "function", "function": function},

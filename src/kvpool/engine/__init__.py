@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from kvpool.engine.engine import Engine
     from kvpool.engine.engine_stats import EngineStats, WaitingRequest
     from kvpool.engine.generation import Chunk, Completion, Generation, Sample, TokenLogprob
+    from kvpool.engine.grammar import Grammar, GrammarState
     from kvpool.engine.graphs import CaptureReport
-    from kvpool.engine.sampling.grammar import Grammar, GrammarState
-    from kvpool.engine.sampling.params import SamplingParams
+    from kvpool.engine.params import SamplingParams
     from kvpool.engine.tiering.handing_over import Prefill, PrefillResult
     from kvpool.tiers.transport.movers import TieringStats
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "Engine": ".engine",
     "EngineStats": ".engine_stats",
-    "SamplingParams": ".sampling.params",
+    "SamplingParams": ".params",
     "Generation": ".generation",
     "Completion": ".generation",
     "Sample": ".generation",
     "Chunk": ".generation",
     "TokenLogprob": ".generation",
-    "Grammar": ".sampling.grammar",
-    "GrammarState": ".sampling.grammar",
+    "Grammar": ".grammar",
+    "GrammarState": ".grammar",
     "Prefill": ".tiering.handing_over",
     "PrefillResult": ".tiering.handing_over",
     "WaitingRequest": ".engine_stats",

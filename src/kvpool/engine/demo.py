@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvpool.engine.engine import Engine
 from kvpool.engine.generation import Chunk, Completion
-from kvpool.engine.sampling.params import SamplingParams
+from kvpool.engine.params import SamplingParams
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope

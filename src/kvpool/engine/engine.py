@@ -24,23 +24,23 @@ from kvpool.config.layers import show
 from kvpool.engine.engine_parts import assemble
 from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, waiting_requests
 from kvpool.engine.generation import Chunk, Completion, Generation
+from kvpool.engine.grammar import Grammar, JsonGrammars
 from kvpool.engine.graphs import CaptureReport
 from kvpool.engine.loop import EngineLoop
-from kvpool.engine.prompts import chat_tokens, prompt_tokens
+from kvpool.engine.params import SamplingParams, described, eos_token_ids, sampling_defaults
 from kvpool.engine.requests import (
     Asked,
     RequestMaker,
+    chat_tokens,
     check_callbacks,
     checked_generation,
     list_of_prompts,
     of_prompt,
+    prompt_tokens,
     results_of,
 )
-from kvpool.engine.sampling.grammar import Grammar, JsonGrammars
-from kvpool.engine.sampling.model_defaults import described, eos_token_ids, sampling_defaults
-from kvpool.engine.sampling.params import SamplingParams
-from kvpool.engine.sampling.text import Pieces
 from kvpool.engine.settings import as_settings, engine_signature
+from kvpool.engine.text import Pieces
 from kvpool.engine.thread import EngineThread
 from kvpool.engine.tiering.handing_over import Handovers, Prefill
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError

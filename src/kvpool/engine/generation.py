@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.config.layers import show
-from kvpool.engine.sampling.grammar import GrammarState, Words
-from kvpool.engine.sampling.params import SamplingParams
-from kvpool.engine.sampling.text import Decoder, TextStream
+from kvpool.engine.grammar import GrammarState, Words
+from kvpool.engine.params import SamplingParams
+from kvpool.engine.text import Decoder, TextStream
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError, StepError
 from kvpool.pools.arrays import Int32Array
 

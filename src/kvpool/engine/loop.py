@@ -18,13 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpool.engine.beams import BeamSearch, Ranking
 from kvpool.engine.generation import Generation, TokenLogprob
-from kvpool.engine.landings import Landings
-from kvpool.engine.runner import ModelRunner
-from kvpool.engine.sampling.beams import BeamSearch, Ranking
-from kvpool.engine.sampling.choosing import Sampled
-from kvpool.engine.sampling.speculation import propose
-from kvpool.engine.sampling.step_sampling import StepSampler, logprob_of
+from kvpool.engine.runner import Landings, ModelRunner
+from kvpool.engine.sampling import Sampled, StepSampler, logprob_of, propose
 from kvpool.engine.tiering.link import TierLink
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
 from kvpool.kernels.device import whole_device

@@ -1,25 +1,144 @@
-"""A prompt and what its caller wants become a request, checked against the model: all of it before anything is queued."""
+"""A prompt and what its caller wants become a request: token ids, parameters and hints, checked before anything is queued."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvpool.config.layers import show
 from kvpool.engine.generation import Chunk, Completion, Generation
-from kvpool.engine.sampling.params import SamplingParams
-from kvpool.engine.sampling.tool_calls import ToolCalls
+from kvpool.engine.params import SamplingParams
+from kvpool.engine.text import Decoder
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.eviction.hints import ReuseHint, check_hint
-from kvpool.pools.arrays import Int32Array, as_flag
+from kvpool.pools.arrays import Int32Array, as_flag, as_token_array
 from kvpool.prefix.retention import Retention
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope
+
+
+def prompt_tokens(prompt: Any, tokenizer: Any, vocab_size: int) -> Int32Array:
+    """The token ids of a prompt, checked against the vocabulary."""
+    if isinstance(prompt, str):
+        if not callable(tokenizer):
+            raise InvalidArgumentError("this model came without a tokenizer: give token ids, or Engine(tokenizer=...)")
+        prompt = tokenizer(_unicode(prompt))["input_ids"]
+    elif isinstance(prompt, (bytes, Mapping)) or prompt is None:
+        raise InvalidArgumentError(f"a prompt is a text or token ids, got {show(prompt)}")
+    try:
+        tokens = as_token_array(prompt, "prompt")
+    except InvalidArgumentError:
+        if isinstance(prompt, (list, tuple)) and any(isinstance(part, (str, Mapping)) for part in prompt):
+            raise InvalidArgumentError(
+                f"a prompt is a text or token ids, got {show(prompt)}; chat_prompt gives the token ids of a conversation"
+            ) from None
+        raise
+    if not len(tokens):
+        raise InvalidArgumentError("a prompt needs at least one token")
+    if int(tokens.max()) >= vocab_size:
+        raise InvalidArgumentError(
+            f"the prompt holds token {int(tokens.max())}; the vocabulary has {vocab_size} tokens"
+        )
+    return tokens
+
+
+def chat_tokens(messages: Sequence[Mapping[str, Any]], tokenizer: Any, **template: Any) -> Sequence[int]:
+    """The token ids of a conversation, by the model's own template, up to where the assistant speaks.
+
+    `template` holds what else the template reads, such as `tools`.
+    """
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise InvalidArgumentError("this model has no chat template; write the prompt yourself")
+    from jinja2 import TemplateError
+
+    spoken = list(messages)
+    if not spoken or not all(isinstance(message, Mapping) for message in spoken):
+        raise InvalidArgumentError(
+            f"a conversation is a list of messages {{'role': ..., 'content': ...}}, at least one, got {show(messages)}"
+        )
+    for message in spoken:
+        _unicode(str(message.get("content", "")))
+    try:
+        rendered = tokenizer.apply_chat_template(spoken, add_generation_prompt=True, tokenize=True, **template)
+    except (
+        TemplateError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        LookupError,
+        ArithmeticError,
+    ) as error:  # it runs code
+        roles = ", ".join(str(message.get("role")) for message in spoken)
+        raise InvalidArgumentError(
+            f"the model's chat template refuses a conversation of the roles {roles}: {error}"
+        ) from error
+    ids: Sequence[int] = rendered["input_ids"] if isinstance(rendered, Mapping) else rendered
+    return ids
+
+
+def _unicode(text: str) -> str:
+    """The text, if it is one: bytes that are no UTF-8 come from a terminal or a file as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(
+            f"the prompt is no Unicode text: character {error.start} is {text[error.start]!r}, half of a pair or a byte "
+            "that is no UTF-8"
+        ) from None
+    return text
+
+
+TOOL_CALL_MARKS: Final = (
+    "<tool_call",
+    "<|tool_call",
+    "<function=",
+    "<function_call",
+    "[TOOL_CALLS]",
+    "<|python_tag|>",
+    "<|call|>",
+    "<｜tool",
+)
+_CALL: Final = ReuseHint(stop="tool_calls")
+
+
+class ToolCalls:
+    """Asked with the tokens of an answer, says whether it calls a tool (None: it does not). For `Request.hint`.
+
+    The conversation goes on as soon as the tool is done, which eviction should know. Models write calls in forms of their
+    own. All have a mark that nothing else begins with, or the whole answer is JSON with a name and arguments. A wrong
+    guess costs little: policies learn what follows such answers.
+    """
+
+    def __init__(self, tokenizer: Decoder) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, answer: Int32Array) -> ReuseHint | None:
+        text = self._tokenizer.decode(answer.tolist(), skip_special_tokens=False)
+        if any(mark in text for mark in TOOL_CALL_MARKS):
+            return _CALL
+        is_json = text.lstrip()[:1] in ("{", "[")
+        return (
+            _CALL if is_json and _are_calls(self._tokenizer.decode(answer.tolist(), skip_special_tokens=True)) else None
+        )
+
+
+def _are_calls(text: str) -> bool:
+    """Whether a text is nothing but calls as JSON."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    calls = found if isinstance(found, list) else [found]
+    return bool(calls) and all(
+        isinstance(call, dict) and "name" in call and ("arguments" in call or "parameters" in call) for call in calls
+    )
+
 
 log = logging.getLogger("kvpool")
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvpool.config import Tier
 from kvpool.engine.graphs import decode_sizes, mixed_sizes
-from kvpool.engine.sampling.choosing import SamplingRows, TokenCounts, sample
-from kvpool.engine.sampling.params import SamplingParams
+from kvpool.engine.params import SamplingParams
+from kvpool.engine.sampling import SamplingRows, TokenCounts, sample
 from kvpool.errors import StorageMemoryError
 from kvpool.model.hook import AttentionCall
 from kvpool.model.probing import ModelShape, forward

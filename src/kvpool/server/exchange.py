@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvpool.engine.generation import Chunk
-from kvpool.engine.sampling.params import SamplingParams
+from kvpool.engine.params import SamplingParams
 from kvpool.pools.arrays import Int32Array
 from kvpool.server.answers import Writer
 from kvpool.server.auth import Caller

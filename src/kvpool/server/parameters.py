@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvpool.engine.sampling.grammar import Grammar
-from kvpool.engine.sampling.params import SamplingParams
+from kvpool.engine.grammar import Grammar
+from kvpool.engine.params import SamplingParams
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.eviction.hints import ReuseHint
 from kvpool.prefix.retention import Retention, TokenRange

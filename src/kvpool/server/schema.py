@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchem
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from kvpool.engine.sampling.params import MAX_LOGPROBS, MAX_STOPS
+from kvpool.engine.params import MAX_LOGPROBS, MAX_STOPS
 
 DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI has it; a chat may fill the context
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.engine.commands import engine_options as opt
+from kvpool.engine import options as opt
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.server.auth import ENVIRONMENT, Access, new_key
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.config.layers import check_int, show
-from kvpool.engine.commands.engine_options import SHOWN, EngineOptions
-from kvpool.engine.commands.engine_options import limits as engine_limits
 from kvpool.engine.engine import Engine
+from kvpool.engine.options import SHOWN, EngineOptions
+from kvpool.engine.options import limits as engine_limits
 from kvpool.errors import ConfigError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.server.limits import Limits

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Chunk, Generation
-from kvpool.engine.sampling.params import SamplingParams
+from kvpool.engine.params import SamplingParams
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from kvpool.engine.commands.engine_options import EngineOptions
+from kvpool.engine.options import EngineOptions
 from kvpool.errors import ConfigError
 from kvpool.server.auth import Access
 from kvpool.server.on_ray.engine_replica import EngineReplica, ReplicaPlan

@@ -9,7 +9,7 @@ import socket
 import threading
 from typing import Any
 
-from kvpool.engine.commands import engine_options as opt
+from kvpool.engine import options as opt
 from kvpool.errors import ConfigError
 from kvpool.server.auth import Access
 from kvpool.server.on_ray.ray_application import application, ray_serve, travelling

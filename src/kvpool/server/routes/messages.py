@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpool.engine.generation import Chunk, Generation
-from kvpool.engine.sampling.params import MAX_STOPS
+from kvpool.engine.params import MAX_STOPS
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.server.auth import Caller

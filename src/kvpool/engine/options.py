@@ -16,8 +16,7 @@ import typer
 
 from kvpool.engine.engine import Engine, Prompt
 from kvpool.engine.generation import Completion
-from kvpool.engine.sampling.model_defaults import described
-from kvpool.engine.sampling.params import SamplingParams
+from kvpool.engine.params import SamplingParams, described
 from kvpool.engine.settings import EngineSettings
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, StorageMemoryError
 from kvpool.scheduling import SchedulerConfig

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from kvpool.engine.generation import Sample
-from kvpool.engine.sampling.params import SamplingParams
+from kvpool.engine.params import SamplingParams
 from kvpool.pools.arrays import Int32Array
 from kvpool.scheduling.request import Request, ScheduledSequence
 from kvpool.storage.moving import upload

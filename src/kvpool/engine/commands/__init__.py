@@ -1,1 +1,0 @@
-"""`kvpool generate`, `kvpool chat` and `kvpool bench`."""

@@ -1,1 +1,0 @@
-"""From logits to text: parameters, tokens, beams, drafts, stop strings."""
