@@ -26,8 +26,8 @@ import numpy as np
 import kvpool
 from cases.guard_workloads import WORKLOADS, workload
 from kvpool.replay import ReplayConfig, Trace, read_trace, replay
-from kvpool.replay.simulation.bounds import OPTIMUM, run_model
-from kvpool.replay.simulation.runs import map_over
+from kvpool.replay.bounds import OPTIMUM, run_model
+from kvpool.replay.runs import map_over
 
 POLICIES = ("lru", "arc", "adaptive", OPTIMUM)
 PARTS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 0.95)  # of the different blocks of a trace
@@ -37,7 +37,8 @@ BLOCK_SIZES = (16, 64, 256)
 REQUESTS = 4_000
 LIMIT = 0.3  # points that the policy may lose
 KEPT = Path(__file__).resolve().parents[1] / "build" / "guard"
-SOURCES = ("eviction", "prefix", "replay/simulation")
+SOURCES = ("eviction/*.py", "prefix/*.py", "replay/simulate.py", "replay/bounds.py", "replay/runs.py")
+OF_ADAPTIVE = ("adaptive.py", "experience.py", "ghosts.py", "kind_rows.py")
 
 
 class Row(NamedTuple):
@@ -80,8 +81,8 @@ def version(policy: str) -> str:
     """Of the sources that decide what a policy hits; those of the policy itself count for itself only."""
     root = Path(kvpool.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(path for part in SOURCES for path in (root / part).rglob("*.py")):
-        if policy == "adaptive" or "learning" not in path.parts:
+    for path in sorted(path for pattern in SOURCES for path in root.glob(pattern)):
+        if policy == "adaptive" or path.name not in OF_ADAPTIVE:
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 

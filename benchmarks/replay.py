@@ -26,7 +26,7 @@ import kvpool
 from harness import Case, PeerAbsentError, Runner, freeze_heap
 from kvpool import KVCacheConfig, KVCacheManager, LayerSpec
 from kvpool.replay import ReplayConfig, TraceRecorder, read_trace, replay
-from kvpool.replay.simulation.runs import run_all
+from kvpool.replay.runs import run_all
 
 CONVERSATION = "mooncake_conversation_trace.jsonl"
 CAPACITIES = (1_000, 5_000, 10_000, 30_000, 50_000, 100_000, None)
@@ -86,7 +86,7 @@ def large_trace(num_blocks: int) -> Runner:
     folder = tempfile.TemporaryDirectory()
     path = Path(folder.name) / "large.jsonl"
     maker = (
-        "import sys; from kvpool.replay import write_trace; from kvpool.replay.traces.synth import WorkloadModel, synthesise;"
+        "import sys; from kvpool.replay import write_trace; from kvpool.replay.synth import WorkloadModel, synthesise;"
         "write_trace(synthesise(WorkloadModel(), int(sys.argv[2]) // 14), sys.argv[1])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -1,8 +1,8 @@
 """Would another eviction policy, or twice the memory, help this workload? Make one, replay it, read the answer."""
 
 from kvpool.replay import ReplayConfig, replay
-from kvpool.replay.simulation.bounds import run_model
-from kvpool.replay.traces.synth import WorkloadModel, synthesise
+from kvpool.replay.bounds import run_model
+from kvpool.replay.synth import WorkloadModel, synthesise
 
 # Chats that continue after a while, below a few shared prompts. A real trace: kvpool.replay.read_trace("trace.jsonl.gz")
 trace = synthesise(WorkloadModel(rate=5.0), num_requests=2_000, seed=1)

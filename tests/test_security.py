@@ -30,7 +30,7 @@ OS_PROCESSES = ("os.exec", "os.spawn", "os.posix_spawn")
 EXCEPTIONS = {
     ("engine/demo.py", "import subprocess"): "runs this Python with fixed arguments; the prompt is JSON on its stdin",
     (
-        "replay/simulation/runs.py",
+        "replay/runs.py",
         "import multiprocessing",
     ): "its pickles go to processes that it started, to nobody else",
 }

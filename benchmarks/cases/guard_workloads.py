@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from kvpool.replay.traces.trace import Trace, TraceBuilder
+from kvpool.replay.trace import Trace, TraceBuilder
 
 Client = Iterator[float]
 HOUR = 3600.0

@@ -23,15 +23,11 @@ class Command(NamedTuple):
 
 # To add a command: write a module with `register(app: typer.Typer, name: str)` and name it here.
 COMMANDS = {
-    "trace": Command("kvpool.replay.commands.trace_command", "Look at, convert and synthesise workload traces."),
-    "replay": Command(
-        "kvpool.replay.commands.replay_command", "Replay a trace: what would a policy, a size or a tier reuse?"
-    ),
-    "fleet": Command(
-        "kvpool.replay.commands.fleet_command", "Simulate a cluster on a trace: hits, waiting, index, events."
-    ),
+    "trace": Command("kvpool.replay.trace_command", "Look at, convert and synthesise workload traces."),
+    "replay": Command("kvpool.replay.replay_command", "Replay a trace: what would a policy, a size or a tier reuse?"),
+    "fleet": Command("kvpool.replay.fleet_command", "Simulate a cluster on a trace: hits, waiting, index, events."),
     "plan": Command(
-        "kvpool.replay.commands.plan_command", "What fits: weights, KV bytes, sequences, tiers, from a config.json."
+        "kvpool.replay.plan_command", "What fits: weights, KV bytes, sequences, tiers, from a config.json."
     ),
     "generate": Command("kvpool.engine.text_commands", "Complete prompts with a model."),
     "chat": Command("kvpool.engine.text_commands", "Talk to a model in the terminal."),

@@ -18,7 +18,7 @@ from kvpool.clients.client import Endpoint, Outcome
 from kvpool.clients.mix import LoadRequest, of_trace, synthetic
 from kvpool.clients.run import figures, run_load
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.traces.trace import TraceBuilder
+from kvpool.replay.trace import TraceBuilder
 
 
 def loaded(server: TrivialServer, requests: list[LoadRequest], **options: Any) -> list[Outcome]:

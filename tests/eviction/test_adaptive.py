@@ -26,7 +26,7 @@ from kvpool.eviction.experience import (
 from kvpool.eviction.ghosts import num_shared
 from kvpool.eviction.hints import NUM_HINTS
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
-from kvpool.replay.simulation.bounds import run_model
+from kvpool.replay.bounds import run_model
 from managers import make_manager
 
 

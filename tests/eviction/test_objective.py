@@ -15,8 +15,8 @@ from kvpool.eviction import AdaptivePolicy, CostAwarePolicy, make_policy, policy
 from kvpool.recording import TraceRecorder
 from kvpool.recording.playback import replay_recording
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
-from kvpool.replay.simulation.bounds import run_model
-from kvpool.replay.simulation.saved_time import PrefillTime
+from kvpool.replay.bounds import run_model
+from kvpool.replay.simulate import PrefillTime
 from kvpool.scheduling import LinearCostModel
 
 STEEP = PrefillTime(seconds_per_token=1e-4, seconds_per_pair=1e-6)

@@ -28,12 +28,12 @@ from kvpool.errors import KVPoolError
 from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.recording.playback import play_recording
 from kvpool.replay import ReplayConfig, TraceRecorder, read_trace, write_trace
-from kvpool.replay.planning.capacity_plan import PlanRequest, make_plan
-from kvpool.replay.simulation.bounds import INFINITE, OPTIMUM
-from kvpool.replay.simulation.runs import run_all
-from kvpool.replay.traces.formats import FORMATS
-from kvpool.replay.traces.statistics import summary, working_set
-from kvpool.replay.traces.synth import fit, synthesise
+from kvpool.replay.bounds import INFINITE, OPTIMUM
+from kvpool.replay.capacity_plan import PlanRequest, make_plan
+from kvpool.replay.formats import FORMATS
+from kvpool.replay.runs import run_all
+from kvpool.replay.synth import fit, synthesise
+from kvpool.replay.trace import summary, working_set
 from kvpool.scheduling.measured_costs import COSTS, read_costs
 
 HOSTILE: list[Any] = [

@@ -25,9 +25,9 @@ from kvpool.recording import lines as lines_module
 from kvpool.recording import operations as operations_module
 from kvpool.recording import playback as recording_module
 from kvpool.replay import TraceBuilder, TraceError, read_trace, replay_recording
-from kvpool.replay.planning.weights import count_weights
-from kvpool.replay.simulation.bounds import MODELS, run_model
-from kvpool.replay.traces import trace as trace_module
+from kvpool.replay import trace as trace_module
+from kvpool.replay.bounds import MODELS, run_model
+from kvpool.replay.costs import count_weights
 from kvpool.scheduling.measured_costs import read_costs
 
 GOOD = b'{"timestamp": 0, "input_length": 1000, "output_length": 7, "hash_ids": [1, 2]}\n'

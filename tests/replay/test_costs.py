@@ -12,8 +12,8 @@ from kvpool import DType, LayerSpec
 from kvpool.cli import main
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay import TraceBuilder, write_trace
-from kvpool.replay.planning.capacity_plan import PlanRequest, make_plan
-from kvpool.replay.planning.expected_costs import costs_for
+from kvpool.replay.capacity_plan import PlanRequest, make_plan
+from kvpool.replay.costs import costs_for
 from kvpool.scheduling import LinearCostModel
 from kvpool.scheduling.measured_costs import Measurement, read_costs
 

@@ -10,8 +10,8 @@ import pytest
 from kvpool.cli import main
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.replay import Trace, TraceBuilder, write_trace
-from kvpool.replay.simulation.fleet import FleetConfig, simulate_fleet
-from kvpool.replay.traces.synth import WorkloadModel, synthesise
+from kvpool.replay.fleet import FleetConfig, simulate_fleet
+from kvpool.replay.synth import WorkloadModel, synthesise
 
 
 @pytest.fixture(scope="module")

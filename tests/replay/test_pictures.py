@@ -11,10 +11,10 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, replay
-from kvpool.replay.reporting.pictures import absent_pictures, all_pictures, sample_occupancy, save_pictures
-from kvpool.replay.reporting.report import render
-from kvpool.replay.simulation.runs import run_all
-from kvpool.replay.traces.synth import WorkloadModel, fit, synthesise
+from kvpool.replay.pictures import absent_pictures, all_pictures, sample_occupancy, save_pictures
+from kvpool.replay.report import render
+from kvpool.replay.runs import run_all
+from kvpool.replay.synth import WorkloadModel, fit, synthesise
 
 CONFIG = ReplayConfig("lru", 20, host=10)
 

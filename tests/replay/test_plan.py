@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.replay.planning.capacity_plan import PlanRequest, knee, make_plan
-from kvpool.replay.planning.gpus import GPUS, find_gpu
-from kvpool.replay.planning.weights import count_weights
+from kvpool.replay.capacity_plan import PlanRequest, knee, make_plan
+from kvpool.replay.costs import GPUS, count_weights, find_gpu
 
 
 def config(**values: Any) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from slow_simulator import slow_hits
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay import ReplayConfig, Trace, TraceBuilder, TraceError, read_trace, replay
-from kvpool.replay.simulation.bounds import OPTIMUM, run_model
-from kvpool.replay.simulation.runs import run_all, run_one
+from kvpool.replay.bounds import OPTIMUM, run_model
+from kvpool.replay.runs import run_all, run_one
 
 TRACES = (
     "mooncake_conversation_trace.jsonl",

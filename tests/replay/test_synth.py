@@ -9,11 +9,10 @@ import pytest
 
 from kvpool import LayerSpec
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay import ReplayConfig, Trace, TraceBuilder, TraceError, replay
-from kvpool.replay.simulation import serving
-from kvpool.replay.simulation.serving import ServingConfig, simulate_serving
-from kvpool.replay.traces.statistics import footprint, reuses, summary, working_set
-from kvpool.replay.traces.synth import WorkloadModel, fit, synthesise, to_blocks
+from kvpool.replay import ReplayConfig, Trace, TraceBuilder, TraceError, replay, serving
+from kvpool.replay.serving import ServingConfig, simulate_serving
+from kvpool.replay.synth import WorkloadModel, fit, synthesise, to_blocks
+from kvpool.replay.trace import footprint, reuses, summary, working_set
 from kvpool.scheduling import LinearCostModel
 
 

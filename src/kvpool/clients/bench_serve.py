@@ -100,7 +100,7 @@ def serve(
 def _traced(
     file: Path, limit: int | None, speed: float, max_tokens: int | None, rate: float | None, *, paced: bool
 ) -> list[LoadRequest]:
-    from kvpool.replay.traces.formats import read_trace
+    from kvpool.replay.formats import read_trace
 
     if rate is not None:
         raise InvalidArgumentError("--rate is for the synthetic mix; --speed sets the pace of a trace")

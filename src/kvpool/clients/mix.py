@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.traces.trace import Trace, TraceRequest
+from kvpool.replay.trace import Trace, TraceRequest
 
 # Short common words: nearly every tokenizer has one token for each of them with its space.
 _WORDS = str.split(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from kvpool.errors import TraceError
 from kvpool.recording.playback import replay_recording
 from kvpool.recording.recorder import TraceRecorder
-from kvpool.replay.simulation.saved_time import PrefillTime
-from kvpool.replay.simulation.simulate import ReplayConfig, ReplayResult, replay
-from kvpool.replay.traces.formats import read_trace, write_trace
-from kvpool.replay.traces.trace import Problems, Trace, TraceBuilder, TraceRequest
+from kvpool.replay.formats import read_trace, write_trace
+from kvpool.replay.simulate import PrefillTime, ReplayConfig, ReplayResult, replay
+from kvpool.replay.trace import Problems, Trace, TraceBuilder, TraceRequest
 
 __all__ = [
     "PrefillTime",

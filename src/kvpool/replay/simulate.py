@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.config.cache_config import check_host_write, check_objective
@@ -22,15 +23,58 @@ from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.prefix.retention import Retention, TokenRange
-from kvpool.replay.simulation.saved_time import PrefillTime
-from kvpool.replay.traces.trace import Trace
+from kvpool.replay.costs import DISK_BYTES_PER_SECOND
+from kvpool.replay.trace import Trace
+from kvpool.scheduling.cost_model import LinearCostModel
 
+_USUAL = LinearCostModel()
+USUAL_TOKEN_BYTES = 131_072  # of K and V, of the 8-billion-parameter model whose costs are the usual ones
 TIERS = (Tier.GPU, Tier.HOST, Tier.DISK)
 PROGRESS_STEP = 256  # requests between two reports
 READS_PRIORITIES = frozenset({"adaptive", "priority"})  # policies that are told about partial last blocks
 
 Progress = Callable[[int], None]
 Observer = Callable[[int, KVCacheManager], None]  # after each request: its index, the manager
+
+
+@dataclass(frozen=True)
+class PrefillTime:
+    """Seconds of computing and loading prefixes; by default of an 8-billion-parameter model on one large GPU.
+
+    >>> PrefillTime(seconds_per_token=1.0, seconds_per_pair=0.5).computing(np.array([0, 2])).tolist()
+    [0.0, 3.5]
+    """
+
+    seconds_per_token: float = _USUAL.prefill_seconds_per_token
+    seconds_per_pair: float = _USUAL.seconds_per_token_pair  # of tokens, one of which attends to the other
+    host_seconds_per_token: float = USUAL_TOKEN_BYTES / _USUAL.transfer_bytes_per_second
+    disk_seconds_per_token: float = USUAL_TOKEN_BYTES / DISK_BYTES_PER_SECOND
+
+    @classmethod
+    def of(cls, costs: LinearCostModel, token_bytes: int) -> PrefillTime:
+        """By the costs of a machine and the bytes that its model keeps of a token."""
+        return cls(
+            costs.prefill_seconds_per_token,
+            costs.seconds_per_token_pair,
+            token_bytes / costs.transfer_bytes_per_second,
+            token_bytes / DISK_BYTES_PER_SECOND,
+        )
+
+    @property
+    def depth_cost(self) -> float:
+        """How much more a token costs for each one before it, in units of a first token."""
+        return self.seconds_per_pair / self.seconds_per_token if self.seconds_per_token else 0.0
+
+    def computing(self, num_tokens: Int64Array) -> npt.NDArray[np.float64]:
+        """Seconds that the first tokens of prompts take to compute."""
+        tokens = num_tokens.astype(np.float64)
+        seconds: npt.NDArray[np.float64] = tokens * (self.seconds_per_token + (tokens + 1) / 2 * self.seconds_per_pair)
+        return seconds
+
+    def loading(self, blocks_by_tier: Mapping[str, int], block_size: int) -> float:
+        """Seconds that blocks take to come up from lower tiers."""
+        of_host = blocks_by_tier.get("HOST", 0) * self.host_seconds_per_token
+        return block_size * (of_host + blocks_by_tier.get("DISK", 0) * self.disk_seconds_per_token)
 
 
 @dataclass(frozen=True)
@@ -48,7 +92,7 @@ class ReplayConfig:
     block_size: int | None = None
     token_bytes: int | None = None  # of K and V; None: bytes are not reported
     objective: str = "blocks"  # what eviction saves: see `KVCacheConfig`
-    time: PrefillTime = PrefillTime()  # noqa: RUF009 - frozen; what found blocks are worth in seconds
+    time: PrefillTime = PrefillTime()  # what found blocks are worth in seconds
 
     def __post_init__(self) -> None:
         for name in ("capacity", "host", "disk", "block_size", "token_bytes"):
@@ -109,7 +153,7 @@ def replay(
 ) -> ReplayResult:
     """Runs a trace through a manager with this policy and these sizes.
 
-    >>> from kvpool.replay.traces.trace import TraceBuilder
+    >>> from kvpool.replay.trace import TraceBuilder
     >>> trace = TraceBuilder("tiny", unit=16).add(0, [1, 2], 32, 0).add(1, [1, 3], 32, 0).build()
     >>> replay(trace, ReplayConfig("lru", capacity=2)).hit_blocks
     1

@@ -11,10 +11,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from typing import TypeVar
 
-from kvpool.replay.simulation.bounds import MODELS, run_model
-from kvpool.replay.simulation.simulate import READS_PRIORITIES, ReplayConfig, ReplayResult, replay, totals
-from kvpool.replay.traces.synth import to_blocks
-from kvpool.replay.traces.trace import Trace
+from kvpool.replay.bounds import MODELS, run_model
+from kvpool.replay.simulate import READS_PRIORITIES, ReplayConfig, ReplayResult, replay, totals
+from kvpool.replay.synth import to_blocks
+from kvpool.replay.trace import Trace
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.commands.replay_inputs import load_trace
-from kvpool.replay.planning.capacity_plan import GIB, GPU_FRACTION, Plan, PlanRequest, knees, make_plan
-from kvpool.replay.planning.gpus import GPUS
-from kvpool.replay.simulation.runs import run_all
-from kvpool.replay.simulation.simulate import ReplayConfig
-from kvpool.replay.traces.formats import DEFAULT_MAX_ERRORS
-from kvpool.replay.traces.trace import Trace
+from kvpool.replay.capacity_plan import GIB, GPU_FRACTION, Plan, PlanRequest, knees, make_plan
+from kvpool.replay.command_options import load_trace
+from kvpool.replay.costs import GPUS
+from kvpool.replay.formats import DEFAULT_MAX_ERRORS
+from kvpool.replay.runs import run_all
+from kvpool.replay.simulate import ReplayConfig
+from kvpool.replay.trace import Trace
 from kvpool.scheduling.measured_costs import read_costs
 from kvpool.terminal import check_files, console, parse_bytes, parse_tokens, progress_bar, write_json
 

@@ -15,9 +15,8 @@ import numpy as np
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.replay.simulation.saved_time import PrefillTime
-from kvpool.replay.simulation.simulate import ReplayResult, totals
-from kvpool.replay.traces.trace import Trace
+from kvpool.replay.simulate import PrefillTime, ReplayResult, totals
+from kvpool.replay.trace import Trace
 
 USUAL_TIME = PrefillTime()
 INFINITE, OPTIMUM, FLAT_FIFO = "infinite", "optimum", "fifo-flat"

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.commands import replay_options as opt
-from kvpool.replay.commands.replay_inputs import load_trace, parse_capacities
-from kvpool.replay.simulation.fleet import ROUTINGS, FleetConfig, FleetResult, simulate_fleet
-from kvpool.replay.traces.formats import DEFAULT_MAX_ERRORS
+from kvpool.replay import command_options as opt
+from kvpool.replay.command_options import load_trace, parse_capacities
+from kvpool.replay.fleet import ROUTINGS, FleetConfig, FleetResult, simulate_fleet
+from kvpool.replay.formats import DEFAULT_MAX_ERRORS
 from kvpool.terminal import check_files, console, progress_bar, write_json
 
 

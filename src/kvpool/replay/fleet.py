@@ -26,7 +26,7 @@ from kvpool.config.layers import ceil_div, check_int
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
-from kvpool.replay.traces.trace import Trace, TraceRequest
+from kvpool.replay.trace import Trace, TraceRequest
 
 ROUTINGS = ("prefix", "session", "round-robin")
 _HASH_BYTES, _TOKEN_BYTES = 9, 5  # of a number on the wire, at most
@@ -89,7 +89,7 @@ class FleetResult:
 def simulate_fleet(trace: Trace, config: FleetConfig, progress: Callable[[int], None] | None = None) -> FleetResult:
     """Runs the requests of the cluster's first cell; those of other cells count for the ideal only.
 
-    >>> from kvpool.replay.traces.trace import TraceBuilder
+    >>> from kvpool.replay.trace import TraceBuilder
     >>> trace = TraceBuilder("tiny", unit=16).add(0, [1, 2], 32, 0).add(9e3, [1, 2, 3], 48, 0).build()
     >>> simulate_fleet(trace, FleetConfig(nodes=4, capacity=8)).share_of_ideal
     1.0

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.reporting.pictures import absent_pictures, all_pictures, to_svg
-from kvpool.replay.simulation.bounds import FLAT_FIFO, INFINITE
-from kvpool.replay.simulation.simulate import ReplayConfig, ReplayResult
-from kvpool.replay.traces.statistics import summary
-from kvpool.replay.traces.trace import Trace
+from kvpool.replay.bounds import FLAT_FIFO, INFINITE
+from kvpool.replay.pictures import absent_pictures, all_pictures, to_svg
+from kvpool.replay.simulate import ReplayConfig, ReplayResult
+from kvpool.replay.trace import Trace, summary
 
 _STYLE = """
 :root { color-scheme: light dark }

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
-from kvpool.replay.traces.trace import MAX_LENGTH, TOKENS_PER_BLOCK, Trace, TraceBuilder
+from kvpool.replay.trace import MAX_LENGTH, TOKENS_PER_BLOCK, Trace, TraceBuilder
 
 MAX_BLOCKS = 2**24  # that one turn may add
 MAX_GAP = 2**40  # seconds between two turns

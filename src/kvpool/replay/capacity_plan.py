@@ -11,9 +11,15 @@ from kvpool.config import KVCacheConfig
 from kvpool.config.layers import ceil_div
 from kvpool.config.model_config import layers_from_hf, without_states
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.planning.expected_costs import costs_for
-from kvpool.replay.planning.gpus import COMPUTE_EFFICIENCY, DISK_BYTES_PER_SECOND, LINK_EFFICIENCY, find_gpu
-from kvpool.replay.planning.weights import Weights, count_weights
+from kvpool.replay.costs import (
+    COMPUTE_EFFICIENCY,
+    DISK_BYTES_PER_SECOND,
+    LINK_EFFICIENCY,
+    Weights,
+    costs_for,
+    count_weights,
+    find_gpu,
+)
 from kvpool.scheduling import LinearCostModel
 from kvpool.scheduling.measured_costs import Measurement
 

@@ -14,10 +14,9 @@ from kvpool.config import Tier
 from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
-from kvpool.replay.simulation.bounds import MODELS
-from kvpool.replay.simulation.simulate import ReplayConfig, ReplayResult, replay
-from kvpool.replay.traces.statistics import footprint, reuses, working_set
-from kvpool.replay.traces.trace import Trace
+from kvpool.replay.bounds import MODELS
+from kvpool.replay.simulate import ReplayConfig, ReplayResult, replay
+from kvpool.replay.trace import Trace, footprint, reuses, working_set
 
 SUNBURST_DEPTH = 5
 SUNBURST_CHILDREN = 12  # of one node; the rest is drawn as one

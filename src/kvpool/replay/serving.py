@@ -11,8 +11,8 @@ import numpy as np
 from kvpool.config import KVCacheConfig, LayerSpec
 from kvpool.errors import InvalidArgumentError, NeverFitsError, TraceError
 from kvpool.manager import KVCacheManager
-from kvpool.replay.simulation.simulate import ReplayConfig
-from kvpool.replay.traces.trace import Trace
+from kvpool.replay.simulate import ReplayConfig
+from kvpool.replay.trace import Trace
 from kvpool.scheduling import BatchPlan, CostModel, Request, ScheduledSequence, Scheduler, SchedulerConfig
 
 SAMPLED = 2**31 - 3  # the token that every step samples: never part of a prompt

@@ -12,14 +12,13 @@ import typer
 from kvpool.config.cache_config import OBJECTIVES, check_host_write, check_objective
 from kvpool.errors import InvalidArgumentError
 from kvpool.recording.playback import play_recording
-from kvpool.replay.commands import replay_options as opt
-from kvpool.replay.commands.replay_inputs import load_trace, parse_capacities, parse_tiers
-from kvpool.replay.simulation.bounds import FLAT_FIFO, INFINITE, MODELS, OPTIMUM
-from kvpool.replay.simulation.runs import map_over, run_all
-from kvpool.replay.simulation.saved_time import PrefillTime
-from kvpool.replay.simulation.simulate import ReplayConfig, ReplayResult
-from kvpool.replay.traces.formats import DEFAULT_MAX_ERRORS
-from kvpool.replay.traces.trace import Trace
+from kvpool.replay import command_options as opt
+from kvpool.replay.bounds import FLAT_FIFO, INFINITE, MODELS, OPTIMUM
+from kvpool.replay.command_options import load_trace, parse_capacities, parse_tiers
+from kvpool.replay.formats import DEFAULT_MAX_ERRORS
+from kvpool.replay.runs import map_over, run_all
+from kvpool.replay.simulate import PrefillTime, ReplayConfig, ReplayResult
+from kvpool.replay.trace import Trace
 from kvpool.terminal import check_files, check_folders, console, progress_bar, write_csv, write_json
 
 if TYPE_CHECKING:
@@ -114,12 +113,12 @@ def _draw(
 ) -> None:
     """Writes the page and the pictures that were asked for, and says where they are."""
     if report is not None:
-        from kvpool.replay.reporting.report import write_report
+        from kvpool.replay.report import write_report
 
         write_report(report, trace, results, configs, rows)
         out.print(f"report: {report}")
     if plots is not None:
-        from kvpool.replay.reporting.pictures import absent_pictures, save_pictures
+        from kvpool.replay.pictures import absent_pictures, save_pictures
 
         for path in save_pictures(plots, trace, results, configs):
             out.print(f"picture: {path}")
@@ -194,8 +193,7 @@ class _Machine(NamedTuple):
 
 def _machine(model: Path | None, kv_dtype: str | None, gpu: str | None, measured: Path | None) -> _Machine | None:
     from kvpool.config.model_config import layers_from_hf, without_states
-    from kvpool.replay.planning.expected_costs import costs_for
-    from kvpool.replay.planning.weights import count_weights
+    from kvpool.replay.costs import costs_for, count_weights
     from kvpool.scheduling.measured_costs import read_costs
 
     if gpu is not None and measured is not None:
@@ -225,7 +223,7 @@ def _add_serving(
     quiet: bool,
 ) -> None:
     """Runs the real scheduler in simulated time for every row of finite size that is no bound, and adds its columns."""
-    from kvpool.replay.simulation.serving import ServingConfig, simulate_serving
+    from kvpool.replay.serving import ServingConfig, simulate_serving
 
     assert machine.costs is not None
     servings = {

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from kvpool.errors import InvalidArgumentError
-from kvpool.replay.commands.replay_inputs import load_trace
-from kvpool.replay.traces.formats import DEFAULT_MAX_ERRORS, write_trace
-from kvpool.replay.traces.statistics import summary
+from kvpool.replay.command_options import load_trace
+from kvpool.replay.formats import DEFAULT_MAX_ERRORS, write_trace
+from kvpool.replay.trace import summary
 from kvpool.terminal import check_files, console, parse_count, write_json
 
 TraceArgument = Annotated[Path, typer.Argument(help="A trace file; plain, .gz or .zst.")]
@@ -61,7 +61,7 @@ def convert(
     max_errors: MaxErrors = DEFAULT_MAX_ERRORS,
 ) -> None:
     """Writes a trace in Mooncake's form (block ids) or as tokens."""
-    from kvpool.replay.traces.synth import to_blocks
+    from kvpool.replay.synth import to_blocks
 
     check_files(output)
     loaded = load_trace(trace, max_errors, limit)
@@ -93,7 +93,7 @@ def synth(
       kvpool trace synth busy.jsonl.gz --like TRACE --rate 6
       kvpool trace synth made.jsonl --requests 20k --tenants 5
     """
-    from kvpool.replay.traces.synth import WorkloadModel, fit, synthesise
+    from kvpool.replay.synth import WorkloadModel, fit, synthesise
 
     check_files(output)
     model = WorkloadModel()

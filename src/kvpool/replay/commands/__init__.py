@@ -1,1 +1,0 @@
-"""The commands `kvpool trace`, `kvpool replay` and `kvpool plan`."""

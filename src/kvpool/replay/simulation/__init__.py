@@ -1,1 +1,0 @@
-"""Traces through the real manager and scheduler, beside the bounds that no policy can beat."""

@@ -1,1 +1,0 @@
-"""Workloads as data: read from files and recordings, written, described, synthesised."""
