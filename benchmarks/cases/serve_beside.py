@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness import PeerAbsentError, Runner
-from kvpool.clients.client import Endpoint, fetch_text
-from kvpool.clients.mix import synthetic
-from kvpool.clients.run import figures, run_load
+from kvpool.clients.load import Endpoint, fetch_text, figures, run_load, synthetic
 from kvpool.errors import KVPoolError
 from kvpool.model.default_model import default_model_directory
 

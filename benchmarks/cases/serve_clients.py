@@ -7,8 +7,7 @@ import random
 import time
 from collections import Counter
 
-from kvpool.clients.client import Endpoint, ask, fetch_text
-from kvpool.clients.mix import synthetic
+from kvpool.clients.load import Endpoint, ask, fetch_text, synthetic
 
 PATIENCE = 600.0  # seconds: what matters is that an answer comes, however busy the machine is
 

@@ -18,7 +18,7 @@ import uvicorn
 
 from cases.serve_clients import look, misbehave
 from harness import PeerAbsentError
-from kvpool.clients.mix import synthetic
+from kvpool.clients.load import synthetic
 from kvpool.engine import Engine, SamplingParams
 from kvpool.errors import ModelLoadError
 from kvpool.scheduling import SchedulerConfig

@@ -14,9 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from trivial_server import TrivialServer
 
-from kvpool.clients.client import Endpoint, Outcome
-from kvpool.clients.mix import LoadRequest, of_trace, synthetic
-from kvpool.clients.run import figures, run_load
+from kvpool.clients.load import Endpoint, LoadRequest, Outcome, figures, of_trace, run_load, synthetic
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.trace import TraceBuilder
 

@@ -10,8 +10,7 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from kvpool.clients.metrics import Look, read_metrics
-from kvpool.clients.top_screen import bar, screen
+from kvpool.clients.top import Look, bar, read_metrics, screen
 
 TEXT = """# HELP kvpool_blocks Blocks by state.
 kvpool_blocks{model="m \\"1\\"",pool="0",state="referenced",tier="GPU"} 10.0

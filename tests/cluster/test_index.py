@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import managers
-from kvpool.cluster.feed import NodeFeed
 from kvpool.cluster.hash_table import HashTable
 from kvpool.cluster.index import MAX_NODES, ClusterIndex, Hit, NodeBlocks
+from kvpool.cluster.subscriber import NodeFeed
 from kvpool.cluster.translator import WireTranslator, group_names
 from kvpool.cluster.wire_events import AllBlocksCleared, BlockRemoved, BlockStored, WireBatch, WireEvent
 from kvpool.errors import InvalidArgumentError

@@ -13,9 +13,8 @@ import pytest
 
 import managers
 from kvpool.cluster.index import ClusterIndex
-from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError
-from kvpool.cluster.proxy.limits import ProxyLimits
-from kvpool.cluster.proxy.prompt_tokens import given_tokens, read_asked, session_of, tokenize_body
+from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError, ProxyLimits
+from kvpool.cluster.proxy.passing import given_tokens, read_asked, session_of, tokenize_body
 from kvpool.cluster.router import Router
 from kvpool.errors import ConfigError
 

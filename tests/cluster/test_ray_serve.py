@@ -123,7 +123,7 @@ def test_given_other_paths_then_they_are_answered_as_on_one_machine(on_ray: OnRa
 def test_given_engines_with_keys_then_the_front_tells_its_numbers_to_those_who_have_one() -> None:
     from starlette.requests import Request
 
-    from kvpool.server.on_ray.asgi_call import Head, scope_for
+    from kvpool.server.on_ray.engine_replica import Head, scope_for
     from kvpool.server.on_ray.ray_front import Front
 
     class Answer:

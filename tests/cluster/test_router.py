@@ -9,8 +9,7 @@ import pytest
 
 import managers
 from kvpool.cluster.index import ClusterIndex, Hit
-from kvpool.cluster.router import Router
-from kvpool.cluster.routing_config import RoutingConfig
+from kvpool.cluster.router import Router, RoutingConfig
 from kvpool.cluster.wire_events import BlockStored
 from kvpool.errors import ConfigError, InvalidArgumentError, NoNodeError
 

@@ -11,19 +11,17 @@ import pytest
 from models import tiny_model
 
 from kvpool.cli import main
-from kvpool.cluster.feed import FeedStats
-from kvpool.cluster.proxy.prompt_tokens import Asked
+from kvpool.cluster.proxy.passing import Asked
+from kvpool.cluster.subscriber import FeedStats
 from kvpool.cluster.wire_events import BlockStored
 from kvpool.engine import Engine
 from kvpool.engine.options import EngineOptions
 from kvpool.errors import ConfigError, KVPoolError, SequenceStateError
 from kvpool.server import ServedModel, create_app
-from kvpool.server.on_ray.asgi_call import MOST_WAITING, Head, called, scope_for
-from kvpool.server.on_ray.engine_replica import EngineReplica, placed
+from kvpool.server.on_ray.engine_replica import MOST_WAITING, EngineReplica, Head, called, placed, scope_for
 from kvpool.server.on_ray.ray_application import travelling
 from kvpool.server.on_ray.ray_settings import RaySettings, read_ray, routing_of
-from kvpool.server.on_ray.replica_book import ReplicaBook
-from kvpool.server.on_ray.ticket import Ticket
+from kvpool.server.on_ray.replica_book import ReplicaBook, Ticket
 from kvpool.server.serve_settings import ModelSettings
 
 SIZE = 4

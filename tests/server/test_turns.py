@@ -9,9 +9,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.server.answers import HOLE, EventForm, as_event
 from kvpool.server.limits import AT_ONCE, Turns
 from kvpool.server.served_model import Handover
-from kvpool.server.streaming import HOLE, EventForm, as_event
 
 
 def test_given_a_crowd_then_it_begins_in_order_and_others_come_between() -> None:

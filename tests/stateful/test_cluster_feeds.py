@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from kvpool.cluster.feed import NodeFeed
 from kvpool.cluster.index import ClusterIndex, Hit, NodeBlocks
+from kvpool.cluster.subscriber import NodeFeed
 from kvpool.cluster.wire_events import AllBlocksCleared, BlockRemoved, BlockStored, WireBatch, WireEvent
 
 SIZE = 2

@@ -11,8 +11,7 @@ from following import WINDOWED, Mirror, Random, unpacked
 from kvpool import KVCacheHandle, LayerSpec, ReuseScope, Tier
 from kvpool.manager.inspection import BlockState
 from kvpool.view.frames import MAX_RUNS, MAX_SEQUENCES, frame
-from kvpool.view.sampling import Look, Sampler
-from kvpool.view.words import CACHED, FREE, PINNED, REFERENCED, changed_spans, id_spans, pack_words
+from kvpool.view.sampling import CACHED, FREE, PINNED, REFERENCED, Look, Sampler, changed_spans, id_spans, pack_words
 from managers import FULL, cached, make_manager, running
 
 STATES = {

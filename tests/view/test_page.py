@@ -11,8 +11,8 @@ from chromium import Chromium, Page, find_chromium
 
 from kvpool import Tier
 from kvpool.view import LiveView, serve
-from kvpool.view.traffic import Traffic
-from kvpool.view.words import FREE
+from kvpool.view.sampling import FREE
+from kvpool.view.view_command import Traffic
 
 PROGRAM = find_chromium()
 pytestmark = pytest.mark.skipif(

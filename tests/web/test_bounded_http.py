@@ -26,7 +26,7 @@ def talked(given: list[bytes], *, head_seconds: float = 30.0, log_level: str = "
     import uvicorn
     from starlette.responses import PlainTextResponse
 
-    from kvpool.web.bounded_http import bounded_http
+    from kvpool.web import bounded_http
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["method"] == "DELETE":
@@ -84,7 +84,7 @@ def test_given_half_a_head_when_nothing_more_comes_then_the_connection_is_closed
 def test_given_many_requests_that_are_no_http_then_one_line_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpool.web import bounded_http
+    from kvpool import web as bounded_http
 
     monkeypatch.setattr(bounded_http, "_few_lines", bounded_http._FewLines())
     log = logging.getLogger("uvicorn.error")
@@ -99,7 +99,7 @@ def test_given_many_requests_that_are_no_http_then_one_line_is_logged(
 def test_given_many_answers_that_fail_then_one_traceback_is_logged(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kvpool.web import bounded_http
+    from kvpool import web as bounded_http
 
     monkeypatch.setattr(bounded_http, "_few_lines", bounded_http._FewLines())
     log = logging.getLogger("uvicorn.error")

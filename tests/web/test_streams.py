@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-from kvpool.web.streams import EventStream
+from kvpool.web import EventStream
 
 
 async def parts(number: int) -> AsyncIterator[bytes]:

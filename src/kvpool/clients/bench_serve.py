@@ -9,9 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.clients.client import Endpoint, Outcome, fetch_text
-from kvpool.clients.mix import LoadRequest, of_trace, synthetic
-from kvpool.clients.run import figures, run_load
+from kvpool.clients.load import Endpoint, LoadRequest, Outcome, fetch_text, figures, of_trace, run_load, synthetic
 from kvpool.errors import InvalidArgumentError
 from kvpool.terminal import check_files, console, progress_bar, write_json
 

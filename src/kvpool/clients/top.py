@@ -1,16 +1,107 @@
-"""`kvpool top`: a running server in the terminal."""
+"""`kvpool top`: a running server in the terminal, from its Prometheus metrics.
+
+It shows memory by tier, requests, reuse, speed and latencies.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import time
-from typing import Annotated
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Annotated, Any
 
 import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
-from kvpool.clients.client import Endpoint, fetch_text
-from kvpool.clients.metrics import Look, read_metrics
+from kvpool.clients.load import Endpoint, fetch_text
 from kvpool.errors import InvalidArgumentError
+
+_NUMBER = r"[-+0-9.eE]+|[-+]?Inf|NaN"
+_SAMPLE = re.compile(rf'([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{{((?:[^"}}]|"(?:[^"\\]|\\.)*")*)\}})?\s+({_NUMBER})(?:\s|$)')
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
+_ESCAPES = {r"\\": "\\", r"\"": '"', r"\n": "\n"}
+
+Labels = tuple[tuple[str, str], ...]
+_STATES = (
+    ("referenced", "red", "█"),
+    ("pinned", "magenta", "▓"),
+    ("cached", "cyan", "▒"),
+    ("free", "bright_black", "░"),
+)
+_TIMES = (("first token", "kvpool_first_token_seconds"), ("between tokens", "kvpool_between_tokens_seconds"))
+_SHORT = {"referenced": "used"}
+BAR_WIDTH = 24
+
+
+@dataclass
+class Look:
+    """All numbers of a server at one moment.
+
+    >>> look = read_metrics('kvpool_blocks{state="free",tier="GPU"} 12\\nkvpool_generated_tokens_total 7\\n', at=0.0)
+    >>> look.total("kvpool_blocks", state="free"), look.total("kvpool_generated_tokens_total")
+    (12.0, 7.0)
+    """
+
+    at: float
+    samples: dict[str, dict[Labels, float]] = field(default_factory=dict)
+
+    def total(self, name: str, **wanted: str) -> float:
+        """The sum over all samples with these labels."""
+        return sum(
+            value for labels, value in self.samples.get(name, {}).items() if wanted.items() <= dict(labels).items()
+        )
+
+    def values(self, name: str, label: str) -> list[str]:
+        """The values that a label has, in order of appearance."""
+        found = (dict(labels).get(label) for labels in self.samples.get(name, {}))
+        return list(dict.fromkeys(value for value in found if value is not None))
+
+    def since(self, before: Look) -> Look:
+        """What was added to every number; a server that started anew counts from nothing."""
+        changed = {}
+        for name, samples in self.samples.items():
+            known = before.samples.get(name, {})
+            olds = ((at, value, known.get(at, 0.0)) for at, value in samples.items())
+            changed[name] = {at: value - old if value >= old else value for at, value, old in olds}
+        return Look(self.at - before.at, changed)
+
+    def quantile(self, histogram: str, share: float) -> float | None:
+        """The value that `share` of a histogram's observations stay within, as its buckets tell; None where it has none."""
+        buckets = sorted(
+            (_bound(labels), count) for labels, count in self.samples.get(f"{histogram}_bucket", {}).items()
+        )
+        if not buckets or not buckets[-1][1]:
+            return None
+        wanted = share * buckets[-1][1]
+        for (low, below), (high, within) in pairwise([(0.0, 0.0), *buckets]):
+            if within >= wanted and within > below:
+                return low if math.isinf(high) else low + (high - low) * (wanted - below) / (within - below)
+        return buckets[-1][0]
+
+
+def read_metrics(text: str, at: float) -> Look:
+    """The numbers in a text of /metrics; lines that are none are passed over."""
+    look = Look(at)
+    for line in text.splitlines():
+        found = None if line.startswith("#") else _SAMPLE.match(line)
+        if found is not None:
+            labels = tuple((name, _unescaped(value)) for name, value in _LABEL.findall(found[2] or ""))
+            look.samples.setdefault(found[1], {})[labels] = float(found[3])
+    return look
+
+
+def _bound(labels: Labels) -> float:
+    return float(dict(labels)["le"])
+
+
+def _unescaped(text: str, escapes: Mapping[str, str] = _ESCAPES) -> str:
+    return re.sub(r"\\[\\\"n]", lambda found: escapes[found[0]], text)
 
 
 def register(app: typer.Typer, name: str) -> None:
@@ -32,8 +123,6 @@ def top(
     """
     from rich.console import Console
     from rich.live import Live
-
-    from kvpool.clients.top_screen import screen
 
     endpoint = Endpoint.at(url, key=key)
     look, before = _look(endpoint), None
@@ -66,3 +155,77 @@ def _look(endpoint: Endpoint) -> Look:
     if "kvpool_blocks" not in look.samples:
         raise InvalidArgumentError(f"{endpoint.host}:{endpoint.port} has metrics, but none of kvpool's")
     return look
+
+
+def screen(url: str, look: Look, before: Look | None, trouble: str = "") -> Any:
+    """One picture; rates are those since the look before, or since the start where there is none."""
+    recent = look if before is None else look.since(before)
+    head = Text.assemble((f"kvpool top  {url}", "bold"), (f"   {trouble}", "bold red"))
+    return Group(
+        head, Text(), _memory(look), Text(), _requests(look, recent, before is not None), Text(), _latencies(recent)
+    )
+
+
+def _memory(look: Look) -> Table:
+    table = Table("", "", "blocks", box=None, padding=(0, 1, 0, 0))
+    for state, colour, letter in _STATES:
+        table.add_column(Text(f"{letter}{_SHORT.get(state, state)}", colour), justify="right", no_wrap=True)
+    places = {
+        tuple(dict(at)[name] for name in ("model", "pool", "tier")) for at in look.samples.get("kvpool_blocks", {})
+    }
+    for model, pool, tier in sorted(places):
+        place = {"model": model, "pool": pool, "tier": tier}
+        counts = {state: look.total("kvpool_blocks", state=state, **place) for state, _, _ in _STATES}
+        total = counts["referenced"] + counts["cached"] + counts["free"]  # pinned ones are part of the cached
+        numbers = (total, counts["referenced"], counts["pinned"], counts["cached"], counts["free"])
+        table.add_row(f"{model}, pool {pool}, {tier}", bar(counts, total), *(f"{number:,.0f}" for number in numbers))
+    return table
+
+
+def bar(counts: dict[str, float], total: float, width: int = BAR_WIDTH) -> Text:
+    """Blocks by state as a bar; rounding never hides the last characters."""
+    shown, sofar, drawn = Text(), 0.0, 0
+    for state, colour, letter in _STATES:
+        sofar += counts[state] - (counts["pinned"] if state == "cached" else 0.0)
+        upto = round(width * sofar / total) if total else 0
+        shown.append(letter * (upto - drawn), colour)
+        drawn = max(drawn, upto)
+    return shown
+
+
+def _requests(look: Look, recent: Look, is_recent: bool) -> Table:
+    table = Table.grid(padding=(0, 3))
+    states = {state: look.total("kvpool_sequences", state=state) for state in ("running", "waiting", "swapped")}
+    table.add_row("sequences", "   ".join(f"{count:,.0f} {state}" for state, count in states.items()))
+    seconds = recent.at if is_recent and recent.at > 0 else None
+    tokens, requests = recent.total("kvpool_generated_tokens_total"), recent.total("kvpool_request_seconds_count")
+    if seconds is None:
+        table.add_row("since the start", f"{tokens:,.0f} tokens   {requests:,.0f} requests")
+    else:
+        table.add_row("a second", f"{tokens / seconds:,.1f} tokens   {requests / seconds:,.2f} requests")
+    refused = _by(recent, "kvpool_http_refused_total", "status")
+    table.add_row("refused", "   ".join(f"{count:,.0f} with {status}" for status, count in refused.items()) or "none")
+    prompts = recent.total("kvpool_prompt_tokens_total")
+    hits = _by(recent, "kvpool_hit_tokens_total", "tier")
+    share = f"{sum(hits.values()) / prompts:.1%} of prompt tokens" if prompts else "no prompts"
+    by_tier = "".join(f"   {count:,.0f} from {tier}" for tier, count in hits.items())
+    table.add_row("from the cache", share + by_tier)
+    evicted = _by(recent, "kvpool_evictions_total", "reason")
+    table.add_row(
+        "evicted", "   ".join(f"{count:,.0f} blocks: {reason}" for reason, count in evicted.items()) or "none"
+    )
+    return table
+
+
+def _by(look: Look, name: str, label: str) -> dict[str, float]:
+    """What is not zero of a counter, by one of its labels."""
+    counts = {value: look.total(name, **{label: value}) for value in look.values(name, label)}
+    return {value: count for value, count in counts.items() if count}
+
+
+def _latencies(recent: Look) -> Table:
+    table = Table("", "p50", "p90", "p99", box=None)
+    for title, name in (*_TIMES, ("whole request", "kvpool_request_seconds")):
+        found = [recent.quantile(name, share) for share in (0.5, 0.9, 0.99)]
+        table.add_row(title, *("-" if value is None else f"{1e3 * value:,.0f} ms" for value in found))
+    return table

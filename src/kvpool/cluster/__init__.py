@@ -1,11 +1,9 @@
 """More than one machine: cache events on the wire, an index of what every node holds, and routing by it."""
 
-from kvpool.cluster.feed import FeedStats
 from kvpool.cluster.index import ClusterIndex, Hit, IndexStats, NodeBlocks
 from kvpool.cluster.publisher import EventPublisher, PublisherStats
-from kvpool.cluster.router import Decision, NodeLoad, Route, Router, RouterStats
-from kvpool.cluster.routing_config import RoutingConfig
-from kvpool.cluster.subscriber import NodeSubscriber
+from kvpool.cluster.router import Decision, NodeLoad, Route, Router, RouterStats, RoutingConfig
+from kvpool.cluster.subscriber import FeedStats, NodeSubscriber
 
 __all__ = [
     "ClusterIndex",

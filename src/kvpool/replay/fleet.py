@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.cluster.index import MAX_NODES, ClusterIndex
-from kvpool.cluster.router import Route, Router
-from kvpool.cluster.routing_config import RoutingConfig
+from kvpool.cluster.router import Route, Router, RoutingConfig
 from kvpool.cluster.translator import WireTranslator, group_names
 from kvpool.cluster.wire_events import BlockRemoved, BlockStored, WireEvent
 from kvpool.config import KVCacheConfig, LayerSpec

@@ -1,21 +1,49 @@
-"""Answers in OpenAI's form, whole or as a stream: one writer for chats, one for completions."""
+"""Answers in OpenAI's form, whole or as a stream of server-sent events: one writer for chats, one for completions."""
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from json.encoder import encode_basestring
 from typing import Any, Protocol
 
 from kvpool.engine.generation import Chunk, Generation, Sample, TokenLogprob
 from kvpool.server.errors import Problem
-from kvpool.server.streaming import HOLE, EventForm, as_event
 
+HOLE = "\0"
+"""The text that an `EventForm` fills in."""
 # What ended a sample, in OpenAI's words. A request that was cut off has no more than it has: "length".
 _FINISHES = {"stop": "stop", "length": "length", "deadline": "length", "cancelled": "stop", "refused": "length"}
 
 Piece = Callable[[int], str]
 """The text of one token."""
+
+
+def as_event(part: dict[str, Any], name: str = "") -> bytes:
+    """One part as an event; OpenAI's have no name, Anthropic's do.
+
+    >>> as_event({"text": "é"}, "delta")
+    b'event: delta\\ndata: {"text":"\\xc3\\xa9"}\\n\\n'
+    """
+    data = json.dumps(part, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + data + b"\n\n"
+
+
+class EventForm:
+    """Events that differ in one text only: all else is written once, since a stream has an event for each token.
+
+    >>> EventForm({"index": 0, "text": HOLE}).filled('"é"')
+    b'data: {"index":0,"text":"\\\\"\\xc3\\xa9\\\\""}\\n\\n'
+    """
+
+    def __init__(self, part: dict[str, Any], name: str = "") -> None:
+        self._before, self._after = as_event(part, name).rsplit(json.dumps(HOLE).encode(), 1)
+
+    def filled(self, text: str) -> bytes:
+        """The event with this text."""
+        return self._before + encode_basestring(text).encode("utf-8", "replace") + self._after
 
 
 class Writer(Protocol):

@@ -20,17 +20,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvpool.cluster.translator import scope_keys
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.server.auth import Access, Caller
+from kvpool.server.cache_routes import CacheRoutes, prefetch, prefill
+from kvpool.server.completions import chat, complete, named_tokens
 from kvpool.server.errors import Problem, problem_of, problem_of_body
 from kvpool.server.exchange import RequestContext
 from kvpool.server.limits import Gate, InTurns, Limits
+from kvpool.server.live_view import LiveViews
+from kvpool.server.messages import Messages, converse
 from kvpool.server.metrics import Metrics
 from kvpool.server.pins import PinBook
-from kvpool.server.routes.caching import CacheRoutes
-from kvpool.server.routes.completing import chat, complete, named_tokens
-from kvpool.server.routes.live_view import LiveViews
-from kvpool.server.routes.messages import Messages, converse
-from kvpool.server.routes.prefilling import prefetch, prefill
-from kvpool.server.routes.responses import Responses, respond
+from kvpool.server.responses import Responses, respond
 from kvpool.server.schema import (
     REFUSALS,
     STREAMED,
@@ -45,8 +44,7 @@ from kvpool.server.schema import (
 from kvpool.server.served_model import ServedModel, scope_of
 from kvpool.server.tracing import Tracing
 from kvpool.version import __version__
-from kvpool.web.body_limit import BodyLimit
-from kvpool.web.local_names import LocalNames
+from kvpool.web import BodyLimit, LocalNames
 
 _REQUEST_ID = re.compile(rb"[\w.:/+=-]{1,128}")  # that a client may choose
 

@@ -23,7 +23,7 @@ from kvpool.server.pins import PinBook
 from kvpool.server.schema import Sampling
 from kvpool.server.served_model import LiveRequest, ServedModel, scope_of
 from kvpool.server.tracing import RequestTrace, Tracing
-from kvpool.web.streams import EventStream, unless_gone
+from kvpool.web import EventStream, unless_gone
 
 
 class RequestContext(NamedTuple):

@@ -89,7 +89,7 @@ def serve(
     from kvpool.server.serve_settings import read_serve
     from kvpool.server.served_model import ServedModel
     from kvpool.server.tracing import Tracing
-    from kvpool.web.bounded_http import bounded_http
+    from kvpool.web import bounded_http
 
     if called is not None:
         if engine_options.model is not None:
@@ -101,7 +101,7 @@ def serve(
     access = Access.read(settings.keys, os.environ, share=settings.share_cache)
     _check_address(settings.host, access, settings.insecure)
     if on_ray:
-        from kvpool.server.on_ray.ray_command import serve_on_ray
+        from kvpool.server.on_ray.ray_application import serve_on_ray
         from kvpool.server.on_ray.ray_settings import read_ray
 
         serve_on_ray(read_ray(engine_options.config, {"replicas": replicas}), settings, models, access, quiet=quiet)

@@ -15,8 +15,7 @@ import numpy as np
 
 from kvpool.events import Created, Event, Removed, Stored, Updated
 from kvpool.manager.picture import RunsPicture, SequencePicture
-from kvpool.view.sampling import Look, PoolLook
-from kvpool.view.words import changed_spans, id_spans, packed
+from kvpool.view.sampling import Look, PoolLook, changed_spans, id_spans, packed
 
 MAX_SEQUENCES = 256  # that are told one by one, with their tables
 MAX_RUNS = 2000  # of the tree that are told, those nearest to the top

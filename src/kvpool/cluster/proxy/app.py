@@ -7,9 +7,10 @@ node that dies ends it with an error that the client can read.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
@@ -17,30 +18,88 @@ from typing import Any
 import httpx
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route as Path
 from starlette.types import Receive, Scope, Send
 
 from kvpool.cluster.index import ClusterIndex
-from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError
-from kvpool.cluster.proxy.cluster_view import ClusterView
-from kvpool.cluster.proxy.limits import ProxyLimits
-from kvpool.cluster.proxy.passing import ELSEWHERE, NODE_HEADER, is_event_stream, lost, passed_on, refusal
+from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError, ProxyLimits
+from kvpool.cluster.proxy.passing import (
+    ELSEWHERE,
+    NODE_HEADER,
+    are_tokens,
+    is_event_stream,
+    lost,
+    passed_on,
+    read_asked,
+    refusal,
+)
 from kvpool.cluster.proxy.prefill_pool import MIN_TOKENS, PrefillPool
-from kvpool.cluster.proxy.prompt_tokens import are_tokens, read_asked
-from kvpool.cluster.router import Route, Router
-from kvpool.cluster.routing_config import RoutingConfig
+from kvpool.cluster.router import Route, Router, RoutingConfig
 from kvpool.errors import ConfigError, NoNodeError
 from kvpool.version import __version__
-from kvpool.web.body_limit import BodyLimit
-from kvpool.web.local_names import LocalNames
-from kvpool.web.streams import EventStream, unless_gone
+from kvpool.view.frames import as_event
+from kvpool.view.http import HEADERS, PREFIX, asset, has_key, is_local_name, is_loopback
+from kvpool.web import BodyLimit, EventStream, LocalNames, unless_gone
 
+KEY_VARIABLE = "KVPOOL_ROUTE_KEY"
+MAX_VIEWERS = 16
+_EVERY_SECONDS = 0.5
 MOST_LOST = 2  # servers that a request may take with it before it is not sent to one more
 _KEPT_SECONDS = (
     2.0  # that an idle connection is kept: less than any server does, or the next request meets a closed one
 )
 log = logging.getLogger("kvpool")
+
+
+class ClusterView:
+    """Shows what `look` says. With a key, for whoever brings it; without one, for this machine alone."""
+
+    def __init__(self, look: Callable[[], Mapping[str, Any]], send_seconds: float, key: str | None = None) -> None:
+        self._look = look
+        self._send_seconds = send_seconds
+        self._digest = hashlib.sha256(key.encode()).digest() if key else None
+        self._num_viewers = 0
+        self.is_closing = False  # ends all streams
+
+    async def page(self, request: Request) -> Response:
+        """The page, or a file that it loads."""
+        path = request.scope["path"]
+        found = asset(f"{PREFIX}cluster.html" if path == "/" else path)
+        if found is None:
+            return refusal(404, f"there is nothing at {path}", "not_found")
+        return Response(found.content, media_type=found.kind, headers=HEADERS)
+
+    async def stats(self, request: Request) -> Response:
+        """The newest look, for scripts."""
+        return self._refused(request) or JSONResponse(self._look())
+
+    async def stream(self, request: Request) -> Response:
+        """A look, twice a second."""
+        if (refused := self._refused(request)) is not None:
+            return refused
+        if self._num_viewers == MAX_VIEWERS:
+            return refusal(503, f"{MAX_VIEWERS} pages watch already; close one of them", "too_many_viewers")
+        self._num_viewers += 1
+        return EventStream(self._looks(), self._leave, self._send_seconds)
+
+    def _leave(self) -> None:
+        self._num_viewers -= 1
+
+    async def _looks(self) -> AsyncIterator[bytes]:
+        while not self.is_closing:
+            yield as_event("look", self._look())
+            await asyncio.sleep(_EVERY_SECONDS)
+
+    def _refused(self, request: Request) -> Response | None:
+        if self._digest is not None:
+            if has_key(request.headers.get("authorization", ""), self._digest):
+                return None
+            return refusal(401, "this view needs its key: send 'Authorization: Bearer KEY'", "unauthorized")
+        has_name = is_local_name(request.headers.get("host", ""))
+        if request.client is not None and is_loopback(request.client.host) and has_name:
+            return None
+        return refusal(403, f"set {KEY_VARIABLE} for the proxy to look from another machine", "forbidden")
 
 
 class Proxy:

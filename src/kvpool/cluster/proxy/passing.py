@@ -1,8 +1,15 @@
-"""What a front does with answers of servers: which headers pass, when another one is asked, what clients are told."""
+"""What a proxy reads of a request and passes on of an answer.
+
+Of a request: its token ids, as the servers see them (`/tokenize` tells), its session, its keys. Of an answer: which headers
+pass, when another server is asked, what clients are told.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 from starlette.responses import JSONResponse, Response
 
@@ -21,6 +28,9 @@ _HOP_BY_HOP = {
     ),
     *(b"host", b"content-length"),
 }
+GENERATES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+_CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's clients send the one, Anthropic's the other
+_ANY_TEXT = "a"  # for a question whose answer is wanted for its `cache_keys`
 
 
 def passed_on(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
@@ -46,3 +56,106 @@ def refusal(status: int, message: str, code: str = "no_node") -> Response:
     problem = {"message": message, "type": "server_error" if status >= 500 else "invalid_request_error", "code": code}
     headers = {"retry-after": "1"} if status in (502, 503) else None
     return JSONResponse({"error": problem}, status_code=status, headers=headers)
+
+
+class Asked(NamedTuple):
+    """What routing needs of a request: its first prompt, what isolates it besides tokens, and its session.
+
+    `named` are the model and the salt as the request has them.
+    """
+
+    tokens: Sequence[int]
+    first_keys: tuple[Any, ...]
+    session: str | None
+    named: Mapping[str, str] = {}
+
+    def extra_keys(self) -> list[Any] | None:
+        """The keys of its blocks in the form of the wire; only the first one can have some here."""
+        return [list(self.first_keys)] if self.first_keys else None
+
+
+NOTHING = Asked((), (), None)
+
+
+async def read_asked(
+    path: str,
+    headers: Mapping[str, str],
+    content: bytes,
+    tokenize: Callable[[dict[str, Any], dict[str, str]], Awaitable[dict[str, Any]]],
+) -> Asked:
+    """What routing needs of a request. One that cannot be read is for the node to refuse.
+
+    `tokenize` sends a question to `/tokenize` of a node, with the credentials of the caller; it answers {} where none can.
+    """
+    if path not in GENERATES:
+        return NOTHING
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError):
+        body = None
+    if not isinstance(body, dict):
+        return NOTHING
+    session = session_of(body, headers)
+    salt = body.get("cache_salt")
+    keys = (salt,) if isinstance(salt, str) and salt else ()
+    named, caller = named_in(body), credentials(headers)
+    tokens, question = given_tokens(body), tokenize_body(body)
+    if tokens and (keys or caller):  # tokens are here; in whose cache they are only a server knows
+        question = {**named, "prompt": _ANY_TEXT}
+    if question is None:
+        return Asked(tokens, keys, session, named)
+    try:
+        said = await tokenize(question, caller)
+    except RecursionError:  # what was read just so is nested too deeply to be written
+        said = {}
+    said_keys = said.get("cache_keys")
+    if isinstance(said_keys, list) and all(isinstance(each, str) for each in said_keys):
+        keys = tuple(said_keys)
+    return Asked(tokens or said.get("tokens", ()), keys, session, named)
+
+
+def credentials(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers of a request that say who asks."""
+    return {name: value for name in _CREDENTIALS if (value := headers.get(name)) is not None}
+
+
+def tokenize_body(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The question to `/tokenize` for a request, None where it needs none or has none."""
+    base = named_in(body)
+    if isinstance(messages := body.get("messages"), list):
+        system = body.get("system")  # Anthropic's form
+        spoken = [{"role": "system", "content": system}, *messages] if isinstance(system, str) else messages
+        return {**base, "messages": spoken}
+    prompt = body.get("prompt", body.get("input"))
+    first = prompt[0] if isinstance(prompt, list) and prompt else prompt
+    return {**base, "prompt": first} if isinstance(first, str) else None
+
+
+def named_in(body: dict[str, Any]) -> dict[str, str]:
+    """The model and the salt of a request, where it names them."""
+    return {name: body[name] for name in ("model", "cache_salt") if isinstance(body.get(name), str)}
+
+
+def given_tokens(body: dict[str, Any]) -> Sequence[int]:
+    """The token ids that a request brought itself; those of the first prompt where it has several."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], list):
+        prompt = prompt[0]
+    return prompt if are_tokens(prompt) else []
+
+
+def are_tokens(given: object) -> TypeGuard[list[int]]:
+    """Whether this is a list of token ids; anything else is for a server to refuse."""
+    return isinstance(given, list) and all(type(token) is int and 0 <= token < 2**31 for token in given)
+
+
+def session_of(body: dict[str, Any], headers: Any) -> str | None:
+    """Whose request it is, in the words of the field, so that one follows the other; with the key, so that no two mix.
+
+    A digest: many are remembered, names may be long, and keys are nobody else's business.
+    """
+    named = headers.get("x-session-id") or body.get("session_id") or body.get("user")
+    if not isinstance(named, str):
+        return None
+    whose = f"{' '.join(credentials(headers).values())} {named}".encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(whose, digest_size=16).hexdigest()

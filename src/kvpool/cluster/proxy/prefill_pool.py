@@ -19,9 +19,8 @@ import httpx
 
 from kvpool.cluster.index import ClusterIndex
 from kvpool.cluster.proxy.backends import Backend, Backends
-from kvpool.cluster.proxy.prompt_tokens import Asked, credentials
-from kvpool.cluster.router import Route, Router
-from kvpool.cluster.routing_config import RoutingConfig
+from kvpool.cluster.proxy.passing import Asked, credentials
+from kvpool.cluster.router import Route, Router, RoutingConfig
 from kvpool.errors import NoNodeError
 
 MIN_TOKENS = 256

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.cluster.proxy.backends import Backend
-from kvpool.cluster.proxy.limits import ProxyLimits
+from kvpool.cluster.proxy.backends import Backend, ProxyLimits
 from kvpool.errors import ConfigError
 
 
@@ -71,9 +70,8 @@ def route(
     See docs/cluster.md.
     """
     uvicorn = _uvicorn()
-    from kvpool.cluster.proxy.app import Proxy, create_proxy_app
-    from kvpool.cluster.proxy.cluster_view import KEY_VARIABLE
-    from kvpool.web.bounded_http import bounded_http
+    from kvpool.cluster.proxy.app import KEY_VARIABLE, Proxy, create_proxy_app
+    from kvpool.web import bounded_http
 
     if not quiet:
         logging.basicConfig(level=logging.WARNING, format="%(message)s")

@@ -16,11 +16,20 @@ from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from kvpool.cluster.proxy.passing import ELSEWHERE, NODE_HEADER, is_event_stream, lost, passed_on, refusal
-from kvpool.cluster.proxy.prompt_tokens import are_tokens, credentials, read_asked
+from kvpool.cluster.proxy.passing import (
+    ELSEWHERE,
+    NODE_HEADER,
+    are_tokens,
+    credentials,
+    is_event_stream,
+    lost,
+    passed_on,
+    read_asked,
+    refusal,
+)
 from kvpool.quiet import QuietErrors, QuietLog
-from kvpool.server.on_ray.asgi_call import Head, scope_for
-from kvpool.server.on_ray.ticket import Ticket
+from kvpool.server.on_ray.engine_replica import Head, scope_for
+from kvpool.server.on_ray.replica_book import Ticket
 
 _DEAD = (ActorDiedError, ActorUnavailableError)
 _MOST_LOST = 3  # replicas that a request may take with it; a machine that dies takes several

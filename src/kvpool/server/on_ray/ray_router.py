@@ -6,9 +6,8 @@ from typing import Any
 
 from ray.serve.request_router import RequestRouter
 
-from kvpool.cluster.routing_config import RoutingConfig
-from kvpool.server.on_ray.replica_book import ReplicaBook
-from kvpool.server.on_ray.ticket import Ticket
+from kvpool.cluster.router import RoutingConfig
+from kvpool.server.on_ray.replica_book import ReplicaBook, Ticket
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpool.cluster.index import MAX_NODES
-from kvpool.cluster.routing_config import RoutingConfig
+from kvpool.cluster.router import RoutingConfig
 from kvpool.config.layers import check_int, check_number, show
 from kvpool.errors import ConfigError
 from kvpool.tiers.settings import read_toml

@@ -1,7 +1,7 @@
 // The page's copy of the cache: frames change it, and the last minutes can be shown again.
 //
 // A word of a block is two numbers: `low` says when a cached block was last used, `high` holds 3 bits of state, 5 of holders,
-// 8 of priority and 16 of the tenant's number (kvpool/view/words.py).
+// 8 of priority and 16 of the tenant's number (kvpool/view/sampling.py).
 
 import { unpack } from "/view/stream.js";
 

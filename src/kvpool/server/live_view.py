@@ -13,15 +13,15 @@ from kvpool.config import Tier
 from kvpool.engine.engine import Engine
 from kvpool.errors import KVPoolError
 from kvpool.server.auth import Caller
+from kvpool.server.completions import named_tokens
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.limits import Gate
 from kvpool.server.metrics import Latencies
-from kvpool.server.routes.completing import named_tokens
 from kvpool.server.schema import CacheQuery
 from kvpool.server.served_model import ServedModel, scope_of
+from kvpool.view.http import HEADERS, asset, block_details
 from kvpool.view.hub import Hub, Viewer
-from kvpool.view.pages import HEADERS, asset, block_details
-from kvpool.web.streams import EventStream
+from kvpool.web import EventStream
 
 _MAX_TOLD = 100  # of those who wait
 _ASK_SECONDS = 0.5  # between two questions of who waits, and until a stream notices that the server ends

@@ -12,11 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvpool.engine.generation import Chunk, Generation
+from kvpool.server.answers import as_event
 from kvpool.server.auth import Caller
+from kvpool.server.completions import FILL_CONTEXT, conversation_tokens, offered
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.parameters import sampling_params
-from kvpool.server.routes.completing import FILL_CONTEXT, conversation_tokens, offered
 from kvpool.server.schema import (
     Body,
     Conversation,
@@ -29,7 +30,6 @@ from kvpool.server.schema import (
     Text,
 )
 from kvpool.server.served_model import ServedModel
-from kvpool.server.streaming import as_event
 
 
 class TextFormat(Body):

@@ -15,14 +15,14 @@ from kvpool.engine.generation import Chunk, Generation
 from kvpool.engine.params import MAX_STOPS
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.server.answers import HOLE, EventForm, as_event
 from kvpool.server.auth import Caller
+from kvpool.server.completions import conversation_tokens, offered
 from kvpool.server.errors import Problem
 from kvpool.server.exchange import Exchange, RequestContext
 from kvpool.server.parameters import sampling_params
-from kvpool.server.routes.completing import conversation_tokens, offered
 from kvpool.server.schema import Body, Count, Message, Sampling, Stop
 from kvpool.server.served_model import ServedModel
-from kvpool.server.streaming import HOLE, EventForm, as_event
 
 KEPT_PRIORITY = 90
 _SECONDS = {"5m": 300.0, "1h": 3600.0}

@@ -1,7 +1,8 @@
-"""A client of OpenAI's protocol that costs little: HTTP/1.1 on asyncio's streams, events parsed only where they matter.
+"""A load on an OpenAI endpoint: the requests, a client that sends them, and the figures of what came back.
 
-A library for HTTP spends more on an event than a small server does; hundreds of streams in one process would measure it
-instead of the server.
+The requests come from a trace or a made-up mix with shared beginnings, as texts, since servers differ in their tokens. The
+client is HTTP/1.1 on asyncio's streams and parses events only where they matter: a library for HTTP spends more on an event
+than a small server does, so hundreds of streams in one process would measure the library instead of the server.
 """
 
 from __future__ import annotations
@@ -10,14 +11,85 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from kvpool.clients.mix import LoadRequest
+import numpy as np
+
 from kvpool.errors import InvalidArgumentError
+from kvpool.replay.trace import Trace, TraceRequest
+
+# Short common words: nearly every tokenizer has one token for each of them with its space.
+_WORDS = str.split(
+    "the of and to in is was for on that with as by at from his it an are were which this also be has had or not but "
+    "one first two their its after new who they her she been other when time all no more may some only over such into "
+    "year during between state city used can many known where part about would three between under these made out up"
+)
+
+
+class LoadRequest(NamedTuple):
+    """One request: when it is due (seconds from the start; 0 where a number of clients sets the pace), and what it asks."""
+
+    due: float
+    prompt: str
+    max_tokens: int
+
+
+def synthetic(
+    num_requests: int,
+    *,
+    prompt_tokens: int,
+    shared_tokens: int,
+    num_prefixes: int,
+    max_tokens: int,
+    rate: float | None = None,
+    seed: int = 0,
+) -> list[LoadRequest]:
+    """Prompts that begin with one of `num_prefixes` texts and go on differently; at `rate` a second, as a Poisson process."""
+    if shared_tokens > prompt_tokens:
+        raise InvalidArgumentError(f"{shared_tokens} shared tokens are more than the {prompt_tokens} of a prompt")
+    random = np.random.default_rng(seed)
+    prefixes = [_text(random, shared_tokens) for _ in range(num_prefixes)]
+    gaps = np.zeros(num_requests) if rate is None else random.exponential(1 / rate, num_requests)
+    dues = np.cumsum(gaps) - gaps[:1].sum()
+    chosen = [prefixes[at] for at in random.integers(num_prefixes, size=num_requests).tolist()]
+    prompts = [f"{prefix} {_text(random, prompt_tokens - shared_tokens)}".strip() for prefix in chosen]
+    return [LoadRequest(float(due), prompt, max_tokens) for due, prompt in zip(dues, prompts, strict=True)]
+
+
+def of_trace(
+    trace: Trace, *, speed: float = 1.0, max_tokens: int | None = None, paced: bool = True
+) -> list[LoadRequest]:
+    """The requests of a trace: equal ids become equal words, so that what shares a prefix there shares it here."""
+    if not len(trace):
+        raise InvalidArgumentError(f"{trace.name} has no requests")
+    start = float(trace.timestamps.min())
+    found = []
+    for number, request in enumerate(trace):
+        due = (request.timestamp - start) / 1e3 / speed if paced else 0.0
+        wanted = request.output_length if max_tokens is None else min(max_tokens, request.output_length)
+        found.append(LoadRequest(due, _prompt(request, trace.unit, number), max(1, wanted)))
+    return sorted(found, key=lambda request: request.due)
+
+
+def _prompt(request: TraceRequest, unit: int, number: int) -> str:
+    length = max(1, request.input_length)
+    if not len(request.ids):  # a trace of lengths: nothing is shared
+        return _text(np.random.default_rng([number]), length)
+    words: list[str] = []
+    for block in request.ids.tolist():
+        words.append(_text(np.random.default_rng([block, 1]), min(unit, length - len(words) * unit)))
+        if len(words) * unit >= length:
+            break
+    return " ".join(words)
+
+
+def _text(random: np.random.Generator, num_words: int) -> str:
+    return " ".join(_WORDS[at] for at in random.integers(len(_WORDS), size=num_words).tolist())
 
 
 class Endpoint(NamedTuple):
@@ -197,3 +269,79 @@ def _message(text: str) -> str:
         return str(json.loads(text)["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return text[:200]
+
+
+async def run_load(
+    endpoint: Endpoint,
+    requests: Sequence[LoadRequest],
+    *,
+    num_clients: int | None,
+    timeout: float,
+    on_done: Callable[[Outcome], None] = lambda outcome: None,
+) -> tuple[list[Outcome], float]:
+    """Sends all requests; outcomes in their order, and the seconds it took.
+
+    `num_clients` each send one after the other; None sends each when it is due, whatever became of those before.
+    """
+    outcomes: list[Outcome | None] = [None] * len(requests)
+    numbers = iter(range(len(requests)))
+    start = time.perf_counter()
+
+    async def send(number: int) -> None:
+        outcomes[number] = outcome = await ask(endpoint, requests[number], timeout)
+        on_done(outcome)
+
+    async def client() -> None:
+        for number in numbers:  # shared: each takes the next
+            await send(number)
+
+    async def at_its_time(number: int) -> None:
+        await asyncio.sleep(max(0.0, start + requests[number].due - time.perf_counter()))
+        await send(number)
+
+    if num_clients is None:
+        work = [at_its_time(number) for number in range(len(requests))]
+    else:
+        work = [client() for _ in range(min(num_clients, len(requests)))]
+    await asyncio.gather(*work)
+    return [outcome for outcome in outcomes if outcome is not None], time.perf_counter() - start
+
+
+def figures(
+    outcomes: Sequence[Outcome], seconds: float, *, first_ms: float | None = None, between_ms: float | None = None
+) -> dict[str, Any]:
+    """Percentiles and rates. Goodput counts requests whose first token and mean gap stayed within the given bounds."""
+    done = [outcome for outcome in outcomes if not outcome.error]
+    good = [
+        outcome
+        for outcome in done
+        if (first_ms is None or 1e3 * (outcome.first or 0.0) <= first_ms)
+        and (between_ms is None or not outcome.gaps or 1e3 * float(np.mean(outcome.gaps)) <= between_ms)
+    ]
+    prompts = sum(outcome.prompt_tokens for outcome in done)
+    tokens = sum(outcome.tokens for outcome in done)
+    return {
+        "requests": len(outcomes),
+        "completed": len(done),
+        "errors": dict(Counter(outcome.error for outcome in outcomes if outcome.error).most_common(8)),
+        "seconds": seconds,
+        "requests_per_second": len(done) / seconds,
+        "goodput_per_second": len(good) / seconds,
+        "goodput_share": len(good) / len(outcomes) if outcomes else 0.0,
+        "output_tokens": tokens,
+        "output_tokens_per_second": tokens / seconds,
+        "prompt_tokens": prompts,
+        "cached_prompt_share": sum(outcome.cached_tokens for outcome in done) / prompts if prompts else None,
+        "first_token_ms": percentiles([outcome.first or 0.0 for outcome in done]),
+        "between_tokens_ms": percentiles([gap for outcome in done for gap in outcome.gaps]),
+        "request_ms": percentiles([outcome.total for outcome in done]),
+    }
+
+
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    """Milliseconds that half, 90 and 99 of 100 stay within; nothing for nothing.
+
+    >>> percentiles([0.001, 0.003])["p50"]
+    2.0
+    """
+    return {f"p{p}": float(1e3 * np.percentile(np.array(seconds), p)) for p in (50, 90, 99)} if seconds else {}

@@ -1,1 +1,0 @@
-"""One module per form of the API: completions and chats, messages, responses, the cache."""
