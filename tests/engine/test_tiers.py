@@ -456,7 +456,11 @@ def test_given_a_store_that_hangs_then_closing_the_engine_waits_for_so_long_at_m
     assert time.monotonic() - began < SECONDS
 
 
-def test_given_no_room_for_a_prefix_when_it_arrives_then_it_is_computed_later() -> None:
+@pytest.mark.parametrize("chunk", [64, 4], ids=["at once", "in parts"])
+def test_given_no_room_for_a_prefix_when_it_arrives_then_it_is_computed_later(
+    chunk: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.tiers.transport.importing.CHUNK_BLOCKS", chunk)
     gate = Gate()
     with make_engine(Wrapped(filled(PROMPT), load=gate), kv_blocks=20) as engine:
         waiting = engine.submit(PROMPT, params())
@@ -467,6 +471,7 @@ def test_given_no_room_for_a_prefix_when_it_arrives_then_it_is_computed_later() 
         assert [waiting.result(SECONDS).token_ids] == computed(PROMPT)
         assert engine.stats().tiers.imports_without_room == 1  # type: ignore[union-attr]
         assert_at_rest(engine)
+    assert caplog.text == ""  # a lack of room is nothing that somebody has to mend
 
 
 # --- settings ----------------------------------------------------------------------------------------------------------

@@ -89,10 +89,13 @@ class Importer:
         waits: list[Callable[[], None]] = []
         handle: KVCacheHandle | None = None
         try:
-            handle = self._take_blocks(request, fetch)
-            if handle is not None:
-                self._write(handle, fetch, waits)
-                self._manager.commit(handle)
+            handle = self._lease(request, fetch)
+            if handle.num_cached_blocks < fetch.first:
+                self._give_up(handle)
+                return None, waits
+            self._take_blocks(handle, request, fetch)
+            self._write(handle, fetch, waits)
+            self._manager.commit(handle)
         except KVPoolError as error:
             if not isinstance(error, OutOfBlocksError):
                 self._quiet.warning("a prefix from a tier could not be used and is computed: %s", error)
@@ -100,32 +103,28 @@ class Importer:
             handle = None
         return handle, waits
 
-    def _take_blocks(self, request: Request, fetch: Fetch) -> KVCacheHandle | None:
-        manager, size = self._manager, self._size
-        end = fetch.num_blocks * size
-        position = next_query(fetch.num_blocks, len(request.prompt), size)
-        handle = manager.allocate(
+    def _lease(self, request: Request, fetch: Fetch) -> KVCacheHandle:
+        """Holds what is cached of the prefix, and the first of the blocks behind it."""
+        end = fetch.num_blocks * self._size
+        return self._manager.allocate(
             ("lease", request.id, fetch.first),
             request.prompt[:end],
             scope=request.scope,
-            reserve=min(end, (fetch.first + CHUNK_BLOCKS) * size),
+            reserve=min(end, (fetch.first + CHUNK_BLOCKS) * self._size),
             ttl=request.ttl,
             session=request.session,
             lease=True,
             multimodal=[item for item in request.multimodal if item.position < end] or None,
         )
-        try:
-            if handle.num_cached_blocks < fetch.first:
-                self._give_up(handle)
-                return None
-            while handle.num_reserved < end:
-                manager.narrow(handle, position)
-                manager.extend(handle, min(CHUNK_BLOCKS * size, end - handle.num_reserved))
-            manager.narrow(handle, min(position, end))
-        except KVPoolError:
-            self._give_up(handle)
-            raise
-        return handle
+
+    def _take_blocks(self, handle: KVCacheHandle, request: Request, fetch: Fetch) -> None:
+        """Takes the other blocks, part by part, and gives back those that no later query reads."""
+        end = fetch.num_blocks * self._size
+        position = next_query(fetch.num_blocks, len(request.prompt), self._size)
+        while handle.num_reserved < end:
+            self._manager.narrow(handle, position)
+            self._manager.extend(handle, min(CHUNK_BLOCKS * self._size, end - handle.num_reserved))
+        self._manager.narrow(handle, min(position, end))
 
     def _write(self, handle: KVCacheHandle, fetch: Fetch, waits: list[Callable[[], None]]) -> None:
         """Writes the blocks that the cache did not have: exactly those that the lease holds there, or none."""
