@@ -151,3 +151,12 @@ def test_given_cached_runs_then_each_is_shown_with_its_place_owner_and_state() -
     assert [ids.tolist() for ids in (*pinned.block_ids, *rest.block_ids)] == [blocks[:1], blocks[1:]]
     assert (pinned.is_pinned, rest.is_pinned, pinned.is_read, rest.start) == (True, False, False, 1)
     assert (pinned.published_by, pinned.tier, pinned.idle_seconds) == (old.serial, Tier.GPU, 0.0)
+
+
+def test_given_an_invalidated_run_that_is_still_read_then_it_is_not_among_the_cached_ones() -> None:
+    manager = make_manager()
+    reader = manager.allocate("reader", [1, 2, 3, 4, 5, 6, 7, 8])
+    manager.commit(reader)
+    assert len(manager.cached_runs()) == manager.stats().num_cached_runs == 1
+    manager.invalidate([1, 2, 3, 4])
+    assert len(manager.cached_runs()) == manager.stats().num_cached_runs == 0

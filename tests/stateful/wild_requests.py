@@ -12,9 +12,10 @@ from wild_machine import MAX_LIVE, WildMachine
 from wild_steps import advance
 
 from kvpool import AllocStatus, Retention, ReuseHint, ReuseScope, TokenRange
-from kvpool.errors import InvalidArgumentError, OutOfBlocksError, SequenceStateError
+from kvpool.errors import InvalidArgumentError, KVPoolError, OutOfBlocksError, SequenceStateError
 
 SESSIONS = (None, None, "s", "t", "")
+DURATIONS = (None, None, 0.5, 1.5, 10.0)
 TTLS = (None, None, None, None, 0.5, 2.0, 5.0, 20.0)
 HINTS = (None, None, None, ReuseHint("stop"), ReuseHint("tool_calls", 3.0), ReuseHint(expected_seconds=30.0))
 
@@ -47,12 +48,12 @@ def draw_codes(m: WildMachine, rng: Random) -> tuple[list[int], ReuseScope]:
 def draw_retention(rng: Random, num_tokens: int) -> Retention | None:
     if rng.random() < 0.7:
         return None
-    cut = rng.randrange(1, num_tokens + 1)
-    duration = rng.choice((None, 1.5, 10.0))
-    ranges = [TokenRange(0, cut, priority=rng.randrange(101), duration=duration)]
+    first, cut = sorted(rng.sample(range(2 * num_tokens + 1), 2))  # some of it behind the prompt
+    ranges = [TokenRange(first, cut, priority=rng.randrange(101), duration=rng.choice(DURATIONS))]
     if rng.random() < 0.5:
-        ranges.append(TokenRange(cut, None, priority=rng.randrange(101)))
-    return Retention(ranges, decode_priority=rng.choice((None, 10, 80)))
+        ranges.append(TokenRange(cut, None, priority=rng.randrange(101), duration=rng.choice(DURATIONS)))
+    decode_priority = rng.choice((None, 10, 80))
+    return Retention(ranges, decode_priority, None if decode_priority is None else rng.choice(DURATIONS))
 
 
 def draw_admission(m: WildMachine, rng: Random) -> tuple[list[int], bool, dict[str, Any]]:
@@ -70,25 +71,63 @@ def draw_admission(m: WildMachine, rng: Random) -> tuple[list[int], bool, dict[s
     return tokens, known, options if known else options | {"num_tokens": len(tokens)}
 
 
-def allocate(m: WildMachine, rng: Random) -> None:
-    if len(m.live) >= MAX_LIVE:
-        return
-    tokens, known, options = draw_admission(m, rng)
-    keeping = {
+def draw_keeping(rng: Random, num_tokens: int) -> dict[str, Any]:
+    """How long what a request computes should be kept, and whose it is."""
+    return {
         "session": rng.choice(SESSIONS),
         "ttl": rng.choice(TTLS),
-        "retention": draw_retention(rng, len(tokens)),
+        "retention": draw_retention(rng, num_tokens),
         "hint": rng.choice(HINTS),
         "lease": rng.random() < 0.1,
     }
-    name, limit = f"r{next(m.names)}", m.config.max_seq_len
-    longest = max(len(tokens) if known else 0, options.get("reserve", len(tokens)) + options["lookahead"])
+
+
+def as_asked(
+    m: WildMachine, tokens: list[int], known: bool, options: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments that name a prompt, and all of them."""
     scope, cross_tokens = options["scope"], options.get("cross_tokens", 0)
     named = (
         m.naming(tokens, scope, cross_tokens=cross_tokens) if known else {"scope": scope, "cross_tokens": cross_tokens}
     )
-    asked = {key: value for key, value in options.items() if key not in ("scope", "cross_tokens")} | named
-    if limit is not None and longest > limit:
+    rest = {key: value for key, value in options.items() if key not in ("scope", "cross_tokens")}
+    return named, rest | named
+
+
+def is_too_long(m: WildMachine, tokens: list[int], known: bool, options: dict[str, Any]) -> bool:
+    longest = max(len(tokens) if known else 0, options.get("reserve", len(tokens)) + options["lookahead"])
+    return m.config.max_seq_len is not None and longest > m.config.max_seq_len
+
+
+def allocate_batch(m: WildMachine, rng: Random) -> None:
+    """Several requests in one call: whoever does not fit is refused, and the others come in."""
+    drawn = [draw_admission(m, rng) for _ in range(rng.randrange(1, 4))]
+    if len(m.live) + len(drawn) > MAX_LIVE:
+        return
+    asked = [
+        {"request_id": f"b{next(m.names)}"} | as_asked(m, *admission)[1] | draw_keeping(rng, len(admission[0]))
+        for admission in drawn
+    ]
+    admitted = []
+    for admission, result in zip(drawn, m.manager.allocate_batch(asked), strict=True):
+        if is_too_long(m, *admission):
+            assert isinstance(result, InvalidArgumentError)
+        elif not isinstance(result, OutOfBlocksError):
+            assert not isinstance(result, KVPoolError), result
+            admitted.append(note_admission(m, result, *admission))
+    for request in admitted:
+        write_encoder_tokens(m, request)
+
+
+def allocate(m: WildMachine, rng: Random) -> None:
+    if len(m.live) >= MAX_LIVE:
+        return
+    tokens, known, options = draw_admission(m, rng)
+    keeping = draw_keeping(rng, len(tokens))
+    name = f"r{next(m.names)}"
+    scope, cross_tokens = options["scope"], options.get("cross_tokens", 0)
+    named, asked = as_asked(m, tokens, known, options)
+    if is_too_long(m, tokens, known, options):
         m.refused(InvalidArgumentError, lambda: m.manager.allocate(name, **asked, **keeping))
         return
     cached, takeable = cached_blocks(m.manager), takeable_blocks(m.manager)
@@ -271,4 +310,14 @@ def swap_in(m: WildMachine, rng: Random) -> None:
         request.swapped = False
 
 
-OPERATIONS = {allocate: 12, come_and_go: 8, fork: 3, free: 6, store_last_logits: 2, hint: 1, swap_out: 4, swap_in: 5}
+OPERATIONS = {
+    allocate: 12,
+    allocate_batch: 2,
+    come_and_go: 8,
+    fork: 3,
+    free: 6,
+    store_last_logits: 2,
+    hint: 1,
+    swap_out: 4,
+    swap_in: 5,
+}

@@ -14,6 +14,7 @@ from kvpool import Tier
 from kvpool.errors import InvalidArgumentError, OutOfBlocksError, PinBudgetError, SequenceStateError
 
 MAX_BLOCKS = 30
+MOMENT = 0.0625  # seconds; exact, as all times here are
 
 
 def draw_pool(m: WildMachine, rng: Random) -> tuple[int, Tier]:
@@ -59,6 +60,45 @@ def wait(m: WildMachine, rng: Random) -> None:
     if rng.random() < 0.5:
         m.manager.gc()
         assert all(pin.expires_at > m.now for pin in m.manager._pins.active.values())
+
+
+def wait_for_a_deadline(m: WildMachine, rng: Random) -> None:
+    """Nothing runs out before the next deadline."""
+    seconds = m.ask(m.manager.next_deadline)
+    if seconds is None:
+        return
+    before = m.books()
+    if seconds > MOMENT:
+        m.now += seconds - MOMENT
+        m.changed()
+        assert m.books() == before, f"something ran out before its time, which comes {MOMENT} s later"
+        m.now += MOMENT
+    else:
+        m.now += seconds
+    m.manager.gc()
+    m.changed()
+    seconds = m.ask(m.manager.next_deadline)
+    assert seconds is None or seconds > 0
+
+
+def look(m: WildMachine, rng: Random) -> None:
+    """Those who look at everything see the same, and change nothing."""
+    stats, runs = m.ask(m.manager.stats), m.ask(m.manager.cached_runs)
+    drawn = m.ask(m.manager.runs_picture)
+    columns = (drawn.number, drawn.start, drawn.num_blocks, drawn.tier, drawn.priority, drawn.is_pinned, drawn.is_read)
+    seen = sorted(zip(*(column.tolist() for column in columns), strict=True))
+    assert seen == sorted((r.number, r.start, r.num_blocks, r.tier, r.priority, r.is_pinned, r.is_read) for r in runs)
+    for start, parent in zip(drawn.start.tolist(), drawn.parent.tolist(), strict=True):
+        assert start == (drawn.start[parent] + drawn.num_blocks[parent] if parent >= 0 else 0)
+    picture = m.ask(m.manager.picture)
+    for pool in picture.pools:
+        counted = stats.pool(pool.pool, pool.tier)
+        seen = int(pool.is_free.sum()), pool.num_cached, pool.num_referenced, pool.num_pinned
+        assert seen == (counted.free, counted.cached, counted.referenced, counted.pinned)
+        if pool.num_blocks:
+            block_id = rng.randrange(pool.num_blocks)
+            block = m.ask(lambda pool=pool, at=block_id: m.manager.block(at, pool=pool.pool, tier=pool.tier))
+            assert len(block.request_ids) == pool.num_holders[block_id]
 
 
 # --- tiers and shape --------------------------------------------------------------------------------------------------
@@ -175,6 +215,8 @@ OPERATIONS = {
     set_quota: 1,
     clear_quotas: 1,
     wait: 2,
+    wait_for_a_deadline: 1,
+    look: 1,
     evict: 3,
     offload: 5,
     onboard: 3,

@@ -102,9 +102,11 @@ class Inspector:
         )
 
     def runs(self) -> list[CachedRun]:
-        """Every cached run, parents before children."""
+        """Every run that can be found, parents before children."""
         found = []
         for node in self.tree.nodes():
+            if node.detached:
+                continue
             self.context.sync(node)
             ids = tuple(part.copy() for part in node.ids)
             found.append(

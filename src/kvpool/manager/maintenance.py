@@ -339,7 +339,7 @@ class Maintenance(Facade):
         return self._state.cache.orders.policies[Tier.GPU].name
 
     def cached_runs(self) -> list[CachedRun]:
-        """Every run of cached blocks, with its place and age. Looks at everything: for people and tests."""
+        """Every run of blocks that can be found, with its place and age. Looks at everything: for people and tests."""
         with self._guard.query:
             return Inspector(self._state).runs()
 
