@@ -28,7 +28,8 @@ httpx = pytest.importorskip("httpx")
 sys.path[:0] = [str(Path(__file__).parents[1] / room) for room in ("cluster", "engine", "server", "tiers")]
 from servers import RedisCluster, server_program  # noqa: E402
 
-from traffic import PATIENCE, Traffic, closed_on_error, free_ports, post, until  # noqa: E402
+from ports import free_ports  # noqa: E402
+from traffic import PATIENCE, Traffic, closed_on_error, post, until  # noqa: E402
 
 HEAD, OTHER = 1, 2  # replicas on each machine
 TELLS = {  # how soon Ray notices that a machine is gone

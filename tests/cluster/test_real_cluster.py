@@ -23,7 +23,8 @@ pytestmark = [
 ]
 httpx = pytest.importorskip("httpx")
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
-from traffic import PATIENCE, Traffic, answers, closed_on_error, free_ports, post, until  # noqa: E402
+from ports import free_ports  # noqa: E402
+from traffic import PATIENCE, Traffic, answers, closed_on_error, post, until  # noqa: E402
 
 SERVERS = 3
 

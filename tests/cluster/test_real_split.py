@@ -49,8 +49,9 @@ class RealSplit:
         from live import word_tokenizer
         from models import tiny_model
         from servers import RedisServer
-        from test_real_cluster import RealCluster, answers, free_ports
+        from test_real_cluster import RealCluster, answers
 
+        from ports import free_ports
         from traffic import closed_on_error
 
         tiny_model("llama", max_position_embeddings=4096).save_pretrained(folder / "model")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,17 +29,6 @@ def closed_on_error(made: Closable) -> Iterator[None]:
     except BaseException:
         made.close()
         raise
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that are free now; neighbours of each are, too, most likely."""
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def until(is_so: Callable[[], bool], what: str) -> None:

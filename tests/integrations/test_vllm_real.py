@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -20,6 +19,8 @@ from typing import Any
 
 import pytest
 from test_vllm_lives import environment
+
+from ports import free_ports
 
 PATIENCE = 600.0
 WORDS = ["river", "stone", "lamp", "green", "seven", "quiet", "forest", "paper", "cloud", "winter", "engine", "coffee"]
@@ -54,9 +55,7 @@ class Server:
     """vLLM's OpenAI server with the connector."""
 
     def __init__(self, model: str, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_ports(1)[0]
         transfer = {
             "kv_connector": "KVPoolConnector",
             "kv_connector_module_path": "kvpool.integrations.vllm",

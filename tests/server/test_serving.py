@@ -158,14 +158,14 @@ def test_given_a_large_body_then_it_is_refused(serve: Callable[..., Live], annou
     live = serve(limits=Limits(body_bytes=1000))
     connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=30)
     body = json.dumps({"prompt": "w5 " * 1000}).encode()
-    if announce:
-        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-    else:
-        parts = (body[at : at + 300] for at in range(0, len(body), 300))
-        headers = {"content-type": "application/json"}
-        with contextlib.suppress(
-            BrokenPipeError, ConnectionResetError
-        ):  # the server may close while the client still sends
+    headers = {"content-type": "application/json"}
+    with contextlib.suppress(
+        BrokenPipeError, ConnectionResetError
+    ):  # the server may close while the client still sends
+        if announce:
+            connection.request("POST", "/v1/completions", body, headers)
+        else:
+            parts = (body[at : at + 300] for at in range(0, len(body), 300))
             connection.request("POST", "/v1/completions", parts, headers, encode_chunked=True)
     answer = connection.getresponse()
     assert answer.status == 413

@@ -17,15 +17,10 @@ from typing import Any
 
 import pytest
 
+from ports import free_ports
+
 PATIENCE = 30.0  # seconds in which a server must be up, on a machine that has other things to do
 HASH_SLOTS = 16384
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:
@@ -50,7 +45,7 @@ class Server:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.port = free_port()
+        self.port = free_ports(1)[0]
         self._process: subprocess.Popen[bytes] | None = None
 
     def command(self) -> list[str]:
@@ -153,7 +148,7 @@ class RedisCluster:
             "--cluster-require-full-coverage",
             "no",
         ]
-        bus = ["--cluster-port", str(free_port())]
+        bus = ["--cluster-port", str(free_ports(1)[0])]
         self.nodes.append(RedisServer(self._folder / f"node-{len(self.nodes)}", *options, *bus))
         return self.nodes[-1]
 
@@ -263,7 +258,7 @@ class MooncakeMaster(Server):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        self._metrics_port = free_port()
+        self._metrics_port = free_ports(1)[0]
 
     def command(self) -> list[str]:
         import mooncake
