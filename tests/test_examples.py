@@ -130,7 +130,13 @@ def test_given_the_readme_then_its_quick_start_is_the_tested_example() -> None:
     assert README_BLOCKS[0] == example.partition("\n\n")[2]
 
 
-@pytest.mark.parametrize("name", ["guide.md", "blocks.md", "threads.md"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("guide.md", "blocks.md", "threads.md"),
+        *("compat.md", "compat-pyagent.md", "compat-vllm-v0.md", "compat-ferrum.md"),
+    ],
+)
 def test_given_a_page_when_its_python_runs_from_top_to_bottom_then_it_works(name: str) -> None:
     page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     recipes = "\n".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))
