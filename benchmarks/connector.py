@@ -17,9 +17,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from harness import Case, Runner, argument_parser, cpu_ms, freeze_heap, main, random_tokens
+from kvpool.integrations.connector.orders import Introduction, Orders, Progress, Report
 from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.settings import ConnectorSettings
-from kvpool.integrations.connector.step_orders import Introduction, Orders, Progress, Report
 from kvpool.tiers import Fingerprint, Shard
 
 REQUESTS = 64

@@ -32,9 +32,9 @@ from kvpool.engine import Engine, SamplingParams
 from kvpool.engine.generation import Generation
 from kvpool.terminal import progress_bar
 from kvpool.tiers import DiskTier, KeyedTier, open_tier
-from kvpool.tiers.transport.forgetting import MAX_KNOWN
+from kvpool.tiers.transport.block_keys import MAX_KNOWN
+from kvpool.tiers.transport.chain import KNOWN_KEYS
 from kvpool.tiers.transport.movers import Movers
-from kvpool.tiers.transport.watching import KNOWN_KEYS
 
 BLOCK_SIZE = 8
 REQUESTS_AN_HOUR = 3600

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from kvpool.errors import ConfigError, InvalidArgumentError, TraceError
-from kvpool.integrations.llama.state_blob import SIGNPOST_BYTES, Signpost, StateBlob
+from kvpool.integrations.llama_states import SIGNPOST_BYTES, Signpost, StateBlob
 from kvpool.recording import operations
 from kvpool.replay import read_trace, replay_recording
 from kvpool.scheduling import measured_costs

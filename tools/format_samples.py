@@ -31,7 +31,7 @@ from kvpool.cluster.wire_events import (
     decode_batch,
     encode_batch,
 )
-from kvpool.integrations.llama.state_blob import StateBlob
+from kvpool.integrations.llama_states import StateBlob
 from kvpool.recording import TraceRecorder
 from kvpool.scheduling.cost_model import LinearCostModel
 from kvpool.scheduling.measured_costs import Measurement

@@ -9,9 +9,8 @@ import numpy as np
 
 from harness import Case, PeerAbsentError, Runner
 from kvpool.tiers import MemoryTier
-from kvpool.tiers.codecs import Codec
+from kvpool.tiers.codecs import Codec, as_floats, round_to_bfloat16
 from kvpool.tiers.compressed_tier import make_codec
-from kvpool.tiers.fp8 import as_floats, round_to_bfloat16
 
 TEXT = (
     "The cache of a language model holds keys and values of every token that it has read. They are computed once and read "

@@ -18,8 +18,7 @@ from kvpool.errors import TransferError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 from kvpool.scheduling.arrivals import Arrivals  # noqa: E402
 from kvpool.storage.moving import move  # noqa: E402
-from kvpool.storage.transfer_steps import TransferStep  # noqa: E402
-from kvpool.storage.under_way import UnderWay  # noqa: E402
+from kvpool.storage.transfer_steps import TransferStep, UnderWay  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
 

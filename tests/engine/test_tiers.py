@@ -460,7 +460,7 @@ def test_given_a_store_that_hangs_then_closing_the_engine_waits_for_so_long_at_m
 def test_given_no_room_for_a_prefix_when_it_arrives_then_it_is_computed_later(
     chunk: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.tiers.transport.importing.CHUNK_BLOCKS", chunk)
+    monkeypatch.setattr("kvpool.tiers.transport.cache_blocks.CHUNK_BLOCKS", chunk)
     gate = Gate()
     with make_engine(Wrapped(filled(PROMPT), load=gate), kv_blocks=20) as engine:
         waiting = engine.submit(PROMPT, params())

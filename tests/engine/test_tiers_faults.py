@@ -28,7 +28,7 @@ from tier_faults import (  # noqa: E402
 )
 
 from kvpool.tiers import DiskTier  # noqa: E402
-from kvpool.tiers.transport.watching import GRACE_SECONDS  # noqa: E402
+from kvpool.tiers.transport.chain import GRACE_SECONDS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
 

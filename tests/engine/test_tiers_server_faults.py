@@ -38,7 +38,7 @@ from tier_faults import (  # noqa: E402
 from kvpool.engine import Engine  # noqa: E402
 from kvpool.testing import key  # noqa: E402
 from kvpool.tiers import TierStats, open_tier  # noqa: E402
-from kvpool.tiers.transport.watching import GRACE_SECONDS  # noqa: E402
+from kvpool.tiers.transport.chain import GRACE_SECONDS  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
 

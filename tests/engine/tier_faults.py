@@ -76,8 +76,8 @@ class Clock:
 
 
 MODULES_WITH_TIME = (
-    *("kvpool.engine.tiering.link", "kvpool.tiers.transport.movers"),
-    *("kvpool.tiers.transport.chain", "kvpool.tiers.transport.fetching", "kvpool.tiers.transport.watching"),
+    *("kvpool.engine.tier_link", "kvpool.tiers.transport.movers"),
+    *("kvpool.tiers.transport.chain", "kvpool.tiers.transport.fetching", "kvpool.tiers.transport.chain"),
 )
 
 

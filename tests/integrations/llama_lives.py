@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 from llama_cpp import Llama
 
-from kvpool.integrations.llama.state_blob import StateBlob
-from kvpool.integrations.llama.state_store import StateStore
 from kvpool.integrations.llama_cpp import KVPoolCache
-from kvpool.tiers.transport.watching import WatchedTier
+from kvpool.integrations.llama_states import StateBlob, StateStore
+from kvpool.tiers.transport.chain import WatchedTier
 
 MAX_TOKENS = 24
 NUM_LAYERS, KEY_BYTES, HALF = (

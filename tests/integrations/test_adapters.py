@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.integrations.connector.adapters import Adapters
+from kvpool.integrations.connector.requests import Adapters
 
 
 def adapter(path: Path | str, number: int = 1, **more: Any) -> Any:

@@ -15,7 +15,7 @@ pytest.importorskip("xxhash")
 
 from toy import BLOCK, PROMPT, ToyEngine, ToyRequest, lora
 
-from kvpool.integrations.connector.block_events import HOST, STORAGE, BlocksRemoved, BlocksStored
+from kvpool.integrations.connector.reports import HOST, STORAGE, BlocksRemoved, BlocksStored
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_given_events_that_nobody_took_for_long_then_what_is_there_is_told_anew(
 def test_given_names_of_blocks_that_never_come_then_the_oldest_are_forgotten(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.integrations.connector.block_events._MAX_NAMED", 6)
+    monkeypatch.setattr("kvpool.integrations.connector.reports._MAX_NAMED", 6)
     toy = engine()
     events = toy.scheduler._events
     for number in range(5):

@@ -16,8 +16,7 @@ pytest.importorskip("xxhash")
 from toy import BLOCK, PROMPT, ToyEngine, ToyRequest, give_way, image, lora
 
 from kvpool.errors import TransferError
-from kvpool.integrations.connector.engine_pages import EnginePages, HostRows, Move
-from kvpool.integrations.connector.linked_pages import LinkedPages
+from kvpool.integrations.connector.pages import EnginePages, HostRows, LinkedPages, Move
 from kvpool.tiers import Outcome
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("xxhash")
 
 from toy import PROMPT, ToyEngine, ToyRequest, give_way
 
-from kvpool.integrations.connector.block_events import BlocksStored
+from kvpool.integrations.connector.reports import BlocksStored
 from kvpool.tiers import Outcome
 
 PAGES = [0, 1, 2, 3, 4]

@@ -15,8 +15,7 @@ pytest.importorskip("xxhash")
 
 from toy import BLOCK, PROMPT, ToyEngine, ToyRequest
 
-from kvpool.integrations.connector.counts import COUNTS, Increments
-from kvpool.integrations.connector.unfound_prefixes import REPEATS, SHORT_PROMPTS
+from kvpool.integrations.connector.reports import COUNTS, REPEATS, SHORT_PROMPTS, Increments
 from kvpool.tiers import MemoryTier, opening
 
 

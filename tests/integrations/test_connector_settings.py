@@ -85,7 +85,7 @@ def test_given_a_disk_in_the_home_directory_then_it_is_not_a_folder_with_a_stran
 
 def test_given_more_of_the_host_than_there_is_then_one_line_says_how_much_would_fit() -> None:
     pytest.importorskip("torch")
-    from kvpool.integrations.connector.engine_pages import HostRows
+    from kvpool.integrations.connector.pages import HostRows
 
     with pytest.raises(ConfigError, match=r"host_bytes: .* about [\d,]+ bytes are free; lower host_bytes") as caught:
         HostRows(10**9, 10**6)

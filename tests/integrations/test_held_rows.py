@@ -11,7 +11,7 @@ pytest.importorskip("xxhash")
 
 from toy import BLOCK, PROMPT, ToyEngine, ToyRequest, image
 
-from kvpool.integrations.connector.step_orders import NO_PAGE
+from kvpool.integrations.connector.orders import NO_PAGE
 
 
 class Running:

@@ -245,7 +245,7 @@ def given(monkeypatch: pytest.MonkeyPatch, *tiers: KeyedTier) -> None:
     """These tiers, which stay open when a life ends."""
     for tier in tiers:
         monkeypatch.setattr(tier, "close", lambda: None)
-    monkeypatch.setattr("kvpool.integrations.llama.state_store.open_tiers", lambda *args: list(tiers))
+    monkeypatch.setattr("kvpool.integrations.llama_states.open_tiers", lambda *args: list(tiers))
 
 
 # --- whose it is ---------------------------------------------------------------------------------------------------------
@@ -499,7 +499,7 @@ def test_given_something_that_fails_for_every_prompt_then_one_line_a_minute_tell
     def fail(*args: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(f"kvpool.integrations.llama.state_store.StateStore.{what}", fail)
+    monkeypatch.setattr(f"kvpool.integrations.llama_states.StateStore.{what}", fail)
     life = live()
     for prompt in (PROMPT, OTHER, PROMPT):
         assert life.answer(prompt)[0]
@@ -687,7 +687,7 @@ def test_given_something_that_is_no_llama_then_one_line_says_so(
 def test_given_any_parameter_of_a_context_when_it_changes_then_the_fingerprint_does_or_it_is_in_the_short_list(
     load_module: Callable[..., Any], model: str, name: str
 ) -> None:
-    from kvpool.integrations.llama.llama_identity import IRRELEVANT, fingerprint_of
+    from kvpool.integrations.llama_identity import IRRELEVANT, fingerprint_of
 
     api = load_module().llama_cpp
     one, other = (fingerprint_of(api, fake_llama.Llama(model, **{name: value}), None).digest for value in (5, 6))

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from kvpool.integrations.connector.engine_pages import EnginePages
+from kvpool.integrations.connector.orders import Introduction, Report
+from kvpool.integrations.connector.pages import EnginePages
 from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.settings import ConnectorSettings
-from kvpool.integrations.connector.step_orders import Introduction, Report
 from kvpool.integrations.connector.worker_side import WorkerSide
 from kvpool.tiers import Fingerprint, Shard
 

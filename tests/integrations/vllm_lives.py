@@ -548,7 +548,7 @@ def refused(folder: Path) -> Any:
     import torch
     from vllm.v1 import kv_cache_interface as kinds
 
-    from kvpool.integrations.vllm_versions.served_layers import checked_block_size
+    from kvpool.integrations.vllm_versions.vllm_identity import checked_block_size
 
     shape: dict[str, Any] = dict(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
     full, window = kinds.FullAttentionSpec(**shape), kinds.SlidingWindowSpec(**shape, sliding_window=64)
@@ -593,7 +593,7 @@ def ranks(folder: Path) -> Any:
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-    from kvpool.integrations.connector.step_orders import Progress, Report
+    from kvpool.integrations.connector.orders import Progress, Report
     from kvpool.integrations.vllm_versions.connector import WorkerMetadata
 
     def said(jobs: dict[int, int], **more: Any) -> ModelRunnerOutput:

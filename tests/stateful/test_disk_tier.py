@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvpool.testing import Kept, key, value
 from kvpool.tiers import DiskTier, Outcome
-from kvpool.tiers.disk import records as rows
+from kvpool.tiers.disk import slab as rows
 from kvpool.tiers.transport.staging import page_aligned
 
 NUMBERS = st.lists(st.integers(0, 60), min_size=1, max_size=12)

@@ -13,7 +13,7 @@ from kvpool import CopyKind, CopyOp, DType, LayerSpec, StatePart, StateSpec, Tie
 from kvpool.config import KVCacheConfig, PoolSpec  # noqa: E402
 from kvpool.errors import ChecksumError, InvalidArgumentError  # noqa: E402
 from kvpool.storage import BlockStore, DiskStore, GroupLayout, StateLayout, StateSlots, TransferEngine  # noqa: E402
-from kvpool.storage.whole_blocks import read_out, write_in  # noqa: E402
+from kvpool.storage.moving import read_out, write_in  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GPU, HOST, DISK = Tier.GPU, Tier.HOST, Tier.DISK

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from kvpool import CopyKind, CopyOp, KVCacheConfig, LayerSpec, Tier  # noqa: E402
 from kvpool.errors import ChecksumError, InvalidArgumentError, TransferError  # noqa: E402
 from kvpool.storage import BlockStore, DiskStore, GroupLayout, TransferEngine  # noqa: E402
-from kvpool.storage.checksums import block_checksums  # noqa: E402
+from kvpool.storage.transfer import block_checksums  # noqa: E402
 from kvpool.storage.transfer_steps import plan_steps  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

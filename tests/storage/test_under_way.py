@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from kvpool import CopyKind, CopyOp, KVCacheConfig, LayerSpec, Tier
 from kvpool.storage import BlockStore, GroupLayout
-from kvpool.storage.transfer_steps import Stores, TransferStep, plan_steps
-from kvpool.storage.under_way import StepsUnderWay, UnderWay
+from kvpool.storage.transfer_steps import StepsUnderWay, Stores, TransferStep, UnderWay, plan_steps
 
 NUM_BLOCKS = 12
 CONFIG = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=4)], 4, gpu_blocks=NUM_BLOCKS, host_blocks=NUM_BLOCKS)

@@ -10,8 +10,7 @@ import pytest
 
 from kvpool.testing import key
 from kvpool.tiers.disk.catalog import Catalog
-from kvpool.tiers.disk.records import made_record
-from kvpool.tiers.disk.slab import Slab
+from kvpool.tiers.disk.slab import Slab, made_record
 
 SMALL, LARGE = 8192, 16384
 MakeCatalog = Callable[[Sequence[tuple[int, Sequence[int]]]], Catalog]

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool.testing import key, value
 from kvpool.tiers import MemoryTier, Outcome
-from kvpool.tiers.transport import watching
+from kvpool.tiers.transport import chain as watching
 from kvpool.tiers.transport.chain import SHORTEST_CALL, TierChain, seconds_left
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.prefix_options import NOWHERE

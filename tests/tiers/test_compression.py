@@ -12,8 +12,17 @@ from hypothesis import strategies as st
 from kvpool.errors import ConfigError
 from kvpool.testing import TierContract, key, value
 from kvpool.tiers import CompressedTier, DiskTier, KeyedTier, MemoryTier, Outcome, open_tier
-from kvpool.tiers.codecs import GROUP, Fp8, Planes, UnreadableValueError
-from kvpool.tiers.fp8 import LOWEST_EXPONENT, NUM_EXPONENTS, as_floats, nearest_codes, round_to_bfloat16
+from kvpool.tiers.codecs import (
+    GROUP,
+    LOWEST_EXPONENT,
+    NUM_EXPONENTS,
+    Fp8,
+    Planes,
+    UnreadableValueError,
+    as_floats,
+    nearest_codes,
+    round_to_bfloat16,
+)
 
 CODECS = ["zstd", "lz4", "fp8"]
 

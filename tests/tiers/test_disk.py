@@ -16,7 +16,7 @@ from kvpool import KVCacheConfig, LayerSpec
 from kvpool.errors import ConfigError
 from kvpool.testing import Kept, TierContract, key, load, store, value
 from kvpool.tiers import DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome
-from kvpool.tiers.disk import growth
+from kvpool.tiers.disk import storing as growth
 from kvpool.tiers.disk.directory import Directory
 from kvpool.tiers.disk.upkeep import Upkeep
 from kvpool.tiers.transport.staging import page_aligned

@@ -9,10 +9,10 @@ import numpy as np
 from kvpool import KVCacheConfig, LayerSpec
 from kvpool.testing import key, value
 from kvpool.tiers import MemoryTier
+from kvpool.tiers.transport.block_keys import PromptKeys, cached_groups
 from kvpool.tiers.transport.chain import TierChain
 from kvpool.tiers.transport.deciding import Decider
 from kvpool.tiers.transport.fetching import Fetch, Fetcher
-from kvpool.tiers.transport.prefix_options import PromptKeys, cached_groups
 from kvpool.tiers.transport.staging import StagingMemory
 from kvpool.tiers.transport.storing import Storer
 

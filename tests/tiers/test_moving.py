@@ -17,13 +17,13 @@ from kvpool.testing import key, value
 from kvpool.tiers import KeyedTier, MemoryTier, Outcome
 from kvpool.tiers.contract import Keeper
 from kvpool.tiers.keys import KeyPattern
+from kvpool.tiers.transport.chain import KnownKeys, WatchedTier
 from kvpool.tiers.transport.deciding import DecisionStats
 from kvpool.tiers.transport.fetching import FetchStats
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.movers import HandoverStats
 from kvpool.tiers.transport.staging import StagingMemory, page_aligned
 from kvpool.tiers.transport.storing import Storer, StoreStats
-from kvpool.tiers.transport.watching import KnownKeys, WatchedTier
 
 SECONDS = 30.0
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvpool.errors import InvalidArgumentError
 from kvpool.tiers.options import TierURL, read_options
-from kvpool.tiers.remote.redis_options import RedisOptions
+from kvpool.tiers.remote.redis_node import RedisOptions
 
 
 def namespace_of(text: str) -> str:

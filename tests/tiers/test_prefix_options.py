@@ -9,12 +9,11 @@ from kvpool import KVCacheConfig, KVCacheManager, LayerSpec, MultimodalItem, Reu
 from kvpool.events import Stored
 from kvpool.tiers import Fingerprint, KeySpace
 from kvpool.tiers.keys import named
+from kvpool.tiers.transport.block_keys import BlockKeys, cached_groups
 from kvpool.tiers.transport.prefix_options import (
     HERE,
     NOWHERE,
-    BlockKeys,
     Sources,
-    cached_groups,
     next_query,
     prefix_options,
     read_columns,

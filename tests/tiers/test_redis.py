@@ -16,8 +16,7 @@ from servers import RedisCluster, RedisServer, running
 from kvpool.errors import InvalidArgumentError
 from kvpool.testing import TierContract, key, load, store, value
 from kvpool.tiers import KeyedTier, Outcome
-from kvpool.tiers.remote.redis import RedisTier
-from kvpool.tiers.remote.slot_map import SlotMap, slot_of
+from kvpool.tiers.remote.redis import RedisTier, SlotMap, slot_of
 
 _namespaces = itertools.count()
 

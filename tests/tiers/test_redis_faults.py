@@ -17,9 +17,8 @@ from servers import GARBAGE, FakeServer, RedisCluster, RedisServer, eventually, 
 
 from kvpool.testing import key, load, store, value
 from kvpool.tiers import KeyPattern, Outcome, Purged
-from kvpool.tiers.remote.glide import RedisNode
-from kvpool.tiers.remote.redis import RedisTier
-from kvpool.tiers.remote.slot_map import slot_of
+from kvpool.tiers.remote.redis import RedisTier, slot_of
+from kvpool.tiers.remote.redis_node import RedisNode
 
 TIMEOUT = 2.0
 HANGS = 20.0

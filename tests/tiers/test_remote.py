@@ -23,7 +23,7 @@ from kvpool.tiers.remote.remote_tier import (
     Share,
     Stale,
 )
-from kvpool.tiers.store_upkeep import listed, store_figures, verify_store
+from kvpool.tiers.upkeep import listed, store_figures, verify_store
 
 Behaviour = Callable[[Share[Node]], None]
 

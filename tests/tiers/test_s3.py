@@ -18,9 +18,8 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.testing import TierContract, key, load, store, value
 from kvpool.tiers import KeyedTier, KeyPattern, Outcome, Purged
 from kvpool.tiers.envelope import HEADER_BYTES
-from kvpool.tiers.remote.loop_thread import LoopThread
 from kvpool.tiers.remote.remote_tier import NodeError
-from kvpool.tiers.remote.s3 import S3Tier
+from kvpool.tiers.remote.s3 import LoopThread, S3Tier
 
 HANGS = 20.0
 _buckets = itertools.count()

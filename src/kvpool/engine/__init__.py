@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from kvpool.engine.generation import Chunk, Completion, Generation, Sample, TokenLogprob
     from kvpool.engine.grammar import Grammar, GrammarState
     from kvpool.engine.graphs import CaptureReport
+    from kvpool.engine.handover import Prefill, PrefillResult
     from kvpool.engine.params import SamplingParams
-    from kvpool.engine.tiering.handing_over import Prefill, PrefillResult
     from kvpool.tiers.transport.movers import TieringStats
 
 # Where each public name lives: torch and transformers are imported when one of them is used, not before.
@@ -27,8 +27,8 @@ _HOMES = {
     "TokenLogprob": ".generation",
     "Grammar": ".grammar",
     "GrammarState": ".grammar",
-    "Prefill": ".tiering.handing_over",
-    "PrefillResult": ".tiering.handing_over",
+    "Prefill": ".handover",
+    "PrefillResult": ".handover",
     "WaitingRequest": ".engine_stats",
     "TieringStats": "kvpool.tiers.transport.movers",
     "CaptureReport": ".graphs",

@@ -26,6 +26,7 @@ from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.grammar import Grammar, JsonGrammars
 from kvpool.engine.graphs import CaptureReport
+from kvpool.engine.handover import Handovers, Prefill
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.params import SamplingParams, described, eos_token_ids, sampling_defaults
 from kvpool.engine.requests import (
@@ -42,7 +43,6 @@ from kvpool.engine.requests import (
 from kvpool.engine.settings import as_settings, engine_signature
 from kvpool.engine.text import Pieces
 from kvpool.engine.thread import EngineThread
-from kvpool.engine.tiering.handing_over import Handovers, Prefill
 from kvpool.errors import InvalidArgumentError, KVPoolError, SequenceStateError
 from kvpool.eviction.hints import ReuseHint
 from kvpool.model.loading import load_model

@@ -10,7 +10,7 @@ from kvpool.engine.loop import EngineLoop
 from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
-from kvpool.engine.tiering.link import TierLink
+from kvpool.engine.tier_link import TierLink
 from kvpool.kernels.device import current, whole_device
 from kvpool.manager import KVCacheManager
 from kvpool.model.compiled_layers import uncompiled

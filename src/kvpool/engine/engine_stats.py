@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from kvpool.engine.loop import EngineLoop
-from kvpool.engine.tiering.link import TierLink
+from kvpool.engine.tier_link import TierLink
 from kvpool.scheduling import SchedulerStats
 from kvpool.stats import CacheStats
 from kvpool.tiers.transport.movers import TieringStats

@@ -22,13 +22,13 @@ from kvpool.engine.beams import BeamSearch, Ranking
 from kvpool.engine.generation import Generation, TokenLogprob
 from kvpool.engine.runner import Landings, ModelRunner
 from kvpool.engine.sampling import Sampled, StepSampler, logprob_of, propose
-from kvpool.engine.tiering.link import TierLink
+from kvpool.engine.tier_link import TierLink
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
 from kvpool.kernels.device import whole_device
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished
-from kvpool.tiers.transport.prefix_options import PromptKeys
+from kvpool.tiers.transport.block_keys import PromptKeys
 
 log = logging.getLogger("kvpool")
 

@@ -22,7 +22,7 @@ from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.data_plane import StepSlots
 from kvpool.storage.moving import upload
-from kvpool.tiers.transport.offering import Progress
+from kvpool.tiers.transport.cache_blocks import Progress
 
 
 class PagedCache(Cache):  # type: ignore[misc]

@@ -18,11 +18,11 @@ from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers.model_tiers import OpenedTiers
+from kvpool.tiers.transport.cache_blocks import Progress
+from kvpool.tiers.transport.chain import GRACE_SECONDS
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.movers import Movers, TieringStats
-from kvpool.tiers.transport.offering import Progress
 from kvpool.tiers.transport.prefix_options import next_query
-from kvpool.tiers.transport.watching import GRACE_SECONDS
 
 log = logging.getLogger("kvpool")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.llama.llama_identity import check_version
+from kvpool.integrations.llama_identity import check_version
 from kvpool.integrations.vllm_versions.installed import adapter_name, installed_version, version_of
 from kvpool.version import __version__, compiled
 

@@ -23,9 +23,8 @@ from llama_cpp.llama_cache import BaseLlamaCache
 from kvpool.config.layers import MAX_BYTES, check_int
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.settings import ConnectorSettings
-from kvpool.integrations.llama.llama_identity import check_served, check_version, fingerprint_of
-from kvpool.integrations.llama.state_blob import StateBlob, num_common
-from kvpool.integrations.llama.state_store import BLOCK_TOKENS, StateStats, StateStore, Tokens
+from kvpool.integrations.llama_identity import check_served, check_version, fingerprint_of
+from kvpool.integrations.llama_states import BLOCK_TOKENS, StateBlob, StateStats, StateStore, Tokens, num_common
 from kvpool.quiet import QuietLog
 from kvpool.terminal import parse_bytes
 from kvpool.tiers.transport.staging import Bytes

@@ -23,8 +23,8 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 from torch import Tensor
 
 from kvpool.errors import ConfigError
+from kvpool.integrations.connector.orders import Introduction
 from kvpool.integrations.connector.settings import ConnectorSettings, open_tiers
-from kvpool.integrations.connector.step_orders import Introduction
 from kvpool.tiers import Fingerprint, KeySpace, Outcome, Shard
 from kvpool.tiers.identity import files_id, settings_id
 from kvpool.tiers.transport.chain import TierChain

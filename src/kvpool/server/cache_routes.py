@@ -15,8 +15,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvpool.engine.handover import Prefill
 from kvpool.engine.params import SamplingParams
-from kvpool.engine.tiering.handing_over import Prefill
 from kvpool.errors import KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.scope import ReuseScope

@@ -30,11 +30,10 @@ from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.disk import DiskStore
 from kvpool.storage.layout import GroupLayout, LayerCache
-from kvpool.storage.moving import upload
+from kvpool.storage.moving import Wait, check_rows, read_out, upload, write_in
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer import Transfer, TransferEngine
 from kvpool.storage.transfer_steps import Store
-from kvpool.storage.whole_blocks import Wait, check_rows, read_out, write_in
 
 KV = tuple[Tensor, "Tensor | None"]
 _NO_BLOCKS: Int32Array = np.empty(0, np.int32)

@@ -26,7 +26,7 @@ from kvpool.tiers.identity import OF_TRANSFORMERS, settings_id
 from kvpool.tiers.keys import Fingerprint, KeySpace
 from kvpool.tiers.opening import open_tiers
 from kvpool.tiers.settings import TierConfig
-from kvpool.tiers.transport.prefix_options import BlockKeys
+from kvpool.tiers.transport.block_keys import BlockKeys
 
 
 class OpenedTiers(NamedTuple):

@@ -30,7 +30,7 @@ from kvpool.tiers.compressed_tier import CompressionOptions
 from kvpool.tiers.disk.disk_tier import MIN_CAPACITY_BYTES, DiskOptions
 from kvpool.tiers.options import FLAG, Kind, count, option_kinds, seconds, size, text
 from kvpool.tiers.remote.mooncake import MooncakeOptions
-from kvpool.tiers.remote.redis_options import RedisOptions
+from kvpool.tiers.remote.redis_node import RedisOptions
 from kvpool.tiers.remote.s3 import S3Options
 
 SECTION = "tiers"

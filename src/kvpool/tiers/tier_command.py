@@ -14,13 +14,24 @@ from kvpool.errors import InvalidArgumentError
 from kvpool.plainfile import read_plain, write_plain
 from kvpool.terminal import check_files, console, progress_bar, write_json
 from kvpool.tiers.contract import Outcome
-from kvpool.tiers.disk.records import is_held
+from kvpool.tiers.disk.slab import is_held
 from kvpool.tiers.disk.upkeep import Space, Upkeep
 from kvpool.tiers.opening import open_tier
 from kvpool.tiers.options import TierURL
-from kvpool.tiers.purging import Wanted, purge_directory, purge_store, read_space, shown_bytes
 from kvpool.tiers.settings import PREFIX, read_tiers
-from kvpool.tiers.store_upkeep import innermost, listed, opened_store, store_figures, store_spaces, verify_store
+from kvpool.tiers.upkeep import (
+    Wanted,
+    innermost,
+    listed,
+    opened_store,
+    purge_directory,
+    purge_store,
+    read_space,
+    shown_bytes,
+    store_figures,
+    store_spaces,
+    verify_store,
+)
 
 AT_ONCE = 32
 _T = TypeVar("_T")

@@ -10,10 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpool.errors import TransferError
-from kvpool.integrations.connector.counts import Increments
-from kvpool.integrations.connector.engine_pages import EnginePages, HostRows, Move
-from kvpool.integrations.connector.settings import ConnectorSettings, open_tiers
-from kvpool.integrations.connector.step_orders import (
+from kvpool.integrations.connector.orders import (
     NO_PAGE,
     Introduction,
     Load,
@@ -23,13 +20,15 @@ from kvpool.integrations.connector.step_orders import (
     Spill,
     Store,
 )
+from kvpool.integrations.connector.pages import EnginePages, HostRows, Move
+from kvpool.integrations.connector.reports import Increments
+from kvpool.integrations.connector.settings import ConnectorSettings, open_tiers
 from kvpool.quiet import QuietLog
 from kvpool.tiers import KeySpace, TierStats
-from kvpool.tiers.transport.chain import TierChain
+from kvpool.tiers.transport.chain import GRACE_SECONDS, TierChain
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import StagingMemory
 from kvpool.tiers.transport.storing import Storer
-from kvpool.tiers.transport.watching import GRACE_SECONDS
 
 IDLE_WAIT = 0.01  # seconds that a step with nothing to compute waits for a load: an engine would ask again at once
 CLOSE_SECONDS = 10.0

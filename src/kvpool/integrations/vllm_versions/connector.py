@@ -1,4 +1,4 @@
-"""The connector interface of vLLM in terms of the two sides in `kvpool.integrations.connector`, for all its versions."""
+"""The connector interface of vLLM 0.31 in terms of the two sides in `kvpool.integrations.connector`; later ones add to it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from prometheus_client import Counter
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -17,18 +18,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
-from kvpool.integrations.connector.block_events import STORAGE, BlockEvent, BlocksRemoved
-from kvpool.integrations.connector.engine_pages import EnginePages
-from kvpool.integrations.connector.linked_pages import LinkedPages
+from kvpool.integrations.connector.orders import NO_PAGE, Introduction, Orders, Report
+from kvpool.integrations.connector.pages import EnginePages, LinkedPages
+from kvpool.integrations.connector.reports import COUNTS, STORAGE, BlockEvent, BlocksRemoved
 from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.settings import ConnectorSettings
-from kvpool.integrations.connector.step_orders import NO_PAGE, Introduction, Orders, Report
 from kvpool.integrations.connector.worker_side import WorkerSide
-from kvpool.integrations.vllm_versions.connector_stats import ConnectorMetrics, ConnectorStats
-from kvpool.integrations.vllm_versions.served_layers import checked_block_size, is_windowed
-from kvpool.integrations.vllm_versions.vllm_identity import fingerprint
+from kvpool.integrations.vllm_versions.vllm_identity import checked_block_size, fingerprint, is_windowed
 
 EXPECTED = {
     "__init__": ("vllm_config", "role", "kv_cache_config"),
@@ -85,7 +84,7 @@ class WorkerIntroduction(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     introduction: Introduction
 
 
-class CommonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """kvpool's host cache and tiers below vLLM's own cache."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
@@ -338,3 +337,46 @@ def announces(vllm_config: Any) -> bool:
     """Whether vLLM publishes KV events."""
     events = vllm_config.kv_events_config
     return events is not None and bool(events.enable_kv_cache_events)
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
+
+
+class ConnectorStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is untyped here
+    """Counts of one step, or sums of several."""
+
+    def reset(self) -> None:
+        """Begins anew."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
+        """Of this and another worker, side or step."""
+        for name, number in other.data.items():
+            self.data[name] = self.data.get(name, 0) + number
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log line."""
+        return {f"kvpool {name}": number for name, number in self.data.items()}
+
+    def is_empty(self) -> bool:
+        """Whether nothing happened."""
+        return not self.data
+
+
+class ConnectorMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+    """One counter for each of `COUNTS`, as `vllm:kvpool_<name>_total`."""
+
+    def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        counter = metric_types[Counter]
+        self._counters = {}
+        for name, meaning in COUNTS.items():
+            family = counter(name=f"vllm:kvpool_{name}", documentation=f"kvpool: {meaning}.", labelnames=labelnames)
+            for engine, values in per_engine_labelvalues.items():
+                self._counters[engine, name] = family.labels(*values)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Adds what was counted since the last call."""
+        for name, number in transfer_stats_data.items():
+            self._counters[engine_idx, name].inc(number)

@@ -10,7 +10,7 @@ from typing import Any
 from kvpool.errors import ConfigError
 
 ADAPTERS = {
-    "0.31": "kvpool.integrations.vllm_versions.v0_31",
+    "0.31": "kvpool.integrations.vllm_versions.connector",
     "0.32": "kvpool.integrations.vllm_versions.v0_32",
 }
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"

@@ -6,13 +6,12 @@ from typing import Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvpool.integrations.vllm_versions.connector import EXPECTED as COMMON
-from kvpool.integrations.vllm_versions.connector import CommonConnector
+from kvpool.integrations.vllm_versions import connector
 
-EXPECTED = {**COMMON, "get_external_cache_hit_sources": ("request", "num_external_tokens")}
+EXPECTED = {**connector.EXPECTED, "get_external_cache_hit_sources": ("request", "num_external_tokens")}
 
 
-class KVPoolConnector(CommonConnector):
+class KVPoolConnector(connector.KVPoolConnector):
     """kvpool's host cache and tiers below vLLM's own cache."""
 
     _cache_hit_source = CacheHitSource.HOST

@@ -1,17 +1,18 @@
 """Catalog: which value is in which slot of which slab, which slots are free, and which value goes next. Memory only, no I/O.
 
-Its caller holds one lock around every call. A place is one integer: the number of the slab here, and the slot in it.
+Its caller holds one lock around every call; `State` has that lock, and keeps slabs open while jobs use them. A place is one
+integer: the number of the slab here, and the slot in it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from kvpool.tiers.disk.records import RECORD, Records, is_held, microseconds
-from kvpool.tiers.disk.slab import Slab
+from kvpool.tiers.disk.slab import RECORD, Records, Slab, is_held, microseconds
 from kvpool.tiers.keys import KeyPattern
 
 WASTE = 8
@@ -255,3 +256,46 @@ class Catalog:
             oldest = np.argpartition(used, count - 1)[:count]
             oldest = oldest[np.argsort(used[oldest], kind="stable")]
             size.victims.extend(zip(place[oldest].tolist(), used[oldest].tolist(), strict=True))
+
+
+# --- one directory ---------------------------------------------------------------------------------------------------
+
+
+class State:
+    """One directory as this process sees it. Whoever uses the catalog holds `lock`, and never during I/O."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self.lock = threading.Lock()
+        self.catalog = Catalog()
+        self.is_writable = False
+        self.problem = ""
+        """Why nothing is stored at the moment."""
+        self.report = report
+
+    def refuse(self, problem: str) -> None:
+        """Notes and reports why something was not stored."""
+        with self.lock:
+            self.problem = problem
+        self.report(problem)
+
+    def begin_job(self, slab: Slab) -> bool:
+        """Keeps the files of a slab open for a job; False if the slab is given up."""
+        with self.lock:
+            if slab.retired:
+                return False
+            slab.num_jobs += 1
+            return True
+
+    def end_job(self, slab: Slab) -> None:
+        """The last job of a slab that is given up closes its files."""
+        with self.lock:
+            slab.num_jobs -= 1
+            is_last = slab.retired and not slab.num_jobs
+        if is_last:
+            slab.close()
+
+    def retire(self, number: int) -> Slab:
+        """Takes a slab out of the catalog, called under the lock. It counts as a job, which the caller ends outside of it."""
+        slab = self.catalog.retire(number)
+        slab.num_jobs += 1
+        return slab

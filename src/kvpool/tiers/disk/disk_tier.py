@@ -13,13 +13,11 @@ from kvpool.config.layers import MAX_BYTES, check_int
 from kvpool.errors import ConfigError
 from kvpool.tiers.contract import CALL_TIMEOUT, Keeper, KeyedTier, Outcome, Purged, Room
 from kvpool.tiers.disk.buffers import Workers
+from kvpool.tiers.disk.catalog import State
 from kvpool.tiers.disk.directory import Directory
-from kvpool.tiers.disk.disk_state import State
-from kvpool.tiers.disk.growth import Growth
-from kvpool.tiers.disk.records import Records
-from kvpool.tiers.disk.slab import supports_direct
-from kvpool.tiers.disk.value_loading import Loading
-from kvpool.tiers.disk.value_storing import Storing
+from kvpool.tiers.disk.loading import Loading
+from kvpool.tiers.disk.slab import Records, supports_direct
+from kvpool.tiers.disk.storing import Growth, Storing
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import KeyPattern, KeySpace
 from kvpool.tiers.options import FLAG, SECONDS, count, option, size

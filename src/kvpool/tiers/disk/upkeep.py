@@ -14,8 +14,7 @@ import numpy as np
 from kvpool.errors import ConfigError
 from kvpool.tiers.disk.buffers import PAGE, ZEROS, Buffer, pages
 from kvpool.tiers.disk.directory import Directory
-from kvpool.tiers.disk.records import RECORD, fill_record, is_held
-from kvpool.tiers.disk.slab import Slab
+from kvpool.tiers.disk.slab import RECORD, Slab, fill_record, is_held
 from kvpool.tiers.envelope import HEADER_BYTES, is_whole
 from kvpool.tiers.keys import SPACE_BYTES, KeyPattern
 

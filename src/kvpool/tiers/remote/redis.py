@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 import threading
+from binascii import crc_hqx
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -18,10 +20,8 @@ from kvpool.tiers.contract import KEY_BYTES, Outcome
 from kvpool.tiers.envelope import is_whole, num_bytes, seal
 from kvpool.tiers.keys import SPACE_BYTES, KeyPattern
 from kvpool.tiers.options import TierURL
-from kvpool.tiers.remote.glide import RedisNode, Refusal
-from kvpool.tiers.remote.redis_options import RedisOptions
+from kvpool.tiers.remote.redis_node import RedisNode, RedisOptions, Refusal
 from kvpool.tiers.remote.remote_tier import NodeError, Purging, RemoteTier, Share, seconds_left
-from kvpool.tiers.remote.slot_map import SlotMap, slot_of
 
 PIPELINE_BYTES = 2 << 20
 DIRECT_BYTES = 16 << 20
@@ -307,3 +307,39 @@ def _parts(places: list[int], views: list[memoryview]) -> Iterator[list[int]]:
         size += views[place].nbytes
     if part:
         yield part
+
+
+# --- clusters --------------------------------------------------------------------------------------------------------
+
+
+NUM_SLOTS = 16384
+
+
+def slot_of(tag: bytes) -> int:
+    """The slot of a key whose hash tag is `tag`.
+
+    >>> slot_of(b"123456789")  # CRC-16/XMODEM, 0x31C3
+    12739
+    """
+    return crc_hqx(tag, 0) % NUM_SLOTS
+
+
+class SlotMap:
+    """Slots to addresses, from the answer to CLUSTER SLOTS."""
+
+    def __init__(self, answer: list[list[Any]], asked: str) -> None:
+        """`asked` is the host that answered: a node that does not know its own address means itself."""
+        ranges = sorted((int(last), int(first), master) for first, last, master, *_ in answer)
+        self._lasts = [last for last, _, _ in ranges]
+        self._firsts = [first for _, first, _ in ranges]
+        self._addresses = [((master[0] or b"").decode() or asked, int(master[1])) for _, _, master in ranges]
+
+    @property
+    def addresses(self) -> set[tuple[str, int]]:
+        """All masters."""
+        return set(self._addresses)
+
+    def address(self, slot: int) -> tuple[str, int] | None:
+        """The master of a slot; None if nobody serves it."""
+        at = bisect_left(self._lasts, slot)
+        return self._addresses[at] if at < len(self._lasts) and self._firsts[at] <= slot else None

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import wait
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, wait
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.tiers.contract import CALL_TIMEOUT, KEY_BYTES, Outcome
@@ -22,7 +23,6 @@ from kvpool.tiers.envelope import HEADER_BYTES, is_whole, num_bytes, seal
 from kvpool.tiers.keys import SPACE_BYTES, TAG_BYTES, TENANT_BYTES
 from kvpool.tiers.options import ANY_TEXT, FLAG, SECONDS, TierURL, count, option, read_options, size, text
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
-from kvpool.tiers.remote.loop_thread import LoopThread
 from kvpool.tiers.remote.remote_tier import Node, NodeError, Purging, RemoteTier, Share, seconds_left
 
 MAX_VALUE_BYTES = (5 << 30) - HEADER_BYTES  # the largest object that one request may bring
@@ -283,3 +283,52 @@ def _import_obstore() -> Any:
 def _said(error: BaseException) -> str:
     """The first line of a message, which names the object and what the store answered; the rest is for debuggers."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
+# --- an event loop ---------------------------------------------------------------------------------------------------
+
+
+_T = TypeVar("_T")
+
+
+class LoopThread:
+    """Runs coroutines for threads that wait for them. `close` cancels those that run; nobody waits for ever."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        """What the coroutine returns or raises; `NodeError` if the loop is closed before it ends."""
+        with self._lock:
+            if self._closing:
+                coroutine.close()
+                raise NodeError("closed")
+            future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except CancelledError:
+            raise NodeError("closed") from None
+
+    def close(self) -> None:
+        """Cancels what runs, and ends the thread. May be called twice."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+        self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._end()))
+        self._thread.join()
+
+    async def _end(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        self._loop.stop()

@@ -1,14 +1,139 @@
-"""TierChain: the tiers of one client, asked one after the other. Engines, pools, vLLM, SGLang and llama.cpp use it alike."""
+"""TierChain: the tiers of one client, asked one after the other. Engines, pools, vLLM, SGLang and llama.cpp use it alike.
+
+Each tier is watched: the chain knows which keys it saw there lately, and passes a tier by while one of its calls hangs.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from kvpool.tiers.contract import KeyedTier, Outcome, TierStats
+from kvpool.config.layers import show
+from kvpool.tiers.contract import Keeper, KeyedTier, Outcome, Purged, TierStats
+from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.prefix_options import NOWHERE
-from kvpool.tiers.transport.watching import WatchedTier
+
+KNOWN_KEYS = 65_536
+GRACE_SECONDS = 0.1  # that a call may be late; then its request goes on without it, and its tier is left alone
+
+_T = TypeVar("_T")
+
+
+class KnownKeys:
+    """Keys that were seen in a tier lately, so that they are not stored again. Bounded: the oldest are forgotten."""
+
+    def __init__(self, limit: int = KNOWN_KEYS) -> None:
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        self._limit = limit
+        self._lock = threading.Lock()
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """These are there."""
+        with self._lock:
+            for key in keys:
+                self._keys[key] = None
+                self._keys.move_to_end(key)
+            while len(self._keys) > self._limit:
+                self._keys.popitem(last=False)
+
+    def discard(self, keys: Iterable[bytes]) -> None:
+        """These are not, or not any more."""
+        with self._lock:
+            for key in keys:
+                self._keys.pop(key, None)
+
+    def discard_matching(self, pattern: KeyPattern) -> None:
+        """Nor such ones."""
+        with self._lock:
+            for key in [key for key in self._keys if pattern.matches(key)]:
+                del self._keys[key]
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._keys
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+
+class WatchedTier:
+    """A tier as the engine uses it. A call that does not come back by its deadline is noticed by others, who pass by."""
+
+    def __init__(self, tier: KeyedTier) -> None:
+        self.tier = tier
+        self.known = KnownKeys()
+        self._calls: dict[int, float] = {}  # by thread: when its call should have been over
+        self._lock = threading.Lock()
+
+    @property
+    def num_hung(self) -> int:
+        """Calls that are overdue now."""
+        return len(self.hung_threads())
+
+    def hung_threads(self) -> list[int]:
+        """The threads (`threading.get_ident`) in these calls."""
+        now = time.monotonic()
+        with self._lock:
+            return [thread for thread, due in self._calls.items() if due < now]
+
+    def contains(self, keys: Sequence[bytes], timeout: float) -> list[bool]:
+        """Which keys are there; remembers it."""
+        found = self._call(lambda: self.tier.contains(keys, timeout=timeout), bool, len(keys), timeout)
+        if found is None:
+            return [False] * len(keys)
+        self.known.add(key for key, there in zip(keys, found, strict=True) if there)
+        self.known.discard(key for key, there in zip(keys, found, strict=True) if not there)
+        return found
+
+    def load(
+        self, keys: Sequence[bytes], out: Sequence[Any], timeout: float, keeper: Keeper | None = None
+    ) -> list[Outcome]:
+        """Loads values; what is missing or broken is stored again when it comes by."""
+        call = partial(self.tier.load, keys, out, timeout=timeout, keeper=keeper)
+        outcomes = self._call(call, Outcome, len(keys), timeout)
+        outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+        gone = (Outcome.MISS, Outcome.FAILED)
+        self.known.discard(key for key, outcome in zip(keys, outcomes, strict=True) if outcome in gone)
+        return outcomes
+
+    def store(self, keys: Sequence[bytes], data: Sequence[Any], timeout: float) -> list[Outcome]:
+        """Stores values; remembers those that are there now."""
+        outcomes = self._call(lambda: self.tier.store(keys, data, timeout=timeout), Outcome, len(keys), timeout)
+        outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+        self.known.add(key for key, outcome in zip(keys, outcomes, strict=True) if outcome == Outcome.OK)
+        return outcomes
+
+    def remove(self, keys: Sequence[bytes], timeout: float) -> list[Outcome]:
+        """Removes values; they are not known to be there any more, whatever comes of it."""
+        self.known.discard(keys)
+        outcomes = self._call(lambda: self.tier.remove(keys, timeout=timeout), Outcome, len(keys), timeout)
+        return [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
+
+    def purge(self, pattern: KeyPattern, timeout: float) -> Purged:
+        """Takes out values whose keys are alike; they are not known to be there any more."""
+        self.known.discard_matching(pattern)
+        return self.tier.purge(pattern, timeout=timeout)
+
+    def _call(self, call: Callable[[], Any], kind: type[_T], count: int, timeout: float) -> list[_T] | None:
+        """What a call to the tier returns; None if it raised or broke the contract. Others see while it is overdue."""
+        thread = threading.get_ident()
+        with self._lock:
+            self._calls[thread] = time.monotonic() + timeout + GRACE_SECONDS
+        try:
+            answer = call()
+            if isinstance(answer, list) and len(answer) == count and all(isinstance(each, kind) for each in answer):
+                return answer
+            self.tier.report(f"it answered {show(answer)} where {count} of {kind.__name__} were due")
+        except Exception as error:
+            self.tier.report(f"{type(error).__name__}: {error}")
+        finally:
+            with self._lock:
+                del self._calls[thread]
+        return None
+
 
 SHORTEST_CALL = 0.001  # seconds; a tier is not asked with less
 

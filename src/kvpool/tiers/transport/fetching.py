@@ -19,13 +19,13 @@ from kvpool.config.layers import ceil_div
 from kvpool.pools.arrays import Int64Array
 from kvpool.pools.groups import Group
 from kvpool.tiers.contract import Outcome
-from kvpool.tiers.transport.chain import TierChain, seconds_left
+from kvpool.tiers.transport.block_keys import PromptKeys
+from kvpool.tiers.transport.chain import TierChain, WatchedTier, seconds_left
 from kvpool.tiers.transport.deciding import Decider, Decision
 from kvpool.tiers.transport.prefix_options import (
     HERE,
     NOWHERE,
     Option,
-    PromptKeys,
     Sources,
     prefix_options,
     read_columns,
@@ -33,7 +33,6 @@ from kvpool.tiers.transport.prefix_options import (
 )
 from kvpool.tiers.transport.staging import Bytes, StagingMemory
 from kvpool.tiers.transport.storing import SharedStage, Storer
-from kvpool.tiers.transport.watching import WatchedTier
 
 PROBE_BLOCKS = 4
 _SHARES = 4  # of the staging memory that one request may take at a time

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from kvpool.tiers.transport.watching import WatchedTier
+from kvpool.tiers.transport.chain import WatchedTier
 
 Job = Callable[[], None]
 _log = logging.getLogger("kvpool")

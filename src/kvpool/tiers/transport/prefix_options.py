@@ -12,73 +12,14 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.config import KVCacheConfig, Tier
 from kvpool.config.layers import ceil_div
-from kvpool.pools.arrays import Int32Array, Int64Array
-from kvpool.pools.groups import Group, kind_of
-from kvpool.pools.pool import BlockPool
-from kvpool.prefix.digests import chain_digests, root_digest
-from kvpool.scope import MultimodalItem, ReuseScope
-from kvpool.tiers.keys import KeySpace, named, tenant_digest
-from kvpool.tiers.transport.forgetting import Forgotten
+from kvpool.pools.arrays import Int64Array
+from kvpool.pools.groups import Group
 
 NOWHERE = -1
 HERE = -2
 Sources: TypeAlias = npt.NDArray[np.int16]
 """Where each block of a layer group is: the number of a tier, `HERE` in the cache, or `NOWHERE`."""
-
-
-class PromptKeys(NamedTuple):
-    """A prompt as tiers know it."""
-
-    num_tokens: int
-    keys: tuple[list[bytes], ...]  # per layer group, one per whole block
-    version: int = 0  # of what was forgotten, when they were made
-
-    @property
-    def num_blocks(self) -> int:
-        return len(self.keys[0])
-
-
-class BlockKeys:
-    """Keys of the blocks of one cache: `groups` are those that enter the prefix tree, all but cross attention."""
-
-    def __init__(self, space: KeySpace, config: KVCacheConfig) -> None:
-        self.space = space
-        self.block_size = config.block_size
-        self.groups = cached_groups(config)
-        self.forgotten = Forgotten()
-
-    def of_prompt(self, tokens: Int32Array, scope: ReuseScope, multimodal: Sequence[MultimodalItem] = ()) -> PromptKeys:
-        """The keys of all whole blocks of a prompt, with the images in it."""
-        version, root = self.forgotten.version, root_digest(scope)
-        used, _ = self.forgotten.renamed(self.salt_of(scope, root), self.digests(root, tokens, multimodal))
-        return PromptKeys(len(tokens), self.of_digests(named(scope, used)), version)
-
-    def salt_of(self, scope: ReuseScope, root: bytes) -> bytes | None:
-        """What digests of a scope, whose root has the digest `root`, are mixed with before they become keys."""
-        return self.forgotten.salt_of(tenant_digest(scope.tenant), root)
-
-    def plain(
-        self, tokens: Int32Array, scope: ReuseScope, multimodal: Sequence[MultimodalItem] = ()
-    ) -> tuple[list[bytes], ...]:
-        """The same keys as they are for everybody, whatever was forgotten here."""
-        return self.of_digests(named(scope, self.digests(root_digest(scope), tokens, multimodal)))
-
-    def digests(self, parent: bytes, tokens: Int32Array, multimodal: Sequence[MultimodalItem] = ()) -> list[bytes]:
-        """Digests of the whole blocks of tokens that follow `parent`; items have positions in `tokens`."""
-        whole = tokens[: len(tokens) // self.block_size * self.block_size]
-        return chain_digests(parent, whole, self.block_size, multimodal)
-
-    def of_digests(self, digests: Sequence[bytes]) -> tuple[list[bytes], ...]:
-        """Keys of blocks, per layer group, from digests with the tag of their scope (`named`)."""
-        return tuple(self.space.keys(digests, group.index) for group in self.groups)
-
-
-def cached_groups(config: KVCacheConfig) -> tuple[Group, ...]:
-    """The layer groups whose blocks can be stored. They have no pools: they only say which blocks are read."""
-    nothing = [BlockPool(0, tier, 0) for tier in Tier]
-    return tuple(kind_of(spec)(spec, config.block_size, nothing) for spec in config.groups if kind_of(spec).grows)
 
 
 class Option(NamedTuple):

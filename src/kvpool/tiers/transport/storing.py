@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 from kvpool.tiers.contract import PURGE_TIMEOUT, Outcome
 from kvpool.tiers.keys import KeyPattern
+from kvpool.tiers.transport.chain import WatchedTier
 from kvpool.tiers.transport.lanes import Lane
 from kvpool.tiers.transport.staging import Bytes, Staged, StagingMemory
-from kvpool.tiers.transport.watching import WatchedTier
 
 STORE_TIMEOUT = 10.0  # nobody waits for it
 _MAX_BATCHES = 256

@@ -1,0 +1,259 @@
+"""TierLink: an engine and its keyed tiers. Read this first.
+
+A request, as it meets tiers (all of this in the engine's thread, but for what `Fetcher` and `Storer` do in theirs):
+
+    hold        its prefix is not all cached: it waits outside the scheduler's queue while tiers are asked
+    _arrived    what came is written into blocks and leased (`Importer`); the request goes to the scheduler
+    planned     it was admitted: its lease ends
+    collect     every step: blocks that are full now are copied and go to tiers (`Collector`)
+
+A request never waits longer than `timeout`, whatever tiers do, and no longer than computing its prefix would take once
+that is known. Requests that miss the same block wait for one load.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+
+from kvpool.engine.generation import Generation
+from kvpool.engine.handover import Collector, Handovers
+from kvpool.errors import KVPoolError
+from kvpool.scheduling import BatchPlan, Request, Scheduler
+from kvpool.storage import DataPlane
+from kvpool.tiers.model_tiers import OpenedTiers
+from kvpool.tiers.transport.block_keys import PromptKeys
+from kvpool.tiers.transport.cache_blocks import Leases
+from kvpool.tiers.transport.chain import GRACE_SECONDS
+from kvpool.tiers.transport.fetching import Fetch
+from kvpool.tiers.transport.movers import FLUSH_SECONDS, Forgetting, Movers, TieringStats
+from kvpool.tiers.transport.prefix_options import next_query
+
+log = logging.getLogger("kvpool")
+Tell = Callable[[Callable[[], None], Callable[[KVPoolError], None]], None]
+
+
+class _Held:
+    """A request that waits for its prefix."""
+
+    def __init__(self, generation: Generation, request: Request, prompt: PromptKeys, arrival: float) -> None:
+        self.generation = generation
+        self.request = request
+        self.prompt = prompt
+        self.arrival = arrival  # by the scheduler's clock
+        self.due = 0.0  # when it stops waiting; 0: not decided yet
+        self.missing: list[bytes] = []  # keys for which others wait on this one
+        self.followers: list[_Held] = []
+        self.is_over = False
+
+
+class TierLink:
+    """Joins one engine to keyed tiers, fastest first."""
+
+    def __init__(self, opened: OpenedTiers, scheduler: Scheduler, plane: DataPlane) -> None:
+        self.keys = opened.keys
+        self.enqueue: Callable[[Generation, Request], None] = lambda generation, request: None  # set by the loop
+        self.tell: Tell = lambda run, fail: run()  # set by the engine: into its thread
+        self._scheduler = scheduler
+        self._manager = scheduler.manager
+        self._movers = Movers(opened, self._manager, plane)
+        self._collector = Collector(scheduler, self._movers.offers)
+        self.handovers = Handovers(self._movers, self._collector, self._manager)
+        self._leases = Leases(self._manager)
+        self._held: dict[Hashable, _Held] = {}
+        self._leaders: dict[bytes, _Held] = {}
+        self._joined = self._timed_out = self._crowded = 0
+        self._closed = False
+
+    @property
+    def forgetting(self) -> Forgetting:
+        return self._movers.forgetting
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    def prompt_keys(self, request: Request) -> PromptKeys:
+        """The keys of a prompt. Costs about 2 µs a block, so callers compute it in their own thread."""
+        return self.keys.of_prompt(request.prompt, request.scope, request.multimodal)
+
+    def hold(self, generation: Generation, request: Request, prompt: PromptKeys) -> bool:
+        """Keeps a request back while its prefix is fetched; False: there is nothing to wait for."""
+        return self._hold(_Held(generation, request, prompt, self._scheduler.clock()))
+
+    def _hold(self, held: _Held) -> bool:
+        if held.prompt.version != self.keys.forgotten.version:
+            held.prompt = self.prompt_keys(held.request)
+        prompt, size = held.prompt, self.keys.block_size
+        match = self._manager.match_prefix(held.request.prompt, held.request.scope, held.request.items)
+        first, missing = match.num_blocks, next_query(prompt.num_blocks, prompt.num_tokens, size) - match.num_tokens
+        if missing <= 0 or self._closed or self._movers.lane.is_stuck:
+            return False
+        now = time.monotonic()
+        if not held.due:
+            held.due = now + self._movers.patience(missing)
+        elif held.due <= now:
+            return False
+        leader = self._leaders.get(prompt.keys[0][first])
+        if leader is not None:
+            self._joined += 1
+            leader.followers.append(held)
+            self._held[held.request.id] = held
+            return True
+        fetch = Fetch(prompt, first, now, held.due)
+        if not self._movers.is_worth_waiting(missing, lambda: fetch):
+            return False
+        if not self._movers.fetch(fetch, partial(self._tell_arrived, held), fetch.release):
+            self._crowded += 1
+            return False
+        held.missing = prompt.keys[0][first:]
+        for key in held.missing:
+            self._leaders.setdefault(key, held)
+        self._held[held.request.id] = held
+        return True
+
+    def _tell_arrived(self, held: _Held, fetch: Fetch) -> None:
+        """In a thread that fetches: hands over to the engine's."""
+        try:
+            self.tell(partial(self._arrived, held, fetch), lambda error: fetch.release())
+        except KVPoolError:  # the engine has ended
+            fetch.release()
+
+    def _arrived(self, held: _Held, fetch: Fetch) -> None:
+        if held.is_over:
+            fetch.release()
+            return
+        came = self._import(held.request, fetch)
+        if came and fetch.is_part:  # the rest may come now, as if it were a new request that waits
+            self._forget_keys(held)
+            if self._hold(held):
+                return
+        self._let_go(held)
+
+    def _import(self, request: Request, fetch: Fetch) -> bool:
+        """Brings fetched blocks into the cache; whether they came. The memory they lie in is given back in time."""
+        handle, waits = self._movers.bring(request, fetch)
+        if handle is not None:
+            self._leases.keep(request.id, handle)
+        self._movers.give_back(fetch, waits)
+        return handle is not None
+
+    def _let_go(self, held: _Held) -> None:
+        """The request goes to the scheduler; those that waited for its load look again."""
+        followers = self._forget(held)
+        try:
+            self.enqueue(held.generation, replace(held.request, arrival=held.arrival))
+        except KVPoolError as error:
+            held.generation.end(error)
+        for follower in followers:
+            if follower.is_over:
+                continue
+            self._held.pop(follower.request.id, None)
+            if not self._hold(follower):
+                self._let_go(follower)
+
+    def _forget_keys(self, held: _Held) -> None:
+        for key in held.missing:
+            if self._leaders.get(key) is held:
+                del self._leaders[key]
+        held.missing = []
+
+    def _forget(self, held: _Held) -> list[_Held]:
+        held.is_over = True
+        self._held.pop(held.request.id, None)
+        self._forget_keys(held)
+        followers, held.followers = held.followers, []
+        return followers
+
+    def release(self, generation: Generation) -> None:
+        """Stops waiting for the prefix of a request, if it is held: it is about to be cancelled."""
+        held = self._held.get(generation.id)
+        if held is not None and held.generation is generation:
+            self._let_go(held)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until a held request stops waiting; None: none is held."""
+        if not self._held:
+            return None
+        first = min(held.due for held in self._held.values())
+        return max(0.0, first + GRACE_SECONDS - time.monotonic())
+
+    def tend(self) -> None:
+        """Lets requests go on whose prefix did not come in time."""
+        if not self._held:
+            return
+        late = time.monotonic() - GRACE_SECONDS
+        for held in [held for held in self._held.values() if held.due <= late]:
+            if not held.is_over:
+                self._timed_out += 1
+                self._let_go(held)
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def planned(self, plan: BatchPlan) -> None:
+        """A step was planned: requests that were admitted need their leases no more, and nobody waits because of leases."""
+        if not len(self._leases):
+            return
+        for sequence in plan.admitted:
+            self._leases.end(sequence.request.id)
+        if plan.is_empty or plan.preempted:
+            self._leases.end_all()
+
+    def observe(self, plan: BatchPlan, seconds: float) -> None:
+        """A step took this long: what it computed of prompts tells what loading must beat."""
+        num_tokens = plan.num_prefill_tokens
+        if num_tokens >= self.keys.block_size and 2 * num_tokens >= plan.num_tokens:
+            self._movers.decider.observe_prompt(num_tokens, seconds)
+
+    def collect(self, plan: BatchPlan) -> None:
+        """A step has run and is about to be completed."""
+        if self._closed:
+            return
+        try:
+            self._collector.collect(plan)
+        except Exception:
+            log.exception("blocks could not be copied for tiers; they are not stored")
+
+    def ended(self, request_id: Hashable) -> None:
+        """A request is over."""
+        self._leases.end(request_id)
+        self._collector.forget(request_id)
+
+    # --- looking at it, ending it ------------------------------------------------------------------------------------
+
+    def stats(self) -> TieringStats:
+        """Counters of everything here, and of each tier."""
+        return self._movers.stats(
+            held=len(self._held),
+            joined=self._joined,
+            timed_out=self._timed_out,
+            crowded=self._crowded,
+            leases=self._leases.view(),
+            handovers=self.handovers.stats(),
+        )
+
+    def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
+        """Waits until everything on its way into tiers is there, for so long at most; whether it is. From any thread."""
+        return self._movers.storer.flush(seconds)
+
+    def fail(self, error: KVPoolError) -> None:
+        """Ends every request that waits."""
+        for held in list(self._held.values()):
+            held.is_over = True
+            held.generation.end(error)
+        self._held.clear()
+        self._leaders.clear()
+
+    def close(self) -> None:
+        """Stores what is on its way, for a few seconds at most, and ends threads and owned tiers. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._leases.end_all()
+        self._movers.close()

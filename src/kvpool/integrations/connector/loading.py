@@ -1,0 +1,239 @@
+"""Loads: how much of a prompt can be loaded from the host and the tiers below it, and the orders that bring it into pages.
+
+Tiers are asked in the background. They have a block if every worker finds its part of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvpool.errors import OutOfBlocksError
+from kvpool.integrations.connector.orders import Introduction, Load, Orders
+from kvpool.integrations.connector.reports import BlockEvents
+from kvpool.integrations.connector.requests import TrackedRequest
+from kvpool.integrations.connector.saving import take_rows
+from kvpool.integrations.connector.settings import ConnectorSettings, open_tiers
+from kvpool.manager import KVCacheManager
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.tiers import KeyedTier, KeySpace
+from kvpool.tiers.transport.chain import GRACE_SECONDS, TierChain
+from kvpool.tiers.transport.lanes import Lane
+
+
+@dataclass
+class LoadStats:
+    """Blocks since the connector was made, after requests."""
+
+    requests: int = 0  # that were looked up
+    hits: int = 0  # for which something was loaded
+    from_host: int = 0
+    from_tiers: int = 0
+    failed: int = 0  # that were promised and did not come: the engine computes them again
+
+
+@dataclass
+class _LoadJob:
+    tracked: TrackedRequest
+    handle: KVCacheHandle | None
+    first: int
+    num_present: int
+    last: int
+    digests: list[bytes]  # of blocks that come from tiers
+
+
+class Loader:
+    """Everything that goes from the host's rows, and the tiers below, into the engine's pages."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        block_size: int,
+        lookups: TierLookups | None,
+        make_room: Callable[[], bool],
+        *,
+        events: BlockEvents | None,
+    ) -> None:
+        self.stats = LoadStats()
+        self._make_room = make_room  # lets go of rows that are held and not needed; False: there were none
+        self._manager = manager
+        self._block_size = block_size
+        self._lookups = lookups
+        self._events = events
+        self._jobs: dict[int, _LoadJob] = {}
+        self._arriving: dict[bytes, float] = {}  # blocks on their way from tiers, and until when others wait for them
+
+    def look_up(self, tracked: TrackedRequest, num_computed: int) -> tuple[int | None, bool]:
+        """Tokens behind the engine's own that can be loaded, and whether that takes a while. None: ask again."""
+        if tracked.num_loading:  # the engine went on without it: a tier that hangs must not be asked again and again
+            tracked.has_lost = True
+        first = tracked.num_local = num_computed // self._block_size
+        tracked.waits = False
+        tokens = tracked.tokens()
+        last = (len(tokens) - 1) // self._block_size  # one token must be computed
+        if last <= first:
+            return 0, False
+        found = self._manager.match_prefix(tokens, tracked.scope, tracked.items or None)
+        num_blocks, waits = min(found.num_blocks, last), False
+        if self._lookups is not None and num_blocks < last and not tracked.has_lost:
+            here = max(first, num_blocks)
+            num_below = self._lookups.num_blocks(tracked, here, last)
+            if num_below is None or (num_below > here and self._arrives(tracked, here)):
+                return None, False
+            if self._events is not None and not tracked.was_looked_up:
+                self._tell(tracked, here, num_below, last)
+            if num_below > here:
+                num_below = self._with_room(tracked, num_blocks, num_below)
+                num_blocks, waits = max(num_blocks, num_below), num_below > num_blocks
+        if num_blocks <= first:
+            return 0, False
+        tracked.waits = waits
+        return (num_blocks - first) * self._block_size, waits
+
+    def _arrives(self, tracked: TrackedRequest, block: int) -> bool:
+        """Whether a load for somebody else brings this block: it will be on the host then, and is not loaded twice."""
+        if not self._arriving:
+            return False
+        due = self._arriving.get(tracked.tier_digests(block, block + 1)[0])
+        return due is not None and time.monotonic() < due
+
+    def _tell(self, tracked: TrackedRequest, first: int, found: int, last: int) -> None:
+        """Tiers were asked for the blocks first..last and have those below `found`."""
+        assert self._events is not None
+        if found > first:
+            self._events.stored_in_tiers(tracked, first, found)
+        if found < last:
+            self._events.missing_in_tiers(tracked, max(first, found), last)
+
+    def _with_room(self, tracked: TrackedRequest, num_present: int, wanted: int) -> int:
+        """As many of the wanted blocks as the host can take now."""
+        tokens = tracked.tokens()[: wanted * self._block_size]
+        answer = self._manager.can_allocate(tokens, scope=tracked.scope)
+        if not answer and self._make_room():
+            answer = self._manager.can_allocate(tokens, scope=tracked.scope)
+        if answer:
+            return wanted
+        return min(wanted, num_present + answer.blocks_available[0])
+
+    def order(
+        self, tracked: TrackedRequest, pages: Sequence[list[int]], num_tokens: int, job: int, orders: Orders
+    ) -> None:
+        """The engine has pages for what was looked up: the load goes with the next step."""
+        size, first = self._block_size, tracked.num_local
+        last = first + num_tokens // size
+        handle, num_present = self._take(tracked, last), first
+        if handle is not None:
+            num_present = min(max(handle.num_cached_blocks, first), last)
+        rows = [] if handle is None else handle.block_ids()[first:last].tolist()
+        digests = tracked.tier_digests(num_present, last) if tracked.waits and handle is not None else []
+        tracked.num_loading += 1
+        self._jobs[job] = _LoadJob(tracked, handle, first, num_present, last, digests)
+        if digests and self._lookups is not None:
+            self._arriving.update(dict.fromkeys(digests, time.monotonic() + self._lookups.patience))
+        held = tracked.holders[num_present - tracked.asked_from : last - tracked.asked_from] if tracked.waits else []
+        tracked.hits = num_present - first, held.count(0), last - num_present - held.count(0)
+        request_id, present = tracked.request.request_id, num_present - first
+        wanted = [of_group[first:last] for of_group in pages]
+        orders.loads.append(Load(job, request_id, rows, wanted, present, digests, tracked.waits))
+
+    def _take(self, tracked: TrackedRequest, last: int) -> KVCacheHandle | None:
+        """Holds the rows of a prefix, fresh ones where the host lacks it. None: there is no room after all."""
+        # One id more than is loaded, where there is one: the last token of a lease would count as one to compute.
+        tokens = tracked.tokens()[: last * self._block_size + 1]
+        try:
+            return take_rows(self._manager, tracked, tokens, last * self._block_size, self._make_room)
+        except OutOfBlocksError:
+            return None
+
+    def confirm(self, job: int, num_blocks: int) -> bool | None:
+        """All workers are done: what tiers brought is published. Whether all of it came; None: this was no load."""
+        done = self._jobs.pop(job, None)
+        if done is None:
+            return None
+        done.tracked.num_loading -= 1
+        for digest in done.digests:
+            self._arriving.pop(digest, None)
+        wanted, came = done.last - done.first, min(num_blocks, done.last - done.first)
+        present = done.num_present - done.first
+        self.stats.hits += came > 0
+        self.stats.from_host += min(came, present)
+        self.stats.from_tiers += max(0, came - present)
+        self.stats.failed += wanted - came
+        handle = done.handle
+        if handle is not None:
+            # A gap between what the host had and what was loaded holds nothing: the engine had that part itself.
+            if came > present and handle.num_cached_blocks >= done.first:
+                if self._events is not None:
+                    self._events.name(done.tracked, handle.num_committed // self._block_size, done.first + came)
+                self._manager.commit(handle, (done.first + came) * self._block_size - handle.num_committed)
+            self._manager.free(handle)
+        if came < wanted:
+            done.tracked.has_lost = True
+            done.tracked.num_below = None
+        return came == wanted
+
+    @property
+    def num_jobs(self) -> int:
+        """Loads on their way."""
+        return len(self._jobs)
+
+
+# --- looking ---------------------------------------------------------------------------------------------------------
+
+
+_THREADS = 2
+
+
+class TierLookups:
+    """Asks tiers by key. The scheduler never waits: `num_blocks` answers None until it is known, or late."""
+
+    def __init__(self, settings: ConnectorSettings, workers: Sequence[Introduction]) -> None:
+        self._timeout = settings.timeout
+        self.patience = settings.timeout + GRACE_SECONDS  # seconds after which a tier is taken to hang
+        self._spaces = [KeySpace(worker.fingerprint) for worker in workers]
+        self._chains = [TierChain(open_tiers(settings, worker, is_reader=True)) for worker in workers]
+        watched = [each for chain in self._chains for each in chain.watched]
+        self._lane = Lane("look-up", _THREADS, 1024, watched)
+
+    def num_blocks(self, tracked: TrackedRequest, first: int, last: int) -> int | None:
+        """How many blocks from the prompt's beginning on could be had, if the `first` ones are here; None: ask again."""
+        if tracked.num_below is not None and first >= tracked.asked_from:
+            return tracked.num_below
+        if not tracked.is_asking:
+            digests = tracked.tier_digests(first, last)
+            tracked.num_below, tracked.asked_from, tracked.is_asking = None, first, True
+            tracked.answer_due = time.monotonic() + self.patience
+            nothing = partial(self._answer, tracked, [])
+            if self._lane.is_stuck or not self._lane.submit(lambda: self._ask(tracked, digests), nothing):
+                nothing()
+        elif time.monotonic() > tracked.answer_due:  # a tier hangs, and knows nothing of deadlines
+            return first
+        return tracked.num_below
+
+    def _ask(self, tracked: TrackedRequest, digests: list[bytes]) -> None:
+        """In a thread of its own."""
+        holders: list[int] = []
+        try:
+            due, common = time.monotonic() + self._timeout, [0] * len(digests)
+            for space, chain in zip(self._spaces, self._chains, strict=True):
+                found = chain.find_prefix(space.keys(digests[: len(common)]), due)
+                common = [max(pair) for pair in zip(common, found, strict=False)]  # the slowest of all workers
+            holders = common
+        finally:
+            self._answer(tracked, holders)
+
+    def _answer(self, tracked: TrackedRequest, holders: list[int]) -> None:
+        tracked.holders = holders
+        tracked.num_below, tracked.is_asking = tracked.asked_from + len(holders), False
+
+    def tiers(self) -> list[KeyedTier]:
+        """The tiers of the first worker."""
+        return [watched.tier for watched in self._chains[0].watched]
+
+    def close(self) -> None:
+        """Lets go of the tiers."""
+        self._lane.stop(1.0)
+        for chain in self._chains:
+            chain.close()

@@ -1,0 +1,280 @@
+"""TrackedRequest: what the scheduler's side knows of one request of the engine.
+
+Its options come as `kv_transfer_params={"kvpool": {"no_store": true}}` in vLLM. Its adapter is told from others by the
+adapter's files, as they were when the engine began to use it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvpool.config.layers import check_number, show
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.pools.arrays import Int32Array
+from kvpool.prefix.digests import chain_digests, root_digest
+from kvpool.prefix.retention import Retention, TokenRange
+from kvpool.quiet import QuietLog
+from kvpool.scope import MultimodalItem, ReuseScope
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.tiers.identity import files_id, read_files, settings_id
+from kvpool.tiers.keys import scope_tag
+
+_log = logging.getLogger("kvpool")
+
+# The rest of a `LoRARequest` says how its files are read.
+_OF_THIS_PROCESS = frozenset({"lora_int_id", "lora_path", "base_model_name", "load_inplace"})
+
+_State = tuple[tuple[str, int, int], ...]
+
+
+class _Known(NamedTuple):
+    directory: Path | None
+    state: _State
+    content: str
+
+
+class Adapters:
+    """The adapters of one engine. What it loaded under a number stays that until it loads something else under another."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, str], _Known] = {}
+        self._quiet = QuietLog(_log)
+
+    def identity(self, adapter: Any) -> str | None:
+        """Name and content of an adapter, by the attributes of vLLM's `LoRARequest`.
+
+        Files that cannot be read here get an identity that no other process has. None: they have changed since the engine
+        began to use them, and nobody knows which of them it computes with.
+        """
+        key = int(getattr(adapter, "lora_int_id", 0)), str(getattr(adapter, "lora_path", ""))
+        known = self._known.get(key)
+        if known is None:
+            directory = _directory(key[1])
+            known = self._known[key] = _Known(directory, _state(directory), _content(directory))
+        elif known.state != _state(known.directory):
+            self._quiet.warning(
+                "kvpool connector: the files of adapter %s in %s have changed while the engine uses them: its requests "
+                "are computed and not kept; load it under another name",
+                adapter.lora_name,
+                key[1],
+            )
+            return None
+        return f"{adapter.lora_name}\0{known.content} {settings_id(adapter, _OF_THIS_PROCESS)}"
+
+
+def _directory(path: str) -> Path | None:
+    """Where the files are: the directory that was named, or the engine's download of it."""
+    if path and Path(path).is_dir():
+        return Path(path)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(path, local_files_only=True))
+    except Exception:  # not installed, no name of a repository, or not downloaded
+        return None
+
+
+def _state(directory: Path | None) -> _State:
+    """What changes when files are written."""
+    try:
+        files = [] if directory is None else read_files(directory)
+        return tuple((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    except OSError:
+        return ()
+
+
+def _content(directory: Path | None) -> str:
+    try:
+        return uuid.uuid4().hex if directory is None else files_id(directory)
+    except (OSError, ConfigError):
+        return uuid.uuid4().hex
+
+
+KEY = "kvpool"
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """How the blocks of one request are kept.
+
+    >>> RequestOptions.of({"kvpool": {"ttl": 60, "priority": 80}}).ttl
+    60
+    """
+
+    no_store: bool = False
+    """Nothing of it is kept; it may use what others left."""
+    ttl: float | None = None
+    """Seconds without use after which the host forgets its blocks. They do not go to tiers, where they would stay."""
+    priority: int | None = None
+    """0 (leaves the host first) to 100; 35 is usual."""
+    pin: float | None = None
+    """Seconds that the whole blocks of its prompt cannot be evicted from the host, from its end on. 0 ends such a pin."""
+
+    @classmethod
+    def of(cls, params: Any) -> RequestOptions:
+        """From what an engine hands over with a request; `ConfigError` for what cannot be."""
+        if params is None:
+            return NO_WISHES
+        names = [each.name for each in fields(cls)]
+        if not isinstance(params, Mapping):
+            raise ConfigError(f"kv_transfer_params must be a mapping, as {{{KEY!r}: {{…}}}}; got {show(params)}")
+        if KEY not in params:
+            _check_others(params, names)
+            return NO_WISHES
+        given = params[KEY]
+        if not isinstance(given, Mapping) or not set(given) <= set(names):
+            raise ConfigError(f"kv_transfer_params[{KEY!r}] may hold {', '.join(names)}; got {show(given)}")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        if type(self.no_store) is not bool:
+            raise ConfigError(f"no_store must be true or false, got {show(self.no_store)}")
+        if self.ttl is not None and check_number("ttl", self.ttl, "seconds above 0") <= 0:
+            raise ConfigError(f"ttl={self.ttl} must be seconds above 0")
+        if self.pin is not None and check_number("pin", self.pin, "seconds, or 0 to end a pin") < 0:
+            raise ConfigError(f"pin={self.pin} must be seconds, or 0 to end a pin")
+        if self.priority is not None:
+            self.retention()
+
+    def retention(self) -> Retention | None:
+        """The priority in the manager's words."""
+        if self.priority is None:
+            return None
+        try:
+            return Retention([TokenRange(0, None, self.priority)], decode_priority=self.priority)
+        except KVPoolError as error:
+            raise ConfigError(str(error)) from None
+
+
+def _check_others(params: Mapping[Any, Any], names: list[str]) -> None:
+    """Other connectors have keys of their own there; what looks like ours in a wrong place is not passed over."""
+    for key in params:
+        if key in names:
+            raise ConfigError(f"{key} belongs into {{{KEY!r}: {{…}}}} in kv_transfer_params")
+        if difflib.get_close_matches(str(key).lower(), [KEY], cutoff=0.8):
+            raise ConfigError(f"kv_transfer_params has {show(key)}; did you mean {KEY!r}?")
+
+
+NO_WISHES = RequestOptions()
+
+
+_ROOM = 256  # tokens that the array of ids has to spare when it grows
+
+
+def scope_of(request: Any, epoch: str, adapter: str) -> ReuseScope:
+    """What must be equal besides the tokens: `cache_salt` is the tenant; `epoch` changes with every reset."""
+    return ReuseScope(tenant=request.cache_salt or "", adapter=adapter, weights=epoch)
+
+
+def items_of(request: Any) -> tuple[MultimodalItem, ...]:
+    """Images and other inputs behind placeholder tokens."""
+    return tuple(
+        MultimodalItem(each.mm_position.offset, each.mm_position.length, each.identifier)
+        for each in sorted(request.mm_features or (), key=lambda each: each.mm_position.offset)
+    )
+
+
+@dataclass
+class Saving:
+    """Rows of one request. Those below `num_published` may have been replaced by equal ones; ask the handle."""
+
+    owner: TrackedRequest
+    handle: KVCacheHandle
+    num_ordered: int  # blocks from the first on that are there or were ordered
+    num_published: int  # of them, that can be found
+    rows: list[int] = field(default_factory=list)
+    num_jobs: int = 0  # on their way
+    is_spoiled: bool = False  # something went wrong: what is on its way is not published
+
+
+@dataclass
+class TrackedRequest:
+    """A request as the scheduler's side sees it. Everything is counted in blocks unless it says tokens."""
+
+    request: Any
+    block_size: int
+    scope: ReuseScope
+    items: tuple[MultimodalItem, ...]
+    wishes: RequestOptions = NO_WISHES
+    is_cached: bool = True  # False: its tokens do not say what it computes
+    was_looked_up: bool = False
+    num_local: int = 0  # that the engine's own cache had at the last look-up
+    num_below: int | None = None  # that tiers have, behind `asked_from`; None: not asked yet
+    asked_from: int = 0
+    holders: list[int] = field(default_factory=list)  # which tier has each of these, from `asked_from` on
+    is_asking: bool = False
+    answer_due: float = 0.0  # when they should have answered
+    waits: bool = False  # the last look-up promised a load that takes a while
+    num_loading: int = 0  # loads that no worker has reported yet
+    has_lost: bool = False  # a load failed: tiers are not asked again
+    hits: tuple[int, int, int] = (0, 0, 0)  # of the last load: from the host, the first tier, others
+    pages: list[list[int]] = field(default_factory=list)  # of each layer group
+    num_seen: int = 0  # whole blocks that were considered for storing
+    saving: Saving | None = None
+    is_over: bool = False  # the engine is done with it
+    _ids: Int32Array = field(default_factory=lambda: np.empty(0, np.int32))
+    _num_ids: int = 0
+    _digests: list[bytes] = field(default_factory=list)
+    _tag: bytes = b""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its tokens and items say what it computes; a session may have got further images meanwhile."""
+        return self.is_cached and len(self.request.mm_features or ()) == len(self.items)
+
+    @property
+    def num_ids(self) -> int:
+        """Tokens whose ids the engine knows."""
+        return len(self.request.all_token_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of its prompt."""
+        return int(self.request.num_prompt_tokens)
+
+    def tokens(self, upto: int | None = None) -> Int32Array:
+        """The first `upto` ids, or all; a view that the next call may outgrow.
+
+        What was asked for is taken as final, apart from the last id: an engine may take back what it sampled and did not use.
+        """
+        given = self.request.all_token_ids
+        total, known = len(given) if upto is None else upto, self._num_ids
+        if known > len(given) or (known and given[known - 1] != self._ids[known - 1]):
+            self._num_ids = known = 0
+            self._digests.clear()
+        if total > known:
+            if total > len(self._ids):
+                grown = np.empty(total + max(_ROOM, total // 4), np.int32)
+                grown[:known] = self._ids[:known]
+                self._ids = grown
+            self._ids[known:total] = given[known:total]
+            self._num_ids = total
+        return self._ids[:total]
+
+    def items_within(self, num_tokens: int) -> tuple[MultimodalItem, ...] | None:
+        """Those that begin among the first tokens."""
+        return tuple(item for item in self.items if item.position < num_tokens) or None
+
+    def digests(self, first: int, last: int) -> list[bytes]:
+        """The digests of blocks, as the manager announces them; each is computed once."""
+        done = len(self._digests)
+        if done < last:
+            size = self.block_size
+            parent = self._digests[-1] if done else root_digest(self.scope)
+            items = [item._replace(position=item.position - done * size) for item in self.items]
+            self._digests += chain_digests(parent, self.tokens(last * size)[done * size :], size, items)
+        return self._digests[first:last]
+
+    def tier_digests(self, first: int, last: int) -> list[bytes]:
+        """The same with the tag of their scope, as keys of tiers are made of."""
+        if not self._tag:
+            self._tag = scope_tag(self.scope)
+        return [self._tag + digest for digest in self.digests(first, last)]

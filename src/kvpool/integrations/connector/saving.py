@@ -1,0 +1,342 @@
+"""Stores: which pages go to the host, what becomes visible when the workers confirm it, what then goes on to the tiers.
+
+    ordered    the step that writes the pages carries the copy; the rows are held, nobody can find them
+    confirmed  by all workers; published together with others, at the latest when somebody looks for anything
+    published  ordered to the tiers below, if there are any
+    done       the tiers' side has its own copy of the bytes: no job uses the rows any more
+
+A request that runs keeps its rows, and a few more for its next blocks, so that a step which fills blocks costs no look-up
+(`HeldRows`). It loses them when it ends, when somebody needs the room, and when all requests together hold more than a
+quarter of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpool.errors import OutOfBlocksError
+from kvpool.integrations.connector.orders import NO_PAGE, Orders, Spill, Store
+from kvpool.integrations.connector.reports import BlockEvents
+from kvpool.integrations.connector.requests import Saving, TrackedRequest
+from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import Int32Array
+from kvpool.sequences.handle import KVCacheHandle
+
+_MANY = 32  # confirmed blocks that are published at once even if nobody asks
+
+
+@dataclass
+class SaveStats:
+    """Blocks since the connector was made."""
+
+    stored: int = 0
+    no_room: int = 0  # not stored because everything on the host was in use
+    spoiled: int = 0  # stored and not published: a load before them had failed, or a worker could not
+
+
+@dataclass
+class _StoreJob:
+    number: int
+    saving: Saving
+    first: int
+    last: int
+
+
+class Saver:
+    """Everything that goes from the engine's pages into the host's rows."""
+
+    def __init__(
+        self,
+        manager: KVCacheManager,
+        block_size: int,
+        num_rows: int,
+        new_job: Callable[[], int],
+        *,
+        has_tiers: bool,
+        events: BlockEvents | None,
+    ) -> None:
+        self.stats = SaveStats()
+        self._manager = manager
+        self._held = HeldRows(manager, block_size, num_rows)
+        self._block_size = block_size
+        self._has_tiers = has_tiers
+        self._new_job = new_job
+        self._events = events
+        self._due: list[tuple[TrackedRequest, int]] = []  # requests that the planned step fills blocks of
+        self._stores: dict[int, _StoreJob] = {}
+        self._confirmed: list[_StoreJob] = []
+        self._num_confirmed = 0  # blocks of them
+        self._spills: dict[int, list[_StoreJob]] = {}
+        self._waiting: list[Spill] = []
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether something is on its way that a further step must carry or confirm."""
+        return bool(self._stores or self._waiting or self._spills or (self._has_tiers and self._confirmed))
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def save(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """The step that is planned computes a request up to so many tokens: its whole blocks are to be stored."""
+        last = min(num_tokens, tracked.num_ids) // self._block_size
+        if tracked.num_seen < last <= min(map(len, tracked.pages)) and tracked.is_known:
+            self._due.append((tracked, last))
+
+    def order(self, orders: Orders) -> None:
+        """Orders the copies of what the host lacks, and hands what was published over to the tiers' side."""
+        if orders.is_idle or self._num_confirmed >= _MANY:
+            self.publish()
+        orders.spills, self._waiting = self._waiting, []
+        due, self._due = self._due, []
+        growing: list[tuple[Saving, int]] = []
+        beginning: list[tuple[TrackedRequest, int]] = []
+        for tracked, last in due:
+            saving = tracked.saving
+            if saving is None:
+                beginning.append((tracked, last))
+            elif last <= saving.num_ordered:  # it was preempted and computes again what is there or on its way
+                tracked.num_seen = last
+            elif not saving.is_spoiled:  # otherwise it is looked at again in the next step
+                growing.append((saving, last))
+        if growing:
+            self._held.grow(growing)
+        for saving, last in growing:
+            if last <= len(saving.rows):
+                saving.owner.num_seen = last
+                self._order(saving, last, orders)
+        for tracked, last in beginning:  # these may take the rows of others to which nothing is on its way
+            if (saving := self._begin(tracked, last)) is not None:
+                self._order(saving, last, orders)
+            tracked.num_seen = last
+
+    def _begin(self, tracked: TrackedRequest, last: int) -> Saving | None:
+        """Takes rows for what the host lacks; None if it lacks nothing, or has no room."""
+        self.publish()
+        tokens = tracked.tokens(last * self._block_size)
+        try:
+            handle = self._held.take(tracked, tokens)
+        except OutOfBlocksError:
+            self.stats.no_room += last - tracked.num_seen
+            return None
+        if handle.num_cached_blocks >= last:
+            self._manager.free(handle)
+            return None
+        return self._held.keep(tracked, handle)
+
+    def _order(self, saving: Saving, last: int, orders: Orders) -> None:
+        first = saving.num_ordered
+        pages = [of_group[first:last] for of_group in saving.owner.pages]
+        if any(NO_PAGE in of_group for of_group in pages):  # they left their window before they could be stored
+            saving.owner.is_cached = False
+            self._held.rest(saving)
+            return
+        saving.num_ordered = last
+        job = _StoreJob(self._new_job(), saving, first, last)
+        saving.num_jobs += 1
+        self._stores[job.number] = job
+        orders.stores.append(Store(job.number, pages, saving.rows[first:last]))
+
+    # --- what the workers did ----------------------------------------------------------------------------------------
+
+    def confirm(self, job: int, num_blocks: int) -> None:
+        """All workers are done with a job and got so many blocks right."""
+        if job in self._spills:
+            for spilled in self._spills.pop(job):
+                if self._events is not None and not spilled.saving.is_spoiled:
+                    self._events.stored_in_tiers(spilled.saving.owner, spilled.first, spilled.last)
+                self._let_go(spilled.saving)
+            return
+        done = self._stores.pop(job)
+        if num_blocks < done.last - done.first:
+            done.saving.is_spoiled = True
+        if done.saving.is_spoiled:
+            self._drop(done)
+        else:
+            self._confirmed.append(done)
+            self._num_confirmed += done.last - done.first
+
+    def publish(self) -> None:
+        """Makes what was confirmed findable, of all requests at once, and sends it on to the tiers."""
+        if not self._confirmed:
+            return
+        confirmed, self._confirmed, self._num_confirmed = self._confirmed, [], 0
+        upto = {id(done.saving): done for done in confirmed}  # the last of each
+        ids, counts = [], []
+        for done in upto.values():
+            start, end = done.saving.num_published * self._block_size, done.last * self._block_size
+            if self._events is not None:
+                self._events.name(done.saving.owner, done.saving.num_published, done.last)
+            ids.append(done.saving.owner.tokens(end)[start:])
+            counts.append(end - start)
+            done.saving.num_published = done.last
+        self._manager.commit_batch([done.saving.handle for done in upto.values()], np.concatenate(ids), counts)
+        spilled = [done for done in confirmed if self._has_tiers and done.saving.owner.wishes.ttl is None]
+        if spilled:
+            self._spill(spilled)
+        for done in confirmed:
+            self.stats.stored += done.last - done.first
+            if not self._has_tiers or done.saving.owner.wishes.ttl is not None:
+                self._let_go(done.saving)
+
+    def _spill(self, spilled: list[_StoreJob]) -> None:
+        """The rows as they are now: publishing may have put a block that was there already in place of ours."""
+        spill = Spill(self._new_job(), [], [])
+        for done in spilled:
+            spill.rows += done.saving.handle.block_ids()[done.first : done.last].tolist()
+            spill.digests += done.saving.owner.tier_digests(done.first, done.last)
+        self._waiting.append(spill)
+        self._spills[spill.job] = spilled
+
+    def spoil(self) -> None:
+        """What is on its way may be computed from pages that were not loaded: it is not published."""
+        for job in self._stores.values():
+            job.saving.is_spoiled = True
+
+    def forget(self) -> None:
+        """Everything is out of date: what is on its way is not published, nor told to be in tiers where nobody finds it."""
+        self.make_room()  # publishes what was confirmed, for the last time
+        self.spoil()
+        for spilled in self._spills.values():
+            for job in spilled:
+                job.saving.is_spoiled = True
+
+    def _drop(self, done: _StoreJob) -> None:
+        self.stats.spoiled += done.last - done.first
+        self._let_go(done.saving)
+
+    def _let_go(self, saving: Saving) -> None:
+        """One thing less is on its way to or from these rows."""
+        saving.num_jobs -= 1
+        self._held.rest(saving)
+
+    def make_room(self) -> bool:
+        """Lets go of rows that are only held for what may come; whether there were any."""
+        self.publish()
+        return self._held.make_room()
+
+    def finish(self, tracked: TrackedRequest) -> None:
+        """A request has ended; what is on its way from its pages goes on."""
+        tracked.is_over = True
+        if tracked.saving is not None:
+            self.publish()
+        if tracked.saving is not None:
+            self._held.rest(tracked.saving)
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+_SHARE = 4  # rows that are held are at most the host's divided by this, unless something is on its way to them
+_AHEAD = 8  # blocks that a request has rows for before it fills them
+
+
+class HeldRows:
+    """Takes rows, many at a time, and lets go of them."""
+
+    def __init__(self, manager: KVCacheManager, block_size: int, num_rows: int) -> None:
+        self._manager = manager
+        self._block_size = block_size
+        self._most = num_rows // _SHARE
+        self._all: dict[int, Saving] = {}  # by id
+        self._num_rows = 0  # of all of them
+
+    def take(self, tracked: TrackedRequest, tokens: Int32Array) -> KVCacheHandle:
+        """Holds what the host has of a prefix, and rows for the rest; `OutOfBlocksError` if that cannot be."""
+        return take_rows(self._manager, tracked, tokens, len(tokens), self.make_room)
+
+    def keep(self, tracked: TrackedRequest, handle: KVCacheHandle) -> Saving:
+        """The rows of a request that goes on."""
+        found = handle.num_cached_blocks
+        saving = Saving(tracked, handle, found, found, handle.block_ids().tolist())
+        self._all[id(saving)] = saving
+        self._num_rows += len(saving.rows)
+        tracked.saving = saving
+        return saving
+
+    def grow(self, growing: Sequence[tuple[Saving, int]]) -> None:
+        """Rows for so many blocks; a request that cannot have them stays as it is."""
+        short = {id(saving): last for saving, last in growing if last > len(saving.rows)}
+        if not short:
+            return
+        ahead = min(_AHEAD, self._most // (2 * len(self._all)))
+        wanted = {key: last + ahead for key, last in short.items()}
+        for key, saving in self._all.items():  # others that will soon be short get theirs in the same call
+            if key not in wanted and not saving.is_spoiled and len(saving.rows) < saving.num_ordered + ahead // 2:
+                wanted[key] = saving.num_ordered + ahead
+        try:
+            self._extend(wanted)
+        except OutOfBlocksError:
+            self._grow_each(short)
+
+    def _grow_each(self, short: dict[int, int]) -> None:
+        """Only what is needed now, one by one: a request that cannot have its rows must not stop the others."""
+        self.make_room({*short})
+        for key, last in short.items():
+            try:
+                self._extend({key: last})
+            except OutOfBlocksError:
+                continue
+
+    def _extend(self, wanted: dict[int, int]) -> None:
+        chosen = [(self._all[key], last) for key, last in wanted.items()]
+        counts = [(last - len(saving.rows)) * self._block_size for saving, last in chosen]
+        self._manager.extend_batch([saving.handle for saving, _ in chosen], counts)
+        for saving, last in chosen:
+            have = len(saving.rows)
+            saving.rows += saving.handle.block_ids()[have:last].tolist()
+            self._num_rows += last - have
+
+    def rest(self, saving: Saving) -> None:
+        """If nothing is on its way any more, the rows are kept for the request's next block, or let go."""
+        if saving.num_jobs:
+            return
+        if saving.owner.is_over or saving.is_spoiled:
+            self._free(saving)
+            if saving.is_spoiled:
+                saving.owner.num_seen = 0  # the pages are looked at again, and computed again where they were wrong
+        elif self._num_rows > self._most:
+            self.make_room()
+
+    def make_room(self, spared: frozenset[int] | set[int] = frozenset()) -> bool:
+        """Lets go of all rows that nothing is on its way to; whether there were any."""
+        idle = [saving for key, saving in self._all.items() if not saving.num_jobs and key not in spared]
+        for saving in idle:
+            self._free(saving)
+        return bool(idle)
+
+    def _free(self, saving: Saving) -> None:
+        del self._all[id(saving)]
+        self._num_rows -= len(saving.rows)
+        self._manager.free(saving.handle)
+        saving.owner.saving = None
+
+
+def take_rows(
+    manager: KVCacheManager,
+    tracked: TrackedRequest,
+    tokens: Int32Array,
+    num_reserved: int,
+    make_room: Callable[[], bool],
+) -> KVCacheHandle:
+    """Holds what the host has of a request's first tokens, and rows up to `num_reserved` tokens.
+
+    As long as there are too few rows and `make_room` gives some back it tries again; then it raises `OutOfBlocksError`.
+    """
+    while True:
+        try:
+            return manager.allocate(
+                object(),
+                tokens,
+                scope=tracked.scope,
+                reserve=num_reserved,
+                lease=True,
+                multimodal=tracked.items_within(len(tokens)),
+                retention=tracked.wishes.retention(),
+                ttl=tracked.wishes.ttl,
+            )
+        except OutOfBlocksError:
+            if not make_room():
+                raise

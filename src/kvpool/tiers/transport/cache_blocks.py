@@ -1,0 +1,251 @@
+"""Blocks of a cache on their way to and from tiers.
+
+To tiers: `Offers` names full blocks, copies them to staging memory in the order of the device, and has them stored in the
+background. Nobody has to keep a block until it is stored, and a block that every tier has is not copied at all.
+
+From tiers: `Importer` allocates blocks under a lease, writes them whole, and commits them. The lease holds them until their
+request has been admitted, so that nobody evicts what was just loaded. When memory is short, leases end first, and what they
+held stays cached like anything else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError
+from kvpool.manager import KVCacheManager
+from kvpool.pools.arrays import Int32Array
+from kvpool.prefix.digests import root_digest
+from kvpool.quiet import QuietLog
+from kvpool.scheduling import Request
+from kvpool.scope import MultimodalItem, ReuseScope
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.storage import DataPlane
+from kvpool.tiers.keys import named
+from kvpool.tiers.transport.block_keys import BlockKeys, Lineage
+from kvpool.tiers.transport.chain import KNOWN_KEYS
+from kvpool.tiers.transport.fetching import Fetch
+from kvpool.tiers.transport.prefix_options import next_query
+from kvpool.tiers.transport.storing import Storer
+
+CHUNK_BLOCKS = 64  # taken at a time: of windowed groups all but the last window is given back before the next ones
+log = logging.getLogger("kvpool")
+
+
+class Lease(NamedTuple):
+    """Blocks held for a request that has not been admitted yet."""
+
+    owner: Hashable  # the id of the request
+    num_blocks: int
+
+
+class Leases:
+    """The leases of one engine, by the request that each is for; oldest first."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self._handles: dict[Hashable, KVCacheHandle] = {}
+        self._most = min(manager.num_blocks(pool.index) for pool in manager.config.pools) // 2
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def view(self) -> tuple[Lease, ...]:
+        """Who has which leases."""
+        return tuple(Lease(owner, handle.num_blocks) for owner, handle in self._handles.items())
+
+    def keep(self, owner: Hashable, handle: KVCacheHandle) -> None:
+        """Holds a handle for a request. Together, leases hold no more than half of the pool: older ones give way."""
+        self.end(owner)
+        held = handle.num_blocks + sum(other.num_blocks for other in self._handles.values())
+        for other in list(self._handles):
+            if held <= self._most:
+                break
+            held -= self._handles[other].num_blocks
+            self.end(other)
+        self._handles[owner] = handle
+
+    def end(self, owner: Hashable) -> None:
+        """Lets go of what is held for a request, if anything is."""
+        handle = self._handles.pop(owner, None)
+        if handle is not None:
+            self._manager.free(handle)
+
+    def end_all(self) -> None:
+        """Memory is short: everything that is held becomes evictable."""
+        for owner in list(self._handles):
+            self.end(owner)
+
+
+class Importer:
+    """Writes what was fetched into blocks of the cache. Runs in the engine's thread."""
+
+    def __init__(self, manager: KVCacheManager, plane: DataPlane, keys: BlockKeys) -> None:
+        self._manager = manager
+        self._plane = plane
+        self._groups = keys.groups
+        self._size = keys.block_size
+        self._quiet = QuietLog(log)
+
+    def bring(self, request: Request, fetch: Fetch) -> tuple[KVCacheHandle | None, list[Callable[[], None]]]:
+        """A lease on the prefix of a request, now cached, and what to wait for before the fetched bytes go.
+
+        None if there is no room, or if what the fetched blocks follow was evicted meanwhile: the request is then computed.
+        """
+        waits: list[Callable[[], None]] = []
+        handle: KVCacheHandle | None = None
+        try:
+            handle = self._lease(request, fetch)
+            if handle.num_cached_blocks < fetch.first:
+                self._give_up(handle)
+                return None, waits
+            self._take_blocks(handle, request, fetch)
+            self._write(handle, fetch, waits)
+            self._manager.commit(handle)
+        except KVPoolError as error:
+            if not isinstance(error, OutOfBlocksError):
+                self._quiet.warning("a prefix from a tier could not be used and is computed: %s", error)
+            self._give_up(handle)
+            handle = None
+        return handle, waits
+
+    def _lease(self, request: Request, fetch: Fetch) -> KVCacheHandle:
+        """Holds what is cached of the prefix, and the first of the blocks behind it."""
+        end = fetch.num_blocks * self._size
+        return self._manager.allocate(
+            ("lease", request.id, fetch.first),
+            request.prompt[:end],
+            scope=request.scope,
+            reserve=min(end, (fetch.first + CHUNK_BLOCKS) * self._size),
+            ttl=request.ttl,
+            session=request.session,
+            lease=True,
+            multimodal=[item for item in request.multimodal if item.position < end] or None,
+        )
+
+    def _take_blocks(self, handle: KVCacheHandle, request: Request, fetch: Fetch) -> None:
+        """Takes the other blocks, part by part, and gives back those that no later query reads."""
+        end = fetch.num_blocks * self._size
+        position = next_query(fetch.num_blocks, len(request.prompt), self._size)
+        while handle.num_reserved < end:
+            self._manager.narrow(handle, position)
+            self._manager.extend(handle, min(CHUNK_BLOCKS * self._size, end - handle.num_reserved))
+        self._manager.narrow(handle, min(position, end))
+
+    def _write(self, handle: KVCacheHandle, fetch: Fetch, waits: list[Callable[[], None]]) -> None:
+        """Writes the blocks that the cache did not have: exactly those that the lease holds there, or none."""
+        first, parts = handle.num_cached_blocks, []
+        for group, (columns, rows) in zip(self._groups, fetch.groups, strict=True):
+            ids = handle.block_ids(group.index)
+            begin, end = np.searchsorted(columns, [first, fetch.num_blocks]).tolist()
+            if not np.array_equal(columns[begin:end], first + np.flatnonzero(ids[first:] >= 0)):
+                raise SequenceStateError(f"what was loaded for layer group {group.index} is not what its window reads")
+            if end > begin:
+                parts.append((ids[columns[begin:end]].copy(), group.index, torch.from_numpy(rows[begin:end])))
+        waits += [self._plane.write_blocks(*part) for part in parts]
+
+    def _give_up(self, handle: KVCacheHandle | None) -> None:
+        """What the lease holds that is not committed becomes free."""
+        if handle is not None and handle.is_live:
+            self._manager.free(handle)
+
+
+BATCH_BYTES = 2**25  # that go to a tier in one call
+
+
+@dataclass
+class Progress:
+    """How many blocks of a sequence were offered, the digest of the last one, and what the next are renamed with."""
+
+    num_blocks: int
+    digest: bytes
+    salt: bytes | None
+
+
+class _Offer(NamedTuple):
+    """Blocks of one layer group that some tier lacks."""
+
+    group: int
+    keys: list[bytes]
+    ids: list[int]
+
+
+class Offers:
+    """Offers blocks to tiers from the request on that is the `min_uses`-th to use them."""
+
+    def __init__(self, plane: DataPlane, keys: BlockKeys, storer: Storer, min_uses: int = 1) -> None:
+        self.block_size = keys.block_size
+        self.lineage = Lineage()
+        self._plane = plane
+        self._keys = keys
+        self._storer = storer
+        self._min_uses = min_uses
+        self._uses: OrderedDict[bytes, int] = OrderedDict()  # by digest, those of late
+
+    def begin(self, scope: ReuseScope) -> Progress:
+        """Of a sequence of which nothing was offered."""
+        root = root_digest(scope)
+        return Progress(0, root, self._keys.salt_of(scope, root))
+
+    def offer(
+        self,
+        handle: KVCacheHandle,
+        tokens: Int32Array,
+        progress: Progress,
+        multimodal: Sequence[MultimodalItem] = (),
+        session: str | None = None,
+        *,
+        is_demanded: bool = False,
+    ) -> None:
+        """The whole blocks of `tokens`, all of them written, that were not offered before; demanded: at any use."""
+        size = self.block_size
+        start, stop = progress.num_blocks, len(tokens) // size
+        if stop <= start:
+            return
+        items = [item._replace(position=item.position - start * size) for item in multimodal]
+        digests = self._keys.digests(progress.digest, tokens[start * size : stop * size], items)
+        renamed, salt = self._keys.forgotten.renamed(progress.salt, digests)
+        names = named(handle.scope, renamed)
+        self.lineage.note(progress.digest, digests, names)
+        own = handle.num_cached_blocks  # the first block that it computed
+        if start <= own < stop:
+            for each in (session, *handle.copied_sessions):
+                if each is not None:
+                    self.lineage.begin(each, digests[own - start])
+        progress.num_blocks, progress.digest, progress.salt = stop, digests[-1], salt
+        used = [self._min_uses == 1 or self._count_use(digest) >= self._min_uses or is_demanded for digest in digests]
+        for group, keys in zip(self._keys.groups, self._keys.of_digests(names), strict=True):
+            ids = handle.block_ids(group.index)[start:stop].tolist()
+            wanted = [i for i, key in enumerate(keys) if used[i] and ids[i] >= 0 and self._storer.wants(key)]
+            step = max(1, BATCH_BYTES // group.spec.block_bytes)
+            for at in range(0, len(wanted), step):
+                part = wanted[at : at + step]
+                self._send(_Offer(group.index, [keys[i] for i in part], [ids[i] for i in part]), group.spec.block_bytes)
+
+    def _count_use(self, digest: bytes) -> int:
+        uses = self._uses.pop(digest, 0) + 1
+        self._uses[digest] = uses
+        if len(self._uses) > KNOWN_KEYS:
+            self._uses.popitem(last=False)
+        return uses
+
+    def _send(self, offer: _Offer, block_bytes: int) -> None:
+        """Copies blocks to staging memory and has them stored."""
+        stage = self._storer.take_memory(len(offer.ids) * block_bytes, len(offer.ids))
+        if stage is None:
+            return
+        rows = stage.data.reshape(len(offer.ids), block_bytes)
+        blocks: Int32Array = np.array(offer.ids, np.int32)
+        try:
+            wait: Callable[[], None] = self._plane.read_blocks(blocks, offer.group, torch.from_numpy(rows))
+        except BaseException:
+            stage.release()
+            raise
+        self._storer.store(offer.keys, list(rows), stage, wait)

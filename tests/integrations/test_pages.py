@@ -1,0 +1,144 @@
+"""Pages as opaque bytes: whatever the layout, what is read into a row comes back as it was."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from kvpool.errors import ConfigError
+from kvpool.integrations.connector.orders import NO_PAGE
+from kvpool.integrations.connector.pages import EnginePages, HostRows, LinkedPages, Move
+
+LAYOUTS = {
+    "packed": lambda: torch.randn(6, 2, 4, 8),
+    "keys and values apart": lambda: torch.randn(2, 6, 4, 8),
+    "smaller pages in kernels": lambda: torch.randn(12, 4, 8),
+    "bfloat16": lambda: torch.randn(6, 4, 8).to(torch.bfloat16),
+    "layers side by side": lambda: torch.randn(6, 3, 4, 8)[:, 1],
+}
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def pages_on(device: str, layers: dict[str, torch.Tensor], groups: list[list[str]] | None = None) -> EnginePages:
+    return (EnginePages if device == "cpu" else LinkedPages)(layers, 6, groups)
+
+
+def bytes_of(layers: dict[str, torch.Tensor]) -> HostRows:
+    """All pages, one row for each."""
+    pages = EnginePages({name: layer.cpu() for name, layer in layers.items()}, 6)
+    rows = HostRows(6, pages.row_bytes)
+    pages.read([Move([range(6)], range(6))], rows)
+    return rows
+
+
+def on(device: str, layout: str) -> torch.Tensor:
+    """A layer with random pages; strides survive the way to a GPU."""
+    made = LAYOUTS[layout]()
+    return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=device).copy_(made)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_given_a_layout_then_pages_come_back_bit_for_bit(layout: str, device: str) -> None:
+    layers = {name: on(device, layout) for name in "ab"}
+    half = bytes_of(layers)
+    pages = pages_on(device, layers)
+    host = HostRows(4, pages.row_bytes, pages.gpu)
+    moves = [Move([[1, 5]], [3, 0]), Move([[2]], [1])]
+    pages.read(moves, host)
+    for layer in layers.values():
+        layer.zero_()
+    pages.write(moves, host)
+    now = bytes_of(layers)
+    assert [(half.array[n] == now.array[n]).all() for n in (1, 2, 5)] == [True] * 3
+    assert not now.array[[0, 3, 4]].any()
+
+
+def test_given_a_shape_without_pages_then_the_layer_is_named() -> None:
+    with pytest.raises(ConfigError, match="the cache of a has the shape"):
+        EnginePages({"a": torch.zeros(7, 4)}, 6)
+    with pytest.raises(ConfigError, match="not contiguous"):
+        EnginePages({"a": torch.zeros(6, 4, 8).transpose(1, 2)}, 6)
+
+
+def test_given_more_pages_then_the_layout_is_the_same_and_with_other_heads_it_is_not() -> None:
+    assert EnginePages({"a": torch.zeros(6, 4, 8)}, 6).layout == EnginePages({"a": torch.zeros(9, 4, 8)}, 9).layout
+    assert EnginePages({"a": torch.zeros(6, 4, 8)}, 6).layout != EnginePages({"a": torch.zeros(6, 8, 4)}, 6).layout
+    assert EnginePages({"a": torch.zeros(6, 4)}, 6).layout != EnginePages({"b": torch.zeros(6, 4)}, 6).layout
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_given_two_groups_that_share_memory_then_a_row_holds_both_and_pages_that_left_their_window_stay(
+    device: str,
+) -> None:
+    memory = torch.arange(6 * 8, dtype=torch.uint8, device=device).reshape(6, 8)
+    layers = {"wide": memory, "narrow": memory}  # as vLLM lays out layers of different windows
+    pages = pages_on(device, layers, [["wide"], ["narrow"]])
+    host = HostRows(2, pages.row_bytes, pages.gpu)
+    assert pages.row_bytes == 16
+    pages.read([Move([[1, 2], [3, 4]], [0, 1])], host)
+    before = memory.clone()
+    memory[:] = 0
+    pages.write([Move([[1, 2], [NO_PAGE, 4]], [0, 1])], host)
+    assert torch.equal(memory[[1, 2, 4]], before[[1, 2, 4]])
+    assert not memory[[0, 3, 5]].any()
+    assert pages.layout != EnginePages(layers, 6).layout
+
+
+# --- a GPU, which computes while pages are copied ---------------------------------------------------------------------
+
+
+def busy(layer: torch.Tensor) -> None:
+    """Some milliseconds of work for the GPU, behind which everything else on its stream waits."""
+    big = torch.ones((2048, 2048), device=layer.device)
+    for _ in range(60):
+        big = (big @ big) / 2048
+
+
+@pytest.mark.gpu
+def test_given_pages_that_the_gpu_still_uses_then_rows_come_behind_that_and_before_what_is_computed_next() -> None:
+    layers = {name: torch.randn((600, 4096), device="cuda") for name in "ab"}
+    right = {name: layer.clone() for name, layer in layers.items()}
+    pages = LinkedPages(layers, 600)
+    host = HostRows(600, pages.row_bytes, pages.gpu)
+    moves = [Move([list(range(600))], list(range(600)))]
+    pages.read(moves, host)
+    for _ in range(3):
+        busy(layers["a"])
+        before = layers["b"].clone()
+        for layer in layers.values():
+            layer.zero_()
+        pages.write(moves, host)
+        found = {name: layer.clone() for name, layer in layers.items()}
+        assert torch.equal(before, right["b"])
+        assert all(torch.equal(found[name], right[name]) for name in found)
+    pages.close()
+    host.close()
+
+
+@pytest.mark.gpu
+def test_given_pages_that_are_written_when_the_layer_says_so_then_the_rows_hold_them_and_not_what_comes_next() -> None:
+    layers = {name: torch.zeros((64, 4096), device="cuda") for name in "ab"}
+    pages = LinkedPages(layers, 64)
+    host = HostRows(64, pages.row_bytes, pages.gpu)
+    moves = [Move([list(range(64))], list(range(64)))]
+    for value in (1.0, 2.0, 3.0):
+        for name, layer in layers.items():
+            busy(layer)
+            layer.fill_(value)
+            pages.read_layer(name, moves, host)
+        layers["b"].fill_(value + 0.5)  # a second pass over the layer
+        pages.read_layer("b", moves, host)
+        is_over = pages.read(moves, host)
+        for layer in layers.values():
+            layer.fill_(-1.0)  # the engine gave the pages to somebody else
+        while not is_over():
+            pass
+        first, second = host.array.view("float32").reshape(64, 2, 4096).transpose(1, 0, 2)
+        assert (first == value).all()
+        assert (second == value + 0.5).all()

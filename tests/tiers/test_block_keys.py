@@ -1,0 +1,125 @@
+"""Digests behind forgotten ones become other keys, whatever was forgotten before or after; what is known can be taken out."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpool.tiers.transport.block_keys import Forgotten, Lineage
+
+ROOT, OTHER_ROOT, A, B, C, D = (bytes([number]) * 32 for number in range(6))
+PATH = [A, B, C]
+
+
+def used(forgotten: Forgotten, root: bytes = ROOT, path: list[bytes] = PATH) -> list[bytes]:
+    return list(forgotten.renamed(forgotten.salt_of(root), path)[0])
+
+
+def test_given_nothing_forgotten_then_digests_are_what_they_are() -> None:
+    forgotten = Forgotten()
+    assert used(forgotten) == PATH
+    assert forgotten.version == 0
+
+
+def test_given_a_forgotten_block_then_it_and_what_follows_are_renamed_and_what_comes_before_is_not() -> None:
+    forgotten = Forgotten()
+    forgotten.forget([B])
+    first, second, third = used(forgotten)
+    assert first == A
+    assert second != B
+    assert third != C
+    assert used(forgotten, path=[A, D]) == [A, D]
+    assert used(forgotten) == [first, second, third]  # the same from now on
+    assert forgotten.version == 1
+
+
+def test_given_a_path_in_pieces_then_names_are_those_of_the_whole() -> None:
+    forgotten = Forgotten()
+    forgotten.forget([A])
+    forgotten.forget([C])
+    salt, names = forgotten.salt_of(ROOT), []
+    for digest in PATH:
+        piece, salt = forgotten.renamed(salt, [digest])
+        names += piece
+    assert names == used(forgotten)
+
+
+def test_given_a_forgotten_scope_then_all_of_it_is_renamed_and_others_are_not() -> None:
+    forgotten = Forgotten()
+    forgotten.forget([ROOT])
+    assert not set(used(forgotten)) & set(PATH)
+    assert used(forgotten, OTHER_ROOT, [D]) == [D]
+
+
+def test_given_a_forgotten_tenant_then_every_root_of_it_is_renamed_also_one_that_was_forgotten_by_itself() -> None:
+    forgotten, tenant = Forgotten(), b"t" * 32
+    forgotten.forget([ROOT])
+    alone = forgotten.salt_of(tenant, ROOT)
+    forgotten.forget([tenant])
+    salts = [forgotten.salt_of(tenant, root) for root in (ROOT, OTHER_ROOT)]
+    assert len({alone, None, *salts}) == 4
+    assert forgotten.salt_of(b"u" * 32, OTHER_ROOT) is None
+
+
+@pytest.mark.parametrize("later", [[ROOT], [A], [B], None])
+def test_given_something_forgotten_before_when_more_above_it_is_forgotten_then_nothing_of_it_keeps_its_name(
+    later: list[bytes] | None,
+) -> None:
+    forgotten = Forgotten()
+    forgotten.forget([B])
+    before = used(forgotten)
+    forgotten.forget_all() if later is None else forgotten.forget(later)
+    assert not set(used(forgotten)[1:]) & {*before[1:], *PATH}
+
+
+def test_given_more_forgotten_blocks_than_are_remembered_then_everything_is_forgotten_and_nothing_comes_back() -> None:
+    forgotten = Forgotten(limit=2)
+    seen = {*PATH}
+    for digest in (A, B, C, D):
+        forgotten.forget([digest])
+        assert not {*used(forgotten)[2:]} & seen if digest == C else True
+    assert not set(used(forgotten)) & set(PATH)
+
+
+def lineage(limit: int = 100) -> Lineage:
+    made = Lineage(limit)
+    made.note(ROOT, [A, B], [A, B])
+    made.note(B, [C], [b"renamed"])
+    made.note(A, [D], [D])
+    return made
+
+
+@pytest.mark.parametrize(
+    ("marks", "gone"),
+    [
+        ([B], {B, b"renamed"}),
+        ([A], {A, B, b"renamed", D}),
+        ([ROOT], {A, B, b"renamed", D}),
+        ([C, B], {B, b"renamed"}),
+        ([], set()),
+        ([OTHER_ROOT], set()),
+        (None, {A, B, b"renamed", D}),
+    ],
+)
+def test_given_blocks_that_follow_each_other_then_all_below_a_mark_are_taken_as_they_were_renamed(
+    marks: list[bytes] | None, gone: set[bytes]
+) -> None:
+    made = lineage()
+    assert set(made.take(marks)) == gone
+    assert set(made.take(marks)) == set()
+    assert len(made) == 4 - len(gone)
+
+
+def test_given_more_blocks_than_are_known_then_the_oldest_are_not_known_any_more() -> None:
+    made = lineage(limit=2)
+    assert len(made) == 2
+    assert set(made.take(None)) == {b"renamed", D}
+
+
+def test_given_sessions_then_their_beginnings_are_known_up_to_a_limit() -> None:
+    made = Lineage(limit=2)
+    made.begin("one", A)
+    made.begin("one", A)
+    made.begin("one", B)
+    assert made.of_session("one") == [A, B]
+    made.begin("two", C)
+    assert (made.of_session("one"), made.of_session("two"), made.of_session("none")) == ([], [C], [])
