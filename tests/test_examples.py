@@ -133,7 +133,7 @@ def test_given_the_readme_then_its_quick_start_is_the_tested_example() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("guide.md", "blocks.md", "threads.md"),
+        *("guide.md", "blocks.md", "threads.md", "rules.md", "reference.md"),
         *("compat.md", "compat-pyagent.md", "compat-vllm-v0.md", "compat-ferrum.md"),
     ],
 )
