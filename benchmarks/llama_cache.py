@@ -24,7 +24,7 @@ from typing import Any
 
 from cases.tiers_redis import server as redis_server
 from harness import Case, NoPartError, PeerCase, Runner, Times, argument_parser, main
-from kvpool.model.default_model import gguf_file
+from kvpool.model.loading import gguf_file
 
 NUM_TOKENS, QUICK_TOKENS = 1500, 600
 LIFE = Path(__file__).parent / "cases" / "llama_life.py"

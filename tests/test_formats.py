@@ -25,7 +25,7 @@ from kvpool.errors import ConfigError, InvalidArgumentError, TraceError
 from kvpool.integrations.llama_states import SIGNPOST_BYTES, Signpost, StateBlob
 from kvpool.recording import operations
 from kvpool.replay import read_trace, replay_recording
-from kvpool.scheduling import measured_costs
+from kvpool.scheduling import cost_model
 from kvpool.scope import ReuseScope
 from kvpool.tiers import CompressedTier, DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome, keys, open_tier, settings
 from kvpool.tiers.disk import slab
@@ -162,7 +162,7 @@ def test_given_a_state_of_llama_cpp_of_an_earlier_release_then_it_is_whole(relea
 def test_given_settings_and_a_measurement_of_an_earlier_release_then_they_are_read(release: Path) -> None:
     found = settings.read_tiers(release / "settings.toml", environ={})
     assert (found.disk, found.disk_bytes, found.remote_ttl) == ("/var/cache/kvpool", 50 * 2**30, 3600.0)
-    assert measured_costs.read_costs(release / "costs.json").to_dict() == expected(release, "costs")
+    assert cost_model.read_costs(release / "costs.json").to_dict() == expected(release, "costs")
 
 
 # --- newer formats ---------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_given_a_measurement_of_a_newer_format_then_it_is_called_so(tmp_path: Pa
     plain = {**expected(SAMPLES[-1], "costs"), "format": 7}
     path.write_text(json.dumps({"measurement": plain}))
     with pytest.raises(InvalidArgumentError, match="has format 7; this kvpool reads 1: update kvpool"):
-        measured_costs.read_costs(path)
+        cost_model.read_costs(path)
 
 
 def test_given_the_description_of_a_newer_model_then_no_keys_are_made_of_it() -> None:
@@ -263,4 +263,4 @@ def test_given_the_page_of_formats_then_it_says_the_versions_of_today() -> None:
     assert found["Keys and fingerprints"] == str(keys.FORMAT_VERSION)
     assert found["Recording (`.kvtrace`)"] == str(operations.VERSION)
     assert found["Settings (TOML)"] == str(settings.FORMAT)
-    assert found["Measurement of `kvpool bench`"] == str(measured_costs.FORMAT)
+    assert found["Measurement of `kvpool bench`"] == str(cost_model.FORMAT)

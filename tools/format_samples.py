@@ -33,8 +33,7 @@ from kvpool.cluster.wire_events import (
 )
 from kvpool.integrations.llama_states import StateBlob
 from kvpool.recording import TraceRecorder
-from kvpool.scheduling.cost_model import LinearCostModel
-from kvpool.scheduling.measured_costs import Measurement
+from kvpool.scheduling.cost_model import LinearCostModel, Measurement
 from kvpool.scope import ReuseScope
 from kvpool.tiers import CompressedTier, DiskTier, Fingerprint, KeyedTier, KeySpace, Outcome
 from kvpool.tiers.compressed_tier import CODECS

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from harness import PeerAbsentError, Runner
 from kvpool.clients.load import Endpoint, fetch_text, figures, run_load, synthetic
 from kvpool.errors import KVPoolError
-from kvpool.model.default_model import default_model_directory
+from kvpool.model.loading import default_model_directory
 
 CLIENTS = 16
 _START_SECONDS = 900.0

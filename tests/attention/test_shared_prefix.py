@@ -13,7 +13,7 @@ import torch
 from paged_cases import BuiltCase, Case, spec
 
 from kvpool.attention import PagedBatch, create_backend, torch_backend
-from kvpool.attention.shared_prefix import SharedPrefix, shared_prefixes
+from kvpool.attention.attention_batch import SharedPrefix, shared_prefixes
 from kvpool.config.layers import DType
 from kvpool.kernels.attention_reference import reference_attention
 

@@ -247,7 +247,7 @@ def test_given_a_benchmark_with_json_then_the_model_is_loaded_once_and_its_costs
     model_directory: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvpool.engine import engine as module
-    from kvpool.scheduling.measured_costs import read_costs
+    from kvpool.scheduling.cost_model import read_costs
 
     loaded = []
     load = module.load_model

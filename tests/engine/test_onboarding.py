@@ -16,7 +16,7 @@ from kvpool import Tier  # noqa: E402
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.errors import TransferError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
-from kvpool.scheduling.arrivals import Arrivals  # noqa: E402
+from kvpool.scheduling.running import Arrivals  # noqa: E402
 from kvpool.storage.moving import move  # noqa: E402
 from kvpool.storage.transfer_steps import TransferStep, UnderWay  # noqa: E402
 

@@ -15,8 +15,7 @@ from letters import letters_tokenizer
 from models import tiny_model
 
 from kvpool import ReuseHint
-from kvpool.engine import Engine, SamplingParams
-from kvpool.engine import requests as tool_calls
+from kvpool.engine import Engine, SamplingParams, requests
 from kvpool.engine.requests import ToolCalls
 from kvpool.errors import InvalidArgumentError
 
@@ -80,7 +79,7 @@ def hints_in(engine: Engine) -> set[int]:
 def test_the_policy_is_told_what_is_known_about_the_continuation(
     options: dict[str, Any], marks: tuple[str, ...], expected: ReuseHint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tool_calls, "TOOL_CALL_MARKS", marks)
+    monkeypatch.setattr(requests, "TOOL_CALL_MARKS", marks)
     with Engine(tiny_model("llama"), tokenizer=letters_tokenizer(), block_size=4, kv_blocks=32) as engine:
         engine.submit(PROMPT, EVERYTHING_STOPS, **options).result(60)
         assert hints_in(engine) == {expected.code}

@@ -47,7 +47,7 @@ def model() -> str:
     pytest.importorskip("xxhash")
     pytest.importorskip("transformers")
     from kvpool.errors import ModelLoadError
-    from kvpool.model.default_model import gguf_file
+    from kvpool.model.loading import gguf_file
 
     try:
         return str(gguf_file())

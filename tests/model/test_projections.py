@@ -12,8 +12,8 @@ pytest.importorskip("transformers")
 from models import SUPPORTED, tiny_model  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
+from kvpool.model.faster_layers import JoinedProduct, ProjectionPart, join_projections  # noqa: E402
 from kvpool.model.probing import inspect_model, run_probe  # noqa: E402
-from kvpool.model.projections import JoinedProduct, ProjectionPart, join_projections  # noqa: E402
 
 
 class Gated(nn.Module):

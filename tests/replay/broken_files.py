@@ -34,7 +34,7 @@ from kvpool.replay.formats import FORMATS
 from kvpool.replay.runs import run_all
 from kvpool.replay.synth import fit, synthesise
 from kvpool.replay.trace import summary, working_set
-from kvpool.scheduling.measured_costs import COSTS, read_costs
+from kvpool.scheduling.cost_model import COSTS, read_costs
 
 HOSTILE: list[Any] = [
     None,

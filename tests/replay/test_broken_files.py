@@ -28,7 +28,7 @@ from kvpool.replay import TraceBuilder, TraceError, read_trace, replay_recording
 from kvpool.replay import trace as trace_module
 from kvpool.replay.bounds import MODELS, run_model
 from kvpool.replay.costs import count_weights
-from kvpool.scheduling.measured_costs import read_costs
+from kvpool.scheduling.cost_model import read_costs
 
 GOOD = b'{"timestamp": 0, "input_length": 1000, "output_length": 7, "hash_ids": [1, 2]}\n'
 MIB = 2**20

@@ -15,7 +15,7 @@ from kvpool.replay import TraceBuilder, write_trace
 from kvpool.replay.capacity_plan import PlanRequest, make_plan
 from kvpool.replay.costs import costs_for
 from kvpool.scheduling import LinearCostModel
-from kvpool.scheduling.measured_costs import Measurement, read_costs
+from kvpool.scheduling.cost_model import Measurement, read_costs
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -5,7 +5,7 @@ from support import add, make_engine, request
 
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.scheduling import CostModel, LinearCostModel
-from kvpool.scheduling.measured_costs import COSTS, MeasuredStep, fit_costs
+from kvpool.scheduling.cost_model import COSTS, MeasuredStep, fit_costs
 
 TRUE = LinearCostModel(
     prefill_seconds_per_token=2e-4,

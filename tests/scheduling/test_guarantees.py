@@ -12,7 +12,7 @@ from toy_engine import ToyEngine
 from kvpool import ReuseScope
 from kvpool.errors import NeverFitsError
 from kvpool.scheduling import CapacityMode, FinishReason
-from kvpool.scheduling.supply import Supply
+from kvpool.scheduling.capacity import Supply
 from managers import cached, make_manager
 
 MINE, YOURS = ReuseScope(tenant="mine"), ReuseScope(tenant="yours")

@@ -15,12 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpool.attention.attention_batch import Int64Array, KeyRanges, PagedBatch
+from kvpool.attention.attention_batch import Int64Array, KeyRanges, PagedBatch, shared_prefixes
 from kvpool.attention.backend import AttentionBackend, AttentionPlan, PlanBuffers
-from kvpool.attention.dense import PACKED_QUERIES, attend, attend_with_sums, materialises
-from kvpool.attention.gather import Scratch, TokenPlaces, WholeBlocks, gather_layer
-from kvpool.attention.precision import computing_dtype
-from kvpool.attention.shared_prefix import shared_prefixes
+from kvpool.attention.dense import (
+    PACKED_QUERIES,
+    Scratch,
+    TokenPlaces,
+    WholeBlocks,
+    attend,
+    attend_with_sums,
+    computing_dtype,
+    gather_layer,
+    materialises,
+)
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
 

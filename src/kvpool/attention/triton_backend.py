@@ -24,8 +24,7 @@ from kvpool.kernels.attention import (
 )
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.copy import upload
-from kvpool.kernels.device import current
-from kvpool.kernels.layout import LayerCache
+from kvpool.kernels.layout import LayerCache, current
 from kvpool.kernels.prefill import PREFILL_TILE, prefill_items, prefills, prefills_on, reads
 
 _DECODE_ROWS = 16  # the smallest tile that tensor cores take

@@ -1,16 +1,21 @@
-"""What the wrappers for earlier systems share: a manager, requests named by ids instead of handles, bytes when asked for."""
+"""What the wrappers for earlier systems share: a manager, requests named by ids, bytes when asked for, and known settings."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import fields
+from difflib import get_close_matches
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from kvpool.config import KVCacheConfig
 from kvpool.config.layers import show
-from kvpool.errors import InvalidArgumentError, SequenceStateError, StorageError, UnknownRequestError
+from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, StorageError, UnknownRequestError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array, as_count, as_token_array
 from kvpool.pools.groups import kind_of
@@ -20,6 +25,40 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvpool.storage import DataPlane
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+CONFIG_SETTINGS = frozenset(field.name for field in fields(KVCacheConfig) if field.init)
+
+
+def knows_settings(name: str, settings: Iterable[str] = ()) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function refuse keywords that are neither parameters of its own nor among `settings`."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        parameters = inspect.signature(function).parameters.values()
+        own = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
+        known = sorted({*own, *settings})
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            for given in kwargs:
+                if given not in known:
+                    nearest = get_close_matches(given, known, cutoff=0.5)
+                    hint = f"the nearest: {', '.join(nearest)}" if nearest else f"it knows {', '.join(known)}"
+                    raise ConfigError(f"{name} has no setting {given!r}; {hint}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate
+
+
+def checked_settings(cls: C) -> C:
+    """Makes a dataclass refuse unknown fields in the same way."""
+    setattr(cls, "__init__", knows_settings(cls.__name__)(vars(cls)["__init__"]))  # noqa: B010 - mypy refuses the assignment
+    return cls
 
 
 class Adapter:

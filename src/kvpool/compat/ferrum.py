@@ -7,8 +7,7 @@ None. Enumerations are in capitals. Ids of blocks and tokens are plain integers.
 from kvpool.compat.ferrum_calls import CacheGcStats, CacheManagerStats, FerrumKVCacheManager
 from kvpool.compat.ferrum_handle import CacheHandleStats, PagedKvCacheHandle
 from kvpool.compat.ferrum_manager import PagedKvCacheConfig, PagedKvCacheManager
-from kvpool.compat.ferrum_pool import BlockPool, BlockPoolStats
-from kvpool.compat.ferrum_prefixes import FoundPrefix, PrefixCache, PrefixCacheStats
+from kvpool.compat.ferrum_prefixes import BlockPool, BlockPoolStats, FoundPrefix, PrefixCache, PrefixCacheStats
 from kvpool.compat.ferrum_types import AllocationRequest, BlockTable, DataType, Device, Priority, RequestId
 from kvpool.errors import KVPoolError
 from kvpool.stats import MemoryPressure

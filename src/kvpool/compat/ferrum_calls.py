@@ -13,8 +13,14 @@ import numpy as np
 
 from kvpool.compat.adapter import Adapter, CountingAdapter
 from kvpool.compat.ferrum_handle import CacheHandleStats
-from kvpool.compat.ferrum_pool import BlockPool
-from kvpool.compat.ferrum_prefixes import CachedPrefix, FoundPrefix, PrefixCache, PrefixCacheStats, refuse_prefix
+from kvpool.compat.ferrum_prefixes import (
+    BlockPool,
+    CachedPrefix,
+    FoundPrefix,
+    PrefixCache,
+    PrefixCacheStats,
+    refuse_prefix,
+)
 from kvpool.config import Tier
 from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError, SequenceStateError, UnknownRequestError

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.compat.adapter import device_name
+from kvpool.compat.adapter import checked_settings, device_name
 from kvpool.compat.ferrum_calls import FerrumCalls
 from kvpool.compat.ferrum_handle import CacheHandleStats, PagedKvCacheHandle
 from kvpool.compat.ferrum_types import AllocationRequest, check_request
-from kvpool.compat.known_settings import checked_settings
 from kvpool.config import DType, KVCacheConfig, LayerSpec
 from kvpool.config.layers import MAX_BLOCKS, check_bool, check_int, check_number, show
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, UnknownRequestError

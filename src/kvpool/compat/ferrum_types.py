@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
 
-from kvpool.compat.adapter import device_name
-from kvpool.compat.known_settings import checked_settings
+from kvpool.compat.adapter import checked_settings, device_name
 from kvpool.config import DType, KVCacheConfig, LayerSpec
 from kvpool.config.layers import ceil_div, show
 from kvpool.errors import InvalidArgumentError

@@ -11,8 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvpool.compat.adapter import Adapter
-from kvpool.compat.known_settings import knows_settings
+from kvpool.compat.adapter import Adapter, knows_settings
 from kvpool.compat.pyagent_blocks import KVCacheAllocator, KVCacheBlock, KVCacheBlocks, KVCacheTransfer
 from kvpool.compat.pyagent_config import MORE_SETTINGS, DeviceType, DType, KVCacheConfig, check_config
 from kvpool.config import Tier

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.compat.adapter import import_torch, layer_index
-from kvpool.compat.known_settings import checked_settings
+from kvpool.compat.adapter import checked_settings, import_torch, layer_index
 from kvpool.compat.pyagent_config import DeviceType, DType, KVCacheConfig, as_device, check_config, stored_type
 from kvpool.config import LayerSpec, Tier
 from kvpool.config.layers import MAX_BLOCK_SIZE, check_int, show

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.compat.adapter import import_torch
-from kvpool.compat.known_settings import CONFIG_SETTINGS, checked_settings
+from kvpool.compat.adapter import CONFIG_SETTINGS, checked_settings, import_torch
 from kvpool.config import KVCacheConfig as CacheConfig
 from kvpool.config import LayerSpec
 from kvpool.config.layers import DType as StoredType

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpool.compat.adapter import Adapter
-from kvpool.compat.known_settings import checked_settings, knows_settings
+from kvpool.compat.adapter import Adapter, checked_settings, knows_settings
 from kvpool.compat.trtllm_blocks import (
     BlockManager,
     KVCacheBlock,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any
 
-from kvpool.compat.known_settings import CONFIG_SETTINGS
+from kvpool.compat.adapter import CONFIG_SETTINGS
 from kvpool.config import DType, LayerSpec
 from kvpool.config.layers import (
     MAX_TOKENS,

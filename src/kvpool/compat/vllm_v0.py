@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from kvpool.compat.adapter import Adapter
-from kvpool.compat.known_settings import knows_settings
+from kvpool.compat.adapter import Adapter, knows_settings
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
 from kvpool.config.layers import MAX_BLOCKS, ceil_div, check_bool, check_int, show
 from kvpool.errors import (

@@ -19,9 +19,9 @@ from kvpool.engine.generation import Chunk
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.sizing import copy_seconds
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.model.default_model import NAME as DEFAULT_NAME
+from kvpool.model.loading import DEFAULT_NAME
 from kvpool.scheduling import LinearCostModel
-from kvpool.scheduling.measured_costs import MeasuredStep, Measurement, fit_costs
+from kvpool.scheduling.cost_model import MeasuredStep, Measurement, fit_costs
 from kvpool.scope import ReuseScope
 from kvpool.terminal import check_files, console, progress_bar, write_json
 

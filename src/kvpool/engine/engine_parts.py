@@ -11,13 +11,17 @@ from kvpool.engine.runner import ModelRunner
 from kvpool.engine.settings import EngineSettings
 from kvpool.engine.sizing import kv_budget, link_bytes_per_second
 from kvpool.engine.tier_link import TierLink
-from kvpool.kernels.device import current, whole_device
+from kvpool.kernels.layout import current, whole_device
 from kvpool.manager import KVCacheManager
-from kvpool.model.compiled_layers import uncompiled
-from kvpool.model.norms import fuse_norms, separate_norms
+from kvpool.model.faster_layers import (
+    choose_products,
+    fuse_norms,
+    join_projections,
+    plain_products,
+    separate_norms,
+    uncompiled,
+)
 from kvpool.model.probing import ModelShape, inspect_model, run_probe
-from kvpool.model.products import choose_products, plain_products
-from kvpool.model.projections import join_projections
 from kvpool.scheduling import LinearCostModel, Scheduler, SchedulerConfig
 from kvpool.storage import DataPlane
 from kvpool.tiers.model_tiers import ModelTiers

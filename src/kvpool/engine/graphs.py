@@ -24,7 +24,7 @@ from kvpool.config import KVCacheConfig, LayerGroup, Tier
 from kvpool.config.layers import ceil_div
 from kvpool.errors import KVPoolError
 from kvpool.kernels.attention_spec import AttentionSpec
-from kvpool.kernels.device import whole_device
+from kvpool.kernels.layout import whole_device
 from kvpool.model.hook import AttentionCall
 from kvpool.model.probing import forward
 from kvpool.scheduling.batch_plan import BatchPlan

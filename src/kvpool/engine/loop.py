@@ -24,7 +24,7 @@ from kvpool.engine.runner import Landings, ModelRunner
 from kvpool.engine.sampling import Sampled, StepSampler, logprob_of, propose
 from kvpool.engine.tier_link import TierLink
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
-from kvpool.kernels.device import whole_device
+from kvpool.kernels.layout import whole_device
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling import BatchPlan, Fork, Request, ScheduledSequence, Scheduler
 from kvpool.scheduling.request import Finished

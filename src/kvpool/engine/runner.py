@@ -26,7 +26,7 @@ from kvpool.engine.graphs import (
     mixed_sizes,
 )
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
-from kvpool.model.compiled_layers import compile_each_layer
+from kvpool.model.faster_layers import compile_each_layer
 from kvpool.model.hook import AttentionCall
 from kvpool.model.probing import ModelShape, forward
 from kvpool.scheduling import BatchPlan, Scheduler

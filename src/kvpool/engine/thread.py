@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from kvpool.engine.loop import EngineLoop
 from kvpool.errors import KVPoolError, SequenceStateError
-from kvpool.kernels.device import current
+from kvpool.kernels.layout import current
 
 _Answer = TypeVar("_Answer")
 _EXIT_SECONDS = 10.0  # that the end of the process waits for steps under way

@@ -8,8 +8,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from kvpool.kernels.device import current
-from kvpool.kernels.layout import Runs, widest_view
+from kvpool.kernels.layout import Runs, current, widest_view
 
 _SMALL_BLOCK = 1 << 14  # bytes below which indexing a batch beats a copy per block
 _BATCH = 64  # uploads by kernels, after which an event tells whether those before them are done

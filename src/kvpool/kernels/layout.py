@@ -1,13 +1,25 @@
-"""What kernels see of a store: the K and V of one layer as strided views, and blocks as rows of bytes."""
+"""What kernels see: K and V of one layer as strided views, blocks as rows of bytes, and which GPU is the current one."""
 
 from __future__ import annotations
 
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvpool.config.layers import DType
+
+# Held while a graph is captured, and by whoever waits for all streams of a device: CUDA refuses that during a capture.
+whole_device = threading.RLock()
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU that of this thread while it is open: events, graphs and kernels go there, whatever their tensors say."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():  # asking is a tenth of changing it twice
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 class LayerCache(NamedTuple):

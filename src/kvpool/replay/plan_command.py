@@ -15,7 +15,7 @@ from kvpool.replay.formats import DEFAULT_MAX_ERRORS
 from kvpool.replay.runs import run_all
 from kvpool.replay.simulate import ReplayConfig
 from kvpool.replay.trace import Trace
-from kvpool.scheduling.measured_costs import read_costs
+from kvpool.scheduling.cost_model import read_costs
 from kvpool.terminal import check_files, console, parse_bytes, parse_tokens, progress_bar, write_json
 
 CURVE_POINTS = 9

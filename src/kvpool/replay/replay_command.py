@@ -194,7 +194,7 @@ class _Machine(NamedTuple):
 def _machine(model: Path | None, kv_dtype: str | None, gpu: str | None, measured: Path | None) -> _Machine | None:
     from kvpool.config.model_config import layers_from_hf, without_states
     from kvpool.replay.costs import costs_for, count_weights
-    from kvpool.scheduling.measured_costs import read_costs
+    from kvpool.scheduling.cost_model import read_costs
 
     if gpu is not None and measured is not None:
         raise InvalidArgumentError("give --gpu NAME or --costs FILE, not both: each says what a step costs")

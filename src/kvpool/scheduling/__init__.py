@@ -17,9 +17,9 @@ from kvpool.scheduling.policies import (
 )
 from kvpool.scheduling.request import Finished, FinishReason, Output, Request, ScheduledSequence, SequenceState
 from kvpool.scheduling.results import Fork
+from kvpool.scheduling.roster import SchedulerStats
 from kvpool.scheduling.scheduler import Scheduler, StepResult
 from kvpool.scheduling.scheduler_config import CapacityMode, PreemptionMode, SchedulerConfig
-from kvpool.scheduling.scheduler_stats import SchedulerStats
 
 __all__ = [
     "BatchPlan",

@@ -7,12 +7,11 @@ import numpy as np
 from kvpool.errors import OutOfBlocksError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.scheduling.admitting import Admissions
-from kvpool.scheduling.assembly import assemble
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.request import ScheduledSequence
 from kvpool.scheduling.roster import Roster
-from kvpool.scheduling.round import DecodeRows, PromptChunk, Round
+from kvpool.scheduling.round import DecodeRows, PromptChunk, Round, assemble
 from kvpool.scheduling.running import make_rows
 from kvpool.sequences.batch import SequenceBatch
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from kvpool.config import Tier
 from kvpool.eviction.hints import ReuseHint
@@ -12,11 +13,31 @@ from kvpool.scheduling.policies import OrderedQueue, make_policy
 from kvpool.scheduling.request import FinishReason, ScheduledSequence, SequenceState
 from kvpool.scheduling.running import Running
 from kvpool.scheduling.scheduler_config import PreemptionMode, SchedulerConfig
-from kvpool.scheduling.scheduler_stats import SchedulerStats
 from kvpool.sequences.handle import KVCacheHandle
 
 # What the end of a sequence says about its continuation.
 _SAYS = {reason: ReuseHint(reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)}
+
+
+@dataclass
+class SchedulerStats:
+    """Counters since the scheduler was made; tokens and sequences, never mixed."""
+
+    steps: int = 0
+    decode_tokens: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0  # of admitted prompts, not computed
+    preemptions: int = 0
+    swapped_out: int = 0  # preemptions by swap
+    swapped_in: int = 0
+    recomputed_tokens: int = 0  # computed once and given up by preemptions
+    stalls: int = 0  # running sequences that had to sit out a step for want of memory
+    prefix_waits: int = 0  # times a request waited for a prefix that another one was computing
+    prefetched_blocks: int = 0
+    arrival_waits: int = 0  # times a sequence was held back until its blocks had come from a lower tier
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
+    finished: int = 0  # requests
 
 
 class Roster:

@@ -34,7 +34,6 @@ from kvpool.errors import (
 from kvpool.eviction.hints import ReuseHint, check_hint
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, as_count, as_token_array
-from kvpool.scheduling.arrivals import Arrivals
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.cost_model import CostModel, LearningCostModel, LinearCostModel
@@ -49,9 +48,9 @@ from kvpool.scheduling.request import (
     SequenceState,
 )
 from kvpool.scheduling.results import Fork, Results
-from kvpool.scheduling.roster import Roster
+from kvpool.scheduling.roster import Roster, SchedulerStats
+from kvpool.scheduling.running import Arrivals
 from kvpool.scheduling.scheduler_config import SchedulerConfig
-from kvpool.scheduling.scheduler_stats import SchedulerStats
 
 
 class StepResult(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvpool.config.layers import ceil_div, check_int, check_number
 from kvpool.errors import InvalidArgumentError, StorageMemoryError
-from kvpool.kernels.device import whole_device
+from kvpool.kernels.layout import whole_device
 
 _PAGE = mmap.PAGESIZE
 _TOUCH_THREADS = 8

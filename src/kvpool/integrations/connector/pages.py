@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.orders import NO_PAGE
-from kvpool.kernels.device import current
+from kvpool.kernels.layout import current
 from kvpool.pools.arrays import Int32Array
 from kvpool.storage.dma import copy_places
 from kvpool.storage.memory import HostMemory, free_bytes
