@@ -34,6 +34,19 @@ _GPT: dict[str, Any] = dict(
 )
 _SLIDING_AND_FULL = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=WINDOW)
 _MOE = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+_MLA = dict(
+    q_lora_rank=16,
+    kv_lora_rank=16,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    **_MOE,
+)
 _MAMBA = dict(mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16)
 
 # The settings beyond those that all share. Layer types are written out where the default needs more than two layers.
@@ -52,19 +65,7 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "opt": dict(ffn_dim=96, word_embed_proj_dim=64),
     "stablelm": {},
-    "deepseek_v3": dict(
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        num_key_value_heads=4,
-        n_routed_experts=4,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        **_MOE,
-    ),
+    "deepseek_v3": _MLA,
     "olmo2": {},
     "granite": dict(attention_multiplier=0.4),
     "starcoder2": dict(sliding_window=WINDOW),
@@ -107,6 +108,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "gpt_neo": dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=WINDOW),
     "falcon": {},
     "mamba": dict(state_size=8),
+    "deepseek_v32": dict(index_head_dim=16, index_n_heads=2, index_topk=8, **_MLA),
+    "glm_moe_dsa": dict(index_head_dim=16, index_n_heads=2, index_topk=8, **_MLA),
 }
 _OWN_NAMES = frozenset({"gpt2", "gptj", "codegen", "bloom", "mpt"})  # whose settings are called otherwise
 

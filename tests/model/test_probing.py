@@ -74,6 +74,8 @@ REASONS = {
     "gpt_neo": "AttentionInterface",
     "falcon": "AttentionInterface",
     "mamba": "layers of type linear_attention|recurrent state|takes no position_ids",
+    "deepseek_v32": "keeps an indexer's keys per token",
+    "glm_moe_dsa": "keeps an indexer's keys per token",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -60,7 +61,20 @@ def use_kvpool_attention(model: Any) -> bool:
     if not model._can_set_attn_implementation():
         return False
     model.set_attn_implementation(ATTENTION_NAME)
+    for module in model.modules():
+        if _is_shared(module) and _note_layer not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_note_layer, with_kwargs=True)
     return True
+
+
+def _is_shared(module: Any) -> bool:
+    """Whether a module computes several layers with the same weights: it is then told the layer in every call."""
+    return hasattr(module, "layer_idx") and "layer_idx" in inspect.signature(module.forward).parameters
+
+
+def _note_layer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if (given := kwargs.get("layer_idx")) is not None:
+        module.layer_idx = given
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled layers stop here and go on behind it
@@ -74,6 +88,7 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls once per layer, with [1, head, token, dim]; it expects [1, token, head, dim] back."""
@@ -83,7 +98,7 @@ def _attention(
             "the model's attention is kvpool's, which runs only under kvpool.engine; to use the model by itself, call "
             'model.set_attn_implementation("sdpa")'
         )
-    if attention_mask is not None:
+    if attention_mask is not None or position_bias is not None:
         raise UnsupportedModelError(
             f"{type(module).__name__} adds a mask or bias of its own to attention, which a paged cache cannot see"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model import rotary
 from kvpool.model.hook import Attend, AttentionCall, attending, use_kvpool_attention
 from kvpool.model.self_check import ContiguousAttention, check_against_eager
+from kvpool.model.states import StateStep, keeping_states, keeps_indexer
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 _NEEDED_ARGUMENTS = ("position_ids", "logits_to_keep")
@@ -93,13 +94,21 @@ class ModelShape:
 
 
 @torch.no_grad()
-def forward(model: Any, input_ids: Tensor, positions: Tensor, keep: Tensor | None, attend: Attend) -> Tensor:
+def forward(
+    model: Any,
+    input_ids: Tensor,
+    positions: Tensor,
+    keep: Tensor | None,
+    attend: Attend,
+    states: StateStep | None = None,
+) -> Tensor:
     """Logits [row of `keep`, vocabulary] of one flattened step: the one way in which the engine calls a model.
 
     `input_ids` and `positions` [token] may belong to any number of sequences, in any order: only attention mixes tokens,
-    and that is `attend`'s. `keep` lists the tokens whose logits are wanted; None: all. Nothing waits for the device.
+    and that is `attend`'s; and modules that keep a state, for which `states` says where each sequence begins. `keep` lists
+    the tokens whose logits are wanted; None: all. Nothing waits for the device.
     """
-    with attending(attend):
+    with attending(attend), nullcontext() if states is None else keeping_states(states):
         output = model(
             input_ids=input_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
@@ -168,6 +177,11 @@ def _refuse_by_declaration(model: Any) -> None:
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(f"{_name(model)} has an encoder: only decoder-only models can be run")
+    if keeps_indexer(model):
+        raise UnsupportedModelError(
+            f"{_name(model)} keeps an indexer's keys per token, by which its attention chooses the tokens that it sees; the "
+            "cache keeps K and V only"
+        )
     if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES):
         raise UnsupportedModelError(
             f"{_name(model)} has layers of type {', '.join(unknown)}; the cache keeps K and V of full and sliding attention"

@@ -1,0 +1,332 @@
+"""Modules that keep a state: each sequence of a flattened step goes on from its own slot.
+
+Such a module (it calls `update_conv_state` or `update_recurrent_state` of transformers' cache) mixes the tokens of a row, and
+the row of a flattened step holds many sequences. While a step is open, the module is therefore called once for all
+sequences that have equally many tokens, and finds in its cache the states of their slots. All else in a model treats tokens
+one by one, and attention has a hook of its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpool.config import StatePart, StateSpec
+from kvpool.errors import ConfigError, InvalidArgumentError, UnsupportedModelError
+from kvpool.pools.arrays import Int32Array
+from kvpool.storage import StateSlots
+from kvpool.storage.moving import upload
+
+_UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
+_CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+_FIELDS = {"conv": "conv_states", "recurrent": "recurrent_states"}  # of transformers' layer, by the name of a part
+
+Outputs: TypeAlias = "Tensor | tuple[Tensor | None, ...]"  # [sequence, token, ...] each
+Arguments: TypeAlias = dict[str, Any]
+
+
+class _Step(Protocol):
+    """Whoever computes the calls of modules with a state."""
+
+    def run(self, module: StateModule, hidden: Tensor, arguments: Arguments) -> Outputs: ...
+
+
+_STEP: ContextVar[_Step | None] = ContextVar("kvpool_state_step", default=None)
+
+
+class _Run(NamedTuple):
+    """Sequences that are computed in one call: they have equally many tokens, and all of them a state or none."""
+
+    num_sequences: int
+    num_tokens: int  # of each
+    sources: Tensor | None  # None: they begin
+    targets: Tensor
+
+
+class StateStep:
+    """The sequences of one flattened step, as modules with a state see them.
+
+    Sequence i has `num_tokens[i]` tokens in the step, one sequence after another. It goes on from the state in slot
+    `sources[i]`, or begins (-1); the state behind its tokens goes to slot `targets[i]`. Where both are the same slot, the
+    state is replaced. Otherwise the old one stays as it is: a checkpoint, or what another sequence was forked from.
+    """
+
+    def __init__(
+        self, slots: StateSlots, num_tokens: Sequence[int], sources: Sequence[int], targets: Sequence[int]
+    ) -> None:
+        counts, reads, writes = (np.asarray(array, np.int32) for array in (num_tokens, sources, targets))
+        if not len(counts) == len(reads) == len(writes) or (len(counts) and int(counts.min()) < 1):
+            raise InvalidArgumentError(
+                f"a step needs a source, a target and at least one token for each sequence: {len(reads)} sources and "
+                f"{len(writes)} targets are given for tokens {counts.tolist()[:8]}"
+            )
+        slots.check(reads, writes)
+        self.slots = slots
+        runs: dict[tuple[int, bool], list[int]] = {}
+        for i, (count, source) in enumerate(zip(counts.tolist(), reads.tolist(), strict=True)):
+            runs.setdefault((count, source < 0), []).append(i)
+        starts = np.cumsum(counts) - counts
+        places = [(starts[rows][:, None] + np.arange(count)).ravel() for (count, _), rows in runs.items()]
+        order = np.concatenate(places) if places else np.empty(0, np.int64)
+        self._runs = self._placed(runs, reads, writes)
+        self._order: Tensor | None = None
+        self._back: Tensor | None = None
+        if (order[1:] < order[:-1]).any():
+            self._order, self._back = upload(np.stack([order, np.argsort(order)]), slots.device)
+
+    def _placed(self, runs: dict[tuple[int, bool], list[int]], sources: Int32Array, targets: Int32Array) -> list[_Run]:
+        rows = np.array([row for group in runs.values() for row in group], np.int64)
+        reads, writes = upload(np.stack([sources[rows], targets[rows]]).astype(np.int64), self.slots.device)
+        placed, start = [], 0
+        for (count, begins), group in runs.items():
+            stop = start + len(group)
+            placed.append(_Run(len(group), count, None if begins else reads[start:stop], writes[start:stop]))
+            start = stop
+        return placed
+
+    def run(self, module: StateModule, hidden: Tensor, arguments: Arguments) -> Outputs:
+        """What a module makes of the packed tokens `hidden`, [1, token, ...]; the states are in their slots afterwards."""
+        ordered = hidden[0] if self._order is None else hidden[0].index_select(0, self._order)
+        outputs, start = [], 0
+        for run in self._runs:
+            stop = start + run.num_sequences * run.num_tokens
+            tokens = ordered[start:stop].reshape(run.num_sequences, run.num_tokens, *ordered.shape[1:])
+            layer = module.new_layer()
+            if run.sources is not None:
+                module.fill(layer, {part.name: self._gather(module, part, run.sources) for part in module.parts})
+            outputs.append(module.compute(layer, tokens, arguments))
+            for part in module.parts:
+                self.slots.scatter(module.layer, part.name, run.targets, _tensor(layer, part.name))
+            start = stop
+        return _joined(outputs, self._back)
+
+    def _gather(self, module: StateModule, part: StatePart, sources: Tensor) -> Tensor:
+        return self.slots.gather(module.layer, part.name, sources)
+
+
+@contextmanager
+def keeping_states(step: _Step) -> Iterator[None]:
+    """While it is open, modules with a state compute this step, in this thread or task; otherwise they are as they were."""
+    token = _STEP.set(step)
+    try:
+        yield
+    finally:
+        _STEP.reset(token)
+
+
+class StateModule:
+    """A module that keeps a state, in whose place `forward` stands.
+
+    `parts` is what it keeps. `continues` says whether it can go on from a state with several tokens at once: the Mamba of
+    transformers cannot, its scan begins at zero. It then computes them one by one.
+    """
+
+    def __init__(self, module: Any, number_of_states: int = 1) -> None:
+        self.module = module
+        self._number_of_states = number_of_states
+        self.layer = int(module.layer_idx)
+        self.parts: tuple[StatePart, ...] = ()
+        self.continues = True
+        self._own = module.forward
+        self._signature = inspect.signature(module.forward)
+        names = list(self._signature.parameters)
+        cache = [name for name in _CACHE_ARGUMENTS if name in names]
+        if not cache:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} keeps a state, but its forward() takes none of {', '.join(_CACHE_ARGUMENTS)}"
+            )
+        self._hidden_name, self._cache_name = names[0], cache[0]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled layers stop here and go on behind it
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model calls."""
+        step = _STEP.get()
+        if step is None:
+            return self._own(*args, **kwargs)
+        given = self._signature.bind(*args, **kwargs).arguments
+        hidden = given.pop(self._hidden_name)
+        given.pop(self._cache_name, None)
+        # What a module does not name itself describes the whole row: whoever reads it would look at other sequences.
+        named = {
+            k: v for k, v in given.items() if self._signature.parameters[k].kind is not inspect.Parameter.VAR_KEYWORD
+        }
+        for name, value in named.items():
+            if isinstance(value, Tensor):
+                raise UnsupportedModelError(
+                    f"{type(self.module).__name__} of layer {self.layer} takes {name} of the whole step, which cannot be "
+                    "cut into its sequences"
+                )
+        return step.run(self, hidden, named)
+
+    def new_layer(self) -> Any:
+        """Transformers' own cache of one layer, without a state."""
+        from transformers.cache_utils import LinearAttentionLayer
+
+        return LinearAttentionLayer(number_of_states=self._number_of_states)
+
+    def fill(self, layer: Any, states: dict[str, Tensor]) -> None:
+        """Puts states [sequence, *shape] into a new layer, as if it had computed them."""
+        for name, state in states.items():
+            field, index = _place(name)
+            getattr(layer, field)[index] = state
+            getattr(layer, f"is_{field}_initialized")[index] = True
+            if field == "conv_states":
+                layer.conv_kernel_size[index] = state.shape[-1]
+                layer.dtype, layer.device = state.dtype, state.device
+        layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
+
+    def compute(self, layer: Any, tokens: Tensor, arguments: Arguments) -> Outputs:
+        """What the module itself makes of `tokens`, [sequence, token, ...]; `layer` has the states behind them afterwards."""
+        if self.continues or tokens.shape[1] == 1 or not any(layer.has_previous_state.values()):
+            return self._call(layer, tokens, arguments)
+        singly = [self._call(layer, token, arguments) for token in torch.split(tokens, 1, dim=1)]
+        return _each(singly, lambda tensors: torch.cat(tensors, dim=1))
+
+    def _call(self, layer: Any, tokens: Tensor, arguments: Arguments) -> Outputs:
+        from transformers.cache_utils import Cache
+
+        # The same layer under every number: some modules ask whether there is a state without saying of which layer.
+        cache = Cache(layers=[layer] * (self.layer + 1))
+        outputs: Outputs = self._own(**{self._hidden_name: tokens, self._cache_name: cache}, **arguments)
+        return outputs
+
+
+class _Learning:
+    """Computes the tokens of a step as one sequence that begins, and notes what modules keep of it."""
+
+    def __init__(self) -> None:
+        self.calls: dict[type, tuple[StateModule, Tensor, Arguments]] = {}  # the first of each class
+
+    def run(self, module: StateModule, hidden: Tensor, arguments: Arguments) -> Outputs:
+        layer = module.new_layer()
+        self.calls.setdefault(type(module.module), (module, hidden, arguments))
+        outputs = module.compute(layer, hidden, arguments)
+        module.parts = tuple(_parts(layer))
+        return outputs
+
+
+def use_kvpool_states(model: Any, run_probe: Callable[[], object]) -> list[StateModule]:
+    """Lets the modules of a model that keep a state compute flattened steps, inside `keeping_states` only.
+
+    `run_probe` runs the model on a few tokens of one sequence; what its modules keep is read off their tensors. Empty for a
+    model without states. `own_states(model)` undoes it.
+    """
+    own_states(model)
+    number = getattr(model.config.get_text_config(), "number_of_conv_states", 1)  # that a layer may have
+    modules = [StateModule(module, number) for module in model.modules() if _calls(module, _UPDATES)]
+    learning = _Learning()
+    try:
+        for module in modules:
+            module.module.forward = module.forward
+        with keeping_states(learning):
+            run_probe()
+        for module, hidden, arguments in learning.calls.values():
+            if not _continues(module, hidden, arguments):
+                for other in modules:
+                    other.continues &= type(other.module) is not type(module.module)
+    except ConfigError as error:
+        own_states(model)
+        raise UnsupportedModelError(f"{type(model).__name__} keeps a state that no cache can: {error}") from error
+    except BaseException:
+        own_states(model)
+        raise
+    return modules
+
+
+def own_states(model: Any) -> None:
+    """Gives the modules that keep a state their own forward back."""
+    for module in model.modules():
+        if isinstance(getattr(vars(module).get("forward"), "__self__", None), StateModule):
+            del module.forward
+
+
+def state_specs(modules: Sequence[StateModule]) -> dict[int, StateSpec]:
+    """What each layer of the model keeps: the parts of all its modules."""
+    parts: dict[int, list[StatePart]] = {}
+    for module in modules:
+        parts.setdefault(module.layer, []).extend(module.parts)
+    return {layer: StateSpec(tuple(sorted(kept, key=lambda part: part.name))) for layer, kept in sorted(parts.items())}
+
+
+def keeps_indexer(model: Any) -> bool:
+    """Whether some attention chooses its tokens by an indexer, which keeps keys of its own for every token."""
+    return any(_calls(module, {"update_indexer"}) for module in model.modules())
+
+
+def _calls(module: Any, names: frozenset[str] | set[str]) -> bool:
+    """Whether the code of a module's class uses one of these names."""
+    functions = [f for base in type(module).__mro__ for f in vars(base).values() if inspect.isfunction(f)]
+    return any(names.intersection(inspect.unwrap(function).__code__.co_names) for function in functions)
+
+
+@torch.no_grad()
+def _continues(module: StateModule, hidden: Tensor, arguments: Arguments) -> bool:
+    """Whether tokens together, behind a state, give what they give one by one: tried for each part of the state alone."""
+    generator = torch.Generator().manual_seed(0)
+    for chosen in module.parts:
+        states = {part.name: hidden.new_zeros((1, *part.shape)).float() for part in module.parts}
+        without = _last(module, states, hidden, arguments, 1)
+        states[chosen.name] = torch.randn(1, *chosen.shape, generator=generator).to(hidden.device)
+        singly = _last(module, states, hidden, arguments, 1)
+        together = _last(module, states, hidden, arguments, hidden.shape[1] - 1)
+        # A state that is ignored is off by all that it does. Rounding in 16 bits is far from half of it.
+        if (together - singly).norm() > 0.5 * (singly - without).norm():
+            return False
+    return True
+
+
+def _last(module: StateModule, states: dict[str, Tensor], hidden: Tensor, arguments: Arguments, chunk: int) -> Tensor:
+    """The outputs behind a state, of so many tokens at a time."""
+    layer = module.new_layer()
+    dtypes = {part.name: part.dtype.value for part in module.parts}
+    module.fill(layer, {name: state.to(getattr(torch, dtypes[name]), copy=True) for name, state in states.items()})
+    outputs = [module.compute(layer, tokens, arguments) for tokens in torch.split(hidden, chunk, dim=1)]
+    joined = _each(outputs, lambda tensors: torch.cat(tensors, dim=1))
+    tensors = joined if isinstance(joined, tuple) else (joined,)
+    return torch.cat([tensor.float().flatten() for tensor in tensors if tensor is not None])
+
+
+def _parts(layer: Any) -> Iterator[StatePart]:
+    """The parts that a layer of transformers holds."""
+    for kind, field in _FIELDS.items():
+        for index, tensor in getattr(layer, field).items():
+            if tensor is not None:
+                yield StatePart(f"{kind}{index or ''}", tuple(tensor.shape[1:]), str(tensor.dtype))  # type: ignore[arg-type]
+
+
+def _place(name: str) -> tuple[str, int]:
+    """Where transformers' layer has a part."""
+    kind = name.rstrip("0123456789")
+    return _FIELDS[kind], int(name[len(kind) :] or 0)
+
+
+def _tensor(layer: Any, name: str) -> Tensor:
+    field, index = _place(name)
+    tensor: Tensor = getattr(layer, field)[index]
+    return tensor
+
+
+def _joined(outputs: Sequence[Outputs], back: Tensor | None) -> Outputs:
+    """The outputs of all runs as one row, in the order of the step's tokens."""
+
+    def join(tensors: list[Tensor]) -> Tensor:
+        flat = torch.cat([tensor.flatten(0, 1) for tensor in tensors])
+        return (flat if back is None else flat.index_select(0, back)).unsqueeze(0)
+
+    return _each(outputs, join)
+
+
+def _each(outputs: Sequence[Outputs], join: Callable[[list[Tensor]], Tensor]) -> Outputs:
+    """Joins what a module returned in several calls: a tensor, or several."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return join([output for output in outputs if isinstance(output, Tensor)])
+    columns = zip(*outputs, strict=True)
+    return tuple(None if column[0] is None else join(list(column)) for column in columns)
