@@ -6,7 +6,7 @@ import pytest
 from support import SLIDING, add, make_engine, names, request, tokens_of
 from toy_engine import expected_output
 
-from kvpool import CopyKind, KVCacheManager, PrefixMatch, ReuseScope
+from kvpool import CopyKind, KVCacheManager, PrefixMatch, ReuseScope, Tier
 from kvpool.scheduling import CapacityMode, FinishReason
 from kvpool.scheduling.admitting import RETRY_STEPS
 from managers import FULL, make_manager
@@ -172,6 +172,24 @@ def test_given_a_prefix_half_of_which_was_offloaded_then_that_half_comes_up_if_t
     assert (names(plan.sequences), engine.scheduler.stats.prefetched_blocks) == (["running"], prefetched)
     engine.drain()
     engine.assert_right(again)
+
+
+def test_given_a_swapped_request_that_is_next_in_line_then_its_prompt_is_not_brought_up_a_second_time() -> None:
+    manager = make_manager(host_blocks=32)
+    engine = make_engine(manager, max_sequences=1, preemption="swap", policy="priority")
+    swapped = request("swapped", 16, 8)
+    add(engine, swapped)
+    engine.step()
+    add(engine, request("urgent", 4, 8, first=80, priority=1))
+    while not engine.scheduler.num_swapped:
+        engine.step()
+    manager.offload(16)
+    assert Tier.HOST in manager.match_prefix(list(range(17))).tokens_by_tier
+    add(engine, request("last", 4, 1, first=90))  # somebody new: the queue is looked at again
+    engine.step()
+    assert engine.scheduler.stats.prefetched_blocks == 0
+    engine.drain()
+    engine.assert_right(swapped)
 
 
 def test_given_prefetching_switched_off_then_a_prefix_comes_up_with_its_request() -> None:
