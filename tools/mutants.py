@@ -1,10 +1,12 @@
 """Changes kvpool in small ways, one at a time, and looks whether a test notices: what does no test prove?
 
     python tools/mutants.py [--number 100] [--seed 0] [--module WORD[:LINE]]... [--processes 2] [--minutes 60]
+                            [--measured FILE] [--json FILE]
 
 A mutant is one change in one file: `<` for `<=`, `and` for `or`, 3 for 2, a call left out. A sample is drawn by seed out of
 the control plane, the tiers and the engine. First every test file that the sample needs runs once without a mutant: that
-says how long it takes, and which tests fail here because something is not installed; those are left out. Then each mutant
+says how long it takes, and which tests fail here because something is not installed; those are left out. `--measured` keeps
+that for the next run, since it may take longer than the mutants. Then each mutant
 meets the tests of its module, then those of its package and of the manager, the quick ones first, in a copy of the tree
 and under a time limit. What survives is printed with its diff: a test is missing, the code is not needed, or the change
 changes nothing. At the end stands how many were killed, by folder.
@@ -44,7 +46,7 @@ LEFT_OUT = (
 )
 # Packages whose own tests are enough, and what else tests them.
 APART = {
-    "scheduling": ("stateful/test_scheduler_machine.py",),
+    "scheduling": ("stateful/test_scheduler_machine.py", "replay/test_costs.py"),
     "tiers": ("stateful/test_disk_tier.py", "engine/test_tiers.py"),
     "recording": ("replay/test_broken_files.py",),
     **dict.fromkeys(("engine", "replay", "compat", "storage", "server", "cluster", "view"), ()),
@@ -379,13 +381,18 @@ class Workplaces(ThreadPoolExecutor):
 
 
 def run_all(
-    root: Path, mutants: Sequence[Mutant], processes: int, limit: float | None = None, minutes: float = math.inf
+    root: Path,
+    mutants: Sequence[Mutant],
+    processes: int,
+    limit: float | None = None,
+    minutes: float = math.inf,
+    measured: Path | None = None,
 ) -> Iterator[Outcome]:
     """What becomes of each mutant that is begun within so many minutes. Raises `RuntimeError` where no test passes."""
     end = time.monotonic() + minutes * 60
     tests_of = {path: tests_for(root, path) for path in dict.fromkeys(mutant.path for mutant in mutants)}
     with tempfile.TemporaryDirectory(prefix="mutants") as folder, Workplaces(root, Path(folder), processes) as places:
-        usual = _measure(places, sorted({test for tests in tests_of.values() for test in tests}))
+        usual = _measure(places, sorted({test for tests in tests_of.values() for test in tests}), measured)
 
         def try_one(mutant: Mutant, place: Workplace) -> Outcome | None:
             if time.monotonic() > end:
@@ -401,21 +408,29 @@ def run_all(
                 yield outcome
 
 
-def _measure(places: Workplaces, tests: Sequence[str]) -> dict[str, Usual]:
-    """What test files do without a mutant, those with a test that can tell something; says what is left out."""
+def _measure(places: Workplaces, tests: Sequence[str], kept: Path | None) -> dict[str, Usual]:
+    """What test files do without a mutant, those with a test that can tell something; says what is left out.
+
+    `kept` has what earlier runs measured, and gets what this one does.
+    """
+    found = json.loads(kept.read_text()) if kept is not None and kept.exists() else {}
+    known = {test: Usual(seconds, tuple(failing)) for test, (seconds, failing) in found.items()}
 
     def measure(test: str, place: Workplace) -> tuple[str, Usual]:
         return test, place.measure(test)
 
-    usual: dict[str, Usual] = {}
     started = time.monotonic()
-    for test, of_test in places.each([partial(measure, test) for test in tests]):
-        if of_test.failing:
-            print(
-                f"left out, for without a mutant it fails or takes too long: {', '.join(of_test.failing)}", flush=True
-            )
-        if test not in of_test.failing:
-            usual[test] = of_test
+    for test, of_test in places.each([partial(measure, test) for test in tests if test not in known]):
+        known[test] = of_test
+        if kept is not None:
+            kept.write_text(json.dumps(known, indent=2) + "\n")
+    usual: dict[str, Usual] = {}
+    for test in tests:
+        failing = known[test].failing
+        if failing:
+            print(f"left out, for without a mutant it fails or takes too long: {', '.join(failing)}", flush=True)
+        if test not in failing:
+            usual[test] = known[test]
     if not usual:
         raise RuntimeError("without a mutant no test passes")
     total = sum(of_test.seconds for of_test in usual.values())
@@ -436,6 +451,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--limit", type=float, help="seconds for a mutant; default: twice what its tests take")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no mutant after so many minutes")
+    parser.add_argument(
+        "--measured", type=Path, metavar="FILE", help="keep what tests take without a mutant, and measure them once"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every outcome")
     parser.add_argument("--list", action="store_true", help="print the sample and try nothing")
     parser.add_argument("--root", type=Path, default=ROOT, help=argparse.SUPPRESS)
@@ -450,7 +468,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     outcomes = []
     try:
-        for outcome in run_all(root, sample, options.processes, options.limit, options.minutes):
+        for outcome in run_all(root, sample, options.processes, options.limit, options.minutes, options.measured):
             outcomes.append(outcome)
             _report(outcome, sources[outcome.mutant.path])
     except RuntimeError as error:
