@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from kvpool.testing import TierContract
+from kvpool.tiers import KeyedTier
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,6 +25,7 @@ EXPECTED = {
     "compare_policies.py": "4,000 blocks: lru 0.197, adaptive 0.203, optimum 0.289",
     "own_engine.py": "12 requests are as they would be alone: True",
     "data_plane.py": "intact after the journey: True",
+    "own_tier.py": "OK keys and values",
     "tiers.py": "second engine: 192 of 200 prompt tokens came from disk",
     "server.py": "second request: 192 of 200 prompt tokens were cached",
     "cluster.py": "a question about the manual of b goes to b: 992 tokens cached",
@@ -94,6 +99,14 @@ def test_given_an_example_when_it_runs_then_it_shows_what_it_promises(
         pytest.skip(f"needs {', '.join(missing(name))}")
     outputs = request.getfixturevalue("together") if "torch" in NEEDS.get(name, ()) else outputs_of([name])
     assert EXPECTED[name] in outputs[name]
+
+
+class TestOwnTier(TierContract):
+    """The tier of an example holds to the contract of all tiers."""
+
+    def make_tier(self, tmp_path: Path) -> KeyedTier:
+        tier: KeyedTier = runpy.run_path(str(ROOT / "examples" / "own_tier.py"))["FileTier"](tmp_path / "values")
+        return tier
 
 
 @pytest.mark.slow
