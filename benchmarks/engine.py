@@ -57,7 +57,7 @@ def live_memory(make: Callable[[], Any], prompts: Prompts, num_new: int) -> Runn
             shares.append(100 * tokens / (pool.referenced * engine.config.block_size))
 
     def repeat() -> list[float]:
-        engine.manager.reset_prefix_cache()
+        engine.manager.cache.reset()
         shares.clear()
         engine.generate(prompts, SamplingParams(max_new_tokens=num_new, ignore_eos=True), on_chunk=lambda *_: look())
         return [float(np.mean(shares))]

@@ -47,7 +47,7 @@ def cpu_per_token(dtype: str, prompts: Prompts, num_new: int) -> Runner:
         return sum(len(output.token_ids) for output in engine.generate(prompts, params))
 
     def repeat() -> list[float]:
-        engine.manager.reset_prefix_cache()
+        engine.manager.cache.reset()
         wall, start = time.perf_counter(), time.process_time()
         num_tokens = run(num_new)
         _walls.append(1000 * (time.perf_counter() - wall) / num_tokens)

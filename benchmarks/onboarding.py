@@ -87,7 +87,7 @@ class Bench:
         """Moves all that is cached to the host, and waits until it is there."""
         engine = self.engine
         pool = engine.manager.config.pools[0]
-        engine.manager.offload(pool.num_blocks[Tier.GPU])
+        engine.manager.cache.offload(pool.num_blocks[Tier.GPU])
         engine.generate([[7] * 20], ONCE)  # a step carries the copies out
         if torch.cuda.is_available():
             torch.cuda.synchronize()
@@ -100,7 +100,7 @@ class Bench:
             computed.append(self._first_token(prompt))
             self.offload()
             loaded.append(self._first_token(prompt))
-            self.engine.manager.reset_prefix_cache()
+            self.engine.manager.cache.reset()
         say(f"    first token computed {_ms(computed)}, from the host {_ms(loaded)}")
         return float(np.median(computed)), float(np.median(loaded))
 
@@ -113,7 +113,7 @@ class Bench:
     def beside(self) -> Beside:
         """Prefixes of several requests come up at once while others decode."""
         engine, setting = self.engine, self.setting
-        engine.manager.reset_prefix_cache()
+        engine.manager.cache.reset()
         prompts = self.prompts(setting.num_prefixes, seed=2)
         engine.generate(prompts, ONCE)
         self.offload()

@@ -67,7 +67,7 @@ class Workload:
     def run(self) -> float:
         """CPU seconds of the process for one round of requests from an empty cache."""
         prompts = self.random.integers(0, self.engine.shape.vocab_size, self.shape).tolist()
-        self.manager.reset_prefix_cache()
+        self.manager.cache.reset()
         start = time.process_time()
         self.engine.generate(prompts, self.params)
         return time.process_time() - start

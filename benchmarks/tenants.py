@@ -67,7 +67,7 @@ def times(probe: Probe, count: int, seed: int) -> dict[str, np.ndarray[Any, Any]
         probe(manager, prompt)
         found[kind].append(time.thread_time_ns() - start)
         if probe is compute and kind != "own":  # the next probe for it finds nothing of this one
-            manager.invalidate(prompt[:16], scope=PROBER)
+            manager.cache.invalidate(prompt[:16], scope=PROBER)
     return {kind: np.array(values) for kind, values in found.items()}
 
 

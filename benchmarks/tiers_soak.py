@@ -141,7 +141,7 @@ class Soak:
             if len(running) >= AT_ONCE:
                 self._finish(*running.popleft())
             if number % FORGET_EVERY == 0:
-                self.engine.manager.reset_prefix_cache()
+                self.engine.manager.cache.reset()
             advance(1)
             if number % max(1, requests // LOOKS) == 0:
                 while running:

@@ -128,7 +128,7 @@ class Bench:
         limits = SchedulerConfig(max_step_seconds=goal, policy=policy)
         memory = setting.little_memory if tiers else setting.memory
         engine = self.engine(compile=compiled, scheduler=limits, **memory)
-        engine.manager.reset_prefix_cache()
+        engine.manager.cache.reset()
         with StepTimer(engine) as timer:
             seen = run_traffic(engine, setting.traffic)
             steps = timer.steps()

@@ -81,10 +81,10 @@ def full_pool() -> tuple[KVCacheManager, KVCacheHandle]:
         lambda manager, live: manager.fork(live, "a", "live"),
         lambda manager, live: manager.swap_out(live),
         lambda manager, live: manager.swap_in(live),
-        lambda manager, live: manager.resize(2),
-        lambda manager, live: manager.pin(list(range(100, 120))),
+        lambda manager, live: manager.cache.resize(2),
+        lambda manager, live: manager.cache.pin(list(range(100, 120))),
         lambda manager, live: manager.free_batch([live, live]),
-        lambda manager, live: manager.set_quota("t", guaranteed=17),
+        lambda manager, live: manager.cache.set_quota("t", guaranteed=17),
     ],
 )
 def test_rule_01_an_operation_that_fails_changes_nothing(operation: Any) -> None:
@@ -107,7 +107,7 @@ def test_rule_01_a_batch_that_does_not_fit_extends_none_of_its_sequences() -> No
     with pytest.raises(OutOfBlocksError):
         manager.extend_batch(handles)
     assert [handle.num_reserved for handle in handles] == [4, 4]
-    assert manager.get_num_free_blocks() == 1
+    assert manager.inspect.num_free_blocks() == 1
 
 
 # --- 2 ---------------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def test_rule_03_free_and_referenced_and_cached_add_up_on_every_tier_at_every_mo
     assert counts(Tier.HOST) == (5, 3, 0)
     manager.free(handle)
     assert counts(Tier.HOST) == (8, 0, 0)
-    manager.offload(2)
+    manager.cache.offload(2)
     assert counts(Tier.GPU) == (8, 0, 0)
     assert counts(Tier.HOST) == (6, 0, 2)
 
@@ -182,7 +182,7 @@ def test_rule_04_caller_errors_are_typed_and_never_silent() -> None:
     manager.free(handle)
     with pytest.raises(UnknownRequestError, match="'a'"):
         manager.free(handle)
-    assert manager.get_num_free_blocks() == 16
+    assert manager.inspect.num_free_blocks() == 16
 
 
 # --- 5 ---------------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_rule_06_matched_blocks_are_referenced_before_anything_is_evicted_for_th
 def test_rule_06_matched_host_blocks_are_not_chosen_as_targets_of_the_offload_they_cause() -> None:
     manager = make_manager(gpu_blocks=2, host_blocks=2)
     old = cached(manager, 8)
-    manager.offload(2)
+    manager.cache.offload(2)
     cached(manager, 8, first=100)
     handle = manager.allocate("a", old)  # needs the GPU blocks of the second prompt, and both host blocks are matched
     assert handle.num_cached_tokens == 7
@@ -270,8 +270,8 @@ def test_rule_07_eviction_never_touches_a_referenced_or_pinned_block() -> None:
     manager = make_manager(gpu_blocks=8)
     read, pinned, idle = cached(manager, 8), cached(manager, 8, 100), cached(manager, 8, 200)
     reader = manager.allocate("reader", [*read, 1])
-    manager.pin(pinned)
-    assert manager.evict(100) == 2
+    manager.cache.pin(pinned)
+    assert manager.cache.evict(100) == 2
     assert reader.num_written == 8
     assert manager.match_prefix([*pinned, 1]).num_blocks == 2
     assert manager.match_prefix([*idle, 1]).num_blocks == 0
@@ -282,7 +282,7 @@ def test_rule_07_a_parent_never_leaves_before_its_cached_children() -> None:
     manager = make_manager(gpu_blocks=8)
     tokens = cached(manager, 32)
     for expected in range(7, -1, -1):
-        assert manager.evict(1) == 1
+        assert manager.cache.evict(1) == 1
         assert manager.match_prefix([*tokens, 1]).num_blocks == expected
 
 
@@ -358,7 +358,7 @@ def test_rule_10_shared_blocks_are_swapped_once_and_stay_shared() -> None:
     (child,) = manager.fork(parent, "child")
     assert manager.swap_out(parent, child) == 3
     assert manager.stats().pool(tier=Tier.HOST).referenced == 3
-    manager.reset_prefix_cache()
+    manager.cache.reset()
     assert manager.swap_in(parent, child) == 3
     assert parent.block_ids().tolist() == child.block_ids().tolist()
     manager.check()
@@ -420,23 +420,23 @@ def test_rule_13_every_block_that_leaves_is_removed_exactly_once_whatever_the_pa
     subscription = manager.subscribe()
     for number, leave in enumerate(
         (
-            lambda tokens: manager.evict(100),
-            lambda tokens: manager.evict(100, tier=Tier.HOST),
-            lambda tokens: manager.invalidate(tokens[:4]),
-            lambda tokens: manager.invalidate(scope=ReuseScope()),
-            lambda tokens: manager.reset_prefix_cache(),
-            lambda tokens: manager.resize(1),
+            lambda tokens: manager.cache.evict(100),
+            lambda tokens: manager.cache.evict(100, tier=Tier.HOST),
+            lambda tokens: manager.cache.invalidate(tokens[:4]),
+            lambda tokens: manager.cache.invalidate(scope=ReuseScope()),
+            lambda tokens: manager.cache.reset(),
+            lambda tokens: manager.cache.resize(1),
         )
     ):
         leave(cached(manager, 12, first=100 * number))
-    manager.resize(16)
+    manager.cache.resize(16)
     handle = manager.allocate("short-lived", list(range(8)), ttl=5.0)
     clock[0] = 10.0
     manager.free(handle)
-    manager.gc()
-    manager.resize(1, tier=Tier.HOST)
-    manager.resize(0, tier=Tier.HOST)
-    manager.reset_prefix_cache()
+    manager.cache.gc()
+    manager.cache.resize(1, tier=Tier.HOST)
+    manager.cache.resize(0, tier=Tier.HOST)
+    manager.cache.reset()
     events = subscription.poll().events
     stored = [digest for event in events if isinstance(event, Stored) for digest in event.digests]
     removed = [digest for event in events if isinstance(event, Removed) for digest in event.digests]
@@ -450,7 +450,7 @@ def test_rule_13_stored_names_a_known_parent_and_a_late_subscriber_gets_a_snapsh
     cached(manager, 24)
     live = manager.allocate("live", [*range(12), 50, 51, 52, 53, 54])
     manager.commit(live, 5)
-    manager.offload(4)
+    manager.cache.offload(4)
     late = manager.subscribe()
     mirrors = []
     for subscription in (early, late):
@@ -567,7 +567,7 @@ def behaviour(**overrides: Any) -> Any:
     if manager.can_allocate(list(range(9))):
         handle = manager.allocate("a", list(range(9)))
         manager.commit(handle, 9)
-        seen.append(manager.pressure)
+        seen.append(manager.inspect.pressure)
         manager.free(handle)
     orders = manager._state.cache.orders
     seen += [type(orders.policies[0]).name, orders.depth_cost]
@@ -576,8 +576,8 @@ def behaviour(**overrides: Any) -> Any:
     seen.append(config.pinned_tokens_limit)
     seen.append(subscription.poll().missed)
     clock[0] = 2.0
-    seen.append(manager.gc())
-    seen.append(manager.evict(1))
+    seen.append(manager.cache.gc())
+    seen.append(manager.cache.evict(1))
     seen.append([(pool.tier, pool.total, pool.cached) for pool in manager.stats().pools])
     return seen
 
@@ -612,11 +612,11 @@ def test_rule_17_nothing_recurses_over_a_sequence() -> None:
     subscription = manager.subscribe()
     assert manager.match_prefix([*tokens, 1]).num_blocks == num_blocks
     manager.free(handle)
-    assert manager.offload(num_blocks) == num_blocks
-    assert manager.onboard(tokens) == num_blocks
-    pin = manager.pin(tokens[:100])
-    manager.unpin(pin)
-    assert manager.reset_prefix_cache() == num_blocks
+    assert manager.cache.offload(num_blocks) == num_blocks
+    assert manager.cache.onboard(tokens) == num_blocks
+    pin = manager.cache.pin(tokens[:100])
+    manager.cache.unpin(pin)
+    assert manager.cache.reset() == num_blocks
     assert subscription.poll().missed == 0
     manager.check()
 
@@ -634,7 +634,7 @@ def test_rule_17_free_list_work_is_proportional_to_the_blocks_touched() -> None:
 
 def test_rules_hold_together_under_retention_and_quota() -> None:
     manager = make_manager(eviction_policy="priority", gpu_blocks=8)
-    manager.set_quota("t", guaranteed=2)
+    manager.cache.set_quota("t", guaranteed=2)
     keep = Retention([TokenRange(0, None, priority=90)])
     handle = manager.allocate("a", list(range(8)), retention=keep, scope=ReuseScope("t"))
     manager.commit(handle, 8)

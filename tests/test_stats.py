@@ -87,19 +87,19 @@ def test_failures_are_counted_where_they_happen() -> None:
 def test_evictions_are_counted_by_their_reason() -> None:
     clock = Clock()
     manager = make_manager(clock=clock, gpu_blocks=8)
-    manager.set_quota("t", maximum=0)
+    manager.cache.set_quota("t", maximum=0)
     cached(manager, 4, first=0)
-    manager.evict(1)
+    manager.cache.evict(1)
     cached(manager, 8, first=100)
-    manager.invalidate(list(range(100, 108)))
+    manager.cache.invalidate(list(range(100, 108)))
     cached(manager, 8, first=200, ttl=1.0)
     clock.now = 2.0
-    manager.gc()
+    manager.cache.gc()
     cached(manager, 4, first=300, scope=ReuseScope(tenant="t"))
     cached(manager, 32, first=400)
-    manager.resize(7)
+    manager.cache.resize(7)
     manager.allocate("a", num_tokens=4)
-    manager.reset_prefix_cache()
+    manager.cache.reset()
     evictions = manager.stats().evictions
     assert evictions["explicit"] == 1
     assert evictions["invalidated"] == 1
@@ -125,7 +125,7 @@ def test_life_idle_and_reuse_times_are_measured_per_block() -> None:
     clock.now = 10.0
     manager.free(manager.allocate("a", [*tokens, 1]))
     clock.now = 14.0
-    manager.evict(2)
+    manager.cache.evict(2)
     stats = manager.stats()
     assert stats.reuse_gap_seconds == {"count": 2, "mean": 10.0, "p50": 16.384, "p99": 16.384}
     assert (stats.lifetime_seconds["count"], stats.lifetime_seconds["mean"]) == (2, 14.0)
@@ -134,7 +134,7 @@ def test_life_idle_and_reuse_times_are_measured_per_block() -> None:
 
 def test_tenants_with_a_quota_show_what_they_keep() -> None:
     manager = make_manager()
-    manager.set_quota("t", guaranteed=4)
+    manager.cache.set_quota("t", guaranteed=4)
     cached(manager, 8, scope=ReuseScope(tenant="t"))
     cached(manager, 8)
     assert manager.stats().tenants == {"t": (2,)}

@@ -70,7 +70,7 @@ def test_given_blocks_in_every_state_when_drawn_then_each_has_its_symbol() -> No
     shown.admit("A", tour.SYSTEM)
     shown.board.symbols()
     shown.manager.free(shown.manager.get("A"))
-    shown.manager.pin(tour.SYSTEM[:32])
+    shown.manager.cache.pin(tour.SYSTEM[:32])
     shown.admit("B", [9] * 40)
     shown.manager.fork(shown.manager.get("B"), "C")
     assert "".join(shown.board.symbols()[:12]) == "**aaaa###..."

@@ -130,9 +130,9 @@ class Frame:
 
 def look(manager: KVCacheManager) -> Frame:
     """Reads the state of every block from the manager's public questions."""
-    gpu = np.full(manager.num_blocks(), FREE)
-    host = np.full(manager.num_blocks(tier=Tier.HOST), FREE)
-    for run in manager.cached_runs():
+    gpu = np.full(manager.inspect.num_blocks(), FREE)
+    host = np.full(manager.inspect.num_blocks(tier=Tier.HOST), FREE)
+    for run in manager.inspect.runs():
         if run.tier == Tier.GPU:
             gpu[run.block_ids[0]] = CACHED
         else:

@@ -84,7 +84,7 @@ class Pool:
 
     def reset(self) -> None:
         """Empties the prefix cache."""
-        self.manager.reset_prefix_cache()
+        self.manager.cache.reset()
 
     def fill(self, prompt_length: int, seed: int) -> None:
         """Fills the pool with idle cached blocks: distinct prompts, admitted and freed."""

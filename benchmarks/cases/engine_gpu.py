@@ -135,7 +135,7 @@ def first_token_ratio(model: Any, num_tokens: int) -> Runner:
     once = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
     def repeat() -> list[float]:
-        engine.manager.reset_prefix_cache()
+        engine.manager.cache.reset()
         prompts = random_prompts(1, num_tokens, num_tokens, 0, LARGE["vocab_size"])
         cold = engine.generate(prompts, once)[0].seconds
         warm = engine.generate(prompts, once)[0].seconds

@@ -68,7 +68,7 @@ def engine_throughput(make: Callable[[], Any], prompts: Prompts, num_new: int, c
         return sum(len(out.token_ids) for out in engine.generate(prompts, params))
 
     def repeat() -> list[float]:
-        engine.manager.reset_prefix_cache()
+        engine.manager.cache.reset()
         return [tokens_per_second(run, cpu)]
 
     return repeat

@@ -82,7 +82,7 @@ class Server:
 
     def answered(self, load: Load) -> tuple[float, dict[str, Any]]:
         """CPU seconds of this process for a load over HTTP, and what its client, another process, saw."""
-        self.engine.manager.reset_prefix_cache()
+        self.engine.manager.cache.reset()
         command = [sys.executable, "-m", "kvpool", "bench", "serve", "--url", self.url, "--json", "-", "-q"]
         command += ["--clients", str(load.streams), "--requests", str(load.streams), "--prefixes", "1"]
         command += ["--prompt-tokens", str(load.prompt_words), "--shared-tokens", str(load.prompt_words // 2)]
@@ -102,7 +102,7 @@ class Server:
             max_tokens=load.new_tokens,
         )
         prompts = [self.engine.chat_prompt([{"role": "user", "content": each.prompt}]) for each in asked]
-        self.engine.manager.reset_prefix_cache()
+        self.engine.manager.cache.reset()
         start = time.process_time()
         self.engine.generate(prompts, SamplingParams(load.new_tokens, temperature=0, ignore_eos=True))
         return time.process_time() - start

@@ -70,8 +70,8 @@ class Board:
 
     def symbols(self) -> list[str]:
         """What to draw for every block of the pool, read from tables and tree."""
-        symbols = ["."] * self.manager.num_blocks()
-        for run in self.manager.cached_runs():
+        symbols = ["."] * self.manager.inspect.num_blocks()
+        for run in self.manager.inspect.runs():
             for ids in run.block_ids if run.tier == Tier.GPU else ():
                 for block in ids[ids >= 0].tolist():
                     symbols[block] = "*" if run.is_pinned else self.letters.get(block, "o").lower()
@@ -217,7 +217,7 @@ class Tour:
         manager = self.manager
         heard: list[PressureChange] = []
         stop = manager.on_memory_pressure(heard.append)
-        pin = manager.pin(SYSTEM)
+        pin = manager.cache.pin(SYSTEM)
         self.board.draw("before: the system prompt is pinned")
         print()
         handle = manager.allocate("F", num_tokens=54 * 16)
@@ -225,7 +225,7 @@ class Tour:
         kept = manager.match_prefix([*SYSTEM, 1]).num_tokens
         evicted = manager.stats().evictions["capacity"]
         manager.free(handle)
-        manager.unpin(pin)
+        manager.cache.unpin(pin)
         stop()
         levels = " → ".join(change.level.name for change in heard)
         self.screen.numbers(
@@ -268,7 +268,7 @@ class Tour:
             "Then they come back, still sharing. The manager plans the copies, in order; the data plane runs them.",
         )
         manager = self.manager
-        manager.reset_prefix_cache()
+        manager.cache.reset()
         parent = manager.allocate("G", num_tokens=20 * 16)
         manager.commit(parent, 20 * 16)
         (child,) = manager.fork(parent, "H")

@@ -61,7 +61,7 @@ def traffic(manager: KVCacheManager, rng: random.Random, stems: list[list[int]],
     manager.commit(handle, len(prompt) - handle.num_cached_tokens)
     manager.free(handle)
     if rng.random() < 0.01:
-        manager.reset_prefix_cache()
+        manager.cache.reset()
     return prompt
 
 

@@ -233,7 +233,7 @@ def test_given_traffic_over_tiers_when_translated_then_a_reader_holds_what_the_m
         first = rng.randrange(12) * 2
         managers.cached(manager, rng.randrange(4, 40), first=first)
         if at % 50 == 49:
-            manager.reset_prefix_cache()
+            manager.cache.reset()
         events = translator.translate(subscription.poll().events)
         before, moments = contents.hashes, []
         for event in events:

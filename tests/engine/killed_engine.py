@@ -69,7 +69,7 @@ def answer_and_die(directory: str, seed: int) -> None:
     while True:
         others = [random_prompt(rng.randrange(20, 90), seed=rng.randrange(1000)).tolist() for _ in range(4)]
         engine.generate([*others, rng.choice(PROMPTS)], PARAMS)
-        engine.manager.reset_prefix_cache()
+        engine.manager.cache.reset()
 
 
 def look(directory: str) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def test_given_a_process_of_the_store_that_is_killed_then_requests_are_answered(
             assert assert_right(engine) > 0
             (nodes[0] if what == "node" else master).kill()
             for _ in range(2):
-                engine.manager.reset_prefix_cache()
+                engine.manager.cache.reset()
                 assert_right(engine)
         with make_engine(remote=address, tier_timeout=5.0) as engine:
             assert_right(engine)

@@ -149,7 +149,7 @@ def test_given_the_same_seed_then_the_sample_does_not_depend_on_the_batch() -> N
     others = [SamplingParams(max_new_tokens=9, temperature=1.0, seed=1), greedy(12)]
     with make_engine() as engine:
         alone = engine.generate(prompts[:1], params)[0].token_ids
-        engine.manager.reset_prefix_cache()
+        engine.manager.cache.reset()
         together = engine.generate(prompts, [params, *others])[0].token_ids
         again = engine.generate(prompts[:1], params)[0].token_ids
     assert alone == together == again
@@ -354,7 +354,7 @@ def test_given_a_fork_of_a_running_request_then_both_go_on_as_if_alone(overlap: 
     forks: list[Generation] = []
     with make_engine(block_size=4, overlap=overlap) as engine:
         whole = engine.generate([prompt], greedy(20))[0].token_ids
-        engine.manager.reset_prefix_cache()
+        engine.manager.cache.reset()
 
         def branch(chunk: Chunk) -> None:
             if chunk.token_ids and len(first.samples[0].token_ids) == 7:

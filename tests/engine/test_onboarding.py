@@ -102,7 +102,7 @@ def prompt(length: int, seed: int) -> list[int]:
 def test_given_a_prefix_on_the_host_when_others_decode_then_they_go_on_while_it_comes(engine: Engine) -> None:
     text = prompt(40, 1)
     want = engine.generate([text], GREEDY)[0].token_ids
-    engine.manager.offload(64)
+    engine.manager.cache.offload(64)
     link = SlowLink(engine)
     reader = engine.submit(
         prompt(6, 2), SamplingParams(max_new_tokens=60, ignore_eos=True), on_chunk=lambda chunk: ask()
@@ -151,7 +151,7 @@ def test_given_a_link_that_fails_once_then_the_prefix_comes_with_the_next_copies
 ) -> None:
     text = prompt(40, 1)
     want = engine.generate([text], GREEDY)[0].token_ids
-    engine.manager.offload(64)
+    engine.manager.cache.offload(64)
     SlowLink(engine)
     engine.generate([prompt(3, 9)], GREEDY)  # the offload is under way before the link fails
     reader = engine.submit(

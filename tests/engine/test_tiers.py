@@ -414,7 +414,7 @@ def test_given_a_tier_that_is_broken_then_requests_are_answered_and_nothing_leak
     with make_engine(Wrapped(filled(PROMPT, family=family), **FAULTS[fault]), family=family) as engine:
         for _ in range(2):
             assert answers(engine, PROMPT, other) == want
-            engine.manager.reset_prefix_cache()
+            engine.manager.cache.reset()
         assert_at_rest(engine)
 
 

@@ -45,7 +45,7 @@ def make_engine(tier: MemoryTier, family: str = "llama") -> Engine:
 
 def cached(engine: Engine, prompt: list[int], **options: Any) -> int:
     """How many tokens of a prompt need not be computed, with nothing but tiers to bring them."""
-    engine.manager.reset_prefix_cache()
+    engine.manager.cache.reset()
     (result,) = engine.generate([prompt], PARAMS, **options)
     assert engine._tiers is not None
     assert engine._tiers.flush(SECONDS)
@@ -209,7 +209,7 @@ def test_given_a_load_on_its_way_when_it_is_invalidated_then_it_is_dropped(what:
     tier = Waiting()
     with make_engine(tier) as engine:
         cached(engine, PROMPT, **options)
-        engine.manager.reset_prefix_cache()
+        engine.manager.cache.reset()
         tier.opened.clear()
         waiting = engine.submit(PROMPT, PARAMS, **options)
         assert tier.begun.wait(SECONDS)

@@ -82,11 +82,11 @@ def test_given_a_prefix_from_any_tier_then_the_answer_is_that_of_computing_it(mo
         assert cached == 0
         from_pool, cached = answer(engine)
         assert (from_pool, cached > 0) == (want, True)
-        engine.manager.offload(64)
+        engine.manager.cache.offload(64)
         assert engine.manager.match_prefix(engine.token_ids(PROMPT)).tokens_by_tier.get(Tier.HOST)
         from_host, cached = answer(engine)
         assert (from_host, cached > 0) == (want, True)
-        engine.manager.reset_prefix_cache()
+        engine.manager.cache.reset()
         from_memory, cached = answer(engine)
         assert (from_memory, cached > 0) == (want, True)
         assert engine.stats().tiers.imports == 1

@@ -63,7 +63,7 @@ def filled(url: str) -> str:
 def stores_everything(engine: Engine) -> bool:
     """Whether no block failed in this round: a server may need a moment to be found."""
     before = tier_stats(engine)
-    engine.manager.reset_prefix_cache()
+    engine.manager.cache.reset()
     assert_right(engine)
     after = tier_stats(engine)
     return (after.store_failures, after.late_stores) == (before.store_failures, before.late_stores)
@@ -99,7 +99,7 @@ def test_given_a_server_that_hangs_then_requests_are_answered_and_go_on_when_it_
         server.pause()
         assert_right(engine)
         server.resume()
-        engine.manager.reset_prefix_cache()
+        engine.manager.cache.reset()
         assert_right(engine)
 
 
@@ -120,7 +120,7 @@ def test_given_a_server_without_memory_then_it_is_read_from_and_what_it_refuses_
         assert server.ask("CONFIG", "SET", "maxmemory", "0") == "+OK"
 
         def takes_values_again() -> bool:
-            engine.manager.reset_prefix_cache()
+            engine.manager.cache.reset()
             engine.generate([PROMPTS[0][::-1]], PARAMS)
             assert_balanced(engine)
             return server.ask("DBSIZE") != num_values
@@ -155,7 +155,7 @@ def test_given_a_cluster_that_loses_a_master_then_requests_are_answered_and_the_
         with make_engine(remote=f"{address}&pause=3600") as engine:
             cluster.nodes[1].kill()
             for _ in range(3):
-                engine.manager.reset_prefix_cache()
+                engine.manager.cache.reset()
                 assert assert_right(engine) < ALL_CACHED
             stats = tier_stats(engine)
             assert f":{cluster.nodes[1].port}:" in stats.problem
@@ -176,7 +176,7 @@ def test_given_a_server_that_is_replaced_by_one_that_answers_garbage_then_reques
         try:
             for _ in range(2):
                 assert_right(engine)
-                engine.manager.reset_prefix_cache()
+                engine.manager.cache.reset()
         finally:
             fake.close()
 

@@ -90,7 +90,7 @@ def test_given_hours_of_traffic_then_answers_stay_right_and_nothing_grows(family
                 dropped.result(SECONDS)
             if number % 10 == 9:
                 engine.manager.check()
-                engine.manager.reset_prefix_cache()
+                engine.manager.cache.reset()
                 files.append(num_files())
                 threads.append(threading.active_count())
         assert engine._loop.tiers is not None

@@ -32,7 +32,7 @@ def test_given_a_run_that_is_computed_again_while_it_is_offloaded_then_subscribe
         [*prompt[:8], *range(50, 58)],
     ):  # others part at 8 tokens: that end keeps its windowed blocks
         manager.free(computed(manager, "other", tokens))
-    manager.evict(32, pool=0)
+    manager.cache.evict(32, pool=0)
     below = num_cached(manager, pool=1, tier=Tier.HOST)
     assert below > 4
     evicted = manager.stats().evictions["capacity"]
@@ -51,7 +51,7 @@ def test_given_a_run_that_is_computed_again_with_more_blocks_than_went_down_then
     late, other = (manager.allocate(name, range(12)) for name in ("late", "other"))
     manager.commit(other)
     manager.free(other)
-    manager.evict(32, pool=0)
+    manager.cache.evict(32, pool=0)
     assert num_cached(manager, pool=1, tier=Tier.HOST) == 2  # those that the end of the run needs
     manager.commit(late)
     assert num_cached(manager, pool=1, tier=Tier.HOST) == 0
@@ -62,10 +62,10 @@ def test_given_a_run_that_kept_only_the_first_block_ids_of_its_window_when_it_le
     manager = manager_of_pairs(FULL, WINDOW_OF_4, gpu_blocks=(64, 64), host_blocks=(32, 32))
     subscription = manager.events.subscribe()
     cached(manager, 16)
-    manager.evict(32, pool=0)
-    [run] = manager.cached_runs()
+    manager.cache.evict(32, pool=0)
+    [run] = manager.inspect.runs()
     assert run.block_ids[1].tolist() == [-1] * 6 + [0, 1]  # 0 is a block like any other
-    manager.evict(32, tier=Tier.HOST)
+    manager.cache.evict(32, tier=Tier.HOST)
     cached(manager, 16, first=100)
     assert_subscribers_know(manager, subscription)
 
@@ -77,7 +77,7 @@ def test_descendants_and_partly_reused_leaves_never_vanish_without_an_event() ->
     manager.allocate("partial", [0, 1, 2, 3, 4, 5, 99])  # copies from a leaf that stays in the index
     mirror.apply(subscription.poll().events)
     assert len(mirror.blocks[0]) == 4
-    manager.invalidate(list(range(4)))  # the ancestor goes, its descendants with it
+    manager.cache.invalidate(list(range(4)))  # the ancestor goes, its descendants with it
     mirror.apply(subscription.poll().events)
     assert mirror.blocks[0] == {}
 
@@ -96,8 +96,8 @@ def test_every_event_can_be_written_as_json_values() -> None:
     manager = make_manager(host_blocks=4)
     subscription = manager.subscribe()
     cached(manager, 8, retention=Retention([TokenRange(0, None, 80)]))
-    manager.offload(1)
-    manager.reset_prefix_cache()
+    manager.cache.offload(1)
+    manager.cache.reset()
     kinds = {to_dict(event)["type"] for event in subscription.poll().events}
     assert kinds == {"created", "stored", "removed", "updated"}
 
@@ -117,8 +117,8 @@ def test_updates_and_removals_name_the_tier_the_block_was_on() -> None:
     manager = make_manager(host_blocks=4)
     subscription = manager.subscribe()
     cached(manager, 8)
-    manager.offload(2)
-    manager.evict(2, tier=Tier.HOST)
+    manager.cache.offload(2)
+    manager.cache.evict(2, tier=Tier.HOST)
     moved = [e for e in subscription.poll().events if isinstance(e, (Updated, Removed))]
     assert isinstance(moved[0], Updated)
     assert (moved[0].old_tier, moved[0].new_tier) == (Tier.GPU, Tier.HOST)

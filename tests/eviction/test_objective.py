@@ -105,7 +105,7 @@ def test_given_a_machine_then_its_costs_count() -> None:
 def test_only_what_must_be_computed_again_is_weighed_by_its_depth(tiers: dict[str, Any], weighed: list[int]) -> None:
     manager = KVCacheManager(config(objective="seconds", depth_cost=0.01, **tiers))
     made: list[Any] = manager._state.cache.orders.policies
-    used = [tier for tier in range(len(made)) if manager.num_blocks(0, Tier(tier))]
+    used = [tier for tier in range(len(made)) if manager.inspect.num_blocks(0, Tier(tier))]
     assert [tier for tier in used if made[tier]._depth_cost] == weighed
     assert made[weighed[0]]._depth_cost == pytest.approx(0.04)  # of a block
 

@@ -33,9 +33,9 @@ def test_given_runs_that_change_their_tier_then_a_policy_is_told_of_those_that_i
 
     manager = manager_of_pairs(host_blocks=16, policy=make)
     manager.free(computed(manager, "a", range(6)))
-    assert manager.offload(3) == 3
+    assert manager.cache.offload(3) == 3
     assert [lost for policy in made for lost in policy.lost] == [3]
-    manager.onboard(range(6))
+    manager.cache.onboard(range(6))
     assert num_cached(manager) == 3
     assert [lost for policy in made for lost in policy.lost] == [3]
 
@@ -46,7 +46,7 @@ def test_recency_is_logical_and_not_the_wall_clock() -> None:
     old = cached(manager, 8)
     clock[0] = 0.0  # the clock jumps back; the second prompt is newer all the same
     new = cached(manager, 8, first=50)
-    manager.evict(2)
+    manager.cache.evict(2)
     assert manager.match_prefix([*old, 1]).num_blocks == 0
     assert manager.match_prefix([*new, 1]).num_blocks == 2
 
@@ -55,18 +55,18 @@ def test_blocks_of_live_requests_are_never_evicted() -> None:
     manager = make_manager()
     handle = manager.allocate("a", list(range(8)))
     manager.commit(handle, 8)
-    assert manager.evict(100) == 0
+    assert manager.cache.evict(100) == 0
     assert manager.match_prefix([*range(8), 1]).num_blocks == 2
 
 
 def test_arc_knows_content_that_comes_back() -> None:
     manager = make_manager(gpu_blocks=4, eviction_policy="arc")
     tokens = cached(manager, 8)
-    manager.evict(2)
+    manager.cache.evict(2)
     for first in (100, 200, 300):
         cached(manager, 4, first)
     cached(manager, 8)  # a ghost hit: it was evicted and is back, so it is worth more than what came once
-    manager.evict(1)
+    manager.cache.evict(1)
     assert manager.match_prefix([*tokens, 1]).num_blocks == 2
 
 
@@ -76,7 +76,7 @@ def test_fifo_ignores_use_and_lru_does_not() -> None:
         cached(manager, 8)
         cached(manager, 8, first=50)
         cached(manager, 8)  # used again
-        manager.evict(2)
+        manager.cache.evict(2)
         assert manager.match_prefix([*range(survivor, survivor + 8), 1]).num_blocks == 2, policy
 
 
@@ -93,7 +93,7 @@ def test_touching_a_block_keeps_it_evictable() -> None:
     manager = make_manager(gpu_blocks=4)
     for _ in range(5):
         cached(manager, 16)
-    assert manager.evict(4) == 4
+    assert manager.cache.evict(4) == 4
 
 
 def test_a_parent_is_never_evicted_before_its_child() -> None:
@@ -104,7 +104,7 @@ def test_a_parent_is_never_evicted_before_its_child() -> None:
     short = manager.allocate("b", [*range(8), 60])
     manager.free(long)  # the child is idle first, the parent is still read
     manager.free(short)
-    manager.evict(1)
+    manager.cache.evict(1)
     assert manager.match_prefix([*range(8), 50, 51, 52, 53, 1]).num_blocks == 2
 
 
@@ -112,16 +112,16 @@ def test_clock_never_names_a_victim_twice() -> None:
     manager = make_manager(gpu_blocks=8, eviction_policy="clock")
     for first in range(0, 80, 10):
         cached(manager, 4, first)
-    assert manager.evict(100) == 8
-    assert manager.get_num_free_blocks() == 8
+    assert manager.cache.evict(100) == 8
+    assert manager.inspect.num_free_blocks() == 8
     manager.check()
 
 
 def test_a_parent_on_the_gpu_may_leave_while_its_children_are_on_the_host() -> None:
     manager = make_manager(gpu_blocks=4, host_blocks=2, offload_on_evict=False)
     tokens = cached(manager, 16)
-    manager.offload(2)  # the last two blocks
-    assert manager.evict(2) == 2  # drops their parents: nothing may stay below a hole
+    manager.cache.offload(2)  # the last two blocks
+    assert manager.cache.evict(2) == 2  # drops their parents: nothing may stay below a hole
     assert manager.match_prefix([*tokens, 1]).num_blocks == 0
     assert manager.stats().pool(tier=Tier.HOST).free == 2
     manager.check()
@@ -143,7 +143,7 @@ def test_a_priority_level_that_ran_empty_is_passed_over() -> None:
     manager = make_manager(gpu_blocks=8, eviction_policy="priority")
     for first, priority in ((0, 10), (50, 50), (100, 90)):
         cached(manager, 4, first, retention=Retention([TokenRange(0, None, priority)]))
-    assert [manager.evict(1) for _ in range(4)] == [1, 1, 1, 0]
+    assert [manager.cache.evict(1) for _ in range(4)] == [1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("policy", policy_names())

@@ -131,7 +131,7 @@ def test_given_a_reset_in_the_middle_of_a_load_then_nothing_of_it_is_found_or_to
     list(toy.scheduler.take_events())
     end_load(toy, "b", gate)
     assert not [event for event in toy.scheduler.take_events() if isinstance(event, BlocksStored)]
-    assert toy.scheduler.manager.get_num_free_blocks() == 16
+    assert toy.scheduler.manager.inspect.num_free_blocks() == 16
     assert toy.look_up(ToyRequest("c", PROMPT)) == (0, False)
 
 
@@ -145,7 +145,7 @@ def test_given_a_reset_in_the_middle_of_the_load_of_an_aborted_request_then_noth
     list(toy.scheduler.take_events())
     end_load(toy, "b", gate)
     assert not [event for event in toy.scheduler.take_events() if isinstance(event, BlocksStored)]
-    assert toy.scheduler.manager.get_num_free_blocks() == 16
+    assert toy.scheduler.manager.inspect.num_free_blocks() == 16
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])
@@ -164,7 +164,7 @@ def test_given_a_reset_while_blocks_are_on_their_way_to_tiers_then_they_are_not_
     list(toy.scheduler.take_events())
     toy.idle()
     assert not [event for event in toy.scheduler.take_events() if isinstance(event, BlocksStored)]
-    assert toy.scheduler.manager.get_num_free_blocks() == 16
+    assert toy.scheduler.manager.inspect.num_free_blocks() == 16
 
 
 # --- tiers that hang -----------------------------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ def test_given_a_pool_that_shrinks_when_a_waiter_can_never_fit_any_more_then_it_
         held = await cache.allocate("held", num_tokens=4)
         waiting = asyncio.create_task(cache.allocate("waiting", num_tokens=32))
         await settle()
-        cache.resize(4)
+        cache.cache.resize(4)
         with pytest.raises(NeverFitsError):
             await waiting
         cache.free(held)
@@ -256,7 +256,7 @@ def test_given_a_grant_in_the_same_tick_as_the_cancellation_then_the_blocks_are_
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        assert cache.get_num_free_blocks() == 8
+        assert cache.inspect.num_free_blocks() == 8
 
     run(main(), cache)
 
@@ -440,7 +440,7 @@ def test_given_a_pin_that_runs_out_when_somebody_waits_then_time_alone_serves_it
         handle = manager.allocate("a", list(range(8)))
         manager.commit(handle)
         manager.free(handle)
-        manager.pin(list(range(8)), ttl=0.05)
+        manager.cache.pin(list(range(8)), ttl=0.05)
         cache = AsyncKVCacheManager(manager)
         await cache.allocate("b", [99] * 16, timeout=30)
         manager.check()

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseHint
+from kvpool import KVCacheConfig, KVCacheHandle, KVCacheManager, LayerSpec, ReuseHint, Tier
 from kvpool.errors import KVPoolError
 from kvpool.manager.aio import AsyncKVCacheManager
+from kvpool.manager.cache_control import CacheControl
+from kvpool.manager.inspection import Inspector
 from kvpool.scheduling import Request, Scheduler
 from kvpool.sequences.batch import SequenceBatch
 from managers import signature
@@ -40,7 +42,7 @@ def good_arguments(manager: KVCacheManager) -> dict[str, Any]:
     """What each parameter is when another one is wrong."""
     live = manager.get("live")
     return {
-        **{"handle": live, "batch": [live], "handles": live, "pin": manager.pin([5] * 8), "request_id": "new"},
+        **{"handle": live, "batch": [live], "handles": live, "pin": manager.cache.pin([5] * 8), "request_id": "new"},
         **{"request_ids": "new", "tokens": [1, 2, 3], "prefix": [5] * 8, "num_blocks": 1, "block_id": 0, "start": 0},
         **{
             "stop": 1,
@@ -122,6 +124,26 @@ def for_the_manager() -> tuple[KVCacheManager, Any, dict[str, Any]]:
 @pytest.mark.parametrize("name", public_methods(KVCacheManager))
 def test_the_manager_refuses_wrong_values(name: str) -> None:
     assert not complaints_about(for_the_manager, name)
+
+
+def for_the_cache() -> tuple[KVCacheManager, Any, dict[str, Any]]:
+    manager = new_manager()
+    return manager, manager.cache, good_arguments(manager)
+
+
+@pytest.mark.parametrize("name", public_methods(CacheControl))
+def test_the_cache_of_a_manager_refuses_wrong_values(name: str) -> None:
+    assert not complaints_about(for_the_cache, name)
+
+
+def for_an_inspector() -> tuple[KVCacheManager, Any, dict[str, Any]]:
+    manager = new_manager()
+    return manager, manager.inspect, {**good_arguments(manager), "tiers": Tier.GPU}
+
+
+@pytest.mark.parametrize("name", public_methods(Inspector))
+def test_an_inspector_refuses_wrong_values(name: str) -> None:
+    assert not complaints_about(for_an_inspector, name)
 
 
 def for_a_batch() -> tuple[KVCacheManager, Any, dict[str, Any]]:

@@ -19,13 +19,13 @@ def busy_manager() -> KVCacheManager:
     """A live request, its fork, a swapped one, a pinned run, an offloaded run and a tenant with a quota."""
     config = KVCacheConfig([FULL, SLIDING], block_size=4, gpu_blocks=64, host_blocks=64, watermark=0.0)
     manager = KVCacheManager(config)
-    manager.set_quota("t", guaranteed=4)
+    manager.cache.set_quota("t", guaranteed=4)
     for number, scope in enumerate((ReuseScope(), ReuseScope(tenant="t"))):
         handle = manager.allocate(("old", number), list(range(100 * number, 100 * number + 16)), scope=scope)
         manager.commit(handle, 16)
         manager.free(handle)
-    manager.pin(list(range(8)))
-    manager.offload(2)
+    manager.cache.pin(list(range(8)))
+    manager.cache.offload(2)
     live = manager.allocate("live", list(range(500, 518)))
     manager.commit(live, 18)
     manager.fork(live, "fork")

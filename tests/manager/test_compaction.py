@@ -53,7 +53,7 @@ def test_live_blocks_move_to_the_lowest_ids_with_the_fewest_moves() -> None:
     handles = [running(manager, i, 8, first=100 * i) for i in range(4)]
     manager.free(handles[0], keep=False)
     manager.free(handles[2], keep=False)
-    assert manager.defragment() == 2  # blocks 6 and 7; 2 and 3 stay
+    assert manager.cache.defragment() == 2  # blocks 6 and 7; 2 and 3 stay
     assert used_ids(manager) == [0, 1, 2, 3]
     assert handles[1].block_ids().tolist() == [2, 3]
     assert handles[3].block_ids().tolist() == [0, 1]
@@ -65,7 +65,7 @@ def test_a_pool_without_holes_is_left_alone_and_hands_out_low_ids_next() -> None
     manager = make_manager()
     first, second = running(manager, "a", 8), running(manager, "b", 8, first=100)
     manager.free(second, keep=False)
-    assert manager.defragment() == 0
+    assert manager.cache.defragment() == 0
     assert manager.take_copies() == []
     assert manager.allocate("c", num_tokens=8).block_ids().tolist() == [2, 3]
     assert first.block_ids().tolist() == [0, 1]
@@ -76,7 +76,7 @@ def test_a_pool_without_holes_hands_out_low_ids_next_in_whatever_order_they_beca
     handles = [running(manager, name, 8, first=100 * i) for i, name in enumerate("abc")]
     for handle in handles[1:]:
         manager.free(handle, keep=False)
-    assert manager.defragment() == 0
+    assert manager.cache.defragment() == 0
     assert manager.allocate("d", num_tokens=16).block_ids().tolist() == [2, 3, 4, 5]
 
 
@@ -85,7 +85,7 @@ def test_the_blocks_of_a_sequence_become_neighbours_where_they_can() -> None:
     filler, first, second = (manager.allocate(name, num_tokens=16) for name in ("filler", "a", "b"))
     manager.free(filler)
     manager.free(first)
-    manager.defragment()
+    manager.cache.defragment()
     assert second.block_ids().tolist() == [0, 1, 2, 3]
 
 
@@ -96,7 +96,7 @@ def test_given_two_holes_then_a_block_moves_right_behind_its_predecessor_and_not
     assert first.block_ids().tolist() == [1, 4]
     manager.free(low)
     manager.free(high)
-    manager.defragment()
+    manager.cache.defragment()
     assert (first.block_ids().tolist(), second.block_ids().tolist()) == ([1, 2], [0])
 
 
@@ -108,7 +108,7 @@ def test_shared_and_cached_blocks_move_once_and_everybody_follows() -> None:
     memory.write(parent)
     (child,) = manager.fork(parent, "child")
     manager.free(filler, keep=False)
-    assert manager.defragment() == 2
+    assert manager.cache.defragment() == 2
     assert parent.block_ids().tolist() == child.block_ids().tolist()
     memory.run_copies()
     memory.expect(parent)
@@ -120,19 +120,19 @@ def test_windowed_groups_and_their_pins_move_too() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=64)
     filler = running(manager, "filler", 24, first=500)
     handle = running(manager, "a", 24)
-    pin = manager.pin(handle)
+    pin = manager.cache.pin(handle)
     memory = Memory(manager)
     memory.write(handle)
     manager.free(filler, keep=False)
-    assert manager.defragment() > 0
+    assert manager.cache.defragment() > 0
     memory.run_copies()
     memory.expect(handle)
     manager.check()
     manager.free(handle)
-    manager.evict(100)
+    manager.cache.evict(100)
     manager.check()
-    manager.unpin(pin)
-    assert manager.evict(100) > 0
+    manager.cache.unpin(pin)
+    assert manager.cache.evict(100) > 0
     manager.check()
 
 
@@ -145,12 +145,12 @@ def test_host_blocks_of_swapped_requests_and_cached_runs_move_on_the_host() -> N
     manager.swap_out(first)
     manager.swap_out(second)
     manager.free(first)
-    manager.offload(4)
-    manager.evict(2, tier=Tier.HOST)
-    assert manager.defragment(Tier.HOST) > 0
+    manager.cache.offload(4)
+    manager.cache.evict(2, tier=Tier.HOST)
+    assert manager.cache.defragment(Tier.HOST) > 0
     assert used_ids(manager, Tier.HOST) == list(range(len(used_ids(manager, Tier.HOST))))
     manager.check()
-    manager.reset_prefix_cache()
+    manager.cache.reset()
     manager.swap_in(second)
     memory.run_copies()
     memory.expect(second)
@@ -160,10 +160,10 @@ def test_copies_planned_before_are_not_changed_by_a_later_move() -> None:
     manager = make_manager(host_blocks=8)
     for name, first in (("a", 0), ("b", 100)):
         manager.free(running(manager, name, 8, first))
-    manager.offload(4)
-    manager.evict(2, tier=Tier.HOST)
+    manager.cache.offload(4)
+    manager.cache.evict(2, tier=Tier.HOST)
     before = [(op.src.tolist(), op.dst.tolist()) for op in manager._state.copies]
-    assert manager.defragment(Tier.HOST) == 2
+    assert manager.cache.defragment(Tier.HOST) == 2
     after = [(op.src.tolist(), op.dst.tolist()) for op in manager.take_copies()]
     assert after[: len(before)] == before
     assert after[len(before) :] == [([2, 3], [0, 1])]
@@ -181,7 +181,7 @@ def test_after_any_frees_the_live_blocks_are_the_lowest_and_their_bytes_are_kept
     for index in sorted(freed & set(range(len(handles)))):
         manager.free(handles[index], keep=index % 2 == 0)
     before = used_ids(manager)
-    moves = manager.defragment()
+    moves = manager.cache.defragment()
     assert used_ids(manager) == list(range(len(before)))
     assert moves == sum(block >= len(before) for block in before)  # no scheme can do with fewer
     memory.run_copies()
@@ -198,7 +198,7 @@ def test_a_pool_grows_under_live_requests() -> None:
     handle = running(manager, "a", 8)
     with pytest.raises(OutOfBlocksError):
         manager.extend(handle)
-    assert manager.resize(4) == (4, 0, 0)
+    assert manager.cache.resize(4) == (4, 0, 0)
     manager.extend(handle, 8)
     assert handle.num_blocks == 4
     manager.check()
@@ -210,7 +210,7 @@ def test_a_pool_shrinks_by_moving_live_blocks_and_keeping_their_bytes() -> None:
     filler, handle = running(manager, "filler", 16, first=500), running(manager, "a", 14)
     memory.write(handle)
     manager.free(filler, keep=False)
-    result = manager.resize(4)
+    result = manager.cache.resize(4)
     assert (result.num_blocks, result.num_evicted, result.num_moved) == (4, 0, 4)
     assert [op.kind for op in manager._state.copies] == [CopyKind.DEFRAGMENT]
     memory.run_copies()
@@ -222,7 +222,7 @@ def test_a_pool_shrinks_by_moving_live_blocks_and_keeping_their_bytes() -> None:
 def test_a_pool_shrinks_by_evicting_idle_cache_tail_first() -> None:
     manager = make_manager(gpu_blocks=8)
     manager.free(running(manager, "a", 24))
-    assert manager.resize(4) == (4, 2, 0)
+    assert manager.cache.resize(4) == (4, 2, 0)
     assert manager.match_prefix([*range(24), 1]).num_blocks == 4
     assert manager.stats().evictions["resize"] == 2
     manager.check()
@@ -232,9 +232,9 @@ def test_a_pool_that_is_in_use_cannot_shrink_and_says_how_much_is() -> None:
     manager = make_manager(gpu_blocks=8, max_pinned_tokens=100)
     running(manager, "a", 12)
     manager.free(running(manager, "b", 8, first=100))
-    manager.pin(list(range(100, 108)))
+    manager.cache.pin(list(range(100, 108)))
     with pytest.raises(OutOfBlocksError, match="cannot shrink to 4 blocks: 5 are in use or pinned"):
-        manager.resize(4)
+        manager.cache.resize(4)
     assert manager.stats().pool().total == 8
     manager.check()
 
@@ -242,14 +242,14 @@ def test_a_pool_that_is_in_use_cannot_shrink_and_says_how_much_is() -> None:
 def test_the_host_pool_can_be_taken_away_and_given_back() -> None:
     manager = make_manager(host_blocks=8)
     manager.free(running(manager, "a", 8))
-    manager.offload(2)
-    assert manager.resize(0, tier=Tier.HOST).num_evicted == 2
+    manager.cache.offload(2)
+    assert manager.cache.resize(0, tier=Tier.HOST).num_evicted == 2
     with pytest.raises(InvalidArgumentError, match="no tier below GPU"):
-        manager.offload(1)
+        manager.cache.offload(1)
     manager.free(running(manager, "b", 8, first=100))
-    manager.evict(1)  # nowhere to go: dropped
-    manager.resize(4, tier=Tier.HOST)
-    assert manager.offload(1) == 1
+    manager.cache.evict(1)  # nowhere to go: dropped
+    manager.cache.resize(4, tier=Tier.HOST)
+    assert manager.cache.offload(1) == 1
     manager.check()
 
 
@@ -257,7 +257,7 @@ def test_a_resize_is_announced() -> None:
     manager = make_manager()
     subscription = manager.subscribe()
     subscription.poll()
-    manager.resize(20)
+    manager.cache.resize(20)
     (event,) = subscription.poll().events
     assert (event.pools[0].tier, event.pools[0].num_blocks) == (Tier.GPU, 20)
 
@@ -265,17 +265,17 @@ def test_a_resize_is_announced() -> None:
 def test_the_pressure_is_measured_against_the_new_size() -> None:
     manager = make_manager(gpu_blocks=100)
     running(manager, "a", 16)
-    assert manager.pressure.name == "LOW"
-    manager.resize(4)
-    assert manager.pressure.name == "CRITICAL"
-    manager.resize(100)
-    assert manager.pressure.name == "LOW"
+    assert manager.inspect.pressure.name == "LOW"
+    manager.cache.resize(4)
+    assert manager.inspect.pressure.name == "CRITICAL"
+    manager.cache.resize(100)
+    assert manager.inspect.pressure.name == "LOW"
 
 
 def test_one_pool_of_several_is_resized() -> None:
     manager = make_manager(FULL, LayerSpec(kv_heads=2, head_dim=8), gpu_blocks=(8, 8))
     handle = running(manager, "a", 12)
-    manager.resize(4, pool=1)
+    manager.cache.resize(4, pool=1)
     assert [pool.total for pool in manager.stats().pools] == [8, 4]
     assert (handle.block_ids(1) < 4).all()
     manager.check()
@@ -285,12 +285,12 @@ def test_one_pool_of_several_is_resized() -> None:
 def test_a_size_that_cannot_be_is_refused(num_blocks: Any) -> None:
     manager = make_manager()
     with pytest.raises(InvalidArgumentError, match="num_blocks"):
-        manager.resize(num_blocks)
+        manager.cache.resize(num_blocks)
 
 
 def test_resizing_to_the_same_size_changes_nothing() -> None:
     manager = make_manager()
     handle = running(manager, "a", 8)
     before = handle.block_ids().copy()
-    assert manager.resize(16) == (16, 0, 0)
+    assert manager.cache.resize(16) == (16, 0, 0)
     assert np.array_equal(handle.block_ids(), before)

@@ -30,7 +30,7 @@ def test_given_an_extension_then_the_blocks_of_every_group_are_counted(layers: t
 def test_given_a_long_run_that_was_cut_short_then_the_rest_keeps_no_memory_of_it() -> None:
     manager = manager_of_pairs(gpu_blocks=64)
     manager.free(computed(manager, "a", range(128)))
-    manager.evict(62)
+    manager.cache.evict(62)
     (run,) = manager._state.cache.tree.root_for(ReuseScope()).children.values()
     assert (run.num_blocks, run.ids[0].base, run.tokens.base) == (2, None, None)
 
@@ -66,7 +66,7 @@ def test_the_hit_rate_counts_every_prompt_also_short_ones() -> None:
     manager.allocate("long", [*tokens, 1])
     stats = manager.stats()
     assert stats.token_hit_rate == 8 / (8 + 1 + 9)
-    manager.reset_prefix_cache()
+    manager.cache.reset()
     assert manager.stats().prompt_tokens == 18  # forgetting content does not forget statistics
 
 
@@ -76,7 +76,7 @@ def test_shared_blocks_are_counted_once() -> None:
     manager.commit(handle, 8)
     manager.fork(handle, "b", "c")
     assert manager.stats().pool().referenced == 2
-    assert manager.usage == 2 / 16
+    assert manager.inspect.usage == 2 / 16
 
 
 def test_free_cached_blocks_are_not_counted_twice() -> None:

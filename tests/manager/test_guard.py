@@ -33,19 +33,19 @@ def test_each_level_is_announced_once_on_the_way_up_and_once_on_the_way_down() -
     for _ in range(19):
         manager.extend(handle, 4)
     assert seen == [(LOW, MEDIUM), (MEDIUM, HIGH), (HIGH, CRITICAL)]
-    assert manager.pressure is CRITICAL
+    assert manager.inspect.pressure is CRITICAL
     seen.clear()
     for _ in range(20):
         manager.rewind(handle, 4)
     assert seen == [(CRITICAL, HIGH), (HIGH, MEDIUM), (MEDIUM, LOW)]
-    assert manager.pressure is LOW
+    assert manager.inspect.pressure is LOW
 
 
 @pytest.mark.parametrize(("num_blocks", "level"), [(11, LOW), (12, MEDIUM), (15, MEDIUM), (16, HIGH), (19, CRITICAL)])
 def test_a_level_begins_exactly_at_its_fraction(num_blocks: int, level: MemoryPressure) -> None:
     manager = make_manager()
     manager.allocate("a", num_tokens=4 * num_blocks)
-    assert manager.pressure is level
+    assert manager.inspect.pressure is level
 
 
 def test_a_jump_over_several_levels_is_one_change() -> None:
@@ -73,16 +73,16 @@ def test_idle_cache_is_no_pressure() -> None:
         handle = manager.allocate(first, list(range(first, first + 40)))
         manager.commit(handle, 40)
         manager.free(handle)
-    assert manager.get_num_free_blocks() == 0
-    assert (seen, manager.usage) == ([], 0.0)
+    assert manager.inspect.num_free_blocks() == 0
+    assert (seen, manager.inspect.usage) == ([], 0.0)
 
 
 def test_configured_levels_are_used() -> None:
     manager = make_manager(pressure_levels=(0.05, 0.1, 0.5))
     manager.allocate("a", num_tokens=4)
-    assert manager.pressure is MEDIUM
+    assert manager.inspect.pressure is MEDIUM
     manager.allocate("b", num_tokens=36)
-    assert manager.pressure is CRITICAL
+    assert manager.inspect.pressure is CRITICAL
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,11 @@ def test_configured_levels_are_used() -> None:
 def test_a_level_begins_at_its_fraction_however_floats_round(num_blocks: int, level: float, reached: int) -> None:
     manager = make_manager(gpu_blocks=num_blocks, pressure_levels=(level / 2, level, 1.0))
     for name in range(reached):
-        assert manager.pressure < HIGH
+        assert manager.inspect.pressure < HIGH
         manager.allocate(name, num_tokens=4)
-    assert manager.pressure is HIGH
+    assert manager.inspect.pressure is HIGH
     manager.free(manager.get(0))
-    assert manager.pressure is MEDIUM
+    assert manager.inspect.pressure is MEDIUM
 
 
 def test_equal_fractions_leave_a_level_out() -> None:
@@ -114,7 +114,7 @@ def test_the_fullest_pool_counts_and_is_named() -> None:
     (change,) = changes
     assert (change.pool, change.usage, change.level) == (1, 0.7, MEDIUM)
     assert change.reason == "pool 1: 7 of 10 blocks in use, 0 cached, 3 free; pressure rose from LOW to MEDIUM"
-    assert manager.usage == 0.7
+    assert manager.inspect.usage == 0.7
     manager.free(handle)
     assert "fell from MEDIUM to LOW" in changes[-1].reason
 
@@ -149,7 +149,7 @@ def test_a_callback_may_call_the_manager() -> None:
     manager.on_memory_pressure(relieve)
     manager.allocate("b", num_tokens=36)
     assert levels == [CRITICAL, LOW]
-    assert manager.pressure is LOW
+    assert manager.inspect.pressure is LOW
     manager.check()
 
 
@@ -158,7 +158,7 @@ def test_a_callback_runs_while_other_threads_can_use_the_manager() -> None:
     free_blocks: list[int] = []
 
     def ask_elsewhere(change: PressureChange) -> None:
-        thread = threading.Thread(target=lambda: free_blocks.append(manager.get_num_free_blocks()))
+        thread = threading.Thread(target=lambda: free_blocks.append(manager.inspect.num_free_blocks()))
         thread.start()
         thread.join(timeout=10.0)
 

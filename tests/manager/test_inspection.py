@@ -13,30 +13,30 @@ SLIDING = LayerSpec(kv_heads=1, head_dim=8, window=4)
 
 def test_a_block_goes_from_free_to_referenced_to_cached_to_pinned() -> None:
     manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=4))
-    assert manager.block(0).state is BlockState.FREE
+    assert manager.inspect.block(0).state is BlockState.FREE
     handle = manager.allocate("a", [1, 2, 3, 4])
     manager.mark_written(handle, 4)
     (child,) = manager.fork(handle, "b")
-    block = manager.block(int(handle.block_ids()[1]))
+    block = manager.inspect.block(int(handle.block_ids()[1]))
     assert (block.state, block.request_ids, block.position) == (BlockState.REFERENCED, ("a", "b"), 2)
     assert (block.ref_count, block.is_published) == (2, False)
     manager.commit(handle)
     block_id = int(handle.block_ids()[1])
-    assert manager.block(block_id).is_published
+    assert manager.inspect.block(block_id).is_published
     manager.free_batch([handle, child])
-    assert manager.block(block_id).state is BlockState.CACHED
-    manager.pin([1, 2, 3, 4])
-    assert manager.block(block_id).state is BlockState.PINNED
+    assert manager.inspect.block(block_id).state is BlockState.CACHED
+    manager.cache.pin([1, 2, 3, 4])
+    assert manager.inspect.block(block_id).state is BlockState.PINNED
 
 
 def test_a_cached_block_has_the_priority_of_its_run() -> None:
     manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=4))
     handle = manager.allocate("a", [1, 2, 3, 4], retention=Retention([TokenRange(2, None, 80)]))
     first, second = handle.block_ids().tolist()
-    assert manager.block(second).priority is None
+    assert manager.inspect.block(second).priority is None
     manager.commit(handle)
     manager.free(handle)
-    assert (manager.block(first).priority, manager.block(second).priority) == (35, 80)
+    assert (manager.inspect.block(first).priority, manager.inspect.block(second).priority) == (35, 80)
 
 
 def test_a_swapped_request_holds_host_blocks() -> None:
@@ -44,14 +44,14 @@ def test_a_swapped_request_holds_host_blocks() -> None:
     handle = manager.allocate("a", [1, 2, 3])
     manager.mark_written(handle, 3)
     manager.swap_out(handle)
-    assert manager.block(0, tier=Tier.HOST).request_ids == ("a",)
+    assert manager.inspect.block(0, tier=Tier.HOST).request_ids == ("a",)
 
 
 @pytest.mark.parametrize("block_id", [-1, 4, True, 1.0])
 def test_a_block_that_does_not_exist_is_refused(block_id: int) -> None:
     manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=4))
     with pytest.raises(InvalidArgumentError, match="block_id"):
-        manager.block(block_id)
+        manager.inspect.block(block_id)
 
 
 def test_groups_that_share_a_pool_are_counted_apart() -> None:
@@ -61,14 +61,14 @@ def test_groups_that_share_a_pool_are_counted_apart() -> None:
     full, sliding = manager.stats().groups
     assert (full.referenced, full.cached) == (2, 4)
     assert (sliding.referenced, sliding.cached) == (2, 4)
-    pin = manager.pin(list(range(8)))
+    pin = manager.cache.pin(list(range(8)))
     full, sliding = manager.stats().groups
     assert (full.pinned, sliding.pinned) == (4, 2)
     pool = manager.stats().pool()
     assert pool.referenced == full.referenced + sliding.referenced
     assert pool.cached == full.cached + sliding.cached
     assert pool.pinned == full.pinned + sliding.pinned
-    manager.unpin(pin)
+    manager.cache.unpin(pin)
     manager.free(running)
 
 

@@ -14,13 +14,13 @@ WINDOW_OF_8 = LayerSpec(kv_heads=1, head_dim=8, window=8)
 def forget(manager: KVCacheManager, how: str, prefix: list[int]) -> None:
     """Invalidates what begins with `prefix`, each in its way."""
     if how == "prefix":
-        manager.invalidate(prefix)
+        manager.cache.invalidate(prefix)
     elif how == "scope":
-        manager.invalidate(scope=ReuseScope())
+        manager.cache.invalidate(scope=ReuseScope())
     elif how == "session":
-        manager.invalidate(session="s")
+        manager.cache.invalidate(session="s")
     else:
-        manager.reset_prefix_cache()
+        manager.cache.reset()
     manager.check()
 
 
@@ -29,19 +29,19 @@ def test_reset_under_a_live_request_keeps_its_blocks_and_publishes_nothing_below
     handle = manager.allocate("a", list(range(16)))
     manager.commit(handle, 8)
     before = handle.block_ids().tolist()
-    assert manager.reset_prefix_cache() == 2
+    assert manager.cache.reset() == 2
     manager.commit(handle, 8)
     assert handle.block_ids().tolist() == before
     assert manager.match_prefix([*range(16), 1]).num_tokens == 0
     manager.free(handle)
-    assert manager.get_num_free_blocks() == 16
+    assert manager.inspect.num_free_blocks() == 16
     manager.check()
 
 
 def test_no_block_is_lost_to_a_placeholder_and_reset_always_works() -> None:
     manager = make_manager(FULL, WINDOW_OF_8, gpu_blocks=8)
     cached(manager, 16)
-    assert manager.reset_prefix_cache() == 4
+    assert manager.cache.reset() == 4
     assert manager.stats().pool().free == 8
 
 
@@ -49,11 +49,11 @@ def test_invalidating_a_pinned_prefix_unpins_its_windowed_blocks() -> None:
     manager = manager_with(LayerSpec(kv_heads=1, head_dim=8, window=4), block_size=2)
     retention = Retention([TokenRange(0, 2, priority=5)])
     handle = commit_all(manager, manager.allocate("a", [0] * 4, retention=retention))
-    manager.pin(handle)
+    manager.cache.pin(handle)
     manager.free(handle)  # retention cuts the pinned run in two
-    manager.invalidate([0] * 4)  # only the lower half goes
+    manager.cache.invalidate([0] * 4)  # only the lower half goes
     manager.check()
-    manager.reset_prefix_cache()
+    manager.cache.reset()
     manager.check()
     assert manager.stats().pool().pinned == 0
 
@@ -66,13 +66,13 @@ def test_what_was_invalidated_does_not_come_back_with_a_swapped_request(swapped_
     if swapped_first:
         manager.swap_out(handle)
     if how == "prefix":
-        manager.invalidate([0, 0])
+        manager.cache.invalidate([0, 0])
     elif how == "scope":
-        manager.invalidate(scope=ReuseScope())
+        manager.cache.invalidate(scope=ReuseScope())
     elif how == "session":
-        manager.invalidate(session="s")
+        manager.cache.invalidate(session="s")
     else:
-        manager.reset_prefix_cache()
+        manager.cache.reset()
     if not swapped_first:
         manager.swap_out(handle)
     manager.swap_in(handle)
@@ -128,9 +128,9 @@ def test_an_invalidation_leaves_requests_alone_that_hold_nothing_of_it() -> None
         manager.allocate("not yet there", [1, 2, 3, 4], session="t"),
         manager.allocate("another scope", [1, 2, 3, 4, 5, 6, 7, 8], scope=ReuseScope(tenant="t"), session="t"),
     ]
-    manager.invalidate([1, 2, 3, 4, 5, 6, 7, 8])
-    manager.invalidate(session="s")
-    manager.invalidate(scope=ReuseScope(tenant="s"))
+    manager.cache.invalidate([1, 2, 3, 4, 5, 6, 7, 8])
+    manager.cache.invalidate(session="s")
+    manager.cache.invalidate(scope=ReuseScope(tenant="s"))
     for handle in others:
         commit_all(manager, handle)
         assert manager.match_prefix([*handle.token_ids.tolist(), 0], handle.scope).num_tokens == len(handle.token_ids)

@@ -151,9 +151,9 @@ BAD_TOKENS = [
         lambda m, h, t: m.can_allocate(t),
         lambda m, h, t: m.match_prefix(t),
         lambda m, h, t: m.commit_batch([h], t, [1]),
-        lambda m, h, t: m.pin(t),
-        lambda m, h, t: m.onboard(t),
-        lambda m, h, t: m.invalidate(t),
+        lambda m, h, t: m.cache.pin(t),
+        lambda m, h, t: m.cache.onboard(t),
+        lambda m, h, t: m.cache.invalidate(t),
     ],
     ids=["allocate", "can_allocate", "match_prefix", "commit_batch", "pin", "onboard", "invalidate"],
 )
@@ -203,14 +203,14 @@ COUNTS: list[tuple[str, Callable[[KVCacheManager, KVCacheHandle, Any], Any]]] = 
     ("num_tokens", lambda m, h, n: m.rewind(h, n)),
     ("num_tokens", lambda m, h, n: m.blocks_needed(h, n)),
     ("lookahead", lambda m, h, n: m.blocks_needed(h, 1, n)),
-    ("num_blocks", lambda m, h, n: m.evict(n)),
-    ("num_blocks", lambda m, h, n: m.offload(n)),
-    ("num_blocks", lambda m, h, n: m.resize(n)),
+    ("num_blocks", lambda m, h, n: m.cache.evict(n)),
+    ("num_blocks", lambda m, h, n: m.cache.offload(n)),
+    ("num_blocks", lambda m, h, n: m.cache.resize(n)),
     ("num_tokens", lambda m, h, n: m.commit_batch([h], None, [n])),
-    ("pool", lambda m, h, n: m.evict(1, pool=n)),
-    ("pool", lambda m, h, n: m.offload(1, pool=n)),
-    ("pool", lambda m, h, n: m.resize(4, pool=n)),
-    ("pool", lambda m, h, n: m.get_num_free_blocks(n)),
+    ("pool", lambda m, h, n: m.cache.evict(1, pool=n)),
+    ("pool", lambda m, h, n: m.cache.offload(1, pool=n)),
+    ("pool", lambda m, h, n: m.cache.resize(4, pool=n)),
+    ("pool", lambda m, h, n: m.inspect.num_free_blocks(n)),
     ("group", lambda m, h, n: h.block_ids(n)),
     ("group", lambda m, h, n: h.block_table(n)),
 ]
@@ -230,7 +230,7 @@ def test_numpy_integers_are_counts(number: Any) -> None:
     manager.commit(handle, number)
     manager.rewind(handle, number)
     assert manager.blocks_needed(handle, number) == (0,)
-    assert manager.evict(number) == 0
+    assert manager.cache.evict(number) == 0
     assert handle.num_reserved == 2
 
 
@@ -333,7 +333,7 @@ def test_a_request_may_begin_without_a_place() -> None:
     full = manager.allocate("full", num_tokens=8)
     assert manager.can_allocate(num_tokens=5, reserve=0)
     handle = manager.allocate("empty", num_tokens=5, reserve=0)
-    assert (handle.num_reserved, handle.num_blocks, manager.get_num_free_blocks()) == (0, 0, 0)
+    assert (handle.num_reserved, handle.num_blocks, manager.inspect.num_free_blocks()) == (0, 0, 0)
     manager.check()
     manager.free(full)
     manager.extend(handle, 5)
@@ -354,9 +354,9 @@ def test_duplicate_and_unknown_ids_are_named() -> None:
         lambda m, s: m.allocate("new", [1], scope=s),
         lambda m, s: m.can_allocate([1], scope=s),
         lambda m, s: m.match_prefix([1], s),
-        lambda m, s: m.pin([1], s),
-        lambda m, s: m.onboard([1], s),
-        lambda m, s: m.invalidate([1], scope=s) if s is not None else m.match_prefix([1], s),
+        lambda m, s: m.cache.pin([1], s),
+        lambda m, s: m.cache.onboard([1], s),
+        lambda m, s: m.cache.invalidate([1], scope=s) if s is not None else m.match_prefix([1], s),
     ],
 )
 def test_a_scope_is_a_reuse_scope(call: Any, scope: Any) -> None:
@@ -388,11 +388,11 @@ def test_every_option_of_allocate_is_checked(options: dict[str, Any], named: str
 @pytest.mark.parametrize("tier", [Tier.REMOTE, 0, True, "GPU", None])
 def test_a_tier_is_one_that_has_pools(tier: Any) -> None:
     for call in (
-        lambda m, h: m.evict(1, tier=tier),
-        lambda m, h: m.offload(1, tier=tier),
-        lambda m, h: m.resize(4, tier=tier),
-        lambda m, h: m.defragment(tier),
-        lambda m, h: m.get_num_free_blocks(tier=tier),
+        lambda m, h: m.cache.evict(1, tier=tier),
+        lambda m, h: m.cache.offload(1, tier=tier),
+        lambda m, h: m.cache.resize(4, tier=tier),
+        lambda m, h: m.cache.defragment(tier),
+        lambda m, h: m.inspect.num_free_blocks(tier=tier),
     ):
         refuse(call, InvalidArgumentError, "pools exist on GPU, HOST and DISK")
 

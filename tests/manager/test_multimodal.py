@@ -94,7 +94,7 @@ def test_given_a_scope_then_it_isolates_the_same_image_too() -> None:
 def test_given_an_image_of_which_the_end_was_evicted_then_its_beginning_is_shared() -> None:
     manager = make_manager()
     run(manager, PROMPT, CAT)
-    manager.evict(2)
+    manager.cache.evict(2)
     assert run(manager, PROMPT, DOG) == len(TEXT)
     assert run(manager, PROMPT, CAT) == 8
 
@@ -201,14 +201,14 @@ def test_pins_tiers_and_invalidation_know_images() -> None:
     for items in (CAT, DOG):
         run(manager, PROMPT, items)
     with pytest.raises(InvalidArgumentError, match="no full block"):
-        manager.pin([IMAGE] * 4, multimodal=[(0, 4, "cat")])
-    manager.pin(PROMPT, multimodal=CAT)
-    manager.evict(99)
+        manager.cache.pin([IMAGE] * 4, multimodal=[(0, 4, "cat")])
+    manager.cache.pin(PROMPT, multimodal=CAT)
+    manager.cache.evict(99)
     assert manager.match_prefix([*PROMPT, 1], multimodal=CAT).tokens_by_tier == {Tier.GPU: 16}
     assert manager.match_prefix([*PROMPT, 1], multimodal=DOG).tokens_by_tier == {Tier.GPU: 4, Tier.HOST: 12}
-    assert manager.onboard(PROMPT, multimodal=DOG) == 3
-    assert manager.invalidate(PROMPT[:8], multimodal=[(6, 2, "cat")]) == 0
-    assert manager.invalidate(PROMPT, multimodal=CAT) == 1
+    assert manager.cache.onboard(PROMPT, multimodal=DOG) == 3
+    assert manager.cache.invalidate(PROMPT[:8], multimodal=[(6, 2, "cat")]) == 0
+    assert manager.cache.invalidate(PROMPT, multimodal=CAT) == 1
     assert manager.match_prefix([*PROMPT, 1], multimodal=CAT).num_tokens == 12
     assert manager.match_prefix([*PROMPT, 1], multimodal=DOG).num_tokens == 16
     manager.check()
@@ -217,7 +217,7 @@ def test_pins_tiers_and_invalidation_know_images() -> None:
 def test_given_a_live_request_with_another_image_then_invalidation_does_not_silence_it() -> None:
     manager = make_manager(gpu_blocks=64)
     cat, dog = (manager.allocate(name, PROMPT, multimodal=items) for name, items in (("a", CAT), ("b", DOG)))
-    manager.invalidate(PROMPT[:12], multimodal=CAT)
+    manager.cache.invalidate(PROMPT[:12], multimodal=CAT)
     assert (cat.publishes, dog.publishes) == (False, True)
 
 
@@ -250,7 +250,7 @@ def test_given_logits_of_a_prompt_that_left_the_cache_then_its_image_is_not_take
         if key == cat:
             assert manager.store_last_logits(handle, "logits of the cat", 3)
             manager.free(handle)
-            manager.evict(99)
+            manager.cache.evict(99)
     assert manager.match_prefix([5, IMAGE, IMAGE], multimodal=[(1, 2, other)]).last_logits is None
 
 

@@ -14,21 +14,15 @@ from kvpool.errors import InvalidArgumentError, OutOfBlocksError
 
 
 class Notes:
-    """Keeps what it is told; takes the partial block from `instead` when that is set."""
+    """Keeps what it is told."""
 
-    def __init__(self, instead: int | None = None) -> None:
+    def __init__(self) -> None:
         self.verbs: list[str] = []
         self.told: list[tuple[Any, ...]] = []
-        self.sources: list[int] = []
-        self.instead = instead
 
     def done(self, verb: str, now: float, result: Any, arguments: tuple[Any, ...]) -> None:
         self.verbs.append(verb)
         self.told.append((now, result, arguments))
-
-    def choose_source(self, run: int) -> int:
-        self.sources.append(run)
-        return run if self.instead is None else self.instead
 
 
 make_manager = partial(managers.make_manager, clock=lambda: 7.0)
@@ -46,8 +40,8 @@ def test_given_an_observer_then_it_is_told_of_each_operation_once_and_in_order()
     manager.swap_in(one, two)
     manager.rewind(two, 1)
     manager.free_batch([one, two])
-    manager.prefetch([1, 2, 3, 4])
-    manager.reset_prefix_cache()
+    manager.cache.onboard([1, 2, 3, 4])
+    manager.cache.reset()
     assert notes.verbs == [
         *("allocate", "commit", "extend_batch", "commit_batch", "fork", "swap_out", "swap_in", "rewind"),
         *("free_batch", "onboard", "reset_prefix_cache"),
@@ -92,11 +86,11 @@ def test_given_an_observer_that_stopped_then_it_hears_nothing_more() -> None:
 def test_given_numbers_of_numpy_then_the_observer_is_told_plain_ones() -> None:
     manager, notes = make_manager(host_blocks=8), Notes()
     manager.observe(notes)
-    manager.evict(np.int64(1), pool=np.int64(0))
-    manager.offload(np.int64(1), pool=np.int64(0))
-    manager.resize(np.int64(20), pool=np.int64(0))
+    manager.cache.evict(np.int64(1), pool=np.int64(0))
+    manager.cache.offload(np.int64(1), pool=np.int64(0))
+    manager.cache.resize(np.int64(20), pool=np.int64(0))
     assert [[type(value) for value in arguments] for _, _, arguments in notes.told] == [[int, int, Tier]] * 3
-    manager.set_quota("a", guaranteed=np.int64(1), maximum=np.float64(0.5))
+    manager.cache.set_quota("a", guaranteed=np.int64(1), maximum=np.float64(0.5))
     assert [type(value) for value in notes.told[-1][2]] == [str, int, float]
 
 
@@ -108,36 +102,44 @@ def test_a_callback_that_cannot_be_called_is_refused(name: str) -> None:
     manager.allocate("a", [1])
 
 
-def test_given_two_runs_that_share_as_much_with_a_prompt_then_an_observer_may_choose_between_them() -> None:
-    manager = make_manager()
+def test_given_two_runs_that_share_as_much_with_a_prompt_then_an_observer_is_told_which_one_was_taken() -> None:
+    manager, notes = make_manager(), Notes()
     for name, last in (("low", 1), ("high", 9)):
-        handle = manager.allocate(name, [5, 5, 5, last])
-        manager.commit(handle)
-    low, high = sorted(run.number for run in manager.cached_runs())
-    unwatched = Notes()
-    stop = manager.observe(unwatched)
-    manager.match_prefix([5, 5, 5, 4])
-    stop()
-    (found,) = unwatched.sources
-    manager.observe(Notes(instead=high if found == low else low))
+        manager.commit(manager.allocate(name, [5, 5, 5, last]))
+    low, high = sorted(run.number for run in manager.inspect.runs())
+    manager.observe(notes)
     manager.take_copies()
     manager.allocate("third", [5, 5, 5, 4, 4])
     (copy,) = manager.take_copies()
-    other = manager.get("high" if found == low else "low")
-    assert copy.src.tolist() == other.block_ids().tolist()
+    source = notes.told[-1][2][2]["source"]
+    assert copy.src.tolist() == manager.get("low" if source == low else "high").block_ids().tolist()
+    manager.allocate("fourth", [6, 6, 6, 6])
+    assert notes.told[-1][2][2]["source"] is None
+    manager.allocate("fifth", num_tokens=3)
+    assert notes.told[-1][2][2]["source"] is None
+
+    manager._state.cache.tree.given_source = low if source == high else high  # as exact playback does
+    manager.allocate("sixth", [5, 5, 5, 4, 4])
+    (copy,) = manager.take_copies()
+    assert copy.src.tolist() == manager.get("high" if source == low else "low").block_ids().tolist()
+    assert notes.told[-1][2][2]["source"] == (low if source == high else high)
     manager.check()
 
 
 def test_given_pools_on_some_tiers_then_the_manager_says_which_and_how_large() -> None:
     manager = make_manager(host_blocks=8)
-    assert (manager.num_blocks(), manager.num_blocks(tier=Tier.HOST), manager.num_blocks(tier=Tier.DISK)) == (16, 8, 0)
-    assert manager.has_tier(Tier.HOST)
-    assert manager.has_tier(Tier.DISK, Tier.HOST)
-    assert not manager.has_tier(Tier.DISK)
-    manager.resize(20)
-    assert manager.num_blocks() == 20
+    assert (
+        manager.inspect.num_blocks(),
+        manager.inspect.num_blocks(tier=Tier.HOST),
+        manager.inspect.num_blocks(tier=Tier.DISK),
+    ) == (16, 8, 0)
+    assert manager.inspect.has_tier(Tier.HOST)
+    assert manager.inspect.has_tier(Tier.DISK, Tier.HOST)
+    assert not manager.inspect.has_tier(Tier.DISK)
+    manager.cache.resize(20)
+    assert manager.inspect.num_blocks() == 20
     with pytest.raises(InvalidArgumentError):
-        manager.has_tier(Tier.REMOTE)
+        manager.inspect.has_tier(Tier.REMOTE)
 
 
 def test_given_cached_runs_then_each_is_shown_with_its_place_owner_and_state() -> None:
@@ -146,8 +148,8 @@ def test_given_cached_runs_then_each_is_shown_with_its_place_owner_and_state() -
     manager.commit(old)
     blocks = old.block_ids().tolist()
     manager.free(old)
-    manager.pin([1, 2, 3, 4])
-    (pinned, rest) = sorted(manager.cached_runs(), key=lambda run: run.start)
+    manager.cache.pin([1, 2, 3, 4])
+    (pinned, rest) = sorted(manager.inspect.runs(), key=lambda run: run.start)
     assert [ids.tolist() for ids in (*pinned.block_ids, *rest.block_ids)] == [blocks[:1], blocks[1:]]
     assert (pinned.is_pinned, rest.is_pinned, pinned.is_read, rest.start) == (True, False, False, 1)
     assert (pinned.published_by, pinned.tier, pinned.idle_seconds) == (old.serial, Tier.GPU, 0.0)
@@ -157,6 +159,6 @@ def test_given_an_invalidated_run_that_is_still_read_then_it_is_not_among_the_ca
     manager = make_manager()
     reader = manager.allocate("reader", [1, 2, 3, 4, 5, 6, 7, 8])
     manager.commit(reader)
-    assert len(manager.cached_runs()) == manager.stats().num_cached_runs == 1
-    manager.invalidate([1, 2, 3, 4])
-    assert len(manager.cached_runs()) == manager.stats().num_cached_runs == 0
+    assert len(manager.inspect.runs()) == manager.stats().num_cached_runs == 1
+    manager.cache.invalidate([1, 2, 3, 4])
+    assert len(manager.inspect.runs()) == manager.stats().num_cached_runs == 0

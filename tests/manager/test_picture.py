@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvpool import KVCacheManager, LayerSpec, ReuseScope, Tier
-from kvpool.manager import RunsPicture
-from kvpool.manager.picture import PIECE
+from kvpool.manager import RunsSnapshot
+from kvpool.manager.inspection import PIECE
 from managers import FULL, Clock, make_manager, running
 
 WINDOWED = LayerSpec(kv_heads=1, head_dim=8, window=8)
@@ -25,13 +25,13 @@ def branched_manager() -> KVCacheManager:
         for branch in range(3):
             clock.now += 1.0
             finished(manager, *range(8), *range(100 * branch + 100, 100 * branch + 108), scope=scope)
-    manager.offload(2)
-    manager.pin([*range(8), *range(200, 208)], scope=FIRST)
+    manager.cache.offload(2)
+    manager.cache.pin([*range(8), *range(200, 208)], scope=FIRST)
     running(manager, "reader", 12, first=0, scope=SECOND)
     return manager
 
 
-def block_ids_of(runs: RunsPicture, group: int) -> list[list[int]]:
+def block_ids_of(runs: RunsSnapshot, group: int) -> list[list[int]]:
     """Of each run; in the picture they stand one after the other."""
     ends = runs.num_blocks.cumsum()
     return [runs.block_ids[group][start:end].tolist() for start, end in zip(ends - runs.num_blocks, ends, strict=True)]
@@ -39,7 +39,7 @@ def block_ids_of(runs: RunsPicture, group: int) -> list[list[int]]:
 
 def test_given_runs_of_two_tenants_then_the_picture_holds_each_as_it_is() -> None:
     manager = branched_manager()
-    runs = manager.runs_picture()
+    runs = manager.inspect.runs_snapshot()
     drawn = zip(
         runs.number.tolist(),
         runs.start.tolist(),
@@ -66,11 +66,11 @@ def test_given_runs_of_two_tenants_then_the_picture_holds_each_as_it_is() -> Non
             ),
             str(tuple(ids.tolist() for ids in run.block_ids)),
         )
-        for run in manager.cached_runs()
+        for run in manager.inspect.runs()
     ]
     assert sorted(drawn, key=str) == sorted(expected, key=str)
     assert len(expected) > 6
-    assert {run.tier for run in manager.cached_runs()} == {Tier.GPU, Tier.HOST}
+    assert {run.tier for run in manager.inspect.runs()} == {Tier.GPU, Tier.HOST}
     assert sum(runs.is_pinned.tolist()) == sum(runs.is_read.tolist()) == 2
     assert sorted(set(runs.last_access_at.tolist())) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
     assert runs.slides == (False, True)
@@ -92,11 +92,11 @@ def test_given_more_runs_than_are_read_at_once_then_every_one_is_there_with_its_
     manager = make_manager(gpu_blocks=2 * PIECE + 32)
     for number in range(PIECE + 10):
         finished(manager, *range(4), *range(10 * number + 10, 10 * number + 14))
-    runs = manager.runs_picture()
+    runs = manager.inspect.runs_snapshot()
     assert len(runs.number) == PIECE + 11
     assert runs.parent.tolist() == [-1] + [0] * (PIECE + 10)
     assert sorted(runs.block_ids[0].tolist()) == sorted(
-        block for run in manager.cached_runs() for block in run.block_ids[0].tolist()
+        block for run in manager.inspect.runs() for block in run.block_ids[0].tolist()
     )
 
 
@@ -106,20 +106,20 @@ def test_given_live_and_swapped_sequences_then_every_block_has_as_many_holders_a
     manager.fork(live, "fork")
     swapped = running(manager, "swapped", 6, first=900)
     manager.swap_out(swapped)
-    picture = manager.picture()
+    picture = manager.inspect.snapshot()
     assert [sequence.request_id for sequence in picture.sequences] == ["reader", "fork", "swapped"]
     assert [sequence.is_swapped for sequence in picture.sequences] == [False, False, True]
     stats = manager.stats()
     for pool in picture.pools:
         counted = stats.pool(pool.pool, pool.tier)
         assert (pool.num_blocks, pool.num_cached, pool.num_pinned) == (
-            manager.num_blocks(pool.pool, pool.tier),
+            manager.inspect.num_blocks(pool.pool, pool.tier),
             counted.cached,
             counted.pinned,
         )
         assert pool.num_referenced == counted.referenced
         assert pool.is_free.sum() == counted.free
         for block_id, (count, holder) in enumerate(zip(pool.num_holders.tolist(), pool.holder.tolist(), strict=True)):
-            ids = manager.block(block_id, pool=pool.pool, tier=pool.tier).request_ids
+            ids = manager.inspect.block(block_id, pool=pool.pool, tier=pool.tier).request_ids
             assert count == len(ids)
             assert (picture.sequences[holder].request_id in ids) if ids else holder == -1

@@ -11,7 +11,7 @@ def test_a_fresh_pool_is_all_free_and_under_no_pressure() -> None:
     changes: list[PressureChange] = []
     manager.on_memory_pressure(changes.append)
     manager.allocate("a", [1])
-    assert (manager.stats().pool().free, manager.pressure, changes) == (15, MemoryPressure.LOW, [])
+    assert (manager.stats().pool().free, manager.inspect.pressure, changes) == (15, MemoryPressure.LOW, [])
 
 
 def test_every_level_is_reached_on_every_allocation_path() -> None:

@@ -23,7 +23,7 @@ def adopted_from_below(first: str | None, second: str | None, **options: object)
     one = manager.allocate("one", [1, 2, 3, 4, 9], session=first)
     other = manager.allocate("other", [1, 2, 3, 4, 7], session=second)
     manager.free(computed(manager, one))
-    manager.offload(4)
+    manager.cache.offload(4)
     manager.free(computed(manager, other))
     assert manager.match_prefix([1, 2, 3, 4, 5]).num_tokens == 4
     return manager
@@ -34,7 +34,7 @@ def test_given_a_run_on_the_host_when_a_session_computes_it_again_then_it_goes_w
     first: str | None,
 ) -> None:
     manager = adopted_from_below(first, "s")
-    assert manager.invalidate(session="s") == 1
+    assert manager.cache.invalidate(session="s") == 1
     assert manager.match_prefix([1, 2, 3, 4, 5]).num_tokens == 0
     manager.check()
 
@@ -43,8 +43,8 @@ def test_given_a_run_that_another_request_computed_again_when_its_shadow_is_left
     None
 ):
     manager = adopted_from_below("t", "s", host_write="through")
-    manager.evict(4)  # what is on the host now is the first one's
-    assert manager.invalidate(session="t") == 1
+    manager.cache.evict(4)  # what is on the host now is the first one's
+    assert manager.cache.invalidate(session="t") == 1
 
 
 def test_given_forks_when_their_blocks_take_the_place_of_a_run_below_then_it_goes_with_their_session() -> None:
@@ -52,12 +52,12 @@ def test_given_forks_when_their_blocks_take_the_place_of_a_run_below_then_it_goe
     one = manager.allocate("one", [1, 2, 3, 4, 9])
     other = manager.allocate("other", [1, 2, 3, 4, 7], session="s")
     manager.free(computed(manager, one))
-    manager.offload(4)
+    manager.cache.offload(4)
     manager.mark_written(other, 4)
     (fork,) = manager.fork(other, "fork")
     for handle in (other, fork):
         manager.free(computed(manager, handle))
-    assert manager.invalidate(session="s") == 1
+    assert manager.cache.invalidate(session="s") == 1
 
 
 def test_given_lost_window_blocks_when_a_session_brings_them_back_then_the_run_goes_with_it_from_there_on() -> None:
@@ -66,10 +66,10 @@ def test_given_lost_window_blocks_when_a_session_brings_them_back_then_the_run_g
     one = manager.allocate("one", PROMPT)
     other = manager.allocate("other", PROMPT, session="s")
     computed(manager, one)
-    assert manager.evict(3) == 3  # the windowed blocks between the sink and the window
+    assert manager.cache.evict(3) == 3  # the windowed blocks between the sink and the window
     manager.free(one)
     manager.free(computed(manager, other))
-    assert manager.invalidate(session="s") == 5
+    assert manager.cache.invalidate(session="s") == 5
     assert manager.match_prefix(PROMPT).num_tokens == 4
     manager.check()
 
@@ -80,7 +80,7 @@ def test_given_a_run_computed_again_when_the_shorter_time_to_live_ends_then_it_i
         manager = make_manager(host_blocks=8, clock=clock)
         one, other = (manager.allocate(name, [1, 2, 3, 4, 9], ttl=ttl) for name, ttl in enumerate(ttls))
         manager.free(computed(manager, one))
-        manager.offload(4)
+        manager.cache.offload(4)
         manager.free(computed(manager, other))
         clock.now = 4.0
         assert manager.match_prefix([1, 2, 3, 4, 5]).num_tokens == 4
@@ -101,7 +101,7 @@ def test_given_logits_behind_a_foreign_run_when_the_session_that_stored_them_is_
         other = computed(manager, manager.allocate("other", [1, 2, 3, 4], session="s"))
     prompt = other.token_ids.tolist()
     manager.store_last_logits(other, "made by s")
-    manager.invalidate(session="s")
+    manager.cache.invalidate(session="s")
     manager.free(other)
     manager.free(computed(manager, manager.allocate("again", [*prompt, 0, 0])))
     assert manager.match_prefix(prompt).last_logits is None
@@ -113,5 +113,5 @@ def test_given_logits_of_another_request_when_a_session_is_invalidated_then_they
     manager.store_last_logits(one, "mine")
     manager.free(one)
     manager.free(computed(manager, manager.allocate("other", [1, 2, 3, 4, 5, 6, 7, 8], session="s")))
-    manager.invalidate(session="s")
+    manager.cache.invalidate(session="s")
     assert manager.match_prefix([1, 2, 3, 4]).last_logits == "mine"

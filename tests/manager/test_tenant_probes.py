@@ -55,7 +55,7 @@ def ask(manager: KVCacheManager, prompt: list[int], scope: ReuseScope) -> Any:
 
 
 def prefetch(manager: KVCacheManager, prompt: list[int], scope: ReuseScope) -> Any:
-    return manager.prefetch(prompt, scope=scope)
+    return manager.cache.onboard(prompt, scope=scope)
 
 
 def compute(manager: KVCacheManager, prompt: list[int], scope: ReuseScope) -> Any:
@@ -67,7 +67,7 @@ def compute(manager: KVCacheManager, prompt: list[int], scope: ReuseScope) -> An
 
 
 def forget(manager: KVCacheManager, prompt: list[int], scope: ReuseScope) -> Any:
-    return manager.invalidate(prompt, scope=scope)
+    return manager.cache.invalidate(prompt, scope=scope)
 
 
 def manager_of_both(*layers: LayerSpec, **options: Any) -> KVCacheManager:
@@ -105,8 +105,8 @@ def test_given_a_foreign_prefix_then_a_probe_runs_the_same_lines_as_for_none(
 def test_given_windowed_layers_and_quotas_then_a_probe_runs_the_same_lines_as_for_none(probe: Probe) -> None:
     def make() -> KVCacheManager:
         manager = manager_of_both(FULL, LayerSpec(kv_heads=1, head_dim=8, window=8), gpu_blocks=40)
-        manager.set_quota("victim", guaranteed=4)
-        manager.set_quota("prober", maximum=8)
+        manager.cache.set_quota("victim", guaranteed=4)
+        manager.cache.set_quota("prober", maximum=8)
         return manager
 
     assert probed(probe, SECRET, PROBER, make) == probed(probe, UNKNOWN, PROBER, make)

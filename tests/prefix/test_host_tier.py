@@ -47,9 +47,9 @@ def test_counters_of_both_tiers_survive_moves_to_and_fro() -> None:
     manager = make_manager(gpu_blocks=4, host_blocks=4)
     tokens = cached(manager, 16)
     for _ in range(3):
-        assert manager.offload(4) == 4
+        assert manager.cache.offload(4) == 4
         assert manager.stats().pool(tier=Tier.HOST).cached == 4
-        assert manager.onboard([*tokens, 1]) == 4
+        assert manager.cache.onboard([*tokens, 1]) == 4
         assert manager.stats().pool().cached == 4
         manager.check()
 
@@ -57,9 +57,9 @@ def test_counters_of_both_tiers_survive_moves_to_and_fro() -> None:
 def test_empty_host_blocks_are_taken_before_cached_ones_are_evicted() -> None:
     manager = make_manager(gpu_blocks=4, host_blocks=4)
     first = cached(manager, 8)
-    manager.offload(2)
+    manager.cache.offload(2)
     cached(manager, 8, first=50)
-    manager.offload(2)
+    manager.cache.offload(2)
     assert manager.match_prefix([*first, 1]).tokens_by_tier == {Tier.HOST: 8}
 
 
@@ -76,7 +76,7 @@ def test_offload_moves_no_more_than_asked_when_groups_share_a_pool() -> None:
     layers = [FULL, LayerSpec(kv_heads=1, head_dim=8, window=64)]
     manager = manager_with(*layers, gpu_blocks=16, host_blocks=16)
     manager.free(commit_all(manager, manager.allocate("a", list(range(16)))))
-    assert manager.offload(2) == 2
+    assert manager.cache.offload(2) == 2
     assert manager.stats().offloaded_blocks == 1
     manager.check()
 
@@ -84,7 +84,7 @@ def test_offload_moves_no_more_than_asked_when_groups_share_a_pool() -> None:
 def test_a_run_on_the_host_that_an_admission_holds_gives_no_room_for_what_it_evicts() -> None:
     manager = two_pools(gpu_blocks=(4, 4), host_blocks=(2, 1))
     run_through(manager, "a", [1] * 4)
-    assert manager.offload(1) == 1
+    assert manager.cache.offload(1) == 1
     run_through(manager, "b", [2] * 4)
     feed = manager.subscribe()
     feed.poll()
@@ -102,7 +102,7 @@ def test_a_run_on_the_host_that_an_admission_holds_gives_no_room_for_what_it_evi
 def test_a_partial_source_on_the_host_gives_no_room_for_what_its_copy_evicts() -> None:
     manager = two_pools(gpu_blocks=(4, 4), host_blocks=(2, 1))
     run_through(manager, "a", [1] * 4)
-    assert manager.offload(1) == 1
+    assert manager.cache.offload(1) == 1
     run_through(manager, "b", [2] * 4)
     handle = manager.allocate("c", [1] * 3 + [3] * 13)
     assert handle.num_cached_tokens == 3
@@ -114,18 +114,18 @@ def test_a_partial_source_on_the_host_gives_no_room_for_what_its_copy_evicts() -
 def test_a_prefix_pinned_on_the_host_keeps_its_window_when_it_comes_up(unpin_first: bool) -> None:
     manager = two_pools(gpu_blocks=(8, 4), host_blocks=8)
     run_through(manager, "a", [1] * 8)
-    assert manager.offload(2) == 2
-    pin = manager.pin([1] * 8)
-    assert manager.onboard([1] * 8) == 2
+    assert manager.cache.offload(2) == 2
+    pin = manager.cache.pin([1] * 8)
+    assert manager.cache.onboard([1] * 8) == 2
     manager.check()
     if unpin_first:
-        manager.unpin(pin)
-    assert manager.evict(4, pool=1) == (2 if unpin_first else 0)
+        manager.cache.unpin(pin)
+    assert manager.cache.evict(4, pool=1) == (2 if unpin_first else 0)
     manager.check()
     found = manager.match_prefix([1] * 9)
     assert found.tokens_by_tier == ({Tier.HOST: 8} if unpin_first else {Tier.GPU: 8})  # it goes down with its window
     if not unpin_first:
-        manager.unpin(pin)
+        manager.cache.unpin(pin)
         manager.check()
 
 
@@ -133,12 +133,12 @@ def test_a_prefix_pinned_on_the_host_and_computed_again_keeps_its_books() -> Non
     manager = two_pools(gpu_blocks=(8, 8), host_blocks=8)
     handle = commit_all(manager, manager.allocate("a", [1] * 3))
     run_through(manager, "b", [1] * 8)
-    assert manager.offload(2) == 2
-    pin = manager.pin([1] * 8)
+    assert manager.cache.offload(2) == 2
+    pin = manager.cache.pin([1] * 8)
     manager.extend(handle, 5)
     manager.commit(handle, [1] * 5)  # takes the place of what is on the host
     manager.check()
-    manager.unpin(pin)
+    manager.cache.unpin(pin)
     manager.check()
     manager.free(handle)
     manager.check()
@@ -147,9 +147,9 @@ def test_a_prefix_pinned_on_the_host_and_computed_again_keeps_its_books() -> Non
 def test_a_run_takes_no_more_along_because_what_follows_it_gave_way() -> None:
     manager = two_pools(gpu_blocks=(10, 10), host_blocks=(2, 1))
     run_through(manager, "a", list(range(40)))
-    assert manager.offload(1) == 1
+    assert manager.cache.offload(1) == 1
     assert (
-        manager.offload(2) == 2
+        manager.cache.offload(2) == 2
     )  # on the host its own end gives way, so its last window would begin one block earlier
     manager.check()
     assert manager.stats().offloaded_blocks == 3

@@ -19,7 +19,7 @@ def test_given_a_range_of_tokens_then_the_priority_ends_with_it() -> None:
     manager = manager_of_pairs(gpu_blocks=8, policy="priority")
     manager.free(computed(manager, "a", range(12), retention=retention))
     manager.free(computed(manager, "b", range(50, 54)))
-    manager.evict(6)
+    manager.cache.evict(6)
     assert manager.match_prefix([*range(12), 99]).num_blocks == 2  # what the range holds, and nothing behind it
 
 
@@ -27,12 +27,12 @@ def test_a_pin_survives_eviction_and_a_free_and_ends_with_unpin() -> None:
     manager = make_manager(FULL, WINDOW_OF_8, gpu_blocks=32)
     handle = manager.allocate("a", list(range(12)))
     manager.commit(handle, 12)
-    pin = manager.pin(handle)
+    pin = manager.cache.pin(handle)
     manager.free(handle)
-    manager.evict(100)
+    manager.cache.evict(100)
     assert manager.match_prefix([*range(12), 1]).num_blocks == 3  # every layer group kept what it needs
-    manager.unpin(pin)
-    manager.evict(100)
+    manager.cache.unpin(pin)
+    manager.cache.evict(100)
     assert manager.stats().pool().free == 32
 
 
@@ -41,10 +41,10 @@ def test_gc_frees_what_expired_and_says_how_much() -> None:
     manager = make_manager(clock=lambda: clock[0])
     cached(manager, 8, ttl=5.0)
     cached(manager, 4, first=50)
-    assert manager.gc() == 0
+    assert manager.cache.gc() == 0
     clock[0] = 5.0
-    assert manager.gc() == 2
-    assert manager.get_num_free_blocks() == 15
+    assert manager.cache.gc() == 2
+    assert manager.inspect.num_free_blocks() == 15
 
 
 def test_a_retention_ends_with_its_duration_also_for_runs_that_were_split_since() -> None:
@@ -54,7 +54,7 @@ def test_a_retention_ends_with_its_duration_also_for_runs_that_were_split_since(
     splitter = manager.allocate("b", [*range(8), 99])
     manager.free(splitter)
     clock[0] = 10.0
-    manager.gc()
+    manager.cache.gc()
     assert {node.priority for node in manager._state.cache.tree.nodes()} == {35}
 
 
@@ -64,7 +64,7 @@ def test_what_has_expired_is_neither_matched_nor_evicted_again() -> None:
     manager.free(commit_all(manager, manager.allocate("a", [0, 0], ttl=5.0)))
     now[0] = 6.0
     assert manager.match_prefix([0, 0, 1]).num_tokens == 0
-    assert (manager.evict(1), manager.get_num_free_blocks()) == (0, 4)
+    assert (manager.cache.evict(1), manager.inspect.num_free_blocks()) == (0, 4)
     assert manager.stats().evictions["expired"] == 1
 
 
@@ -72,7 +72,7 @@ def test_a_pin_whose_time_is_over_does_not_block_an_admission() -> None:
     now = [0.0]
     manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=4), clock=lambda: now[0])
     manager.free(commit_all(manager, manager.allocate("a", [0] * 4)))
-    manager.pin([0] * 4, ttl=5.0)
+    manager.cache.pin([0] * 4, ttl=5.0)
     now[0] = 6.0
     manager.allocate("b", [1] * 8)
     manager.check()
@@ -91,7 +91,7 @@ def test_deadlines_do_not_pile_up_with_requests() -> None:
 
 def test_a_batch_of_several_tenants_does_not_use_the_guarantee_of_one() -> None:
     manager = KVCacheManager(KVCacheConfig([FULL], block_size=2, gpu_blocks=8, watermark=0.0))
-    manager.set_quota("a", guaranteed=4)
+    manager.cache.set_quota("a", guaranteed=4)
     manager.free(commit_all(manager, manager.allocate("old", [0] * 8, scope=ReuseScope(tenant="a"))))
     first = commit_all(manager, manager.allocate("a", [1] * 4, scope=ReuseScope(tenant="a")))
     second = commit_all(manager, manager.allocate("b", [2] * 4, scope=ReuseScope(tenant="b")))
@@ -103,11 +103,11 @@ def test_a_batch_of_several_tenants_does_not_use_the_guarantee_of_one() -> None:
 
 def test_a_quota_can_be_removed_after_the_pool_shrank_below_the_guarantees() -> None:
     manager = manager_with(gpu_blocks=8)
-    manager.set_quota("a", guaranteed=4)
-    manager.set_quota("b", guaranteed=4)
-    manager.resize(3)
-    manager.set_quota("a")
-    manager.set_quota("b")
+    manager.cache.set_quota("a", guaranteed=4)
+    manager.cache.set_quota("b", guaranteed=4)
+    manager.cache.resize(3)
+    manager.cache.set_quota("a")
+    manager.cache.set_quota("b")
     assert manager.stats().tenants == {}
 
 
@@ -134,9 +134,9 @@ def test_a_clock_that_raises_leaves_the_lock_free() -> None:
 def test_what_is_pinned_and_guaranteed_is_protected_once() -> None:
     manager = manager_with(gpu_blocks=12, block_size=1)
     scope = ReuseScope(tenant="a")
-    manager.set_quota("a", guaranteed=4)
+    manager.cache.set_quota("a", guaranteed=4)
     manager.free(commit_all(manager, manager.allocate("old", [0] * 12, scope=scope)))
-    manager.pin([0] * 4, scope=scope)
+    manager.cache.pin([0] * 4, scope=scope)
     assert manager.can_allocate([1] * 8)
     manager.allocate("new", [1] * 8)
     manager.check()

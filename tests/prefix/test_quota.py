@@ -20,7 +20,7 @@ def held(manager: KVCacheManager, tenant: str) -> int:
 
 def test_a_tenant_never_keeps_more_than_its_maximum() -> None:
     manager = make_manager()
-    manager.set_quota("mine", maximum=3)
+    manager.cache.set_quota("mine", maximum=3)
     for first in range(0, 60, 20):
         cached(manager, 16, first, scope=MINE)
         assert held(manager, "mine") == 3
@@ -39,7 +39,7 @@ def test_a_tenant_never_keeps_more_than_its_maximum() -> None:
 )
 def test_the_maximum_holds_by_whatever_path_blocks_become_idle(idle: Any) -> None:
     manager = make_manager(host_blocks=16)
-    manager.set_quota("mine", maximum=1)
+    manager.cache.set_quota("mine", maximum=1)
     handle = manager.allocate("a", list(range(16)), scope=MINE)
     manager.commit(handle, 16)
     idle(manager, handle)
@@ -49,62 +49,62 @@ def test_the_maximum_holds_by_whatever_path_blocks_become_idle(idle: Any) -> Non
 def test_the_maximum_holds_again_when_a_pin_ends() -> None:
     manager = make_manager()
     tokens = cached(manager, 16, scope=MINE)
-    pin = manager.pin(tokens, MINE)
-    manager.set_quota("mine", maximum=1)
+    pin = manager.cache.pin(tokens, MINE)
+    manager.cache.set_quota("mine", maximum=1)
     assert held(manager, "mine") == 4
-    manager.unpin(pin)
+    manager.cache.unpin(pin)
     assert held(manager, "mine") == 1
 
 
 def test_a_new_quota_applies_to_what_is_cached_already() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=64)
     cached(manager, 16, scope=MINE)
-    manager.set_quota("mine", maximum=2)
+    manager.cache.set_quota("mine", maximum=2)
     assert held(manager, "mine") <= 2
 
 
 def test_others_cannot_evict_what_is_guaranteed() -> None:
     manager = make_manager(gpu_blocks=8)
-    manager.set_quota("mine", guaranteed=2)
+    manager.cache.set_quota("mine", guaranteed=2)
     tokens = cached(manager, 16, scope=MINE)
     manager.allocate("a", num_tokens=24, scope=YOURS)
     assert manager.match_prefix([*tokens, 1], MINE).num_blocks == 2
     with pytest.raises(OutOfBlocksError):
         manager.allocate("b", num_tokens=4, scope=YOURS)
-    assert manager.evict(100) == 0
+    assert manager.cache.evict(100) == 0
     manager.allocate("c", num_tokens=8, scope=MINE)  # the tenant itself may
     assert held(manager, "mine") == 0
 
 
 def test_a_guarantee_that_is_not_used_costs_others_nothing() -> None:
     manager = make_manager(gpu_blocks=8)
-    manager.set_quota("mine", guaranteed=6)
+    manager.cache.set_quota("mine", guaranteed=6)
     manager.allocate("a", num_tokens=32, scope=YOURS)
-    assert manager.get_num_free_blocks() == 0
+    assert manager.inspect.num_free_blocks() == 0
 
 
 def test_of_several_tenants_the_stalest_run_over_its_guarantee_goes_first() -> None:
     manager = make_manager(gpu_blocks=8)
-    manager.set_quota("mine", guaranteed=1)
-    manager.set_quota("yours", guaranteed=1)
+    manager.cache.set_quota("mine", guaranteed=1)
+    manager.cache.set_quota("yours", guaranteed=1)
     older, newer = cached(manager, 8, scope=MINE), cached(manager, 8, scope=YOURS)
     cached(manager, 8, scope=ReuseScope())
-    manager.evict(1)
+    manager.cache.evict(1)
     assert manager.match_prefix([*older, 1], MINE).num_blocks == 1
-    manager.evict(1)
+    manager.cache.evict(1)
     assert manager.match_prefix([*newer, 1], YOURS).num_blocks == 1
-    assert manager.evict(100) == 2  # the tenant without quota has no guarantee
+    assert manager.cache.evict(100) == 2  # the tenant without quota has no guarantee
     manager.check()
 
 
 def test_guaranteed_windowed_blocks_are_shielded_too() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=24)
-    manager.set_quota("mine", guaranteed=8)
+    manager.cache.set_quota("mine", guaranteed=8)
     cached(manager, 16, scope=MINE)
     assert held(manager, "mine") == 8
-    assert manager.evict(100) == 0
-    manager.set_quota("mine", guaranteed=6)
-    assert manager.evict(100) == 2
+    assert manager.cache.evict(100) == 0
+    manager.cache.set_quota("mine", guaranteed=6)
+    assert manager.cache.evict(100) == 2
     assert held(manager, "mine") == 6
 
 
@@ -113,7 +113,7 @@ def with_guarantees(*layers: LayerSpec, num_tokens: int, gpu_blocks: int) -> KVC
     manager = make_manager(*layers, gpu_blocks=gpu_blocks)
     for scope, first in ((MINE, 100), (YOURS, 200)):
         cached(manager, num_tokens, first, scope=scope)
-        manager.set_quota(scope.tenant, guaranteed=num_tokens // 4 * len(layers))
+        manager.cache.set_quota(scope.tenant, guaranteed=num_tokens // 4 * len(layers))
     return manager
 
 
@@ -147,11 +147,11 @@ def test_copies_for_forks_of_several_tenants_are_taken_from_their_own_shares() -
 
 def test_the_quotas_in_force_can_be_read() -> None:
     manager = make_manager()
-    assert manager.quotas() == {}
-    manager.set_quota("mine", guaranteed=2, maximum=0.5)
+    assert manager.cache.quotas() == {}
+    manager.cache.set_quota("mine", guaranteed=2, maximum=0.5)
     cached(manager, 12, scope=MINE)
-    manager.pin(range(4), MINE)
-    quota = manager.quotas()["mine"]
+    manager.cache.pin(range(4), MINE)
+    quota = manager.cache.quotas()["mine"]
     assert quota == TenantQuota(guaranteed=(2,), maximum=(8,), cached=(3,), pinned=(1,))
     assert [quota.protected(0, num_reused) for num_reused in range(4)] == [1, 1, 0, 0]
 
@@ -159,44 +159,44 @@ def test_the_quotas_in_force_can_be_read() -> None:
 def test_a_new_quota_counts_the_pinned_blocks_of_windows_too() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=64)
     tokens = cached(manager, 32, scope=MINE)
-    manager.pin(tokens[:16], MINE)  # 4 blocks, of which the window reads the last 2
-    manager.set_quota("mine", maximum=64)
+    manager.cache.pin(tokens[:16], MINE)  # 4 blocks, of which the window reads the last 2
+    manager.cache.set_quota("mine", maximum=64)
     manager.check()
-    counted = manager.quotas()["mine"]
+    counted = manager.cache.quotas()["mine"]
     assert counted.pinned == (4 + 2,)
     assert counted.cached == (manager.stats().pool().cached,)
 
 
 def test_fractions_are_of_each_pool() -> None:
     manager = make_manager(gpu_blocks=16)
-    manager.set_quota("mine", maximum=0.25)
+    manager.cache.set_quota("mine", maximum=0.25)
     cached(manager, 32, scope=MINE)
     assert held(manager, "mine") == 4
 
 
 def test_a_quota_without_limits_is_removed() -> None:
     manager = make_manager()
-    manager.set_quota("mine", guaranteed=2, maximum=4)
+    manager.cache.set_quota("mine", guaranteed=2, maximum=4)
     tokens = cached(manager, 8, scope=MINE)
-    manager.set_quota("mine")
+    manager.cache.set_quota("mine")
     assert manager.stats().tenants == {}
-    assert manager.evict(100) == 2
+    assert manager.cache.evict(100) == 2
     assert manager.match_prefix([*tokens, 1], MINE).num_blocks == 0
     manager.check()
 
 
 def test_a_smaller_gpu_pool_may_cost_a_tenant_its_guarantee() -> None:
     manager = make_manager(gpu_blocks=8)
-    manager.set_quota("mine", guaranteed=4)
+    manager.cache.set_quota("mine", guaranteed=4)
     cached(manager, 16, scope=MINE)
-    assert manager.resize(2).num_evicted == 2
+    assert manager.cache.resize(2).num_evicted == 2
     assert held(manager, "mine") == 2
-    assert manager.evict(100) == 0  # what is left is guaranteed as before
+    assert manager.cache.evict(100) == 0  # what is left is guaranteed as before
 
 
 def test_excess_blocks_are_offloaded_where_there_is_a_lower_tier() -> None:
     manager = make_manager(host_blocks=8)
-    manager.set_quota("mine", maximum=1)
+    manager.cache.set_quota("mine", maximum=1)
     tokens = cached(manager, 12, scope=MINE)
     assert manager.match_prefix([*tokens, 1], MINE).tokens_by_tier == {Tier.GPU: 4, Tier.HOST: 8}
     manager.check()
@@ -220,7 +220,7 @@ def test_excess_blocks_are_offloaded_where_there_is_a_lower_tier() -> None:
 )
 def test_a_quota_that_cannot_be_is_refused_by_name(tenant: Any, limits: dict[str, Any], named: str) -> None:
     manager = make_manager()
-    manager.set_quota("yours", guaranteed=8)
+    manager.cache.set_quota("yours", guaranteed=8)
     with pytest.raises(InvalidArgumentError, match=named):
-        manager.set_quota(tenant, **limits)
+        manager.cache.set_quota(tenant, **limits)
     assert set(manager.stats().tenants) == {"yours"}

@@ -62,8 +62,8 @@ def test_a_prompt_shorter_than_a_block_is_found() -> None:
     serve(manager, "a", range(5))
     assert manager.match_prefix([*range(5), 9]).num_tokens == 5
     assert manager.match_prefix(range(5)).num_tokens == 4  # its last token must be computed, for the logits
-    manager.reset_prefix_cache()
-    assert manager.get_num_free_blocks() == 32
+    manager.cache.reset()
+    assert manager.inspect.num_free_blocks() == 32
 
 
 def test_logits_of_a_prompt_that_ends_inside_a_block_are_found_once_its_request_is_freed() -> None:
@@ -125,24 +125,24 @@ def test_without_copies_a_conversation_goes_on_in_its_own_block() -> None:
 def test_a_remainder_leaves_before_the_run_that_it_follows() -> None:
     manager = make_manager(eviction_policy="lru")
     serve(manager, "a", range(10))
-    assert manager.evict(1) == 1
+    assert manager.cache.evict(1) == 1
     assert manager.match_prefix([*range(10), 99]).num_tokens == 8
-    assert manager.evict(5) == 1
+    assert manager.cache.evict(5) == 1
     manager.check()
 
 
 def test_a_remainder_moves_to_the_host_and_is_copied_from_there() -> None:
     manager = make_manager(host_blocks=8, eviction_policy="lru")
     serve(manager, "a", range(10))
-    manager.offload(1)
+    manager.cache.offload(1)
     assert (cached_blocks(manager), cached_blocks(manager, Tier.HOST)) == (1, 1)
     manager.take_copies()
     handle = manager.allocate("b", [*range(10), 99])
     assert handle.num_cached_tokens == 10
     assert [(op.src_tier, op.num_tokens) for op in manager.take_copies()] == [(Tier.HOST, 2)]
     manager.free(handle, keep=False)
-    manager.evict(8)
-    manager.evict(8, tier=Tier.HOST)
+    manager.cache.evict(8)
+    manager.cache.evict(8, tier=Tier.HOST)
     assert not manager.match_prefix([*range(10), 99]).num_tokens
     manager.check()
 
@@ -182,13 +182,13 @@ def test_invalidated_sessions_take_their_remainders_along() -> None:
     serve(manager, "shared", range(8))
     serve(manager, "a", range(10), session="s")
     assert manager.match_prefix([*range(10), 99]).num_tokens == 10
-    assert manager.invalidate(session="s") == 1
+    assert manager.cache.invalidate(session="s") == 1
     assert manager.match_prefix([*range(10), 99]).num_tokens == 8
     silenced = manager.allocate("b", range(10))
     manager.commit(silenced)
-    manager.invalidate(range(8))
+    manager.cache.invalidate(range(8))
     manager.free(silenced)
-    assert manager.get_num_free_blocks() == 32
+    assert manager.inspect.num_free_blocks() == 32
     manager.check()
 
 
@@ -197,11 +197,11 @@ def test_retention_time_to_live_and_quota_hold_for_remainders() -> None:
     config = KVCacheConfig([FULL], 8, gpu_blocks=32, watermark=0.0, cache_unfilled_blocks=True)
     manager = KVCacheManager(config, clock=lambda: clock[0])
     serve(manager, "a", range(10), retention=Retention([TokenRange(8, None, priority=80)]), ttl=5.0)
-    assert [(run.start, run.num_blocks, run.priority) for run in manager.cached_runs()] == [(0, 1, 35), (1, 1, 80)]
+    assert [(run.start, run.num_blocks, run.priority) for run in manager.inspect.runs()] == [(0, 1, 35), (1, 1, 80)]
     clock[0] = 6.0
-    assert manager.gc() == 2
+    assert manager.cache.gc() == 2
     serve(manager, "b", range(10))
-    manager.set_quota("", guaranteed=0, maximum=1)
+    manager.cache.set_quota("", guaranteed=0, maximum=1)
     assert cached_blocks(manager) == 1
     manager.check()
 
@@ -210,7 +210,7 @@ def test_events_tell_of_whole_blocks_only() -> None:
     manager = make_manager()
     early = manager.subscribe()
     serve(manager, "a", range(10))
-    manager.evict(2)
+    manager.cache.evict(2)
     kinds = [(type(event).__name__, len(event.digests)) for event in early.poll().events if hasattr(event, "digests")]
     assert kinds == [("Stored", 1), ("Removed", 1)]
     serve(manager, "b", range(10))
@@ -223,7 +223,7 @@ def test_a_remainder_moves_with_its_pool() -> None:
     first = manager.allocate("first", [70] * 24)
     serve(manager, "a", range(10))
     manager.free(first, keep=False)
-    assert manager.defragment() == 2
-    manager.resize(2)
+    assert manager.cache.defragment() == 2
+    manager.cache.resize(2)
     manager.check()
     assert manager.match_prefix([*range(10), 99]).num_tokens == 10

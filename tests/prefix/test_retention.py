@@ -105,7 +105,7 @@ def test_the_priority_policy_evicts_low_priorities_first() -> None:
     manager = make_manager(eviction_policy="priority", gpu_blocks=4)
     keep = cached(manager, 8, retention=Retention([TokenRange(0, None, 90)]))
     cached(manager, 8, first=50)
-    manager.evict(2)
+    manager.cache.evict(2)
     assert manager.match_prefix([*keep, 1]).num_blocks == 2
 
 
@@ -117,10 +117,10 @@ def test_a_priority_ends_with_its_duration_and_starts_when_the_request_is_freed(
     clock.now = 100.0
     manager.free(handle)
     clock.now = 109.0
-    manager.gc()
+    manager.cache.gc()
     assert priorities(manager) == {0: 90, 1: 90}
     clock.now = 110.0
-    manager.gc()
+    manager.cache.gc()
     assert priorities(manager) == {0: 35, 1: 35}
 
 
@@ -186,7 +186,7 @@ def test_given_a_fork_that_goes_on_alone_then_what_it_stores_is_kept_as_its_pare
     assert priorities(manager) == {0: 90, 1: 35, 2: 10, 3: 10}
     manager.free(fork)
     clock.now = 6.0
-    manager.evict(0)  # any operation looks at the clock
+    manager.cache.evict(0)  # any operation looks at the clock
     assert priorities(manager) == {0: 90, 1: 35, 2: 35, 3: 35}
 
 
@@ -234,7 +234,7 @@ def test_an_idle_candidate_moves_in_the_order_when_its_priority_changes() -> Non
     first, second = cached(manager, 4), cached(manager, 4, first=50)
     nodes = {node.tokens[0]: node for node in manager._state.cache.tree.nodes()}
     manager._state.cache.expiry.set_priority(nodes[0], 90, float("inf"))
-    manager.evict(1)
+    manager.cache.evict(1)
     assert manager.match_prefix([*first, 1]).num_blocks == 1
     assert manager.match_prefix([*second, 1]).num_blocks == 0
 
@@ -249,9 +249,9 @@ def test_a_time_to_live_starts_with_the_last_use() -> None:
     clock.now = 9.0
     manager.free(manager.allocate("again", [*tokens, 1]))
     clock.now = 18.0
-    assert manager.gc() == 0
+    assert manager.cache.gc() == 0
     clock.now = 19.0
-    assert manager.gc() == 2
+    assert manager.cache.gc() == 2
     assert manager.stats().evictions["expired"] == 2
     manager.check()
 
@@ -262,7 +262,7 @@ def test_the_configured_time_to_live_is_the_default() -> None:
     cached(manager, 4)
     cached(manager, 4, first=50, ttl=100.0)
     clock.now = 5.0
-    assert manager.gc() == 1
+    assert manager.cache.gc() == 1
 
 
 def test_an_expired_parent_goes_with_its_last_child() -> None:
@@ -271,22 +271,22 @@ def test_an_expired_parent_goes_with_its_last_child() -> None:
     cached(manager, 8, ttl=5.0)
     cached(manager, 16, ttl=20.0)  # hits the first, which is used again and expires later than it was
     clock.now = 5.0
-    manager.gc()
+    manager.cache.gc()
     assert manager.match_prefix([*range(16), 1]).num_blocks == 4
     clock.now = 30.0
-    assert manager.gc() == 4
-    assert manager.get_num_free_blocks() == 16
+    assert manager.cache.gc() == 4
+    assert manager.inspect.num_free_blocks() == 16
 
 
 def test_what_is_read_or_pinned_does_not_expire_until_it_is_let_go() -> None:
     clock = Clock()
     manager = make_manager(clock=clock)
     tokens = cached(manager, 8, ttl=5.0)
-    pin = manager.pin(tokens)
+    pin = manager.cache.pin(tokens)
     clock.now = 6.0
-    assert manager.gc() == 0
-    manager.unpin(pin)
-    assert manager.gc() == 2
+    assert manager.cache.gc() == 0
+    manager.cache.unpin(pin)
+    assert manager.cache.gc() == 2
 
 
 def test_expired_runs_are_evicted_before_anything_else() -> None:
@@ -372,7 +372,7 @@ def test_a_run_is_as_important_as_what_follows_it_on_a_lower_tier() -> None:
     manager = make_manager(gpu_blocks=4, host_blocks=8, eviction_policy="priority")
     tokens = list(range(16))
     cached(manager, 16, retention=Retention([TokenRange(0, 8, 0), TokenRange(8, 16, 90)]))
-    manager.offload(2)
+    manager.cache.offload(2)
     other = cached(manager, 8, 100, retention=keeping(50))
     cached(manager, 16, 200, retention=keeping(60))
     cached(manager, 16, 300, retention=keeping(60))

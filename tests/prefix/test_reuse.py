@@ -12,8 +12,8 @@ def test_a_finished_request_leaves_its_blocks_reusable_and_evictable() -> None:
     manager = make_manager()
     tokens = cached(manager, 8)
     assert manager.match_prefix([*tokens, 1]).num_tokens == 8
-    assert manager.evict(2) == 2
-    assert manager.get_num_free_blocks() == 16
+    assert manager.cache.evict(2) == 2
+    assert manager.inspect.num_free_blocks() == 16
 
 
 def test_a_hit_takes_its_references_before_it_takes_new_blocks() -> None:
@@ -36,8 +36,8 @@ def test_block_id_0_is_reused_released_and_never_a_hole() -> None:
     handle = manager.allocate("b", [*tokens, 9])
     assert handle.block_ids().tolist() == [0, 1]
     manager.free(handle, keep=False)
-    manager.evict(2)
-    assert manager.get_num_free_blocks() == 2
+    manager.cache.evict(2)
+    assert manager.inspect.num_free_blocks() == 2
 
 
 def test_long_prompts_neither_recurse_nor_confuse_a_short_query() -> None:

@@ -46,7 +46,7 @@ def test_a_run_is_copied_when_its_last_reader_leaves_and_evicted_without_a_copy(
     assert moves(manager) == [(CopyKind.OFFLOAD, Tier.GPU, Tier.HOST, 4)]
     assert tiers(manager, list(range(16))) == {"GPU": 4}
     assert host(manager) == (4, 4)
-    assert manager.evict(4) == 4
+    assert manager.cache.evict(4) == 4
     assert moves(manager) == []
     assert tiers(manager, list(range(16))) == {"HOST": 4}
     assert host(manager) == (4, 4)
@@ -56,12 +56,12 @@ def test_a_run_is_copied_when_its_last_reader_leaves_and_evicted_without_a_copy(
 def test_what_comes_back_from_the_host_leaves_its_copy_there() -> None:
     manager = make_manager()
     tokens = cached(manager, 16)
-    manager.evict(4)
+    manager.cache.evict(4)
     manager.take_copies()
     cached(manager, 16)
     assert moves(manager) == [(CopyKind.ONBOARD, Tier.HOST, Tier.GPU, 4)]
     assert tiers(manager, tokens) == {"GPU": 4}
-    manager.evict(4)
+    manager.cache.evict(4)
     assert moves(manager) == []
     assert tiers(manager, tokens) == {"HOST": 4}
 
@@ -70,7 +70,7 @@ def test_written_back_runs_are_copied_when_they_are_evicted_and_not_before() -> 
     manager = make_manager(host_write="back")
     cached(manager, 16)
     assert moves(manager) == []
-    manager.evict(4)
+    manager.cache.evict(4)
     assert moves(manager) == [(CopyKind.OFFLOAD, Tier.GPU, Tier.HOST, 4)]
     assert manager.stats().shadowed_blocks == 0
 
@@ -82,7 +82,7 @@ def test_after_n_uses_a_run_is_copied_and_what_was_used_less_is_dropped() -> Non
     assert moves(manager) == []
     cached(manager, 16)
     assert moves(manager) == [(CopyKind.OFFLOAD, Tier.GPU, Tier.HOST, 4)]
-    manager.evict(8)
+    manager.cache.evict(8)
     assert moves(manager) == []
     assert [tiers(manager, prompt) for prompt in (often, seldom)] == [{"HOST": 4}, {}]
 
@@ -91,9 +91,9 @@ def test_a_run_that_was_used_often_enough_and_has_no_copy_is_written_back() -> N
     manager = make_manager(host_blocks=4, host_write=1)
     tokens = cached(manager, 16)
     cached(manager, 16)
-    assert manager.evict(4, tier=Tier.HOST) == 4  # its shadow
+    assert manager.cache.evict(4, tier=Tier.HOST) == 4  # its shadow
     manager.take_copies()
-    manager.evict(4)
+    manager.cache.evict(4)
     assert moves(manager) == [(CopyKind.OFFLOAD, Tier.GPU, Tier.HOST, 4)]
     assert tiers(manager, tokens) == {"HOST": 4}
 
@@ -128,7 +128,7 @@ def test_the_youngest_shadows_give_way_first() -> None:
     live = running(manager, "live", 16, 200)
     manager.swap_out(live)
     manager.take_copies()
-    assert manager.evict(4) == 4
+    assert manager.cache.evict(4) == 4
     assert moves(manager) == []  # the old one's shadow is there
     assert [tiers(manager, prompt) for prompt in (old, young)] == [{"HOST": 4}, {"GPU": 4}]
 
@@ -136,12 +136,12 @@ def test_the_youngest_shadows_give_way_first() -> None:
 def test_a_shadow_pushes_out_runs_of_the_host_in_their_order_but_no_other_shadow() -> None:
     manager = make_manager(gpu_blocks=12, host_blocks=8)
     first, second = cached(manager, 16), cached(manager, 16, 100)
-    manager.evict(8)
+    manager.cache.evict(8)
     assert [tiers(manager, prompt) for prompt in (first, second)] == [{"HOST": 4}, {"HOST": 4}]
     shadowed = [cached(manager, 16, 100 * i) for i in (2, 3, 4)]
     assert [tiers(manager, prompt) for prompt in (first, second)] == [{}, {}]
     manager.take_copies()
-    assert manager.evict(4) == 4
+    assert manager.cache.evict(4) == 4
     assert moves(manager) == []
     assert tiers(manager, shadowed[0]) == {"HOST": 4}
     assert manager.stats().shadowed_blocks == 16  # the last one found no room
@@ -151,7 +151,7 @@ def test_a_shadow_pushes_out_runs_of_the_host_in_their_order_but_no_other_shadow
 def test_the_shadow_of_an_unimportant_run_pushes_no_important_one_out(policy: str) -> None:
     manager = make_manager(host_blocks=4, eviction_policy=policy)
     important = cached(manager, 16, retention=keeping(90))
-    manager.evict(4)
+    manager.cache.evict(4)
     cached(manager, 16, 100, retention=keeping(0))
     assert tiers(manager, important) == {"HOST": 4}
 
@@ -165,27 +165,27 @@ def test_runs_below_the_least_priority_for_offloading_are_not_copied() -> None:
 def test_a_run_that_finds_no_room_on_the_disk_costs_no_shadow_on_the_host() -> None:
     manager = make_manager(gpu_blocks=12, host_blocks=12, disk_blocks=4, eviction_policy="priority")
     important = cached(manager, 16, retention=keeping(90))
-    manager.evict(4)
-    manager.evict(4, tier=Tier.HOST)
+    manager.cache.evict(4)
+    manager.cache.evict(4, tier=Tier.HOST)
     below = cached(manager, 16, 100, retention=keeping(20))
-    manager.evict(4)
+    manager.cache.evict(4)
     assert [tiers(manager, prompt) for prompt in (important, below)] == [{"DISK": 4}, {"HOST": 4}]
     cached(manager, 16, 200, retention=keeping(10))
     cached(manager, 32, 300, retention=keeping(30))  # its shadow takes the place of the run on the host
     assert [tiers(manager, prompt) for prompt in (important, below)] == [{"DISK": 4}, {}]
     manager.take_copies()
-    manager.evict(4)
+    manager.cache.evict(4)
     assert moves(manager) == []  # the shadow of the least important one is still there
 
 
 def test_a_shadow_pushes_out_no_other_shadow_also_where_important_runs_stay() -> None:
     manager = make_manager(gpu_blocks=12, eviction_policy="priority")
     cached(manager, 16, retention=keeping(90))
-    manager.evict(4)
+    manager.cache.evict(4)
     cached(manager, 16, 200, retention=keeping(10))
     cached(manager, 16, 300, retention=keeping(30))
     assert moves(manager)[1:] == [(CopyKind.OFFLOAD, Tier.GPU, Tier.HOST, 4)]  # for the second one alone
-    manager.evict(4)
+    manager.cache.evict(4)
     assert moves(manager) == []
 
 
@@ -193,7 +193,7 @@ def test_without_a_host_tier_nothing_is_copied_ahead() -> None:
     manager = make_manager(host_blocks=0, disk_blocks=8)
     tokens = cached(manager, 16)
     assert moves(manager) == []
-    manager.evict(4)
+    manager.cache.evict(4)
     assert tiers(manager, tokens) == {"DISK": 4}
 
 
@@ -204,12 +204,12 @@ def test_a_run_is_cut_with_its_shadow() -> None:
     manager = make_manager()
     tokens = cached(manager, 16)
     manager.take_copies()
-    assert manager.evict(1) == 1
+    assert manager.cache.evict(1) == 1
     assert tiers(manager, tokens) == {"GPU": 3, "HOST": 1}
     assert moves(manager) == []
     parting = manager.allocate("parts", [*tokens[:4], 77])
     manager.free(parting)
-    manager.evict(4)
+    manager.cache.evict(4)
     assert moves(manager) == []
     assert tiers(manager, tokens) == {"HOST": 4}
 
@@ -220,10 +220,10 @@ def test_invalidated_runs_lose_their_shadow_at_once(reads: bool) -> None:
     tokens = cached(manager, 16)
     if reads:
         manager.allocate("reader", [*tokens, 1])
-    assert manager.invalidate(tokens[:8]) == 3
+    assert manager.cache.invalidate(tokens[:8]) == 3
     manager.check()
     assert host(manager) == (7, 1)
-    assert manager.reset_prefix_cache() == 1
+    assert manager.cache.reset() == 1
     manager.check()
     assert host(manager) == (8, 0)
 
@@ -231,9 +231,9 @@ def test_invalidated_runs_lose_their_shadow_at_once(reads: bool) -> None:
 def test_a_pinned_run_keeps_its_place_and_its_shadow_may_go() -> None:
     manager = make_manager(max_pinned_tokens=64)
     tokens = cached(manager, 16)
-    manager.pin(tokens)
+    manager.cache.pin(tokens)
     assert manager.stats().pool(tier=Tier.HOST).pinned == 0
-    assert manager.resize(2, tier=Tier.HOST).num_evicted == 4
+    assert manager.cache.resize(2, tier=Tier.HOST).num_evicted == 4
     assert tiers(manager, tokens) == {"GPU": 4}
     assert host(manager) == (2, 0)
 
@@ -241,16 +241,16 @@ def test_a_pinned_run_keeps_its_place_and_its_shadow_may_go() -> None:
 def test_shadows_move_with_their_pool() -> None:
     manager = make_manager(host_blocks=12)
     first = cached(manager, 16)
-    manager.evict(4)
+    manager.cache.evict(4)
     second = cached(manager, 16, 100)
     manager.take_copies()
-    manager.invalidate(first)
-    manager.invalidate(first[:4])
-    assert manager.defragment(Tier.HOST) == 4
+    manager.cache.invalidate(first)
+    manager.cache.invalidate(first[:4])
+    assert manager.cache.defragment(Tier.HOST) == 4
     (move,) = manager.take_copies()
-    manager.evict(4)
+    manager.cache.evict(4)
     assert moves(manager) == []
-    (run,) = [run for run in manager.cached_runs() if run.tier == Tier.HOST]
+    (run,) = [run for run in manager.inspect.runs() if run.tier == Tier.HOST]
     assert run.block_ids[0].tolist() == move.dst.tolist() == [0, 1, 2, 3]
     assert tiers(manager, second) == {"HOST": 4}
 
@@ -259,7 +259,7 @@ def test_a_shadow_is_seen_as_cached_blocks_of_the_host() -> None:
     manager = make_manager()
     cached(manager, 16)
     (op,) = manager.take_copies()
-    block = manager.block(int(op.dst[1]), tier=Tier.HOST)
+    block = manager.inspect.block(int(op.dst[1]), tier=Tier.HOST)
     assert (block.state.value, block.position, block.is_published) == ("cached", 4, True)
 
 
@@ -269,7 +269,7 @@ def test_subscribers_hear_of_a_shadow_when_its_run_is_evicted() -> None:
     cached(manager, 16)
     kinds = [type(event).__name__ for event in subscription.poll().events]
     assert kinds == ["Created", "Stored"]
-    manager.evict(4)
+    manager.cache.evict(4)
     (moved,) = subscription.poll().events
     assert (type(moved).__name__, moved.old_tier, moved.new_tier, len(moved.digests)) == (
         "Updated",
@@ -291,7 +291,7 @@ def test_of_windows_only_what_the_end_of_a_run_needs_is_copied() -> None:
     tokens = cached(manager, 24)
     ops = manager.take_copies()
     assert (copied(ops, 0), copied(ops, 1)) == (6, 2)
-    manager.evict(12)
+    manager.cache.evict(12)
     assert moves(manager) == []
     assert tiers(manager, tokens) == {"HOST": 6}
     again = manager.allocate("again", [*tokens, 1])
@@ -307,7 +307,7 @@ def test_windowed_blocks_that_leave_the_gpu_alone_leave_the_shadow_too() -> None
     live = manager.allocate("live", list(range(40)))
     manager.commit(live)
     free, _ = host(manager)
-    manager.evict(manager.stats().pool().cached)  # the conversation went on: the window in its middle goes alone
+    manager.cache.evict(manager.stats().pool().cached)  # the conversation went on: the window in its middle goes alone
     manager.check()
     assert host(manager)[0] == free + 2
     assert tiers(manager, first) == {}

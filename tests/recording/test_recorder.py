@@ -199,13 +199,13 @@ def test_given_hints_then_the_recording_has_them_and_a_replay_gives_them_again(t
 
 def test_given_a_closed_recorder_then_the_manager_is_as_before(tmp_path: Path) -> None:
     manager = make_manager()
-    assert (manager._observers, manager._state.cache.tree.choose_source) == ((), None)
+    assert manager._guard.observers == ()
     recorder = TraceRecorder(tmp_path / "t").attach(manager)
     with pytest.raises(InvalidArgumentError, match="follows a manager already"):
         recorder.attach(manager)
     recorder.close()
     recorder.close()
-    assert (manager._observers, manager._state.cache.tree.choose_source) == ((), None)
+    assert manager._guard.observers == ()
 
 
 def test_given_a_broken_or_foreign_file_then_a_recording_is_refused(tmp_path: Path) -> None:

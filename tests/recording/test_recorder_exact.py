@@ -168,18 +168,18 @@ def intervene(manager: KVCacheManager, seed: int, pins: list[Any]) -> None:
     """What operators do to a running cache."""
     random = np.random.default_rng(seed)
     choices = (
-        lambda: manager.evict(int(random.integers(1, 4))),
-        lambda: manager.offload(2),
-        lambda: manager.defragment(),
-        lambda: manager.resize(int(random.integers(30, 60))),
-        lambda: manager.invalidate(random.integers(0, VOCABULARY, 4)),
-        lambda: manager.invalidate(scope=ReuseScope(tenant="a")),
-        lambda: manager.invalidate(session="chat"),
-        lambda: manager.invalidate(tenant="b") if random.random() < 0.3 else None,
-        lambda: manager.set_quota("b", guaranteed=0.1, maximum=0.4),
-        lambda: manager.reset_prefix_cache() if random.random() < 0.1 else None,
-        lambda: pins.append(manager.pin(random.integers(0, VOCABULARY, 8), ttl=1e6)),
-        lambda: manager.unpin(pins.pop()) if pins else None,
+        lambda: manager.cache.evict(int(random.integers(1, 4))),
+        lambda: manager.cache.offload(2),
+        lambda: manager.cache.defragment(),
+        lambda: manager.cache.resize(int(random.integers(30, 60))),
+        lambda: manager.cache.invalidate(random.integers(0, VOCABULARY, 4)),
+        lambda: manager.cache.invalidate(scope=ReuseScope(tenant="a")),
+        lambda: manager.cache.invalidate(session="chat"),
+        lambda: manager.cache.invalidate(tenant="b") if random.random() < 0.3 else None,
+        lambda: manager.cache.set_quota("b", guaranteed=0.1, maximum=0.4),
+        lambda: manager.cache.reset() if random.random() < 0.1 else None,
+        lambda: pins.append(manager.cache.pin(random.integers(0, VOCABULARY, 8), ttl=1e6)),
+        lambda: manager.cache.unpin(pins.pop()) if pins else None,
     )
     with suppress(KVPoolError):
         choices[int(random.integers(len(choices)))]()
@@ -229,11 +229,11 @@ def test_given_images_when_replayed_then_prompts_share_what_they_shared(tmp_path
             manager.commit(handle, [*tokens[7:], *[9] * 6, 5, 6], multimodal=[(7, 4, "later")] if number % 2 else None)
             manager.commit_batch(manager.batch([*manager.fork(handle, ("fork", number)), handle]), [], [0, 0])
             manager.free_batch([manager.get(("fork", number)), handle])
-        pin = manager.pin(tokens, multimodal=[(2, 8, "cat")])
-        manager.evict(12)
-        manager.onboard(tokens, multimodal=[(2, 8, "dog")])
-        manager.unpin(pin)
-        manager.invalidate(tokens, multimodal=[(2, 8, 7)])
+        pin = manager.cache.pin(tokens, multimodal=[(2, 8, "cat")])
+        manager.cache.evict(12)
+        manager.cache.onboard(tokens, multimodal=[(2, 8, "dog")])
+        manager.cache.unpin(pin)
+        manager.cache.invalidate(tokens, multimodal=[(2, 8, 7)])
     assert recorder.stopped_because is None
     live = manager.stats()
     assert live.hit_tokens["GPU"] > 0
@@ -331,5 +331,5 @@ def test_given_requests_that_begin_empty_or_name_an_empty_session_when_replayed_
     with TraceRecorder(tmp_path / "empty.kvtrace").attach(manager):
         manager.commit(manager.allocate("all", list(range(20)), session=""))  # leaves three blocks
         manager.extend(manager.allocate("none yet", [7] * 16, reserve=0), 4)
-        assert manager.invalidate(session="") == 5
+        assert manager.cache.invalidate(session="") == 5
     assert_equal_counters(replay_recording(tmp_path / "empty.kvtrace"), manager.stats())

@@ -141,7 +141,7 @@ def recording() -> bytes:
 
 
 def _drive(manager: KVCacheManager) -> None:
-    manager.set_quota("t", guaranteed=2, maximum=60)
+    manager.cache.set_quota("t", guaranteed=2, maximum=60)
     retention = Retention([TokenRange(0, 8, 90, duration=5.0)], decode_priority=10)
     a = manager.allocate(
         "a", range(20), scope=ReuseScope(tenant="t"), session="s", retention=retention, ttl=9.0, reserve=8
@@ -163,19 +163,19 @@ def _drive(manager: KVCacheManager) -> None:
     (d,) = manager.fork(b, "d")
     manager.swap_out(a)
     manager.swap_in(a)
-    pins = [manager.pin(b, ttl=50.0), manager.pin(list(range(8)), ReuseScope(tenant="t"))]
-    manager.unpin(pins[0])
+    pins = [manager.cache.pin(b, ttl=50.0), manager.cache.pin(list(range(8)), ReuseScope(tenant="t"))]
+    manager.cache.unpin(pins[0])
     manager.free_batch([b, d])
     manager.free(c, keep=False)
-    manager.offload(3)
-    manager.onboard(range(18))
-    manager.evict(2)
-    manager.invalidate(range(4))
-    manager.invalidate(session="s")
+    manager.cache.offload(3)
+    manager.cache.onboard(range(18))
+    manager.cache.evict(2)
+    manager.cache.invalidate(range(4))
+    manager.cache.invalidate(session="s")
     manager.free(a)
-    manager.resize(60)
-    manager.defragment(Tier.GPU)
-    manager.reset_prefix_cache()
+    manager.cache.resize(60)
+    manager.cache.defragment(Tier.GPU)
+    manager.cache.reset()
 
 
 def costs() -> bytes:

@@ -131,7 +131,7 @@ def test_given_an_offloaded_prefix_when_its_request_is_next_in_line_then_it_is_b
     engine = make_engine(manager, max_sequences=1)
     add(engine, request("first", 16, 1))
     engine.drain()
-    manager.offload(16)
+    manager.cache.offload(16)
     again = request("again", 18, 2)
     add(engine, request("running", 4, 4, first=80), again)
     plan = engine.step()
@@ -146,7 +146,7 @@ def test_given_an_offloaded_prefix_when_there_is_no_room_for_its_request_then_it
     engine = make_engine(manager, max_sequences=2)
     add(engine, request("first", 16, 1))
     engine.drain()
-    manager.offload(16)
+    manager.cache.offload(16)
     again = request("again", 40, 2)
     add(
         engine, request("running", 32, 4, first=80), again
@@ -165,7 +165,7 @@ def test_given_a_prefix_half_of_which_was_offloaded_then_that_half_comes_up_if_t
     engine = make_engine(manager, max_sequences=1)
     add(engine, request("first", 32, 1))
     engine.drain()
-    manager.offload(4)
+    manager.cache.offload(4)
     again = request("again", 38, 2)  # 10 blocks, of which 4 are on the GPU and 4 below
     add(engine, request("running", num_running, 4, first=80), again)  # 8 or 5 of 16 blocks
     plan = engine.step()
@@ -183,7 +183,7 @@ def test_given_a_swapped_request_that_is_next_in_line_then_its_prompt_is_not_bro
     add(engine, request("urgent", 4, 8, first=80, priority=1))
     while not engine.scheduler.num_swapped:
         engine.step()
-    manager.offload(16)
+    manager.cache.offload(16)
     assert Tier.HOST in manager.match_prefix(list(range(17))).tokens_by_tier
     add(engine, request("last", 4, 1, first=90))  # somebody new: the queue is looked at again
     engine.step()
@@ -197,7 +197,7 @@ def test_given_prefetching_switched_off_then_a_prefix_comes_up_with_its_request(
     engine = make_engine(manager, max_sequences=1, prefetch_requests=0)
     add(engine, request("first", 16, 1))
     engine.drain()
-    manager.offload(16)
+    manager.cache.offload(16)
     again = request("again", 18, 2)
     add(engine, request("running", 4, 4, first=80), again)
     engine.drain()
@@ -211,7 +211,7 @@ def test_given_a_pool_that_shrinks_when_a_waiting_request_can_no_longer_fit_then
     manager = make_manager(gpu_blocks=16)
     engine = make_engine(manager)
     add(engine, request("a", 40, 4))
-    manager.resize(8)
+    manager.cache.resize(8)
     plan = engine.step()
     (done,) = plan.finished
     assert (done.request.id, done.reason, plan.is_empty) == ("a", FinishReason.REFUSED, True)
@@ -225,7 +225,7 @@ def test_given_a_pool_that_shrinks_when_a_running_request_reaches_its_end_then_i
     running, waiting = request("running", 8, 20), request("waiting", 4, 4, first=50)
     add(engine, running)
     engine.step()
-    manager.resize(4)
+    manager.cache.resize(4)
     add(engine, waiting)
     engine.drain(max_steps=60)
     done = engine.finished["running"]
@@ -240,12 +240,12 @@ def test_given_pins_that_leave_no_room_when_they_end_then_the_request_that_waite
     engine = make_engine(manager)
     add(engine, request("pinned", 12, 1))
     engine.drain()
-    pin = manager.pin(range(12))
+    pin = manager.cache.pin(range(12))
     waiting = request("waiting", 8, 2, first=50)
     add(engine, waiting)
     engine.step()
     assert engine.step().is_empty or engine.scheduler.num_running  # it has begun with the one block that is left
-    manager.unpin(pin)
+    manager.cache.unpin(pin)
     engine.drain()
     engine.assert_right(waiting)
 
@@ -279,7 +279,7 @@ def test_given_a_pool_that_shrinks_when_waiting_samples_can_no_longer_fit_then_t
     for sequence in engine.scheduler.sequences("a"):
         if sequence.is_running:
             engine.scheduler.finish("a", sequence.index)
-    manager.resize(4)
+    manager.cache.resize(4)
     (done,) = engine.step().finished
     assert FinishReason.REFUSED in [output.reason for output in done.outputs]
     assert not engine.scheduler.has_work

@@ -15,7 +15,7 @@ def offloaded(engine: ToyEngine, *requests: object) -> None:
     add(engine, *requests)  # type: ignore[arg-type]
     engine.drain()
     for pool in engine.manager.config.pools:
-        engine.manager.offload(pool.num_blocks[Tier.GPU], pool=pool.index)
+        engine.manager.cache.offload(pool.num_blocks[Tier.GPU], pool=pool.index)
     engine.launch(engine.scheduler.step())
     assert engine.manager.stats().pool().cached == 0
 

@@ -23,7 +23,7 @@ def guaranteed_engine(mine: int = 0, yours: int = 0, **config: Any) -> ToyEngine
     engine = make_engine(**config)
     for scope, blocks, first in ((MINE, mine, 1000), (YOURS, yours, 2000)):
         if blocks:
-            engine.manager.set_quota(scope.tenant, guaranteed=blocks)
+            engine.manager.cache.set_quota(scope.tenant, guaranteed=blocks)
             add(engine, request(scope.tenant, 4 * blocks, 1, first=first, scope=scope))
             engine.drain()
     return engine
@@ -41,7 +41,7 @@ def test_a_request_that_needs_blocks_guaranteed_to_another_tenant_is_refused_by_
 
 def test_a_guarantee_that_is_not_filled_yet_counts_too() -> None:
     manager = make_manager()
-    manager.set_quota("mine", guaranteed=10)
+    manager.cache.set_quota("mine", guaranteed=10)
     engine = make_engine(manager)
     with pytest.raises(NeverFitsError, match="10 are guaranteed to 'mine'"):
         add(engine, request("a", 24, 5, scope=YOURS))
@@ -51,7 +51,7 @@ def test_when_a_guarantee_is_set_later_then_a_waiting_request_that_cannot_fit_be
     manager = make_manager()
     engine = make_engine(manager)
     add(engine, request("a", 40, 5, scope=YOURS))
-    manager.set_quota("mine", guaranteed=10)
+    manager.cache.set_quota("mine", guaranteed=10)
     (done,) = engine.step().finished
     assert done.reason is FinishReason.REFUSED
     assert "10 are guaranteed to 'mine'" in done.detail
@@ -64,7 +64,7 @@ def test_when_a_guarantee_is_set_later_then_a_running_request_ends_with_what_it_
     engine = make_engine(manager)
     add(engine, request("a", 8, 40, scope=YOURS))
     engine.step()
-    manager.set_quota("mine", guaranteed=10)
+    manager.cache.set_quota("mine", guaranteed=10)
     engine.drain(max_steps=60)
     assert engine.finished["a"].reason is FinishReason.REFUSED
     assert len(engine.finished["a"].token_ids) == 6 * 4 - 8 + 1
@@ -83,9 +83,9 @@ def test_when_a_waiting_sample_no_longer_fits_then_its_request_leaves_the_step_t
     if chunk is not None:  # the sample that stayed gives way too, and computes its tokens again in chunks
         (running,) = [sequence for sequence in engine.scheduler.sequences("a") if sequence.is_running]
         engine.scheduler._roster.preempt(running, 0)
-        manager.evict(8)
+        manager.cache.evict(8)
         assert engine.step().num_decode == 0
-    manager.set_quota("mine", guaranteed=4)
+    manager.cache.set_quota("mine", guaranteed=4)
     add(engine, other)
     plan = engine.step()
     assert [done.reason for done in plan.finished] == [FinishReason.REFUSED]
@@ -105,9 +105,9 @@ def test_a_swapped_request_that_no_longer_fits_is_refused(taken_away: str) -> No
     assert engine.scheduler.num_swapped == 1
     if taken_away == "resize":
         engine.scheduler.cancel("urgent")
-        manager.resize(6)
+        manager.cache.resize(6)
     else:
-        manager.set_quota("mine", guaranteed=8)
+        manager.cache.set_quota("mine", guaranteed=8)
         engine.scheduler.cancel("urgent")
         cached(manager, 32, first=1000, scope=MINE)
     engine.drain(max_steps=60)
@@ -153,10 +153,10 @@ def test_a_prefix_that_a_request_reuses_is_not_counted_as_kept_from_others() -> 
 def test_prefetching_for_one_tenant_leaves_what_another_was_promised() -> None:
     manager = make_manager(gpu_blocks=24, host_blocks=4)
     cached(manager, 16, first=1000, scope=MINE)
-    manager.offload(4)
-    manager.set_quota("mine", guaranteed=4)
+    manager.cache.offload(4)
+    manager.cache.set_quota("mine", guaranteed=4)
     cached(manager, 32, first=2000)
-    manager.set_quota("", guaranteed=8)
+    manager.cache.set_quota("", guaranteed=8)
     engine = make_engine(manager, capacity="guaranteed", max_sequences=2)
     yours = [request(f"b{i}", 4, 29, first=100 * i, scope=YOURS) for i in range(2)]  # all that is guaranteed to nobody
     add(engine, *yours, request("a", 20, 4, first=1000, scope=MINE))
@@ -174,7 +174,7 @@ def shared_out() -> Supply:
     """16 blocks: 8 idle and guaranteed to "mine", 3 to "yours", 5 free."""
     manager = make_manager()
     for scope, blocks, first in ((MINE, 8, 1000), (YOURS, 3, 2000)):
-        manager.set_quota(scope.tenant, guaranteed=blocks)
+        manager.cache.set_quota(scope.tenant, guaranteed=blocks)
         cached(manager, 4 * blocks, first=first, scope=scope)
     return Supply(manager)
 
@@ -216,7 +216,7 @@ def test_needs_are_met_from_a_tenants_own_blocks_first_and_then_from_those_that_
     needs = [("mine", (6,)), ("mine", (3,)), ("yours", (4,)), ("none", (3,))]
     assert supply.num_served(needs) == 4  # 1 of the 5, 1, and 3
     assert supply.num_served([*needs, ("yours", (0,)), ("mine", (1,)), ("none", (0,))]) == 5
-    supply.manager.set_quota("", guaranteed=2)
+    supply.manager.cache.set_quota("", guaranteed=2)
     cached(supply.manager, 8, first=3000)
     assert supply.num_served([("", (5,))]) == 1
     assert supply.num_served([("", (6,))]) == supply.num_served([("none", (4,))]) == 0

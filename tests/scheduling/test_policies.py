@@ -68,7 +68,7 @@ def with_prefixes_on_both_tiers(**config: object) -> ToyEngine:
     engine = make_engine(manager, max_sequences=1, **config)  # type: ignore[arg-type]
     add(engine, request("first", 9, 1, first=100))
     engine.drain()
-    manager.offload(32)
+    manager.cache.offload(32)
     add(engine, request("second", 9, 1))
     engine.drain()
     return engine

@@ -45,12 +45,12 @@ def test_the_watermark_is_kept_at_admission_but_not_taken_from_running_requests(
     assert manager.can_allocate(num_tokens=4)
     assert manager.can_allocate(num_tokens=5).status is AllocStatus.LATER
     manager.extend(handle, 12)
-    assert manager.get_num_free_blocks() == 0
+    assert manager.inspect.num_free_blocks() == 0
 
 
 def test_the_watermark_follows_the_size_of_a_resized_pool() -> None:
     manager = make_manager(gpu_blocks=1000, watermark=0.01)
-    manager.resize(8)
+    manager.cache.resize(8)
     assert manager.can_allocate(num_tokens=28)
     assert manager.can_allocate(num_tokens=32).status is AllocStatus.NEVER
 
@@ -90,7 +90,7 @@ def test_cross_tokens_need_blocks_of_their_group() -> None:
     assert len(handle.block_ids(1)) == 3
     manager.check()
     manager.free(handle)
-    assert manager.get_num_free_blocks() == 8
+    assert manager.inspect.num_free_blocks() == 8
 
 
 def test_given_two_encoder_inputs_without_keys_then_their_decoders_share_nothing() -> None:
@@ -108,7 +108,7 @@ def test_given_two_encoder_inputs_without_keys_then_their_decoders_share_nothing
     manager.check()
     for handle in manager.handles:
         manager.free(handle)
-    assert manager.get_num_free_blocks() == 32
+    assert manager.inspect.num_free_blocks() == 32
 
 
 def test_given_equal_encoder_keys_then_decoders_share_and_others_do_not() -> None:
@@ -170,7 +170,7 @@ def test_asking_changes_nothing_not_even_the_order_of_eviction() -> None:
         manager.can_allocate([*old, 1])
         manager.can_allocate([*old[:6], 1])
     assert manager.stats() == before
-    manager.evict(2)
+    manager.cache.evict(2)
     assert manager.match_prefix([*new, 1]).num_blocks == 2
     assert manager.match_prefix([*old, 1]).num_blocks == 0
 
@@ -181,7 +181,7 @@ def test_asking_changes_nothing_not_even_the_order_of_eviction() -> None:
 def test_a_query_describes_whole_blocks_partial_tokens_and_tiers() -> None:
     manager = make_manager(host_blocks=8)
     tokens = cached(manager, 12)
-    manager.offload(1)
+    manager.cache.offload(1)
     match = manager.match_prefix([*tokens[:10], 77])
     assert (match.num_tokens, match.num_blocks, match.num_partial_tokens) == (10, 2, 2)
     assert match.tokens_by_tier == {Tier.GPU: 8}
@@ -218,7 +218,7 @@ def test_nothing_is_reused_or_published_without_prefix_caching() -> None:
     manager = make_manager(enable_prefix_caching=False)
     tokens = cached(manager, 8)
     assert manager.match_prefix([*tokens, 1]).num_tokens == 0
-    assert manager.get_num_free_blocks() == 16
+    assert manager.inspect.num_free_blocks() == 16
 
 
 def test_num_tokens_alone_reuses_nothing() -> None:
@@ -240,7 +240,7 @@ def test_a_hit_must_have_what_every_window_reads() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=64)
     handle = manager.allocate("a", list(range(32)))
     manager.commit(handle, 32)
-    manager.evict(6)  # blocks of the sliding group that nobody reads
+    manager.cache.evict(6)  # blocks of the sliding group that nobody reads
     assert manager.match_prefix([*range(32), 1]).num_blocks == 8  # what the next token reads is there
     assert manager.match_prefix([*range(16), 1]).num_blocks == 0  # what token 16 reads is gone
     manager.check()
@@ -260,7 +260,7 @@ def test_idle_windowed_blocks_that_are_matched_are_not_supply() -> None:
 def test_pinned_windowed_blocks_are_never_supply() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=12, max_pinned_tokens=16)
     tokens = cached(manager, 16)
-    manager.pin(tokens)
+    manager.cache.pin(tokens)
     assert manager.can_allocate([90]).blocks_available == (4 + 2,)
     assert manager.can_allocate([*tokens, 1]).blocks_available == (4 + 2,)
 
@@ -269,7 +269,7 @@ def test_pinned_windowed_blocks_are_never_supply() -> None:
 def test_without_copies_the_last_block_of_an_idle_run_is_taken_over(layers: tuple[LayerSpec, ...]) -> None:
     manager = make_manager(*layers, gpu_blocks=2 * len(layers), copy_on_partial_reuse=False)
     tokens = cached(manager, 8)
-    runs = manager.cached_runs()
+    runs = manager.inspect.runs()
     subscription = manager.subscribe()
     before = manager.can_allocate([*tokens[:6], 99])
     assert (before.blocks_needed, before.num_cached_tokens) == ((0,), 6)  # though the pool is full
@@ -293,16 +293,16 @@ def test_without_copies_a_block_that_somebody_uses_is_not_reused_in_part() -> No
     tokens = cached(manager, 12)
     asked = [*tokens[:6], 99]
     assert manager.match_prefix(asked).num_tokens == 4  # another block follows it
-    manager.invalidate(tokens)
+    manager.cache.invalidate(tokens)
     assert manager.match_prefix(asked).num_tokens == 6
-    pin = manager.pin(tokens[:8])
+    pin = manager.cache.pin(tokens[:8])
     assert manager.match_prefix(asked).num_tokens == 4
-    manager.unpin(pin)
+    manager.cache.unpin(pin)
     reader = manager.allocate("reader", [*tokens[:8], 1])
     assert manager.match_prefix(asked).num_tokens == 4
     manager.free(reader)
     assert manager.match_prefix(asked).num_tokens == 6
-    manager.offload(1)
+    manager.cache.offload(1)
     assert manager.match_prefix(asked).num_tokens == 4  # it would have to be copied from the host
 
 
@@ -333,7 +333,7 @@ def test_a_partial_match_keeps_the_windowed_part_of_its_source() -> None:
 def test_a_partial_source_may_lie_on_a_lower_tier() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=16, host_blocks=16)
     tokens = cached(manager, 8)
-    manager.offload(4)
+    manager.cache.offload(4)
     manager.take_copies()
     handle = manager.allocate("a", [*tokens[:6], 99])
     assert handle.num_cached_tokens == 6
@@ -351,10 +351,10 @@ def test_a_partial_source_stays_while_others_make_room_for_its_copy(
     manager = make_manager(*layers, gpu_blocks=4 * per_position, host_blocks=16)
     tokens = cached(manager, 8)  # the oldest: it would be the first to go
     if offloaded:
-        manager.offload(2 * per_position)
+        manager.cache.offload(2 * per_position)
         cached(manager, 8, first=100)
     cached(manager, 8, first=50)
-    assert manager.get_num_free_blocks() == 0
+    assert manager.inspect.num_free_blocks() == 0
     handle = manager.allocate("a", [*tokens[:6], 99])
     assert handle.num_cached_tokens == 6
     copies = [op for op in manager.take_copies() if op.kind is CopyKind.PARTIAL_REUSE]
@@ -367,7 +367,7 @@ def test_without_partial_blocks_a_hit_is_cut_to_whole_blocks_that_every_window_h
     manager = make_manager(FULL, SLIDING, gpu_blocks=64, partial_match=False)
     handle = manager.allocate("a", list(range(32)))
     manager.commit(handle, 32)
-    manager.evict(6)
+    manager.cache.evict(6)
     assert manager.match_prefix(list(range(31))).num_tokens == 0  # at 28 tokens the window reads a block that is gone
     assert manager.match_prefix([*range(32), 1]).num_tokens == 32
 
@@ -420,8 +420,8 @@ def test_nobody_waits_who_did_not_ask_or_wants_something_else() -> None:
     [
         lambda manager, producer: manager.free(producer),
         lambda manager, producer: manager.swap_out(producer),
-        lambda manager, producer: manager.invalidate(scope=ReuseScope()),
-        lambda manager, producer: manager.reset_prefix_cache(),
+        lambda manager, producer: manager.cache.invalidate(scope=ReuseScope()),
+        lambda manager, producer: manager.cache.reset(),
     ],
 )
 def test_nobody_waits_for_a_producer_that_is_gone(end: Any) -> None:
@@ -456,7 +456,7 @@ def test_of_two_producers_of_the_same_block_the_first_is_waited_for() -> None:
 
 def test_the_guaranteed_cache_of_another_tenant_is_no_supply() -> None:
     manager = make_manager(gpu_blocks=8)
-    manager.set_quota("t", guaranteed=3)
+    manager.cache.set_quota("t", guaranteed=3)
     cached(manager, 16, scope=ReuseScope(tenant="t"))
     assert manager.can_allocate([99] * 8).blocks_available == (5,)
     assert manager.can_allocate([99] * 8, scope=ReuseScope(tenant="t")).blocks_available == (8,)
@@ -482,6 +482,6 @@ def test_a_block_that_is_only_copied_from_does_not_count_as_used_when_room_had_t
     request = manager.allocate("copies from the older", [*older[:2], *range(500, 510)])  # evicts a block of the newer
     assert request.num_cached_tokens == 2
     manager.free(request, keep=False)
-    manager.evict(2)
+    manager.cache.evict(2)
     assert manager.match_prefix([*newer, 1]).num_blocks == 1
     assert manager.match_prefix([*older, 1]).num_blocks < 2

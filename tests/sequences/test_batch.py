@@ -388,9 +388,9 @@ def test_blocks_needed_says_what_extend_will_take() -> None:
     assert manager.blocks_needed(handle, 3, lookahead=4) == (2,)
     manager.fork(handle, "b")
     assert manager.blocks_needed(handle, 3) == (2,)  # one of them for the copy of the shared block
-    free = manager.get_num_free_blocks()
+    free = manager.inspect.num_free_blocks()
     manager.extend(handle, 3)
-    assert manager.get_num_free_blocks() == free - 2
+    assert manager.inspect.num_free_blocks() == free - 2
 
 
 def test_a_batch_that_does_not_fit_counts_as_one_failed_extension() -> None:
@@ -416,9 +416,9 @@ def test_lookahead_places_are_claimed_by_a_later_extend() -> None:
     (handle,) = admit(manager, 4)
     manager.extend(handle, 1, lookahead=7)
     assert (handle.num_reserved, handle.num_blocks) == (5, 3)
-    free = manager.get_num_free_blocks()
+    free = manager.inspect.num_free_blocks()
     manager.extend(handle, 7)
-    assert manager.get_num_free_blocks() == free
+    assert manager.inspect.num_free_blocks() == free
 
 
 def test_batches_can_be_made_of_the_public_class() -> None:

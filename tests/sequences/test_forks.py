@@ -63,9 +63,9 @@ def test_copy_on_write_copies_one_block_with_its_data_for_whoever_writes() -> No
     original = manager.allocate("a", list(range(10)))
     manager.commit(original, 10)
     (clone,) = manager.fork(original, "b")
-    free = manager.get_num_free_blocks()
+    free = manager.inspect.num_free_blocks()
     manager.extend(clone)  # room in the last block: no new block, but a copy
-    assert manager.get_num_free_blocks() == free - 1
+    assert manager.inspect.num_free_blocks() == free - 1
     assert (clone.block_ids() != original.block_ids()).tolist() == [False, False, True]
     (op,) = manager.take_copies()
     assert (op.num_blocks, op.num_tokens) == (1, 2)
@@ -78,9 +78,9 @@ def test_a_fork_outlives_its_parent() -> None:
     (child,) = manager.fork(handle, "b")
     manager.free(handle)
     assert manager.get("b") is child
-    assert manager.get_num_free_blocks() == 15
+    assert manager.inspect.num_free_blocks() == 15
     manager.free(child)
-    assert manager.get_num_free_blocks() == 16
+    assert manager.inspect.num_free_blocks() == 16
 
 
 def test_forks_publish_slide_and_rewind_like_any_sequence() -> None:
@@ -177,7 +177,7 @@ def test_a_fork_that_went_another_way_does_not_follow_into_a_block_it_has_passed
     manager.extend(fast, 4)
     manager.commit(fast, [1, 1, 1, 1])
     manager.fork(fast, "closes its run")
-    assert manager.evict(10) == 1  # the second block of "fast", which has left its window; its table is not told
+    assert manager.cache.evict(10) == 1  # the second block of "fast", which has left its window; its table is not told
     manager.extend(slow, 2)  # takes the same block, at the same place
     manager.commit(slow, [0, 0])
     manager.check()
@@ -195,9 +195,9 @@ def test_a_fork_of_a_fully_cached_prompt_copies_no_published_block(
     assert parent.num_cached_tokens == 15
     (child,) = manager.fork(parent, "c")
     needed = manager.blocks_needed(child, 1)
-    free = [manager.get_num_free_blocks(pool) for pool in range(len(needed))]
+    free = [manager.inspect.num_free_blocks(pool) for pool in range(len(needed))]
     manager.extend(child)
-    assert [f - manager.get_num_free_blocks(pool) for pool, f in enumerate(free)] == list(needed)
+    assert [f - manager.inspect.num_free_blocks(pool) for pool, f in enumerate(free)] == list(needed)
     manager.check()
     assert manager.take_copies() == []
     for handle in (parent, child):

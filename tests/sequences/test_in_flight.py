@@ -13,13 +13,13 @@ HOW = pytest.mark.parametrize("how", ["prefix", "scope", "session", "reset"])
 def forget(manager: KVCacheManager, how: str, prefix: list[int]) -> None:
     """Invalidates what begins with `prefix`, each in its way."""
     if how == "prefix":
-        manager.invalidate(prefix)
+        manager.cache.invalidate(prefix)
     elif how == "scope":
-        manager.invalidate(scope=ReuseScope())
+        manager.cache.invalidate(scope=ReuseScope())
     elif how == "session":
-        manager.invalidate(session="s")
+        manager.cache.invalidate(session="s")
     else:
-        manager.reset_prefix_cache()
+        manager.cache.reset()
     manager.check()
 
 
@@ -50,7 +50,7 @@ def test_a_request_freed_before_it_wrote_anything_leaves_nothing_to_match() -> N
     manager = make_manager()
     manager.free(manager.allocate("a", list(range(8))))
     assert manager.match_prefix([*range(8), 1]).num_tokens == 0
-    assert manager.get_num_free_blocks() == 16
+    assert manager.inspect.num_free_blocks() == 16
 
 
 def test_a_count_past_the_known_ids_publishes_what_is_known() -> None:
@@ -98,7 +98,7 @@ def test_a_request_that_falls_silent_hands_over_what_it_was_computing() -> None:
     manager.allocate("a", [1] * 8, session="s")
     manager.allocate("b", [1] * 8)
     assert "'a'" in manager.can_allocate([1] * 8, wait_for_prefix=True).reason
-    manager.invalidate(session="s")
+    manager.cache.invalidate(session="s")
     manager.check()
     assert "'b'" in manager.can_allocate([1] * 8, wait_for_prefix=True).reason
 
@@ -106,7 +106,7 @@ def test_a_request_that_falls_silent_hands_over_what_it_was_computing() -> None:
 def test_a_silent_request_goes_on_without_ids() -> None:
     manager = manager_with(gpu_blocks=40)
     handle = commit_all(manager, manager.allocate("a", [1] * 9))
-    manager.reset_prefix_cache()
+    manager.cache.reset()
     manager.extend(handle, 8)
     manager.commit(handle, 8)
     manager.check()

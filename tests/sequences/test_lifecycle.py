@@ -31,9 +31,9 @@ def test_a_fork_shares_every_block_and_starts_with_the_parents_lengths_and_token
     parent = running(manager, "parent", 6, session="s", ttl=9.0)
     manager.extend(parent, 3)
     manager.mark_written(parent, 1)
-    free = manager.get_num_free_blocks()
+    free = manager.inspect.num_free_blocks()
     first, second = manager.fork(parent, "first", "second")
-    assert manager.get_num_free_blocks() == free
+    assert manager.inspect.num_free_blocks() == free
     for child in (first, second):
         assert child.block_ids().tolist() == parent.block_ids().tolist()
         assert lengths(child) == lengths(parent) == (9, 7, 6)
@@ -63,11 +63,11 @@ def test_what_forks_wrote_together_is_published_once_for_all_of_them() -> None:
     manager.extend(parent, 8)
     manager.mark_written(parent, 8)
     children = manager.fork(parent, "b", "c")
-    free = manager.get_num_free_blocks()
+    free = manager.inspect.num_free_blocks()
     for handle in (parent, *children):
         manager.commit(handle, [4, 5, 6, 7, 8, 9, 10, 11])
         manager.check()
-    assert manager.get_num_free_blocks() == free
+    assert manager.inspect.num_free_blocks() == free
     assert manager.match_prefix([*range(12), 1]).num_blocks == 3
     for handle in (parent, *children):
         manager.free(handle)
@@ -116,7 +116,7 @@ def test_the_encoders_blocks_are_shared_by_forks_and_never_copied() -> None:
     manager.free(parent)
     manager.check()
     manager.free(child)
-    assert manager.get_num_free_blocks() == 16
+    assert manager.inspect.num_free_blocks() == 16
 
 
 def test_a_fork_with_a_window_reads_what_its_window_covers() -> None:
@@ -125,7 +125,7 @@ def test_a_fork_with_a_window_reads_what_its_window_covers() -> None:
     (child,) = manager.fork(parent, "child")
     manager.free(parent)
     assert child.block_table(1) == [0 + 8, 1 + 8, None, None, None, 13, 14, 15]
-    manager.evict(100)
+    manager.cache.evict(100)
     manager.check()
     manager.extend(child, 6)
     manager.commit(child, list(range(6)))
@@ -266,7 +266,7 @@ def test_a_window_does_not_reopen_over_blocks_that_are_gone() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=64)
     handle = running(manager, "a", 40)
     manager.free(manager.allocate("b", [*range(40), 1]))  # closes the run
-    assert manager.evict(3) == 3  # sliding blocks 5 to 7
+    assert manager.cache.evict(3) == 3  # sliding blocks 5 to 7
     manager.allocate("c", num_tokens=8)  # somebody else has them now
     with pytest.raises(SequenceStateError, match="cannot be rewound to 32 tokens"):
         manager.rewind(handle, 8)
@@ -293,7 +293,7 @@ def test_given_a_sequence_narrowed_ahead_of_its_commits_when_rewound_then_its_wi
 def test_a_window_that_reopens_is_protected_from_the_eviction_that_the_rewind_needs() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=20)
     handle = running(manager, "a", 40)
-    assert manager.get_num_free_blocks() == 0
+    assert manager.inspect.num_free_blocks() == 0
     manager.rewind(handle, 9)  # 31 tokens: two blocks are needed for copies, and only unread sliding blocks can go
     manager.check()
     assert list(handle.block_table(1))[6:] != [None, None]
@@ -304,10 +304,12 @@ def test_a_rewind_that_reopens_a_window_without_room_for_the_copy_changes_nothin
     handle = manager.allocate("a", list(range(20)))
     manager.commit(handle, 16)
     manager.commit(handle, 4)
-    assert manager.evict(2) == 2  # sliding blocks 0 and 1; block 2, which the shorter sequence reads, is still there
+    assert (
+        manager.cache.evict(2) == 2
+    )  # sliding blocks 0 and 1; block 2, which the shorter sequence reads, is still there
     for number in range(2):
         manager.allocate(number, num_tokens=4)
-    assert manager.get_num_free_blocks() == 0
+    assert manager.inspect.num_free_blocks() == 0
     table, before = handle.block_ids(1).tolist(), manager.stats()
     with pytest.raises(OutOfBlocksError, match="rewinding"):
         manager.rewind(handle, 2)
@@ -413,7 +415,7 @@ def test_a_longer_run_is_cut_where_the_shorter_one_ends() -> None:
 def test_a_merge_gives_a_window_back_what_the_tree_had_lost() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=64)
     first = running(manager, "first", 32)
-    manager.evict(6)
+    manager.cache.evict(6)
     second = manager.allocate("second", [*range(16), 99])
     assert second.num_cached_tokens == 0  # what token 16 would read is gone
     manager.commit(second, 17)
@@ -468,7 +470,7 @@ def test_logits_survive_a_split_and_leave_with_their_block() -> None:
     manager.free(manager.allocate("b", [0, 1, 2, 3, 99]))  # splits behind the first block
     assert manager.match_prefix(list(range(8))).last_logits == "of 8"
     assert manager.match_prefix(list(range(4))).last_logits == "of 4"
-    manager.evict(1)
+    manager.cache.evict(1)
     manager.free(running(manager, "c", 8))
     assert not manager.match_prefix(list(range(8))).has_last_logits
     assert manager.match_prefix(list(range(4))).has_last_logits
@@ -480,7 +482,7 @@ def test_logits_of_a_run_whose_tail_was_evicted_are_gone() -> None:
     handle = running(manager, "a", 8)
     manager.store_last_logits(handle, "of 8")
     manager.free(handle)
-    manager.evict(1)
+    manager.cache.evict(1)
     handle = running(manager, "b", 8)
     assert not manager.match_prefix(list(range(8))).has_last_logits
 
@@ -492,7 +494,7 @@ def test_logits_need_a_committed_prompt_that_can_be_found() -> None:
     with pytest.raises(SequenceStateError, match="commit the whole prompt"):
         manager.store_last_logits(handle, 1)
     manager.commit(handle, 1)
-    manager.invalidate(list(range(8)))
+    manager.cache.invalidate(list(range(8)))
     assert manager.store_last_logits(handle, 1) is False
     unnamed = manager.allocate("b", num_tokens=4)
     manager.commit(unnamed, 4)
@@ -506,7 +508,7 @@ def test_a_reset_forgets_logits_also_of_the_shortest_prompts() -> None:
     manager = make_manager()
     handle = running(manager, "a", 2)
     manager.store_last_logits(handle, "logits")
-    manager.reset_prefix_cache()
+    manager.cache.reset()
     manager.extend(handle, 2)
     manager.commit(handle, [2, 3])
     assert not manager.match_prefix([0, 1]).has_last_logits
@@ -625,10 +627,10 @@ def test_a_prefix_is_invalidated_with_all_that_follows_it() -> None:
     manager = make_manager()
     manager.free(running(manager, "a", 16))
     manager.free(manager.allocate("b", [*range(8), 50, 51, 52, 53, 54]))
-    assert manager.invalidate(list(range(8))) == 3
+    assert manager.cache.invalidate(list(range(8))) == 3
     assert manager.match_prefix([*range(16), 1]).num_blocks == 1
-    assert manager.invalidate([7, 7, 7, 7]) == 0
-    assert manager.invalidate([1]) == 0
+    assert manager.cache.invalidate([7, 7, 7, 7]) == 0
+    assert manager.cache.invalidate([1]) == 0
     assert manager.stats().evictions["invalidated"] == 3
     manager.check()
 
@@ -638,10 +640,10 @@ def test_a_scope_is_invalidated_without_touching_another() -> None:
     mine, yours = ReuseScope(tenant="mine"), ReuseScope(tenant="yours")
     for scope in (mine, yours):
         manager.free(running(manager, scope, 8, scope=scope))
-    assert manager.invalidate(scope=mine) == 2
-    assert manager.invalidate(scope=mine) == 0
+    assert manager.cache.invalidate(scope=mine) == 2
+    assert manager.cache.invalidate(scope=mine) == 0
     assert manager.match_prefix([*range(8), 1], yours).num_blocks == 2
-    assert manager.invalidate(list(range(8)), scope=yours) == 1
+    assert manager.cache.invalidate(list(range(8)), scope=yours) == 1
     manager.check()
 
 
@@ -650,10 +652,10 @@ def test_a_session_is_invalidated_with_what_others_built_on_it() -> None:
     manager.free(running(manager, "before", 4))
     manager.free(running(manager, "a", 8, session="s"))
     manager.free(running(manager, "b", 12))
-    assert manager.invalidate(session="unknown") == 0
-    assert manager.invalidate(session="s") == 2
+    assert manager.cache.invalidate(session="unknown") == 0
+    assert manager.cache.invalidate(session="s") == 2
     assert manager.match_prefix([*range(12), 1]).num_blocks == 1
-    assert manager.invalidate(session="s") == 0
+    assert manager.cache.invalidate(session="s") == 0
     manager.check()
 
 
@@ -668,9 +670,9 @@ def test_a_session_is_invalidated_with_a_block_whose_beginning_another_took_from
     manager.commit(borrower)
     if ended:
         manager.free(borrower)
-    assert manager.invalidate(session="s") == (3 if copy else 2)
+    assert manager.cache.invalidate(session="s") == (3 if copy else 2)
     assert manager.match_prefix([*range(6), *range(20, 26), 1]).num_tokens == 4
-    assert manager.invalidate(session="t") == 0
+    assert manager.cache.invalidate(session="t") == 0
     manager.check()
 
 
@@ -682,10 +684,10 @@ def test_a_session_is_invalidated_with_all_that_goes_back_to_its_tokens() -> Non
         assert borrower.num_cached_tokens == 3
         manager.commit(borrower)
         manager.free(borrower)
-        manager.evict(1)  # the block that it copied from
+        manager.cache.evict(1)  # the block that it copied from
     assert manager.match_prefix([*range(4), 1]).num_blocks == 0
     manager.allocate("d", [0, 1, 2, 30, *range(4), *range(50, 54)])  # divides the run of "c"
-    assert manager.invalidate(session="s") > 0
+    assert manager.cache.invalidate(session="s") > 0
     assert manager.match_prefix([0, 1, 2, 30, *range(8)]).num_tokens == 0
     manager.check()
 
@@ -700,7 +702,7 @@ def test_a_session_is_invalidated_with_what_a_rewound_request_copied_from_it() -
     manager.commit(reader, [20, 21])
     manager.free(reader)
     assert manager.match_prefix([0, 1, 20, 21, 1]).num_tokens == 4
-    manager.invalidate(session="s")
+    manager.cache.invalidate(session="s")
     assert manager.match_prefix([0, 1, 20, 21, 1]).num_tokens == 0
     manager.check()
 
@@ -712,8 +714,8 @@ def test_a_request_on_the_host_does_not_bring_back_what_a_session_computed(evict
     reader, other = running(manager, "b", 13), running(manager, "c", 13, first=50)
     manager.swap_out(reader, other)
     if evicted:
-        manager.evict(16)
-    manager.invalidate(session="s")
+        manager.cache.evict(16)
+    manager.cache.invalidate(session="s")
     manager.swap_in(reader, other)
     for handle in (reader, other):
         manager.extend(handle, 4)
@@ -728,7 +730,7 @@ def test_a_live_request_survives_the_invalidation_of_its_blocks() -> None:
     manager = make_manager(FULL, SLIDING, gpu_blocks=64)
     handle = running(manager, "a", 20, session="s")
     (child,) = manager.fork(handle, "b")
-    assert manager.invalidate(session="s") == 5
+    assert manager.cache.invalidate(session="s") == 5
     for live in (handle, child):
         manager.extend(live, 8)
         manager.commit(live, list(range(50, 58)))
@@ -748,4 +750,4 @@ def test_a_live_request_survives_the_invalidation_of_its_blocks() -> None:
 )
 def test_an_invalidation_names_one_thing(arguments: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgumentError):
-        make_manager().invalidate(**arguments)
+        make_manager().cache.invalidate(**arguments)

@@ -81,13 +81,13 @@ def test_given_a_refused_admission_then_what_was_found_still_holds(walks: list[i
 
 CHANGES: dict[str, Callable[[KVCacheManager], object]] = {
     "commit": lambda manager: computed(manager, "more", TEXT),
-    "evict": lambda manager: manager.evict(16),
-    "invalidate": lambda manager: manager.invalidate(TEXT),
-    "reset": lambda manager: manager.reset_prefix_cache(),
-    "offload": lambda manager: manager.offload(1),
-    "pin": lambda manager: manager.pin(TEXT),
-    "defragment": lambda manager: manager.defragment(),
-    "resize": lambda manager: manager.resize(1),
+    "evict": lambda manager: manager.cache.evict(16),
+    "invalidate": lambda manager: manager.cache.invalidate(TEXT),
+    "reset": lambda manager: manager.cache.reset(),
+    "offload": lambda manager: manager.cache.offload(1),
+    "pin": lambda manager: manager.cache.pin(TEXT),
+    "defragment": lambda manager: manager.cache.defragment(),
+    "resize": lambda manager: manager.cache.resize(1),
     "allocate": lambda manager: manager.allocate("next", num_tokens=20),
 }
 
@@ -157,7 +157,7 @@ class AskingPolicy(LRUPolicy):
 @pytest.mark.parametrize(
     "evict",
     [
-        lambda manager: manager.evict(2),
+        lambda manager: manager.cache.evict(2),
         lambda manager: manager.allocate("next", num_tokens=16 * 4),
     ],
     ids=["evict", "allocate"],
@@ -210,7 +210,7 @@ def test_given_random_operations_then_prompts_that_are_kept_are_answered_as_thei
             elif manager.handles:
                 manager.free(rng.choice(manager.handles), keep=rng.random() < 0.8)
             if rng.random() < 0.1:
-                manager.evict(rng.randrange(4))
+                manager.cache.evict(rng.randrange(4))
             for prompt, text in zip(prompts, texts, strict=True):
                 assert manager.match_prefix(prompt) == manager.match_prefix(text)
             manager.check()
@@ -231,11 +231,11 @@ def test_given_images_and_a_scope_then_a_prompt_reuses_what_the_same_arguments_d
     prompt = Prompt([*TEXT, 99], scope, image)
     assert manager.match_prefix(prompt).num_tokens == 12
     assert manager.match_prefix(Prompt([*TEXT, 99], scope, [(4, 4, "dog")])).num_tokens == 4
-    manager.offload(16)
-    assert manager.prefetch(prompt) == 3
-    manager.unpin(manager.pin(prompt))
+    manager.cache.offload(16)
+    assert manager.cache.onboard(prompt) == 3
+    manager.cache.unpin(manager.cache.pin(prompt))
     assert manager.allocate("b", prompt).num_cached_tokens == 12
-    assert manager.invalidate(prompt) == 1  # the last of its full blocks
+    assert manager.cache.invalidate(prompt) == 1  # the last of its full blocks
     assert manager.match_prefix(prompt).num_tokens == 8
 
 

@@ -80,9 +80,9 @@ def test_asking_for_no_blocks_takes_none() -> None:
     manager = make_manager()
     handle = manager.allocate("a", [1])
     assert manager.extend(handle, 0).shape == (1, 0)
-    assert manager.evict(0) == 0
+    assert manager.cache.evict(0) == 0
     assert manager._state.gpu_pools[0].take(0).tolist() == []
-    assert manager.get_num_free_blocks() == 15
+    assert manager.inspect.num_free_blocks() == 15
 
 
 def test_the_watermark_of_a_small_pool_is_one_block() -> None:

@@ -28,10 +28,10 @@ def test_given_a_swapped_request_whose_prefix_is_cached_then_that_prefix_is_no_r
     computed(manager, "branch", [0, 1, 2, 3, 90, 91])  # so that the prefix is two runs
     away = computed(manager, "away", range(9))
     manager.free(manager.get("branch"), keep=False)
-    manager.evict(1)
+    manager.cache.evict(1)
     manager.swap_out(away)  # four full blocks stay num_cached, one goes to the host
     others = computed(manager, "others", range(50, 58))
-    assert (num_cached(manager), manager.get_num_free_blocks()) == (4, 0)
+    assert (num_cached(manager), manager.inspect.num_free_blocks()) == (4, 0)
     admission = manager.can_swap_in(away)
     assert (admission.status, admission.blocks_needed, admission.blocks_available) == (AllocStatus.LATER, (1,), (0,))
     with pytest.raises(OutOfBlocksError):
@@ -48,7 +48,7 @@ def test_given_forks_that_share_host_block_0_when_they_come_back_then_they_share
     for other in others:
         manager.swap_out(other)
     manager.free_batch(others[::-1])
-    manager.reset_prefix_cache()
+    manager.cache.reset()
     one = manager.allocate("one", [0] * 6)
     manager.mark_written(one, 6)
     manager.commit(one, 2)
@@ -57,7 +57,7 @@ def test_given_forks_that_share_host_block_0_when_they_come_back_then_they_share
     manager.swap_out(one, fork)
     assert one.swapped is not None
     assert one.swapped.ids[0].tolist() == [2, 1, 0]
-    manager.evict(1)  # "one" has two blocks left in the cache, its fork may take one of them: both miss the last
+    manager.cache.evict(1)  # "one" has two blocks left in the cache, its fork may take one of them: both miss the last
     manager.swap_in(one, fork)
     manager.check()
     manager.commit(fork, 4)
@@ -69,12 +69,12 @@ def test_given_a_longer_cached_run_than_a_swapped_request_had_then_its_tail_is_r
     manager = manager_of_pairs(gpu_blocks=8, host_blocks=8)
     away = computed(manager, "away", range(9))
     manager.swap_out(away)
-    manager.evict(8)
+    manager.cache.evict(8)
     manager.free(computed(manager, "branch", [0, 1, 2, 3, 90, 91]))
-    manager.evict(1)
+    manager.cache.evict(1)
     manager.free(computed(manager, "longer", range(12)))  # its second run begins inside what the request had
     computed(manager, "others", range(50, 54))
-    assert (num_cached(manager), manager.get_num_free_blocks()) == (6, 0)
+    assert (num_cached(manager), manager.inspect.num_free_blocks()) == (6, 0)
     admission = manager.can_swap_in(away)
     assert (admission.status, admission.blocks_needed, admission.blocks_available) == (AllocStatus.OK, (1,), (2,))
     assert manager.swap_in(away) == 1
@@ -86,12 +86,12 @@ def test_given_places_that_were_never_written_when_a_request_comes_back_then_the
     manager = manager_of_pairs(FULL, CROSS, host_blocks=16)
     handle = computed(manager, "a", range(5), cross_tokens=6, lookahead=6)
     before = [handle.block_ids(group) for group in (0, 1)]
-    free = manager.get_num_free_blocks()
+    free = manager.inspect.num_free_blocks()
     manager.swap_out(handle)
     manager.swap_in(handle)
     after = [handle.block_ids(group) for group in (0, 1)]
     assert [len(table) for table in after] == [len(table) for table in before] == [6, 3]
-    assert manager.get_num_free_blocks() == free
+    assert manager.inspect.num_free_blocks() == free
     manager.check()
 
 
@@ -180,7 +180,7 @@ def test_requests_swapped_together_share_their_prefix_like_forks_when_they_come_
     manager = manager_with(block_size=2, host_blocks=10)
     handles = [commit_all(manager, manager.allocate(name, [1, 1, 1, 1, last])) for name, last in (("a", 2), ("b", 3))]
     manager.swap_out(*handles)
-    manager.reset_prefix_cache()  # the common prefix must come back from the host
+    manager.cache.reset()  # the common prefix must come back from the host
     manager.swap_in(*handles)
     manager.check()
     for handle in handles:
@@ -198,7 +198,7 @@ def test_requests_swapped_in_together_share_blocks_though_only_one_publishes(is_
     manager.extend(other)
     manager.commit(other, 1)  # its id is not known: it publishes nothing more
     manager.swap_out(one, other)
-    assert manager.evict(1) == 1  # one of the two blocks that both have in common
+    assert manager.cache.evict(1) == 1  # one of the two blocks that both have in common
     manager.swap_in(*[one, other][:: 1 if first == 0 else -1])
     manager.check()
     manager.free_batch([one, other])
@@ -213,7 +213,7 @@ def test_requests_swapped_in_together_share_blocks_though_only_one_committed_the
     (other,) = manager.fork(one, "other")
     manager.commit(one, 4)
     manager.swap_out(one, other)
-    assert manager.evict(1) == 1  # "one" has two blocks left in the cache, "other" may take one of them
+    assert manager.cache.evict(1) == 1  # "one" has two blocks left in the cache, "other" may take one of them
     manager.swap_in(one, other)
     manager.check()
     manager.commit(other, 4)
@@ -224,14 +224,14 @@ def test_requests_swapped_in_together_share_blocks_though_only_one_committed_the
 def test_a_pinned_run_on_the_host_gives_no_room_to_swapped_requests() -> None:
     manager = two_pools(gpu_blocks=(8, 8), host_blocks=(8, 3))
     run_through(manager, "a", [1] * 8)
-    assert manager.offload(2) == 2
-    pin = manager.pin([1] * 8)
+    assert manager.cache.offload(2) == 2
+    pin = manager.cache.pin([1] * 8)
     handle = commit_all(manager, manager.allocate("b", [2] * 8))
     assert manager.can_swap_out(handle).status is AllocStatus.LATER
     with pytest.raises(OutOfBlocksError, match="pool 1 on HOST; 1 of 3"):
         manager.swap_out(handle)
     manager.check()
-    manager.unpin(pin)
+    manager.cache.unpin(pin)
     assert manager.can_swap_out(handle)
     manager.swap_out(handle)
     manager.check()

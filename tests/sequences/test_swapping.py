@@ -24,7 +24,7 @@ def test_a_swapped_request_keeps_its_lengths_and_tokens_and_nothing_on_the_gpu()
     assert manager.swap_out(handle) == 3  # the place for tokens that were never written is not copied
     assert (handle.num_reserved, handle.num_written, handle.num_committed) == (13, 10, 10)
     assert (handle.is_swapped, handle.token_ids.tolist()) == (True, list(range(10)))
-    assert manager.get_num_free_blocks() == 16
+    assert manager.inspect.num_free_blocks() == 16
     assert manager.stats().num_swapped == 1
     manager.check()
 
@@ -34,7 +34,7 @@ def test_a_request_that_comes_back_goes_on_where_it_was() -> None:
     handle = running(manager, "a", 10)
     manager.extend(handle, 3)
     manager.swap_out(handle)
-    manager.evict(16)
+    manager.cache.evict(16)
     assert manager.swap_in(handle) == 3
     assert (handle.block_ids() >= 0).all()
     assert handle.num_blocks == 4
@@ -62,7 +62,7 @@ def test_part_of_a_cached_run_is_enough() -> None:
     manager = make_manager()
     handle = running(manager, "a", 18)
     manager.swap_out(handle)
-    manager.evict(2)
+    manager.cache.evict(2)
     assert manager.swap_in(handle) == 3
     other = running(manager, "b", 8)  # the run can be shared again
     assert other.num_cached_tokens == 7
@@ -96,7 +96,7 @@ def test_forks_come_back_shared_and_still_copy_before_they_write() -> None:
     parent = running(manager, "parent", 10)
     (child,) = manager.fork(parent, "child")
     manager.swap_out(parent, child)
-    manager.reset_prefix_cache()
+    manager.cache.reset()
     assert manager.swap_in(parent, child) == 3
     manager.take_copies()
     manager.extend(child)
@@ -121,7 +121,7 @@ def test_forks_with_windows_come_back_shared() -> None:
     parent = running(manager, "parent", 24)
     forks = manager.fork(parent, "b", "c")
     manager.swap_out(parent, *forks)
-    manager.reset_prefix_cache()
+    manager.cache.reset()
     assert manager.swap_in(parent, *forks) == 8
     manager.check()
     for handle in (parent, *forks):
@@ -133,7 +133,7 @@ def test_a_run_that_went_to_the_host_meanwhile_adopts_the_blocks_that_come_back(
     manager = make_manager(FULL, SLIDING, gpu_blocks=32, host_blocks=32)
     handle = running(manager, "a", 24)
     manager.swap_out(handle)
-    manager.offload(100)
+    manager.cache.offload(100)
     manager.swap_in(handle)
     assert manager.match_prefix([*range(24), 1]).tokens_by_tier == {Tier.GPU: 24}
     manager.check()
@@ -145,7 +145,7 @@ def test_the_encoders_blocks_travel_too() -> None:
     manager = make_manager(FULL, CROSS)
     handle = running(manager, "a", 5, cross_tokens=6)
     assert manager.swap_out(handle) == 2 + 2
-    manager.reset_prefix_cache()
+    manager.cache.reset()
     assert manager.swap_in(handle) == 4
     assert (handle.block_ids(1) >= 0).all()
     manager.check()
@@ -180,7 +180,7 @@ def test_can_swap_out_says_ok_later_or_never() -> None:
 def test_cached_host_blocks_make_room_for_a_swapped_request() -> None:
     manager = make_manager(host_blocks=4)
     manager.free(running(manager, "old", 16, first=500))
-    manager.offload(4)
+    manager.cache.offload(4)
     handle = running(manager, "a", 12)
     assert manager.can_swap_out(handle)
     manager.swap_out(handle)
@@ -195,10 +195,10 @@ def test_can_swap_in_keeps_the_watermark_and_says_ok_later_or_never() -> None:
     assert manager.can_swap_in(handle).status is AllocStatus.OK
     manager.allocate("b", num_tokens=8)
     assert manager.can_swap_in(handle).status is AllocStatus.LATER
-    manager.resize(6)
+    manager.cache.resize(6)
     assert manager.can_swap_in(handle).status is AllocStatus.LATER
     manager.free(manager.get("b"))
-    manager.resize(4)
+    manager.cache.resize(4)
     assert manager.can_swap_in(handle).status is AllocStatus.NEVER
 
 
@@ -210,7 +210,7 @@ def test_a_request_that_cannot_come_back_stays_out_unchanged() -> None:
     with pytest.raises(OutOfBlocksError, match="swapping in 1 requests"):
         manager.swap_in(handle)
     assert handle.is_swapped
-    assert manager.get_num_free_blocks() == 2
+    assert manager.inspect.num_free_blocks() == 2
     manager.check()
 
 
@@ -226,7 +226,7 @@ def test_idle_cache_that_will_be_reused_is_not_counted_as_supply() -> None:
 
 def test_quotas_of_others_hold_when_a_request_comes_back() -> None:
     manager = make_manager(gpu_blocks=4)
-    manager.set_quota("t", guaranteed=2)
+    manager.cache.set_quota("t", guaranteed=2)
     manager.free(running(manager, "old", 8, first=500, scope=ReuseScope(tenant="t")))
     handle = manager.allocate("a", num_tokens=8)
     manager.commit(handle, 8)

@@ -97,7 +97,7 @@ def test_defragmentation_really_moves_blocks() -> None:
     manager = make_manager(gpu_blocks=8)
     first, second = manager.allocate("a", num_tokens=8), manager.allocate("b", num_tokens=8)
     manager.free(first)
-    assert manager.defragment() == 2
+    assert manager.cache.defragment() == 2
     assert second.block_ids().tolist() == [0, 1]
     assert [op.kind for op in manager.take_copies()] == [CopyKind.DEFRAGMENT]
 

@@ -25,9 +25,9 @@ def test_given_a_rewound_reader_then_all_that_it_read_can_be_evicted_although_an
         manager.commit(holder, [token])
     manager.rewind(reader, 3)
     idle = num_cached(manager)
-    assert manager.evict(32) == idle
+    assert manager.cache.evict(32) == idle
     assert num_cached(manager) == 0
-    assert manager.get_num_free_blocks() == 32 - len(
+    assert manager.inspect.num_free_blocks() == 32 - len(
         {*reader.block_ids().tolist(), *holder.block_ids().tolist()} - {-1}
     )
     manager.check()
@@ -62,13 +62,13 @@ def test_given_a_run_that_came_back_to_the_gpu_then_its_blocks_behind_the_window
     system = list(range(8))  # prompts part here, so that its end keeps windowed blocks on every tier
     for number in (1, 2):
         manager.free(computed(manager, f"chat {number}", [*system, *range(100 * number, 100 * number + 8)]))
-    manager.evict(32, pool=0)
-    manager.evict(32, pool=1)
+    manager.cache.evict(32, pool=0)
+    manager.cache.evict(32, pool=1)
     assert (num_cached(manager, pool=0), num_cached(manager, pool=1)) == (0, 0)
     manager.allocate("again", [*system, *range(100, 109)])
     behind = num_cached(manager, pool=1)
     assert behind > 0
-    assert manager.evict(32, pool=1) == behind
+    assert manager.cache.evict(32, pool=1) == behind
     assert num_cached(manager, pool=1) == 0
     manager.check()
 
@@ -83,7 +83,7 @@ def test_given_a_windowed_prompt_that_two_requests_computed_then_what_the_second
     for number in order:
         manager.commit(handles[number])
     assert manager.stats().blocks_merged == 2
-    assert manager.get_num_free_blocks() == 14
+    assert manager.inspect.num_free_blocks() == 14
     manager.check()
 
 
@@ -140,7 +140,7 @@ def test_leftovers_of_windows_do_not_pile_up_with_requests() -> None:
     pool = manager.stats().pool()
     assert all(len(queue) <= 2 * pool.total + 64 for queue in manager._state.cache.windows.leftovers)
     manager.check()
-    assert manager.evict(pool.total) == pool.cached
+    assert manager.cache.evict(pool.total) == pool.cached
     manager.check()
 
 
@@ -157,7 +157,7 @@ def test_an_admission_does_not_evict_windowed_blocks_that_it_is_about_to_read() 
     manager = manager_with(FULL, LayerSpec(kv_heads=1, head_dim=8, window=6), block_size=2, gpu_blocks=14)
     first = [1] * 10
     manager.free(commit_all(manager, manager.allocate("first", first)))
-    assert manager.evict(2) == 2  # what had left its window
+    assert manager.cache.evict(2) == 2  # what had left its window
     manager.free(commit_all(manager, manager.allocate("second", [2] * 6)))  # younger, fills the pool
     again = manager.allocate("again", [*first, 3])
     assert again.num_cached_tokens == 10
@@ -167,7 +167,7 @@ def test_an_admission_does_not_evict_windowed_blocks_that_it_is_about_to_read() 
 def test_a_partial_block_that_must_go_does_not_leave_a_window_with_a_hole() -> None:
     manager = manager_with(FULL, LayerSpec(kv_heads=1, head_dim=8, window=2), block_size=2, partial_match=False)
     manager.free(commit_all(manager, manager.allocate("a", [1] * 8)))
-    assert manager.evict(2) == 2  # windowed blocks 1 and 2 of 4 are gone, the last one is there
+    assert manager.cache.evict(2) == 2  # windowed blocks 1 and 2 of 4 are gone, the last one is there
     manager.allocate("b", [*[1] * 7, 2])  # its last whole block is the third: nothing to read in its window
     manager.check()
 
@@ -177,20 +177,20 @@ def test_defragment_ignores_what_a_table_says_about_blocks_that_left_the_window(
     filler = manager.allocate("filler", num_tokens=4)
     manager.free(commit_all(manager, manager.allocate("a", [0] * 6)))
     commit_all(manager, manager.allocate("b", [0] * 6 + [1]))
-    assert manager.evict(2) == 2  # windowed blocks that "b" has passed
+    assert manager.cache.evict(2) == 2  # windowed blocks that "b" has passed
     manager.free(filler)
-    manager.defragment()
+    manager.cache.defragment()
     manager.check()
 
 
 def test_windowed_blocks_can_be_evicted_after_their_pin_ends() -> None:
     manager = manager_with(FULL, LayerSpec(kv_heads=1, head_dim=8, window=2), block_size=2, gpu_blocks=20)
     commit_all(manager, manager.allocate("a", [0] * 12))
-    pin = manager.pin([0] * 8)
+    pin = manager.cache.pin([0] * 8)
     manager.free(commit_all(manager, manager.allocate("b", [0] * 4 + [1])))  # cuts the pinned run in two
-    manager.evict(100)
-    manager.unpin(pin)
-    assert manager.evict(1) == 1
+    manager.cache.evict(100)
+    manager.cache.unpin(pin)
+    assert manager.cache.evict(1) == 1
     manager.check()
 
 
@@ -224,7 +224,7 @@ def test_a_windowed_group_without_leftovers_does_not_hide_those_of_another() -> 
     manager.extend(first)
     manager.commit(first, [0])
     commit_all(manager, manager.allocate(2, [0, 1, 1, 1, 1, 1]))
-    manager.evict(1)
+    manager.cache.evict(1)
     manager.allocate(3, [0, 1, 1, 1, 1])
     manager.check()
 
@@ -233,9 +233,9 @@ def test_pinned_leftovers_of_one_windowed_group_do_not_hide_those_of_another() -
     layers = [LayerSpec(kv_heads=1, head_dim=8, window=window) for window in (2, 8)]
     manager = manager_with(*layers, block_size=2, gpu_blocks=40)
     run_through(manager, "a", [1] * 8)
-    manager.pin([1] * 8)
+    manager.cache.pin([1] * 8)
     commit_all(manager, manager.allocate("b", [1] * 8 + [2] * 12))  # still reads five blocks
     pool = manager.stats().pool(tier=Tier.GPU)
     assert (pool.cached, pool.pinned) == (15, 5)
-    assert manager.evict(100) == 10
+    assert manager.cache.evict(100) == 10
     manager.check()

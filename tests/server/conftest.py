@@ -51,7 +51,7 @@ def serve(engine: Any) -> Iterator[Callable[..., Live]]:
         live.stop()
     assert engine.stats().num_running == 0
     engine.manager.check()
-    engine.manager.reset_prefix_cache()
+    engine.manager.cache.reset()
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def test_given_a_mark_then_what_stands_before_it_stays_when_room_is_needed(claud
     claude.messages.create(
         model="tiny", max_tokens=1, messages=[{"role": "user", "content": "w25 w26 w27 w28 w29 w30"}]
     )
-    kept = {run.priority for run in engine.manager.cached_runs() if run.start == 0}
+    kept = {run.priority for run in engine.manager.inspect.runs() if run.start == 0}
     assert kept == {90, 35}
 
 

@@ -37,7 +37,7 @@ def test_given_priorities_then_the_runs_of_the_prompt_and_of_the_answer_have_the
         {"part": "answer"},
     )
     ask(client, first, rest, {**answer, "priority": 5})
-    kept = sorted((run.start, run.priority) for run in engine.manager.cached_runs())
+    kept = sorted((run.start, run.priority) for run in engine.manager.inspect.runs())
     assert kept[:2] == [(0, 90), (1, 60)]  # starts are counted in blocks
     assert kept[-1] == (3, 5)
 
@@ -49,11 +49,11 @@ def test_given_a_pin_then_it_holds_until_it_is_ended(client: Any, engine: Any, s
     assert pins(client) == [{"id": name, "model": "tiny", "pinned_tokens": 8}]
     if stream:
         assert list(answer.parse())
-    engine.manager.evict(128)
+    engine.manager.cache.evict(128)
     assert engine.manager.match_prefix(PROMPT).num_tokens == 8
     client.delete(f"/cache/pin/{name}", cast_to=object)
     assert pins(client) == []
-    engine.manager.evict(128)
+    engine.manager.cache.evict(128)
     assert engine.manager.match_prefix(PROMPT).num_tokens == 0
 
 

@@ -304,9 +304,9 @@ def test_given_a_quota_then_a_tenant_keeps_no_more_than_its_share(serve: Callabl
                 call(live, "/v1/cache/warm", {"prompt": prompt}, f"sk-{tenant}")
         look = engine.stats().cache
         assert (look.tenants["a"], look.pools[0].cached) == ((3,), 3 + 6)
-        assert engine.manager.quotas()["a"].guaranteed == (1,)
+        assert engine.manager.cache.quotas()["a"].guaranteed == (1,)
     finally:
-        engine.manager.set_quota("a")
+        engine.manager.cache.set_quota("a")
 
 
 def test_given_a_file_of_keys_with_quotas_then_they_are_read_and_contradictions_refused(tmp_path: Path) -> None:

@@ -241,25 +241,25 @@ class DataPlaneMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 6), tier=tiers)
     def evict(self, count: int, tier: Tier) -> None:
-        self.manager.evict(count, pool=count % len(self.config.pools), tier=tier)
+        self.manager.cache.evict(count, pool=count % len(self.config.pools), tier=tier)
 
     @rule(count=st.integers(1, 6), tier=st.sampled_from((Tier.GPU, Tier.HOST)))
     def offload(self, count: int, tier: Tier) -> None:
         if self.config.num_blocks(Tier(tier + 1)):
-            self.manager.offload(count, pool=count % len(self.config.pools), tier=tier)
+            self.manager.cache.offload(count, pool=count % len(self.config.pools), tier=tier)
 
     @rule(tokens=prompts, number=picks)
     def onboard(self, tokens: list[int], number: int) -> None:
         if self.live and number % 2:
             tokens = self.live[number % len(self.live)].tokens or tokens
         try:
-            self.manager.onboard(tokens)
+            self.manager.cache.onboard(tokens)
         except OutOfBlocksError:
             return
 
     @rule(tier=tiers)
     def defragment(self, tier: Tier) -> None:
-        self.manager.defragment(tier)
+        self.manager.cache.defragment(tier)
 
     @rule(change=st.integers(-4, 4), number=picks, tier=tiers)
     def resize(self, change: int, number: int, tier: Tier) -> None:

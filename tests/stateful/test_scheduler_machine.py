@@ -189,18 +189,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(num_blocks=st.integers(1, 8))
     def evict(self, num_blocks: int) -> None:
-        self.manager.evict(num_blocks)
+        self.manager.cache.evict(num_blocks)
 
     @rule(num_blocks=st.integers(1, 8), tier=st.sampled_from([Tier.GPU, Tier.HOST]))
     def offload(self, num_blocks: int, tier: Tier) -> None:
         if self.manager.config.num_blocks(Tier(tier + 1)):
-            self.manager.offload(num_blocks, tier=tier)
+            self.manager.cache.offload(num_blocks, tier=tier)
 
     @rule(tenant=st.sampled_from(TENANTS), quota=st.sampled_from(QUOTAS))
     def set_quota(self, tenant: str, quota: tuple[float, float | None]) -> None:
         guaranteed, maximum = quota
         try:
-            self.manager.set_quota(tenant, guaranteed=guaranteed, maximum=maximum)
+            self.manager.cache.set_quota(tenant, guaranteed=guaranteed, maximum=maximum)
         except InvalidArgumentError:
             event("more was guaranteed than there is")
         else:

@@ -122,13 +122,13 @@ class Worker:
             self.unpin(self.pins.pop())
             return
         try:
-            self.pins.append(self.manager.pin(self.random.choice(SYSTEM_PROMPTS), self.scope, ttl=60.0))
+            self.pins.append(self.manager.cache.pin(self.random.choice(SYSTEM_PROMPTS), self.scope, ttl=60.0))
         except InvalidArgumentError:
             return  # nothing of this prompt is cached at the moment
 
     def unpin(self, pin: Any) -> None:
         try:
-            self.manager.unpin(pin)
+            self.manager.cache.unpin(pin)
         except InvalidArgumentError:
             return  # another thread invalidated the prefix
 
@@ -143,21 +143,21 @@ class Worker:
     def maintain(self) -> None:
         kind = self.random.randrange(8)
         if kind == 0:
-            self.manager.evict(self.random.randrange(4))
+            self.manager.cache.evict(self.random.randrange(4))
         elif kind == 1:
-            self.manager.defragment()
+            self.manager.cache.defragment()
         elif kind == 2:
-            self.manager.invalidate(session=f"s{self.random.randrange(NUM_THREADS)}")
+            self.manager.cache.invalidate(session=f"s{self.random.randrange(NUM_THREADS)}")
         elif kind == 3:
-            self.manager.gc()
+            self.manager.cache.gc()
         elif kind == 4:
-            self.manager.onboard(self.random.choice(SYSTEM_PROMPTS), self.scope)
+            self.manager.cache.onboard(self.random.choice(SYSTEM_PROMPTS), self.scope)
         elif kind == 5:
             self.manager.take_copies()
         elif kind == 6:
             self.manager.check()
         elif self.random.random() < 0.1:
-            self.manager.reset_prefix_cache()
+            self.manager.cache.reset()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -194,7 +194,7 @@ def test_threads_share_one_manager(name: str) -> None:
     manager.check()
     mirror.apply(subscription.poll().events)
     assert manager.handles == []
-    manager.reset_prefix_cache()
+    manager.cache.reset()
     mirror.apply(subscription.poll().events)
     assert not any(mirror.blocks.values())
     assert all(pool.free == pool.total for pool in manager.stats().pools)

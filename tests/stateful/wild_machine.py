@@ -59,7 +59,7 @@ class WildMachine:
         self.mirror: Any = None
         self._books: Any = None
         for pool, tier, num_blocks in setting.cuts:
-            self.manager.resize(num_blocks, pool=pool, tier=tier)
+            self.manager.cache.resize(num_blocks, pool=pool, tier=tier)
         if setting.listens:
             self.listen()
 
@@ -70,7 +70,7 @@ class WildMachine:
     def step(self, operation: Callable[[WildMachine, Random], None], rng: Random) -> None:
         """One operation; copies are left to pile up for a while now and then."""
         self.now += rng.choice((0.0, 0.0, 0.0, 0.125, 0.5))
-        self.manager.gc()  # what is due leaves before the model looks
+        self.manager.cache.gc()  # what is due leaves before the model looks
         postponed = [(request, end) for request in self.live.values() for end in self.postponed_ends(request)]
         self.check_last_prompt()
         operation(self, rng)
@@ -78,7 +78,7 @@ class WildMachine:
         for request, end in postponed:
             if request.swapped or self.live.get(request.handle.request_id) is not request or end not in request.values:
                 self.never_published.add(end)
-        self.manager.gc()  # what is due leaves now, whether the checks look or not
+        self.manager.cache.gc()  # what is due leaves now, whether the checks look or not
         self.changed()
         if rng.random() < 0.75:
             self.run_copies()
@@ -324,7 +324,7 @@ class WildMachine:
             assert all(sizes[group.index, t] == self.state.pools[group.pool][t].num_blocks for t in LOCAL_TIERS)
 
     def _read_books(self) -> Any:
-        self.manager.gc()  # what is due goes before any operation, whether it is refused or not
+        self.manager.cache.gc()  # what is due goes before any operation, whether it is refused or not
         state, groups = self.state, range(len(self.config.groups))
         pools = [
             (p.num_blocks, p.num_free, p.num_cached, p.num_pinned, p.refs.tolist())
@@ -360,7 +360,7 @@ class WildMachine:
         ]
         events = self.manager.events._buffer.next_id, len(self.manager.events._removed_digests)
         events = *events, dict(state.rows.symbols.placeholders)
-        return pools, requests, cached, copies, counters, quotas, sorted(self.manager._pins.active), events
+        return pools, requests, cached, copies, counters, quotas, sorted(self.manager.cache.pins.active), events
 
     def finish(self) -> None:
         """At the end everything can be given back, and nothing is left."""
@@ -368,7 +368,7 @@ class WildMachine:
         self.manager.check()
         if self.recording is not None:
             self.recording.compare()
-        self.manager.reset_prefix_cache()
+        self.manager.cache.reset()
         self.manager.check()
         for pool in (pool for tiers in self.state.pools for pool in tiers):
             assert pool.num_free == pool.num_blocks, f"pool {pool.index} on {pool.tier.name}: blocks are lost"

@@ -40,15 +40,15 @@ def wrong_call(m: WildMachine, rng: Random) -> None:
         (InvalidArgumentError, lambda: manager.allocate("x", [-1])),
         (InvalidArgumentError, lambda: manager.allocate(["x"], [1])),
         (InvalidArgumentError, lambda: manager.allocate("x", [1], ttl=-1.0)),
-        (InvalidArgumentError, lambda: manager.evict(-1)),
-        (InvalidArgumentError, lambda: manager.evict(1, pool=99)),
-        (InvalidArgumentError, lambda: manager.offload(1, tier=no_tier_below)),
-        (InvalidArgumentError, lambda: manager.resize(0)),
-        (InvalidArgumentError, lambda: manager.invalidate()),
-        (InvalidArgumentError, lambda: manager.invalidate(tenant="a", session="s")),
-        (InvalidArgumentError, lambda: manager.invalidate(tenant=7)),
-        (InvalidArgumentError, lambda: manager.set_quota("a", guaranteed=4, maximum=1)),
-        (InvalidArgumentError, lambda: manager.pin([7, 7, 7])),
+        (InvalidArgumentError, lambda: manager.cache.evict(-1)),
+        (InvalidArgumentError, lambda: manager.cache.evict(1, pool=99)),
+        (InvalidArgumentError, lambda: manager.cache.offload(1, tier=no_tier_below)),
+        (InvalidArgumentError, lambda: manager.cache.resize(0)),
+        (InvalidArgumentError, lambda: manager.cache.invalidate()),
+        (InvalidArgumentError, lambda: manager.cache.invalidate(tenant="a", session="s")),
+        (InvalidArgumentError, lambda: manager.cache.invalidate(tenant=7)),
+        (InvalidArgumentError, lambda: manager.cache.set_quota("a", guaranteed=4, maximum=1)),
+        (InvalidArgumentError, lambda: manager.cache.pin([7, 7, 7])),
         (InvalidArgumentError, lambda: manager.allocate("x", [1, 2], multimodal=[(0, 2, "cat"), (1, 1, "dog")])),
         (InvalidArgumentError, lambda: manager.allocate("x", [1, 2], multimodal=[(1, 2, "cat")])),
         (InvalidArgumentError, lambda: manager.allocate("x", num_tokens=2, multimodal=[(0, 1, "cat")])),
@@ -63,7 +63,7 @@ def use_freed_handle(m: WildMachine, rng: Random) -> None:
     if not m.freed:
         return
     manager, handle = m.manager, rng.choice(m.freed)
-    verbs = (manager.free, manager.extend, manager.swap_out, manager.swap_in, manager.pin, manager.commit)
+    verbs = (manager.free, manager.extend, manager.swap_out, manager.swap_in, manager.cache.pin, manager.commit)
     mistakes: list[Mistake] = [(UnknownRequestError, lambda verb=verb: verb(handle)) for verb in verbs]
     mistakes += [
         (UnknownRequestError, lambda: manager.fork(handle, "x")),

@@ -31,7 +31,7 @@ def pin(m: WildMachine, rng: Random) -> None:
     what = {"tokens": request.handle, "scope": scope} if of_request else m.naming(tokens, scope)
     ttl = rng.choice((None, None, 0.75, 5.0, 20.0))
     done, made = m.attempt(
-        lambda: m.manager.pin(**what, ttl=ttl), InvalidArgumentError, PinBudgetError, SequenceStateError
+        lambda: m.manager.cache.pin(**what, ttl=ttl), InvalidArgumentError, PinBudgetError, SequenceStateError
     )
     if done:
         m.pins.append(made)
@@ -40,31 +40,33 @@ def pin(m: WildMachine, rng: Random) -> None:
 def unpin(m: WildMachine, rng: Random) -> None:
     if m.pins:
         chosen = m.pins.pop(rng.randrange(len(m.pins)))
-        is_active = chosen.pin_id in m.manager._pins.active
-        done, _ = m.attempt(lambda: m.manager.unpin(chosen), InvalidArgumentError)
+        is_active = chosen.pin_id in m.manager.cache.pins.active
+        done, _ = m.attempt(lambda: m.manager.cache.unpin(chosen), InvalidArgumentError)
         assert done == is_active
 
 
 def set_quota(m: WildMachine, rng: Random) -> None:
     low, high = rng.choice((0, 0, 1, 3, 0.3)), rng.choice((None, 0, 2, 5, 0.5))
-    m.attempt(lambda: m.manager.set_quota(rng.choice(TENANTS), guaranteed=low, maximum=high), InvalidArgumentError)
+    m.attempt(
+        lambda: m.manager.cache.set_quota(rng.choice(TENANTS), guaranteed=low, maximum=high), InvalidArgumentError
+    )
 
 
 def clear_quotas(m: WildMachine, rng: Random) -> None:
     for tenant in TENANTS:
-        m.manager.set_quota(tenant)
+        m.manager.cache.set_quota(tenant)
 
 
 def wait(m: WildMachine, rng: Random) -> None:
     m.now += rng.choice((0.125, 1.0, 3.0, 6.0, 25.0))
     if rng.random() < 0.5:
-        m.manager.gc()
-        assert all(pin.expires_at > m.now for pin in m.manager._pins.active.values())
+        m.manager.cache.gc()
+        assert all(pin.expires_at > m.now for pin in m.manager.cache.pins.active.values())
 
 
 def wait_for_a_deadline(m: WildMachine, rng: Random) -> None:
     """Nothing runs out before the next deadline."""
-    seconds = m.ask(m.manager.next_deadline)
+    seconds = m.ask(m.manager.cache.next_deadline)
     if seconds is None:
         return
     before = m.books()
@@ -75,29 +77,29 @@ def wait_for_a_deadline(m: WildMachine, rng: Random) -> None:
         m.now += MOMENT
     else:
         m.now += seconds
-    m.manager.gc()
+    m.manager.cache.gc()
     m.changed()
-    seconds = m.ask(m.manager.next_deadline)
+    seconds = m.ask(m.manager.cache.next_deadline)
     assert seconds is None or seconds > 0
 
 
 def look(m: WildMachine, rng: Random) -> None:
     """Those who look at everything see the same, and change nothing."""
-    stats, runs = m.ask(m.manager.stats), m.ask(m.manager.cached_runs)
-    drawn = m.ask(m.manager.runs_picture)
+    stats, runs = m.ask(m.manager.stats), m.ask(m.manager.inspect.runs)
+    drawn = m.ask(m.manager.inspect.runs_snapshot)
     columns = (drawn.number, drawn.start, drawn.num_blocks, drawn.tier, drawn.priority, drawn.is_pinned, drawn.is_read)
     seen = sorted(zip(*(column.tolist() for column in columns), strict=True))
     assert seen == sorted((r.number, r.start, r.num_blocks, r.tier, r.priority, r.is_pinned, r.is_read) for r in runs)
     for start, parent in zip(drawn.start.tolist(), drawn.parent.tolist(), strict=True):
         assert start == (drawn.start[parent] + drawn.num_blocks[parent] if parent >= 0 else 0)
-    picture = m.ask(m.manager.picture)
+    picture = m.ask(m.manager.inspect.snapshot)
     for pool in picture.pools:
         counted = stats.pool(pool.pool, pool.tier)
         seen = int(pool.is_free.sum()), pool.num_cached, pool.num_referenced, pool.num_pinned
         assert seen == (counted.free, counted.cached, counted.referenced, counted.pinned)
         if pool.num_blocks:
             block_id = rng.randrange(pool.num_blocks)
-            block = m.ask(lambda pool=pool, at=block_id: m.manager.block(at, pool=pool.pool, tier=pool.tier))
+            block = m.ask(lambda pool=pool, at=block_id: m.manager.inspect.block(at, pool=pool.pool, tier=pool.tier))
             assert len(block.request_ids) == pool.num_holders[block_id]
 
 
@@ -106,9 +108,9 @@ def look(m: WildMachine, rng: Random) -> None:
 
 def evict(m: WildMachine, rng: Random) -> None:
     pool, tier = draw_pool(m, rng)
-    before = m.manager.get_num_free_blocks(pool, tier)
-    freed = m.manager.evict(rng.randrange(6), pool=pool, tier=tier)
-    assert m.manager.get_num_free_blocks(pool, tier) == before + freed
+    before = m.manager.inspect.num_free_blocks(pool, tier)
+    freed = m.manager.cache.evict(rng.randrange(6), pool=pool, tier=tier)
+    assert m.manager.inspect.num_free_blocks(pool, tier) == before + freed
 
 
 def offload(m: WildMachine, rng: Random) -> None:
@@ -117,20 +119,19 @@ def offload(m: WildMachine, rng: Random) -> None:
         rng.choice((Tier.GPU, Tier.GPU, Tier.HOST)),
         rng.randrange(6),
     )
-    m.attempt(lambda: m.manager.offload(count, pool=pool, tier=tier), InvalidArgumentError)
+    m.attempt(lambda: m.manager.cache.offload(count, pool=pool, tier=tier), InvalidArgumentError)
 
 
 def onboard(m: WildMachine, rng: Random) -> None:
     tokens, scope = draw_prompt(m, rng)
-    verb = m.manager.prefetch if rng.random() < 0.5 else m.manager.onboard
-    done, _ = m.attempt(lambda: verb(**m.naming(tokens, scope)), OutOfBlocksError)
+    done, _ = m.attempt(lambda: m.manager.cache.onboard(**m.naming(tokens, scope)), OutOfBlocksError)
     if done and m.config.enable_prefix_caching and not m.state.cache.orders.quotas:
         assert set(m.manager.match_prefix(**m.naming(tokens, scope)).tokens_by_tier) <= {Tier.GPU}
 
 
 def defragment(m: WildMachine, rng: Random) -> None:
     _, tier = draw_pool(m, rng)
-    m.manager.defragment(tier)
+    m.manager.cache.defragment(tier)
     for tiers in m.state.pools:
         pool = tiers[tier]
         in_use = pool.num_blocks - pool.num_free
@@ -144,7 +145,7 @@ def resize(m: WildMachine, rng: Random) -> None:
     wanted = max(0 if tier > Tier.GPU else 1, min(current + rng.randrange(-4, 5), MAX_BLOCKS))
     if tier > Tier.GPU and rng.random() < 0.2:
         wanted = rng.choice((0, 1, 5))
-    done, result = m.attempt(lambda: m.manager.resize(wanted, pool=pool, tier=tier), OutOfBlocksError)
+    done, result = m.attempt(lambda: m.manager.cache.resize(wanted, pool=pool, tier=tier), OutOfBlocksError)
     if done:
         assert m.state.pools[pool][tier].num_blocks == result.num_blocks == wanted
         m.bytes.cells(m.bytes.pools.index(pool), tier)  # it grows at once: copies may use what the next resize takes
@@ -168,25 +169,25 @@ def invalidate(m: WildMachine, rng: Random) -> None:
     if kind < 0.4:
         cut = tuple(tokens[: len(tokens) // m.size * m.size])
         gone = {key for key in cached if cut and key[0] == scope and key[1][: len(cut)] == cut}
-        removed = m.manager.invalidate(**m.naming(tokens, scope, "prefix"))
+        removed = m.manager.cache.invalidate(**m.naming(tokens, scope, "prefix"))
         if cut:
             m.histories.renew_prefix(scope, cut)
     elif kind < 0.6:
         gone = {key for key in cached if key[0] == scope}
-        removed = m.manager.invalidate(scope=scope)
+        removed = m.manager.cache.invalidate(scope=scope)
         m.histories.renew_scope(scope)
     elif kind < 0.7:
         gone = {key for key in cached if key[0].tenant == scope.tenant}
-        removed = m.manager.invalidate(tenant=scope.tenant)
+        removed = m.manager.cache.invalidate(tenant=scope.tenant)
         m.histories.renew_tenant(scope.tenant)
     elif kind < 0.85:
         session = rng.choice(("s", "t", ""))
-        removed = m.manager.invalidate(session=session)
+        removed = m.manager.cache.invalidate(session=session)
         m.sessions.invalidate(session)
         gone = set(cached) - set(cached_blocks(m.manager))
     else:
         gone = set(cached)
-        removed = m.manager.reset_prefix_cache()
+        removed = m.manager.cache.reset()
         m.histories.renew_everything()
     assert set(cached_blocks(m.manager)) == set(cached) - gone
     assert removed == len(gone), f"{removed} removed, {len(gone)} gone"

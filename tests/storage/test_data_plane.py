@@ -94,7 +94,7 @@ def test_given_a_swapped_request_then_it_is_read_from_the_host_and_comes_back_th
     handle = engine.prompt("a", list(range(10)))
     k = engine.values(10)[0]
     engine.manager.swap_out(handle)
-    engine.manager.reset_prefix_cache()
+    engine.manager.cache.reset()
     assert torch.equal(engine.plane.read(handle, 1)[0].cpu(), k.cpu())
     engine.prompt("b", list(range(100, 140)), seed=3)  # takes every block that was left
     engine.manager.free(engine.manager.get("b"), keep=False)
@@ -115,7 +115,7 @@ def test_given_slots_of_one_group_or_of_all_then_write_takes_both(engine: Engine
 def test_given_planned_copies_when_something_is_written_or_read_then_they_run_first(engine: Engine) -> None:
     handle = engine.prompt("a", list(range(8)))
     engine.manager.free(handle)
-    engine.manager.offload(2)
+    engine.manager.cache.offload(2)
     again = engine.manager.allocate("b", [*range(8), 9])
     assert again.num_cached_tokens == 8
     assert torch.equal(engine.plane.read(again, 0)[0], engine.values(8)[0])
@@ -306,7 +306,7 @@ def test_given_a_size_or_pool_that_is_wrong_then_nothing_changes(engine: Engine)
 
 def test_given_a_manager_that_was_resized_behind_its_back_then_the_error_names_the_remedy() -> None:
     engine = Engine()
-    engine.manager.resize(40)
+    engine.manager.cache.resize(40)
     handle = engine.manager.allocate("a", num_tokens=80)
     with pytest.raises(InvalidArgumentError, match="outside its store"):
         engine.plane.prepare(engine.manager.slot_mapping([handle], 0, 80))
@@ -315,7 +315,7 @@ def test_given_a_manager_that_was_resized_behind_its_back_then_the_error_names_t
 def test_given_copies_beyond_a_store_then_they_wait_for_its_resize(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(gpu_blocks=3)
     handle = engine.prompt("a", list(range(10)))
-    engine.manager.resize(6)  # behind the plane's back
+    engine.manager.cache.resize(6)  # behind the plane's back
     (other,) = engine.manager.fork(handle, "b")
     engine.manager.extend(other, 1)  # copies the last block into one that the store does not have
     for _ in range(2):
@@ -423,7 +423,7 @@ def test_given_whole_blocks_written_behind_a_step_then_an_offload_takes_what_was
     engine.plane.write_blocks(written.block_ids(0).copy(), 0, rows)
     engine.manager.commit(written)
     engine.manager.free(written)
-    engine.manager.offload(2)
+    engine.manager.cache.offload(2)
     engine.plane.run_copies(overlap=True).wait()
     host = engine.plane.stores[0, Tier.HOST]
     assert isinstance(host, BlockStore)

@@ -115,20 +115,20 @@ class Random:
             (self.manager.swap_in if handle.is_swapped else self.manager.swap_out)([handle])
 
     def _pin(self) -> None:
-        self.pins.append(self.manager.pin(list(range(16)), ReuseScope(tenant=self.random.choice(("", "acme")))))
+        self.pins.append(self.manager.cache.pin(list(range(16)), ReuseScope(tenant=self.random.choice(("", "acme")))))
 
     def _unpin(self) -> None:
         if self.pins:
-            self.manager.unpin(self.pins.pop())
+            self.manager.cache.unpin(self.pins.pop())
 
     def _evict(self) -> None:
-        self.random.choice((self.manager.evict, self.manager.offload))(self.random.randint(1, 8))
+        self.random.choice((self.manager.cache.evict, self.manager.cache.offload))(self.random.randint(1, 8))
 
     def _resize(self) -> None:
-        self.manager.resize(self.random.choice((36, 40, 48)), tier=self.random.choice((Tier.GPU, Tier.HOST)))
+        self.manager.cache.resize(self.random.choice((36, 40, 48)), tier=self.random.choice((Tier.GPU, Tier.HOST)))
 
     def _forget(self) -> None:
-        self.manager.invalidate(list(range(self.random.randint(4, 30))))
+        self.manager.cache.invalidate(list(range(self.random.randint(4, 30))))
 
     def _tidy(self) -> None:
-        self.manager.defragment()
+        self.manager.cache.defragment()

@@ -38,9 +38,9 @@ def check_against_the_manager(mirror: Mirror, traffic: Random) -> None:
     manager = traffic.manager
     holders = {str(handle.request_id): handle.scope.tenant for handle in traffic.live}
     for (pool, tier), words in mirror.words.items():
-        assert len(words) == manager.num_blocks(pool, Tier[tier])
+        assert len(words) == manager.inspect.num_blocks(pool, Tier[tier])
         for block_id, word in enumerate((words >> np.uint64(32)).tolist()):
-            block = manager.block(block_id, pool=pool, tier=Tier[tier])
+            block = manager.inspect.block(block_id, pool=pool, tier=Tier[tier])
             assert word & 7 == STATES[block.state], block
             if block.state is not BlockState.FREE:
                 assert word >> 3 & 31 == min(block.ref_count, 31), block
@@ -149,10 +149,10 @@ def test_given_a_look_then_the_manager_is_as_it_was() -> None:
     traffic = Random(5)
     for _ in range(60):
         traffic.step()
-    before, calls = traffic.manager.picture().tick, []
+    before, calls = traffic.manager.inspect.snapshot().tick, []
     traffic.manager.on_operation(lambda: calls.append(1))
     Sampler(traffic.manager).look()
-    assert traffic.manager.picture().tick == before
+    assert traffic.manager.inspect.snapshot().tick == before
     assert calls == []
 
 
@@ -173,7 +173,7 @@ def test_given_a_tree_when_it_is_told_then_parents_stand_before_children_and_nam
         sorted(i for first, many in pairs[at[run] : at[run + 1]] for i in range(first, first + many))
         for run in range(4)
     ]
-    assert sorted(map(tuple, held)) == sorted(tuple(run.block_ids[0].tolist()) for run in manager.cached_runs())
+    assert sorted(map(tuple, held)) == sorted(tuple(run.block_ids[0].tolist()) for run in manager.inspect.runs())
 
 
 def test_given_more_runs_than_are_told_then_those_nearest_to_the_top_are_and_their_number_is_right() -> None:

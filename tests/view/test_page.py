@@ -50,7 +50,7 @@ def page(browser: Chromium, view: LiveView) -> Iterator[Page]:
 def settled(page: Page, traffic: Traffic) -> None:
     """Waits until the page has seen a frame that was made after now."""
     number = page.value("kvpool.store.frames.at(-1).number")
-    traffic.manager.evict(0)  # an operation, so that there is something to tell
+    traffic.manager.cache.evict(0)  # an operation, so that there is something to tell
     page.until(f"kvpool.store.frames.at(-1).number > {number + 1}")
     page.until(f"kvpool.store.now.sequences.length == {len(traffic._running)}")
 
@@ -62,7 +62,7 @@ def test_given_traffic_when_it_stops_then_the_page_holds_every_block_as_the_mana
         traffic.step()
     settled(page, traffic)
     told = page.value(WORDS)
-    for pool in traffic.manager.picture().pools:
+    for pool in traffic.manager.inspect.snapshot().pools:
         words = np.array(told[f"{pool.tier.name}/{pool.pool}"], np.uint64)[:, 0]
         assert (words & np.uint64(7) == FREE).tolist() == pool.is_free.tolist()
         assert (words >> np.uint64(3) & np.uint64(31)).tolist() == np.minimum(pool.num_holders, 31).tolist()

@@ -215,7 +215,7 @@ class FerrumCalls(Adapter):
         return BlockPool(self)
 
     def check_pressure(self) -> MemoryPressure:
-        return self.manager.pressure
+        return self.manager.inspect.pressure
 
     def set_pressure_callback(self, callback: Callable[[MemoryPressure], None]) -> None:
         """Calls back with CRITICAL at every allocation that begins under critical pressure, before it takes blocks.
@@ -236,9 +236,9 @@ class FerrumCalls(Adapter):
     def gc(self) -> CacheGcStats:
         """Drops what has outlived its time to live, and then up to ten cached blocks of each pool that nobody uses."""
         started = time.perf_counter()
-        freed = self.manager.gc() * self.manager.config.block_bytes
+        freed = self.manager.cache.gc() * self.manager.config.block_bytes
         for pool in self.manager.config.pools:
-            freed += self.manager.evict(GC_BLOCKS, pool=pool.index) * pool.block_bytes
+            freed += self.manager.cache.evict(GC_BLOCKS, pool=pool.index) * pool.block_bytes
         gone = self._prefixes.forget_evicted()
         return CacheGcStats(freed, gone, (time.perf_counter() - started) * 1000)
 

@@ -57,7 +57,9 @@ class BlockPool:
     def get_block(self, physical_id: int) -> KVCacheBlock | None:
         """Who holds a block, with its reference count; None past the end of the pool."""
         block_id = as_count(physical_id, "physical_id")
-        return self._owner.manager.block(block_id) if block_id < self._owner.manager.num_blocks() else None
+        return (
+            self._owner.manager.inspect.block(block_id) if block_id < self._owner.manager.inspect.num_blocks() else None
+        )
 
     def write_kv_slot(self, physical_id: int, layer: int, slot: int, key: Any, value: Any = None) -> None:
         """`write_kv` by block and slot, for the request that holds the block."""
@@ -81,7 +83,7 @@ class BlockPool:
 
     def evict_blocks(self, max_blocks: int) -> int:
         """Frees up to `max_blocks` cached blocks that nobody uses; returns how many."""
-        return self._owner.manager.evict(as_count(max_blocks, "max_blocks"))
+        return self._owner.manager.cache.evict(as_count(max_blocks, "max_blocks"))
 
     def allocate(self) -> None:
         """Refused: blocks belong to requests."""
@@ -217,7 +219,7 @@ class PrefixCache:
         """Forgets everything cached, stored by name or not."""
         self._tokens.clear()
         self._lengths.clear()
-        self.manager.reset_prefix_cache()
+        self.manager.cache.reset()
 
     def forget_evicted(self) -> int:
         """Forgets the prefixes of which nothing is cached any more; returns how many."""
@@ -251,7 +253,7 @@ class PrefixCache:
         size = self.manager.config.block_size
         shared = max((_common_blocks(tokens, other, size) for other in self._tokens.values()), default=0)
         if shared < len(tokens) // size:
-            self.manager.invalidate(tokens[: (shared + 1) * size])
+            self.manager.cache.invalidate(tokens[: (shared + 1) * size])
         return was_cached
 
     def _cached_lengths(self) -> list[int]:

@@ -118,10 +118,10 @@ class PagedKVCache(Adapter):
     @property
     def usage(self) -> float:
         """The fraction of the GPU blocks that live requests hold."""
-        return self.manager.usage
+        return self.manager.inspect.usage
 
     def get_num_free_blocks(self) -> int:
-        return self.manager.get_num_free_blocks()
+        return self.manager.inspect.num_free_blocks()
 
     @property
     def allocator(self) -> KVCacheAllocator:
@@ -188,7 +188,9 @@ class KVCacheManager(PagedKVCache):
 
     def _trigger_memory_pressure(self) -> None:
         """Calls every callback as if the level had risen to CRITICAL now."""
-        change = PressureChange(MemoryPressure.CRITICAL, self.manager.pressure, self.usage, 0, "triggered by a call")
+        change = PressureChange(
+            MemoryPressure.CRITICAL, self.manager.inspect.pressure, self.usage, 0, "triggered by a call"
+        )
         for callback in list(self._pressure_callbacks):
             contain(lambda call=callback: call(change))  # type: ignore[misc]
 

@@ -293,13 +293,13 @@ class TrtLlmKVCacheManager(Adapter):
 
     def _pin(self, handle: KVCacheHandle) -> Pin | None:
         try:
-            return self.manager.pin(handle)
+            return self.manager.cache.pin(handle)
         except InvalidArgumentError:  # pins have no budget here, so this is all that can be: nothing is stored
             return None
 
     def unpin_blocks_by_id(self, pin: Pin) -> None:
         """Ends a pin. Takes what pinned the blocks, not their ids: a block that moves gets another id."""
-        self.manager.unpin(pin)
+        self.manager.cache.unpin(pin)
 
     def get_cache_block_ids(
         self, request_id: Hashable, window_size: int | None = None, pool_idx: int = 0
@@ -328,11 +328,11 @@ class TrtLlmKVCacheManager(Adapter):
 
     def refresh_blocks(self) -> None:
         """Ends priorities whose duration is over. Every other call does so first."""
-        self.manager.gc()
+        self.manager.cache.gc()
 
     def reset_reuse_state(self) -> None:
         """Forgets everything that is stored."""
-        self.manager.reset_prefix_cache()
+        self.manager.cache.reset()
 
     def get_kv_cache_stats(self) -> KvCacheStats:
         stats, config = self.manager.stats(), self.manager.config

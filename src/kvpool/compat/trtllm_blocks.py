@@ -102,7 +102,7 @@ class KVCacheBlockPool:
         tier = Tier.GPU if as_flag(is_primary, "is_primary") else Tier.HOST
         if tier == Tier.HOST and not self.num_secondary_blocks:
             raise InvalidArgumentError("there is no secondary pool: give blocks_in_secondary_pool or host_cache_size")
-        found = self._manager.block(as_count(block_id, "block_id"), pool=self.memory, tier=tier)
+        found = self._manager.inspect.block(as_count(block_id, "block_id"), pool=self.memory, tier=tier)
         pinned = found.state is BlockState.PINNED
         return KVCacheBlock(
             found.block_id,

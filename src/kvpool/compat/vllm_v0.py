@@ -332,7 +332,7 @@ class BlockManager(Adapter):
         """Forgets everything cached; False, changing nothing, while sequences are live (the manager itself could)."""
         if self.manager.handles:
             return False
-        self.manager.reset_prefix_cache()
+        self.manager.cache.reset()
         return True
 
     def get_prefix_cache_hit_rate(self) -> float:

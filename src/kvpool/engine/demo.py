@@ -116,7 +116,7 @@ class Conversation:
         self.warm.append(self.engine.generate([prompt], once)[0].seconds)
         empty = ReuseScope(tenant=f"nobody-{len(self.cold)}")
         self.cold.append(self.engine.generate([prompt], once, scope=empty)[0].seconds)
-        self.engine.manager.invalidate(scope=empty)
+        self.engine.manager.cache.invalidate(scope=empty)
 
     def _compare(self) -> None:
         warm, cold = statistics.median(self.warm), statistics.median(self.cold)

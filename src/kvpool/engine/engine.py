@@ -359,7 +359,7 @@ class Engine:
         again, and what it knows the keys of is taken out of its tiers. Returns the blocks that left the cache.
         """
         ids = None if prefix is None else self.token_ids(prefix)
-        drop = partial(self.manager.invalidate, ids, scope=scope, session=session, tenant=tenant)
+        drop = partial(self.manager.cache.invalidate, ids, scope=scope, session=session, tenant=tenant)
         if self._tiers is None:
             return drop()
         if tenant is not None:
@@ -370,7 +370,7 @@ class Engine:
         """Forgets everything cached, here and in tiers: this engine never loads what was stored before. Returns the number
         of blocks that left the cache.
         """
-        drop = self.manager.reset_prefix_cache
+        drop = self.manager.cache.reset
         return drop() if self._tiers is None else self._tiers.forgetting.everything(drop)
 
     # --- looking at it, ending it ------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class CachePool:
         token ids of `prefix`, a whole scope, or all scopes of a tenant. Returns the blocks that left the cache.
         """
         ids = None if prefix is None else as_token_array(_plain(prefix), "prefix")
-        drop = partial(self.manager.invalidate, ids, scope=scope, tenant=tenant)
+        drop = partial(self.manager.cache.invalidate, ids, scope=scope, tenant=tenant)
         if self.tiers is None:
             return drop()
         if tenant is not None:
@@ -132,7 +132,7 @@ class CachePool:
 
     def reset_prefix_cache(self) -> int:
         """Forgets everything cached, here and in tiers. Returns the blocks that left the cache."""
-        drop = self.manager.reset_prefix_cache
+        drop = self.manager.cache.reset
         return drop() if self.tiers is None else self.tiers.movers.forgetting.everything(drop)
 
     def let_go(self, handles: list[KVCacheHandle]) -> None:

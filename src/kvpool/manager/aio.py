@@ -212,7 +212,7 @@ class AsyncKVCacheManager:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        delay = self.manager.next_deadline() if self._waiters else None
+        delay = self.manager.cache.next_deadline() if self._waiters else None
         if delay is not None and self._loop is not None:
             self._timer = self._loop.call_later(delay + 0.001, self._wake)
 

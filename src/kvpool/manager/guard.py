@@ -12,8 +12,10 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from kvpool.errors import InvalidArgumentError
 from kvpool.sequences.state import CacheState
 from kvpool.stats import MemoryPressure
 
@@ -47,6 +49,7 @@ class Guard:
         self.level = MemoryPressure.LOW
         self.pressure_callbacks: list[Callable[[PressureChange], None]] = []
         self.capacity_callbacks: list[Callable[[], None]] = []
+        self.observers: tuple[Observer, ...] = ()
         self.num_expired = 0  # positions whose time was over when the present operation began
         self._depth = 0
         self._version = 0  # of the cache when the present operation began
@@ -101,6 +104,57 @@ class Guard:
             self._deliver()
         for callback in self.capacity_callbacks:
             contain(callback)
+
+    # --- who listens -------------------------------------------------------------------------------------------------
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Adds an observer; returns a function that takes it off."""
+        with self.lock:
+            self.observers = (*self.observers, observer)
+
+        def stop() -> None:
+            with self.lock:
+                self.observers = tuple(known for known in self.observers if known is not observer)
+
+        return stop
+
+    def on_memory_pressure(self, callback: Callable[[PressureChange], None]) -> Callable[[], None]:
+        """Adds a callback for changes of the level; returns a function that takes it off."""
+        if not callable(callback):
+            raise InvalidArgumentError(f"on_memory_pressure takes a callable, got {callback!r}")
+
+        def call(change: PressureChange) -> None:  # a registration of its own, also of a callback that has one already
+            callback(change)
+
+        def stop() -> None:
+            with self.lock:
+                if call in self.pressure_callbacks:
+                    self.pressure_callbacks.remove(call)
+
+        with self.lock:
+            self.pressure_callbacks.append(call)
+        return stop
+
+    def on_operation(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Adds a callback for the end of every operation; returns a function that takes it off."""
+        if not callable(callback):
+            raise InvalidArgumentError(f"on_operation takes a callable, got {callback!r}")
+
+        def call() -> None:
+            callback()
+
+        def stop() -> None:
+            with self.lock:  # a new list: another thread may be walking along the old one
+                self.capacity_callbacks = [c for c in self.capacity_callbacks if c is not call]
+
+        with self.lock:
+            self.capacity_callbacks = [*self.capacity_callbacks, call]
+        return stop
+
+    def tell(self, verb: str, result: Any, *arguments: Any) -> None:
+        """Tells observers what was done. Called inside the lock, so they hear of operations in their order."""
+        for observer in self.observers:
+            contain(partial(observer.done, verb, self.context.now, result, arguments))
 
     def _deliver(self) -> None:
         """Runs pressure callbacks in the order of the changes: one thread at a time, and no change inside another's."""
@@ -157,11 +211,11 @@ def _fewest(limit: float, num_blocks: int) -> int:
 
 
 class Observer(Protocol):
-    """Is told of every operation that succeeded; one that raised has changed nothing.
+    """Is told of every operation that succeeded; one that raised has changed nothing. The recorder is one.
 
-    Both methods are called inside the manager's lock, in the order of the operations and in the thread of the caller, so
-    they must be quick and must not call the manager. What `done` raises is logged and goes no further. A manager that
-    nobody observes does not call anything.
+    `done` is called inside the manager's lock, in the order of the operations and in the thread of the caller, so it must
+    be quick and must not call the manager. What it raises is logged and goes no further. A manager that nobody observes
+    calls nothing.
     """
 
     def done(self, verb: str, now: float, result: Any, arguments: tuple[Any, ...]) -> None:
@@ -169,15 +223,10 @@ class Observer(Protocol):
 
         `arguments` stand in the order of the method's signature, defaults included, with token lists and counts as the
         manager converted them. The multimodal items of a commit are those that begin among its tokens, also where they came
-        with the prompt. `allocate` gives its keyword arguments as one dictionary behind the tokens. `extend`
-        and `prefetch` are told as `extend_batch` and `onboard`; `allocate_batch` as one `allocate` for each request;
-        `commit` as `commit_batch`, or as `commit` without tokens.
-        """
-
-    def choose_source(self, run: int) -> int:
-        """The tokens of a partly matching block come from the run with this number; returns the number to take instead.
-
-        Only a run that stands beside it in the tree can take its place. An observer that only looks returns `run`.
+        with the prompt. `allocate` gives its keyword arguments as one dictionary behind the tokens, with `source`: the
+        number of the run whose block matched in part, or None. `extend` and `prefetch` are told as `extend_batch` and
+        `onboard`; `allocate_batch` as one `allocate` for each request; `commit` as `commit_batch`, or as `commit` without
+        tokens; `cache.reset` as `reset_prefix_cache`.
         """
 
 

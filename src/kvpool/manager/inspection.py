@@ -1,20 +1,34 @@
-"""Looking at single blocks and groups, for people and tests: slow scans of what the hot paths keep in aggregate."""
+"""`manager.inspect`: looking at the cache. Single numbers, counters, single blocks, and everything at once as arrays.
+
+Snapshots are for those who look at all of it several times a second (the live view). Blocks and sequences, at one moment, are
+a few operations on whole arrays; runs cost a step of Python each, so they are asked for less often and read in pieces.
+Nothing is changed, nothing expires, and nobody is called back by a snapshot.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Iterator
 from enum import Enum
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvpool.config import Tier
-from kvpool.pools.arrays import Int32Array
+from kvpool.manager.guard import Guard
+from kvpool.manager.pins import Pins
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.node import Node
 from kvpool.scope import ReuseScope
+from kvpool.sequences.admission import InFlight
+from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.state import LOCAL_TIERS, CacheState
-from kvpool.stats import CacheStats, GroupStats, MemoryPressure, PoolStats
+from kvpool.stats import CacheStats, Counters, GroupStats, MemoryPressure, PoolStats
+
+PIECE: Final = 256  # runs that are read while the lock is held
 
 
 class BlockState(str, Enum):
@@ -61,17 +75,266 @@ class CachedRun(NamedTuple):
     scope: ReuseScope  # who may reuse it
 
 
-class Inspector:
-    """Answers questions about single blocks and groups by looking at everything."""
+_COUNTED = (
+    *("requests", "allocation_failures", "extend_failures", "prompt_tokens", "partial_hit_tokens", "blocks_allocated"),
+    *("copies_on_write", "forks", "swaps_out", "swaps_in", "swapped_blocks", "offloaded_blocks", "onboarded_blocks"),
+)
 
-    def __init__(self, state: CacheState) -> None:
+
+class PoolSnapshot(NamedTuple):
+    """One pool on one tier. A block that is not free and has no holder is cached."""
+
+    pool: int
+    tier: Tier
+    num_referenced: int
+    num_cached: int
+    num_pinned: int
+    is_free: BoolArray  # of every block
+    num_holders: Int32Array  # live sequences that hold a block
+    holder: Int32Array  # the place in `Snapshot.sequences` of one of them; -1 where nobody does
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.is_free)
+
+
+class SequenceSnapshot(NamedTuple):
+    """One live sequence."""
+
+    serial: int
+    request_id: Hashable
+    scope: ReuseScope
+    session: str | None
+    is_swapped: bool
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_written: int
+    num_reserved: int
+    tables: tuple[Int32Array, ...]  # per layer group; -1 where a block left its window
+
+
+class RunsSnapshot(NamedTuple):
+    """Cached runs, parents before children; `number` and `start` together name one as long as it lives."""
+
+    number: Int64Array  # of its insertion; both parts of a divided run keep it
+    start: Int64Array  # depth of its first block in the prompt
+    num_blocks: Int64Array
+    parent: Int64Array  # the place of its parent in these arrays; -1 at the top of a scope
+    tier: npt.NDArray[np.uint8]
+    priority: npt.NDArray[np.uint8]
+    is_pinned: BoolArray
+    is_read: BoolArray  # by a live sequence
+    num_hits: Int64Array
+    last_access_at: npt.NDArray[np.float64]
+    published_by: Int64Array  # `KVCacheHandle.serial` of the request that computed it
+    scope: Int64Array  # place in `scopes`
+    scopes: tuple[ReuseScope, ...]
+    block_ids: tuple[
+        Int32Array, ...
+    ]  # per cached layer group: those of all runs one after the other, -1 where one is gone
+    pools: tuple[int, ...]  # of each of `block_ids`
+    slides: tuple[bool, ...]  # whether a group is windowed: on the GPU, its blocks are pinned one by one
+
+
+class Snapshot(NamedTuple):
+    """The pools and the live sequences."""
+
+    tick: int  # grows with every operation: equal ticks, equal snapshots
+    now: float
+    pools: tuple[PoolSnapshot, ...]
+    sequences: tuple[SequenceSnapshot, ...]
+    pinned_windows: tuple[tuple[int, Int32Array], ...]  # (pool, ids) of GPU blocks that are pinned one by one
+    counts: dict[str, int]  # totals since the manager was made; of hits by tier, of evictions by reason
+
+
+_OF_NODE = attrgetter(
+    *("created", "start", "num_blocks", "tier", "priority", "pins", "active", "hits", "last_access_at", "published_by")
+)
+
+
+class Inspector:
+    """Answers questions about the cache, most of them by looking at everything."""
+
+    def __init__(self, state: CacheState, guard: Guard, in_flight: InFlight, pins: Pins) -> None:
         self.state = state
+        self.guard = guard
+        self.in_flight = in_flight
+        self.pins = pins
         self.context = state.context
         self.tree = state.cache.tree
         self.windows = state.cache.windows
 
-    def block(self, pool: BlockPool, block_id: int) -> KVCacheBlock:
-        """Finds out who uses a block."""
+    # --- numbers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def now(self) -> float:
+        """The time by the manager's clock."""
+        return self.context.clock()
+
+    @property
+    def pressure(self) -> MemoryPressure:
+        """The level of memory pressure after the last operation."""
+        return self.guard.level
+
+    @property
+    def usage(self) -> float:
+        """The fraction of the fullest GPU pool that live sequences hold."""
+        with self.guard.lock:
+            return max(pool.num_referenced / pool.num_blocks for pool in self.state.gpu_pools)
+
+    @property
+    def policy_name(self) -> str:
+        """The name of the eviction policy."""
+        return self.state.cache.orders.policies[GPU].name
+
+    @property
+    def table_shape(self) -> tuple[int, int, int]:
+        """How much memory block tables take: layer groups, rows and columns, grown as live sequences needed them."""
+        with self.guard.lock:
+            tables = self.state.rows.tables
+            return (len(tables), *tables[0].shape)
+
+    def num_free_blocks(self, pool: int = 0, tier: Tier = Tier.GPU) -> int:
+        """Blocks on the free list (evictable cached blocks not included; see `stats`)."""
+        with self.guard.lock:
+            return int(self.state.pool(pool, tier).num_free)
+
+    def num_blocks(self, pool: int = 0, tier: Tier = Tier.GPU) -> int:
+        """Blocks of a pool on one tier, as large as it is now."""
+        with self.guard.lock:
+            return int(self.state.pool(pool, tier).num_blocks)
+
+    def has_tier(self, *tiers: Tier) -> bool:
+        """Whether any of these tiers has blocks now."""
+        with self.guard.lock:
+            return any(
+                self.state.pool(index, tier).num_blocks for index in range(len(self.state.pools)) for tier in tiers
+            )
+
+    def stats(self) -> CacheStats:
+        """One consistent snapshot of everything counted."""
+        with self.guard.query:
+            return self._counted()
+
+    # --- single blocks and runs --------------------------------------------------------------------------------------
+
+    def block(self, block_id: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> KVCacheBlock:
+        """Who uses one block, and as what. Looks at everything: for people and tests, not for engines."""
+        with self.guard.query:
+            chosen = self.state.pool(pool, tier)
+            as_count(block_id, "block_id", maximum=chosen.num_blocks - 1)
+            return self._block(chosen, block_id)
+
+    def runs(self) -> list[CachedRun]:
+        """Every run of blocks that can be found, parents before children. Looks at everything: for people and tests."""
+        with self.guard.query:
+            read, now = self.runs_snapshot(), self.context.now
+        ends = np.cumsum(read.num_blocks)
+        found = []
+        for i, (end, length) in enumerate(zip(ends.tolist(), read.num_blocks.tolist(), strict=True)):
+            scope = read.scopes[read.scope[i]]
+            found.append(
+                CachedRun(
+                    number=int(read.number[i]),
+                    tier=Tier(int(read.tier[i])),
+                    start=int(read.start[i]),
+                    num_blocks=length,
+                    block_ids=tuple(ids[end - length : end] for ids in read.block_ids),
+                    tenant=scope.tenant,
+                    priority=int(read.priority[i]),
+                    is_pinned=bool(read.is_pinned[i]),
+                    is_read=bool(read.is_read[i]),
+                    idle_seconds=now - float(read.last_access_at[i]),
+                    published_by=int(read.published_by[i]),
+                    scope=scope,
+                )
+            )
+        return found
+
+    def check(self) -> None:
+        """Proves every invariant or raises `InvariantError` naming what is broken. Slow: for tests and doubts."""
+        from kvpool.manager.checks import Checker  # nobody else needs it
+
+        with self.guard.query:
+            Checker(self.state, self.in_flight, self.pins).run()
+
+    # --- everything at once ------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Every block and every live sequence as arrays, at one moment. Cheap enough for many a second."""
+        state = self.state
+        with self.guard.lock:
+            handles = [state.rows.handles[row] for row in state.rows.live_rows()]
+            sequences = tuple(_sequence(state, handle) for handle in handles if handle is not None)
+            pools = tuple(
+                _pool(state, pool, sequences)
+                for tiers in state.pools
+                for pool in tiers
+                if pool.num_blocks or pool.tier == GPU
+            )
+            kept = tuple(
+                (index, np.fromiter(ids, np.int32, len(ids))) for index, ids in enumerate(self.windows.pinned) if ids
+            )
+            return Snapshot(self.context.tick, self.context.clock(), pools, sequences, kept, _counts(state.counters))
+
+    def runs_snapshot(self) -> RunsSnapshot:
+        """Every cached run as arrays. Takes a few microseconds for each run, and lets others in between.
+
+        What is added, divided or taken out between two pieces may be missing; each run that is there is as it was at
+        one moment.
+        """
+        context = self.context
+        nodes: list[tuple[Any, ...]] = []
+        parents: list[int] = []
+        scope: list[int] = []
+        ids: list[list[Int32Array]] = [[_NO_IDS] for _ in context.cached]
+        with self.guard.lock:
+            roots = list(self.tree.roots.values())
+            stack = [(child, -1, place) for place, root in enumerate(roots) for child in (root.children or {}).values()]
+        while stack:
+            with self.guard.lock:
+                piece: list[Node] = []
+                while stack and len(piece) < PIECE:
+                    node, parent, place = stack.pop()
+                    if node.detached:  # since its parent was read
+                        continue
+                    if node.open_row >= 0:
+                        context.sync(node)
+                    if node.children is not None:
+                        mine = len(nodes) + len(piece)
+                        stack.extend([(child, mine, place) for child in node.children.values()])
+                    parents.append(parent)
+                    scope.append(place)
+                    piece.append(node)
+                nodes.extend(map(_OF_NODE, piece))
+                if piece:
+                    for group, parts in enumerate(ids):
+                        parts.append(np.concatenate([node.ids[group] for node in piece]))
+            time.sleep(0)  # whoever waits for the lock gets it
+        columns = list(zip(*nodes, strict=True)) or [()] * 10
+        number, start, num_blocks, tier, priority, pins, active, hits, last_access_at, published_by = columns
+        return RunsSnapshot(
+            number=np.array(number, np.int64),
+            start=np.array(start, np.int64),
+            num_blocks=np.array(num_blocks, np.int64),
+            parent=np.array(parents, np.int64),
+            tier=np.fromiter(map(int, tier), np.uint8, len(tier)),
+            priority=np.array(priority, np.uint8),
+            is_pinned=np.array(pins, np.int64) > 0,
+            is_read=np.array(active, np.int64) > 0,
+            num_hits=np.array(hits, np.int64),
+            last_access_at=np.array(last_access_at, np.float64),
+            published_by=np.array(published_by, np.int64),
+            scope=np.array(scope, np.int64),
+            scopes=tuple(root.scope for root in roots),
+            block_ids=tuple(map(np.concatenate, ids)),
+            pools=tuple(group.pool for group in context.cached),
+            slides=tuple(group.slides for group in context.cached),
+        )
+
+    # --- the work ----------------------------------------------------------------------------------------------------
+
+    def _block(self, pool: BlockPool, block_id: int) -> KVCacheBlock:
         holders: list[Hashable] = []
         group = column = None
         for handle_id, of_group, ids in self._held(pool):
@@ -101,34 +364,7 @@ class Inspector:
             block_id, pool.index, pool.tier, state, group, tuple(holders), position, published, priority
         )
 
-    def runs(self) -> list[CachedRun]:
-        """Every run that can be found, parents before children."""
-        found = []
-        for node in self.tree.nodes():
-            if node.detached:
-                continue
-            self.context.sync(node)
-            ids = tuple(part.copy() for part in node.ids)
-            found.append(
-                CachedRun(
-                    node.created,
-                    node.tier,
-                    node.start,
-                    node.num_blocks,
-                    ids,
-                    node.root.scope.tenant,
-                    node.priority,
-                    node.pins > 0,
-                    node.active > 0,
-                    self.context.now - node.last_access_at,
-                    node.published_by,
-                    node.root.scope,
-                )
-            )
-        return found
-
-    def snapshot(self, pressure: MemoryPressure) -> CacheStats:
-        """Everything counted, at one moment."""
+    def _counted(self) -> CacheStats:
         state = self.state
         counters = state.counters
         pools = tuple(
@@ -174,7 +410,7 @@ class Inspector:
         }
         return CacheStats(
             pools=pools,
-            groups=self.groups(),
+            groups=self._groups(),
             num_sequences=len(state.requests),
             num_swapped=sum(handle.swapped is not None for handle in state.requests.values()),
             num_cached_runs=state.cache.tree.num_runs,
@@ -185,7 +421,7 @@ class Inspector:
             idle_before_eviction_seconds=counters.idle_before_eviction.summary(),
             reuse_gap_seconds=counters.reuse_gap.summary(),
             tenants={tenant: tuple(quota.cached) for tenant, quota in state.cache.orders.quotas.items()},
-            pressure=pressure,
+            pressure=self.pressure,
             **same,
         )
 
@@ -211,7 +447,7 @@ class Inspector:
                     if group.pool == pool.index:
                         yield node, group.index, held[group.index]
 
-    def groups(self) -> tuple[GroupStats, ...]:
+    def _groups(self) -> tuple[GroupStats, ...]:
         """Blocks in use per layer group and tier. Groups with a pool of their own are read off it."""
         found: list[GroupStats] = []
         for spec in self.state.groups:
@@ -246,3 +482,56 @@ class Inspector:
                 cached += len(ids)
                 pinned += len(ids) if node.pins else 0
         return referenced, cached, pinned
+
+
+def _counts(counters: Counters) -> dict[str, int]:
+    counts = {name: getattr(counters, name) for name in _COUNTED}
+    counts |= {f"hit_tokens.{tier.name}": counters.hit_tokens[tier] for tier in Tier}
+    return counts | {f"evictions.{reason}": count for reason, count in counters.evictions.items()}
+
+
+def _sequence(state: CacheState, handle: KVCacheHandle) -> SequenceSnapshot:
+    rows, row = state.rows, handle.row
+    if handle.swapped is not None:
+        tables = tuple(ids.copy() for ids in handle.swapped.ids)
+    else:
+        tables = tuple(rows.visible_blocks(group.index, row).copy() for group in rows.groups)
+    return SequenceSnapshot(
+        handle.serial,
+        handle.request_id,
+        handle.scope,
+        handle.session,
+        handle.swapped is not None,
+        handle.num_prompt_tokens,
+        handle.num_cached_tokens,
+        rows.written.item(row),
+        rows.reserved.item(row),
+        tables,
+    )
+
+
+def _pool(state: CacheState, pool: BlockPool, sequences: tuple[SequenceSnapshot, ...]) -> PoolSnapshot:
+    is_free = np.zeros(pool.num_blocks, np.bool_)
+    is_free[pool.free_ids()] = True
+    count = np.zeros(pool.num_blocks, np.int32)
+    holder = np.full(pool.num_blocks, -1, np.int32)
+    groups = state.config.pools[pool.index].groups
+    held, whose = [], []
+    for place, sequence in enumerate(sequences):
+        if pool.tier == (Tier.HOST if sequence.is_swapped else GPU):
+            for group in groups:
+                held.append(sequence.tables[group])
+                whose.append(place)
+    if held:
+        ids = np.concatenate(held)
+        owners = np.repeat(np.asarray(whose, np.int32), [len(part) for part in held])
+        there = ids >= 0
+        ids, owners = ids[there], owners[there]
+        count += np.bincount(ids, minlength=pool.num_blocks).astype(np.int32)
+        holder[ids] = owners
+    return PoolSnapshot(
+        pool.index, pool.tier, pool.num_referenced, pool.num_cached, pool.num_pinned, is_free, count, holder
+    )
+
+
+_NO_IDS: Int32Array = np.empty(0, np.int32)

@@ -13,16 +13,18 @@ A request's life, as an engine drives it:
     manager.free(handle)                             # what it computed stays cached
 
 Every operation either happens completely or raises and changes nothing. Methods may be called from several threads (the
-rule is in `manager/guard.py`). The manager inherits the verbs of a step (extend, commit, rewind) from `Steps`, and what
-concerns the cache as a whole (pins, quotas, tiers, resizing, statistics, events) from `Maintenance`.
+rule is in `manager/guard.py`). The manager itself has the verbs of requests. What concerns the cache as a whole (pins,
+quotas, eviction, tiers, sizes) is `manager.cache`; whoever wants to look inside asks `manager.inspect`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from kvpool.compiling import mypyc_attr
 from kvpool.config import KVCacheConfig
@@ -34,19 +36,24 @@ from kvpool.errors import (
     SequenceStateError,
     UnknownRequestError,
 )
-from kvpool.events import EventLog
+from kvpool.events import Created, Event, EventLog, Subscription
 from kvpool.eviction import EvictionPolicy
 from kvpool.eviction.hints import ReuseHint, check_hint
-from kvpool.manager.arguments import as_policy_factory, check_keeping, check_requests, is_among
-from kvpool.manager.compaction import Compaction
-from kvpool.manager.guard import Guard, Observer
-from kvpool.manager.invalidation import Invalidation
-from kvpool.manager.pins import Pins
-from kvpool.manager.steps import BatchLike, Steps
-from kvpool.pools.arrays import as_count, as_flag
+from kvpool.manager.arguments import (
+    as_counts,
+    as_policy_factory,
+    check_counts,
+    check_keeping,
+    check_requests,
+    is_among,
+)
+from kvpool.manager.cache_control import CacheControl
+from kvpool.manager.guard import Guard, Observer, PressureChange
+from kvpool.manager.inspection import Inspector
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count, as_flag, as_token_array
 from kvpool.pools.pool import CopyOp
+from kvpool.pools.symbols import as_items
 from kvpool.prefix.retention import Retention
-from kvpool.prefix.tenants import TenantQuotas
 from kvpool.scope import ReuseScope
 from kvpool.sequences.admission import AdmissionPlanner, InFlight, PrefixMatch
 from kvpool.sequences.allocate import Lifecycle
@@ -55,11 +62,14 @@ from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt, unknown_prompt
 from kvpool.sequences.release import Ending
 from kvpool.sequences.rewind import Rewinding
+from kvpool.sequences.slots import writable_blocks
 from kvpool.sequences.state import Admission, CacheState
 from kvpool.sequences.step import Stepping
-from kvpool.sequences.swap import Onboarding, Swapping
+from kvpool.sequences.swap import Swapping
 from kvpool.sequences.windows import RowWindows
+from kvpool.stats import CacheStats
 
+BatchLike = SequenceBatch | Sequence[KVCacheHandle]
 ALLOCATE_ARGUMENTS = frozenset(
     {
         *("request_id", "tokens", "num_tokens", "scope", "reserve", "lookahead", "cross_tokens"),
@@ -69,7 +79,7 @@ ALLOCATE_ARGUMENTS = frozenset(
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class KVCacheManager(Steps):
+class KVCacheManager:
     """Paged KV cache for one model: blocks, tables, prefix reuse, forks, swapping.
 
     `policy` overrides `config.eviction_policy`: a registered name, a class, or a function that makes
@@ -105,12 +115,8 @@ class KVCacheManager(Steps):
         self._rewinding = Rewinding(self._state, self._in_flight, self._windows)
         self._ending = Ending(self._state, self._in_flight, self._windows)
         self._swapping = Swapping(self._state, self._sequences, self._ending, self._in_flight)
-        self._compaction = Compaction(self._state)
-        self._pins = Pins(self._state)
-        self._quotas = TenantQuotas(self._state.cache)
-        self._onboarding = Onboarding(self._state, self._admissions)
-        self._observers: tuple[Observer, ...] = ()
-        self._invalidation = Invalidation(self._state, self._in_flight, self._pins)
+        self.cache = CacheControl(self._state, self._guard, self._admissions, self._in_flight)
+        self.inspect = Inspector(self._state, self._guard, self._in_flight, self.cache.pins)
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -203,7 +209,7 @@ class KVCacheManager(Steps):
             handle.is_lease = lease
             handle.publishes = state.caches_prefixes and (not cross_tokens or scope.encoder != "")
             self._sequences.allocate(handle, prompt, places, lookahead)
-            if self._observers:
+            if self._guard.observers:
                 options = dict(
                     num_tokens=num_tokens,
                     scope=scope,
@@ -215,8 +221,9 @@ class KVCacheManager(Steps):
                     session=session,
                     lease=lease,
                     multimodal=prompt.items,
+                    source=None if ids is None else self._admissions.last_source,
                 )
-                self._tell("allocate", handle, request_id, ids, options)
+                self._guard.tell("allocate", handle, request_id, ids, options)
             if hint is not None:
                 self.hint(handle, hint)
             return handle
@@ -283,6 +290,159 @@ class KVCacheManager(Steps):
         with self._guard.lock:
             return sorted(self._state.requests.values(), key=attrgetter("serial"))
 
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def batch(self, handles: Sequence[KVCacheHandle]) -> SequenceBatch:
+        """A batch to use for many steps: rows are looked up once. Also exports tables for kernels."""
+        if isinstance(handles, SequenceBatch):
+            return handles
+        with self._guard.lock:
+            return SequenceBatch(self._state, handles)
+
+    def extend(self, handle: KVCacheHandle, num_tokens: int = 1, lookahead: int = 0) -> Int32Array:
+        """Reserves places for `num_tokens` more tokens; returns their slots, [layer group, token]."""
+        if type(num_tokens) is not int:
+            num_tokens = as_count(num_tokens, "num_tokens")
+        return self.extend_batch([handle], num_tokens, lookahead)
+
+    def extend_batch(
+        self,
+        batch: BatchLike,
+        num_tokens: int | Sequence[int] | Int64Array = 1,
+        lookahead: int = 0,
+        out: Int32Array | None = None,
+    ) -> Int32Array:
+        """Reserves places for more tokens of every sequence; returns their slots, [layer group, token].
+
+        A slot is `block id * block size + offset`. `lookahead` makes room for draft tokens behind them, which a later
+        `extend` claims. A block with another reader that is about to be written is copied first (see `take_copies`).
+        """
+        counts = as_counts(num_tokens)
+        if type(lookahead) is not int or lookahead:
+            lookahead = as_count(lookahead, "lookahead")
+        with self._guard:
+            chosen = self._batch(batch)
+            check_counts(counts, len(chosen))
+            slots = self._stepping.extend(chosen, counts, lookahead, out)
+            if self._guard.observers:
+                self._guard.tell("extend_batch", slots, chosen, counts, lookahead)
+            return slots
+
+    def slot_mapping(self, batch: BatchLike, start: Any, stop: Any, out: Int32Array | None = None) -> Int32Array:
+        """Slots of the positions `start..stop` (numbers or one per sequence), flat, [layer group, token].
+
+        Asking for unwritten positions announces a write: shared blocks are copied first. -1 stands for places that need no
+        write: outside a window, or the last token of a fully cached prompt, whose data is there already.
+        """
+        with self._guard:
+            chosen = self._batch(batch)
+            slots = self._stepping.slot_mapping(chosen, start, stop, out)
+            if self._guard.observers:
+                self._guard.tell("slot_mapping", slots, chosen, start, stop)
+            return slots
+
+    def writable_blocks(self, group: int = 0) -> BoolArray:
+        """For every GPU block of a layer group's pool, whether some sequence may write it: it alone holds it, unpublished."""
+        with self._guard.lock:
+            return writable_blocks(self._state, group)
+
+    def mark_written(self, batch: BatchLike | KVCacheHandle, num_tokens: int | Sequence[int] = 1) -> None:
+        """The next tokens' keys and values are in their blocks, but not final (drafts): `commit` or `rewind` follows."""
+        counts = as_counts(num_tokens)
+        with self._guard:
+            chosen = self._batch([batch] if isinstance(batch, KVCacheHandle) else batch)
+            check_counts(counts, len(chosen))
+            self._stepping.mark_written(chosen, counts)
+            if self._guard.observers:
+                self._guard.tell("mark_written", None, chosen, counts)
+
+    def commit(self, handle: KVCacheHandle, tokens: Any = None, multimodal: Items | None = None) -> None:
+        """The next tokens are written and final; blocks that are full become matchable.
+
+        `tokens` are their ids, or a count: then they are the next tokens of the known prompt (None: the reserved rest of
+        it). A count that goes past the known ids is allowed, but what follows cannot be cached. `multimodal` lists images
+        that come only now, with positions in `tokens`; those of the prompt are known.
+        """
+        if multimodal is not None and (tokens is None or isinstance(tokens, (int, np.integer))):
+            raise InvalidArgumentError("multimodal items need the ids of the tokens that stand for them")
+        if tokens is None:
+            with self._guard:
+                self._stepping.commit_prompt(self._state.row_of(handle))
+                if self._guard.observers:
+                    self._guard.tell("commit", None, handle)
+        elif isinstance(tokens, (int, np.integer)) and not isinstance(tokens, bool):
+            self.commit_batch([handle], None, [as_count(tokens, "tokens")])
+        else:
+            ids = as_token_array(tokens)
+            self.commit_batch([handle], ids, [len(ids)], multimodal)
+
+    def commit_batch(
+        self, batch: BatchLike, tokens: Any, counts: Sequence[int] | None = None, multimodal: Items | None = None
+    ) -> None:
+        """`commit` for a batch: one token each, or `counts[i]` tokens of sequence i one after the other in `tokens`."""
+        ids = None if tokens is None else as_token_array(tokens)
+        numbers = None if counts is None else as_counts(counts)
+        items = None if multimodal is None else as_items(multimodal, ids)
+        with self._guard:
+            chosen = self._batch(batch)
+            if numbers is None and items:
+                numbers = np.ones(len(chosen), np.int64)
+            if numbers is None:
+                if ids is None:
+                    raise InvalidArgumentError("commit_batch needs tokens, or counts for known prompts")
+                self._stepping.commit_step(chosen, ids)
+            else:
+                check_counts(numbers, len(chosen))
+                if not isinstance(numbers, np.ndarray):
+                    raise InvalidArgumentError(f"counts must hold one count for every sequence, got {counts!r}")
+                self._stepping.commit_rows(chosen, ids, numbers, items or ())
+            if self._guard.observers:
+                begun = None if ids is None else self._stepping.incoming.items_begun(chosen, numbers)
+                self._guard.tell("commit_batch", None, chosen, ids, numbers, begun)
+
+    def narrow(self, handle: KVCacheHandle, position: int) -> None:
+        """Gives back the blocks of windowed groups that the query at `position`, and those behind it, do not read.
+
+        Commits do this by themselves as the sequence grows. A sequence whose bytes come from elsewhere is narrowed before:
+        what it gave back is not published, so only what it still holds must be written.
+        """
+        with self._guard:
+            row = self._state.row_of(handle)
+            longest = max(handle.num_prompt_tokens, int(self._state.rows.reserved[row]))
+            position = as_count(position, "position", maximum=longest)
+            self._windows.slide(row, position)
+            if self._guard.observers:
+                self._guard.tell("narrow", None, handle, position)
+
+    def rewind(self, handle: KVCacheHandle, num_tokens: int) -> None:
+        """Forgets the last `num_tokens` reserved tokens (rejected drafts) and gives back the blocks behind them.
+
+        Committed tokens may be rewound too: what was published stays cached, and a block cut in two is copied.
+        """
+        with self._guard:
+            row = self._state.row_of(handle)
+            limit = int(self._state.rows.reserved[row])
+            count = as_count(num_tokens, "num_tokens", maximum=limit)
+            self._rewinding.rewind(handle, count)
+            if self._guard.observers:
+                self._guard.tell("rewind", None, handle, count)
+
+    def blocks_needed(self, handle: KVCacheHandle, num_tokens: int = 1, lookahead: int = 0) -> tuple[int, ...]:
+        """Blocks per pool that `extend(handle, num_tokens, lookahead)` would take, copies of shared blocks included.
+
+        To completion: `blocks_needed(handle, remaining_tokens)`. Blocks that windows give up on the way are not counted.
+        """
+        total = as_count(num_tokens, "num_tokens") + as_count(lookahead, "lookahead")
+        with self._guard.query:
+            return self._stepping.blocks_needed(self._state.row_of(handle), total)
+
+    def _batch(self, batch: BatchLike) -> SequenceBatch:
+        if isinstance(batch, SequenceBatch):
+            if batch._state is not self._state:
+                raise UnknownRequestError("this batch was made by another manager")
+            return batch
+        return SequenceBatch(self._state, batch)
+
     # --- forks and the end -------------------------------------------------------------------------------------------
 
     def fork(self, handle: KVCacheHandle, *request_ids: Hashable) -> list[KVCacheHandle]:
@@ -294,8 +454,8 @@ class KVCacheManager(Steps):
                 if self._is_live(request_id) or is_among(request_id, request_ids[:number]):
                     raise DuplicateRequestError(f"request {request_id!r} is already live; use another id")
             children = self._sequences.fork(handle, request_ids)
-            if self._observers:
-                self._tell("fork", children, handle, *request_ids)
+            if self._guard.observers:
+                self._guard.tell("fork", children, handle, *request_ids)
             return children
 
     def hint(self, handle: KVCacheHandle, hint: ReuseHint) -> None:
@@ -304,8 +464,8 @@ class KVCacheManager(Steps):
         with self._guard:
             self._state.any_row_of(handle)
             handle.hint = hint.code
-            if self._observers:
-                self._tell("hint", None, handle, hint)
+            if self._guard.observers:
+                self._guard.tell("hint", None, handle, hint)
 
     def free(self, handle: KVCacheHandle, keep: bool = True, hint: ReuseHint | None = None) -> None:
         """Ends a request. What it published stays cached; with `keep=False` what only it used is dropped.
@@ -318,8 +478,8 @@ class KVCacheManager(Steps):
             if hint is not None:
                 self.hint(handle, hint)
             self._ending.free(handle, keep)
-            if self._observers:
-                self._tell("free", None, handle, keep)
+            if self._guard.observers:
+                self._guard.tell("free", None, handle, keep)
 
     def free_batch(self, batch: BatchLike, keep: bool = True) -> None:
         """`free` for many requests at once."""
@@ -327,8 +487,8 @@ class KVCacheManager(Steps):
         with self._guard:
             handles = batch.handles if isinstance(batch, SequenceBatch) else as_handles(batch)
             self._ending.free_batch(handles, keep)
-            if self._observers:
-                self._tell("free_batch", None, handles, keep)
+            if self._guard.observers:
+                self._guard.tell("free_batch", None, handles, keep)
 
     def store_last_logits(self, handle: KVCacheHandle, logits: Any, num_tokens: int | None = None) -> bool:
         """Keeps the logits behind a prompt, so that the same prompt, fully cached, needs no forward pass at all.
@@ -347,8 +507,8 @@ class KVCacheManager(Steps):
             assert tip is not None
             kept = handle.publishes and self._state.cache.logits.store(tip, ids, logits, handle.sessions)
             stored = kept and self._admissions.is_whole(ids, handle.scope)
-            if self._observers:
-                self._tell("store_last_logits", stored, handle, logits, num_tokens)
+            if self._guard.observers:
+                self._guard.tell("store_last_logits", stored, handle, logits, num_tokens)
             return stored
 
     # --- swapping and copies -----------------------------------------------------------------------------------------
@@ -362,8 +522,8 @@ class KVCacheManager(Steps):
         """Moves requests to the host pool; returns the blocks to copy. Swap forks together: they stay shared."""
         with self._guard:
             moved = self._swapping.swap_out(handles)
-            if self._observers:
-                self._tell("swap_out", moved, *handles)
+            if self._guard.observers:
+                self._guard.tell("swap_out", moved, *handles)
             return moved
 
     def can_swap_in(self, *handles: KVCacheHandle) -> Admission:
@@ -375,8 +535,8 @@ class KVCacheManager(Steps):
         """Brings requests back to the GPU; returns the blocks to copy (what is still cached there is not copied)."""
         with self._guard:
             moved = self._swapping.swap_in(handles)
-            if self._observers:
-                self._tell("swap_in", moved, *handles)
+            if self._guard.observers:
+                self._guard.tell("swap_in", moved, *handles)
             return moved
 
     def take_copies(self) -> list[CopyOp]:
@@ -385,3 +545,41 @@ class KVCacheManager(Steps):
             copies = self._state.copies[:]
             self._state.copies.clear()
             return copies
+
+    # --- listening and looking ---------------------------------------------------------------------------------------
+
+    def subscribe(self, snapshot: bool = True) -> Subscription:
+        """Follows what the prefix cache holds; the first events describe what is cached already. See `kvpool.events`."""
+        if not self._state.config.event_buffer_size:
+            raise InvalidArgumentError("events are off: event_buffer_size is 0; configure how many events to keep")
+        return self.events.subscribe(as_flag(snapshot, "snapshot"))
+
+    def _event_snapshot(self, mark: Callable[[], int]) -> list[Event]:
+        """Created and Stored events for everything cached now, parents before children."""
+        with self._guard:
+            as_of = mark()
+            cache = self._state.cache
+            return [
+                Created(as_of, self._state.pool_sizes()),
+                *cache.announcer.snapshot(cache.tree.roots.values(), as_of),
+            ]
+
+    def observe(self, observer: Observer) -> Callable[[], None]:
+        """Tells `observer` of every operation that succeeds; returns a function that ends it. See `manager/guard.py`."""
+        return self._guard.observe(observer)
+
+    def on_memory_pressure(self, callback: Callable[[PressureChange], None]) -> Callable[[], None]:
+        """Calls back whenever the pressure level changes; returns a function that stops it."""
+        return self._guard.on_memory_pressure(callback)
+
+    def on_operation(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Calls back after every operation, when capacity may have changed; returns a function that stops it."""
+        return self._guard.on_operation(callback)
+
+    def stats(self) -> CacheStats:
+        """One consistent snapshot of everything counted."""
+        return self.inspect.stats()
+
+    def check(self) -> None:
+        """Proves every invariant or raises `InvariantError` naming what is broken. Slow: for tests and doubts."""
+        self.inspect.check()

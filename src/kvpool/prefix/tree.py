@@ -66,8 +66,8 @@ class RunTree:
         self.roots: dict[ReuseScope, Root] = {}
         self._last_found: Root | None = None  # most requests have the scope of the one before, which takes long to hash
         self.sessions: dict[str, set[Node]] = {}
-        # Told which run (`created`) a partial block comes from; answers which one to take.
-        self.choose_source: Callable[[int], int] | None = None
+        self.last_source: int | None = None  # the run (`created`) whose block the last match took in part
+        self.given_source: int | None = None  # the run to take instead; exact playback of a recording sets it
 
     # --- roots -------------------------------------------------------------------------------------------------------
 
@@ -103,6 +103,7 @@ class RunTree:
 
     def match(self, scope: ReuseScope, tokens: Int32Array, partial: bool, only_tier: Tier | None = None) -> Match:
         """The longest run of blocks, and then of tokens inside one block, that `tokens` shares with the tree."""
+        self.last_source = None
         path: list[Node] = []
         root = self._last_found
         if root is None or root.scope is not scope:
@@ -143,15 +144,13 @@ class RunTree:
 
     def _source(self, node: Node) -> Node:
         """The node that a partial block is taken from: its siblings may share equally many tokens with the prompt."""
-        if self.choose_source is None:
-            return node
-        chosen = self.choose_source(node.created)
-        if chosen == node.created:
-            return node
-        assert node.parent.children is not None
-        other = next((sibling for sibling in node.parent.children.values() if sibling.created == chosen), node)
-        self.context.sync(other)
-        return other
+        given = self.given_source
+        if given is not None and given != node.created:
+            assert node.parent.children is not None
+            node = next((sibling for sibling in node.parent.children.values() if sibling.created == given), node)
+            self.context.sync(node)
+        self.last_source = node.created
+        return node
 
     def common_tokens(self, node: Node, tokens: Int32Array) -> int:
         """How many leading tokens a node and a prompt share; the first block is known to be equal."""

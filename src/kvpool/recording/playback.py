@@ -49,7 +49,7 @@ def header_of(manager: KVCacheManager) -> dict[str, Any]:
     pools = {name: [p.total for p in stats.pools if p.tier == tier] for name, tier in _BUDGETS.items()}
     return {
         MAGIC_KEY: VERSION,
-        "policy": manager.policy_name,
+        "policy": manager.inspect.policy_name,
         "cached_runs": stats.num_cached_runs,  # before the first line: a replay does not have them
         "layers": [asdict(layer) for layer in config.layers],
         **{name: getattr(config, name) for name in _SWITCHES},
@@ -114,8 +114,6 @@ class _Player:
         self.handles: dict[int, KVCacheHandle] = {}
         self.longest = 0  # no sequence has more tokens
         self.pins: dict[int, Pin] = {}
-        self.source: int | None = None  # the run from which the recorded manager took a partial block
-        self.manager.observe(self)
 
     def run(self) -> CacheStats:
         for kind, when, *arguments in self.operations:
@@ -129,16 +127,6 @@ class _Player:
             self.manager.take_copies()
         return self.manager.stats()
 
-    def done(self, verb: str, now: float, result: Any, arguments: tuple[Any, ...]) -> None:
-        """Nothing to note: these operations come from a recording."""
-
-    def choose_source(self, run: int) -> int:
-        """Of blocks that share equally many tokens with a prompt the tree takes a neighbour in the order of the tokens.
-
-        A recording hides that order and names the choice instead.
-        """
-        return run if self.source is None else self.source
-
     def _all(self, serials: list[int] | None) -> list[KVCacheHandle]:
         try:
             return [self.handles[serial] for serial in self.operations.batch(serials)]
@@ -150,7 +138,7 @@ class _Player:
 
     def _check_tables(self, num_tokens: int, more_sequences: int = 0) -> None:
         """A line of some bytes may ask for a sequence of any length: refuses tables that would fill the memory."""
-        num_groups, num_rows, columns = self.manager.table_shape
+        num_groups, num_rows, columns = self.manager.inspect.table_shape
         if len(self.handles) + more_sequences > MAX_SEQUENCES:
             raise TraceError(f"more than {MAX_SEQUENCES:,} sequences would be live")
         num_blocks = max(columns, num_tokens // self.manager.config.block_size)
@@ -166,19 +154,22 @@ class _Player:
         num_tokens += more.get("lookahead", 0) + more.get("cross_tokens", 0)
         self._check_tables(num_tokens, 1)
         self.longest = max(self.longest, num_tokens)
-        self.source = more.pop("source", None)
+        # Of blocks that share equally many tokens with a prompt the tree takes a neighbour in the order of the tokens. A
+        # recording hides that order and names the choice instead.
+        self.manager._state.cache.tree.given_source = more.pop("source", None)
         scope = scope_of(more.pop("scope", None))
         if "session" in more:
             more["session"] = f"session {more['session']}"
         if "retention" in more:
             more["retention"] = _retention(more["retention"])
         self.handles[serial] = self.manager.allocate(serial, tokens, scope=scope, **more)
-        self.source = None
 
     def _extend(self, serials: list[int] | None, counts: Any, lookahead: int) -> None:
         most = max(counts, default=0) if isinstance(counts, list) else counts
         self.longest += most + lookahead
-        if self.longest > self.manager.table_shape[2] * self.manager.config.block_size:  # the tables may have to grow
+        if (
+            self.longest > self.manager.inspect.table_shape[2] * self.manager.config.block_size
+        ):  # the tables may have to grow
             self.longest = max((handle.num_reserved for handle in self.handles.values()), default=0) + most + lookahead
             self._check_tables(self.longest)
         self.manager.extend_batch(self._all(serials), counts, lookahead)
@@ -229,48 +220,50 @@ class _Player:
 
     def _pin(self, number: int, pinned: Any, scope: list[int] | None, ttl: float | None) -> None:
         if isinstance(pinned, int):
-            self.pins[number] = self.manager.pin(self._one(pinned), ttl=ttl)
+            self.pins[number] = self.manager.cache.pin(self._one(pinned), ttl=ttl)
         else:
-            self.pins[number] = self.manager.pin(self.operations.tokens(pinned), scope_of(scope), ttl)
+            self.pins[number] = self.manager.cache.pin(self.operations.tokens(pinned), scope_of(scope), ttl)
 
     def _unpin(self, number: int) -> None:
         if (pin := self.pins.pop(number, None)) is None:
             raise TraceError(f"there is no pin {number}")
-        self.manager.unpin(pin)
+        self.manager.cache.unpin(pin)
 
     def _set_quota(self, tenant: int, guaranteed: Any, maximum: Any) -> None:
-        self.manager.set_quota(scope_of([tenant, 0]).tenant, guaranteed=guaranteed, maximum=maximum)
+        self.manager.cache.set_quota(scope_of([tenant, 0]).tenant, guaranteed=guaranteed, maximum=maximum)
 
     def _evict(self, num_blocks: int, pool: int, tier: int) -> None:
-        self.manager.evict(num_blocks, pool=pool, tier=Tier(tier))
+        self.manager.cache.evict(num_blocks, pool=pool, tier=Tier(tier))
 
     def _offload(self, num_blocks: int, pool: int, tier: int) -> None:
-        self.manager.offload(num_blocks, pool=pool, tier=Tier(tier))
+        self.manager.cache.offload(num_blocks, pool=pool, tier=Tier(tier))
 
     def _onboard(self, prefix: list[Any], scope: list[int] | None) -> None:
-        self.manager.onboard(self.operations.tokens(prefix), scope_of(scope))
+        self.manager.cache.onboard(self.operations.tokens(prefix), scope_of(scope))
 
     def _invalidate(self, prefix: list[Any] | None, scope: list[int] | None, session: int | None) -> None:
         if session is not None:
-            self.manager.invalidate(session=f"session {session}")
+            self.manager.cache.invalidate(session=f"session {session}")
         else:
-            self.manager.invalidate(None if prefix is None else self.operations.tokens(prefix), scope=scope_of(scope))
+            self.manager.cache.invalidate(
+                None if prefix is None else self.operations.tokens(prefix), scope=scope_of(scope)
+            )
 
     def _invalidate_tenant(self, tenant: int) -> None:
-        self.manager.invalidate(tenant=scope_of([tenant, 0]).tenant)
+        self.manager.cache.invalidate(tenant=scope_of([tenant, 0]).tenant)
 
     def _resize(self, num_blocks: int, pool: int, tier: int) -> None:
         if num_blocks > MAX_BLOCKS:
             raise TraceError(
                 f"a pool of {num_blocks:,} blocks is asked for; more than {MAX_BLOCKS:,} cannot be replayed"
             )
-        self.manager.resize(num_blocks, pool=pool, tier=Tier(tier))
+        self.manager.cache.resize(num_blocks, pool=pool, tier=Tier(tier))
 
     def _defragment(self, tier: int) -> None:
-        self.manager.defragment(Tier(tier))
+        self.manager.cache.defragment(Tier(tier))
 
     def _reset_prefix_cache(self) -> None:
-        self.manager.reset_prefix_cache()
+        self.manager.cache.reset()
 
 
 def _retention(plain: dict[str, Any]) -> Retention:

@@ -62,7 +62,6 @@ class TraceRecorder:
         self._wake = threading.Event()
         self._closing = False
         self._manager: KVCacheManager | None = None
-        self._source: int | None = None  # the run that partial matching chose since the last operation
         self._thread: threading.Thread | None = None
 
     def attach(self, manager: KVCacheManager) -> TraceRecorder:
@@ -78,7 +77,7 @@ class TraceRecorder:
         self._manager = manager
         self._thread = threading.Thread(target=self._run, args=(writer,), name="kvpool-recorder", daemon=True)
         self._thread.start()
-        self._started = moment_of(manager.now)
+        self._started = moment_of(manager.inspect.now)
         self._stop_observing = manager.observe(self)
         return self
 
@@ -102,12 +101,9 @@ class TraceRecorder:
 
     def done(self, verb: str, now: float, result: Any, arguments: tuple[Any, ...]) -> None:
         """Notes an operation, with copies of what its caller may change later."""
-        source, self._source = self._source, None
         if self.stopped_because is not None:
             return
         noted = _NOTED[verb](result, *arguments)
-        if verb == "allocate":
-            noted = (*noted[:-1], source, noted[-1])
         pending = self._pending
         when = (moment_of(now) - self._started) / MOMENTS_PER_SECOND  # on the grid of policies, which go by the time
         pending.append((noted[0], when, *noted[1:]))
@@ -115,11 +111,6 @@ class TraceRecorder:
             self._wake.set()
             if len(pending) > MAX_PENDING:
                 self.stopped_because = f"the writer is {MAX_PENDING} operations behind"
-
-    def choose_source(self, run: int) -> int:
-        """Remembers from which run a partial block is taken."""
-        self._source = run
-        return run
 
     # --- in the recorder's thread ------------------------------------------------------------------------------------
 
@@ -152,10 +143,11 @@ _UNSAID = {
 
 
 def _allocated(handle: KVCacheHandle, _: Hashable, tokens: Any, options: dict[str, Any]) -> Operation:
+    apart = ("scope", "source")
     more = {
-        name: value for name, value in options.items() if name != "scope" and value not in (None, _UNSAID.get(name))
+        name: value for name, value in options.items() if name not in apart and value not in (None, _UNSAID.get(name))
     }
-    return "a", handle.serial, _copied(tokens), handle.scope, more
+    return "a", handle.serial, _copied(tokens), handle.scope, options["source"], more
 
 
 def _committed(_: None, batch: SequenceBatch, tokens: Any, counts: Int64Array | None, items: Items) -> Operation:

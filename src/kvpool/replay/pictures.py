@@ -123,7 +123,7 @@ def sample_occupancy(trace: Trace, config: ReplayConfig) -> Occupancy:
             return
         now = trace.timestamps[: index + 1].max() / 1000
         ages, owners = dict.fromkeys(found.by_age, 0), dict.fromkeys(found.by_tenant, 0)
-        for run in manager.cached_runs():
+        for run in manager.inspect.runs():
             name = "host" if run.tier == Tier.HOST else "disk"
             if run.tier == Tier.GPU:
                 name = "GPU, " + next(label for limit, label in _AGES if run.idle_seconds < limit)

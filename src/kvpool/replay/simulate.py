@@ -277,7 +277,7 @@ class _Replay:
         return handle.num_cached_blocks
 
     def _resize(self, num_blocks: int) -> None:
-        self.manager.resize(num_blocks)
+        self.manager.cache.resize(num_blocks)
         self._take_copies()
         self.num_blocks = num_blocks
 

@@ -263,7 +263,7 @@ class Admissions:
 
         All that a request needs must fit there: otherwise it would wait for room, and what came up be evicted before it runs.
         """
-        for sequence in candidates if self.manager.has_tier(Tier.HOST, Tier.DISK) else ():
+        for sequence in candidates if self.manager.inspect.has_tier(Tier.HOST, Tier.DISK) else ():
             if sequence.state is not SequenceState.WAITING or sequence.in_flight:
                 continue
             if self.manager.match_prefix(sequence.prompt).tokens_by_tier.keys() <= {Tier.GPU}:
@@ -273,6 +273,6 @@ class Admissions:
             if not self._has_room(sequence, admission, future):
                 continue
             try:
-                self.roster.stats.prefetched_blocks += self.manager.onboard(sequence.prompt)
+                self.roster.stats.prefetched_blocks += self.manager.cache.onboard(sequence.prompt)
             except OutOfBlocksError:  # other tenants' guarantees are in the way
                 continue

@@ -32,7 +32,7 @@ class Supply:
 
     def guaranteed_to_others(self, tenant: str, pool: int) -> dict[str, int]:
         """Blocks of a pool that may never be there for requests of a tenant, by the tenants that they are guaranteed to."""
-        quotas = self.manager.quotas().items()
+        quotas = self.manager.cache.quotas().items()
         return {other: quota.guaranteed[pool] for other, quota in quotas if other != tenant and quota.guaranteed[pool]}
 
     def of(self, tenant: str) -> tuple[int, ...]:
@@ -46,7 +46,7 @@ class Supply:
         must fit into what is there for each tenant that was given one.
         """
         have = admission.blocks_available
-        quotas = self.manager.quotas()
+        quotas = self.manager.cache.quotas()
         others = {sequence.request.scope.tenant for sequence in running} - {tenant} if quotas else set()
         if not others:
             return have
@@ -59,7 +59,7 @@ class Supply:
 
     def num_served(self, needs: list[tuple[str, tuple[int, ...]]]) -> int:
         """How many of these needs, each of a tenant and per pool, can be met in this order."""
-        quotas = self.manager.quotas()
+        quotas = self.manager.cache.quotas()
         pools = range(self.num_pools)
         own = {tenant: [quota.protected(pool) for pool in pools] for tenant, quota in quotas.items()}
         shared = list(self.of(""))
@@ -186,11 +186,13 @@ class Capacity:
     def has_shrunk(self) -> bool:
         """Whether there may be less than at first, in a smaller pool or beside guarantees: what was accepted may not fit."""
         made = (pool.num_blocks[Tier.GPU] for pool in self.manager.config.pools)
-        return any(now < then for now, then in zip(self.pool_sizes(), made, strict=True)) or bool(self.manager.quotas())
+        return any(now < then for now, then in zip(self.pool_sizes(), made, strict=True)) or bool(
+            self.manager.cache.quotas()
+        )
 
     def pool_sizes(self) -> list[int]:
         """Blocks of each GPU pool, as large as it is now."""
-        return [self.manager.num_blocks(pool.index) for pool in self.manager.config.pools]
+        return [self.manager.inspect.num_blocks(pool.index) for pool in self.manager.config.pools]
 
     def blocks_per_column(self, pool: int) -> int:
         """Blocks of a pool behind one column of the block table."""

@@ -125,7 +125,11 @@ class Roster:
         with drafts in flight, because nobody knows yet how many of their places will count.
         """
         mode = self.config.preemption
-        if mode is PreemptionMode.RECOMPUTE or not self.manager.has_tier(Tier.HOST) or self._has_siblings(sequence):
+        if (
+            mode is PreemptionMode.RECOMPUTE
+            or not self.manager.inspect.has_tier(Tier.HOST)
+            or self._has_siblings(sequence)
+        ):
             return False
         if sequence.num_drafts_in_flight:
             return False

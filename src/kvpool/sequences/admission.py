@@ -25,7 +25,7 @@ NO_MATCH = Match(None, [], 0)
 class Found:
     """What a prompt would reuse, and the version of the cache for which that holds."""
 
-    __slots__ = ("fresh", "ids", "logits", "match", "prompt", "version")
+    __slots__ = ("fresh", "ids", "logits", "match", "prompt", "source", "version")
 
     def __init__(
         self,
@@ -35,6 +35,7 @@ class Found:
         fresh: Fresh | None,
         match: Match,
         logits: Any,
+        source: int | None,
     ) -> None:
         self.prompt = prompt
         self.version = version
@@ -42,9 +43,10 @@ class Found:
         self.fresh = fresh  # symbols that nobody keeps yet
         self.match = match
         self.logits = logits  # stored for exactly this prompt
+        self.source = source  # the number of the run whose block agrees in part, before anything was cut off the match
 
 
-NOTHING = Found(None, -1, None, None, NO_MATCH, None)  # of a prompt whose tokens are unknown
+NOTHING = Found(None, -1, None, None, NO_MATCH, None, None)  # of a prompt whose tokens are unknown
 
 
 class PrefixMatch(NamedTuple):
@@ -114,21 +116,24 @@ class AdmissionPlanner:
     # --- reuse -------------------------------------------------------------------------------------------------------
 
     def find(self, prompt: Prompt) -> Found:
-        """What a prompt would reuse now. The tree is walked once for as long as nothing changes and no other is asked about.
-
-        Observers are told what each walk chose, so a cache that is observed walks every time.
-        """
+        """What a prompt would reuse now. Asked again about the same prompt, it walks the tree only if something changed."""
         last, version, tokens = self._last, self.context.version, prompt.tokens
-        if last.prompt is prompt and last.version == version and self.tree.choose_source is None:
+        if last.prompt is prompt and last.version == version:
             return last
         if tokens is None:
             return NOTHING
         ids, fresh = self.rows.symbols.encode(tokens, prompt.items) if prompt.items else (tokens, None)
-        match, logits = NO_MATCH, None
+        match, logits, source = NO_MATCH, None, None
         if not prompt.cross_tokens or prompt.scope.encoder:  # an encoder's unnamed input is like no other
             match, logits = self.best_match(ids, prompt.scope)
-        found = self._last = Found(prompt, version, ids, fresh, match, logits)
+            source = self.tree.last_source
+        found = self._last = Found(prompt, version, ids, fresh, match, logits, source)
         return found
+
+    @property
+    def last_source(self) -> int | None:
+        """The run whose block agreed in part with the prompt that was found last."""
+        return self._last.source
 
     def best_match(self, tokens: Int32Array, scope: ReuseScope) -> tuple[Match, Any]:
         """The reusable part of a prompt, and its stored logits if all of it is.

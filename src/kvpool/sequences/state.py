@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.config.layers import ceil_div
-from kvpool.errors import NeverFitsError, OutOfBlocksError, SequenceStateError, UnknownRequestError
+from kvpool.errors import (
+    InvalidArgumentError,
+    NeverFitsError,
+    OutOfBlocksError,
+    SequenceStateError,
+    UnknownRequestError,
+)
 from kvpool.events import EventLog, PoolSize
 from kvpool.eviction import EvictionPolicy
+from kvpool.pools.arrays import as_count
 from kvpool.pools.groups import make_groups
 from kvpool.pools.pool import GPU, BlockPool, CopyOp
 from kvpool.pools.rows import SequenceRows
@@ -97,6 +104,12 @@ class CacheState:
         self.gpu_pools = [tiers[GPU] for tiers in self.pools]
         self._watermarks: dict[tuple[int, int], int] = {}  # by pool and its size: exact fractions take a while
         self.is_simple = len(self.groups) == 1 and len(self.context.full) == 1
+
+    def pool(self, index: Any, tier: Any) -> BlockPool:
+        """The pool of a user's choice."""
+        if not isinstance(tier, Tier) or tier == Tier.REMOTE:
+            raise InvalidArgumentError(f"pools exist on GPU, HOST and DISK, not on {tier!r}")
+        return self.pools[as_count(index, "pool", maximum=len(self.pools) - 1)][tier]
 
     def row_of(self, handle: GivenHandle) -> int:
         """The row of a live handle of this manager that is on the GPU."""

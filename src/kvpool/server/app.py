@@ -62,7 +62,7 @@ class Server:
             raise ConfigError(f"two models have the same name: {', '.join(model.name for model in models)}")
         for model in models:
             for tenant, quota in access.quotas.items():
-                model.engine.manager.set_quota(tenant, guaranteed=quota.guaranteed, maximum=quota.maximum)
+                model.engine.manager.cache.set_quota(tenant, guaranteed=quota.guaranteed, maximum=quota.maximum)
         self.access = access
         self.gate = Gate(limits)
         self.metrics = Metrics(models)

@@ -23,7 +23,7 @@ class _Kept(NamedTuple):
     pin: Pin
 
     def holds(self) -> bool:
-        return self.model.engine.manager.is_pinned(self.pin)
+        return self.model.engine.manager.cache.is_pinned(self.pin)
 
 
 class PinBook:
@@ -50,7 +50,7 @@ class PinBook:
         await self.check_room(tenant)
         self._making[tenant] += 1
         try:
-            pin = await _in_thread(model.engine.manager.pin, tokens, scope, seconds)
+            pin = await _in_thread(model.engine.manager.cache.pin, tokens, scope, seconds)
         finally:
             self._making[tenant] -= 1
             self._making += Counter()  # keeps those above 0
@@ -65,7 +65,7 @@ class PinBook:
         if kept is None or kept.tenant != tenant:
             raise Problem(404, f"there is no pin {name!r}", code="not_found")
         del self._pins[name]
-        await _in_thread(kept.model.engine.manager.unpin, kept.pin)
+        await _in_thread(kept.model.engine.manager.cache.unpin, kept.pin)
         return {"id": name, "model": kept.model.name, "pinned_tokens": 0}
 
     async def of(self, tenant: str) -> list[dict[str, Any]]:

@@ -39,14 +39,21 @@ KV = tuple[Tensor, "Tensor | None"]
 _NO_BLOCKS: Int32Array = np.empty(0, np.int32)
 
 
+class Pools(Protocol):
+    """What the data plane asks of a manager's `cache`."""
+
+    def resize(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> ResizeResult: ...
+
+
 class Manager(Protocol):
     """What the data plane asks of a `KVCacheManager`."""
 
     config: KVCacheConfig
 
+    @property
+    def cache(self) -> Pools: ...
     def take_copies(self) -> list[CopyOp]: ...
     def writable_blocks(self, group: int = 0) -> BoolArray: ...
-    def resize(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> ResizeResult: ...
 
 
 class StepSlots(NamedTuple):
@@ -263,7 +270,7 @@ class DataPlane:
     # --- shape -------------------------------------------------------------------------------------------------------
 
     def resize(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> ResizeResult:
-        """`manager.resize`, with the bytes: moves what stands in the way, then changes the store."""
+        """`manager.cache.resize`, with the bytes: moves what stands in the way, then changes the store."""
         self.run_copies()
         store = self.stores.get((pool, tier))
         if store is None:
@@ -274,7 +281,7 @@ class DataPlane:
         if num_blocks > before:
             store.resize(num_blocks)  # may find no memory: then nothing has changed
         try:
-            result = self.manager.resize(num_blocks, pool=pool, tier=tier)
+            result = self.manager.cache.resize(num_blocks, pool=pool, tier=tier)
         except Exception:
             store.resize(before)
             raise

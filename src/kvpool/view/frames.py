@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvpool.events import Created, Event, Removed, Stored, Updated
-from kvpool.manager.picture import RunsPicture, SequencePicture
+from kvpool.manager.inspection import RunsSnapshot, SequenceSnapshot
 from kvpool.view.sampling import Look, PoolLook, changed_spans, id_spans, packed
 
 MAX_SEQUENCES = 256  # that are told one by one, with their tables
@@ -67,7 +67,7 @@ def _pool(old: PoolLook | None, new: PoolLook) -> dict[str, Any]:
 
 
 def _sequences(
-    old: tuple[SequencePicture, ...], new: tuple[SequencePicture, ...], tenants: tuple[str, ...]
+    old: tuple[SequenceSnapshot, ...], new: tuple[SequenceSnapshot, ...], tenants: tuple[str, ...]
 ) -> dict[str, Any]:
     known = {sequence.serial: sequence for sequence in old[:MAX_SEQUENCES]}
     number = {tenant: place for place, tenant in enumerate(tenants)}
@@ -91,7 +91,7 @@ def _sequences(
     return {"sequences": rows, "num_sequences": len(new), "tables": _tables(changed)}
 
 
-def _tables(sequences: list[SequencePicture]) -> dict[int, list[str]]:
+def _tables(sequences: list[SequenceSnapshot]) -> dict[int, list[str]]:
     """The block tables of sequences, one for each layer group, as spans."""
     tables: dict[int, list[str]] = {one.serial: [] for one in sequences}
     for of_group in zip(*(one.tables for one in sequences), strict=True):
@@ -102,11 +102,11 @@ def _tables(sequences: list[SequencePicture]) -> dict[int, list[str]]:
     return tables
 
 
-def _same_tables(one: SequencePicture, other: SequencePicture) -> bool:
+def _same_tables(one: SequenceSnapshot, other: SequenceSnapshot) -> bool:
     return one.is_swapped == other.is_swapped and all(map(np.array_equal, one.tables, other.tables))
 
 
-def _tree(runs: RunsPicture, tenants: tuple[str, ...]) -> dict[str, Any]:
+def _tree(runs: RunsSnapshot, tenants: tuple[str, ...]) -> dict[str, Any]:
     """The runs nearest to the top. Whoever is there has its parent there, before it."""
     level = np.zeros(len(runs.number), np.int64)
     for _ in range(len(level)):  # a step for each level of the tree

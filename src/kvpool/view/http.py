@@ -21,7 +21,7 @@ import numpy as np
 from kvpool.config import Tier
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
 from kvpool.manager import KVCacheManager
-from kvpool.manager.picture import RunsPicture
+from kvpool.manager.inspection import RunsSnapshot
 from kvpool.view.hub import Hub
 
 PREFIX = "/view/"
@@ -65,7 +65,7 @@ def block_details(hub: Hub, pool: int, tier: str, block_id: int) -> dict[str, An
         where = Tier[tier]
     except KeyError:
         raise InvalidArgumentError(f"there is no tier {tier!r}; pools exist on GPU, HOST and DISK") from None
-    block = hub.manager.block(block_id, pool=pool, tier=where)
+    block = hub.manager.inspect.block(block_id, pool=pool, tier=where)
     details: dict[str, Any] = {
         "block": block.block_id,
         "pool": block.pool,
@@ -78,12 +78,12 @@ def block_details(hub: Hub, pool: int, tier: str, block_id: int) -> dict[str, An
         "num_requests": len(block.request_ids),
     }
     look = hub.last_look
-    runs = hub.manager.runs_picture() if look is None or look.runs is None else look.runs
+    runs = hub.manager.inspect.runs_snapshot() if look is None or look.runs is None else look.runs
     found = _run_of(runs, pool, where, block_id)
-    return details | ({} if found is None else {"run": _run_details(runs, found, hub.manager.now)})
+    return details | ({} if found is None else {"run": _run_details(runs, found, hub.manager.inspect.now)})
 
 
-def _run_of(runs: RunsPicture, pool: int, tier: Tier, block_id: int) -> int | None:
+def _run_of(runs: RunsSnapshot, pool: int, tier: Tier, block_id: int) -> int | None:
     ends = np.cumsum(runs.num_blocks)
     for of_pool, ids in zip(runs.pools, runs.block_ids, strict=True):
         if of_pool == pool:
@@ -94,7 +94,7 @@ def _run_of(runs: RunsPicture, pool: int, tier: Tier, block_id: int) -> int | No
     return None
 
 
-def _run_details(runs: RunsPicture, run: int, now: float) -> dict[str, Any]:
+def _run_details(runs: RunsSnapshot, run: int, now: float) -> dict[str, Any]:
     below = np.zeros(len(runs.number), np.bool_)
     below[run] = True
     for place in range(run + 1, len(below)):  # parents stand before their children

@@ -26,7 +26,7 @@ from kvpool.config import Tier
 from kvpool.errors import InvalidArgumentError
 from kvpool.events import Event, Subscription
 from kvpool.manager import KVCacheManager
-from kvpool.manager.picture import Picture, PoolPicture, RunsPicture, SequencePicture
+from kvpool.manager.inspection import PoolSnapshot, RunsSnapshot, SequenceSnapshot, Snapshot
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.prefix.node import DEFAULT_PRIORITY
 
@@ -136,8 +136,8 @@ class Look(NamedTuple):
     now: int  # in tenths of a second, as in words
     tick: int
     pools: tuple[PoolLook, ...]
-    sequences: tuple[SequencePicture, ...]
-    runs: RunsPicture | None
+    sequences: tuple[SequenceSnapshot, ...]
+    runs: RunsSnapshot | None
     runs_number: int  # of the look that saw them
     tenants: tuple[str, ...]
     counts: Mapping[str, int]
@@ -185,13 +185,13 @@ class Sampler:
     _tenants: dict[str, int] = field(default_factory=lambda: {"": 0})
     _subscription: Subscription | None = None
     _number: int = 0
-    _runs: RunsPicture | None = None
+    _runs: RunsSnapshot | None = None
     _runs_number: int = 0
     _runs_tick: int = -1
     _runs_due: float = 0.0
 
     def __post_init__(self) -> None:
-        self._origin = self.manager.now
+        self._origin = self.manager.inspect.now
 
     def start(self) -> None:
         """Somebody watches: follows the manager's events, if it keeps any."""
@@ -209,7 +209,7 @@ class Sampler:
         """One look. `more` is what else is known of this moment, for the page."""
         self._number += 1
         began = time.perf_counter()
-        picture = self.manager.picture()
+        picture = self.manager.inspect.snapshot()
         seconds = time.perf_counter() - began
         if began >= self._runs_due and picture.tick != self._runs_tick:
             self._walk(picture.tick)
@@ -234,7 +234,7 @@ class Sampler:
     def _walk(self, tick: int) -> None:
         """Reads the runs anew."""
         began = time.thread_time()
-        runs = self.manager.runs_picture()
+        runs = self.manager.inspect.runs_snapshot()
         seconds = time.thread_time() - began
         self._runs, self._runs_number, self._runs_tick = runs, self._number, tick
         self._runs_due = time.perf_counter() + max(self.runs_seconds, seconds / SHARE_OF_TIME)
@@ -263,7 +263,7 @@ class Sampler:
             known = self._known[pool, tier] = grown
         return known
 
-    def _pool(self, pool: PoolPicture, picture: Picture) -> PoolLook:
+    def _pool(self, pool: PoolSnapshot, picture: Snapshot) -> PoolLook:
         """The words of a pool: those of the look before, and new ones for the blocks that changed."""
         size, now = pool.num_blocks, self._tenths(picture.now)
         known = self._known_of(pool.pool, pool.tier, size)

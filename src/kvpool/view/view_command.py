@@ -130,7 +130,7 @@ class Traffic:
 
     def _pin(self, tokens: Int32Array, scope: ReuseScope) -> None:
         try:
-            self.manager.pin(tokens, scope, ttl=60.0)
+            self.manager.cache.pin(tokens, scope, ttl=60.0)
         except PinBudgetError:
             return
 

@@ -94,7 +94,7 @@ class SchedulerSide:
             clock=self._clock,
         )
         for salt, limits in settings.quotas.items():
-            self.manager.set_quota(salt, **limits)
+            self.manager.cache.set_quota(salt, **limits)
         self._lookups = TierLookups(settings, workers) if settings.has_tiers else None
         self._events = None if hash_size is None else BlockEvents(self.manager, block_size, hash_size)
         spills = settings.has_tiers and not settings.read_only
@@ -228,7 +228,7 @@ class SchedulerSide:
         self._saver.forget()
         self._unfound.forget()
         self._pins.end_all()
-        self.manager.reset_prefix_cache()
+        self.manager.cache.reset()
         if self._events is not None:
             self._events.forget_tiers()
         self._epoch = uuid.uuid4().hex
@@ -314,21 +314,21 @@ class PromptPins:
         before, seconds = self._pins.pop(key, None), tracked.wishes.pin
         if seconds:
             try:
-                self._pins[key] = self._manager.pin(tokens, tracked.scope, float(seconds), items)
+                self._pins[key] = self._manager.cache.pin(tokens, tracked.scope, float(seconds), items)
             except KVPoolError as error:
                 name = tracked.request.request_id
                 self._quiet.warning("kvpool connector: the prompt of %s is not pinned: %s", name, error)
-        if before is not None and self._manager.is_pinned(before):
-            self._manager.unpin(before)
+        if before is not None and self._manager.cache.is_pinned(before):
+            self._manager.cache.unpin(before)
         if len(self._pins) > _MANY:
-            self._pins = {key: pin for key, pin in self._pins.items() if self._manager.is_pinned(pin)}
+            self._pins = {key: pin for key, pin in self._pins.items() if self._manager.cache.is_pinned(pin)}
 
     def end_all(self) -> None:
         """Nothing is pinned any more."""
         self._due.clear()
         for pin in self._pins.values():
-            if self._manager.is_pinned(pin):
-                self._manager.unpin(pin)
+            if self._manager.cache.is_pinned(pin):
+                self._manager.cache.unpin(pin)
         self._pins.clear()
 
 

@@ -52,7 +52,7 @@ class Leases:
     def __init__(self, manager: KVCacheManager) -> None:
         self._manager = manager
         self._handles: dict[Hashable, KVCacheHandle] = {}
-        self._most = min(manager.num_blocks(pool.index) for pool in manager.config.pools) // 2
+        self._most = min(manager.inspect.num_blocks(pool.index) for pool in manager.config.pools) // 2
 
     def __len__(self) -> int:
         return len(self._handles)

@@ -1,0 +1,238 @@
+"""`manager.cache`: what concerns the cache as a whole. Keep content, drop it, move it between tiers, change the pools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from kvpool.config import Tier
+from kvpool.config.layers import MAX_BLOCKS
+from kvpool.errors import InvalidArgumentError
+from kvpool.manager.arguments import check_scope, check_seconds
+from kvpool.manager.compaction import Compaction
+from kvpool.manager.guard import Guard
+from kvpool.manager.invalidation import Invalidation
+from kvpool.manager.pins import Pin, Pins
+from kvpool.pools.arrays import Int32Array, as_count
+from kvpool.pools.pool import ResizeResult
+from kvpool.prefix.node import NEVER
+from kvpool.prefix.orders import TenantQuota
+from kvpool.prefix.tenants import TenantQuotas
+from kvpool.scope import ReuseScope
+from kvpool.sequences.admission import AdmissionPlanner, InFlight
+from kvpool.sequences.handle import KVCacheHandle
+from kvpool.sequences.prompt import DEFAULT_SCOPE, Items, Prompt, as_prompt
+from kvpool.sequences.state import CacheState
+from kvpool.sequences.swap import Onboarding
+from kvpool.stats import EvictionReason
+
+
+class CacheControl:
+    """Verbs of operators and background tasks. Like those of the manager, each happens completely or changes nothing."""
+
+    def __init__(self, state: CacheState, guard: Guard, admissions: AdmissionPlanner, in_flight: InFlight) -> None:
+        self.pins = Pins(state)
+        self._state = state
+        self._guard = guard
+        self._quotas = TenantQuotas(state.cache)
+        self._moves = Onboarding(state, admissions)
+        self._compaction = Compaction(state)
+        self._invalidation = Invalidation(state, in_flight, self.pins)
+
+    # --- what stays, what goes ---------------------------------------------------------------------------------------
+
+    def pin(
+        self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE, ttl: float | None = None, multimodal: Items | None = None
+    ) -> Pin:
+        """Keeps the cached full blocks of `tokens` (or of a handle's committed tokens) from eviction, until `unpin` or `ttl`.
+
+        Raises `PinBudgetError` when more than `max_pinned_tokens` would be pinned.
+        """
+        check_seconds(ttl, "ttl")
+        with self._guard:
+            if isinstance(tokens, KVCacheHandle):
+                check_scope(scope)
+                if multimodal is not None:
+                    raise InvalidArgumentError(
+                        "the multimodal items of a request are known; give them with tokens only"
+                    )
+                row = self._state.any_row_of(tokens)
+                scope, items = tokens.scope, None
+                coded = self._state.rows.token_ids(row)[: int(self._state.rows.committed[row])]
+            else:
+                prompt = as_prompt(tokens, scope, multimodal)
+                tokens, scope, items = prompt.tokens, prompt.scope, prompt.items
+                coded = self._coded(prompt)
+            pin = self.pins.pin(coded, scope, ttl)
+            if self._guard.observers:
+                self._guard.tell("pin", pin, tokens, scope, ttl, items)
+            return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """Ends a pin."""
+        _check_pin(pin)
+        with self._guard:
+            self.pins.unpin(pin)
+            if self._guard.observers:
+                self._guard.tell("unpin", None, pin)
+
+    def is_pinned(self, pin: Pin) -> bool:
+        """Whether a pin still holds: it was not ended, its time is not over, its prefix was not invalidated."""
+        _check_pin(pin)
+        with self._guard.query:  # every operation begins with what is due
+            return self.pins.active.get(pin.pin_id) is pin
+
+    def set_quota(self, tenant: str, *, guaranteed: float | int = 0, maximum: float | int | None = None) -> None:
+        """Limits a tenant's idle cache: blocks (int) or a fraction of each GPU pool (float).
+
+        Up to `guaranteed`, other tenants' requests cannot evict it; beyond `maximum`, its own blocks go first. Call with
+        neither to remove the quota.
+        """
+        if not isinstance(tenant, str):
+            raise InvalidArgumentError(f"tenant must be a string, got {tenant!r}")
+        limits: list[Any] = [n.item() if isinstance(n, np.generic) else n for n in (guaranteed, maximum)]
+        with self._guard:
+            self._quotas.set(tenant, *limits)
+            if self._guard.observers:
+                self._guard.tell("set_quota", None, tenant, *limits)
+
+    def quotas(self) -> dict[str, TenantQuota]:
+        """The quotas in force, by tenant, with what each tenant has cached."""
+        with self._guard.query:
+            return {tenant: quota.view() for tenant, quota in self._state.cache.orders.quotas.items()}
+
+    def evict(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> int:
+        """Evicts up to `num_blocks` cached blocks now, in the order of the policy; returns how many became free."""
+        num_blocks = as_count(num_blocks, "num_blocks")
+        with self._guard:
+            chosen = self._state.pool(pool, tier)
+            freed = self._state.cache.evict(chosen, num_blocks, None, EvictionReason.EXPLICIT)
+            if self._guard.observers:
+                self._guard.tell("evict", freed, num_blocks, chosen.index, tier)
+            return freed
+
+    def gc(self) -> int:
+        """Drops cached runs and pins whose time is over; returns the number of blocks (positions) dropped."""
+        with self._guard.query:  # every operation begins with what is due
+            return self._guard.num_expired
+
+    def next_deadline(self) -> float | None:
+        """Seconds until the next time to live, priority or pin runs out; None when nothing does."""
+        with self._guard.query:
+            deadline = self._state.cache.expiry.calendar.next
+            return None if deadline == NEVER else deadline - self._state.context.now
+
+    def invalidate(
+        self,
+        prefix: Any = None,
+        *,
+        scope: ReuseScope | None = None,
+        session: str | None = None,
+        tenant: str | None = None,
+        multimodal: Items | None = None,
+    ) -> int:
+        """Removes cached content that must not be reused: below a prefix, in a scope, made by a session, or of a tenant.
+
+        `prefix` (with `scope`, default scope otherwise, and its items in `multimodal`) removes what follows its last full
+        block match, that block included. What a session made goes with all that others built on it or copied from it. Live
+        requests that hold or compute some of what is removed keep their blocks and go on; they publish nothing more.
+        Of a tenant everything goes, whatever its adapters and salts. Returns the blocks removed.
+        """
+        given = [prefix is not None or scope is not None, session is not None, tenant is not None]
+        if sum(given) != 1:
+            raise InvalidArgumentError(
+                "invalidate takes a prefix, a scope, a prefix with its scope, a session, or a tenant"
+            )
+        for name, value in (("session", session), ("tenant", tenant)):
+            if value is not None and not isinstance(value, str):
+                raise InvalidArgumentError(f"{name} must be a string, got {value!r}")
+        if scope is not None:
+            check_scope(scope)
+        if prefix is None and multimodal is not None:
+            raise InvalidArgumentError("multimodal items need the ids of the tokens that stand for them: give a prefix")
+        prompt = None if prefix is None else as_prompt(prefix, scope or DEFAULT_SCOPE, multimodal)
+        with self._guard:
+            if session is not None:
+                removed = self._invalidation.of_session(session)
+            elif tenant is not None:
+                removed = self._invalidation.of_tenant(tenant)
+            elif prompt is not None:
+                removed = self._invalidation.below_prefix(self._coded(prompt), prompt.scope)
+            else:
+                assert scope is not None
+                removed = self._invalidation.in_scope(scope)
+            if self._guard.observers:
+                ids, items = (None, None) if prompt is None else (prompt.tokens, prompt.items)
+                self._guard.tell(
+                    "invalidate", removed, ids, scope if prompt is None else prompt.scope, session, items, tenant
+                )
+            return removed
+
+    def reset(self) -> int:
+        """Forgets everything cached, on all tiers, also under live requests. Returns the blocks removed.
+
+        What live requests have computed so far, and what they go on to compute with it, is not published either.
+        """
+        with self._guard:
+            removed = self._invalidation.everything()
+            if self._guard.observers:
+                self._guard.tell("reset_prefix_cache", removed)
+            return removed
+
+    # --- tiers -------------------------------------------------------------------------------------------------------
+
+    def offload(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> int:
+        """Moves up to `num_blocks` of the runs that would be evicted next one tier down; returns how many moved."""
+        num_blocks = as_count(num_blocks, "num_blocks")
+        with self._guard:
+            chosen = self._state.pool(pool, tier)
+            moved = self._moves.offload(chosen, num_blocks)
+            if self._guard.observers:
+                self._guard.tell("offload", moved, num_blocks, chosen.index, tier)
+            return moved
+
+    def onboard(self, tokens: Any, scope: ReuseScope = DEFAULT_SCOPE, multimodal: Items | None = None) -> int:
+        """Brings the cached prefix of `tokens` up to the GPU ahead of its request; returns how many blocks move."""
+        prompt = as_prompt(tokens, scope, multimodal)
+        with self._guard:
+            moved = self._moves.onboard(self._coded(prompt), prompt.scope)
+            if self._guard.observers:
+                self._guard.tell("onboard", moved, prompt.tokens, prompt.scope, prompt.items)
+            return moved
+
+    # --- the pools ---------------------------------------------------------------------------------------------------
+
+    def defragment(self, tier: Tier = Tier.GPU) -> int:
+        """Plans the fewest moves that leave every pool's live blocks at its lowest ids; returns how many."""
+        with self._guard:
+            self._state.pool(0, tier)
+            moved = self._compaction.defragment(tier)
+            if self._guard.observers:
+                self._guard.tell("defragment", moved, tier)
+            return moved
+
+    def resize(self, num_blocks: int, *, pool: int = 0, tier: Tier = Tier.GPU) -> ResizeResult:
+        """Grows or shrinks a pool while requests run; says what had to be evicted and moved."""
+        with self._guard:
+            chosen = self._state.pool(pool, tier)
+            least = 1 if tier == Tier.GPU else 0
+            num_blocks = as_count(num_blocks, "num_blocks", least, MAX_BLOCKS)
+            result = self._compaction.resize(chosen, num_blocks)
+            self._state.cache.mover.find_lower_tiers()
+            self._guard.calm = (0, 0)
+            if self._state.context.events.listening:
+                self._state.context.events.created(self._state.pool_sizes())
+            if self._guard.observers:
+                self._guard.tell("resize", result, num_blocks, chosen.index, tier)
+            return result
+
+    def _coded(self, prompt: Prompt) -> Int32Array:
+        """The tokens of a prompt as the tree holds them; symbols that nobody knows yet are not kept."""
+        assert prompt.tokens is not None
+        return self._state.rows.symbols.encode(prompt.tokens, prompt.items)[0] if prompt.items else prompt.tokens
+
+
+def _check_pin(pin: object) -> None:
+    if not isinstance(pin, Pin):
+        raise InvalidArgumentError(f"a pin is what pin() returned, got {pin!r}")
