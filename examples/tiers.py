@@ -13,7 +13,7 @@ with TemporaryDirectory() as directory:
     answers = []
     for life in ("first", "second"):
         # remote="redis://cache.example:6379" instead of disk= shares blocks between machines.
-        with Engine(MODEL, kv_blocks=64, disk=directory, disk_bytes=64 * 2**20) as engine:
+        with Engine(MODEL, kv_blocks=64, disk=directory, disk_bytes="64MB") as engine:
             (result,) = engine.generate([prompt], SamplingParams(max_new_tokens=8, temperature=0.0))
             answers.append(result.token_ids)
             loaded = engine.stats().tiers.prompt_tokens_loaded
