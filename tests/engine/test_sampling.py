@@ -106,6 +106,17 @@ def test_given_a_mixed_batch_then_every_row_gets_what_it_gets_alone() -> None:
         assert alone.item() == together[row].item()
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("-inf")])
+def test_given_a_row_without_any_token_to_choose_then_the_others_get_what_they_get_alone(broken: float) -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.8)
+    logits, uniforms = logits_for(3), torch.tensor([0.3, 0.6, 0.9])
+    expected = sample(logits, SamplingRows([params] * 3, CPU), uniforms).tokens
+    logits[1] = broken
+    tokens = sample(logits, SamplingRows([params] * 3, CPU), uniforms).tokens
+    assert tokens[[0, 2]].equal(expected[[0, 2]])
+    assert 0 <= tokens[1].item() < VOCABULARY
+
+
 def test_given_logprobs_then_they_are_of_the_unfiltered_distribution() -> None:
     logits = logits_for(2, seed=8)
     rows = SamplingRows([SamplingParams(logprobs=3, logit_bias={0: 50.0}), SamplingParams()], CPU)

@@ -426,7 +426,7 @@ def test_every_mirror_is_exact_whenever_it_started_and_whatever_it_missed(capaci
 def test_wait_gives_up_after_its_timeout(subscription: Subscription) -> None:
     started = time.monotonic()
     assert not subscription.wait(timeout=0.02)
-    assert 0.015 < time.monotonic() - started < 5
+    assert time.monotonic() - started > 0.015
     assert not subscription.wait(timeout=0)
 
 
