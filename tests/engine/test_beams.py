@@ -18,7 +18,7 @@ STOP = 0
 
 def searching(**options: Any) -> BeamSearch:
     params = SamplingParams(num_beams=2, n=2, length_penalty=0.0, max_new_tokens=9, **options)
-    return BeamSearch(params, Request("r", [1], 9, stop_ids=[STOP]))
+    return BeamSearch(params, Request("r", [1], 9, stop_token_ids=[STOP]))
 
 
 def step(search: BeamSearch, probabilities: dict[str, list[float]]) -> dict[str, list[int]]:
