@@ -24,7 +24,19 @@ MODULE_FILES = sorted((SRC / "kvpool").rglob("*.py"))
 # that they use, and the control plane must not know them. Pools of transformers (`hf`) must not know the engine, nor the
 # engine the tools that analyse it.
 LAYERS = (
-    *("compiling", "errors", "quiet", "plainfile", "jsonfile", "terminal", "scope", "config", "formats", "stats"),
+    *(
+        "compiling",
+        "errors",
+        "checks",
+        "quiet",
+        "plainfile",
+        "jsonfile",
+        "terminal",
+        "scope",
+        "config",
+        "formats",
+        "stats",
+    ),
     *(
         "eviction",
         "events",

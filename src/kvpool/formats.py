@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 
 
 def other_format(found: object, oldest: int, newest: int, older_remedy: str) -> str | None:

@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from kvpool import KVCacheHandle, KVCacheManager, compat
+from kvpool.checks import show
 from kvpool.compat import ferrum, pyagent
-from kvpool.config.layers import show
 from kvpool.errors import KVPoolError
 from kvpool.storage import DataPlane
 from wrong_values import NASTY

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvpool.attention.attention_batch import PagedBatch
-from kvpool.config.layers import check_int
+from kvpool.checks import check_int
 from kvpool.errors import InvalidArgumentError, UnsupportedAttentionError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.kernels.layout import LayerCache
@@ -34,9 +34,9 @@ class PlanBuffers:
 
     def __init__(self, spec: AttentionSpec, max_sequences: int, max_query_tokens: int, max_blocks: int) -> None:
         self.spec = spec
-        self.max_sequences = check_int("max_sequences", max_sequences, 1, 2**24, InvalidArgumentError)
-        self.max_query_tokens = check_int("max_query_tokens", max_query_tokens, 1, 2**24, InvalidArgumentError)
-        self.max_blocks = check_int("max_blocks", max_blocks, 1, 2**31 - 1, InvalidArgumentError)
+        self.max_sequences = check_int(max_sequences, "max_sequences", 1, 2**24, InvalidArgumentError)
+        self.max_query_tokens = check_int(max_query_tokens, "max_query_tokens", 1, 2**24, InvalidArgumentError)
+        self.max_blocks = check_int(max_blocks, "max_blocks", 1, 2**31 - 1, InvalidArgumentError)
 
     def check(self, spec: AttentionSpec, batch: PagedBatch) -> None:
         """InvalidArgumentError unless the batch fits into these buffers."""

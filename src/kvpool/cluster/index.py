@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.checks import check_int, show
 from kvpool.cluster.hash_table import HashTable, Keys, Slots
 from kvpool.cluster.wire_events import MEDIA, AllBlocksCleared, BlockRemoved, BlockStored, WireEvent
-from kvpool.config.layers import check_int, show
 from kvpool.errors import InvalidArgumentError
 
 MAX_NODES = 64
@@ -81,7 +81,7 @@ class ClusterIndex:
     """
 
     def __init__(self, block_size: int, *, seed: int | None = None) -> None:
-        self.block_size = check_int("block_size", block_size, 1, 1 << 20, InvalidArgumentError)
+        self.block_size = check_int(block_size, "block_size", 1, 1 << 20, InvalidArgumentError)
         self._seed = secrets.randbits(63) if seed is None else seed
         self._lock = threading.Lock()
         self._nodes: dict[Hashable, _Node] = {}

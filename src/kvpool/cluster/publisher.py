@@ -21,9 +21,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from kvpool.checks import check_int, check_number, show
 from kvpool.cluster.translator import WireTranslator, group_names
 from kvpool.cluster.wire_events import AllBlocksCleared, BlockStored, WireEvent, encode_batch
-from kvpool.config.layers import check_int, check_number, show
 from kvpool.errors import ConfigError
 from kvpool.manager import KVCacheManager
 from kvpool.quiet import QuietLog
@@ -66,9 +66,9 @@ class EventPublisher:
         heartbeat: float = 1.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._rank = check_int("rank", rank, 0, 2**31)
-        self._kept: deque[tuple[int, bytes]] = deque(maxlen=check_int("keep_messages", keep_messages, 1, 2**31))
-        self._heartbeat = check_number("heartbeat", heartbeat, "a number of seconds above 0")
+        self._rank = check_int(rank, "rank", 0, 2**31)
+        self._kept: deque[tuple[int, bytes]] = deque(maxlen=check_int(keep_messages, "keep_messages", 1, 2**31))
+        self._heartbeat = check_number(heartbeat, "heartbeat", "a number of seconds above 0")
         if self._heartbeat <= 0:
             raise ConfigError(f"heartbeat={heartbeat} must be a number of seconds above 0")
         self._topic = topic.encode()

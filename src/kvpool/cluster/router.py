@@ -17,8 +17,8 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
+from kvpool.checks import check_int, check_number, show
 from kvpool.cluster.index import MAX_NODES, ClusterIndex, Hit
-from kvpool.config.layers import check_int, check_number, show
 from kvpool.errors import ConfigError, InvalidArgumentError, NoNodeError
 
 _K = TypeVar("_K", bound=Hashable)
@@ -53,8 +53,8 @@ class RoutingConfig:
         for each in fields(self):
             value = getattr(self, each.name)
             if each.type == "int":
-                check_int(each.name, value, 0 if each.name == "session_tokens" else 1, 1 << 40)
-            elif not check_number(each.name, value, "a number, 0 or more") >= 0:
+                check_int(value, each.name, 0 if each.name == "session_tokens" else 1, 1 << 40)
+            elif not check_number(value, each.name, "a number, 0 or more") >= 0:
                 raise ConfigError(f"{each.name}={value} must be a number, 0 or more")
 
 

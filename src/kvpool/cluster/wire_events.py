@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.errors import ConfigError, InvalidArgumentError
 
 MEDIA = ("GPU", "CPU", "STORAGE")

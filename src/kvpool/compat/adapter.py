@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 
+from kvpool.checks import as_count, show
 from kvpool.config import KVCacheConfig
-from kvpool.config.layers import show
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, StorageError, UnknownRequestError
 from kvpool.manager import KVCacheManager
-from kvpool.pools.arrays import Int32Array, as_count, as_token_array
+from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.pools.groups import kind_of
 from kvpool.sequences.handle import KVCacheHandle
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kvpool.checks import as_count, show
 from kvpool.compat.adapter import Adapter, CountingAdapter
 from kvpool.compat.ferrum_handle import CacheHandleStats
 from kvpool.compat.ferrum_prefixes import (
@@ -22,11 +23,9 @@ from kvpool.compat.ferrum_prefixes import (
     refuse_prefix,
 )
 from kvpool.config import Tier
-from kvpool.config.layers import show
 from kvpool.errors import InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.manager import KVCacheManager
 from kvpool.manager.guard import contain
-from kvpool.pools.arrays import as_count
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import MemoryPressure
 

@@ -6,14 +6,14 @@ import time
 from collections.abc import Generator, Hashable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from kvpool.checks import as_count, show
 from kvpool.compat.adapter import device_name
 from kvpool.compat.ferrum_types import BlockTable
 from kvpool.config import DType, LayerSpec
-from kvpool.config.layers import ceil_div, show
+from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.manager import KVCacheManager
 from kvpool.manager.arguments import is_among
-from kvpool.pools.arrays import as_count
 from kvpool.sequences.handle import KVCacheHandle
 
 if TYPE_CHECKING:

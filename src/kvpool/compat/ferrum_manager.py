@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.checks import as_count, check_bool, check_int, check_number, show
 from kvpool.compat.adapter import checked_settings, device_name
 from kvpool.compat.ferrum_calls import FerrumCalls
 from kvpool.compat.ferrum_handle import CacheHandleStats, PagedKvCacheHandle
 from kvpool.compat.ferrum_types import AllocationRequest, check_request
 from kvpool.config import DType, KVCacheConfig, LayerSpec
-from kvpool.config.layers import MAX_BLOCKS, check_bool, check_int, check_number, show
+from kvpool.config.layers import MAX_BLOCKS
 from kvpool.errors import ConfigError, InvalidArgumentError, SequenceStateError, UnknownRequestError
 from kvpool.manager import KVCacheManager
-from kvpool.pools.arrays import Int32Array, as_count
+from kvpool.pools.arrays import Int32Array
 from kvpool.sequences.handle import KVCacheHandle
 
 
@@ -48,14 +49,14 @@ class PagedKvCacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("enable_cow", "enable_swapping", "enable_prefix_cache"):
-            check_bool(name, getattr(self, name))
+            check_bool(getattr(self, name), name)
         for name in ("block_size", "max_gpu_blocks", "num_heads", "head_dim", "max_prefixes"):
-            check_int(name, getattr(self, name), 1, MAX_BLOCKS)
+            check_int(getattr(self, name), name, 1, MAX_BLOCKS)
         for name in ("max_cpu_blocks", "min_prefix_length"):
-            check_int(name, getattr(self, name), 0, MAX_BLOCKS)
-        check_int("num_layers", self.num_layers, 1, 2**16)
-        low = check_number("low_watermark", self.low_watermark, "a fraction of free blocks")
-        high = check_number("high_watermark", self.high_watermark, "a fraction of free blocks")
+            check_int(getattr(self, name), name, 0, MAX_BLOCKS)
+        check_int(self.num_layers, "num_layers", 1, 2**16)
+        low = check_number(self.low_watermark, "low_watermark", "a fraction of free blocks")
+        high = check_number(self.high_watermark, "high_watermark", "a fraction of free blocks")
         if not 0 < high <= low <= 1:
             raise ConfigError(
                 f"watermarks are fractions of free blocks: 0 < high_watermark={high} <= low_watermark={low} <= 1"
@@ -114,7 +115,7 @@ class PagedKvCacheManager(FerrumCalls):
     @classmethod
     def with_defaults(cls, device: Any, block_size: int, max_blocks: int) -> PagedKvCacheManager:
         """ferrum's default model with blocks of this size, half as many of them on the host."""
-        half = check_int("max_blocks", max_blocks, 1, MAX_BLOCKS) // 2
+        half = check_int(max_blocks, "max_blocks", 1, MAX_BLOCKS) // 2
         return cls(device, PagedKvCacheConfig(block_size, max_gpu_blocks=max_blocks, max_cpu_blocks=half))
 
     def __repr__(self) -> str:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from kvpool.checks import as_count, check_int, show
 from kvpool.compat.adapter import Adapter
 from kvpool.config import Tier
-from kvpool.config.layers import check_int, show
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.manager import KVCacheManager
 from kvpool.manager.inspection import KVCacheBlock
-from kvpool.pools.arrays import Int32Array, as_count, as_token_array
+from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
@@ -159,8 +159,8 @@ class PrefixCache:
                 f"a prefix cache belongs to a manager, whose prefix_cache() it is, got {show(spelling)}"
             )
         if max_prefixes is not None:
-            check_int("max_prefixes", max_prefixes, 1, 2**31)
-        check_int("min_prefix_length", min_length, 0, 2**31)
+            check_int(max_prefixes, "max_prefixes", 1, 2**31)
+        check_int(min_length, "min_prefix_length", 0, 2**31)
         self._spelling = spelling
         self.manager = spelling.manager
         self.max_prefixes = max_prefixes

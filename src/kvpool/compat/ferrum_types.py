@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any
 
+from kvpool.checks import as_count, show
 from kvpool.compat.adapter import checked_settings, device_name
 from kvpool.config import DType, KVCacheConfig, LayerSpec
-from kvpool.config.layers import ceil_div, show
+from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager.arguments import is_among
-from kvpool.pools.arrays import as_count, as_token_array
+from kvpool.pools.arrays import as_token_array
 from kvpool.prefix.retention import Retention, TokenRange
 
 

@@ -11,16 +11,15 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kvpool.checks import as_count, check_int, show
 from kvpool.compat.adapter import Adapter, knows_settings
 from kvpool.compat.pyagent_blocks import KVCacheAllocator, KVCacheBlock, KVCacheBlocks, KVCacheTransfer
 from kvpool.compat.pyagent_config import MORE_SETTINGS, DeviceType, DType, KVCacheConfig, check_config
 from kvpool.config import Tier
 from kvpool.config.layers import DType as StoredType
-from kvpool.config.layers import check_int, show
 from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError
 from kvpool.manager import KVCacheManager as Manager
 from kvpool.manager.guard import PressureChange, contain
-from kvpool.pools.arrays import as_count
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.stats import MemoryPressure
 
@@ -238,7 +237,7 @@ def create_kv_cache_manager(
     >>> cache.allocate("r", 6).gpu_blocks, cache.get_block_table("r", layer_idx=1), cache.get_num_free_blocks()
     ([0, 1], [0, 1], 6)
     """
-    num_blocks = check_int("num_blocks", num_blocks, 0, 2**31 - 1)
+    num_blocks = check_int(num_blocks, "num_blocks", 0, 2**31 - 1)
     config = KVCacheConfig(
         num_layers, num_heads, head_dim, dtype, device, block_size, num_blocks, num_cpu_blocks, more=settings
     )

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvpool.checks import as_count, check_int, show
 from kvpool.compat.adapter import checked_settings, import_torch, layer_index
 from kvpool.compat.pyagent_config import DeviceType, DType, KVCacheConfig, as_device, check_config, stored_type
 from kvpool.config import LayerSpec, Tier
-from kvpool.config.layers import MAX_BLOCK_SIZE, check_int, show
+from kvpool.config.layers import MAX_BLOCK_SIZE
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.pools.arrays import as_count
 from kvpool.pools.pool import BlockPool
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class KVCacheBlock:
         from kvpool.kernels.quantization import TORCH_DTYPES
 
         layer = LayerSpec(num_heads, head_dim, stored_type(dtype))
-        shape = (check_int("block_size", block_size, 1, MAX_BLOCK_SIZE), layer.kv_heads, layer.head_dim)
+        shape = (check_int(block_size, "block_size", 1, MAX_BLOCK_SIZE), layer.kv_heads, layer.head_dim)
         if shape[0] * layer.bytes_per_token > MAX_BLOCK_BYTES:
             raise ConfigError(f"a block of shape {shape} takes {shape[0] * layer.bytes_per_token} bytes, over 1 GiB")
         kind = TORCH_DTYPES[layer.dtype]

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.checks import check_bool, check_int, check_number, show
 from kvpool.compat.adapter import CONFIG_SETTINGS, checked_settings, import_torch
 from kvpool.config import KVCacheConfig as CacheConfig
 from kvpool.config import LayerSpec
 from kvpool.config.layers import DType as StoredType
-from kvpool.config.layers import check_bool, check_int, check_number, show
 from kvpool.errors import ConfigError
 
 DEFAULT_GPU_BLOCKS = 1000
@@ -83,8 +83,8 @@ class KVCacheConfig:
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._put("num_layers", check_int("num_layers", self.num_layers, 1, MAX_LAYERS))
-        check_bool("enable_chunked_prefill", self.enable_chunked_prefill)
+        self._put("num_layers", check_int(self.num_layers, "num_layers", 1, MAX_LAYERS))
+        check_bool(self.enable_chunked_prefill, "enable_chunked_prefill")
         for blocks, share in (("num_gpu_blocks", "gpu_memory_utilization"), ("num_cpu_blocks", "swap_space_gb")):
             if getattr(self, blocks) is not None and getattr(self, share) is not None:
                 raise ConfigError(f"{blocks} and {share} both say how many blocks there are; give one of them")
@@ -102,7 +102,7 @@ class KVCacheConfig:
     def _gpu_blocks(self) -> int:
         if self.gpu_memory_utilization is None:
             return DEFAULT_GPU_BLOCKS if self.num_gpu_blocks is None else self.num_gpu_blocks
-        share = check_number("gpu_memory_utilization", self.gpu_memory_utilization, "a fraction above 0 and up to 1")
+        share = check_number(self.gpu_memory_utilization, "gpu_memory_utilization", "a fraction above 0 and up to 1")
         import_torch()
         from kvpool.storage import measure_budget
         from kvpool.storage.data_plane import checked_device
@@ -112,7 +112,7 @@ class KVCacheConfig:
     def _cpu_blocks(self) -> int:
         if self.swap_space_gb is None:
             return 0 if self.num_cpu_blocks is None else self.num_cpu_blocks
-        gib = check_number("swap_space_gb", self.swap_space_gb, "a number of GiB, 0 or more")
+        gib = check_number(self.swap_space_gb, "swap_space_gb", "a number of GiB, 0 or more")
         if gib < 0:
             raise ConfigError(f"swap_space_gb={gib} must be a number of GiB, 0 or more")
         return int(gib * 2**30) // self.block_size_bytes

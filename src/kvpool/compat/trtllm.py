@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvpool.checks import as_count, as_flag, check_bool, check_int, check_number, show
 from kvpool.compat.adapter import Adapter, checked_settings, knows_settings
 from kvpool.compat.trtllm_blocks import (
     BlockManager,
@@ -26,11 +27,11 @@ from kvpool.compat.trtllm_settings import (
     secondary_size,
 )
 from kvpool.config import DType, KVCacheConfig, Tier
-from kvpool.config.layers import MAX_TOKENS, check_bool, check_int, check_number, show
+from kvpool.config.layers import MAX_TOKENS
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.manager import KVCacheManager
 from kvpool.manager.pins import Pin
-from kvpool.pools.arrays import as_count, as_flag, as_token_array
+from kvpool.pools.arrays import as_token_array
 from kvpool.prefix.retention import Retention, TokenRange
 from kvpool.sequences.handle import KVCacheHandle
 
@@ -53,7 +54,7 @@ __all__ = [
 def _seconds(name: str, milliseconds: Any) -> float | None:
     if milliseconds is None:
         return None
-    return check_number(name, milliseconds, "a number of milliseconds, or None", InvalidArgumentError) / 1000
+    return check_number(milliseconds, name, "a number of milliseconds, or None", InvalidArgumentError) / 1000
 
 
 @checked_settings
@@ -99,7 +100,7 @@ class KvCacheRetentionConfig:
         priority: object = self.decode_retention_priority
         return Retention(
             [part.token_range for part in parts],
-            check_int("decode_retention_priority", priority, 0, 100, InvalidArgumentError),
+            check_int(priority, "decode_retention_priority", 0, 100, InvalidArgumentError),
             duration,
         )
 
@@ -158,9 +159,9 @@ class TrtLlmKVCacheManager(Adapter):
     ) -> None:
         refuse_elsewhere(settings)
         if attention_dp_rank is not None:
-            attention_dp_rank = check_int("attention_dp_rank", attention_dp_rank, 0, 2**31)
+            attention_dp_rank = check_int(attention_dp_rank, "attention_dp_rank", 0, 2**31)
         for name, flag in (("block", enable_block_reuse), ("partial", enable_partial_reuse)):
-            check_bool(f"enable_{name}_reuse", flag)
+            check_bool(flag, f"enable_{name}_reuse")
         settings.setdefault("eviction_policy", "priority")
         settings.setdefault("cache_unfilled_blocks", enable_block_reuse and enable_partial_reuse)
         with own_names():

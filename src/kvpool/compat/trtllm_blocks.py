@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
+from kvpool.checks import as_count, as_flag, check_int, show
 from kvpool.config import KVCacheConfig, LayerGroup, Tier
-from kvpool.config.layers import check_int, show
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
 from kvpool.manager.inspection import BlockState
-from kvpool.pools.arrays import as_count, as_flag
 from kvpool.stats import PoolStats
 
 
@@ -149,7 +148,7 @@ class WindowBlockManager:
         return self.num_free_blocks >= as_count(num_required, "num_required")
 
     def get_pool(self, pool_idx: int) -> KVCacheBlockPool:
-        return self.pools[check_int("pool_idx", pool_idx, 0, self.num_pools - 1, InvalidArgumentError)]
+        return self.pools[check_int(pool_idx, "pool_idx", 0, self.num_pools - 1, InvalidArgumentError)]
 
     def get_layer_pool_idx(self, layer_idx: int) -> int:
         """Which of the window's pools holds a layer."""

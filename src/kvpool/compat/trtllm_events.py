@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.checks import check_number, show
 from kvpool.compat.trtllm_blocks import window_sizes
 from kvpool.config import Tier
-from kvpool.config.layers import check_number, show
 from kvpool.errors import InvalidArgumentError
 from kvpool.events import Created, Event, Removed, Stored, Updated
 from kvpool.manager import KVCacheManager
@@ -97,7 +97,7 @@ class KVCacheEventManager:
         seconds = None
         if timeout_ms is not None:
             expected = "a number of milliseconds, 0 or more, or None"
-            seconds = check_number("timeout_ms", timeout_ms, expected, InvalidArgumentError) / 1000
+            seconds = check_number(timeout_ms, "timeout_ms", expected, InvalidArgumentError) / 1000
             if seconds < 0:
                 raise InvalidArgumentError(f"timeout_ms={timeout_ms} must be {expected}")
         self._subscription.wait(None if seconds is None else min(seconds, threading.TIMEOUT_MAX))

@@ -8,17 +8,10 @@ from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any
 
+from kvpool.checks import check_int, check_number, show
 from kvpool.compat.adapter import CONFIG_SETTINGS
 from kvpool.config import DType, LayerSpec
-from kvpool.config.layers import (
-    MAX_TOKENS,
-    build_groups,
-    build_pools,
-    ceil_div,
-    check_int,
-    check_number,
-    show,
-)
+from kvpool.config.layers import MAX_TOKENS, build_groups, build_pools, ceil_div
 from kvpool.errors import ConfigError
 
 _DEFAULT_PRIMARY_BLOCKS = 1024
@@ -94,12 +87,12 @@ def make_layers(
     """A layer for each number of heads; windows repeat over them."""
     heads = _values("num_kv_heads_per_layer", num_kv_heads_per_layer)
     windows = [
-        None if window is None else check_int("max_attention_window", window, 1, MAX_TOKENS)
+        None if window is None else check_int(window, "max_attention_window", 1, MAX_TOKENS)
         for window in _values("max_attention_window", max_attention_window)
     ]
     if max_seq_len is not None:
-        max_seq_len = check_int("max_seq_len", max_seq_len, 1, MAX_TOKENS)
-    sinks = 0 if sink_token_length is None else check_int("sink_token_length", sink_token_length, 0, MAX_TOKENS)
+        max_seq_len = check_int(max_seq_len, "max_seq_len", 1, MAX_TOKENS)
+    sinks = 0 if sink_token_length is None else check_int(sink_token_length, "sink_token_length", 0, MAX_TOKENS)
     layers = []
     for kv_heads, window in zip(heads, islice(cycle(windows), len(heads)), strict=True):
         if window is not None and max_seq_len is not None and window >= max_seq_len:
@@ -133,7 +126,7 @@ def primary_size(
         both = " and ".join([*given, *(["max_tokens"] if max_tokens is not None else [])])
         raise ConfigError(f"{both} all size the primary pool: give one of them; max_tokens may limit bytes as well")
     if free_gpu_memory_fraction is not None:
-        fraction = check_number("free_gpu_memory_fraction", free_gpu_memory_fraction, "above 0 and below 1")
+        fraction = check_number(free_gpu_memory_fraction, "free_gpu_memory_fraction", "above 0 and below 1")
         if not 0 < fraction < 1:
             raise ConfigError(f"free_gpu_memory_fraction={fraction} must be above 0 and below 1")
         if settings.get("free_gpu_bytes") is None:
@@ -142,8 +135,8 @@ def primary_size(
     if max_gpu_total_bytes is not None:
         return {"gpu_bytes": max_gpu_total_bytes, "max_gpu_tokens": max_tokens}
     if max_tokens is not None:
-        size = check_int("tokens_per_block", tokens_per_block, 1, MAX_TOKENS)
-        blocks = ceil_div(check_int("max_tokens", max_tokens, 1, MAX_TOKENS), size)
+        size = check_int(tokens_per_block, "tokens_per_block", 1, MAX_TOKENS)
+        blocks = ceil_div(check_int(max_tokens, "max_tokens", 1, MAX_TOKENS), size)
         return {"gpu_blocks": [blocks * len(pool.groups) for pool in build_pools(build_groups(layers, size))]}
     return {"gpu_blocks": _DEFAULT_PRIMARY_BLOCKS if blocks_in_primary_pool is None else blocks_in_primary_pool}
 
@@ -165,7 +158,7 @@ def secondary_size(
     if onboard_blocks is not True:
         raise ConfigError(f"onboard_blocks={show(onboard_blocks)} must be True or False")
     least = _OFFLOAD_MIN_PRIORITY if secondary_offload_min_priority is None else secondary_offload_min_priority
-    return {**sizes, "offload_min_priority": check_int("secondary_offload_min_priority", least, 0, 100)}
+    return {**sizes, "offload_min_priority": check_int(least, "secondary_offload_min_priority", 0, 100)}
 
 
 def _values(name: str, given: Any) -> list[Any]:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
+from kvpool.checks import as_count, check_bool, check_int, show
 from kvpool.compat.adapter import Adapter, knows_settings
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
-from kvpool.config.layers import MAX_BLOCKS, ceil_div, check_bool, check_int, show
+from kvpool.config.layers import MAX_BLOCKS, ceil_div
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -26,7 +27,6 @@ from kvpool.errors import (
 from kvpool.eviction import EvictionPolicy
 from kvpool.manager import KVCacheManager
 from kvpool.manager.arguments import is_among
-from kvpool.pools.arrays import as_count
 from kvpool.pools.groups import kind_of
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
@@ -78,9 +78,9 @@ class BlockManager(Adapter):
         manager: KVCacheManager | None = None,
         device: str | None = None,
     ) -> None:
-        check_bool("encoder_decoder", encoder_decoder)
-        check_int("num_gpu_blocks", num_gpu_blocks, 0, MAX_BLOCKS)
-        check_int("num_cpu_blocks", num_cpu_blocks, 0, MAX_BLOCKS)
+        check_bool(encoder_decoder, "encoder_decoder")
+        check_int(num_gpu_blocks, "num_gpu_blocks", 0, MAX_BLOCKS)
+        check_int(num_cpu_blocks, "num_cpu_blocks", 0, MAX_BLOCKS)
         if manager is None:
             if layers is None:  # V0's manager knew no shapes, only ids
                 layers = [LayerSpec(kv_heads=1, head_dim=1, window=sliding_window)]

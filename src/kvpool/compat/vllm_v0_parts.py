@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from kvpool.checks import as_count, check_number, show
 from kvpool.compat.vllm_v0 import BlockManager, Pairs
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
-from kvpool.config.layers import MAX_BLOCKS, check_number, show
+from kvpool.config.layers import MAX_BLOCKS
 from kvpool.errors import InvalidArgumentError
-from kvpool.pools.arrays import Int32Array, as_count
+from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import CopyKind, CopyOp
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class Evictor:
         """A block that nobody uses any more."""
         if as_count(block_id, "block_id") in self._blocks:
             raise InvalidArgumentError(f"block {block_id} is in the evictor already")
-        when = check_number("last_accessed", last_accessed, "a time", InvalidArgumentError)
+        when = check_number(last_accessed, "last_accessed", "a time", InvalidArgumentError)
         depth = as_count(num_hashed_tokens, "num_hashed_tokens")
         if type(content_hash) is not int:
             raise InvalidArgumentError(f"content_hash must be an int, got {show(content_hash)}")
@@ -156,7 +157,7 @@ class Evictor:
     def update(self, block_id: int, last_accessed: float) -> None:
         """It was used at another time."""
         _, depth, content_hash = self._known(block_id)
-        when = check_number("last_accessed", last_accessed, "a time", InvalidArgumentError)
+        when = check_number(last_accessed, "last_accessed", "a time", InvalidArgumentError)
         self._put(int(block_id), (when, depth, content_hash))
 
     def _put(self, block_id: int, entry: tuple[float, int, int]) -> None:

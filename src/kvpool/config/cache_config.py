@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from fractions import Fraction
 
+from kvpool.checks import check_bool, check_int, check_number, show
 from kvpool.config.budgets import PREFIX_TOKENS, divide_by_shares, divide_for_prefixes, prefix_needs
 from kvpool.config.layers import (
     MAX_BLOCK_SIZE,
@@ -21,11 +22,7 @@ from kvpool.config.layers import (
     build_groups,
     build_pools,
     ceil_div,
-    check_bool,
-    check_int,
-    check_number,
     divide_budget,
-    show,
 )
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, NeverFitsError
 
@@ -126,7 +123,7 @@ class KVCacheConfig:
 
         At least 1 if `watermark` > 0, but never so many that less than one block for each group of the pool is left.
         """
-        check_int("pool", pool, 0, len(self.pools) - 1, InvalidArgumentError)
+        check_int(pool, "pool", 0, len(self.pools) - 1, InvalidArgumentError)
         if self.watermark == 0:
             return 0
         if num_blocks is None:
@@ -162,8 +159,8 @@ class KVCacheConfig:
 
         CROSS groups hold `cross_tokens`, the encoder's. A prompt written in one piece needs all its blocks meanwhile.
         """
-        check_int("num_tokens", num_tokens, 0, _UNLIMITED, InvalidArgumentError)
-        check_int("cross_tokens", cross_tokens, 0, MAX_TOKENS, InvalidArgumentError)
+        check_int(num_tokens, "num_tokens", 0, _UNLIMITED, InvalidArgumentError)
+        check_int(cross_tokens, "cross_tokens", 0, MAX_TOKENS, InvalidArgumentError)
         if cross_tokens and not self._has_cross:
             raise InvalidArgumentError(f"cross_tokens={cross_tokens} but no layer has cross_attention=True")
         return tuple(g.max_live_blocks(cross_tokens if g.kind is GroupKind.CROSS else num_tokens) for g in self.groups)
@@ -183,7 +180,7 @@ class KVCacheConfig:
 
     def blocks_in(self, num_bytes: int) -> tuple[int, ...]:
         """How many blocks of each pool fit into `num_bytes`, divided as a byte budget of the GPU is."""
-        num_bytes = check_int("num_bytes", num_bytes, 0, MAX_BYTES, InvalidArgumentError)
+        num_bytes = check_int(num_bytes, "num_bytes", 0, MAX_BYTES, InvalidArgumentError)
         return self._divide("num_bytes", num_bytes, self.pools, on_gpu=True)
 
     def longest_sequence(self, *, cross_tokens: int = 0, keep_watermark: bool = True) -> int | None:
@@ -204,7 +201,7 @@ class KVCacheConfig:
 
     def max_sequences(self, num_tokens: int, *, cross_tokens: int = 0) -> int:
         """How many sequences of `num_tokens` that share nothing fit at once; 0 if none does."""
-        check_int("num_tokens", num_tokens, 1, MAX_TOKENS, InvalidArgumentError)
+        check_int(num_tokens, "num_tokens", 1, MAX_TOKENS, InvalidArgumentError)
         if self.max_seq_len is not None and num_tokens > self.max_seq_len:
             return 0
         needs = self.pool_blocks_for(num_tokens, cross_tokens=cross_tokens)
@@ -274,7 +271,7 @@ class KVCacheConfig:
         if all(layer.cross_attention for layer in given):
             raise ConfigError(f"layers={show(given)} must hold at least one LayerSpec without cross_attention")
         self._put("layers", tuple(given))
-        self._put("block_size", check_int("block_size", self.block_size, 1, MAX_BLOCK_SIZE))
+        self._put("block_size", check_int(self.block_size, "block_size", 1, MAX_BLOCK_SIZE))
 
     def _check_limits(self) -> None:
         for name, high in (
@@ -286,10 +283,10 @@ class KVCacheConfig:
             ("max_gpu_tokens", MAX_TOKENS),
         ):
             if getattr(self, name) is not None:
-                self._put(name, check_int(name, getattr(self, name), 1, high))
+                self._put(name, check_int(getattr(self, name), name, 1, high))
         for name, high in (("host_bytes", MAX_BYTES), ("disk_bytes", MAX_BYTES), ("max_pinned_tokens", MAX_TOKENS)):
             if getattr(self, name) is not None:
-                self._put(name, check_int(name, getattr(self, name), 0, high))
+                self._put(name, check_int(getattr(self, name), name, 0, high))
         if self.plan_tokens is not None and self.max_seq_len is not None and self.plan_tokens > self.max_seq_len:
             raise ConfigError(f"plan_tokens={self.plan_tokens} exceeds max_seq_len={self.max_seq_len}; lower it")
         budgets = (self.gpu_bytes, self.gpu_fraction, self.host_bytes, self.disk_bytes)
@@ -312,7 +309,7 @@ class KVCacheConfig:
                 "the first is the part of the second that the cache may use"
             )
         if self.gpu_fraction is not None:
-            self._put("gpu_fraction", check_number("gpu_fraction", self.gpu_fraction, "in (0, 1]"))
+            self._put("gpu_fraction", check_number(self.gpu_fraction, "gpu_fraction", "in (0, 1]"))
             if not 0 < self.gpu_fraction <= 1:
                 raise ConfigError(f"gpu_fraction={self.gpu_fraction} must be in (0, 1]")
 
@@ -324,19 +321,19 @@ class KVCacheConfig:
             "cache_unfilled_blocks",
             "offload_on_evict",
         ):
-            check_bool(name, getattr(self, name))
+            check_bool(getattr(self, name), name)
         if self.cache_unfilled_blocks and not (self.enable_prefix_caching and self.partial_match):
             raise ConfigError("cache_unfilled_blocks=True needs enable_prefix_caching=True and partial_match=True")
         if not (self.copy_on_partial_reuse or self.partial_match):
             raise ConfigError("copy_on_partial_reuse=False does nothing with partial_match=False")
-        low = check_int("offload_min_priority", self.offload_min_priority, 0, 100)
+        low = check_int(self.offload_min_priority, "offload_min_priority", 0, 100)
         if low and not self.offload_on_evict:
             raise ConfigError(f"offload_min_priority={low} does nothing with offload_on_evict=False")
         self._put("offload_min_priority", low)
         self._put("host_write", check_host_write(self.host_write))
         if self.host_write != "back" and not self.offload_on_evict:
             raise ConfigError(f"host_write={show(self.host_write)} does nothing with offload_on_evict=False")
-        self._put("watermark", check_number("watermark", self.watermark, "in [0, 1)"))
+        self._put("watermark", check_number(self.watermark, "watermark", "in [0, 1)"))
         if not 0 <= self.watermark < 1:
             raise ConfigError(f"watermark={self.watermark} must be in [0, 1)")
         policy: object = self.eviction_policy
@@ -344,7 +341,7 @@ class KVCacheConfig:
             raise ConfigError(f"eviction_policy={show(policy)} must be the name of a policy, such as 'lru'")
         self._check_objective()
         if self.default_ttl is not None:
-            self._put("default_ttl", check_number("default_ttl", self.default_ttl, "seconds above 0, or None"))
+            self._put("default_ttl", check_number(self.default_ttl, "default_ttl", "seconds above 0, or None"))
             if self.default_ttl <= 0:
                 raise ConfigError(f"default_ttl={self.default_ttl} must be seconds above 0, or None for no limit")
             if not self.enable_prefix_caching:
@@ -352,11 +349,11 @@ class KVCacheConfig:
         expected = "three rising fractions in (0, 1]; equal ones leave a level out"
         if not isinstance(self.pressure_levels, (tuple, list)) or len(self.pressure_levels) != 3:
             raise ConfigError(f"pressure_levels={show(self.pressure_levels)} must be {expected}")
-        levels = tuple(check_number("pressure_levels", level, expected) for level in self.pressure_levels)
+        levels = tuple(check_number(level, "pressure_levels", expected) for level in self.pressure_levels)
         if not 0 < levels[0] <= levels[1] <= levels[2] <= 1:
             raise ConfigError(f"pressure_levels={levels} must be {expected}")
         self._put("pressure_levels", levels)
-        self._put("event_buffer_size", check_int("event_buffer_size", self.event_buffer_size, 0, MAX_BLOCKS))
+        self._put("event_buffer_size", check_int(self.event_buffer_size, "event_buffer_size", 0, MAX_BLOCKS))
 
     def _check_objective(self) -> None:
         check_objective(self.objective)
@@ -364,7 +361,7 @@ class KVCacheConfig:
             if self.objective != "seconds":
                 raise ConfigError(f"depth_cost={show(self.depth_cost)} does nothing with objective={self.objective!r}")
             expected = "a number, 0 or more"
-            self._put("depth_cost", check_number("depth_cost", self.depth_cost, expected))
+            self._put("depth_cost", check_number(self.depth_cost, "depth_cost", expected))
             if self.depth_cost < 0:
                 raise ConfigError(f"depth_cost={self.depth_cost} must be {expected}")
 
@@ -389,10 +386,10 @@ class KVCacheConfig:
 
     def _check_counts(self, name: str, blocks: object, pools: Sequence[PoolSpec], *, optional: bool) -> tuple[int, ...]:
         if isinstance(blocks, (tuple, list)):
-            counts = tuple(check_int(f"{name}[{i}]", count, 0, MAX_BLOCKS) for i, count in enumerate(blocks))
+            counts = tuple(check_int(count, f"{name}[{i}]", 0, MAX_BLOCKS) for i, count in enumerate(blocks))
             self._put(name, counts)
         else:
-            self._put(name, check_int(name, blocks, 0, MAX_BLOCKS))
+            self._put(name, check_int(blocks, name, 0, MAX_BLOCKS))
             counts = (getattr(self, name),) * len(pools)
         if len(counts) != len(pools):
             raise ConfigError(f"{name}={show(counts)} has {len(counts)} counts; these layers form {len(pools)} pools")
@@ -440,7 +437,7 @@ class KVCacheConfig:
         expected = f"{len(pools)} positive fractions, one per pool, that add up to 1"
         if not isinstance(given, (tuple, list)) or len(given) != len(pools):
             raise ConfigError(f"pool_shares={show(given)} must be {expected}")
-        shares = tuple(check_number("pool_shares", share, expected) for share in given)
+        shares = tuple(check_number(share, "pool_shares", expected) for share in given)
         if min(shares) <= 0 or abs(sum(shares) - 1) > 1e-6:
             raise ConfigError(f"pool_shares={shares} must be {expected}")
         self._put("pool_shares", shares)
@@ -471,7 +468,7 @@ class KVCacheConfig:
 def check_host_write(given: object, error: type[KVPoolError] = ConfigError) -> str | int:
     """`host_write` as it is, if it says when runs are copied to the host: a way by name, or a number of uses from 1 on."""
     if not isinstance(given, str):
-        return check_int("host_write", given, 1, MAX_BLOCKS, error)
+        return check_int(given, "host_write", 1, MAX_BLOCKS, error)
     if given in HOST_WRITES:
         return given
     expected = " or ".join(f"'{name}'" for name in HOST_WRITES)

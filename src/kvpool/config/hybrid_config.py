@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvpool.config.layers import MAX_HEAD_DIM, DType, check_int, show
+from kvpool.checks import check_int, show
+from kvpool.config.layers import MAX_HEAD_DIM, DType
 from kvpool.config.states import StatePart, StateSpec
 from kvpool.errors import ConfigError
 
@@ -63,17 +64,17 @@ def _kinds_by_rule(config: Config, model_type: str, num_layers: int) -> list[str
     if (same := _ALL_ALIKE.get(model_type)) is not None:
         return [same] * num_layers
     if isinstance(lists := config.get("linear_attn_config"), Mapping) and "full_attn_layers" in lists:
-        attending = {check_int("full_attn_layers", layer, 1, num_layers) - 1 for layer in lists["full_attn_layers"]}
+        attending = {check_int(layer, "full_attn_layers", 1, num_layers) - 1 for layer in lists["full_attn_layers"]}
         return _attention_at(attending, num_layers)
     for key in ("attn_layer_indices", "full_attn_idxs"):
         if key in config:
-            return _attention_at({check_int(key, layer, 0, num_layers - 1) for layer in config[key] or ()}, num_layers)
+            return _attention_at({check_int(layer, key, 0, num_layers - 1) for layer in config[key] or ()}, num_layers)
     if config.get("full_attention_interval") is not None:
         interval = _get(config, "full_attention_interval")
         return _attention_at(set(range(interval - 1, num_layers, interval)), num_layers)
     if model_type == "jamba":
         period = _get(config, "attn_layer_period")
-        offset = check_int("attn_layer_offset", config.get("attn_layer_offset"), 0, period - 1)
+        offset = check_int(config.get("attn_layer_offset"), "attn_layer_offset", 0, period - 1)
         return _attention_at(set(range(offset, num_layers, period)), num_layers)
     raise ConfigError(
         f"which layers of model_type={show(model_type)} attend and which keep a state is not said; add layer_types "
@@ -93,7 +94,7 @@ def state_spec(config: Config, model_type: str, dtype: DType) -> StateSpec:
 def _get(config: Config, key: str) -> int:
     if config.get(key) is None:
         raise ConfigError(f"the config lacks {key}, which the size of a state depends on; add it")
-    return check_int(key, config[key], 1, MAX_HEAD_DIM)
+    return check_int(config[key], key, 1, MAX_HEAD_DIM)
 
 
 def _spec(channels: int, kernel: int, recurrent: Sequence[int], dtype: DType) -> StateSpec:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, overload
 
-from kvpool.errors import ConfigError, KVPoolError
+from kvpool.checks import check_bool, check_int, show
+from kvpool.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -102,54 +102,6 @@ class GroupKind(str, Enum):
     CROSS = "cross"
 
 
-def show(value: object) -> str:
-    """`repr`, bounded: error messages must survive an integer of a million digits."""
-    if isinstance(value, int) and value.bit_length() > 256:
-        return f"{'-' if value < 0 else ''}(an integer of {value.bit_length()} bits)"
-    try:
-        text = repr(value)
-    except Exception:  # such an integer inside a container, containers inside each other, an object that cannot tell
-        text = f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= 120 else f"{text[:117]}..."
-
-
-def check_int(name: str, value: object, low: int, high: int, error: type[KVPoolError] = ConfigError) -> int:
-    """`value` as an int in [low, high]; bool and float are refused, numpy integers are welcome."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except Exception:  # TypeError, mostly; an object's own __index__ may raise anything
-        raise error(f"{name}={show(value)} must be an integer, not {type(value).__name__}") from None
-    if not low <= number <= high:
-        limit = f"at least {low}" if number < low else f"at most {high}"
-        raise error(f"{name}={show(number)} must be {limit}")
-    return number
-
-
-def check_number(name: str, value: object, expected: str, error: type[KVPoolError] = ConfigError) -> float:
-    """`value` as a finite float; `expected` says in the error what would be right."""
-    try:
-        if not isinstance(value, bool) and isinstance(value, (int, float)) and math.isfinite(value):
-            return float(value)
-    except OverflowError:  # an integer above every float
-        pass
-    raise error(f"{name}={show(value)} must be {expected}")
-
-
-def check_bool(name: str, value: object) -> bool:
-    """`value` if it is True or False: 0, 1, "yes" and None are refused."""
-    if not isinstance(value, bool):
-        raise ConfigError(f"{name}={show(value)} must be True or False")
-    return value
-
-
-def check_seconds(name: str, value: object) -> None:
-    """ConfigError unless `value` is a time that passes: a finite number over 0."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a number of seconds over 0, got {show(value)}")
-
-
 @overload
 def ceil_div(numerator: int, denominator: int) -> int: ...
 @overload
@@ -190,15 +142,15 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "kv_heads", check_int("kv_heads", self.kv_heads, 1, MAX_HEADS))
-        put(self, "head_dim", check_int("head_dim", self.head_dim, 1, MAX_HEAD_DIM))
+        put(self, "kv_heads", check_int(self.kv_heads, "kv_heads", 1, MAX_HEADS))
+        put(self, "head_dim", check_int(self.head_dim, "head_dim", 1, MAX_HEAD_DIM))
         put(self, "dtype", DType.parse(self.dtype))
         for name, high in (("v_head_dim", MAX_HEAD_DIM), ("window", MAX_TOKENS), ("chunk", MAX_TOKENS)):
             if getattr(self, name) is not None:
-                put(self, name, check_int(name, getattr(self, name), 1, high))
-        put(self, "sink_tokens", check_int("sink_tokens", self.sink_tokens, 0, MAX_TOKENS))
-        check_bool("k_only", self.k_only)
-        check_bool("cross_attention", self.cross_attention)
+                put(self, name, check_int(getattr(self, name), name, 1, high))
+        put(self, "sink_tokens", check_int(self.sink_tokens, "sink_tokens", 0, MAX_TOKENS))
+        check_bool(self.k_only, "k_only")
+        check_bool(self.cross_attention, "cross_attention")
         if self.k_only and self.v_head_dim is not None:
             raise ConfigError(f"v_head_dim={self.v_head_dim} with k_only=True: a K-only layer has no V; drop one")
         if self.window is not None and self.chunk is not None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvpool.checks import check_bool, check_int, show
 from kvpool.config import KVCacheConfig
 from kvpool.config.hybrid_config import (
     ATTENTION_KINDS,
@@ -21,7 +22,7 @@ from kvpool.config.hybrid_config import (
     layer_kinds,
     state_spec,
 )
-from kvpool.config.layers import MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS, DType, LayerSpec, check_bool, check_int, show
+from kvpool.config.layers import MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS, DType, LayerSpec
 from kvpool.config.states import StateSpec
 from kvpool.errors import ConfigError
 from kvpool.jsonfile import read_json
@@ -238,7 +239,7 @@ def _with_defaults(config: Mapping[str, Any], model_type: str, *, nested: bool) 
 def _get_int(config: Mapping[str, Any], key: str, high: int, meaning: str) -> int:
     if config.get(key) is None:
         raise ConfigError(f"the config lacks {key} ({meaning}); add it")
-    return check_int(key, config[key], 1, high)
+    return check_int(config[key], key, 1, high)
 
 
 def _head_shape(config: Mapping[str, Any], model_type: str) -> dict[str, int]:
@@ -246,7 +247,7 @@ def _head_shape(config: Mapping[str, Any], model_type: str) -> dict[str, int]:
     kv_heads = num_heads
     if model_type in ("falcon", "gpt_bigcode"):
         one = config.get("multi_query", True) and not config.get("new_decoder_architecture")
-        kv_heads = 1 if one else check_int("num_kv_heads", config.get("num_kv_heads") or num_heads, 1, MAX_HEADS)
+        kv_heads = 1 if one else check_int(config.get("num_kv_heads") or num_heads, "num_kv_heads", 1, MAX_HEADS)
     elif model_type not in _MHA_TYPES and config.get("num_key_value_heads") is not None:
         kv_heads = _get_int(config, "num_key_value_heads", MAX_HEADS, "number of K/V heads")
     if num_heads % kv_heads:
@@ -285,7 +286,7 @@ def _llama4_layer_types(config: Mapping[str, Any], num_layers: int) -> list[str]
         return ["full_attention"] * num_layers
     ropes = config.get("no_rope_layers")
     if not ropes:
-        interval = check_int("no_rope_layer_interval", config.get("no_rope_layer_interval", 4), 1, _MAX_LAYERS)
+        interval = check_int(config.get("no_rope_layer_interval", 4), "no_rope_layer_interval", 1, _MAX_LAYERS)
         ropes = [int((layer + 1) % interval != 0) for layer in range(num_layers)]
     if not isinstance(ropes, (list, tuple)) or len(ropes) < num_layers or any(rope not in (0, 1) for rope in ropes):
         raise ConfigError(f"no_rope_layers={show(ropes)} must hold 0 or 1 for each of num_hidden_layers={num_layers}")
@@ -301,7 +302,7 @@ def _sliding_layers(config: Mapping[str, Any], model_type: str, num_layers: int)
     if model_type in _ALL_LAYERS_SLIDE:
         return [True] * num_layers
     if model_type in _TOP_LAYERS_SLIDE:
-        first = check_int("max_window_layers", config.get("max_window_layers"), 0, _MAX_LAYERS)
+        first = check_int(config.get("max_window_layers"), "max_window_layers", 0, _MAX_LAYERS)
         return [layer >= first for layer in range(num_layers)]
     period = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
     period = _EVERY_NTH_IS_FULL.get(model_type) if period is None else period
@@ -310,13 +311,13 @@ def _sliding_layers(config: Mapping[str, Any], model_type: str, num_layers: int)
             f"sliding_window={show(config['sliding_window'])}, but which layers of model_type={show(model_type)} slide "
             "is not known; add layer_types (full_attention or sliding_attention for each layer)"
         )
-    period = check_int("sliding_window_pattern", period, 1, _MAX_LAYERS)
+    period = check_int(period, "sliding_window_pattern", 1, _MAX_LAYERS)
     return [(layer + 1) % period != 0 for layer in range(num_layers)]
 
 
 def _may_slide(config: Mapping[str, Any], model_type: str) -> bool:
     switch = config.get("use_sliding_window")
-    return model_type not in _SLIDE_ONLY_IF_SWITCHED_ON if switch is None else check_bool("use_sliding_window", switch)
+    return model_type not in _SLIDE_ONLY_IF_SWITCHED_ON if switch is None else check_bool(switch, "use_sliding_window")
 
 
 def _layer(shape: Mapping[str, Any], kind: str, config: Mapping[str, Any], model_type: str) -> LayerSpec:

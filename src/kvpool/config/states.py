@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kvpool.config.layers import MAX_HEAD_DIM, DType, ceil_div, check_int, show
+from kvpool.checks import check_int, show
+from kvpool.config.layers import MAX_HEAD_DIM, DType, ceil_div
 from kvpool.errors import ConfigError
 
 PART_ALIGNMENT = 16  # bytes: what a GPU loads at once
@@ -32,7 +33,7 @@ class StatePart:
             raise ConfigError(f"shape={show(self.shape)} of a state's part must be a sequence of integers") from None
         if not shape:
             raise ConfigError(f"the part {self.name!r} of a state has no dimensions; give its shape for one sequence")
-        object.__setattr__(self, "shape", tuple(check_int("shape", size, 1, MAX_HEAD_DIM) for size in shape))
+        object.__setattr__(self, "shape", tuple(check_int(size, "shape", 1, MAX_HEAD_DIM) for size in shape))
         object.__setattr__(self, "dtype", DType.parse(self.dtype))
         if self.dtype not in _DTYPES:
             known = ", ".join(dtype.value for dtype in _DTYPES)

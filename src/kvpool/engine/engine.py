@@ -18,9 +18,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from kvpool.checks import show
 from kvpool.cluster.publisher import EventPublisher, check_publishing
 from kvpool.config import Tier
-from kvpool.config.layers import show
 from kvpool.engine.engine_parts import assemble
 from kvpool.engine.engine_stats import EngineStats, WaitingRequest, engine_stats, waiting_requests
 from kvpool.engine.generation import Chunk, Completion, Generation

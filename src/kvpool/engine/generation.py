@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.engine.grammar import GrammarState, Words
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.text import Decoder, TextStream

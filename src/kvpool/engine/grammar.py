@@ -16,7 +16,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.errors import ConfigError, InvalidArgumentError, StepError
 
 Words = npt.NDArray[np.int32]

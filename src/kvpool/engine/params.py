@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvpool.config.layers import show
+from kvpool.checks import as_count, show
 from kvpool.engine.grammar import Grammar
 from kvpool.errors import ConfigError, InvalidArgumentError
-from kvpool.pools.arrays import as_count
 
 # Fields that a model may set: None stands for what its generation_config.json says, or for nothing where it is silent.
 MODEL_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
-from kvpool.config.layers import show
+from kvpool.checks import as_flag, show
 from kvpool.engine.generation import Chunk, Completion, Generation
 from kvpool.engine.params import SamplingParams
 from kvpool.engine.text import Decoder
 from kvpool.errors import InvalidArgumentError, KVPoolError
 from kvpool.eviction.hints import ReuseHint, check_hint
-from kvpool.pools.arrays import Int32Array, as_flag, as_token_array
+from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.prefix.retention import Retention
 from kvpool.scheduling import Request
 from kvpool.scope import ReuseScope

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from kvpool.config.layers import check_int, check_number, show
+from kvpool.checks import check_int, check_number, show
 from kvpool.errors import ConfigError
 from kvpool.scheduling import SchedulerConfig
 from kvpool.tiers import KeyedTier
@@ -111,10 +111,10 @@ class EngineSettings:
         for name, low in (("kv_bytes", 1), ("kv_blocks", 1), ("host_bytes", 0), ("block_size", 1), ("draft_tokens", 0)):
             value = getattr(self, name)
             if not (value is None and name in ("kv_bytes", "kv_blocks")):
-                check_int(name, value, low, _MOST_BYTES)
+                check_int(value, name, low, _MOST_BYTES)
         if self.memory_fraction is not None:
             share = "a number over 0, at most 1"
-            if not 0 < check_number("memory_fraction", self.memory_fraction, share) <= 1:
+            if not 0 < check_number(self.memory_fraction, "memory_fraction", share) <= 1:
                 raise ConfigError(f"memory_fraction={self.memory_fraction} must be {share}")
 
     def model_tiers(self) -> ModelTiers:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError
 
 STOPS: Final = ("stop", "tool_calls", "length")

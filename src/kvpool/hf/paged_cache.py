@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.hf.cache_pool import CachePool
 from kvpool.hf.pool_tiers import PoolTiers

@@ -20,7 +20,8 @@ import llama_cpp
 import numpy as np
 from llama_cpp.llama_cache import BaseLlamaCache
 
-from kvpool.config.layers import MAX_BYTES, check_int
+from kvpool.checks import check_int
+from kvpool.config.layers import MAX_BYTES
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.integrations.llama_identity import check_served, check_version, fingerprint_of
@@ -63,8 +64,8 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
         if not isinstance(llama, llama_cpp.Llama):
             raise ConfigError(f"KVPoolCache needs the Llama that it will be set on, got {type(llama).__name__}")
         limit = parse_bytes(max_bytes, "max_bytes") if isinstance(max_bytes, str) else max_bytes
-        super().__init__(check_int("max_bytes", limit, 1, MAX_BYTES))
-        check_int("min_tokens", min_tokens, BLOCK_TOKENS, 2**31 - 1)
+        super().__init__(check_int(limit, "max_bytes", 1, MAX_BYTES))
+        check_int(min_tokens, "min_tokens", BLOCK_TOKENS, 2**31 - 1)
         check_version(llama_cpp.__version__)
         check_served(llama_cpp, llama)
         self._quiet = QuietLog(_log)

@@ -5,17 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, TypeAlias
 
-from kvpool.config.layers import (
-    MAX_HEAD_DIM,
-    MAX_HEADS,
-    MAX_TOKENS,
-    DType,
-    LayerSpec,
-    ceil_div,
-    check_bool,
-    check_int,
-    check_number,
-)
+from kvpool.checks import check_bool, check_int, check_number
+from kvpool.config.layers import MAX_HEAD_DIM, MAX_HEADS, MAX_TOKENS, DType, LayerSpec, ceil_div
 from kvpool.errors import ConfigError
 
 Positions: TypeAlias = Any  # a numpy array or a torch tensor of token positions
@@ -53,17 +44,17 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        put(self, "q_heads", check_int("q_heads", self.q_heads, 1, MAX_HEADS))
-        put(self, "kv_heads", check_int("kv_heads", self.kv_heads, 1, MAX_HEADS))
-        put(self, "head_dim", check_int("head_dim", self.head_dim, 1, MAX_HEAD_DIM))
-        put(self, "v_dim", check_int("v_dim", self.v_dim, 0, MAX_HEAD_DIM) or self.head_dim)
-        put(self, "scale", check_number("scale", self.scale, "a number, 0 for head_dim ** -0.5") or self.head_dim**-0.5)
+        put(self, "q_heads", check_int(self.q_heads, "q_heads", 1, MAX_HEADS))
+        put(self, "kv_heads", check_int(self.kv_heads, "kv_heads", 1, MAX_HEADS))
+        put(self, "head_dim", check_int(self.head_dim, "head_dim", 1, MAX_HEAD_DIM))
+        put(self, "v_dim", check_int(self.v_dim, "v_dim", 0, MAX_HEAD_DIM) or self.head_dim)
+        put(self, "scale", check_number(self.scale, "scale", "a number, 0 for head_dim ** -0.5") or self.head_dim**-0.5)
         for name in ("window", "chunk"):
             if getattr(self, name) is not None:
-                put(self, name, check_int(name, getattr(self, name), 1, MAX_TOKENS))
-        put(self, "sink_tokens", check_int("sink_tokens", self.sink_tokens, 0, MAX_TOKENS))
+                put(self, name, check_int(getattr(self, name), name, 1, MAX_TOKENS))
+        put(self, "sink_tokens", check_int(self.sink_tokens, "sink_tokens", 0, MAX_TOKENS))
         for name in ("causal", "sink_logits", "k_only"):
-            check_bool(name, getattr(self, name))
+            check_bool(getattr(self, name), name)
         put(self, "dtype", DType.parse(self.dtype))
         put(self, "kv_dtype", DType.parse(self.kv_dtype, "kv_dtype"))
         self._check_together()
@@ -81,7 +72,7 @@ class AttentionSpec:
             raise ConfigError(f"sink_tokens={self.sink_tokens} needs a window: without one every token stays visible")
         if not self.causal and (self.window is not None or self.chunk is not None):
             raise ConfigError("causal=False with a window or chunk: these look back from a query's own position")
-        if self.soft_cap is not None and check_number("soft_cap", self.soft_cap, "a positive number or None") <= 0:
+        if self.soft_cap is not None and check_number(self.soft_cap, "soft_cap", "a positive number or None") <= 0:
             raise ConfigError(f"soft_cap={self.soft_cap} must be positive, or None for no bound")
         if self.dtype not in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16):
             raise ConfigError(f"dtype={self.dtype.value}: queries are float32, float16 or bfloat16; see kv_dtype")

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.config.layers import show
+from kvpool.checks import as_count, show
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import EvictionPolicy, make_policy
-from kvpool.pools.arrays import Int64Array, as_array, as_count
+from kvpool.pools.arrays import Int64Array, as_array
 from kvpool.prefix.retention import Retention
 from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle

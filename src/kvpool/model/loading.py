@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.errors import (
     ConfigError,
     InvalidArgumentError,

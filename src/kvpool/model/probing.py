@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpool.config.layers import DType, LayerSpec, show
+from kvpool.checks import show
+from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model import rotary

@@ -7,7 +7,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.config.layers import show
+from kvpool.checks import as_count as as_count
+from kvpool.checks import as_flag as as_flag
+from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
@@ -60,22 +62,3 @@ def as_token_array(tokens: Any, name: str = "tokens") -> Int32Array:
     if array.dtype.kind == "i" and smallest(array) < 0:
         raise InvalidArgumentError(f"{name} holds {int(array.min())}; token ids cannot be negative")
     return np.ascontiguousarray(array, dtype=np.int32)
-
-
-def as_flag(value: Any, name: str) -> bool:
-    """`value` as a bool; nothing else passes for one, since arrays and others have no truth value."""
-    if isinstance(value, (bool, np.bool_)):
-        return bool(value)
-    raise InvalidArgumentError(f"{name} must be True or False, got {show(value)}")
-
-
-def as_count(value: Any, name: str, minimum: int = 0, maximum: int = 2**40) -> int:
-    """`value` as an int within bounds; bools, floats and out-of-range numbers are refused by name."""
-    if type(value) is not int:
-        if isinstance(value, np.integer):
-            value = int(value)
-        else:
-            raise InvalidArgumentError(f"{name} must be an int, got {show(value)} of type {type(value).__name__}")
-    if not minimum <= value <= maximum:
-        raise InvalidArgumentError(f"{name} must lie in {minimum}..{maximum}, got {show(value)}")
-    return int(value)

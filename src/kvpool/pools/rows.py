@@ -14,7 +14,8 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count
+from kvpool.checks import as_count
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.groups import Group
 from kvpool.pools.symbols import Symbols
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvpool.config.layers import show
+from kvpool.checks import as_count, show
 from kvpool.errors import InvalidArgumentError
-from kvpool.pools.arrays import BoolArray, Int32Array, as_count
+from kvpool.pools.arrays import BoolArray, Int32Array
 from kvpool.scope import MultimodalItem
 
 Key: TypeAlias = str | bytes | int

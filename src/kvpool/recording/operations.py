@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.checks import check_int, check_number, show
 from kvpool.config import Tier
-from kvpool.config.layers import check_int, check_number, show
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.formats import other_format
 from kvpool.jsonfile import parse_json
@@ -182,13 +182,13 @@ def _check_operation(operation: Any) -> None:
 
 
 def _check_time(when: Any) -> None:
-    if abs(check_number("time", when, "a number of seconds", TraceError)) > MAX_SECONDS:
+    if abs(check_number(when, "time", "a number of seconds", TraceError)) > MAX_SECONDS:
         raise TraceError(f"time={show(when)} must be a number of seconds, at most 2**40")
 
 
 def _number(value: Any) -> None:
     if type(value) is not int or not 0 <= value <= _MAX_NUMBER:
-        check_int("a number", value, 0, _MAX_NUMBER, TraceError)
+        check_int(value, "a number", 0, _MAX_NUMBER, TraceError)
 
 
 def _numbers(values: Any) -> None:
@@ -216,19 +216,19 @@ def _bool(value: Any) -> None:
 
 
 def _seconds(value: Any) -> None:
-    check_number("a duration", value, "a number of seconds", TraceError)
+    check_number(value, "a duration", "a number of seconds", TraceError)
 
 
 def _share(value: Any) -> None:
     """Blocks, or a fraction of a pool."""
     if type(value) is float:
-        check_number("a share", value, "a number of blocks or a fraction", TraceError)
+        check_number(value, "a share", "a number of blocks or a fraction", TraceError)
     else:
         _number(value)
 
 
 def _tier(value: Any) -> None:
-    check_int("a tier", value, 0, len(Tier) - 1, TraceError)
+    check_int(value, "a tier", 0, len(Tier) - 1, TraceError)
 
 
 def _prefix(value: Any) -> None:

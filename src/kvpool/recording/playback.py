@@ -7,8 +7,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from kvpool.checks import show
 from kvpool.config import KVCacheConfig, LayerSpec, Tier
-from kvpool.config.layers import show
 from kvpool.errors import KVPoolError, OutOfBlocksError, TraceError
 from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvpool.checks import check_int, check_number
 from kvpool.config import LayerSpec
-from kvpool.config.layers import check_int, check_number
 from kvpool.config.model_config import layers_from_hf, load_config, without_states
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.scheduling import LinearCostModel
@@ -178,7 +178,7 @@ def _bytes_per_parameter(outer: Mapping[str, Any], text: Mapping[str, Any]) -> f
         bits = quantised.get("bits")
         if not bits:
             return _BYTES.get(method, 1.0)
-        return check_number("bits", bits, "a number of bits") / 8
+        return check_number(bits, "bits", "a number of bits") / 8
     dtype = str(next((c[k] for c in (text, outer) for k in ("dtype", "torch_dtype") if c.get(k)), "bfloat16"))
     return 4.0 if "float32" in dtype else 1.0 if "float8" in dtype else 2.0
 
@@ -188,7 +188,7 @@ def _first(config: Mapping[str, Any], *keys: str, least: int = 0) -> int | None:
     value = None if key is None else config[key]
     if isinstance(value, list):
         value = value[0] if value else None
-    return None if key is None or value is None else check_int(key, value, least, _MAX_SIZE)
+    return None if key is None or value is None else check_int(value, key, least, _MAX_SIZE)
 
 
 def _need(config: Mapping[str, Any], *keys: str) -> int:

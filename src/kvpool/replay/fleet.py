@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.checks import check_int
 from kvpool.cluster.index import MAX_NODES, ClusterIndex
 from kvpool.cluster.router import Route, Router, RoutingConfig
 from kvpool.cluster.translator import WireTranslator, group_names
 from kvpool.cluster.wire_events import BlockRemoved, BlockStored, WireEvent
 from kvpool.config import KVCacheConfig, LayerSpec
-from kvpool.config.layers import ceil_div, check_int
+from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.manager import KVCacheManager
 from kvpool.pools.arrays import Int32Array
@@ -46,9 +47,9 @@ class FleetConfig:
     event_seconds: float = 0.05  # until the router has heard of what a node does
 
     def __post_init__(self) -> None:
-        check_int("nodes", self.nodes, 1, 1 << 20, InvalidArgumentError)
-        check_int("capacity", self.capacity, 1, 1 << 31, InvalidArgumentError)
-        check_int("cell", self.cell, 1, MAX_NODES, InvalidArgumentError)
+        check_int(self.nodes, "nodes", 1, 1 << 20, InvalidArgumentError)
+        check_int(self.capacity, "capacity", 1, 1 << 31, InvalidArgumentError)
+        check_int(self.cell, "cell", 1, MAX_NODES, InvalidArgumentError)
         if self.routing not in ROUTINGS:
             raise InvalidArgumentError(f"routing {self.routing!r} is none of {', '.join(ROUTINGS)}")
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvpool.config.layers import MAX_BLOCK_SIZE, check_int, check_number, show
+from kvpool.checks import check_int, check_number, show
+from kvpool.config.layers import MAX_BLOCK_SIZE
 from kvpool.errors import InvalidArgumentError, TraceError
 from kvpool.eviction.hints import ReuseHint, known_stop
 from kvpool.jsonfile import parse_json
@@ -54,7 +55,7 @@ def read_trace(
     if format not in ("auto", *FORMATS):
         raise TraceError(f"format {format!r} is unknown; known: auto, {', '.join(FORMATS)}")
     if block_size is not None:
-        check_int("block_size", block_size, 1, MAX_BLOCK_SIZE, TraceError)
+        check_int(block_size, "block_size", 1, MAX_BLOCK_SIZE, TraceError)
     with Lines(file, max_errors) as lines:
         first = lines.peek()
         if not first.strip():
@@ -128,7 +129,7 @@ def _timestamp(record: dict[str, Any]) -> float:
     value = record.get("timestamp", 0)
     if type(value) in _NUMBERS and -MAX_TIMESTAMP <= value <= MAX_TIMESTAMP:
         return float(value)
-    check_number("timestamp", value, "a number of milliseconds", TraceError)
+    check_number(value, "timestamp", "a number of milliseconds", TraceError)
     raise TraceError(f"timestamp={show(value)} must be a number of milliseconds, at most 2**53")
 
 
@@ -136,7 +137,7 @@ def _length(record: dict[str, Any], key: str, default: int) -> int:
     value = record.get(key, default)
     if type(value) is int and 0 <= value <= MAX_LENGTH:
         return value
-    return check_int(key, value, 0, MAX_LENGTH, TraceError)
+    return check_int(value, key, 0, MAX_LENGTH, TraceError)
 
 
 def _who(record: dict[str, Any]) -> tuple[str | None, str | None, str | None, float | None]:

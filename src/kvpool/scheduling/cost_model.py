@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.checks import check_int, check_number, show
 from kvpool.config import LayerSpec
-from kvpool.config.layers import MAX_BYTES, check_int, check_number, show
+from kvpool.config.layers import MAX_BYTES
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError
 from kvpool.formats import other_format
 from kvpool.jsonfile import read_json
@@ -215,12 +216,12 @@ def read_costs(path: str | Path) -> Measurement:
 def _measurement(plain: Mapping[str, Any]) -> Measurement:
     return Measurement(
         machine=_name(plain, "machine"),
-        memory_bytes=check_int("memory_bytes", plain["memory_bytes"], 1, MAX_BYTES),
+        memory_bytes=check_int(plain["memory_bytes"], "memory_bytes", 1, MAX_BYTES),
         model=_name(plain, "model"),
-        parameters=check_int("parameters", plain["parameters"], 1, MAX_BYTES),
+        parameters=check_int(plain["parameters"], "parameters", 1, MAX_BYTES),
         layers=tuple(LayerSpec(**layer) for layer in plain["layers"]),
-        costs=LinearCostModel(**{name: check_number(name, plain["costs"][name], "a number") for name in COSTS}),
-        errors={str(name): check_number(name, value, "a number") for name, value in plain.get("errors", {}).items()},
+        costs=LinearCostModel(**{name: check_number(plain["costs"][name], name, "a number") for name in COSTS}),
+        errors={str(name): check_number(value, name, "a number") for name, value in plain.get("errors", {}).items()},
     )
 
 

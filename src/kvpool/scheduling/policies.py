@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heapreplace
 from itertools import islice, takewhile
 from typing import Any, Protocol
 
-from kvpool.config.layers import check_int, check_seconds
+from kvpool.checks import check_int, check_seconds
 from kvpool.errors import ConfigError
 from kvpool.scheduling.request import ScheduledSequence
 
@@ -159,8 +159,8 @@ class SoonestFirstToken(FirstComeFirstServed):
 
     def __init__(self, patience: float = 4.0, window: int = 64) -> None:
         super().__init__()
-        check_seconds("patience", patience)
-        check_int("window", window, 1, MAX_WINDOW)
+        check_seconds(patience, "patience")
+        check_int(window, "window", 1, MAX_WINDOW)
         self.patience = patience
         self.window = window
 

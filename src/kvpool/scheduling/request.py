@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.config.layers import show
+from kvpool.checks import as_count, as_flag, show
 from kvpool.errors import InvalidArgumentError
 from kvpool.eviction.hints import ReuseHint, check_hint
-from kvpool.pools.arrays import Int32Array, as_count, as_flag, as_token_array
+from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.pools.symbols import as_items
 from kvpool.prefix.retention import Retention
 from kvpool.scope import MultimodalItem, ReuseScope

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvpool.checks import as_count
 from kvpool.errors import (
     ConfigError,
     DuplicateRequestError,
@@ -33,7 +34,7 @@ from kvpool.errors import (
 )
 from kvpool.eviction.hints import ReuseHint, check_hint
 from kvpool.manager import KVCacheManager
-from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, as_count, as_token_array
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_array, as_token_array
 from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.cost_model import CostModel, LearningCostModel, LinearCostModel

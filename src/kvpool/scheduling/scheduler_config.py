@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from kvpool.config.layers import check_bool, check_int, check_seconds
+from kvpool.checks import check_bool, check_int, check_seconds
 from kvpool.errors import ConfigError
 from kvpool.scheduling.policies import SchedulingPolicy, make_policy
 
@@ -51,20 +51,20 @@ class SchedulerConfig:
     prefetch_requests: int = 2  # so many requests next in line get their offloaded prefixes brought up ahead
 
     def __post_init__(self) -> None:
-        check_int("max_tokens_per_step", self.max_tokens_per_step, 1, MAX_TOKENS_PER_STEP)
-        check_int("max_sequences", self.max_sequences, 1, MAX_SEQUENCES)
+        check_int(self.max_tokens_per_step, "max_tokens_per_step", 1, MAX_TOKENS_PER_STEP)
+        check_int(self.max_sequences, "max_sequences", 1, MAX_SEQUENCES)
         if self.max_tokens_per_step < self.max_sequences:
             raise ConfigError(
                 f"max_tokens_per_step={self.max_tokens_per_step} is less than max_sequences={self.max_sequences}: "
                 f"every running sequence decodes one token in each step"
             )
         if self.max_chunk_tokens is not None:
-            check_int("max_chunk_tokens", self.max_chunk_tokens, 1, MAX_TOKENS_PER_STEP)
+            check_int(self.max_chunk_tokens, "max_chunk_tokens", 1, MAX_TOKENS_PER_STEP)
         if self.max_step_seconds is not None:
-            check_seconds("max_step_seconds", self.max_step_seconds)
-        check_int("max_draft_tokens", self.max_draft_tokens, 0, MAX_TOKENS_PER_STEP)
-        check_int("prefetch_requests", self.prefetch_requests, 0, MAX_SEQUENCES)
-        check_bool("wait_for_prefix", self.wait_for_prefix)
+            check_seconds(self.max_step_seconds, "max_step_seconds")
+        check_int(self.max_draft_tokens, "max_draft_tokens", 0, MAX_TOKENS_PER_STEP)
+        check_int(self.prefetch_requests, "prefetch_requests", 0, MAX_SEQUENCES)
+        check_bool(self.wait_for_prefix, "wait_for_prefix")
         for name, kind in (("capacity", CapacityMode), ("preemption", PreemptionMode)):
             value = getattr(self, name)
             try:

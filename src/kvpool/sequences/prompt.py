@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvpool.checks import as_count
 from kvpool.compiling import mypyc_attr
 from kvpool.errors import InvalidArgumentError
-from kvpool.pools.arrays import Int32Array, as_count, as_token_array
+from kvpool.pools.arrays import Int32Array, as_token_array
 from kvpool.pools.symbols import Key, as_items
 from kvpool.scope import MultimodalItem, ReuseScope
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError, SequenceStateError
 from kvpool.pools.arrays import Int32Array, Int64Array
 from kvpool.pools.symbols import Fresh

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.engine.engine import Prompt
 from kvpool.pools.arrays import Int32Array
 from kvpool.server.answers import ChatAnswer, TextAnswer

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from kvpool.config.layers import check_int
+from kvpool.checks import check_int
 from kvpool.errors import InvalidArgumentError
 from kvpool.server.errors import Problem
 
@@ -43,7 +43,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            check_int(f"Limits.{item.name}", getattr(self, item.name), 1, 2**40, InvalidArgumentError)
+            check_int(getattr(self, item.name), f"Limits.{item.name}", 1, 2**40, InvalidArgumentError)
 
 
 class Gate:

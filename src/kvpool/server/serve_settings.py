@@ -19,7 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from kvpool.config.layers import check_int, show
+from kvpool.checks import check_int, show
 from kvpool.engine.engine import Engine
 from kvpool.engine.options import SHOWN, EngineOptions
 from kvpool.engine.options import limits as engine_limits
@@ -96,7 +96,7 @@ def read_serve(
         limits.setdefault("requests_per_key", limits["requests"])
     if "keys" in server:
         server["keys"] = Path(server["keys"])
-    check_int("[server] port", server.get("port", 0), 0, 65535)
+    check_int(server.get("port", 0), "[server] port", 0, 65535)
     settings = ServeSettings(**server, limits=Limits(**limits))
     options.tiers(host_memory)  # checks them before a model is loaded
     tables = file.get("models", [])

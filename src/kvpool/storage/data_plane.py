@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvpool.checks import as_count
 from kvpool.config import KVCacheConfig, LayerGroup, Tier
 from kvpool.errors import InvalidArgumentError, SequenceStateError, SharedBlockError, TransferError
 from kvpool.kernels.write import read_slots, read_values, write_slots
-from kvpool.pools.arrays import BoolArray, Int32Array, as_array, as_count
+from kvpool.pools.arrays import BoolArray, Int32Array, as_array
 from kvpool.pools.groups import kind_of
 from kvpool.pools.pool import CopyOp, ResizeResult
 from kvpool.sequences.batch import SequenceBatch

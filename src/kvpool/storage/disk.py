@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.checks import check_int
 from kvpool.config import PoolSpec, Tier
-from kvpool.config.layers import MAX_BLOCKS, check_int
+from kvpool.config.layers import MAX_BLOCKS
 from kvpool.errors import InvalidArgumentError, StorageMemoryError, TransferError
 from kvpool.pools.arrays import Int32Array
 
@@ -44,7 +45,7 @@ class DiskStore:
 
     def resize(self, num_blocks: int) -> None:
         """Reserves space for more blocks, or gives some back; the blocks that remain keep their bytes."""
-        check_int("num_blocks", num_blocks, 0, MAX_BLOCKS, InvalidArgumentError)
+        check_int(num_blocks, "num_blocks", 0, MAX_BLOCKS, InvalidArgumentError)
         if self._file < 0 and num_blocks:
             self._open()
         if num_blocks > self.num_blocks:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpool.config.layers import ceil_div, check_int, check_number
+from kvpool.checks import check_int, check_number
+from kvpool.config.layers import ceil_div
 from kvpool.errors import InvalidArgumentError, StorageMemoryError
 from kvpool.kernels.layout import whole_device
 
@@ -43,10 +44,10 @@ def measure_budget(device: torch.device | str = "cuda", fraction: float = 0.9, r
 
         config = KVCacheConfig(layers, gpu_bytes=measure_budget("cuda:0", 0.9))
     """
-    check_number("fraction", fraction, "a fraction above 0 and up to 1")
+    check_number(fraction, "fraction", "a fraction above 0 and up to 1")
     if not 0 < fraction <= 1:
         raise InvalidArgumentError(f"fraction={fraction} must be above 0 and up to 1")
-    check_int("reserve_bytes", reserve_bytes, 0, 2**63 - 1, InvalidArgumentError)
+    check_int(reserve_bytes, "reserve_bytes", 0, 2**63 - 1, InvalidArgumentError)
     return max(0, int(free_bytes(device) * fraction) - reserve_bytes)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kvpool.checks import check_int
 from kvpool.config import PoolSpec, Tier
-from kvpool.config.layers import MAX_BLOCKS, check_int
+from kvpool.config.layers import MAX_BLOCKS
 from kvpool.errors import InvalidArgumentError
 from kvpool.storage.layout import GroupLayout, LayerCache, StateLayout
 from kvpool.storage.memory import HostMemory, allocate_device
@@ -42,7 +43,7 @@ class BlockStore:
         self._allocate(pool.num_blocks[tier] if num_blocks is None else num_blocks)
 
     def _allocate(self, num_blocks: int) -> None:
-        check_int("num_blocks", num_blocks, 0, MAX_BLOCKS, InvalidArgumentError)
+        check_int(num_blocks, "num_blocks", 0, MAX_BLOCKS, InvalidArgumentError)
         if self.device.type == "cpu":
             self._host = HostMemory(num_blocks, self.block_bytes, self._gpu)
             self.data = self._host.tensor

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.config.layers import check_int, show
+from kvpool.checks import check_int, show
 from kvpool.errors import ConfigError
 
 Codes: TypeAlias = npt.NDArray[np.uint8]
@@ -171,7 +171,7 @@ class Planes(Codec):
 
     def __init__(self, dtype: str = "bfloat16", method: str = "zstd", level: int = 1) -> None:
         self._item = _item_bytes(dtype)
-        check_int("level", level, 1, 19 if method == "zstd" else 12)
+        check_int(level, "level", 1, 19 if method == "zstd" else 12)
         self._level = level
         self._compress, self._decompress = _functions(method, level)
         self.identity = f"planes {self._item} {method}"

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.errors import ConfigError
 from kvpool.tiers.codecs import ITEM_BYTES, Codec, CompressionStats, Fp8, Planes, UnreadableValueError
 from kvpool.tiers.contract import KeyedTier, Outcome, Purged, Room

@@ -18,7 +18,7 @@ from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.quiet import QuietLog
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.checks import check_int, show
 from kvpool.config import KVCacheConfig, LayerGroup
-from kvpool.config.layers import check_int, show
 from kvpool.errors import InvalidArgumentError
 from kvpool.formats import other_format
 from kvpool.prefix.digests import DIGEST_BYTES, chain_digests, root_digest
@@ -44,8 +44,8 @@ class Shard:
     of: int = 1
 
     def __post_init__(self) -> None:
-        check_int("Shard.of", self.of, 1, MAX_SHARDS, InvalidArgumentError)
-        check_int("Shard.rank", self.rank, 0, self.of - 1, InvalidArgumentError)
+        check_int(self.of, "Shard.of", 1, MAX_SHARDS, InvalidArgumentError)
+        check_int(self.rank, "Shard.rank", 0, self.of - 1, InvalidArgumentError)
 
 
 WHOLE = Shard()
@@ -100,7 +100,7 @@ class Fingerprint:
         try:
             shard = Shard(**fields["shard"])
             found = cls(**{**fields, "groups": tuple(fields["groups"]), "shard": shard})
-            check_int("block_size", found.block_size, 1, 2**20, InvalidArgumentError)
+            check_int(found.block_size, "block_size", 1, 2**20, InvalidArgumentError)
         except (TypeError, KeyError, InvalidArgumentError):
             raise InvalidArgumentError(f"this describes no fingerprint: {show(fields)}") from None
         return found

@@ -6,7 +6,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvpool.config.layers import MAX_BYTES, check_int
+from kvpool.checks import check_int
+from kvpool.config.layers import MAX_BYTES
 from kvpool.errors import InvalidArgumentError
 from kvpool.tiers.contract import KeyedTier, Outcome, Purged, Room
 from kvpool.tiers.keys import KeyPattern
@@ -25,7 +26,7 @@ class MemoryTier(KeyedTier):
 
     def __init__(self, capacity_bytes: int, *, name: str = "memory") -> None:
         super().__init__(name)
-        check_int("capacity_bytes", capacity_bytes, 0, MAX_BYTES, InvalidArgumentError)
+        check_int(capacity_bytes, "capacity_bytes", 0, MAX_BYTES, InvalidArgumentError)
         self._capacity = capacity_bytes
         self._values: OrderedDict[bytes, bytes] = OrderedDict()
         self._used = 0

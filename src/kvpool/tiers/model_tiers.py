@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvpool.checks import show
 from kvpool.config import KVCacheConfig
-from kvpool.config.layers import show
 from kvpool.errors import ConfigError
 from kvpool.tiers.contract import KeyedTier
 from kvpool.tiers.identity import OF_TRANSFORMERS, settings_id

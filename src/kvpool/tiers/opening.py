@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError
 from kvpool.tiers.compressed_tier import CompressedTier, CompressionOptions, make_codec
 from kvpool.tiers.contract import KeyedTier

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from kvpool.config.layers import MAX_BYTES, show
+from kvpool.checks import show
+from kvpool.config.layers import MAX_BYTES
 from kvpool.errors import InvalidArgumentError
 from kvpool.terminal import parse_bytes
 

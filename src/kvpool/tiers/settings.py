@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlsplit
 
+from kvpool.checks import show
 from kvpool.config.cache_config import HOST_WRITES
-from kvpool.config.layers import show
 from kvpool.errors import ConfigError
 from kvpool.formats import other_format
 from kvpool.plainfile import read_plain

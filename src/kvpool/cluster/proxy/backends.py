@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+from kvpool.checks import check_int, check_number, show
 from kvpool.cluster.index import ClusterIndex
 from kvpool.cluster.publisher import port_above
 from kvpool.cluster.router import NodeLoad, Router
 from kvpool.cluster.subscriber import NodeSubscriber
-from kvpool.config.layers import check_int, check_number, show
 from kvpool.errors import ConfigError
 from kvpool.quiet import QuietLog
 from kvpool.terminal import is_http
@@ -37,10 +37,10 @@ class ProxyLimits:
     lost_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        check_int("body_bytes", self.body_bytes, 1, 2**40)
+        check_int(self.body_bytes, "body_bytes", 1, 2**40)
         for each in fields(self)[1:]:
             value = getattr(self, each.name)
-            if not 0 < check_number(each.name, value, "seconds, more than 0") <= 1e9:
+            if not 0 < check_number(value, each.name, "seconds, more than 0") <= 1e9:
                 raise ConfigError(f"{each.name}={value} must be seconds, more than 0")
 
 

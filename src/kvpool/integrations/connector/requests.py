@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvpool.config.layers import check_number, show
+from kvpool.checks import check_number, show
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.pools.arrays import Int32Array
 from kvpool.prefix.digests import chain_digests, root_digest
@@ -137,9 +137,9 @@ class RequestOptions:
     def __post_init__(self) -> None:
         if type(self.no_store) is not bool:
             raise ConfigError(f"no_store must be true or false, got {show(self.no_store)}")
-        if self.ttl is not None and check_number("ttl", self.ttl, "seconds above 0") <= 0:
+        if self.ttl is not None and check_number(self.ttl, "ttl", "seconds above 0") <= 0:
             raise ConfigError(f"ttl={self.ttl} must be seconds above 0")
-        if self.pin is not None and check_number("pin", self.pin, "seconds, or 0 to end a pin") < 0:
+        if self.pin is not None and check_number(self.pin, "pin", "seconds, or 0 to end a pin") < 0:
             raise ConfigError(f"pin={self.pin} must be seconds, or 0 to end a pin")
         if self.priority is not None:
             self.retention()

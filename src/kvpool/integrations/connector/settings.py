@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from kvpool.config.layers import MAX_BLOCKS, MAX_BYTES, check_bool, check_int, check_number, show
+from kvpool.checks import check_bool, check_int, check_number, show
+from kvpool.config.layers import MAX_BLOCKS, MAX_BYTES
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import make_policy
 from kvpool.integrations.connector.orders import Introduction
@@ -79,18 +80,18 @@ class ConnectorSettings:
         return cls(**values)
 
     def __post_init__(self) -> None:
-        check_int("host_bytes", self.host_bytes, 1, MAX_BYTES)
+        check_int(self.host_bytes, "host_bytes", 1, MAX_BYTES)
         if self.host_blocks is not None:
-            check_int("host_blocks", self.host_blocks, 1, MAX_BLOCKS)
+            check_int(self.host_blocks, "host_blocks", 1, MAX_BLOCKS)
         for name in ("policy", "disk", "remote", "model_id"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(f"{name} must be text that is not empty, got {show(value)}")
-        if check_bool("read_only", self.read_only) and not self.has_tiers:
+        if check_bool(self.read_only, "read_only") and not self.has_tiers:
             raise ConfigError("read_only=True needs disk or remote, to read from")
         make_policy(self.policy)
         self.tiers(self.disk, read_only=self.read_only)
-        if self.ttl is not None and check_number("ttl", self.ttl, "seconds above 0") <= 0:
+        if self.ttl is not None and check_number(self.ttl, "ttl", "seconds above 0") <= 0:
             raise ConfigError(f"ttl={self.ttl} must be seconds above 0; leave it out for no limit")
         _check_quotas(self.quotas)
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from kvpool.checks import check_int, check_number, show
 from kvpool.cluster.index import MAX_NODES
 from kvpool.cluster.router import RoutingConfig
-from kvpool.config.layers import check_int, check_number, show
 from kvpool.errors import ConfigError
 from kvpool.tiers.settings import read_toml
 
@@ -56,8 +56,8 @@ def read_ray(config: Path | None, given: Mapping[str, Any]) -> RaySettings:
         if key in ("address", "name", "prefix", "proxies") and not isinstance(value, str):
             raise ConfigError(f"{where}: {key} must be of type str, got {show(value)}")
     settings = RaySettings(**{**table, **{key: value for key, value in given.items() if value is not None}})
-    check_int(f"{where} replicas", settings.replicas, 1, MAX_NODES)
-    if check_number(f"{where} wait_seconds", settings.wait_seconds, "a number of seconds above 0") <= 0:
+    check_int(settings.replicas, f"{where} replicas", 1, MAX_NODES)
+    if check_number(settings.wait_seconds, f"{where} wait_seconds", "a number of seconds above 0") <= 0:
         raise ConfigError(f"{where}: wait_seconds={settings.wait_seconds} must be a number of seconds above 0")
     for section in (settings.engines, settings.front):
         if "name" in section:

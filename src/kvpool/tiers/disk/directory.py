@@ -9,7 +9,7 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.errors import ConfigError
 from kvpool.plainfile import NotPlainError, open_plain, read_plain, write_plain
 from kvpool.tiers.disk.slab import INDEX_SUFFIX, NEW_SUFFIX, SLAB_SUFFIX, Slab, UnreadableSlabError

@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvpool.config.layers import MAX_BYTES, check_int
+from kvpool.checks import check_int
+from kvpool.config.layers import MAX_BYTES
 from kvpool.errors import ConfigError
 from kvpool.tiers.contract import CALL_TIMEOUT, Keeper, KeyedTier, Outcome, Purged, Room
 from kvpool.tiers.disk.buffers import Workers
@@ -68,8 +69,8 @@ class DiskTier(KeyedTier):
         timeout: float = CALL_TIMEOUT,
     ) -> None:
         super().__init__(name, timeout=timeout)
-        self._capacity = check_int("capacity_bytes", capacity_bytes, MIN_CAPACITY_BYTES, MAX_BYTES)
-        check_int("io_threads", io_threads, 1, MAX_THREADS)
+        self._capacity = check_int(capacity_bytes, "capacity_bytes", MIN_CAPACITY_BYTES, MAX_BYTES)
+        check_int(io_threads, "io_threads", 1, MAX_THREADS)
         for name_of, value in (("direct", direct), ("read_only", read_only)):
             if not isinstance(value, bool):
                 raise ConfigError(f"{name_of}={value!r} must be True or False")

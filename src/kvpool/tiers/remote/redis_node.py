@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.plainfile import read_plain
 from kvpool.tiers.contract import CALL_TIMEOUT

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from kvpool.config.layers import show
+from kvpool.checks import show
 from kvpool.tiers.contract import Keeper, KeyedTier, Outcome, Purged, TierStats
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.prefix_options import NOWHERE
