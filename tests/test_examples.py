@@ -43,6 +43,7 @@ NEEDS = {  # what need not be installed
     **{name: ("torch",) for name in EXPECTED if name.startswith("compat/")},
 }
 EXAMPLES = sorted(path.relative_to(ROOT / "examples").as_posix() for path in (ROOT / "examples").rglob("*.py"))
+NO_OLD_NAMES = "error::DeprecationWarning:__main__"
 VLLM_PYTHON = os.environ.get("KVPOOL_VLLM_PYTHON")
 README_BLOCKS = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
 
@@ -54,8 +55,13 @@ def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         encoding="utf-8",
         check=False,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "PYTHONIOENCODING": "utf-8"},
+        timeout=900,  # many times what it takes on an idle machine
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "PYTHONIOENCODING": "utf-8",
+            "PYTHONWARNINGS": NO_OLD_NAMES,
+        },
     )
 
 

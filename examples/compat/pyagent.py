@@ -37,7 +37,7 @@ cache.swap_in("chat")
 # Defragmentation moves blocks and bytes to the lowest ids.
 before = cache.get_block_table("chat", 0)
 cache.free("more")
-cache.manager.defragment()
+cache.manager.cache.defragment()
 found = cache.read("chat", 3, 0, 40)[0].numpy()
 print("defragmented:", before, "->", cache.get_block_table("chat", 0), "intact:", np.array_equal(found, numbers + 3))
 assert np.array_equal(found, numbers + 3)

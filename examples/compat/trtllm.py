@@ -47,7 +47,7 @@ for event in cache.get_latest_events():
     print(f"event {event['event_id']}: {event['data']['type']}, {len(blocks)} of window {event['window_size']}")
 
 # The system prompt is still there, wherever it has been, with its bytes.
-cache.manager.offload(8)
+cache.manager.cache.offload(8)
 print("system prompt kept:", cache.add_sequence("back", [*system, 1]), "of", len(system), "tokens")
 for layer, (k, v) in enumerate(data):
     found_k, found_v = cache.read("back", layer, 0, 64)
