@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from kvpool.testing import key, value
-from kvpool.tiers import MemoryTier, Outcome
+from kvpool.tiers import KeyPattern, MemoryTier, Outcome, Purged
 from kvpool.tiers.transport import chain as watching
 from kvpool.tiers.transport.chain import SHORTEST_CALL, TierChain, seconds_left
-from kvpool.tiers.transport.lanes import Lane
+from kvpool.tiers.transport.lanes import Lane, Pending
 from kvpool.tiers.transport.prefix_options import NOWHERE
 
 SECONDS = 30.0
@@ -20,7 +21,7 @@ SIZE = 64
 
 
 class HangingTier(MemoryTier):
-    """Look-ups and stores wait until the test lets them go, whatever their deadline is."""
+    """Look-ups, stores and purges wait until the test lets them go, whatever their deadline is."""
 
     def __init__(self) -> None:
         super().__init__(2**20)
@@ -38,6 +39,17 @@ class HangingTier(MemoryTier):
     def _store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]:
         self._wait()
         return super()._store(keys, data, deadline)
+
+    def _purge(self, pattern: KeyPattern, deadline: float) -> Purged:
+        self._wait()
+        return super()._purge(pattern, deadline)
+
+
+class WrongTier(MemoryTier):
+    """Breaks the contract when it is purged."""
+
+    def _purge(self, pattern: KeyPattern, deadline: float) -> Any:
+        return 7
 
 
 def tier_with(*numbers: int) -> MemoryTier:
@@ -90,6 +102,24 @@ def test_given_a_tier_that_hangs_then_it_is_passed_by(monkeypatch: pytest.Monkey
     thread.join(SECONDS)
 
 
+def test_given_a_purge_that_hangs_then_the_tier_is_passed_by_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "GRACE_SECONDS", -1.0)
+    hanging = HangingTier()
+    chain = TierChain([hanging, tier_with(0)])
+    thread = threading.Thread(target=chain.watched[0].purge, args=(KeyPattern(), 0.01))
+    thread.start()
+    assert hanging.waiting.acquire(timeout=SECONDS)
+    assert (chain.watched[0].num_hung, chain.find([key(0)], due())) == (1, [1])
+    hanging.gate.set()
+    thread.join(SECONDS)
+    assert chain.watched[0].num_hung == 0
+
+
+def test_given_a_purge_that_answers_nonsense_then_it_counts_as_incomplete() -> None:
+    (watched,) = TierChain([WrongTier(2**20)]).watched
+    assert watched.purge(KeyPattern(), SECONDS) == Purged()
+
+
 def test_given_calls_that_hang_then_a_lane_is_stuck_once_all_its_own_threads_are_in_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -118,3 +148,32 @@ def test_given_calls_that_hang_then_a_lane_is_stuck_once_all_its_own_threads_are
     assert not fetching.is_stuck
     assert fetching.stop(SECONDS)
     assert storing.stop(SECONDS)
+
+
+# --- waiting for a job -------------------------------------------------------------------------------------------------
+
+
+def test_given_a_job_that_ends_in_time_then_the_waiter_gets_what_it_brings_and_nothing_is_discarded() -> None:
+    discarded: list[int] = []
+    pending = Pending(due(), discarded.append)
+    thread = threading.Thread(target=pending.end, args=(5,))
+    thread.start()
+    assert pending.wait() == 5
+    assert (pending.has_ended, pending.is_given_up, pending.give_up(), discarded) == (True, False, False, [])
+    thread.join(SECONDS)
+
+
+def test_given_a_job_that_is_overdue_then_the_waiter_goes_on_and_what_comes_later_is_discarded_once() -> None:
+    discarded: list[int] = []
+    ended = threading.Event()
+    pending = Pending(due(-1.0), discarded.append, ended.set)
+    assert pending.is_overdue
+    assert (pending.wait(), pending.is_given_up, pending.has_ended) == (None, True, False)
+    pending.end(5)
+    assert (pending.value, pending.has_ended, ended.is_set(), discarded) == (None, True, True, [5])
+
+
+def test_given_a_job_that_brings_nothing_then_the_waiter_does_not_wait_for_its_deadline() -> None:
+    pending: Pending[int] = Pending(due(3600.0))
+    pending.end()
+    assert (pending.wait(), pending.is_overdue) == (None, False)

@@ -14,6 +14,7 @@ that is known. Requests that miss the same block wait for one load.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -27,8 +28,8 @@ from kvpool.storage import DataPlane
 from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.block_keys import PromptKeys
 from kvpool.tiers.transport.cache_blocks import Leases
-from kvpool.tiers.transport.chain import GRACE_SECONDS
 from kvpool.tiers.transport.fetching import Fetch
+from kvpool.tiers.transport.lanes import Pending
 from kvpool.tiers.transport.movers import FLUSH_SECONDS, Forgetting, Movers, TieringStats
 from kvpool.tiers.transport.prefix_options import next_query
 
@@ -36,18 +37,17 @@ log = logging.getLogger("kvpool")
 Tell = Callable[[Callable[[], None], Callable[[KVPoolError], None]], None]
 
 
-class _Held:
-    """A request that waits for its prefix."""
+class _WaitingRequest:
+    """A request that waits for its prefix: for a fetch of its own, or for that of a request before it."""
 
     def __init__(self, generation: Generation, request: Request, prompt: PromptKeys, arrival: float) -> None:
         self.generation = generation
         self.request = request
         self.prompt = prompt
         self.arrival = arrival  # by the scheduler's clock
-        self.due = 0.0  # when it stops waiting; 0: not decided yet
+        self.pending: Pending[Fetch] = Pending(math.inf)  # until it waits for something
         self.missing: list[bytes] = []  # keys for which others wait on this one
-        self.followers: list[_Held] = []
-        self.is_over = False
+        self.followers: list[_WaitingRequest] = []
 
 
 class TierLink:
@@ -63,8 +63,8 @@ class TierLink:
         self._collector = Collector(scheduler, self._movers.offers)
         self.handovers = Handovers(self._movers, self._collector, self._manager)
         self._leases = Leases(self._manager)
-        self._held: dict[Hashable, _Held] = {}
-        self._leaders: dict[bytes, _Held] = {}
+        self._held: dict[Hashable, _WaitingRequest] = {}
+        self._leaders: dict[bytes, _WaitingRequest] = {}
         self._joined = self._timed_out = self._crowded = 0
         self._closed = False
 
@@ -80,9 +80,9 @@ class TierLink:
 
     def hold(self, generation: Generation, request: Request, prompt: PromptKeys) -> bool:
         """Keeps a request back while its prefix is fetched; False: there is nothing to wait for."""
-        return self._hold(_Held(generation, request, prompt, self._scheduler.clock()))
+        return self._hold(_WaitingRequest(generation, request, prompt, self._scheduler.clock()))
 
-    def _hold(self, held: _Held) -> bool:
+    def _hold(self, held: _WaitingRequest) -> bool:
         if held.prompt.version != self.keys.forgotten.version:
             held.prompt = self.prompt_keys(held.request)
         prompt, size = held.prompt, self.keys.block_size
@@ -91,17 +91,17 @@ class TierLink:
         if missing <= 0 or self._closed or self._movers.lane.is_stuck:
             return False
         now = time.monotonic()
-        if not held.due:
-            held.due = now + self._movers.patience(missing)
-        elif held.due <= now:
+        due = held.pending.due if math.isfinite(held.pending.due) else now + self._movers.patience(missing)
+        if due <= now:
             return False
+        held.pending = Pending(due, Fetch.release)
         leader = self._leaders.get(prompt.keys[0][first])
         if leader is not None:
             self._joined += 1
             leader.followers.append(held)
             self._held[held.request.id] = held
             return True
-        fetch = Fetch(prompt, first, now, held.due)
+        fetch = Fetch(prompt, first, now, due)
         if not self._movers.is_worth_waiting(missing, lambda: fetch):
             return False
         if not self._movers.fetch(fetch, partial(self._tell_arrived, held), fetch.release):
@@ -113,16 +113,16 @@ class TierLink:
         self._held[held.request.id] = held
         return True
 
-    def _tell_arrived(self, held: _Held, fetch: Fetch) -> None:
+    def _tell_arrived(self, held: _WaitingRequest, fetch: Fetch) -> None:
         """In a thread that fetches: hands over to the engine's."""
         try:
             self.tell(partial(self._arrived, held, fetch), lambda error: fetch.release())
         except KVPoolError:  # the engine has ended
             fetch.release()
 
-    def _arrived(self, held: _Held, fetch: Fetch) -> None:
-        if held.is_over:
-            fetch.release()
+    def _arrived(self, held: _WaitingRequest, fetch: Fetch) -> None:
+        held.pending.end(fetch)
+        if held.pending.is_given_up:
             return
         came = self._import(held.request, fetch)
         if came and fetch.is_part:  # the rest may come now, as if it were a new request that waits
@@ -139,7 +139,7 @@ class TierLink:
         self._movers.give_back(fetch, waits)
         return handle is not None
 
-    def _let_go(self, held: _Held) -> None:
+    def _let_go(self, held: _WaitingRequest) -> None:
         """The request goes to the scheduler; those that waited for its load look again."""
         followers = self._forget(held)
         try:
@@ -147,20 +147,20 @@ class TierLink:
         except KVPoolError as error:
             held.generation.end(error)
         for follower in followers:
-            if follower.is_over:
+            if self._held.get(follower.request.id) is not follower:  # it stopped waiting before
                 continue
-            self._held.pop(follower.request.id, None)
+            del self._held[follower.request.id]
             if not self._hold(follower):
                 self._let_go(follower)
 
-    def _forget_keys(self, held: _Held) -> None:
+    def _forget_keys(self, held: _WaitingRequest) -> None:
         for key in held.missing:
             if self._leaders.get(key) is held:
                 del self._leaders[key]
         held.missing = []
 
-    def _forget(self, held: _Held) -> list[_Held]:
-        held.is_over = True
+    def _forget(self, held: _WaitingRequest) -> list[_WaitingRequest]:
+        held.pending.give_up()
         self._held.pop(held.request.id, None)
         self._forget_keys(held)
         followers, held.followers = held.followers, []
@@ -181,16 +181,14 @@ class TierLink:
         """Seconds until a held request stops waiting; None: none is held."""
         if not self._held:
             return None
-        first = min(held.due for held in self._held.values())
-        return max(0.0, first + GRACE_SECONDS - time.monotonic())
+        return min(held.pending.seconds_left for held in self._held.values())
 
     def tend(self) -> None:
         """Lets requests go on whose prefix did not come in time."""
         if not self._held:
             return
-        late = time.monotonic() - GRACE_SECONDS
-        for held in [held for held in self._held.values() if held.due <= late]:
-            if not held.is_over:
+        for held in [held for held in self._held.values() if held.pending.is_overdue]:
+            if self._held.get(held.request.id) is held:
                 self._timed_out += 1
                 self._let_go(held)
 
@@ -245,7 +243,7 @@ class TierLink:
     def fail(self, error: KVPoolError) -> None:
         """Ends every request that waits."""
         for held in list(self._held.values()):
-            held.is_over = True
+            held.pending.give_up()
             held.generation.end(error)
         self._held.clear()
         self._leaders.clear()

@@ -19,8 +19,8 @@ from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.cache_blocks import Progress
-from kvpool.tiers.transport.chain import GRACE_SECONDS
 from kvpool.tiers.transport.fetching import Fetch
+from kvpool.tiers.transport.lanes import Pending
 from kvpool.tiers.transport.movers import Movers, TieringStats
 from kvpool.tiers.transport.prefix_options import next_query
 
@@ -50,11 +50,11 @@ class PoolTiers:
             if fetch is None:
                 return lease
             latest = fetch.due
-            arrival = _Arrival()
-            if not self.movers.fetch(fetch, arrival.come, arrival.drop):
+            pending = Pending(fetch.due, Fetch.release)
+            if not self.movers.fetch(fetch, pending.end, pending.end):
                 self._crowded += 1
                 return lease
-            if not arrival.wait(fetch):
+            if pending.wait() is None:
                 self._timed_out += 1
                 return lease
             try:
@@ -135,34 +135,3 @@ class PoolTiers:
             if not self._closed:
                 self._closed = True
                 self.movers.close()
-
-
-class _Arrival:
-    """A call waits for a fetch, or gives up and leaves it to the thread that fetches."""
-
-    def __init__(self) -> None:
-        self._there = threading.Condition()
-        self._has_come = self._has_left = False
-
-    def come(self, fetch: Fetch) -> None:
-        """In a thread that fetches."""
-        with self._there:
-            self._has_come = True
-            self._there.notify()
-            if not self._has_left:
-                return
-        fetch.release()
-
-    def drop(self) -> None:
-        """Nobody fetches any more."""
-        with self._there:
-            self._has_come = self._has_left = True
-            self._there.notify()
-
-    def wait(self, fetch: Fetch) -> bool:
-        """Whether it came before the call had to go on."""
-        with self._there:
-            self._there.wait_for(lambda: self._has_come, max(0.0, fetch.due + GRACE_SECONDS - time.monotonic()))
-            came = self._has_come and not self._has_left
-            self._has_left = True
-            return came

@@ -20,7 +20,7 @@ from kvpool.manager import KVCacheManager
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.tiers import KeyedTier, KeySpace
 from kvpool.tiers.transport.chain import GRACE_SECONDS, TierChain
-from kvpool.tiers.transport.lanes import Lane
+from kvpool.tiers.transport.lanes import Lane, Pending
 
 
 @dataclass
@@ -132,8 +132,9 @@ class Loader:
         self._jobs[job] = _LoadJob(tracked, handle, first, num_present, last, digests)
         if digests and self._lookups is not None:
             self._arriving.update(dict.fromkeys(digests, time.monotonic() + self._lookups.patience))
-        held = tracked.holders[num_present - tracked.asked_from : last - tracked.asked_from] if tracked.waits else []
-        tracked.hits = num_present - first, held.count(0), last - num_present - held.count(0)
+        holders = (tracked.lookup.value if tracked.waits and tracked.lookup is not None else None) or []
+        in_first = holders[num_present - tracked.asked_from : last - tracked.asked_from].count(0)
+        tracked.hits = num_present - first, in_first, last - num_present - in_first
         request_id, present = tracked.request.request_id, num_present - first
         wanted = [of_group[first:last] for of_group in pages]
         orders.loads.append(Load(job, request_id, rows, wanted, present, digests, tracked.waits))
@@ -171,7 +172,7 @@ class Loader:
             self._manager.free(handle)
         if came < wanted:
             done.tracked.has_lost = True
-            done.tracked.num_below = None
+            done.tracked.lookup = None
         return came == wanted
 
     @property
@@ -199,20 +200,18 @@ class TierLookups:
 
     def num_blocks(self, tracked: TrackedRequest, first: int, last: int) -> int | None:
         """How many blocks from the prompt's beginning on could be had, if the `first` ones are here; None: ask again."""
-        if tracked.num_below is not None and first >= tracked.asked_from:
-            return tracked.num_below
-        if not tracked.is_asking:
-            digests = tracked.tier_digests(first, last)
-            tracked.num_below, tracked.asked_from, tracked.is_asking = None, first, True
-            tracked.answer_due = time.monotonic() + self.patience
-            nothing = partial(self._answer, tracked, [])
-            if self._lane.is_stuck or not self._lane.submit(lambda: self._ask(tracked, digests), nothing):
-                nothing()
-        elif time.monotonic() > tracked.answer_due:  # a tier hangs, and knows nothing of deadlines
+        lookup = tracked.lookup
+        if lookup is None or (lookup.has_ended and first < tracked.asked_from):
+            lookup = tracked.lookup = Pending(time.monotonic() + self._timeout)
+            tracked.asked_from = first
+            ask = partial(self._ask, lookup, tracked.tier_digests(first, last))
+            if self._lane.is_stuck or not self._lane.submit(ask, lookup.end):
+                lookup.end()
+        elif not lookup.has_ended and lookup.is_overdue:  # a tier hangs, and knows nothing of deadlines
             return first
-        return tracked.num_below
+        return tracked.asked_from + len(lookup.value or ()) if lookup.has_ended else None
 
-    def _ask(self, tracked: TrackedRequest, digests: list[bytes]) -> None:
+    def _ask(self, lookup: Pending[list[int]], digests: list[bytes]) -> None:
         """In a thread of its own."""
         holders: list[int] = []
         try:
@@ -222,11 +221,7 @@ class TierLookups:
                 common = [max(pair) for pair in zip(common, found, strict=False)]  # the slowest of all workers
             holders = common
         finally:
-            self._answer(tracked, holders)
-
-    def _answer(self, tracked: TrackedRequest, holders: list[int]) -> None:
-        tracked.holders = holders
-        tracked.num_below, tracked.is_asking = tracked.asked_from + len(holders), False
+            lookup.end(holders)
 
     def tiers(self) -> list[KeyedTier]:
         """The tiers of the first worker."""

@@ -26,6 +26,7 @@ from kvpool.scope import MultimodalItem, ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.tiers.identity import files_id, read_files, settings_id
 from kvpool.tiers.keys import scope_tag
+from kvpool.tiers.transport.lanes import Pending
 
 _log = logging.getLogger("kvpool")
 
@@ -207,11 +208,8 @@ class TrackedRequest:
     is_cached: bool = True  # False: its tokens do not say what it computes
     was_looked_up: bool = False
     num_local: int = 0  # that the engine's own cache had at the last look-up
-    num_below: int | None = None  # that tiers have, behind `asked_from`; None: not asked yet
+    lookup: Pending[list[int]] | None = None  # which tier has each block from `asked_from` on; None: not asked
     asked_from: int = 0
-    holders: list[int] = field(default_factory=list)  # which tier has each of these, from `asked_from` on
-    is_asking: bool = False
-    answer_due: float = 0.0  # when they should have answered
     waits: bool = False  # the last look-up promised a load that takes a while
     num_loading: int = 0  # loads that no worker has reported yet
     has_lost: bool = False  # a load failed: tiers are not asked again
@@ -229,6 +227,11 @@ class TrackedRequest:
     def is_known(self) -> bool:
         """Whether its tokens and items say what it computes; a session may have got further images meanwhile."""
         return self.is_cached and len(self.request.mm_features or ()) == len(self.items)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether tiers have not answered yet."""
+        return self.lookup is not None and not self.lookup.has_ended
 
     @property
     def num_ids(self) -> int:

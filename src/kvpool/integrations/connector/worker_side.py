@@ -7,7 +7,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from kvpool.errors import TransferError
 from kvpool.integrations.connector.orders import (
@@ -25,8 +26,8 @@ from kvpool.integrations.connector.reports import Increments
 from kvpool.integrations.connector.settings import ConnectorSettings, open_tiers
 from kvpool.quiet import QuietLog
 from kvpool.tiers import KeySpace, TierStats
-from kvpool.tiers.transport.chain import GRACE_SECONDS, TierChain
-from kvpool.tiers.transport.lanes import Lane
+from kvpool.tiers.transport.chain import TierChain
+from kvpool.tiers.transport.lanes import Lane, Pending
 from kvpool.tiers.transport.staging import StagingMemory
 from kvpool.tiers.transport.storing import Storer
 
@@ -40,15 +41,11 @@ _COUNT_SECONDS = 1.0
 _log = logging.getLogger("kvpool")
 
 
-@dataclass
-class _Fetch:
-    """A load whose rows come from tiers; `num_loaded` rows from the first on are there when it is over."""
+class _Fetch(NamedTuple):
+    """A load whose rows come from tiers: `rows` will say how many from the first on are there."""
 
     load: Load
-    due: float  # when the request stops waiting
-    is_over: bool = False
-    is_given_up: bool = False  # the request has gone on without it; a tier may still write into the rows
-    num_loaded: int = 0
+    rows: Pending[int]
 
 
 class WorkerSide:
@@ -68,7 +65,7 @@ class WorkerSide:
         self._lane = Lane("fetch", _FETCH_THREADS, 4096, self._tiers.watched)
         self._fetches: list[_Fetch] = []
         self._storing: deque[tuple[Callable[[], bool], list[Store]]] = deque()  # and whether their bytes are there
-        self._wake = threading.Condition()
+        self._ended = threading.Event()  # set when a fetch ends
         self._report = Report()
         self._loaded: set[str] = set()
         self._failed_pages: set[int] = set()
@@ -84,7 +81,7 @@ class WorkerSide:
         landing = []
         for load in orders.loads:
             if load.is_async:
-                self._begin(_Fetch(load, time.monotonic() + self._settings.timeout))
+                self._begin(load)
             else:
                 landing.append((load, load.num_present if load.rows else 0))
         self._land(landing)
@@ -111,22 +108,23 @@ class WorkerSide:
     def poll(self, *, is_idle: bool) -> None:
         """Ends loads whose rows have come, and stores that are over."""
         self._confirm_stores()
-        with self._wake:
-            if is_idle and self._fetches and not any(fetch.is_over for fetch in self._fetches):
-                self._wake.wait(IDLE_WAIT)
-            over = [fetch for fetch in self._fetches if fetch.is_over]
-            self._fetches = [fetch for fetch in self._fetches if not fetch.is_over]
-        self._land([(fetch.load, fetch.num_loaded) for fetch in over if not fetch.is_given_up])
+        self._ended.clear()
+        if is_idle and self._fetches and not any(fetch.rows.has_ended for fetch in self._fetches):
+            self._ended.wait(IDLE_WAIT)
+        over: list[_Fetch] = []
+        in_flight: list[_Fetch] = []
+        for fetch in self._fetches:
+            (over if fetch.rows.has_ended else in_flight).append(fetch)
+        self._fetches = in_flight
+        self._land([(fetch.load, fetch.rows.value or 0) for fetch in over if not fetch.rows.is_given_up])
         for fetch in over:
-            if fetch.is_given_up:
+            if fetch.rows.is_given_up:
                 self._done(fetch.load.job, 0)
             else:
                 self._loaded.add(fetch.load.request_id)
-        overdue = time.monotonic() - GRACE_SECONDS
         for fetch in self._fetches:
-            if fetch.due < overdue and not fetch.is_given_up:
-                fetch.is_given_up = True  # its rows stay held until the tier has let go of them
-                self._lose(fetch.load, 0)
+            if fetch.rows.is_overdue and not fetch.rows.is_given_up and fetch.rows.give_up():
+                self._lose(fetch.load, 0)  # its rows stay held until the tier has let go of them
                 self._loaded.add(fetch.load.request_id)
 
     def _land(self, landing: Sequence[tuple[Load, int]]) -> None:
@@ -211,15 +209,12 @@ class WorkerSide:
             rows = list(stage.data.reshape(len(chosen), -1))
             self._storer.store([keys[index] for index in chosen], rows, stage, lambda: None)
 
-    def _begin(self, fetch: _Fetch) -> None:
-        with self._wake:
-            self._fetches.append(fetch)
-        if (
-            self._lane.is_stuck
-            or not fetch.load.digests
-            or not self._lane.submit(lambda: self._fetch(fetch), lambda: self._end(fetch))
-        ):
-            self._end(fetch)
+    def _begin(self, load: Load) -> None:
+        fetch = _Fetch(load, Pending(time.monotonic() + self._settings.timeout, on_end=self._ended.set))
+        self._fetches.append(fetch)
+        begin, drop = partial(self._fetch, fetch), partial(self._end, fetch)
+        if self._lane.is_stuck or not load.digests or not self._lane.submit(begin, drop):
+            drop()
 
     def _fetch(self, fetch: _Fetch) -> None:
         """In a thread of its own: fills rows from the first tier that has each of them."""
@@ -228,15 +223,12 @@ class WorkerSide:
             keys = self._space.keys(load.digests)
             self._pages.settle()  # these rows may have had another owner, whose pages they are still copied to
             rows = [self._host.array[row] for row in load.rows[load.num_present :]]
-            came = self._tiers.load_prefix(keys, rows, fetch.due)
+            came = self._tiers.load_prefix(keys, rows, fetch.rows.due)
         finally:
             self._end(fetch, came)
 
     def _end(self, fetch: _Fetch, came: int = 0) -> None:
-        with self._wake:
-            fetch.num_loaded = fetch.load.num_present + came if fetch.load.rows else 0
-            fetch.is_over = True
-            self._wake.notify_all()
+        fetch.rows.end(fetch.load.num_present + came if fetch.load.rows else 0)
 
     def _say(self, what: str) -> None:
         self._quiet.warning("kvpool connector: %s; the engine computes them again", what)

@@ -115,7 +115,8 @@ class WatchedTier:
     def purge(self, pattern: KeyPattern, timeout: float) -> Purged:
         """Takes out values whose keys are alike; they are not known to be there any more."""
         self.known.discard_matching(pattern)
-        return self.tier.purge(pattern, timeout=timeout)
+        purged = self._call(lambda: [self.tier.purge(pattern, timeout=timeout)], Purged, 1, timeout)
+        return Purged() if purged is None else purged[0]
 
     def _call(self, call: Callable[[], Any], kind: type[_T], count: int, timeout: float) -> list[_T] | None:
         """What a call to the tier returns; None if it raised or broke the contract. Others see while it is overdue."""

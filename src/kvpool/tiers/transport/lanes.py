@@ -1,4 +1,8 @@
-"""Threads that do jobs in the background, one after the other, with a limit to how many may wait."""
+"""Threads that do jobs in the background, and the wait for what a job brings.
+
+A lane does jobs one after the other, with a limit to how many may wait. `Pending` joins a job to whoever waits for it: an
+engine, a pool of transformers or a connector. The waiter never waits longer than its deadline, whatever the job does.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,75 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
-from kvpool.tiers.transport.chain import WatchedTier
+from kvpool.tiers.transport.chain import GRACE_SECONDS, WatchedTier
 
 Job = Callable[[], None]
+_T = TypeVar("_T")
 _log = logging.getLogger("kvpool")
+
+
+class Pending(Generic[_T]):
+    """What a job in flight will bring, and somebody waits for until `due`, by `time.monotonic`.
+
+    The job says `end`, once, with what it brings. A waiter that goes on before says `give_up`: then `discard` gets it.
+    `on_end` is called when the job has ended, in its thread.
+    """
+
+    def __init__(
+        self, due: float, discard: Callable[[_T], None] | None = None, on_end: Callable[[], None] | None = None
+    ) -> None:
+        self.due = due
+        self.value: _T | None = None
+        self._discard, self._on_end = discard, on_end
+        self._changed = threading.Condition()
+        self._has_ended = self._is_given_up = False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job is over; it may use memory of the waiter until then."""
+        return self._has_ended
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the waiter has gone on without it."""
+        return self._is_given_up
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the waiter still waits: calls to tiers may be late by `GRACE_SECONDS`."""
+        return max(0.0, self.due + GRACE_SECONDS - time.monotonic())
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether the waiter should give up."""
+        return not self.seconds_left
+
+    def end(self, value: _T | None = None) -> None:
+        """The job is over, in whichever thread."""
+        with self._changed:
+            if not self._is_given_up:
+                self.value = value
+            self._has_ended = True
+            self._changed.notify_all()
+        if self._is_given_up and value is not None and self._discard is not None:
+            self._discard(value)
+        if self._on_end is not None:
+            self._on_end()
+
+    def give_up(self) -> bool:
+        """The waiter goes on; False if the job has ended already."""
+        with self._changed:
+            self._is_given_up = not self._has_ended
+            return self._is_given_up
+
+    def wait(self) -> _T | None:
+        """What the job brings; None if it brings nothing, or is overdue: then it is given up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended, self.seconds_left)
+        self.give_up()
+        return self.value
 
 
 class Lane:
