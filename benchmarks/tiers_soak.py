@@ -34,7 +34,7 @@ from kvpool.terminal import progress_bar
 from kvpool.tiers import DiskTier, KeyedTier, open_tier
 from kvpool.tiers.transport.block_keys import MAX_KNOWN
 from kvpool.tiers.transport.chain import KNOWN_KEYS
-from kvpool.tiers.transport.movers import Movers
+from kvpool.tiers.transport.tier_transport import TierTransport
 
 BLOCK_SIZE = 8
 REQUESTS_AN_HOUR = 3600
@@ -82,13 +82,13 @@ def fill(tier: KeyedTier, num_values: int) -> None:
         tier.store([os.urandom(32) for _ in range(first, first + AT_ONCE)], [value] * AT_ONCE, timeout=SECONDS)
 
 
-def fill_tables(movers: Movers) -> list[Sized]:
+def fill_tables(transport: TierTransport) -> list[Sized]:
     """Has the engine know as many blocks as it can remember, of prompts that nobody sends; returns what remembers them."""
-    lineage = movers.offers.lineage
+    lineage = transport.offers.lineage
     digests = [os.urandom(32) for _ in range(MAX_KNOWN)]
     lineage.note(os.urandom(32), digests, [os.urandom(4) + digest for digest in digests])
     tables: list[Sized] = [lineage]
-    for watched in movers.chain.watched:
+    for watched in transport.chain.watched:
         watched.known.add(os.urandom(32) for _ in range(KNOWN_KEYS))
         tables.append(watched.known)
     return tables
@@ -120,8 +120,8 @@ class Soak:
         assert (
             engine._tiers is not None
         )  # a model so small computes faster than anything loads: never measured, it is loaded
-        engine._tiers._movers.decider.observe_prompt = lambda num_tokens, seconds: None  # type: ignore[method-assign]
-        self.tables = fill_tables(engine._tiers._movers)
+        engine._tiers._transport.decider.observe_prompt = lambda num_tokens, seconds: None  # type: ignore[method-assign]
+        self.tables = fill_tables(engine._tiers._transport)
         self.stored_before = sum(measured.stats.stored for measured in engine._tiers.stats().tiers)
         self.traffic = Traffic(seed)
         self.looks: list[Look] = []

@@ -116,7 +116,7 @@ def patient_tiers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     On a busy machine a tiny model computes faster than a thread gets to look, and a tier would not be asked.
     """
-    monkeypatch.setattr("kvpool.tiers.transport.movers.SHORTEST_WAIT", 30.0)
+    monkeypatch.setattr("kvpool.tiers.transport.tier_transport.SHORTEST_WAIT", 30.0)
     monkeypatch.setattr("kvpool.tiers.transport.deciding.Decider.is_worth_looking", lambda self, num_tokens: True)
 
 

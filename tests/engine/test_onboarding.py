@@ -18,7 +18,7 @@ from kvpool.errors import TransferError  # noqa: E402
 from kvpool.scheduling import SchedulerConfig  # noqa: E402
 from kvpool.scheduling.running import Arrivals  # noqa: E402
 from kvpool.storage.moving import move  # noqa: E402
-from kvpool.storage.transfer_steps import TransferStep, UnderWay  # noqa: E402
+from kvpool.storage.transfer_steps import StepInFlight, TransferStep  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
 
@@ -65,9 +65,9 @@ class SlowLink:
         def slow_start(copies: TransferStep) -> Any:
             if (copies.source.tier, copies.target.tier) != (Tier.HOST, Tier.GPU):
                 return start(copies)
-            for completion in transfers._under_way.before(copies):
+            for completion in transfers._in_flight.before(copies):
                 completion.wait()
-            return UnderWay(copies, OnTheWay(self, copies))
+            return StepInFlight(copies, OnTheWay(self, copies))
 
         def counted_step() -> None:
             self.num_steps += 1

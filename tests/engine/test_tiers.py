@@ -207,7 +207,7 @@ def test_given_a_prefix_larger_than_the_staging_memory_then_it_comes_in_parts(
 ) -> None:
     tier = filled(PROMPT, family=family)
     monkeypatch.setattr(
-        "kvpool.tiers.transport.movers.STAGING_BYTES", 4 * 4 * 2 * 4096
+        "kvpool.tiers.transport.tier_transport.STAGING_BYTES", 4 * 4 * 2 * 4096
     )  # four blocks of each group at once
     with make_engine(tier, family=family) as engine:
         (result,) = engine.generate([PROMPT], params())
@@ -450,7 +450,7 @@ def test_given_a_store_that_hangs_then_closing_the_engine_waits_for_so_long_at_m
     engine = make_engine(Wrapped(MemoryTier(2**28), store=gate))
     assert answers(engine, PROMPT) == computed(PROMPT)
     began = time.monotonic()
-    engine._tiers._movers.storer.close(0.01)  # type: ignore[union-attr]
+    engine._tiers._transport.storer.close(0.01)  # type: ignore[union-attr]
     engine.close()
     gate.opened.set()
     assert time.monotonic() - began < SECONDS

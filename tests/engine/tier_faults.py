@@ -76,7 +76,7 @@ class Clock:
 
 
 MODULES_WITH_TIME = (
-    *("kvpool.engine.tier_link", "kvpool.tiers.transport.movers"),
+    *("kvpool.engine.tier_link", "kvpool.tiers.transport.tier_transport"),
     *("kvpool.tiers.transport.chain", "kvpool.tiers.transport.fetching", "kvpool.tiers.transport.chain"),
 )
 

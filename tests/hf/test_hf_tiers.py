@@ -54,7 +54,7 @@ def answer(pool: CachePool, model: Any, prompt: Any = PROMPT, **options: Any) ->
     with PagedCache(pool) as cache:
         tokens, num_cached = run(model, prompt, cache, **options), cache.num_cached_tokens
     assert pool.tiers is not None
-    assert pool.tiers.movers.storer.flush(SECONDS)
+    assert pool.tiers.transport.storer.flush(SECONDS)
     stats = pool.tier_stats()
     assert stats is not None
     assert (stats.blocks_waiting, stats.staging_bytes) == (0, 0)
@@ -120,7 +120,7 @@ def test_given_a_batch_then_its_rows_come_as_far_as_all_of_them_can() -> None:
 def test_given_more_than_staging_memory_holds_then_it_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama")
     tier = filled(model)
-    monkeypatch.setattr("kvpool.tiers.transport.movers.STAGING_BYTES", 4 * 4 * 4096)
+    monkeypatch.setattr("kvpool.tiers.transport.tier_transport.STAGING_BYTES", 4 * 4 * 4096)
     with made(model, tier) as pool:
         assert answer(pool, model) == (run(tiny_model("llama"), PROMPT), 40)
         stats = pool.tier_stats()
@@ -160,12 +160,12 @@ def test_given_a_device_that_fails_while_blocks_come_then_nothing_of_them_is_hel
     model = tiny_model("llama")
     with made(model, filled(model)) as pool:
         assert pool.tiers is not None
-        bring = pool.tiers.movers.bring
+        bring = pool.tiers.transport.import_prefix
 
         def lose_the_device() -> None:
             raise RuntimeError("the device is lost")
 
-        monkeypatch.setattr(pool.tiers.movers, "bring", lambda *asked: (bring(*asked)[0], [lose_the_device]))
+        monkeypatch.setattr(pool.tiers.transport, "import_prefix", lambda *asked: (bring(*asked)[0], [lose_the_device]))
         with PagedCache(pool) as cache, pytest.raises(RuntimeError, match="the device is lost"):
             run(model, PROMPT, cache)
         stats = pool.tier_stats()
@@ -205,7 +205,7 @@ def test_given_content_that_was_invalidated_then_it_does_not_come_back_and_leave
         answer(pool, model)
         assert pool.invalidate(PROMPT[:8]) == 10
         assert pool.tiers is not None
-        assert pool.tiers.movers.storer.flush(SECONDS)
+        assert pool.tiers.transport.storer.flush(SECONDS)
         assert tier.stats().num_values == 1
         assert answer(pool, model)[1] == 4
         assert pool.reset_prefix_cache() > 0

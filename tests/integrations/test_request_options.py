@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.integrations.connector.requests import NO_WISHES, RequestOptions
+from kvpool.integrations.connector.requests import NO_OPTIONS, RequestOptions
 
 pytest.importorskip("torch")
 pytest.importorskip("xxhash")
@@ -29,7 +29,7 @@ def fill(toy: ToyEngine, number: int) -> None:
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {"kvpool": {}}])
 def test_given_nothing_of_ours_then_a_request_has_no_wishes(params: Any) -> None:
-    assert RequestOptions.of(params) == NO_WISHES
+    assert RequestOptions.of(params) == NO_OPTIONS
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvpool.scheduling import SchedulerStats
 from kvpool.stats import CacheStats
 from kvpool.tiers.contract import TierStats
-from kvpool.tiers.transport.movers import TieringStats
+from kvpool.tiers.transport.tier_transport import TieringStats
 
 # What has another name among the metrics, or is the sum of what they say.
 SAID_OTHERWISE = {

@@ -14,7 +14,7 @@ from servers import MooncakeMaster, MooncakeNode, eventually, running
 
 from kvpool.testing import TierContract, key, load, store, value
 from kvpool.tiers import KeyedTier, MooncakeTier, Outcome
-from kvpool.tiers.remote.mooncake import NUM_SLABS
+from kvpool.tiers.remote.mooncake import NUM_BUFFERS
 
 HANGS = 30.0
 _namespaces = itertools.count()
@@ -69,7 +69,7 @@ def test_given_values_up_to_the_size_of_a_slab_then_they_come_back_and_larger_on
 ) -> None:
     with fresh(master) as tier:
         size = tier.max_value_bytes
-        numbers = list(range(NUM_SLABS + 2))
+        numbers = list(range(NUM_BUFFERS + 2))
         assert store(tier, numbers, 5 << 20) == [Outcome.OK] * len(numbers)
         assert load(tier, numbers, 5 << 20)[0] == [Outcome.OK] * len(numbers)
         assert store(tier, [99, 100], size) == [Outcome.OK] * 2

@@ -21,9 +21,9 @@ from kvpool.tiers.transport.chain import KnownKeys, WatchedTier
 from kvpool.tiers.transport.deciding import DecisionStats
 from kvpool.tiers.transport.fetching import FetchStats
 from kvpool.tiers.transport.lanes import Lane
-from kvpool.tiers.transport.movers import HandoverStats
 from kvpool.tiers.transport.staging import StagingMemory, page_aligned
 from kvpool.tiers.transport.storing import Storer, StoreStats
+from kvpool.tiers.transport.tier_transport import HandoverStats
 
 SECONDS = 30.0
 

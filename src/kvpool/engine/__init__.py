@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvpool.engine.graphs import CaptureReport
     from kvpool.engine.handover import Prefill, PrefillResult
     from kvpool.engine.params import SamplingParams
-    from kvpool.tiers.transport.movers import TieringStats
+    from kvpool.tiers.transport.tier_transport import TieringStats
 
 # Where each public name lives: torch and transformers are imported when one of them is used, not before.
 _HOMES = {
@@ -30,7 +30,7 @@ _HOMES = {
     "Prefill": ".handover",
     "PrefillResult": ".handover",
     "WaitingRequest": ".engine_stats",
-    "TieringStats": "kvpool.tiers.transport.movers",
+    "TieringStats": "kvpool.tiers.transport.tier_transport",
     "CaptureReport": ".graphs",
 }
 

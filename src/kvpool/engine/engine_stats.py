@@ -10,7 +10,7 @@ from kvpool.engine.loop import EngineLoop
 from kvpool.engine.tier_link import TierLink
 from kvpool.scheduling import SchedulerStats
 from kvpool.stats import CacheStats
-from kvpool.tiers.transport.movers import TieringStats
+from kvpool.tiers.transport.tier_transport import TieringStats
 
 
 class EngineStats(NamedTuple):

@@ -29,9 +29,9 @@ from kvpool.scheduling import BatchPlan, Request, ScheduledSequence, Scheduler
 from kvpool.tiers.transport.block_keys import BlockKeys, PromptKeys
 from kvpool.tiers.transport.cache_blocks import Offers, Progress
 from kvpool.tiers.transport.fetching import Fetch
-from kvpool.tiers.transport.movers import HandoverStats, Movers
 from kvpool.tiers.transport.prefix_options import HERE, NOWHERE, next_query, usable_blocks
 from kvpool.tiers.transport.storing import Storer
+from kvpool.tiers.transport.tier_transport import HandoverStats, TierTransport
 
 log = logging.getLogger("kvpool")
 Tell = Callable[[Callable[[], None], Callable[[KVPoolError], None]], None]
@@ -249,9 +249,9 @@ class Prefill:
 class Handovers:
     """Both halves of one engine, and their counts."""
 
-    def __init__(self, movers: Movers, collector: Collector, manager: KVCacheManager) -> None:
+    def __init__(self, transport: TierTransport, collector: Collector, manager: KVCacheManager) -> None:
         self.tell: Tell = lambda run, fail: run()  # set by the engine: into its thread
-        self._movers = movers
+        self._transport = transport
         self._collector = collector
         self._manager = manager
         self._lock = threading.Lock()
@@ -268,20 +268,20 @@ class Handovers:
         self, request: Request, on_progress: Callable[[int], None] | None, on_end: Callable[[], None] | None
     ) -> Prefill:
         """A prompt that is about to be computed for others. What was invalidated here has keys that nobody else knows."""
-        keys = self._movers.keys
+        keys = self._transport.keys
         own = keys.of_prompt(request.prompt, request.scope, request.multimodal)
         plain = keys.plain(request.prompt, request.scope, request.multimodal)
         renamed = (at for at, (mine, common) in enumerate(zip(own.keys[0], plain[0], strict=True)) if mine != common)
         shared = next(renamed, own.num_blocks)
         num_tokens = min(own.num_tokens, shared * keys.block_size + 1)
         prompt = PromptKeys(num_tokens, tuple(of_group[:shared] for of_group in own.keys), own.version)
-        return Prefill(own.num_tokens, prompt, keys, self._movers.storer, on_progress, on_end)
+        return Prefill(own.num_tokens, prompt, keys, self._transport.storer, on_progress, on_end)
 
     def start(self, prefill: Prefill, generation: Generation, request: Request, queue: Callable[[], None]) -> None:
         """Has it computed; `queue` hands its request to the engine."""
         prefill.after = partial(self._count_prefill, request)
         self._collector.demand(request.id)
-        lane = self._movers.lane
+        lane = self._transport.lane
         if not lane.submit(partial(prefill.begin, generation, queue), prefill.drop):
             prefill.drop(
                 f"{lane.num_waiting} others wait for the tiers of this engine, or it is closed; ask again later"
@@ -292,19 +292,19 @@ class Handovers:
         with self._lock:
             self._stats.prefills += 1
             self._stats.prefills_cut += not prefill.is_whole
-            self._stats.prefill_blocks += prefill.num_stored_tokens // self._movers.keys.block_size
+            self._stats.prefill_blocks += prefill.num_stored_tokens // self._transport.keys.block_size
 
     # --- from others -------------------------------------------------------------------------------------------------
 
     def prefetch(self, request: Request, prompt: PromptKeys, done: Callable[[int], None]) -> None:
         """Brings what tiers have of a prompt; `done` hears how many of its tokens are cached then. In the engine's thread."""
         match = self._manager.match_prefix(request.prompt, request.scope, request.items)
-        size, now = self._movers.keys.block_size, time.monotonic()
+        size, now = self._transport.keys.block_size, time.monotonic()
         missing = next_query(prompt.num_blocks, prompt.num_tokens, size) - match.num_tokens
-        fetch = Fetch(prompt, match.num_blocks, now, now + self._movers.timeout, is_asked_for=True)
+        fetch = Fetch(prompt, match.num_blocks, now, now + self._transport.timeout, is_asked_for=True)
         arrived = partial(self._tell_arrived, request, done)
         nothing = partial(done, match.num_tokens)
-        if missing <= 0 or self._movers.lane.is_stuck or not self._movers.fetch(fetch, arrived, nothing):
+        if missing <= 0 or self._transport.lane.is_stuck or not self._transport.fetch(fetch, arrived, nothing):
             nothing()
 
     def _tell_arrived(self, request: Request, done: Callable[[int], None], fetch: Fetch) -> None:
@@ -320,9 +320,9 @@ class Handovers:
             give_up()
 
     def _arrived(self, request: Request, done: Callable[[int], None], fetch: Fetch) -> None:
-        handle, waits = self._movers.bring(request, fetch)
+        handle, waits = self._transport.import_prefix(request, fetch)
         num_blocks, is_part = fetch.num_blocks - fetch.first, fetch.is_part
-        self._movers.give_back(fetch, waits)
+        self._transport.give_back(fetch, waits)
         if handle is not None:
             self._manager.free(handle)  # cached, like anything else that was used just now
         with self._lock:

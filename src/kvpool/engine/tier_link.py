@@ -30,8 +30,8 @@ from kvpool.tiers.transport.block_keys import PromptKeys
 from kvpool.tiers.transport.cache_blocks import Leases
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.lanes import Pending
-from kvpool.tiers.transport.movers import FLUSH_SECONDS, Forgetting, Movers, TieringStats
 from kvpool.tiers.transport.prefix_options import next_query
+from kvpool.tiers.transport.tier_transport import FLUSH_SECONDS, Forgetting, TieringStats, TierTransport
 
 log = logging.getLogger("kvpool")
 Tell = Callable[[Callable[[], None], Callable[[KVPoolError], None]], None]
@@ -59,9 +59,9 @@ class TierLink:
         self.tell: Tell = lambda run, fail: run()  # set by the engine: into its thread
         self._scheduler = scheduler
         self._manager = scheduler.manager
-        self._movers = Movers(opened, self._manager, plane)
-        self._collector = Collector(scheduler, self._movers.offers)
-        self.handovers = Handovers(self._movers, self._collector, self._manager)
+        self._transport = TierTransport(opened, self._manager, plane)
+        self._collector = Collector(scheduler, self._transport.offers)
+        self.handovers = Handovers(self._transport, self._collector, self._manager)
         self._leases = Leases(self._manager)
         self._held: dict[Hashable, _WaitingRequest] = {}
         self._leaders: dict[bytes, _WaitingRequest] = {}
@@ -70,7 +70,7 @@ class TierLink:
 
     @property
     def forgetting(self) -> Forgetting:
-        return self._movers.forgetting
+        return self._transport.forgetting
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -79,7 +79,7 @@ class TierLink:
         return self.keys.of_prompt(request.prompt, request.scope, request.multimodal)
 
     def hold(self, generation: Generation, request: Request, prompt: PromptKeys) -> bool:
-        """Keeps a request back while its prefix is fetched; False: there is nothing to wait for."""
+        """Lets a request wait while its prefix is fetched; False: there is nothing to wait for."""
         return self._hold(_WaitingRequest(generation, request, prompt, self._scheduler.clock()))
 
     def _hold(self, held: _WaitingRequest) -> bool:
@@ -88,10 +88,10 @@ class TierLink:
         prompt, size = held.prompt, self.keys.block_size
         match = self._manager.match_prefix(held.request.prompt, held.request.scope, held.request.items)
         first, missing = match.num_blocks, next_query(prompt.num_blocks, prompt.num_tokens, size) - match.num_tokens
-        if missing <= 0 or self._closed or self._movers.lane.is_stuck:
+        if missing <= 0 or self._closed or self._transport.lane.is_stuck:
             return False
         now = time.monotonic()
-        due = held.pending.due if math.isfinite(held.pending.due) else now + self._movers.patience(missing)
+        due = held.pending.due if math.isfinite(held.pending.due) else now + self._transport.patience(missing)
         if due <= now:
             return False
         held.pending = Pending(due, Fetch.release)
@@ -102,9 +102,9 @@ class TierLink:
             self._held[held.request.id] = held
             return True
         fetch = Fetch(prompt, first, now, due)
-        if not self._movers.is_worth_waiting(missing, lambda: fetch):
+        if not self._transport.is_worth_waiting(missing, lambda: fetch):
             return False
-        if not self._movers.fetch(fetch, partial(self._tell_arrived, held), fetch.release):
+        if not self._transport.fetch(fetch, partial(self._tell_arrived, held), fetch.release):
             self._crowded += 1
             return False
         held.missing = prompt.keys[0][first:]
@@ -132,11 +132,11 @@ class TierLink:
         self._let_go(held)
 
     def _import(self, request: Request, fetch: Fetch) -> bool:
-        """Brings fetched blocks into the cache; whether they came. The memory they lie in is given back in time."""
-        handle, waits = self._movers.bring(request, fetch)
+        """Writes fetched blocks into the cache, and releases the memory of the fetch; returns whether that succeeded."""
+        handle, waits = self._transport.import_prefix(request, fetch)
         if handle is not None:
             self._leases.keep(request.id, handle)
-        self._movers.give_back(fetch, waits)
+        self._transport.give_back(fetch, waits)
         return handle is not None
 
     def _let_go(self, held: _WaitingRequest) -> None:
@@ -184,7 +184,7 @@ class TierLink:
         return min(held.pending.seconds_left for held in self._held.values())
 
     def tend(self) -> None:
-        """Lets requests go on whose prefix did not come in time."""
+        """Sends requests to the scheduler whose prefix did not come in time."""
         if not self._held:
             return
         for held in [held for held in self._held.values() if held.pending.is_overdue]:
@@ -195,7 +195,7 @@ class TierLink:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def planned(self, plan: BatchPlan) -> None:
-        """A step was planned: requests that were admitted need their leases no more, and nobody waits because of leases."""
+        """A step was planned: ends the leases of admitted requests, and all leases if memory was short."""
         if not len(self._leases):
             return
         for sequence in plan.admitted:
@@ -207,7 +207,7 @@ class TierLink:
         """A step took this long: what it computed of prompts tells what loading must beat."""
         num_tokens = plan.num_prefill_tokens
         if num_tokens >= self.keys.block_size and 2 * num_tokens >= plan.num_tokens:
-            self._movers.decider.observe_prompt(num_tokens, seconds)
+            self._transport.decider.observe_prompt(num_tokens, seconds)
 
     def collect(self, plan: BatchPlan) -> None:
         """A step has run and is about to be completed."""
@@ -227,7 +227,7 @@ class TierLink:
 
     def stats(self) -> TieringStats:
         """Counters of everything here, and of each tier."""
-        return self._movers.stats(
+        return self._transport.stats(
             held=len(self._held),
             joined=self._joined,
             timed_out=self._timed_out,
@@ -237,8 +237,8 @@ class TierLink:
         )
 
     def flush(self, seconds: float = FLUSH_SECONDS) -> bool:
-        """Waits until everything on its way into tiers is there, for so long at most; whether it is. From any thread."""
-        return self._movers.storer.flush(seconds)
+        """Waits until no store is in flight, for `seconds` at most; returns whether that is so. From any thread."""
+        return self._transport.storer.flush(seconds)
 
     def fail(self, error: KVPoolError) -> None:
         """Ends every request that waits."""
@@ -249,9 +249,9 @@ class TierLink:
         self._leaders.clear()
 
     def close(self) -> None:
-        """Stores what is on its way, for a few seconds at most, and ends threads and owned tiers. May be called twice."""
+        """Ends the stores in flight, within a few seconds, and closes threads and owned tiers. May be called twice."""
         if self._closed:
             return
         self._closed = True
         self._leases.end_all()
-        self._movers.close()
+        self._transport.close()

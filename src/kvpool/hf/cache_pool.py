@@ -28,7 +28,7 @@ from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers import KeyedTier
 from kvpool.tiers.model_tiers import ModelTiers
 from kvpool.tiers.settings import REQUEST_TIMEOUT
-from kvpool.tiers.transport.movers import TieringStats
+from kvpool.tiers.transport.tier_transport import TieringStats
 
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -54,7 +54,7 @@ class CachePool:
     (10 GiB), or an address like `disk:DIR?bytes=50GB&compress=zstd`; `remote` is the address of a store that many processes
     share (`redis://host`), `tiers` are `KeyedTier`s of your own. They are asked in the order `tiers`, `disk`, `remote`; a
     call waits for them `tier_timeout` seconds at most, and a tier that fails is a miss. The model's weights must not
-    change while the pool lives: they are part of what its blocks are called. `close` stores what is on its way.
+    change while the pool lives: the keys of its blocks depend on them. `close` ends the stores that are in flight.
     """
 
     def __init__(
@@ -127,13 +127,13 @@ class CachePool:
         if self.tiers is None:
             return drop()
         if tenant is not None:
-            return self.tiers.movers.forgetting.of_tenant(drop, tenant)
-        return self.tiers.movers.forgetting.content(drop, ids, scope, None)
+            return self.tiers.transport.forgetting.of_tenant(drop, tenant)
+        return self.tiers.transport.forgetting.content(drop, ids, scope, None)
 
     def reset_prefix_cache(self) -> int:
         """Forgets everything cached, here and in tiers. Returns the blocks that left the cache."""
         drop = self.manager.cache.reset
-        return drop() if self.tiers is None else self.tiers.movers.forgetting.everything(drop)
+        return drop() if self.tiers is None else self.tiers.transport.forgetting.everything(drop)
 
     def let_go(self, handles: list[KVCacheHandle]) -> None:
         """Notes sequences to be freed later: garbage may be collected in the middle of an operation of the manager."""
@@ -154,7 +154,7 @@ class CachePool:
             self.release(handles)
 
     def close(self) -> None:
-        """Stops watching the model, stores what is on its way to tiers and gives the memory back."""
+        """Stops watching the model, ends the stores that are in flight and gives the memory back."""
         self.free_gone()
         self.is_closed = True
         for hook in self._hooks:

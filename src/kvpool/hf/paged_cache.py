@@ -86,12 +86,12 @@ class PagedCache(Cache):  # type: ignore[misc]
 
     def _allocate(self, tokens: Any, irregular: BoolArray) -> None:
         manager, tiers = self.pool.manager, None if irregular.any() else self.pool.tiers
-        latest = 0.0 if tiers is None else time.monotonic() + tiers.movers.timeout
+        latest = 0.0 if tiers is None else time.monotonic() + tiers.transport.timeout
         try:
             for row, ids in enumerate(tokens):
                 known = {"num_tokens": len(ids)} if irregular[row] else {"tokens": ids}
                 request_id = self.pool.next_id()
-                lease = None if tiers is None else tiers.bring(request_id, ids, self.scope, latest)
+                lease = None if tiers is None else tiers.load_prefix(request_id, ids, self.scope, latest)
                 try:
                     self.handles.append(manager.allocate(request_id, scope=self.scope, **known))
                 finally:

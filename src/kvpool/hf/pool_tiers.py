@@ -1,4 +1,4 @@
-"""Keyed tiers behind a pool: the prefix of a call comes from them before it is computed, and what it computed goes to them.
+"""PoolTiers: a pool loads the prefix of a call from tiers before it computes, and stores what it computed.
 
 A call waits for its prefix, `timeout` seconds at most and no longer than computing it would take once that is known. A tier
 that fails, is late or hangs brings nothing, and the model computes.
@@ -21,8 +21,8 @@ from kvpool.tiers.model_tiers import OpenedTiers
 from kvpool.tiers.transport.cache_blocks import Progress
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.lanes import Pending
-from kvpool.tiers.transport.movers import Movers, TieringStats
 from kvpool.tiers.transport.prefix_options import next_query
+from kvpool.tiers.transport.tier_transport import TieringStats, TierTransport
 
 log = logging.getLogger("kvpool")
 
@@ -31,7 +31,7 @@ class PoolTiers:
     """Joins one pool to keyed tiers, fastest first. Several threads may call it."""
 
     def __init__(self, opened: OpenedTiers, manager: KVCacheManager, plane: DataPlane) -> None:
-        self.movers = Movers(opened, manager, plane)
+        self.transport = TierTransport(opened, manager, plane)
         self._manager = manager
         self._timed_out = self._crowded = 0
         self._closing = threading.Lock()
@@ -39,9 +39,11 @@ class PoolTiers:
 
     # --- prefixes come -----------------------------------------------------------------------------------------------
 
-    def bring(self, request_id: Hashable, tokens: Int32Array, scope: ReuseScope, latest: float) -> KVCacheHandle | None:
-        """Has as much of a prompt cached as tiers can bring by a time; a lease on it, to be freed. None: nothing came."""
-        if len(tokens) <= self.movers.keys.block_size:
+    def load_prefix(
+        self, request_id: Hashable, tokens: Int32Array, scope: ReuseScope, latest: float
+    ) -> KVCacheHandle | None:
+        """Loads what tiers have of a prompt, until `latest`. Returns a lease on it, which the caller frees; None: nothing."""
+        if len(tokens) <= self.transport.keys.block_size:
             return None
         request = Request(request_id, tokens, 1, scope=scope)
         lease: KVCacheHandle | None = None
@@ -51,7 +53,7 @@ class PoolTiers:
                 return lease
             latest = fetch.due
             pending = Pending(fetch.due, Fetch.release)
-            if not self.movers.fetch(fetch, pending.end, pending.end):
+            if not self.transport.fetch(fetch, pending.end, pending.end):
                 self._crowded += 1
                 return lease
             if pending.wait() is None:
@@ -70,10 +72,10 @@ class PoolTiers:
                 return lease
 
     def _write(self, request: Request, fetch: Fetch) -> KVCacheHandle | None:
-        """Fetched blocks are written into the pool; a lease on them. The memory that they came in goes back in any case."""
+        """Writes fetched blocks into the pool, and returns a lease on them. Releases the memory of the fetch in any case."""
         handle: KVCacheHandle | None = None
         try:
-            handle, waits = self.movers.bring(request, fetch)
+            handle, waits = self.transport.import_prefix(request, fetch)
             for wait in waits:
                 wait()
         except BaseException:
@@ -89,49 +91,49 @@ class PoolTiers:
 
     def _begin(self, request: Request, latest: float) -> Fetch | None:
         """What to ask tiers for; None: nothing, or it does not pay."""
-        movers, size, now = self.movers, self.movers.keys.block_size, time.monotonic()
+        transport, size, now = self.transport, self.transport.keys.block_size, time.monotonic()
         match = self._manager.match_prefix(request.prompt, request.scope)
         num_tokens = len(request.prompt)
         missing = next_query(num_tokens // size, num_tokens, size) - match.num_tokens
-        if missing <= 0 or self._closed or movers.lane.is_stuck or latest <= now:
+        if missing <= 0 or self._closed or transport.lane.is_stuck or latest <= now:
             return None
 
         def make() -> Fetch:
-            prompt = movers.keys.of_prompt(request.prompt, request.scope)
-            return Fetch(prompt, match.num_blocks, now, min(latest, now + movers.patience(missing)))
+            prompt = transport.keys.of_prompt(request.prompt, request.scope)
+            return Fetch(prompt, match.num_blocks, now, min(latest, now + transport.patience(missing)))
 
-        return make() if movers.is_worth_waiting(missing, make) else None
+        return make() if transport.is_worth_waiting(missing, make) else None
 
     # --- blocks go ---------------------------------------------------------------------------------------------------
 
     def begin_offers(self, scope: ReuseScope) -> Progress:
         """Of a sequence of which nothing was offered."""
-        return self.movers.offers.begin(scope)
+        return self.transport.offers.begin(scope)
 
     def offer(self, handle: KVCacheHandle, progress: Progress) -> None:
         """Full blocks of a sequence go to tiers, in the background."""
-        num_full = handle.num_committed // self.movers.keys.block_size
+        num_full = handle.num_committed // self.transport.keys.block_size
         if num_full <= progress.num_blocks or not handle.publishes or self._closed:
             return
         try:
-            self.movers.offers.offer(handle, handle.token_ids[: handle.num_committed], progress)
+            self.transport.offers.offer(handle, handle.token_ids[: handle.num_committed], progress)
         except Exception:
             log.exception("blocks could not be copied for tiers; they are not stored")
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A pass computed so many tokens of prompts in so long: what loading must beat."""
-        if num_tokens >= self.movers.keys.block_size:
-            self.movers.decider.observe_prompt(num_tokens, seconds)
+        if num_tokens >= self.transport.keys.block_size:
+            self.transport.decider.observe_prompt(num_tokens, seconds)
 
     # --- looking at it, ending it ------------------------------------------------------------------------------------
 
     def stats(self) -> TieringStats:
         """Counters of everything here, and of each tier."""
-        return self.movers.stats(timed_out=self._timed_out, crowded=self._crowded)
+        return self.transport.stats(timed_out=self._timed_out, crowded=self._crowded)
 
     def close(self) -> None:
-        """Stores what is on its way, for a few seconds at most, and ends threads and owned tiers. May be called twice."""
+        """Ends the stores in flight, within a few seconds, and closes threads and owned tiers. May be called twice."""
         with self._closing:
             if not self._closed:
                 self._closed = True
-                self.movers.close()
+                self.transport.close()

@@ -125,7 +125,7 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
             self._keep(llama)
         except Exception as error:  # a completion that is done must not fail for its cache
             self._store.count(store_failures=1)
-            self._say(f"a state of llama.cpp was not stored: {type(error).__name__}: {error}")
+            self._warn(f"a state of llama.cpp was not stored: {type(error).__name__}: {error}")
 
     # --- to and from llama.cpp's memory ------------------------------------------------------------------------------
 
@@ -139,10 +139,10 @@ class KVPoolCache(BaseLlamaCache):  # type: ignore[misc]  # llama-cpp-python is 
             return self._store.load(tokens, num_common(llama.input_ids[: llama.n_tokens], tokens), take) > 0
         except Exception as error:
             self._store.count(failed=1)
-            self._say(f"no state of llama.cpp was loaded: {type(error).__name__}: {error}; the prompt is computed")
+            self._warn(f"no state of llama.cpp was loaded: {type(error).__name__}: {error}; the prompt is computed")
             return False
 
-    def _say(self, what: str) -> None:
+    def _warn(self, what: str) -> None:
         self._quiet.warning("%s", what)
 
     def _keep(self, llama: Any) -> None:

@@ -42,11 +42,11 @@ from kvpool.storage.transfer_steps import (
     Promised,
     Recorded,
     Sent,
-    StepsUnderWay,
+    StepInFlight,
+    StepsInFlight,
     Store,
     Stores,
     TransferStep,
-    UnderWay,
     plan_steps,
 )
 
@@ -58,7 +58,7 @@ _Check: TypeAlias = tuple[TransferStep, Tensor]
 
 
 class Transfer:
-    """Copies under way. `wait` returns when all of them are done, or raises what went wrong."""
+    """Copies in flight. `wait` returns when all of them are done, or raises what went wrong."""
 
     def __init__(self, completions: list[Ending], verify: Callable[[], None], watcher: ThreadPoolExecutor) -> None:
         self._completions = completions
@@ -125,7 +125,7 @@ class TransferEngine:
         self._checksums = TravellingChecksums(device) if checksums else None
         self._to_verify: list[_Check] = []
         self._to_send: list[tuple[Future[Any], Callable[[], Any]]] = []
-        self._under_way = StepsUnderWay()
+        self._in_flight = StepsInFlight()
         self._announced: _Announced | None = None  # None: the compute stream may touch any block
         self._disk_worker = ThreadPoolExecutor(1, thread_name_prefix="kvpool-disk-transfers")
         self._watcher = ThreadPoolExecutor(1, thread_name_prefix="kvpool-transfer-callbacks")
@@ -154,17 +154,17 @@ class TransferEngine:
 
     def retry_failed(self) -> Transfer:
         """Runs again what failed after it was started (a disk that was full, for instance), in the same order."""
-        return self._run(self._under_way.take_failed(), overlap=False)
+        return self._run(self._in_flight.take_failed(), overlap=False)
 
     def before_compute(self, pool: int, written: Int32Array | None = None, read: Int32Array | None = None) -> None:
         """Makes work that follows on the current stream wait for transfers of the GPU blocks that it writes and reads.
 
-        None stands for every block. Costs nothing while no transfer is under way.
+        None stands for every block. Costs nothing while no transfer is in flight.
         """
-        if not self._under_way:
+        if not self._in_flight:
             return
         self._forget_done()
-        for completion in self._under_way.before_work(self.stores[pool, Tier.GPU], written, read):
+        for completion in self._in_flight.before_work(self.stores[pool, Tier.GPU], written, read):
             completion.order()
 
     @property
@@ -188,16 +188,16 @@ class TransferEngine:
 
     def wait_for(self, store: Store) -> None:
         """Blocks the CPU until no transfer touches this store any more."""
-        for completion in self._under_way.touching(store):
+        for completion in self._in_flight.touching(store):
             completion.wait()
 
     def close(self) -> None:
-        """Waits for what is under way and ends the threads."""
+        """Waits for transfers in flight and ends the threads."""
         if self.device.type == "cuda":
             self._link_worker.shutdown()
             note_transfers(self.device, id(self), False)
         self._disk_worker.shutdown()
-        for item in self._under_way:
+        for item in self._in_flight:
             if not item.failed():
                 item.completion.wait()
         self._watcher.shutdown()
@@ -214,7 +214,7 @@ class TransferEngine:
                 item = self._start(left[0])
                 left.popleft()
                 if item is not None:
-                    self._under_way.add(item)
+                    self._in_flight.add(item)
                     started.append(item.completion)
         except TransferError as error:
             error.remaining = [op for step in left for op in step.ops]
@@ -223,20 +223,20 @@ class TransferEngine:
             self._hand_over()
         if not overlap:
             self.announce(None)  # work that follows need not be announced
-            for item in self._under_way:
+            for item in self._in_flight:
                 if Tier.GPU in (item.step.source.tier, item.step.target.tier) and not item.failed():
                     item.completion.order()
         return Transfer(started, partial(_verify, self._to_verify), self._watcher)
 
     def _forget_done(self) -> None:
-        self._under_way.forget_done()
+        self._in_flight.forget_done()
         if self.device.type == "cuda":
-            on_link = any(isinstance(item.completion, Sent) and not item.failed() for item in self._under_way)
+            on_link = any(isinstance(item.completion, Sent) and not item.failed() for item in self._in_flight)
             note_transfers(self.device, id(self), on_link)
 
-    def _start(self, step: TransferStep) -> UnderWay | None:
+    def _start(self, step: TransferStep) -> StepInFlight | None:
         """Begins a step behind everything it depends on; None if it is over already."""
-        before = self._under_way.before(step)
+        before = self._in_flight.before(step)
         if not step.is_on_link:
             self._hand_over()  # what it depends on
         if isinstance(step.source, DiskStore) or isinstance(step.target, DiskStore):
@@ -251,9 +251,9 @@ class TransferEngine:
         for completion in before:
             completion.order()
         self._to_verify.extend(self._move(step))
-        return UnderWay(step, Recorded(torch.cuda.current_stream(self.device)))
+        return StepInFlight(step, Recorded(torch.cuda.current_stream(self.device)))
 
-    def _start_on_link(self, step: TransferStep, before: list[Ending]) -> UnderWay:
+    def _start_on_link(self, step: TransferStep, before: list[Ending]) -> StepInFlight:
         """Between GPU and host: beside the newest step if that touches none of the blocks, else behind it."""
         compute, newest, checks = torch.cuda.current_stream(self.device), self._announced, self._to_verify
         stream = self._out if step.source.tier == Tier.GPU else self._in
@@ -270,7 +270,7 @@ class TransferEngine:
 
         sent: Future[Any] = Future()
         self._to_send.append((sent, run))
-        return UnderWay(step, Sent(sent, self.device))
+        return StepInFlight(step, Sent(sent, self.device))
 
     def _hand_over(self) -> None:
         """Gives the steps over the link that were begun to the thread that sends them, all at once."""
@@ -279,7 +279,7 @@ class TransferEngine:
             self._link_worker.submit(_send, self._to_send)
             self._to_send = []
 
-    def _start_on_disk(self, step: TransferStep, before: list[Ending]) -> UnderWay:
+    def _start_on_disk(self, step: TransferStep, before: list[Ending]) -> StepInFlight:
         for completion in before:
             if isinstance(completion, Promised) and completion.done():
                 completion.wait()  # raises what went wrong there
@@ -297,7 +297,7 @@ class TransferEngine:
                 _verify(self._move(step))
                 self._disk.synchronize()
 
-        return UnderWay(step, Promised(self._disk_worker.submit(run)))
+        return StepInFlight(step, Promised(self._disk_worker.submit(run)))
 
     def _move(self, step: TransferStep) -> list[_Check]:
         """Moves the bytes; returns what is to be verified once they are there."""

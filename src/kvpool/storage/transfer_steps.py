@@ -232,7 +232,7 @@ class Promised:
     order = wait
 
 
-class UnderWay(NamedTuple):
+class StepInFlight(NamedTuple):
     """A step that was started."""
 
     step: TransferStep
@@ -245,21 +245,21 @@ class UnderWay(NamedTuple):
         return self.completion.future.exception() is not None
 
 
-class StepsUnderWay:
+class StepsInFlight:
     """The steps that were started and are not over, in order."""
 
     def __init__(self) -> None:
-        self._items: list[UnderWay] = []
+        self._items: list[StepInFlight] = []
         self._num_reading: dict[tuple[int, Tier], npt.NDArray[np.int32]] = {}  # steps by store and block
         self._num_writing: dict[tuple[int, Tier], npt.NDArray[np.int32]] = {}
 
-    def __iter__(self) -> Iterator[UnderWay]:
+    def __iter__(self) -> Iterator[StepInFlight]:
         return iter(self._items)
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def add(self, item: UnderWay) -> None:
+    def add(self, item: StepInFlight) -> None:
         """A step was started."""
         self._items.append(item)
         self._count(item.step, 1)

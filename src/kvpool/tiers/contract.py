@@ -34,7 +34,7 @@ Buffer: TypeAlias = Any
 
 
 class Keeper(Protocol):
-    """Who has the memory that values are loaded into, and keeps it until nobody writes there any more."""
+    """The owner of memory that values are loaded into. It keeps the memory until every writer has released it."""
 
     def share(self) -> None:
         """One more writer."""

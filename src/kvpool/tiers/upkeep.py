@@ -76,7 +76,7 @@ def store_figures(store: RemoteTier[Any]) -> dict[str, Any]:
 
 def _answer(store: RemoteTier[Any]) -> str:
     """Asks for a value that is not there; why there was no answer, or nothing."""
-    end = time.monotonic() + 2 * store.timeout  # the first probe may still be under way
+    end = time.monotonic() + 2 * store.timeout  # the first probe may still be in flight
     while (problem := store.stats().problem) and time.monotonic() < end:
         time.sleep(0.01)
     if not problem:

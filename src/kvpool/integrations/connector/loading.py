@@ -63,7 +63,7 @@ class Loader:
         self._lookups = lookups
         self._events = events
         self._jobs: dict[int, _LoadJob] = {}
-        self._arriving: dict[bytes, float] = {}  # blocks on their way from tiers, and until when others wait for them
+        self._in_flight: dict[bytes, float] = {}  # blocks in flight from tiers, and until when others wait for them
 
     def look_up(self, tracked: TrackedRequest, num_computed: int) -> tuple[int | None, bool]:
         """Tokens behind the engine's own that can be loaded, and whether that takes a while. None: ask again."""
@@ -94,9 +94,9 @@ class Loader:
 
     def _arrives(self, tracked: TrackedRequest, block: int) -> bool:
         """Whether a load for somebody else brings this block: it will be on the host then, and is not loaded twice."""
-        if not self._arriving:
+        if not self._in_flight:
             return False
-        due = self._arriving.get(tracked.tier_digests(block, block + 1)[0])
+        due = self._in_flight.get(tracked.tier_digests(block, block + 1)[0])
         return due is not None and time.monotonic() < due
 
     def _tell(self, tracked: TrackedRequest, first: int, found: int, last: int) -> None:
@@ -131,7 +131,7 @@ class Loader:
         tracked.num_loading += 1
         self._jobs[job] = _LoadJob(tracked, handle, first, num_present, last, digests)
         if digests and self._lookups is not None:
-            self._arriving.update(dict.fromkeys(digests, time.monotonic() + self._lookups.patience))
+            self._in_flight.update(dict.fromkeys(digests, time.monotonic() + self._lookups.patience))
         holders = (tracked.lookup.value if tracked.waits and tracked.lookup is not None else None) or []
         in_first = holders[num_present - tracked.asked_from : last - tracked.asked_from].count(0)
         tracked.hits = num_present - first, in_first, last - num_present - in_first
@@ -155,7 +155,7 @@ class Loader:
             return None
         done.tracked.num_loading -= 1
         for digest in done.digests:
-            self._arriving.pop(digest, None)
+            self._in_flight.pop(digest, None)
         wanted, came = done.last - done.first, min(num_blocks, done.last - done.first)
         present = done.num_present - done.first
         self.stats.hits += came > 0
@@ -177,7 +177,7 @@ class Loader:
 
     @property
     def num_jobs(self) -> int:
-        """Loads on their way."""
+        """Loads in flight."""
         return len(self._jobs)
 
 

@@ -147,8 +147,8 @@ _REMEMBERED = 4096
 _log = logging.getLogger("kvpool")
 
 
-class UnfoundPrefixes:
-    """Counts prompts that begin like one that ended before, until something is found for the first time."""
+class NoHitWarning:
+    """Warns once if prompts begin like earlier ones and nothing was ever found for them, and says why."""
 
     def __init__(self, block_size: int, num_rows: int, counts: Callable[[], Mapping[str, int]]) -> None:
         self._block_size = block_size
@@ -169,17 +169,17 @@ class UnfoundPrefixes:
         elif tracked.num_ids <= self._block_size:
             self._short += 1
             if self._short == SHORT_PROMPTS:
-                self._say(
+                self._warn(
                     f"none of {SHORT_PROMPTS} prompts is longer than a block of {self._block_size} tokens, and only whole "
                     "blocks are kept; a smaller --block-size would help"
                 )
         elif not num_local and self._key(tracked) in self._ended:
             self._repeats += 1
             if self._repeats == REPEATS:
-                self._say(self._reason())
+                self._warn(self._reason())
 
     def ended(self, tracked: TrackedRequest) -> None:
-        """A request is over: what it computed should be found from now on."""
+        """A request is over: others should find what it computed from now on."""
         if self._is_settled or not tracked.is_known or tracked.num_ids <= self._block_size:
             return
         self._short = -(2**60)  # there are long ones
@@ -202,7 +202,7 @@ class UnfoundPrefixes:
             return f"{said}; a larger host_bytes would help"
         return f"{said}; do requests ask for no_store, or is kv_role kv_consumer?"
 
-    def _say(self, what: str) -> None:
+    def _warn(self, what: str) -> None:
         self._is_settled = True
         self._ended.clear()
         _log.warning("kvpool connector: %s", what)

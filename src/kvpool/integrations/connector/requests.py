@@ -123,13 +123,13 @@ class RequestOptions:
     def of(cls, params: Any) -> RequestOptions:
         """From what an engine hands over with a request; `ConfigError` for what cannot be."""
         if params is None:
-            return NO_WISHES
+            return NO_OPTIONS
         names = [each.name for each in fields(cls)]
         if not isinstance(params, Mapping):
             raise ConfigError(f"kv_transfer_params must be a mapping, as {{{KEY!r}: {{…}}}}; got {show(params)}")
         if KEY not in params:
             _check_others(params, names)
-            return NO_WISHES
+            return NO_OPTIONS
         given = params[KEY]
         if not isinstance(given, Mapping) or not set(given) <= set(names):
             raise ConfigError(f"kv_transfer_params[{KEY!r}] may hold {', '.join(names)}; got {show(given)}")
@@ -164,7 +164,7 @@ def _check_others(params: Mapping[Any, Any], names: list[str]) -> None:
             raise ConfigError(f"kv_transfer_params has {show(key)}; did you mean {KEY!r}?")
 
 
-NO_WISHES = RequestOptions()
+NO_OPTIONS = RequestOptions()
 
 
 _ROOM = 256  # tokens that the array of ids has to spare when it grows
@@ -192,8 +192,8 @@ class Saving:
     num_ordered: int  # blocks from the first on that are there or were ordered
     num_published: int  # of them, that can be found
     rows: list[int] = field(default_factory=list)
-    num_jobs: int = 0  # on their way
-    is_spoiled: bool = False  # something went wrong: what is on its way is not published
+    num_jobs: int = 0  # in flight
+    is_spoiled: bool = False  # something went wrong: what is in flight is not published
 
 
 @dataclass
@@ -204,7 +204,7 @@ class TrackedRequest:
     block_size: int
     scope: ReuseScope
     items: tuple[MultimodalItem, ...]
-    wishes: RequestOptions = NO_WISHES
+    options: RequestOptions = NO_OPTIONS
     is_cached: bool = True  # False: its tokens do not say what it computes
     was_looked_up: bool = False
     num_local: int = 0  # that the engine's own cache had at the last look-up

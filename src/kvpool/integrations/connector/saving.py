@@ -74,7 +74,7 @@ class Saver:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether something is on its way that a further step must carry or confirm."""
+        """Whether something is in flight that a further step must carry or confirm."""
         return bool(self._stores or self._waiting or self._spills or (self._has_tiers and self._confirmed))
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Saver:
             saving = tracked.saving
             if saving is None:
                 beginning.append((tracked, last))
-            elif last <= saving.num_ordered:  # it was preempted and computes again what is there or on its way
+            elif last <= saving.num_ordered:  # it was preempted and computes again what is there or in flight
                 tracked.num_seen = last
             elif not saving.is_spoiled:  # otherwise it is looked at again in the next step
                 growing.append((saving, last))
@@ -107,7 +107,7 @@ class Saver:
             if last <= len(saving.rows):
                 saving.owner.num_seen = last
                 self._order(saving, last, orders)
-        for tracked, last in beginning:  # these may take the rows of others to which nothing is on its way
+        for tracked, last in beginning:  # these may take rows that others hold and no job uses
             if (saving := self._begin(tracked, last)) is not None:
                 self._order(saving, last, orders)
             tracked.num_seen = last
@@ -173,12 +173,12 @@ class Saver:
             counts.append(end - start)
             done.saving.num_published = done.last
         self._manager.commit_batch([done.saving.handle for done in upto.values()], np.concatenate(ids), counts)
-        spilled = [done for done in confirmed if self._has_tiers and done.saving.owner.wishes.ttl is None]
+        spilled = [done for done in confirmed if self._has_tiers and done.saving.owner.options.ttl is None]
         if spilled:
             self._spill(spilled)
         for done in confirmed:
             self.stats.stored += done.last - done.first
-            if not self._has_tiers or done.saving.owner.wishes.ttl is not None:
+            if not self._has_tiers or done.saving.owner.options.ttl is not None:
                 self._let_go(done.saving)
 
     def _spill(self, spilled: list[_StoreJob]) -> None:
@@ -191,12 +191,12 @@ class Saver:
         self._spills[spill.job] = spilled
 
     def spoil(self) -> None:
-        """What is on its way may be computed from pages that were not loaded: it is not published."""
+        """Does not publish what is in flight: it may be computed from pages that were not loaded."""
         for job in self._stores.values():
             job.saving.is_spoiled = True
 
     def forget(self) -> None:
-        """Everything is out of date: what is on its way is not published, nor told to be in tiers where nobody finds it."""
+        """After a reset: nothing in flight is published, or reported as stored in tiers."""
         self.make_room()  # publishes what was confirmed, for the last time
         self.spoil()
         for spilled in self._spills.values():
@@ -208,17 +208,17 @@ class Saver:
         self._let_go(done.saving)
 
     def _let_go(self, saving: Saving) -> None:
-        """One thing less is on its way to or from these rows."""
+        """One job less uses these rows."""
         saving.num_jobs -= 1
         self._held.rest(saving)
 
     def make_room(self) -> bool:
-        """Lets go of rows that are only held for what may come; whether there were any."""
+        """Frees rows that are only held for later blocks; returns whether there were any."""
         self.publish()
         return self._held.make_room()
 
     def finish(self, tracked: TrackedRequest) -> None:
-        """A request has ended; what is on its way from its pages goes on."""
+        """A request has ended; copies of its pages that are in flight go on."""
         tracked.is_over = True
         if tracked.saving is not None:
             self.publish()
@@ -229,7 +229,7 @@ class Saver:
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-_SHARE = 4  # rows that are held are at most the host's divided by this, unless something is on its way to them
+_SHARE = 4  # requests hold at most the host's rows divided by this, and those that jobs use
 _AHEAD = 8  # blocks that a request has rows for before it fills them
 
 
@@ -290,7 +290,7 @@ class HeldRows:
             self._num_rows += last - have
 
     def rest(self, saving: Saving) -> None:
-        """If nothing is on its way any more, the rows are kept for the request's next block, or let go."""
+        """If no job uses the rows any more, keeps them for the request's next block, or frees them."""
         if saving.num_jobs:
             return
         if saving.owner.is_over or saving.is_spoiled:
@@ -301,7 +301,7 @@ class HeldRows:
             self.make_room()
 
     def make_room(self, spared: frozenset[int] | set[int] = frozenset()) -> bool:
-        """Lets go of all rows that nothing is on its way to; whether there were any."""
+        """Frees all rows that no job uses; returns whether there were any."""
         idle = [saving for key, saving in self._all.items() if not saving.num_jobs and key not in spared]
         for saving in idle:
             self._free(saving)
@@ -334,8 +334,8 @@ def take_rows(
                 reserve=num_reserved,
                 lease=True,
                 multimodal=tracked.items_within(len(tokens)),
-                retention=tracked.wishes.retention(),
-                ttl=tracked.wishes.ttl,
+                retention=tracked.options.retention(),
+                ttl=tracked.options.ttl,
             )
         except OutOfBlocksError:
             if not make_room():

@@ -21,9 +21,9 @@ from kvpool.config import KVCacheConfig, LayerSpec
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.integrations.connector.loading import Loader, TierLookups
 from kvpool.integrations.connector.orders import Introduction, Orders, Progress, Report
-from kvpool.integrations.connector.reports import BlockEvent, BlockEvents, Increments, UnfoundPrefixes
+from kvpool.integrations.connector.reports import BlockEvent, BlockEvents, Increments, NoHitWarning
 from kvpool.integrations.connector.requests import (
-    NO_WISHES,
+    NO_OPTIONS,
     Adapters,
     RequestOptions,
     TrackedRequest,
@@ -100,7 +100,7 @@ class SchedulerSide:
         spills = settings.has_tiers and not settings.read_only
         self._saver = Saver(self.manager, block_size, num_rows, self._job, has_tiers=spills, events=self._events)
         self._loader = Loader(self.manager, block_size, self._lookups, self._saver.make_room, events=self._events)
-        self._unfound = UnfoundPrefixes(block_size, num_rows, self.stats)
+        self._no_hit_warning = NoHitWarning(block_size, num_rows, self.stats)
         self._pins = PromptPins(self.manager, block_size)
         self._adapters = Adapters()
         self._increments = Increments()
@@ -128,7 +128,7 @@ class SchedulerSide:
         if num_tokens is not None and not tracked.was_looked_up:
             tracked.was_looked_up = True
             self._loader.stats.requests += 1
-            self._unfound.looked(tracked, tracked.num_local, num_tokens // self._block_size)
+            self._no_hit_warning.looked(tracked, tracked.num_local, num_tokens // self._block_size)
         return num_tokens, waits
 
     def order_load(self, request: Any, pages: Sequence[list[int]], num_tokens: int) -> None:
@@ -174,7 +174,7 @@ class SchedulerSide:
                 self._consider(tracked, num_tokens)
 
     def _consider(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        if self._stores and not tracked.wishes.no_store:
+        if self._stores and not tracked.options.no_store:
             self._saver.save(tracked, num_tokens)
 
     def orders(self, *, is_idle: bool) -> Orders:
@@ -209,24 +209,24 @@ class SchedulerSide:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether steps are needed though no request is: something is on its way to the tiers."""
+        """Whether the engine must run steps without requests, because stores to tiers are in flight."""
         return self._saver.has_waiting
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
     def finish(self, request_id: str) -> None:
-        """The engine is done with a request; what is on its way from its pages goes on."""
+        """The engine is done with a request; copies of its pages that are in flight go on."""
         if (tracked := self._requests.pop(request_id, None)) is not None:
             self._saver.finish(tracked)
             if self._loads:
-                self._unfound.ended(tracked)
-            if tracked.wishes.pin is not None and tracked.is_known:
+                self._no_hit_warning.ended(tracked)
+            if tracked.options.pin is not None and tracked.is_known:
                 self._pins.add(tracked)
 
     def reset(self) -> None:
         """Forgets everything: what was stored so far is never found again, on the host or in a tier."""
         self._saver.forget()
-        self._unfound.forget()
+        self._no_hit_warning.forget()
         self._pins.end_all()
         self.manager.cache.reset()
         if self._events is not None:
@@ -263,17 +263,17 @@ class SchedulerSide:
             scope = scope_of(request, self._epoch, adapter or "")
             tracked = TrackedRequest(request, self._block_size, scope, items_of(request))
             tracked.is_cached = adapter is not None and getattr(request, "prompt_embeds", None) is None
-            tracked.wishes = self._wishes(request)
+            tracked.options = self._options_of(request)
             self._requests[request.request_id] = tracked
         return tracked
 
-    def _wishes(self, request: Any) -> RequestOptions:
-        """A wish that cannot be understood must not stop the engine: it is told, and the request is served as any other."""
+    def _options_of(self, request: Any) -> RequestOptions:
+        """The options of a request. Wrong ones do not stop the engine: they are logged, and the request has none."""
         try:
             return RequestOptions.of(request.kv_transfer_params)
         except ConfigError as error:
             self._quiet.warning("kvpool connector: request %s: %s", request.request_id, error)
-            return NO_WISHES
+            return NO_OPTIONS
 
 
 # --- pins ------------------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class PromptPins:
         self._due.append(tracked)
 
     def apply(self) -> None:
-        """Pins the prompts whose blocks are not on their way any more."""
+        """Pins the prompts whose blocks are all stored."""
         if not self._due:
             return
         over = [tracked for tracked in self._due if tracked.saving is None]
@@ -311,7 +311,7 @@ class PromptPins:
         tokens = tracked.tokens(tracked.num_prompt // self._block_size * self._block_size)
         items = tracked.items_within(len(tokens))
         key = tracked.scope, items, tokens.tobytes()
-        before, seconds = self._pins.pop(key, None), tracked.wishes.pin
+        before, seconds = self._pins.pop(key, None), tracked.options.pin
         if seconds:
             try:
                 self._pins[key] = self._manager.cache.pin(tokens, tracked.scope, float(seconds), items)

@@ -1,4 +1,4 @@
-"""WorkerSide: the half of a connector that runs in a worker of the engine and moves bytes, as it is told."""
+"""WorkerSide: the half of a connector that runs in a worker of the engine. It moves the bytes that `Orders` name."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class WorkerSide:
                 self._loaded.add(fetch.load.request_id)
 
     def _land(self, landing: Sequence[tuple[Load, int]]) -> None:
-        """So many rows of each load go into their pages, and the load is over; the other pages are reported."""
+        """Copies so many rows of each load into their pages and ends the load; reports the other pages as failed."""
         moves = [Move([of_group[:number] for of_group in load.pages], load.rows[:number]) for load, number in landing]
         try:
             self._pages.write(moves, self._host)
@@ -140,7 +140,7 @@ class WorkerSide:
             self._done(load.job, num_loaded)
 
     def _lose(self, load: Load, num_loaded: int) -> None:
-        """Pages from `num_loaded` on hold nothing."""
+        """Reports that pages from `num_loaded` on hold nothing."""
         if lost := load.pages[0][num_loaded:]:
             if len(load.pages) == 1:
                 self._failed_pages.update(page for page in lost if page != NO_PAGE)
@@ -151,7 +151,7 @@ class WorkerSide:
                     f"{len(lost)} blocks of {load.request_id} could not be loaded in a step, and an engine with several "
                     "groups of layers cannot be told to compute them again: restart it"
                 )
-            self._say(f"{len(lost)} of {len(load.pages[0])} blocks of {load.request_id} could not be loaded")
+            self._warn(f"{len(lost)} of {len(load.pages[0])} blocks of {load.request_id} could not be loaded")
 
     def _done(self, job: int, num_blocks: int) -> None:
         self._report.jobs[job] = Progress(1, num_blocks)
@@ -195,7 +195,7 @@ class WorkerSide:
     # --- tiers -------------------------------------------------------------------------------------------------------
 
     def _spill(self, spill: Spill) -> None:
-        """The rows are copied here and now, so that the host may use them again; a tier that is behind gets nothing."""
+        """Copies the rows at once, so that the host may use them again. A tier with too much waiting gets nothing."""
         assert self._storer is not None
         self._done(spill.job, len(spill.rows))
         keys = self._space.keys(spill.digests)
@@ -230,7 +230,7 @@ class WorkerSide:
     def _end(self, fetch: _Fetch, came: int = 0) -> None:
         fetch.rows.end(fetch.load.num_present + came if fetch.load.rows else 0)
 
-    def _say(self, what: str) -> None:
+    def _warn(self, what: str) -> None:
         self._quiet.warning("kvpool connector: %s; the engine computes them again", what)
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ EXPECTED = {
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is untyped here
-    """Orders of a step, on their way to the workers."""
+    """Orders of a step, for the workers."""
 
     orders: Orders
 

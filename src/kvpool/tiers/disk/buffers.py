@@ -65,7 +65,7 @@ Job: TypeAlias = Callable[[], None]
 
 
 class Workers:
-    """Threads that take jobs from one queue, in order, and the buffers for those jobs: they bound what is under way."""
+    """Threads that take jobs from one queue, in order, and the buffers for those jobs: they bound what is in flight."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -150,7 +150,7 @@ class Call:
         return finished
 
     def take_buffer(self) -> Buffer | None:
-        """A buffer if one is free, or, with nothing of this call under way, when one is."""
+        """A buffer if one is free, or, with nothing of this call in flight, when one is."""
         return self._workers.take_buffer(0.0 if self.num_pending else self._deadline)
 
     def leave(self) -> None:

@@ -18,7 +18,7 @@ from kvpool.tiers.envelope import HEADER_BYTES, is_whole
 
 
 class _Read(NamedTuple):
-    """One value on its way to its caller."""
+    """One value that is being read."""
 
     number: int
     key: bytes
@@ -44,20 +44,20 @@ class Loading:
         """One outcome per key, at the deadline at the latest. Values are read straight into memory that `keeper` keeps."""
         outcomes = [Outcome.MISS] * len(keys)
         waiting = self._find(keys, out, outcomes, keeper)
-        under_way: dict[int, _Read] = {}
+        in_flight: dict[int, _Read] = {}
         call = Call(self._workers, deadline)
         while waiting or call.num_pending:
             if waiting and (buffer := call.take_buffer()) is not None:
                 read = waiting.popleft()
                 if self._begin(call, read, buffer):
-                    under_way[read.number] = read
+                    in_flight[read.number] = read
                 else:
                     outcomes[read.number] = Outcome.MISS
                 continue
             finished = call.next() if call.num_pending else None
             if finished is None:  # the deadline
                 break
-            read = under_way.pop(finished.number)
+            read = in_flight.pop(finished.number)
             outcome = finished.outcome
             if finished.buffer is not None:
                 outcome = _taken(read, finished.buffer) if outcome == Outcome.OK else outcome

@@ -127,7 +127,7 @@ class Slab:
         """What was wrong with its files, one sentence each."""
         self.records = empty_records(num_slots)
         self.newest_use = 0
-        self.num_jobs = 0  # reads and writes under way; the files stay open as long
+        self.num_jobs = 0  # reads and writes in flight; the files stay open as long
         self.num_writing = 0
         self.retired = False
         self._is_synced = True

@@ -30,7 +30,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _Write(NamedTuple):
-    """One value on its way to its slot."""
+    """One value that is being written to its slot."""
 
     key: bytes
     place: int
@@ -52,7 +52,7 @@ class Storing:
         self._next_flush = time.monotonic() + FLUSH_SECONDS
 
     def store(self, keys: Sequence[bytes], data: Sequence[memoryview], deadline: float) -> list[Outcome]:
-        """One outcome per key, at the deadline at the latest. What is under way then is still stored."""
+        """One outcome per key, at the deadline at the latest. A write in flight then still ends."""
         outcomes = [Outcome.REFUSED] * len(keys)
         if not self._state.is_writable or time.monotonic() < self._paused_until:
             return outcomes
@@ -88,7 +88,7 @@ class Storing:
         return buffer
 
     def _reserve(self, call: Call, index: int, key: bytes, length: int, used: int, before: int) -> _Write | Outcome:
-        """A slot for a value; `OK` if it is there, `LATE` if it is on its way, `REFUSED` if nothing may go for it."""
+        """A slot for a value; `OK` if it is there, `LATE` if its write is in flight, `REFUSED` if there is no room."""
         slot_bytes = slot_bytes_for(length)
         for last in (False, True):
             with self._state.lock:
@@ -229,7 +229,7 @@ def _fill(write: _Write, view: memoryview, buffer: Buffer) -> None:
 
 
 def _collect(call: Call, outcomes: list[Outcome]) -> None:
-    """Waits for what is under way, until the deadline."""
+    """Waits for writes in flight, until the deadline."""
     while call.num_pending and (finished := call.next()) is not None:
         outcomes[finished.number] = finished.outcome
     call.leave()

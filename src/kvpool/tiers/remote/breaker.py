@@ -1,4 +1,4 @@
-"""Breaker: a node that does not answer costs one deadline, and then nothing until somebody looked whether it is back."""
+"""Breaker: nobody asks a node that did not answer, until a probe finds it back. So it costs callers one deadline only."""
 
 from __future__ import annotations
 

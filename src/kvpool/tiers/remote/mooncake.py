@@ -1,7 +1,7 @@
 """MooncakeTier: values in the memory that the machines of a Mooncake Store lend each other, over TCP or RDMA.
 
 One object per value: the seal (`tiers/envelope.py`) and then the bytes. Mooncake's calls take no deadline and may block for
-seconds, so they run in threads that a caller need not wait for, on memory of the tier's own (`Staging`): a call that ends
+seconds, so they run in threads that a caller need not wait for, on memory of the tier's own (`CallBuffers`): a call that ends
 too late touches nobody else's.
 """
 
@@ -28,8 +28,8 @@ from kvpool.tiers.options import ANY_TEXT, NAMESPACE, SECONDS, TierURL, option, 
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
 from kvpool.tiers.remote.remote_tier import SHARE_BYTES, SHARE_KEYS, Node, NodeError, Purging, RemoteTier, Share
 
-NUM_SLABS = 4
-MIN_BUFFER_BYTES = NUM_SLABS * (SHARE_BYTES + SHARE_KEYS * HEADER_BYTES)  # a slab holds any share
+NUM_BUFFERS = 4
+MIN_BUFFER_BYTES = NUM_BUFFERS * (SHARE_BYTES + SHARE_KEYS * HEADER_BYTES)  # a buffer holds any share
 MAX_BUFFER_BYTES = 1 << 40
 
 # What Mooncake's calls return.
@@ -39,31 +39,31 @@ _NOT_FOUND = -704
 _NO_MASTER = -900
 
 
-class Staging:
-    """Memory for so many calls at once, each with a slab of its own for as long as it runs."""
+class CallBuffers:
+    """Memory for so many calls at once, each with a buffer of its own for as long as it runs."""
 
     def __init__(self, num_bytes: int) -> None:
         self.memory = np.zeros(num_bytes, np.uint8)
-        self.slab_bytes = num_bytes // NUM_SLABS
+        self.buffer_bytes = num_bytes // NUM_BUFFERS
         self._free: queue.SimpleQueue[np.ndarray[Any, Any]] = queue.SimpleQueue()
-        for number in range(NUM_SLABS):
-            self._free.put(self.memory[number * self.slab_bytes : (number + 1) * self.slab_bytes])
+        for number in range(NUM_BUFFERS):
+            self._free.put(self.memory[number * self.buffer_bytes : (number + 1) * self.buffer_bytes])
 
     @contextmanager
-    def slab(self, seconds: float) -> Iterator[Slab]:
-        """A slab; raises TimeoutError if none gets free in time."""
+    def buffer(self, seconds: float) -> Iterator[CallBuffer]:
+        """A buffer; raises TimeoutError if none gets free in time."""
         try:
             memory = self._free.get(timeout=seconds)
         except queue.Empty:
             raise TimeoutError from None
-        slab = Slab(memory)
+        buffer = CallBuffer(memory)
         try:
-            yield slab
+            yield buffer
         finally:
-            slab.when_unused(lambda: self._free.put(memory))
+            buffer.when_unused(lambda: self._free.put(memory))
 
 
-class Slab:
+class CallBuffer:
     """Places for the values of one call, one behind the other."""
 
     def __init__(self, memory: np.ndarray[Any, Any]) -> None:
@@ -79,11 +79,11 @@ class Slab:
         return int(self._memory.ctypes.data) + start, self._view[start : self._used]
 
     def used_by(self, call: Future[Any]) -> None:
-        """The slab is not free before this call has ended."""
+        """The buffer is not free before this call has ended."""
         self._call = call
 
     def when_unused(self, give_back: Callable[[], None]) -> None:
-        """Gives the slab back when no call uses it any more, which may be now."""
+        """Gives the buffer back when no call uses it any more, which may be now."""
         if self._call is None or self._call.cancel():
             give_back()
         else:
@@ -126,13 +126,13 @@ class MooncakeTier(RemoteTier[Node]):
         self._master = (parsed.host, parsed.port or 50051)
         self._settings = _settings(options, self._master)
         self._mooncake = _import_mooncake()
-        max_value_bytes = options.buffer // NUM_SLABS - HEADER_BYTES
+        max_value_bytes = options.buffer // NUM_BUFFERS - HEADER_BYTES
         super().__init__(parsed.shown, timeout=options.timeout, max_value_bytes=max_value_bytes)
-        self._staging = Staging(options.buffer)
-        self._calls = ThreadPoolExecutor(NUM_SLABS, thread_name_prefix="kvpool mooncake")
+        self._buffers = CallBuffers(options.buffer)
+        self._calls = ThreadPoolExecutor(NUM_BUFFERS, thread_name_prefix="kvpool mooncake")
         self._lock = threading.Lock()
         self._client: Any = None
-        self._node = Node(parsed.host, NUM_SLABS, Breaker(pause=options.pause, proven=False))
+        self._node = Node(parsed.host, NUM_BUFFERS, Breaker(pause=options.pause, proven=False))
         first = self._probe_in_background(self._node)
         wait([first] if first else [], options.timeout)
 
@@ -153,7 +153,7 @@ class MooncakeTier(RemoteTier[Node]):
         except NotDone:
             raise TimeoutError from None
         if answer < 0:
-            raise NodeError(_said(answer))
+            raise NodeError(_message(answer))
 
     def _connect(self) -> None:
         """Joins the store. It runs in the background and may take as long as it likes."""
@@ -165,7 +165,7 @@ class MooncakeTier(RemoteTier[Node]):
         code = client.setup(self._settings)
         if code != 0:
             raise NodeError(f"Mooncake's setup failed ({code})")
-        memory = self._staging.memory
+        memory = self._buffers.memory
         code = client.register_buffer(memory.ctypes.data, memory.nbytes)
         with self._lock:
             if code == 0 and not self._closed:
@@ -174,19 +174,19 @@ class MooncakeTier(RemoteTier[Node]):
         client.close()
         raise NodeError(f"Mooncake could not register {memory.nbytes:,} bytes ({code})" if code else "closed")
 
-    def _call(self, share: Share[Node], slab: Slab | None, function: str, *arguments: object) -> Any:
-        """What a call of the client returns, unless it takes past the deadline; then it goes on alone, with its slab."""
+    def _call(self, share: Share[Node], buffer: CallBuffer | None, function: str, *arguments: object) -> Any:
+        """What a call of the client returns, unless it takes past the deadline; then it goes on alone, with its buffer."""
         with share.node.asking():
             call = self._calls.submit(getattr(self._client, function), *arguments)
-            if slab is not None:
-                slab.used_by(call)
+            if buffer is not None:
+                buffer.used_by(call)
             try:
                 answer = call.result(share.seconds_left())
             except NotDone:
                 call.cancel()
                 raise TimeoutError from None
             if _NO_MASTER in answer:
-                raise NodeError(_said(_NO_MASTER))
+                raise NodeError(_message(_NO_MASTER))
             return answer
 
     def _close(self) -> None:
@@ -223,7 +223,7 @@ class MooncakeTier(RemoteTier[Node]):
         except NotDone:
             raise TimeoutError from None
         if answer < 0:
-            raise NodeError(_said(answer))
+            raise NodeError(_message(answer))
         purging.removed += answer
 
     def _list_node(self, node: Node, deadline: float) -> Iterator[dict[bytes, int]]:
@@ -233,17 +233,17 @@ class MooncakeTier(RemoteTier[Node]):
         sizes: dict[bytes, int] = {}  # Mooncake loads a key once per call
         for key, view in zip(share.keys, share.views, strict=True):
             sizes[key] = max(view.nbytes, sizes.get(key, 0))
-        with self._staging.slab(share.seconds_left()) as slab:
-            places = {key: slab.place(size) for key, size in sizes.items()}
+        with self._buffers.buffer(share.seconds_left()) as buffer:
+            places = {key: buffer.place(size) for key, size in sizes.items()}
             addresses = [address for address, _ in places.values()]
             lengths = [memory.nbytes for _, memory in places.values()]
-            answers = self._call(share, slab, "batch_get_into", self._names([*places]), addresses, lengths)
+            answers = self._call(share, buffer, "batch_get_into", self._names([*places]), addresses, lengths)
             answered = dict(zip(places, answers, strict=True))
             for place, (key, view) in enumerate(zip(share.keys, share.views, strict=True)):
                 share.outcomes[place] = self._take(key, answered[key], places[key][1], view)
 
     def _take(self, key: bytes, answer: int, place: memoryview, view: memoryview) -> Outcome:
-        """Copies a value out of the slab if it is the one that was stored."""
+        """Copies a value out of the buffer if it is the one that was stored."""
         if answer == _NOT_FOUND:
             return Outcome.MISS
         if answer == _TOO_SMALL or answer > HEADER_BYTES + view.nbytes:
@@ -274,17 +274,17 @@ class MooncakeTier(RemoteTier[Node]):
             self._store_missing(share, missing, names)
 
     def _store_missing(self, share: Share[Node], missing: list[int], names: list[str]) -> None:
-        with self._staging.slab(share.seconds_left()) as slab:
+        with self._buffers.buffer(share.seconds_left()) as buffer:
             addresses, sizes = [], []
             for place in missing:
                 key, view = share.keys[place], share.views[place]
-                address, memory = slab.place(view.nbytes)
+                address, memory = buffer.place(view.nbytes)
                 memory[:HEADER_BYTES] = seal(key, view)
                 memory[HEADER_BYTES:] = view
                 addresses.append(address)
                 sizes.append(memory.nbytes)
             stored = [names[place] for place in missing]
-            answers = self._call(share, slab, "batch_put_from", stored, addresses, sizes)
+            answers = self._call(share, buffer, "batch_put_from", stored, addresses, sizes)
         for place, answer in zip(missing, answers, strict=True):
             share.outcomes[place] = {0: Outcome.OK, _FULL: Outcome.REFUSED}.get(answer, Outcome.FAILED)
             if answer == 0:
@@ -315,5 +315,5 @@ def _import_mooncake() -> Any:
     return mooncake.store
 
 
-def _said(code: int) -> str:
+def _message(code: int) -> str:
     return "the master does not answer" if code == _NO_MASTER else f"Mooncake answered {code}"

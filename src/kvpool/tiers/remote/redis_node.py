@@ -104,7 +104,7 @@ class Refusal:
     """A command that the server answered with an error."""
 
     def __init__(self, error: Exception) -> None:
-        self.text = _said(error)
+        self.text = _message(error)
 
     @property
     def moved(self) -> bool:
@@ -245,7 +245,7 @@ class RedisNode(Node):
         except self._glide.TimeoutError:
             raise TimeoutError from None
         except self._glide.GlideError as error:
-            raise NodeError(_said(error)) from None
+            raise NodeError(_message(error)) from None
 
     def _close_clients(self) -> None:
         for client in self._clients:
@@ -263,7 +263,7 @@ def import_glide() -> Any:
     return glide_sync
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     """What a server or the client said, on one line. Neither repeats passwords."""
     return " ".join(str(error).split())
 

@@ -115,7 +115,7 @@ class Listing(NamedTuple):
 
 
 class Stale:
-    """Keys that were promised and then not there, or not whole: absent for a short time, whatever the store says."""
+    """Keys that the store said it has, but whose values were missing or damaged. They count as absent for a short time."""
 
     def __init__(self, seconds: float = STALE_SECONDS, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -153,7 +153,7 @@ class Stale:
 class RemoteTier(KeyedTier, Generic[_Node]):
     """Values on servers. A derived class says which node has a key, and serves one share of a call at a time.
 
-    It may raise `TimeoutError` and `NodeError` there. `stale` are keys that the store promised in vain.
+    It may raise `TimeoutError` and `NodeError` there. `stale` are keys whose values turned out to be missing or damaged.
     """
 
     can_list = True
@@ -233,7 +233,7 @@ class RemoteTier(KeyedTier, Generic[_Node]):
         sizes: dict[bytes, int] = {}
         problems = []
         for node in self._holders():
-            asked_until = time.monotonic() + self.timeout  # the first probe may still be under way
+            asked_until = time.monotonic() + self.timeout  # the first probe may still be in flight
             while not self._is_up(node) and time.monotonic() < asked_until:
                 time.sleep(0.01)
             try:

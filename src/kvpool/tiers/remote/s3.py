@@ -126,7 +126,7 @@ class S3Tier(RemoteTier[Node]):
         except asyncio.TimeoutError:
             raise TimeoutError from None
         except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
-            raise NodeError(_said(error)) from None
+            raise NodeError(_message(error)) from None
 
     def _list_node(self, node: Node, deadline: float) -> Iterator[dict[bytes, int]]:
         try:
@@ -134,7 +134,7 @@ class S3Tier(RemoteTier[Node]):
         except asyncio.TimeoutError:
             raise TimeoutError from None
         except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
-            raise NodeError(_said(error)) from None
+            raise NodeError(_message(error)) from None
 
     async def _sizes(self) -> dict[bytes, int]:
         sizes = {}
@@ -175,7 +175,7 @@ class S3Tier(RemoteTier[Node]):
         await asyncio.gather(*late, return_exceptions=True)
         problems = [error for task in done if (error := task.exception()) is not None]
         if problems:
-            raise NodeError(_said(problems[0]))
+            raise NodeError(_message(problems[0]))
 
     async def _one(self, share: Share[Node], place: int, request: Request, free: asyncio.Semaphore) -> None:
         async with free:
@@ -221,7 +221,7 @@ class S3Tier(RemoteTier[Node]):
             if not any(word in str(error) for word in _FULL):
                 raise
             share.node.refused()
-            self.report(f"stores nothing: {_said(error)}")
+            self.report(f"stores nothing: {_message(error)}")
             return Outcome.REFUSED
         self.stale.discard(key)
         return Outcome.OK
@@ -268,7 +268,7 @@ def _bucket(obstore: Any, url: TierURL, options: S3Options) -> Any:
             **settings,
         )
     except Exception as error:
-        raise InvalidArgumentError(f"{url.shown} cannot be used: {_said(error)}") from None
+        raise InvalidArgumentError(f"{url.shown} cannot be used: {_message(error)}") from None
 
 
 def _import_obstore() -> Any:
@@ -280,7 +280,7 @@ def _import_obstore() -> Any:
     return obstore
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """The first line of a message, which names the object and what the store answered; the rest is for debuggers."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 

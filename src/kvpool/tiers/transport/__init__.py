@@ -1,1 +1,1 @@
-"""Blocks on their way between a cache and tiers: what to load, whether it pays, and the threads that load and store."""
+"""The transport between a cache and its tiers: what to load, whether that pays, and the threads that load and store."""

@@ -1,4 +1,4 @@
-"""Blocks of a cache on their way to and from tiers.
+"""Moves blocks of a cache to tiers and from tiers.
 
 To tiers: `Offers` names full blocks, copies them to staging memory in the order of the device, and has them stored in the
 background. Nobody has to keep a block until it is stored, and a block that every tier has is not copied at all.
@@ -94,7 +94,7 @@ class Importer:
         self._size = keys.block_size
         self._quiet = QuietLog(log)
 
-    def bring(self, request: Request, fetch: Fetch) -> tuple[KVCacheHandle | None, list[Callable[[], None]]]:
+    def import_prefix(self, request: Request, fetch: Fetch) -> tuple[KVCacheHandle | None, list[Callable[[], None]]]:
         """A lease on the prefix of a request, now cached, and what to wait for before the fetched bytes go.
 
         None if there is no room, or if what the fetched blocks follow was evicted meanwhile: the request is then computed.

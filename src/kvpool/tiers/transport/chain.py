@@ -18,7 +18,7 @@ from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.prefix_options import NOWHERE
 
 KNOWN_KEYS = 65_536
-GRACE_SECONDS = 0.1  # that a call may be late; then its request goes on without it, and its tier is left alone
+GRACE_SECONDS = 0.1  # that a call may be late; after that its request goes on without it, and nobody calls its tier
 
 _T = TypeVar("_T")
 
@@ -32,7 +32,7 @@ class KnownKeys:
         self._lock = threading.Lock()
 
     def add(self, keys: Iterable[bytes]) -> None:
-        """These are there."""
+        """The tier has these keys."""
         with self._lock:
             for key in keys:
                 self._keys[key] = None
@@ -41,13 +41,13 @@ class KnownKeys:
                 self._keys.popitem(last=False)
 
     def discard(self, keys: Iterable[bytes]) -> None:
-        """These are not, or not any more."""
+        """The tier does not have these keys."""
         with self._lock:
             for key in keys:
                 self._keys.pop(key, None)
 
     def discard_matching(self, pattern: KeyPattern) -> None:
-        """Nor such ones."""
+        """The tier has no keys of this pattern."""
         with self._lock:
             for key in [key for key in self._keys if pattern.matches(key)]:
                 del self._keys[key]
@@ -60,7 +60,7 @@ class KnownKeys:
 
 
 class WatchedTier:
-    """A tier as the engine uses it. A call that does not come back by its deadline is noticed by others, who pass by."""
+    """A tier under watch: other threads see that one of its calls is overdue, and do not call it meanwhile."""
 
     def __init__(self, tier: KeyedTier) -> None:
         self.tier = tier
@@ -91,7 +91,7 @@ class WatchedTier:
     def load(
         self, keys: Sequence[bytes], out: Sequence[Any], timeout: float, keeper: Keeper | None = None
     ) -> list[Outcome]:
-        """Loads values; what is missing or broken is stored again when it comes by."""
+        """Loads values; a missing or broken one is stored again when a request computes it."""
         call = partial(self.tier.load, keys, out, timeout=timeout, keeper=keeper)
         outcomes = self._call(call, Outcome, len(keys), timeout)
         outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
@@ -107,13 +107,13 @@ class WatchedTier:
         return outcomes
 
     def remove(self, keys: Sequence[bytes], timeout: float) -> list[Outcome]:
-        """Removes values; they are not known to be there any more, whatever comes of it."""
+        """Removes values; they do not count as known any more, whether that succeeds or not."""
         self.known.discard(keys)
         outcomes = self._call(lambda: self.tier.remove(keys, timeout=timeout), Outcome, len(keys), timeout)
         return [Outcome.FAILED] * len(keys) if outcomes is None else outcomes
 
     def purge(self, pattern: KeyPattern, timeout: float) -> Purged:
-        """Takes out values whose keys are alike; they are not known to be there any more."""
+        """Removes all values whose keys match a pattern."""
         self.known.discard_matching(pattern)
         purged = self._call(lambda: [self.tier.purge(pattern, timeout=timeout)], Purged, 1, timeout)
         return Purged() if purged is None else purged[0]
@@ -152,7 +152,7 @@ class TierChain:
 
     def __init__(self, tiers: Iterable[KeyedTier]) -> None:
         self.watched = [WatchedTier(tier) for tier in tiers]
-        self.num_passed_by = 0  # tiers that were not asked because a call to them hangs
+        self.num_passed_by = 0  # times that a tier was not asked because one of its calls hangs
 
     def __len__(self) -> int:
         return len(self.watched)

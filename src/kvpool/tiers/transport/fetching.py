@@ -1,7 +1,6 @@
-"""A prefix on its way from tiers: looked up, weighed against computing it, loaded into staging memory, checked for gaps.
+"""Fetches a prefix from tiers: looks it up, compares loading with computing, loads into staging memory, checks for gaps.
 
-Runs in background threads, while the request waits outside the scheduler. Whatever goes wrong leaves a shorter prefix, or
-none.
+This runs in background threads, while the request waits outside the scheduler. An error leaves a shorter prefix, or none.
 """
 
 from __future__ import annotations
@@ -49,19 +48,19 @@ class GroupRows(NamedTuple):
 
 @dataclass
 class Fetch:
-    """The prefix of one request: what is asked for, and what came of it. `release` it when the bytes are used."""
+    """The prefix of one request: what is asked for, and what was loaded. `release` it when the bytes are used."""
 
     prompt: PromptKeys
     first: int  # blocks that the cache has already
     began: float  # by `time.monotonic`
     due: float  # when the request stops waiting
-    is_asked_for: bool = False  # to be loaded whatever computing would cost: somebody decided that already
+    is_asked_for: bool = False  # the caller wants it loaded even where computing it would be faster
     decision: Decision | None = None
-    num_blocks: int = 0  # of the prefix that can be had now; `first` or less: nothing was loaded
+    num_blocks: int = 0  # of the prefix that is usable after the fetch; `first` or less: nothing was loaded
     groups: list[GroupRows] = dataclass_field(default_factory=list)
     loading_seconds: float = 0.0  # that tiers took
     num_bytes: int = 0
-    is_part: bool = False  # more can be had when this is used: staging memory does not hold all at once
+    is_part: bool = False  # tiers have more of it, for the next fetch: staging memory does not hold all at once
     stage: SharedStage | None = None
 
     def release(self) -> None:

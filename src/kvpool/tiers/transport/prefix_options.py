@@ -1,4 +1,4 @@
-"""How much of a prompt can keyed tiers bring, and what must be loaded for it? Arithmetic only.
+"""How much of a prompt can tiers load, and which blocks does that need? Arithmetic only.
 
 A prefix is usable when every layer group has what the next query reads: all blocks of full attention, and of a windowed
 group those that its window still covers (and its sinks). So a prefix from a tier needs fewer blocks than it has.
@@ -23,7 +23,7 @@ Sources: TypeAlias = npt.NDArray[np.int16]
 
 
 class Option(NamedTuple):
-    """A prefix that can be had: how many blocks, and how many bytes each tier brings of it."""
+    """A prefix that tiers can load: how many blocks, and how many bytes come from each tier."""
 
     num_blocks: int
     num_bytes: tuple[int, ...]

@@ -1,6 +1,6 @@
-"""Blocks on their way into tiers: in the background, with a limit to what waits. What does not fit is dropped and counted.
+"""Stores blocks in tiers, in the background. When too much waits, blocks are dropped and counted.
 
-A block that was dropped is not lost: it is offered again when a request uses it next.
+A dropped block is offered again when a request uses it next.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_BATCHES = 256
 _REMOVE_AT_ONCE = 1024
 
 Listener: TypeAlias = Callable[[int, Sequence[bytes]], None]
-"""Hears that blocks on their way to a tier (its number) are there, or will not be: `known` of the tier says which."""
+"""Called with the number of a tier and keys when their stores have ended; `known` of the tier says which are there."""
 
 
 @dataclass
@@ -63,19 +63,19 @@ class SharedStage:
 
 
 class Storer:
-    """One lane per tier, so that a slow one does not hold up a fast one."""
+    """Stores in tiers, with one lane each, so that a slow tier does not hold up a fast one."""
 
     def __init__(self, tiers: Sequence[WatchedTier], memory: StagingMemory) -> None:
         self.tiers = tiers
         self.memory = memory
         self._lanes = [Lane(f"store-{watched.tier.name}", max_waiting=_MAX_BATCHES) for watched in tiers]
-        self._pending: list[set[bytes]] = [set() for _ in tiers]
+        self._in_flight: list[set[bytes]] = [set() for _ in tiers]
         self._listeners: list[Listener] = []
         self._lock = threading.Lock()
         self._stats = StoreStats()
 
     def listen(self, listener: Listener) -> None:
-        """Calls this from now on, in threads of the lanes, whenever blocks have arrived or failed to."""
+        """Calls this from now on, in threads of the lanes, whenever stores have ended."""
         with self._lock:
             self._listeners.append(listener)
 
@@ -91,15 +91,15 @@ class Storer:
             listener(index, keys)
 
     def is_storing(self, index: int, keys: Collection[bytes]) -> bool:
-        """Whether one of these is on its way to a tier."""
+        """Whether one of these is in flight to a tier."""
         with self._lock:
-            return not self._pending[index].isdisjoint(keys)
+            return not self._in_flight[index].isdisjoint(keys)
 
     def wants(self, key: bytes) -> bool:
-        """Whether some tier may lack this block, and it is not on its way there."""
+        """Whether some tier may lack this block, and no store of it is in flight."""
         return any(
             key not in watched.known and key not in pending
-            for watched, pending in zip(self.tiers, self._pending, strict=True)
+            for watched, pending in zip(self.tiers, self._in_flight, strict=True)
         )
 
     def take_memory(self, num_bytes: int, num_blocks: int) -> SharedStage | None:
@@ -127,10 +127,10 @@ class Storer:
                 continue
             with self._lock:
                 lacking = [
-                    i for i, key in enumerate(keys) if key not in watched.known and key not in self._pending[index]
+                    i for i, key in enumerate(keys) if key not in watched.known and key not in self._in_flight[index]
                 ]
                 chosen = [keys[i] for i in lacking]
-                self._pending[index].update(chosen)
+                self._in_flight[index].update(chosen)
             if not chosen:
                 continue
             stage.share()
@@ -152,7 +152,7 @@ class Storer:
         finally:
             num_stored = outcomes.count(Outcome.OK)
             with self._lock:
-                self._pending[index].difference_update(keys)
+                self._in_flight[index].difference_update(keys)
                 self._stats.stored += num_stored
                 self._stats.failed += len(keys) - num_stored
                 self._stats.bytes_stored += sum(
@@ -164,13 +164,13 @@ class Storer:
 
     def _drop(self, index: int, keys: list[bytes], stage: SharedStage) -> None:
         with self._lock:
-            self._pending[index].difference_update(keys)
+            self._in_flight[index].difference_update(keys)
         self.drop(len(keys))
         stage.release()
         self._tell(index, keys)
 
     def remove(self, keys: Sequence[bytes]) -> None:
-        """Takes values out of all tiers, behind what is on its way there."""
+        """Removes values from all tiers, after the stores that are in flight."""
         for index, lane in enumerate(self._lanes):
             for at in range(0, len(keys), _REMOVE_AT_ONCE):
                 part = keys[at : at + _REMOVE_AT_ONCE]
@@ -185,7 +185,7 @@ class Storer:
         self._count_removed(outcomes.count(Outcome.OK), left)
 
     def purge(self, pattern: KeyPattern) -> None:
-        """Takes values with such keys out of all tiers, also those that nobody here has seen, behind what is on its way."""
+        """Removes all values with such keys from all tiers, after the stores that are in flight."""
         for index, lane in enumerate(self._lanes):
             drop = partial(self._count_removed, 0, 1)
             if not lane.submit(partial(self._purge, index, pattern), drop):
@@ -208,9 +208,9 @@ class Storer:
 
     @property
     def num_waiting(self) -> int:
-        """Blocks on their way."""
+        """Blocks in flight."""
         with self._lock:
-            return sum(map(len, self._pending))
+            return sum(map(len, self._in_flight))
 
     def stats(self) -> StoreStats:
         """A copy of the counters."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvpool import CopyKind, CopyOp, KVCacheConfig, LayerSpec, Tier
 from kvpool.storage import BlockStore, GroupLayout
-from kvpool.storage.transfer_steps import StepsUnderWay, Stores, TransferStep, UnderWay, plan_steps
+from kvpool.storage.transfer_steps import StepInFlight, StepsInFlight, Stores, TransferStep, plan_steps
 
 NUM_BLOCKS = 12
 CONFIG = KVCacheConfig([LayerSpec(kv_heads=1, head_dim=4)], 4, gpu_blocks=NUM_BLOCKS, host_blocks=NUM_BLOCKS)
@@ -62,23 +62,23 @@ def steps(draw: st.DrawFn) -> TransferStep:
 def test_what_must_be_waited_for_is_what_every_transfer_says_of_itself(
     history: list[TransferStep | int], new: TransferStep, tier: Tier, written: list[int], read: list[int] | None
 ) -> None:
-    under_way = StepsUnderWay()
+    in_flight = StepsInFlight()
     for event in history:
         if isinstance(event, TransferStep):
-            under_way.add(UnderWay(event, End()))
+            in_flight.add(StepInFlight(event, End()))
             continue
-        for item in [*under_way][event : event + 1]:
+        for item in [*in_flight][event : event + 1]:
             item.completion.wait()
-        under_way.forget_done()
-    assert under_way.before(new) == [end for step, end in under_way if step.conflicts(new)]
+        in_flight.forget_done()
+    assert in_flight.before(new) == [end for step, end in in_flight if step.conflicts(new)]
     store, writes = STORES[0, tier], np.array(written, np.int32)
     reads = None if read is None else np.array(read, np.int32)
-    assert under_way.before_work(store, writes, reads) == [
+    assert in_flight.before_work(store, writes, reads) == [
         end
-        for step, end in under_way
+        for step, end in in_flight
         if step.writes(store, writes) or step.reads(store, writes) or step.writes(store, reads)
     ]
-    assert under_way.touching(store) == [end for step, end in under_way if store in (step.source, step.target)]
+    assert in_flight.touching(store) == [end for step, end in in_flight if store in (step.source, step.target)]
 
 
 def test_given_many_pieces_that_do_not_meet_then_none_is_compared_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,19 +86,19 @@ def test_given_many_pieces_that_do_not_meet_then_none_is_compared_with_another(m
         raise AssertionError("compared with a piece that it does not meet")
 
     monkeypatch.setattr(TransferStep, "conflicts", conflicts)
-    under_way = StepsUnderWay()
+    in_flight = StepsInFlight()
     for block in range(NUM_BLOCKS):
         piece = make_step(STORES, Tier.HOST, Tier.GPU, [block], [block])
-        assert under_way.before(piece) == []
-        under_way.add(UnderWay(piece, End()))
-    assert len(under_way) == NUM_BLOCKS
+        assert in_flight.before(piece) == []
+        in_flight.add(StepInFlight(piece, End()))
+    assert len(in_flight) == NUM_BLOCKS
 
 
 def test_given_a_store_that_grew_then_its_new_blocks_are_met_by_nobody() -> None:
     stores = make_stores()
-    under_way = StepsUnderWay()
-    under_way.add(UnderWay(make_step(stores, Tier.HOST, Tier.GPU, [1], [2]), End()))
+    in_flight = StepsInFlight()
+    in_flight.add(StepInFlight(make_step(stores, Tier.HOST, Tier.GPU, [1], [2]), End()))
     gpu = stores[0, Tier.GPU]
     gpu.resize(2 * NUM_BLOCKS)
-    assert under_way.before(make_step(stores, Tier.HOST, Tier.GPU, [3], [2 * NUM_BLOCKS - 1])) == []
-    assert len(under_way.before_work(gpu, np.array([2], np.int32), None)) == 1
+    assert in_flight.before(make_step(stores, Tier.HOST, Tier.GPU, [3], [2 * NUM_BLOCKS - 1])) == []
+    assert len(in_flight.before_work(gpu, np.array([2], np.int32), None)) == 1

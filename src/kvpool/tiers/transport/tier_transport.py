@@ -1,4 +1,4 @@
-"""Movers: what brings blocks from keyed tiers and takes them there. An engine and a pool of transformers use it alike."""
+"""TierTransport: moves blocks between a cache and its tiers, for an engine and for a pool of transformers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from kvpool.tiers.transport.storing import SharedStage, Storer, StoreStats
 FETCH_THREADS = 2
 MAX_HELD = 256  # requests; more are not held but computed
 STAGING_BYTES = 2**28  # each for what comes and for what goes; four times as much beside a GPU
-FLUSH_SECONDS = 5.0  # that closing waits for blocks on their way
+FLUSH_SECONDS = 5.0  # that closing waits for blocks in flight
 SHORTEST_WAIT = 0.05
 
 
@@ -73,11 +73,11 @@ class TieringStats(NamedTuple):
     imports: int
     imports_without_room: int
     leases: tuple[Lease, ...]
-    blocks_waiting: int  # on their way into tiers
+    blocks_waiting: int  # in flight to tiers
     staging_bytes: int  # in use
 
 
-class Movers:
+class TierTransport:
     """Fetches prefixes, writes them into blocks, and stores blocks. `close` closes the tiers that are owned."""
 
     def __init__(self, opened: OpenedTiers, manager: KVCacheManager, plane: DataPlane) -> None:
@@ -113,15 +113,15 @@ class Movers:
         return False
 
     def fetch(self, fetch: Fetch, done: Callable[[Fetch], None], drop: Callable[[], None]) -> bool:
-        """Has a prefix fetched in the background; False if too many wait. `drop` is called instead of `done` at the end."""
+        """Has a prefix fetched in the background; False if too many wait. Closing before calls `drop` and not `done`."""
         return self.lane.submit(partial(self.fetcher.run, fetch, done), drop)
 
-    def bring(self, request: Request, fetch: Fetch) -> tuple[KVCacheHandle | None, list[Callable[[], None]]]:
-        """Writes fetched blocks into the cache, unless they were forgotten meanwhile; what `Importer.bring` returns."""
+    def import_prefix(self, request: Request, fetch: Fetch) -> tuple[KVCacheHandle | None, list[Callable[[], None]]]:
+        """Writes fetched blocks into the cache, unless they were forgotten meanwhile; returns what `Importer` does."""
         with self.forgetting.lock:
             if fetch.num_blocks <= fetch.first or not self.forgetting.is_valid(request, fetch):
                 return None, []
-            handle, waits = self._importer.bring(request, fetch)
+            handle, waits = self._importer.import_prefix(request, fetch)
         if handle is None:
             self._no_room += 1
         else:
@@ -133,7 +133,7 @@ class Movers:
         return handle, waits
 
     def give_back(self, fetch: Fetch, waits: Sequence[Callable[[], None]]) -> None:
-        """The memory of a fetch goes back: at once, or when the device has read it."""
+        """Releases the memory of a fetch: at once, or when the device has read it."""
         if waits and not self._copies_at_once and fetch.stage is not None:
             stage = fetch.stage
             stage.share()
@@ -173,7 +173,7 @@ class Movers:
         )
 
     def close(self) -> None:
-        """Stores what is on its way, for a few seconds at most, and ends threads and owned tiers."""
+        """Ends the stores in flight, within a few seconds, and closes threads and owned tiers."""
         self.lane.stop(0.0)
         self.storer.close(FLUSH_SECONDS)
         self.lane.stop(self.timeout + GRACE_SECONDS)
@@ -182,7 +182,7 @@ class Movers:
 
 
 def _release_after(waits: Sequence[Callable[[], None]], stage: SharedStage) -> None:
-    """Gives fetched bytes back when the device has read them."""
+    """Releases fetched bytes when the device has read them."""
     for wait in waits:
         wait()
     stage.release()
