@@ -24,7 +24,7 @@ MAX_BLOCK_SIZE = 2**20
 
 
 class Tier(IntEnum):
-    """Where a block lives, fastest first."""
+    """Where a block lives, fastest first. No pool is `REMOTE`: nodes of a cluster announce blocks in a shared store so."""
 
     GPU = 0
     HOST = 1

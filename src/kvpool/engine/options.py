@@ -22,13 +22,13 @@ from kvpool.errors import ConfigError, InvalidArgumentError, OutOfBlocksError, S
 from kvpool.scheduling import SchedulerConfig
 from kvpool.terminal import check_files, parse_bytes
 from kvpool.tiers import TierConfig, read_tiers
+from kvpool.tiers.settings import COMMAND_OPTIONS
 
 HostMemory = Annotated[str | None, typer.Option(help="More of it on the host, to swap requests to.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only the result.")]
 
 
-_OF_TIERS = ("disk", "disk_bytes", "remote", "tier_timeout")  # read with the file and the environment
 SHOWN = {each.metadata["option"] or each.name: each for each in fields(EngineSettings) if each.metadata}
 
 
@@ -82,7 +82,7 @@ class EngineOptions(_Shown):  # type: ignore[misc]
         tiers = self.tiers(host_memory).engine_options()
         if not keyed_tiers:
             tiers = {name: value for name, value in tiers.items() if name in ("host_bytes", "cache")}
-        shown = {each.name: getattr(self, name) for name, each in SHOWN.items() if each.name not in _OF_TIERS}
+        shown = {each.name: getattr(self, name) for name, each in SHOWN.items() if each.name not in COMMAND_OPTIONS}
         if self.memory is not None:
             shown["kv_bytes"] = parse_bytes(self.memory, "--memory")
         return Engine(
@@ -97,7 +97,7 @@ class EngineOptions(_Shown):  # type: ignore[misc]
 
     def tiers(self, host_memory: str | None = None) -> TierConfig:
         """The settings of tiers: of the file, the environment and these options."""
-        given = {"disk": self.disk, "disk_bytes": self.disk_bytes, "remote": self.remote, "timeout": self.tier_timeout}
+        given = {setting: getattr(self, option) for option, setting in COMMAND_OPTIONS.items()}
         return read_tiers(self.config, options={**given, "host_bytes": host_memory})
 
 

@@ -168,6 +168,10 @@ class TierConfig:
 
 
 _SETTINGS = {each.name: each for each in fields(TierConfig)}
+COMMAND_OPTIONS = {
+    each.metadata["option"] or each.name: each.name for each in fields(TierConfig) if each.metadata["help"]
+}
+"""Options that commands of engines have, and the settings that they set."""
 
 
 def help_of(name: str) -> str:
