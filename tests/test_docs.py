@@ -61,6 +61,16 @@ def test_given_the_pages_on_how_it_works_then_every_class_and_method_they_name_e
     assert sorted(named - names_in_the_source()) == []
 
 
+def test_given_the_path_of_a_request_then_each_step_names_the_file_of_its_classes() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    steps = re.findall(r"^\| \d\. [^|]+\| [^|]+\| ([^|]+) \| ([^|]+) \|", page, re.MULTILINE)
+    assert len(steps) == 7
+    for calls, files in steps:
+        source = "".join((PACKAGE / name).read_text(encoding="utf-8") for name in re.findall(r"`([^`]+)`", files))
+        named = re.findall(r"`(\w+)\.(\w+)`", calls)
+        assert [name for name, verb in named if f"class {name}" not in source or f"def {verb}(" not in source] == []
+
+
 def test_given_the_pictures_of_the_layers_then_every_class_in_them_exists() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     pictures = "\n".join(re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
