@@ -63,17 +63,17 @@ EXPECTED = {
 }
 REASONS = {
     "llama4_text": "layers of type chunked_attention",
-    "lfm2": "layers of type (conv|linear_attention)",
+    "lfm2": "keeps a state of each sequence .Lfm2ShortConv.",
     "diffllama": "layer 0 of .* computed attention 2 times",
-    "qwen3_next": "layers of type linear_attention",
-    "falcon_h1": "layers of type hybrid|recurrent state",
+    "qwen3_next": "keeps a state of each sequence .Qwen3NextGatedDeltaNet.",
+    "falcon_h1": "keeps a state of each sequence .FalconH1Mixer.",
     "bloom": "takes no position_ids",
     "gptj": "AttentionInterface",
     "codegen": "AttentionInterface",
     "mpt": "takes no position_ids",
     "gpt_neo": "AttentionInterface",
     "falcon": "AttentionInterface",
-    "mamba": "layers of type linear_attention|recurrent state|takes no position_ids",
+    "mamba": "keeps a state of each sequence .MambaMixer.",
     "deepseek_v32": "keeps an indexer's keys per token",
     "glm_moe_dsa": "keeps an indexer's keys per token",
 }

@@ -8,25 +8,35 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpool.checks import show
+from kvpool.config import StateSpec
 from kvpool.config.layers import DType, LayerSpec
 from kvpool.errors import ConfigError, InvalidArgumentError, KVPoolError, StorageMemoryError, UnsupportedModelError
 from kvpool.kernels.attention_spec import AttentionSpec
 from kvpool.model import rotary
 from kvpool.model.hook import Attend, AttentionCall, attending, use_kvpool_attention
-from kvpool.model.self_check import ContiguousAttention, check_against_eager
-from kvpool.model.states import StateStep, keeping_states, keeps_indexer
+from kvpool.model.self_check import ContiguousAttention, Kept, check_against_eager
+from kvpool.model.states import (
+    StateModule,
+    StateStep,
+    keeping_states,
+    keeps_indexer,
+    modules_with_state,
+    own_states,
+    state_specs,
+    use_kvpool_states,
+)
 
 _KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-_NEEDED_ARGUMENTS = ("position_ids", "logits_to_keep")
+_HYBRID_LAYER_TYPES = _KNOWN_LAYER_TYPES | {"linear_attention", "conv", "hybrid", "hybrid_sliding", "moe", "mlp"}
 _PROBE_TOKENS = 3
 
 
@@ -54,10 +64,12 @@ class ModelShape:
     """
 
     family: str  # the `model_type` of the configuration
-    layers: tuple[LayerShape, ...]
+    layers: tuple[LayerShape, ...]  # those that attend
     dtype: DType
     vocab_size: int
     max_positions: int | None  # None: the model names no limit
+    attending: tuple[int, ...] = ()  # the numbers of those layers in the model
+    states: Mapping[int, StateSpec] = field(default_factory=dict, hash=False)  # of layers that keep one, by number
 
     def depth_cost(self, num_parameters: int) -> float:
         """What a token costs more to compute for each one before it, in units of a first token: attention reads them all.
@@ -120,12 +132,13 @@ def forward(
     return logits
 
 
-def inspect_model(model: Any) -> ModelShape:
+def inspect_model(model: Any, *, with_states: bool = False) -> ModelShape:
     """The shape of a loaded transformers model, which from then on runs through `forward`.
 
     UnsupportedModelError names what is missing where a model keeps more than K and V of every token, hides its attention, or
     fails a self-check: its logits in flattened steps must equal those of its own eager attention. A refused model is
-    as it was. Costs a few forwards of some dozen tokens.
+    as it was. Costs a few forwards of some dozen tokens. `with_states` accepts layers that keep a state, too: whoever runs
+    such a model has slots for `ModelShape.states`, and gives `forward` a `StateStep`.
 
     >>> shape = inspect_model(AutoModelForCausalLM.from_pretrained("path"))  # doctest: +SKIP
     >>> KVCacheConfig(shape.layer_specs(), block_size=16, gpu_blocks=1000)  # doctest: +SKIP
@@ -136,7 +149,7 @@ def inspect_model(model: Any) -> ModelShape:
         raise InvalidArgumentError(f"{show(model)} is no model of transformers (PreTrainedModel)")
     if model.training:
         raise InvalidArgumentError(f"{type(model).__name__} is in training mode: call model.eval() first")
-    _refuse_by_declaration(model)
+    _refuse_by_declaration(model, with_states)
     own_attention = model.config._attn_implementation
     try:
         if not use_kvpool_attention(model):
@@ -145,11 +158,12 @@ def inspect_model(model: Any) -> ModelShape:
                 "can serve it; a newer release of transformers may have moved it there"
             )
         with _errors_of(model):
-            shape = _shape_of(model)
+            shape = _shape_of(model, use_kvpool_states(model, lambda: run_probe(model)))
             rotary.freeze(model)
-            check_against_eager(model, forward, shape.max_positions)
+            check_against_eager(model, forward, shape.max_positions, Kept(frozenset(shape.attending), shape.states))
     except BaseException:
         model.set_attn_implementation(own_attention)
+        own_states(model)
         rotary.thaw(model)
         raise
     return shape
@@ -173,7 +187,7 @@ def _errors_of(model: Any) -> Iterator[None]:
         ) from error
 
 
-def _refuse_by_declaration(model: Any) -> None:
+def _refuse_by_declaration(model: Any, with_states: bool) -> None:
     """Refuses what a model says about itself, before it runs."""
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
@@ -183,13 +197,21 @@ def _refuse_by_declaration(model: Any) -> None:
             f"{_name(model)} keeps an indexer's keys per token, by which its attention chooses the tokens that it sees; the "
             "cache keeps K and V only"
         )
-    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES):
+    recurrent = sorted({type(module).__name__ for module in modules_with_state(model)})
+    if recurrent and not with_states:
+        raise UnsupportedModelError(
+            f"{_name(model)} keeps a state of each sequence ({', '.join(recurrent)}), for which there is no memory: the "
+            "cache keeps K and V only"
+        )
+    known = _HYBRID_LAYER_TYPES if recurrent else _KNOWN_LAYER_TYPES
+    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - known):
         raise UnsupportedModelError(
             f"{_name(model)} has layers of type {', '.join(unknown)}; the cache keeps K and V of full and sliding attention"
         )
-    if model._is_stateful:
+    if model._is_stateful and not recurrent:
         raise UnsupportedModelError(
-            f"{_name(model)} keeps a recurrent state: a cache of K and V cannot restore or share it"
+            f"{_name(model)} keeps a recurrent state by itself, and not in transformers' cache: it cannot be restored or "
+            "shared"
         )
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(
@@ -197,7 +219,8 @@ def _refuse_by_declaration(model: Any) -> None:
             "AutoModelForCausalLM"
         )
     accepted = inspect.signature(model.forward).parameters
-    if missing := [name for name in _NEEDED_ARGUMENTS if name not in accepted]:
+    needed = ("logits_to_keep",) if recurrent else ("position_ids", "logits_to_keep")  # Mamba knows no positions
+    if missing := [name for name in needed if name not in accepted]:
         raise UnsupportedModelError(
             f"forward() of {_name(model)} takes no {' and no '.join(missing)}: sequences cannot share a step"
         )
@@ -216,24 +239,30 @@ def run_probe(model: Any) -> tuple[Tensor, list[AttentionCall]]:
     return forward(model, input_ids, input_ids, None, attend), calls
 
 
-def _shape_of(model: Any) -> ModelShape:
+def _shape_of(model: Any, modules: Sequence[StateModule]) -> ModelShape:
     """What the tensors of a probe say about a model."""
     logits, calls = run_probe(model)
     config = model.config.get_text_config()
-    _check_one_call_per_layer(model, config.num_hidden_layers, calls)
+    _check_one_call_per_layer(model, config.num_hidden_layers, calls, bool(modules))
+    calls.sort(key=lambda call: call.layer)
     return ModelShape(
         family=config.model_type,
-        layers=tuple(_layer_shape(model, call) for call in sorted(calls, key=lambda call: call.layer)),
+        layers=tuple(_layer_shape(model, call) for call in calls),
         dtype=_dtype(model, calls),
         vocab_size=logits.shape[-1],
         max_positions=rotary.max_positions(config),
+        attending=tuple(call.layer for call in calls),
+        states=state_specs(modules),
     )
 
 
-def _check_one_call_per_layer(model: Any, num_layers: int, calls: list[AttentionCall]) -> None:
+def _check_one_call_per_layer(model: Any, num_layers: int, calls: list[AttentionCall], hybrid: bool) -> None:
+    """Every layer attends once; in a hybrid model some do not attend."""
     counts = Counter(call.layer for call in calls)
     if wrong := {
-        layer: counts[layer] for layer in {*range(num_layers), *counts} if counts[layer] != (layer < num_layers)
+        layer: counts[layer]
+        for layer in {*range(num_layers), *counts}
+        if counts[layer] != (0 <= layer < num_layers) and not (hybrid and not counts[layer])
     }:
         layer, count = min(wrong.items())
         raise UnsupportedModelError(
@@ -266,7 +295,7 @@ def _layer_shape(model: Any, call: AttentionCall) -> LayerShape:
 
 
 def _dtype(model: Any, calls: list[AttentionCall]) -> DType:
-    dtypes = {tensor.dtype for call in calls for tensor in (call.q, call.k, call.v)}
+    dtypes = {tensor.dtype for call in calls for tensor in (call.q, call.k, call.v)} or {model.dtype}
     try:
         (dtype,) = {DType.parse(dtype) for dtype in dtypes}
     except (ConfigError, ValueError):

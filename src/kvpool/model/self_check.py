@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from kvpool.config import StateSpec
 from kvpool.errors import UnsupportedModelError
 from kvpool.model.hook import ATTENTION_NAME, Attend, AttentionCall
+from kvpool.model.states import StateStep
+from kvpool.storage import StateSlots
 
 # How far logits may be from eager attention's, as a share of their spread, and for which share of the tokens. In float32
 # they agree to about 1e-6. In 16 bits rounding alone makes some percent (0.06 in 32 layers of random weights), and sends
@@ -18,7 +21,8 @@ from kvpool.model.hook import ATTENTION_NAME, Attend, AttentionCall
 _TOLERANCE, _CHECKED = 1e-3, 1.0
 _TOLERANCE_16_BITS, _CHECKED_16_BITS = 0.2, 0.75
 
-Forward: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor | None, Attend], Tensor]  # kvpool.model.probing.forward
+# kvpool.model.probing.forward
+Forward: TypeAlias = Callable[[Any, Tensor, Tensor, Tensor | None, Attend, StateStep | None], Tensor]
 
 _SHORT_WINDOW = 16
 _NO_LIMIT = 2**17  # the positions that are tried in a model that names no limit
@@ -36,7 +40,14 @@ class _Text(NamedTuple):
         return len(self.token_ids)
 
 
-def check_against_eager(model: Any, forward: Forward, max_positions: int | None) -> None:
+class Kept(NamedTuple):
+    """What the layers of a model keep, by their numbers: those that attend, and the states of those that have one."""
+
+    attention: frozenset[int]
+    states: Mapping[int, StateSpec]
+
+
+def check_against_eager(model: Any, forward: Forward, max_positions: int | None, kept: Kept) -> None:
     """UnsupportedModelError unless flattened steps with our attention give the logits of the model's own eager attention.
 
     Random texts are computed in two chunks each, in changing order: whatever a model keeps between tokens besides K and V,
@@ -52,20 +63,22 @@ def check_against_eager(model: Any, forward: Forward, max_positions: int | None)
         longest = _SHORT_WINDOW + 2 * max(windows, default=0)
         lengths = [min(length, max_positions or length) for length in (longest, _SHORT_WINDOW)]
         sees_all = "it masks, keeps or mixes something that attention over cached K and V does not see"
-        _require_equal(model, forward, _random_texts(model, lengths, [0, 0]), sees_all)
+        _require_equal(model, forward, _random_texts(model, lengths, [0, 0]), kept, sees_all)
         last = (max_positions or _NO_LIMIT) - _SHORT_WINDOW
-        if last > 1:  # and only now: a model that counts its positions otherwise may leave its tables there
+        if (
+            last > 1 and kept.attention
+        ):  # and only now: a model that counts its positions otherwise may leave its tables there
             texts = _random_texts(model, [_SHORT_WINDOW] * 3, [0, last // 2, last])
             by_position = f"at position {last // 2} or {last} it goes by something else than position_ids"
-            _require_equal(model, forward, texts, by_position)
+            _require_equal(model, forward, texts, kept, by_position)
 
 
-def _require_equal(model: Any, forward: Forward, texts: Sequence[_Text], reason: str) -> None:
+def _require_equal(model: Any, forward: Forward, texts: Sequence[_Text], kept: Kept, reason: str) -> None:
     """UnsupportedModelError with this reason unless flattened steps give the logits that the model gives by itself."""
-    got = _flattened_logits(model, forward, texts)
-    whole = got.dtype == torch.float32
+    got = _flattened_logits(model, forward, texts, kept)
+    whole = all(weight.dtype == torch.float32 for weight in model.parameters())  # some give float32 logits in any case
     tolerance = _TOLERANCE if whole else _TOLERANCE_16_BITS
-    differences = _relative_difference(got, _eager_logits(model, texts))
+    differences = _relative_difference(got, _eager_logits(model, texts, kept))
     difference = differences.quantile(_CHECKED if whole else _CHECKED_16_BITS).item()
     if not difference <= tolerance:  # also when it is not a number
         raise UnsupportedModelError(
@@ -107,7 +120,7 @@ def _longest_window_in_force(model: Any, forward: Forward) -> int:
         return compute(call)
 
     first = torch.zeros(1, dtype=torch.int64, device=model.device)
-    forward(model, first, first, None, attend)
+    forward(model, first, first, None, attend, None)
     return max(windows)
 
 
@@ -120,54 +133,77 @@ def _random_texts(model: Any, lengths: Sequence[int], starts: Sequence[int]) -> 
     ]
 
 
-def _flattened_logits(model: Any, forward: Forward, texts: Sequence[_Text]) -> Tensor:
+def _flattened_logits(model: Any, forward: Forward, texts: Sequence[_Text], kept: Kept) -> Tensor:
     """The logits of all texts, one after another, computed in two steps that cut each text at a third."""
     attention = ContiguousAttention()
+    slots = StateSlots.allocate(kept.states, len(texts), model.device) if kept.states else None
     cuts = [text.length // 3 for text in texts]
     heads = torch.cat([text.token_ids[:cut] for text, cut in zip(texts, cuts, strict=True)])
     positions = positions_of([text.start for text in texts], cuts).to(heads.device)
-    head_logits = forward(model, heads, positions, None, attention.step(dict(enumerate(cuts))))
+    begun = [i for i, cut in enumerate(cuts) if cut]
+    states = None if slots is None else StateStep(slots, [cuts[i] for i in begun], [-1] * len(begun), begun)
+    head_logits = forward(model, heads, positions, None, attention.step(dict(enumerate(cuts))), states)
 
     order = range(len(texts) - 1, -1, -1)
     rests = {i: texts[i].length - cuts[i] for i in order}
     tails = torch.cat([texts[i].token_ids[cuts[i] :] for i in order])
     positions = positions_of([texts[i].start + cuts[i] for i in order], list(rests.values())).to(heads.device)
-    tail_logits = forward(model, tails, positions, None, attention.step(rests))
+    if slots is not None:
+        states = StateStep(slots, list(rests.values()), [i if cuts[i] else -1 for i in order], list(order))
+    tail_logits = forward(model, tails, positions, None, attention.step(rests), states)
     parts = zip(torch.split(head_logits, cuts), torch.split(tail_logits, list(rests.values()))[::-1], strict=True)
     return torch.cat([part for pair in parts for part in pair])
 
 
-def _eager_logits(model: Any, texts: Sequence[_Text]) -> Tensor:
+def _eager_logits(model: Any, texts: Sequence[_Text], kept: Kept) -> Tensor:
     """The logits of all texts, one after another, each computed whole by the model itself."""
     model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
-            outputs = [model(input_ids=text.token_ids.unsqueeze(0), **_past_of(model, text)) for text in texts]
+            outputs = [model(input_ids=text.token_ids.unsqueeze(0), **_past_of(model, text, kept)) for text in texts]
             return torch.cat([output.logits[0] for output in outputs])
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
 
 
-def _past_of(model: Any, text: _Text) -> dict[str, Any]:
-    """How `generate` would tell the model where a text begins: by a cache that has seen so many tokens before it.
+def _past_of(model: Any, text: _Text, kept: Kept) -> dict[str, Any]:
+    """How `generate` would tell the model where a text begins: by its positions, and a cache that has seen what is before.
 
-    The cache holds none of them, as that of a sliding layer does not hold what has left the window.
+    The cache holds none of those tokens, as that of a sliding layer does not hold what has left the window.
     """
     if not text.start:
         return {"use_cache": False}
-    from transformers.cache_utils import Cache, DynamicLayer
+    from transformers.cache_utils import (
+        Cache,
+        DynamicLayer,
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionLayer,
+    )
 
-    class StartsFar(DynamicLayer):  # type: ignore[misc]
+    class Far:
         """Keys and values of the text alone, which begins behind all those tokens."""
 
         def get_seq_length(self) -> int:
-            return text.start + int(super().get_seq_length())
+            return text.start + int(super().get_seq_length())  # type: ignore[misc]
 
         def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
             return self.get_seq_length() - text.start + query_length, text.start
 
+    class FarLayer(Far, DynamicLayer):  # type: ignore[misc]
+        """A layer that attends."""
+
+    class FarHybrid(Far, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
+        """One that keeps a state, too."""
+
+    def layer(number: int) -> Any:
+        if number not in kept.states:
+            return FarLayer()
+        return FarHybrid() if number in kept.attention else LinearAttentionLayer()
+
     num_layers = model.config.get_text_config().num_hidden_layers
-    return {"use_cache": True, "past_key_values": Cache(layers=[StartsFar() for _ in range(num_layers)])}
+    positions = torch.arange(text.start, text.start + text.length, device=model.device).unsqueeze(0)
+    past = Cache(layers=[layer(number) for number in range(num_layers)])
+    return {"use_cache": True, "past_key_values": past, "position_ids": positions}
 
 
 def _relative_difference(got: Tensor, expected: Tensor) -> Tensor:

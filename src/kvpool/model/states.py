@@ -220,7 +220,7 @@ def use_kvpool_states(model: Any, run_probe: Callable[[], object]) -> list[State
     """
     own_states(model)
     number = getattr(model.config.get_text_config(), "number_of_conv_states", 1)  # that a layer may have
-    modules = [StateModule(module, number) for module in model.modules() if _calls(module, _UPDATES)]
+    modules = [StateModule(module, number) for module in modules_with_state(model)]
     learning = _Learning()
     try:
         for module in modules:
@@ -253,6 +253,11 @@ def state_specs(modules: Sequence[StateModule]) -> dict[int, StateSpec]:
     for module in modules:
         parts.setdefault(module.layer, []).extend(module.parts)
     return {layer: StateSpec(tuple(sorted(kept, key=lambda part: part.name))) for layer, kept in sorted(parts.items())}
+
+
+def modules_with_state(model: Any) -> list[Any]:
+    """The modules that keep a state in transformers' cache."""
+    return [module for module in model.modules() if _calls(module, _UPDATES)]
 
 
 def keeps_indexer(model: Any) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvpool.config import StateSpec
+from kvpool.config import PoolSpec, StateSpec, Tier
 from kvpool.errors import InvalidArgumentError
 from kvpool.pools.arrays import Int32Array
 from kvpool.storage.layout import StateLayout
@@ -29,6 +29,13 @@ class StateSlots:
         self.store = store
         self.group = group
         self.specs: Mapping[int, StateSpec] = layout.specs  # by the number of the layer in the model
+
+    @classmethod
+    def allocate(cls, specs: Mapping[int, StateSpec], num_slots: int, device: torch.device | str = "cpu") -> StateSlots:
+        """Slots on a device in a store of their own, which no manager knows."""
+        layout = StateLayout(specs)
+        pool = PoolSpec(0, layout.block_bytes, (0,), {Tier.GPU: num_slots})
+        return cls(BlockStore(pool, Tier.GPU, {0: layout}, device=device))
 
     @property
     def device(self) -> torch.device:
