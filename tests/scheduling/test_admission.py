@@ -9,7 +9,7 @@ from toy_engine import expected_output
 from kvpool import CopyKind, KVCacheManager, PrefixMatch, ReuseScope, Tier
 from kvpool.scheduling import CapacityMode, FinishReason
 from kvpool.scheduling.admitting import RETRY_STEPS
-from managers import FULL, make_manager
+from managers import FULL, cached, make_manager
 
 
 def test_given_a_watermark_when_a_request_would_use_it_then_it_waits_until_the_other_is_done() -> None:
@@ -190,6 +190,29 @@ def test_given_a_swapped_request_that_is_next_in_line_then_its_prompt_is_not_bro
     assert engine.scheduler.stats.prefetched_blocks == 0
     engine.drain()
     engine.assert_right(swapped)
+
+
+def test_given_a_swapped_request_without_room_to_come_back_then_nobody_overtakes_it() -> None:
+    manager = make_manager(gpu_blocks=12, host_blocks=32, max_pinned_tokens=36)
+    engine = make_engine(manager, max_sequences=1, preemption="swap", policy="priority")
+    kept = cached(manager, 24, first=500)
+    swapped = request("swapped", 16, 8)
+    add(engine, swapped)
+    engine.step()
+    add(engine, request("urgent", 4, 2, first=80, priority=1))
+    while not engine.scheduler.num_swapped:
+        engine.step()
+    pins = [manager.cache.pin(kept), manager.cache.pin(cached(manager, 12, first=600))]
+    while "urgent" not in engine.finished:
+        engine.step()
+    small = request("small", 4, 2, first=90)
+    add(engine, small)
+    plan = engine.step()
+    assert (names(plan.admitted), names(plan.resumed), names(plan.sequences)) == ([], [], [])
+    for pin in pins:
+        manager.cache.unpin(pin)
+    engine.drain()
+    engine.assert_right(swapped, small)
 
 
 def test_given_prefetching_switched_off_then_a_prefix_comes_up_with_its_request() -> None:

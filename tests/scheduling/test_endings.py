@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support import add, make_engine, request
 from toy_engine import expected_output
@@ -99,6 +101,15 @@ def test_given_a_deadline_when_the_request_still_waits_then_it_ends_without_ever
     (done,) = engine.step().finished
     assert (done.request.id, len(done.token_ids)) == ("waiting", 0)
     engine.drain()
+
+
+def test_given_one_deadline_of_requests_whose_ids_have_no_order_then_all_of_them_end() -> None:
+    clock = Clock()
+    engine = make_engine(clock=clock)
+    ids: list[Any] = ["text", 7, ("a", "tuple"), None]
+    add(engine, *(request(name, 4, 50, first=10 * at, deadline=1.0) for at, name in enumerate(ids)))
+    clock.now = 1.0
+    assert {done.request.id for done in engine.step().finished} == set(ids)
 
 
 def test_given_an_id_that_is_used_again_when_the_first_deadline_passes_then_the_second_request_goes_on() -> None:

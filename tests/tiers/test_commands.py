@@ -74,6 +74,17 @@ def test_given_a_directory_then_ls_shows_whose_values_lie_in_it(
     assert "195.3 KiB" in shown
 
 
+@pytest.mark.parametrize("command", ["ls", "stat", "verify"])
+def test_given_a_file_that_is_no_slab_then_every_command_names_it(
+    directory: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slab = min(directory.glob("*.kvslab"))
+    slab.write_bytes(b"something else" * 1000)
+    main(["tier", command, str(directory)])
+    shown = "".join(capsys.readouterr().out.split())  # however wide the terminal is
+    assert f"note:{slab.name}" in shown
+
+
 def test_given_an_engine_that_uses_the_directory_then_ls_stat_and_verify_work_and_the_others_name_it(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
