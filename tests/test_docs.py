@@ -92,6 +92,32 @@ def test_given_the_glossary_then_it_is_sorted_and_the_code_uses_each_of_its_word
     assert [word for word in words if not re.search(rf"\b{word.replace(' ', '[ _]')}|_{word}", code)] == []
 
 
+def test_given_any_page_then_every_dotted_name_of_the_package_exists() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r"(?<![\w/.-])kvpool((?:\.[A-Za-z_]\w*)+)", text))
+    named -= {".toml", ".service", ".yaml", ".json", ".txt"}  # files of operators
+    assert len(named) > 40
+    assert sorted(name for name in named if not is_there(name.split(".")[1:])) == []
+
+
+def test_given_any_page_then_every_file_of_the_repository_that_it_names_exists() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
+    named = set(re.findall(r"(?<![\w/-])(?:tests|benchmarks|examples|tools|deploy|kvpool)/[\w/-]+\.\w+", text))
+    assert len(named) > 40
+    assert sorted(name for name in named if not ((ROOT / name).exists() or (ROOT / "src" / name).exists())) == []
+
+
+def is_there(parts: list[str]) -> bool:
+    """Whether a dotted name leads through folders and modules to a word of the last one."""
+    path = PACKAGE
+    while parts and ((path / parts[0]).is_dir() or (path / f"{parts[0]}.py").exists()):
+        path, parts = (path / parts[0] if (path / parts[0]).is_dir() else path / f"{parts[0]}.py"), parts[1:]
+    source = (path / "__init__.py" if path.is_dir() else path).read_text(encoding="utf-8")
+    return not parts or re.search(rf"\b{parts[0]}\b", source) is not None
+
+
 def test_given_the_lengths_of_a_row_then_the_page_explains_each() -> None:
     page = (ROOT / "docs" / "blocks.md").read_text(encoding="utf-8").partition("## Lengths")[2].partition("\n## ")[0]
     explained = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
