@@ -80,3 +80,11 @@ def as_count(value: Any, name: str, minimum: int = 0, maximum: int = 2**40) -> i
     if not minimum <= value <= maximum:
         raise InvalidArgumentError(f"{name} must lie in {minimum}..{maximum}, got {show(value)}")
     return int(value)
+
+
+def as_duration(value: Any, name: str) -> float | None:
+    """`value` as a number of seconds over 0, or None."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is not None and not (is_number and float(value) > 0):
+        raise InvalidArgumentError(f"{name} must be a positive number of seconds or None, got {show(value)}")
+    return None if value is None else float(value)

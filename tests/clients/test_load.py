@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from trivial_server import TrivialServer
 
-from kvpool.clients.load import Endpoint, LoadRequest, Outcome, figures, of_trace, run_load, synthetic
+from kvpool.clients.load import Endpoint, LoadRequest, RequestResult, figures, of_trace, run_load, synthetic
 from kvpool.errors import InvalidArgumentError
 from kvpool.replay.trace import TraceBuilder
 
 
-def loaded(server: TrivialServer, requests: list[LoadRequest], **options: Any) -> list[Outcome]:
+def loaded(server: TrivialServer, requests: list[LoadRequest], **options: Any) -> list[RequestResult]:
     settings: dict[str, Any] = dict(num_clients=4, timeout=30.0) | options
     return asyncio.run(run_load(Endpoint.at(server.url, model="m", key="sk"), requests, **settings))[0]
 
@@ -97,10 +97,10 @@ def test_given_nobody_there_then_requests_fail_with_the_reason() -> None:
 
 def test_given_bounds_then_goodput_counts_what_kept_them() -> None:
     outcomes = [
-        Outcome(0.0, first=0.1, total=1.0, gaps=[0.01, 0.03], tokens=3),
-        Outcome(0.0, first=0.9, total=1.0, gaps=[0.01], tokens=2),
-        Outcome(0.0, first=0.1, total=1.0, gaps=[0.5], tokens=2),
-        Outcome(0.0, error="status 500"),
+        RequestResult(0.0, first=0.1, total=1.0, gaps=[0.01, 0.03], tokens=3),
+        RequestResult(0.0, first=0.9, total=1.0, gaps=[0.01], tokens=2),
+        RequestResult(0.0, first=0.1, total=1.0, gaps=[0.5], tokens=2),
+        RequestResult(0.0, error="status 500"),
     ]
     assert figures(outcomes, 2.0)["goodput_per_second"] == 1.5
     bounded = figures(outcomes, 2.0, first_ms=500, between_ms=50)

@@ -10,7 +10,7 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from kvpool.clients.top import Look, bar, read_metrics, screen
+from kvpool.clients.top import Scrape, bar, read_metrics, screen
 
 TEXT = """# HELP kvpool_blocks Blocks by state.
 kvpool_blocks{model="m \\"1\\"",pool="0",state="referenced",tier="GPU"} 10.0
@@ -29,7 +29,7 @@ this is no metric
 """
 
 
-def shown(look: Look, before: Look | None = None, trouble: str = "") -> str:
+def shown(look: Scrape, before: Scrape | None = None, trouble: str = "") -> str:
     out = io.StringIO()
     Console(file=out, width=80, color_system=None).print(screen("http://here", look, before, trouble))
     return out.getvalue()

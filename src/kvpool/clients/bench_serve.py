@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.clients.load import Endpoint, LoadRequest, Outcome, fetch_text, figures, of_trace, run_load, synthetic
+from kvpool.clients.load import Endpoint, LoadRequest, RequestResult, fetch_text, figures, of_trace, run_load, synthetic
 from kvpool.errors import InvalidArgumentError
 from kvpool.terminal import check_files, console, progress_bar, write_json
 
@@ -107,8 +107,8 @@ def _traced(
 
 def _driven(
     endpoint: Endpoint, asked: list[LoadRequest], num_clients: int | None, timeout: float, quiet: bool
-) -> tuple[list[Outcome], float]:
-    async def drive() -> tuple[list[Outcome], float]:
+) -> tuple[list[RequestResult], float]:
+    async def drive() -> tuple[list[RequestResult], float]:
         chosen = endpoint._replace(model=endpoint.model or await _first_model(endpoint))
         with progress_bar("asking", len(asked), quiet) as advance:
             return await run_load(

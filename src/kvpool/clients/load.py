@@ -132,7 +132,7 @@ class Endpoint(NamedTuple):
 
 
 @dataclass
-class Outcome:
+class RequestResult:
     """What came of one request; times are seconds. `error` is empty where it was answered to the end."""
 
     began: float
@@ -145,9 +145,9 @@ class Outcome:
     error: str = ""
 
 
-async def ask(endpoint: Endpoint, request: LoadRequest, timeout: float) -> Outcome:
+async def ask(endpoint: Endpoint, request: LoadRequest, timeout: float) -> RequestResult:
     """Sends a request and follows its stream."""
-    outcome = Outcome(time.perf_counter())
+    outcome = RequestResult(time.perf_counter())
     try:
         await asyncio.wait_for(_follow(endpoint, request, outcome), timeout)
     except asyncio.TimeoutError:
@@ -172,7 +172,7 @@ async def fetch_text(endpoint: Endpoint, path: str, timeout: float = 10.0) -> st
     return text
 
 
-async def _follow(endpoint: Endpoint, request: LoadRequest, outcome: Outcome) -> None:
+async def _follow(endpoint: Endpoint, request: LoadRequest, outcome: RequestResult) -> None:
     path = "/v1/chat/completions" if endpoint.is_chat else "/v1/completions"
     status, lines, writer = await _open(endpoint, "POST", path, endpoint.body(request))
     try:
@@ -191,7 +191,7 @@ async def _follow(endpoint: Endpoint, request: LoadRequest, outcome: Outcome) ->
             await writer.wait_closed()
 
 
-def _note(data: bytes, outcome: Outcome) -> None:
+def _note(data: bytes, outcome: RequestResult) -> None:
     """One event. Those in the middle of a stream are tokens, whatever is in them: only the others are parsed."""
     now = time.perf_counter() - outcome.began
     is_plain = outcome.first is not None and b'"usage":{' not in data and b'"finish_reason":"' not in data
@@ -277,13 +277,13 @@ async def run_load(
     *,
     num_clients: int | None,
     timeout: float,
-    on_done: Callable[[Outcome], None] = lambda outcome: None,
-) -> tuple[list[Outcome], float]:
+    on_done: Callable[[RequestResult], None] = lambda outcome: None,
+) -> tuple[list[RequestResult], float]:
     """Sends all requests; outcomes in their order, and the seconds it took.
 
     `num_clients` each send one after the other; None sends each when it is due, whatever became of those before.
     """
-    outcomes: list[Outcome | None] = [None] * len(requests)
+    outcomes: list[RequestResult | None] = [None] * len(requests)
     numbers = iter(range(len(requests)))
     start = time.perf_counter()
 
@@ -308,7 +308,7 @@ async def run_load(
 
 
 def figures(
-    outcomes: Sequence[Outcome], seconds: float, *, first_ms: float | None = None, between_ms: float | None = None
+    outcomes: Sequence[RequestResult], seconds: float, *, first_ms: float | None = None, between_ms: float | None = None
 ) -> dict[str, Any]:
     """Percentiles and rates. Goodput counts requests whose first token and mean gap stayed within the given bounds."""
     done = [outcome for outcome in outcomes if not outcome.error]

@@ -40,7 +40,7 @@ BAR_WIDTH = 24
 
 
 @dataclass
-class Look:
+class Scrape:
     """All numbers of a server at one moment.
 
     >>> look = read_metrics('kvpool_blocks{state="free",tier="GPU"} 12\\nkvpool_generated_tokens_total 7\\n', at=0.0)
@@ -62,14 +62,14 @@ class Look:
         found = (dict(labels).get(label) for labels in self.samples.get(name, {}))
         return list(dict.fromkeys(value for value in found if value is not None))
 
-    def since(self, before: Look) -> Look:
+    def since(self, before: Scrape) -> Scrape:
         """What was added to every number; a server that started anew counts from nothing."""
         changed = {}
         for name, samples in self.samples.items():
             known = before.samples.get(name, {})
             olds = ((at, value, known.get(at, 0.0)) for at, value in samples.items())
             changed[name] = {at: value - old if value >= old else value for at, value, old in olds}
-        return Look(self.at - before.at, changed)
+        return Scrape(self.at - before.at, changed)
 
     def quantile(self, histogram: str, share: float) -> float | None:
         """The value that `share` of a histogram's observations stay within, as its buckets tell; None where it has none."""
@@ -85,9 +85,9 @@ class Look:
         return buckets[-1][0]
 
 
-def read_metrics(text: str, at: float) -> Look:
+def read_metrics(text: str, at: float) -> Scrape:
     """The numbers in a text of /metrics; lines that are none are passed over."""
-    look = Look(at)
+    look = Scrape(at)
     for line in text.splitlines():
         found = None if line.startswith("#") else _SAMPLE.match(line)
         if found is not None:
@@ -143,7 +143,7 @@ def top(
             return
 
 
-def _look(endpoint: Endpoint) -> Look:
+def _look(endpoint: Endpoint) -> Scrape:
     try:
         text = asyncio.run(fetch_text(endpoint, "/metrics"))
     except InvalidArgumentError:
@@ -157,7 +157,7 @@ def _look(endpoint: Endpoint) -> Look:
     return look
 
 
-def screen(url: str, look: Look, before: Look | None, trouble: str = "") -> Any:
+def screen(url: str, look: Scrape, before: Scrape | None, trouble: str = "") -> Any:
     """One picture; rates are those since the look before, or since the start where there is none."""
     recent = look if before is None else look.since(before)
     head = Text.assemble((f"kvpool top  {url}", "bold"), (f"   {trouble}", "bold red"))
@@ -166,7 +166,7 @@ def screen(url: str, look: Look, before: Look | None, trouble: str = "") -> Any:
     )
 
 
-def _memory(look: Look) -> Table:
+def _memory(look: Scrape) -> Table:
     table = Table("", "", "blocks", box=None, padding=(0, 1, 0, 0))
     for state, colour, letter in _STATES:
         table.add_column(Text(f"{letter}{_SHORT.get(state, state)}", colour), justify="right", no_wrap=True)
@@ -193,7 +193,7 @@ def bar(counts: dict[str, float], total: float, width: int = BAR_WIDTH) -> Text:
     return shown
 
 
-def _requests(look: Look, recent: Look, is_recent: bool) -> Table:
+def _requests(look: Scrape, recent: Scrape, is_recent: bool) -> Table:
     table = Table.grid(padding=(0, 3))
     states = {state: look.total("kvpool_sequences", state=state) for state in ("running", "waiting", "swapped")}
     table.add_row("sequences", "   ".join(f"{count:,.0f} {state}" for state, count in states.items()))
@@ -217,13 +217,13 @@ def _requests(look: Look, recent: Look, is_recent: bool) -> Table:
     return table
 
 
-def _by(look: Look, name: str, label: str) -> dict[str, float]:
+def _by(look: Scrape, name: str, label: str) -> dict[str, float]:
     """What is not zero of a counter, by one of its labels."""
     counts = {value: look.total(name, **{label: value}) for value in look.values(name, label)}
     return {value: count for value, count in counts.items() if count}
 
 
-def _latencies(recent: Look) -> Table:
+def _latencies(recent: Scrape) -> Table:
     table = Table("", "p50", "p90", "p99", box=None)
     for title, name in (*_TIMES, ("whole request", "kvpool_request_seconds")):
         found = [recent.quantile(name, share) for share in (0.5, 0.9, 0.99)]

@@ -41,7 +41,7 @@ class GroupNames(NamedTuple):
     window: int | None
 
 
-class _Run(NamedTuple):
+class _StoredRun(NamedTuple):
     """What one `Stored` said of all its blocks."""
 
     parent: int | None
@@ -54,10 +54,10 @@ class _Run(NamedTuple):
     session: str | None
 
 
-class _Held(NamedTuple):
+class _StoredBlock(NamedTuple):
     """A cached block: which of its run, and where it is."""
 
-    run: _Run
+    run: _StoredRun
     position: int
     tier: Tier
 
@@ -93,7 +93,9 @@ class WireTranslator:
 
     def __init__(self, groups: Mapping[int, GroupNames]) -> None:
         self._groups = dict(groups)
-        self._held: dict[int, dict[bytes, _Held]] = {}  # by group and digest; parents stand before their children
+        self._held: dict[
+            int, dict[bytes, _StoredBlock]
+        ] = {}  # by group and digest; parents stand before their children
 
     @property
     def num_blocks(self) -> int:
@@ -134,7 +136,7 @@ class WireTranslator:
             if event.parent is None:
                 keys[0][:0] = first_keys
             extra = [each or None for each in keys]
-        run = _Run(
+        run = _StoredRun(
             None if event.parent is None else wire_hash(event.parent),
             tuple(map(wire_hash, event.digests)),
             event.tokens.copy(),  # the manager's array would keep more alive than these
@@ -145,7 +147,7 @@ class WireTranslator:
             event.session,
         )
         held = self._held.setdefault(event.group, {})
-        held.update((digest, _Held(run, index, event.tier)) for index, digest in enumerate(event.digests))
+        held.update((digest, _StoredBlock(run, index, event.tier)) for index, digest in enumerate(event.digests))
         yield self._as_stored(run, 0, len(run.hashes), event.tier)
 
     def _removed(self, event: Removed) -> WireEvent:
@@ -164,7 +166,7 @@ class WireTranslator:
 
     # --- as the wire has them ----------------------------------------------------------------------------------------
 
-    def _runs(self, blocks: Iterable[_Held]) -> Iterator[WireEvent]:
+    def _runs(self, blocks: Iterable[_StoredBlock]) -> Iterator[WireEvent]:
         """Blocks as events, those that follow each other in one."""
         numbered = enumerate(blocks)
         for (_, tier, _), same in groupby(
@@ -173,7 +175,7 @@ class WireTranslator:
             members = [held for _, held in same]
             yield self._as_stored(members[0].run, members[0].position, members[-1].position + 1, tier)
 
-    def _as_stored(self, run: _Run, begin: int, end: int, tier: Tier) -> BlockStored:
+    def _as_stored(self, run: _StoredRun, begin: int, end: int, tier: Tier) -> BlockStored:
         medium, locality = PLACES[tier]
         names = self._groups[run.group]
         return BlockStored(

@@ -102,8 +102,8 @@ class BlockPool:
 class CachedPrefix:
     """The cached beginning of a prompt, as a source for `share_prefix_blocks`. It holds no blocks, so it may be evicted."""
 
-    def __init__(self, spelling: Adapter, tokens: Int32Array, num_tokens: int) -> None:
-        self._spelling = spelling
+    def __init__(self, adapter: Adapter, tokens: Int32Array, num_tokens: int) -> None:
+        self._adapter = adapter
         self._tokens = tokens
         self._num_tokens = num_tokens
 
@@ -113,12 +113,12 @@ class CachedPrefix:
 
     def is_valid(self) -> bool:
         """Whether all of them are still cached."""
-        return self._spelling.manager.match_prefix(self._tokens).num_tokens >= self._num_tokens
+        return self._adapter.manager.match_prefix(self._tokens).num_tokens >= self._num_tokens
 
     @contextmanager
     def held(self, request_id: Hashable) -> Iterator[KVCacheHandle]:
         """A request that holds what is still cached, for as long as the block of code runs."""
-        manager = self._spelling.manager
+        manager = self._adapter.manager
         handle = manager.allocate(request_id, self._tokens, reserve=0)
         try:
             yield handle
@@ -153,16 +153,16 @@ class PrefixCache:
     stored nor found.
     """
 
-    def __init__(self, spelling: Adapter, max_prefixes: int | None, min_length: int) -> None:
-        if not isinstance(spelling, Adapter):
+    def __init__(self, adapter: Adapter, max_prefixes: int | None, min_length: int) -> None:
+        if not isinstance(adapter, Adapter):
             raise InvalidArgumentError(
-                f"a prefix cache belongs to a manager, whose prefix_cache() it is, got {show(spelling)}"
+                f"a prefix cache belongs to a manager, whose prefix_cache() it is, got {show(adapter)}"
             )
         if max_prefixes is not None:
             check_int(max_prefixes, "max_prefixes", 1, 2**31)
         check_int(min_length, "min_prefix_length", 0, 2**31)
-        self._spelling = spelling
-        self.manager = spelling.manager
+        self._adapter = adapter
+        self.manager = adapter.manager
         self.max_prefixes = max_prefixes
         self.min_length = min_length
         self._tokens: OrderedDict[bytes, Int32Array] = OrderedDict()
@@ -177,7 +177,7 @@ class PrefixCache:
         self._touch(ids)
         size = self.manager.config.block_size
         digests = chain_digests(root_digest(ReuseScope()), ids[: match.num_blocks * size], size)
-        handle = CachedPrefix(self._spelling, ids, match.num_tokens)
+        handle = CachedPrefix(self._adapter, ids, match.num_tokens)
         return FoundPrefix(digests[-1] if digests else None, handle, match.last_logits, match.num_tokens)
 
     def store_prefix(self, tokens: Any, kv_handle: Hashable | KVCacheHandle, last_logits: Any = None) -> bool:
@@ -187,10 +187,10 @@ class PrefixCache:
         nothing happens), when the request publishes nothing because what it began with was evicted, and when the logits
         could not be kept.
         """
-        found, ids = self._spelling.handle(kv_handle), as_token_array(tokens)
+        found, ids = self._adapter.handle(kv_handle), as_token_array(tokens)
         if len(ids) < self.min_length:
             return False
-        self._spelling.commit_known(found, ids)
+        self._adapter.commit_known(found, ids)
         size = self.manager.config.block_size
         if self._cached_length(ids) < len(ids) // size * size:
             return False

@@ -30,7 +30,7 @@ from kvpool.engine.handover import Handovers, Prefill
 from kvpool.engine.loop import EngineLoop
 from kvpool.engine.params import SamplingParams, described, eos_token_ids, sampling_defaults
 from kvpool.engine.requests import (
-    Asked,
+    NewRequest,
     RequestMaker,
     chat_tokens,
     check_callbacks,
@@ -147,7 +147,7 @@ class Engine:
         """
         chosen = list_of_prompts(prompts, params)
         check_callbacks(on_chunk)
-        asked: list[Asked] = []
+        asked: list[NewRequest] = []
         for index, (prompt, wanted) in enumerate(chosen):
             watch = None if on_chunk is None else partial(on_chunk, index)
             try:

@@ -71,7 +71,7 @@ class CaptureReport(NamedTuple):
     num_bytes: int  # of the device's memory
 
 
-class Recorded(NamedTuple):
+class Captured(NamedTuple):
     """A step that can be run again, and where its result is then."""
 
     replay: Callable[[], None]
@@ -81,7 +81,7 @@ class Recorded(NamedTuple):
 class Recorder(Protocol):
     """Makes graphs of steps."""
 
-    def record(self, step: Callable[[], Tensor]) -> Recorded:
+    def record(self, step: Callable[[], Tensor]) -> Captured:
         """Runs a step, which reads and writes memory that stays where it is, and records it; CaptureError if it cannot."""
 
     def num_bytes(self) -> int:
@@ -97,7 +97,7 @@ class CudaRecorder:
         # One for all captures: memory is shared on the same stream only. And of this device: torch's own is of the first.
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def record(self, step: Callable[[], Tensor]) -> Recorded:
+    def record(self, step: Callable[[], Tensor]) -> Captured:
         """Runs the step, then records it: what is made on first use must not be made during the capture."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -116,7 +116,7 @@ class CudaRecorder:
         except RuntimeError as error:  # some models wait for the device in the middle (mixtures of experts, mostly)
             raise CaptureError(str(error)) from error
         self._memory = graph.pool()
-        return Recorded(graph.replay, output)
+        return Captured(graph.replay, output)
 
     def num_bytes(self) -> int:
         """Bytes that torch has taken from the device and cannot give back."""
@@ -140,7 +140,7 @@ def _no_garbage_collection() -> Iterator[None]:
 class _Captured(NamedTuple):
     """A graph and the memory that it reads and writes."""
 
-    recorded: Recorded
+    recorded: Captured
     token_ids: Tensor
     positions: Tensor
     slots: Tensor  # [layer group, token]

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvpool.engine.beams import BeamSearch, Ranking
 from kvpool.engine.generation import Generation, TokenLogprob
-from kvpool.engine.runner import Landings, ModelRunner
+from kvpool.engine.runner import ModelRunner, PlannedCopies
 from kvpool.engine.sampling import Sampled, StepSampler, logprob_of, propose
 from kvpool.engine.tier_link import TierLink
 from kvpool.errors import KVPoolError, OutOfBlocksError, SequenceStateError, StepError, UnknownRequestError
@@ -70,7 +70,7 @@ class EngineLoop:
         self._beams: dict[Hashable, BeamSearch] = {}
         self._flying: deque[_Launched] = deque()
         self._broken: list[Generation] = []  # requests whose grammar failed in this step
-        self._landings = Landings(scheduler, runner.plane)
+        self._copies = PlannedCopies(scheduler, runner.plane)
         self._last_finish = 0.0
         on_gpu = runner.device.type == "cuda"
         self.overlap = on_gpu and not num_draft_tokens if overlap is None else overlap
@@ -152,14 +152,14 @@ class EngineLoop:
         if self.tiers is not None:
             self.tiers.fail(error)
             self.tiers.close()
-        self._landings.clear()
+        self._copies.clear()
 
     # --- steps -------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self) -> None:
         """Launches the next step, and finishes the one before it (or this one, where steps do not overlap)."""
-        self._landings.tell()
+        self._copies.tell()
         plan = self.scheduler.step()
         if self.tiers is not None:
             self.tiers.planned(plan)
@@ -195,7 +195,7 @@ class EngineLoop:
 
     def _launch(self, plan: BatchPlan) -> _Launched:
         began = time.perf_counter()
-        self._landings.start(plan)  # first of all: whatever happens to the step, other sequences rely on them
+        self._copies.start(plan)  # first of all: whatever happens to the step, other sequences rely on them
         for sequence in plan.admitted:
             generation = self._generations.get(sequence.request.id)
             if generation is not None and not generation.samples:

@@ -108,7 +108,7 @@ _CALL: Final = ReuseHint(stop="tool_calls")
 
 
 class ToolCalls:
-    """Asked with the tokens of an answer, says whether it calls a tool (None: it does not). For `Request.hint`.
+    """NewRequest with the tokens of an answer, says whether it calls a tool (None: it does not). For `Request.hint`.
 
     The conversation goes on as soon as the tool is done, which eviction should know. Models write calls in forms of their
     own. All have a mark that nothing else begins with, or the whole answer is JSON with a name and arguments. A wrong
@@ -143,7 +143,7 @@ def _are_calls(text: str) -> bool:
 log = logging.getLogger("kvpool")
 
 
-class Asked(NamedTuple):
+class NewRequest(NamedTuple):
     """One request as its caller sees it, and as the scheduler does."""
 
     generation: Generation
@@ -177,7 +177,7 @@ class RequestMaker:
         retention: Retention | None = None,
         hint: ReuseHint | None = None,
         offers_tools: bool = False,
-    ) -> Asked:
+    ) -> NewRequest:
         """A request for all tokens that follow these; the options are those of `Engine.submit`."""
         self._check(params, deadline, on_chunk, on_end)
         if hint is not None:
@@ -201,7 +201,7 @@ class RequestMaker:
             retention=retention,
             hint=ToolCalls(self.tokenizer) if looks else hint,
         )
-        return Asked(generation, request)
+        return NewRequest(generation, request)
 
     def _check(self, params: SamplingParams, deadline: object, *callbacks: object) -> None:
         """Refuses what this engine's model cannot do."""

@@ -35,7 +35,7 @@ from kvpool.storage.moving import upload
 from kvpool.storage.transfer import Transfer
 
 
-class Landings:
+class PlannedCopies:
     """The copies that a scheduler planned, on their way."""
 
     def __init__(self, scheduler: Scheduler, plane: DataPlane) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvpool.config import Tier
 
 
-class BlockState(NamedTuple):
+class MirroredBlock(NamedTuple):
     tier: Tier
     priority: int
 
@@ -35,7 +35,7 @@ class CacheMirror:
             if num_blocks < 1:
                 raise InvalidArgumentError(f"a window is at least 1 block, got {num_blocks} for group {group}")
         self.pools: tuple[PoolSize, ...] = ()
-        self.blocks: dict[int, dict[bytes, BlockState]] = {}
+        self.blocks: dict[int, dict[bytes, MirroredBlock]] = {}
         self.last_event_id: int | None = None
 
     def clear(self) -> None:
@@ -81,7 +81,7 @@ class CacheMirror:
         if parent is not None and group not in self._windows and not any(parent in g for g in self.blocks.values()):
             raise InvariantError(f"event {event.event_id} stored blocks below an unknown parent {parent.hex()}")
         held = self.blocks.get(group, {})
-        added = dict.fromkeys(event.digests, BlockState(event.tier, event.priority))
+        added = dict.fromkeys(event.digests, MirroredBlock(event.tier, event.priority))
         if len(added) < len(event.digests) or not held.keys().isdisjoint(added):
             raise InvariantError(f"event {event.event_id} stored a block of group {group} that was stored already")
         self.blocks.setdefault(group, held).update(added)
@@ -99,7 +99,7 @@ class CacheMirror:
 
     def _update(self, event: Updated) -> None:
         held = self._check_held(event)
-        changed: dict[bytes, BlockState] = {}
+        changed: dict[bytes, MirroredBlock] = {}
         for digest in event.digests:
             tier, priority = held[digest]
             if event.old_tier not in (None, tier) or event.old_priority not in (None, priority):
@@ -109,10 +109,10 @@ class CacheMirror:
                 )
             new_tier = tier if event.new_tier is None else event.new_tier
             new_priority = priority if event.new_priority is None else event.new_priority
-            changed[digest] = BlockState(new_tier, new_priority)
+            changed[digest] = MirroredBlock(new_tier, new_priority)
         held.update(changed)
 
-    def _check_held(self, event: Removed | Updated) -> dict[bytes, BlockState]:
+    def _check_held(self, event: Removed | Updated) -> dict[bytes, MirroredBlock]:
         held = self.blocks.get(event.group, {})
         named = set(event.digests)
         if len(named) < len(event.digests) or not held.keys() >= named:

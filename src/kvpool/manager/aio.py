@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from kvpool.checks import as_flag
 from kvpool.errors import (
     DuplicateRequestError,
     InvalidArgumentError,
@@ -22,7 +23,6 @@ from kvpool.errors import (
     UnknownRequestError,
 )
 from kvpool.manager import KVCacheManager
-from kvpool.pools.arrays import as_flag
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.sequences.prompt import Prompt
 from kvpool.sequences.state import Admission, AllocStatus

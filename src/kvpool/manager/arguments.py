@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from kvpool.checks import as_count, show
+from kvpool.checks import as_count, as_duration, show
 from kvpool.errors import ConfigError, InvalidArgumentError
 from kvpool.eviction import EvictionPolicy, make_policy
 from kvpool.pools.arrays import Int64Array, as_array
@@ -65,7 +65,7 @@ def check_requests(requests: Any, names: frozenset[str]) -> list[Mapping[str, An
 
 def check_keeping(ttl: float | None, retention: Retention | None, session: str | None) -> None:
     """How long what a request computes should stay, and the name of its session."""
-    check_seconds(ttl, "ttl")
+    as_duration(ttl, "ttl")
     if retention is not None and not isinstance(retention, Retention):
         raise InvalidArgumentError(f"retention must be a Retention, got {retention!r}")
     if session is not None and not isinstance(session, str):
@@ -95,10 +95,3 @@ def check_scope(scope: ReuseScope) -> ReuseScope:
     if not isinstance(scope, ReuseScope):
         raise InvalidArgumentError(f"scope must be a ReuseScope, got {scope!r}")
     return scope
-
-
-def check_seconds(value: float | None, name: str) -> None:
-    """Refuses what is no duration."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if value is not None and not (is_number and float(value) > 0):
-        raise InvalidArgumentError(f"{name} must be a positive number of seconds or None, got {value!r}")

@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.checks import as_count, as_duration
 from kvpool.config import Tier
 from kvpool.config.layers import MAX_BLOCKS
 from kvpool.errors import InvalidArgumentError
-from kvpool.manager.arguments import check_scope, check_seconds
+from kvpool.manager.arguments import check_scope
 from kvpool.manager.compaction import Compaction
 from kvpool.manager.guard import Guard
 from kvpool.manager.invalidation import Invalidation
 from kvpool.manager.pins import Pin, Pins
-from kvpool.pools.arrays import Int32Array, as_count
+from kvpool.pools.arrays import Int32Array
 from kvpool.pools.pool import ResizeResult
 from kvpool.prefix.node import NEVER
 from kvpool.prefix.orders import TenantQuota
@@ -49,7 +50,7 @@ class CacheControl:
 
         Raises `PinBudgetError` when more than `max_pinned_tokens` would be pinned.
         """
-        check_seconds(ttl, "ttl")
+        as_duration(ttl, "ttl")
         with self._guard:
             if isinstance(tokens, KVCacheHandle):
                 check_scope(scope)

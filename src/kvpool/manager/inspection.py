@@ -16,10 +16,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvpool.checks import as_count
 from kvpool.config import Tier
 from kvpool.manager.guard import Guard
 from kvpool.manager.pins import Pins
-from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array
 from kvpool.pools.pool import GPU, BlockPool
 from kvpool.prefix.node import Node
 from kvpool.scope import ReuseScope

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from kvpool.checks import as_count, as_flag
 from kvpool.compiling import mypyc_attr
 from kvpool.config import KVCacheConfig
 from kvpool.errors import (
@@ -50,7 +51,7 @@ from kvpool.manager.arguments import (
 from kvpool.manager.cache_control import CacheControl
 from kvpool.manager.guard import Guard, Observer, PressureChange
 from kvpool.manager.inspection import Inspector
-from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_count, as_flag, as_token_array
+from kvpool.pools.arrays import BoolArray, Int32Array, Int64Array, as_token_array
 from kvpool.pools.pool import CopyOp
 from kvpool.pools.symbols import as_items
 from kvpool.prefix.retention import Retention

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
-class _Held(str):
+class _FixedKind(str):
     """What a rotary embedding is called while it is held, and what it was called before."""
 
     kind: str
 
     @classmethod
-    def of(cls, kind: str) -> _Held:
+    def of(cls, kind: str) -> _FixedKind:
         held = cls("held by kvpool")
         held.kind = kind
         return held
@@ -33,12 +33,12 @@ def max_positions(config: Any) -> int | None:
 
 def freeze(model: Any) -> None:
     """Keeps rotary embeddings as they are. The model must have run a short text last."""
-    _rename(model, lambda kind: _Held.of(kind) if _changes(kind) else kind)
+    _rename(model, lambda kind: _FixedKind.of(kind) if _changes(kind) else kind)
 
 
 def thaw(model: Any) -> None:
     """Lets them change again, as the model came: its owner runs it too."""
-    _rename(model, lambda kind: kind.kind if isinstance(kind, _Held) else kind)
+    _rename(model, lambda kind: kind.kind if isinstance(kind, _FixedKind) else kind)
 
 
 def _rename(model: Any, new: Callable[[str], str]) -> None:

@@ -7,8 +7,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvpool.checks import as_count as as_count
-from kvpool.checks import as_flag as as_flag
 from kvpool.checks import show
 from kvpool.errors import InvalidArgumentError
 

@@ -77,7 +77,7 @@ def manager_from(header: Mapping[str, Any], policy: str | None, clock: Callable[
     return KVCacheManager(config, policy=name, clock=clock)
 
 
-def scope_of(numbers: list[int] | None) -> ReuseScope:
+def recorded_scope(numbers: list[int] | None) -> ReuseScope:
     """A scope like the recorded one: equal numbers give equal scopes and tenants."""
     if numbers is None:
         return ReuseScope()
@@ -157,7 +157,7 @@ class _Player:
         # Of blocks that share equally many tokens with a prompt the tree takes a neighbour in the order of the tokens. A
         # recording hides that order and names the choice instead.
         self.manager._state.cache.tree.given_source = more.pop("source", None)
-        scope = scope_of(more.pop("scope", None))
+        scope = recorded_scope(more.pop("scope", None))
         if "session" in more:
             more["session"] = f"session {more['session']}"
         if "retention" in more:
@@ -222,7 +222,7 @@ class _Player:
         if isinstance(pinned, int):
             self.pins[number] = self.manager.cache.pin(self._one(pinned), ttl=ttl)
         else:
-            self.pins[number] = self.manager.cache.pin(self.operations.tokens(pinned), scope_of(scope), ttl)
+            self.pins[number] = self.manager.cache.pin(self.operations.tokens(pinned), recorded_scope(scope), ttl)
 
     def _unpin(self, number: int) -> None:
         if (pin := self.pins.pop(number, None)) is None:
@@ -230,7 +230,7 @@ class _Player:
         self.manager.cache.unpin(pin)
 
     def _set_quota(self, tenant: int, guaranteed: Any, maximum: Any) -> None:
-        self.manager.cache.set_quota(scope_of([tenant, 0]).tenant, guaranteed=guaranteed, maximum=maximum)
+        self.manager.cache.set_quota(recorded_scope([tenant, 0]).tenant, guaranteed=guaranteed, maximum=maximum)
 
     def _evict(self, num_blocks: int, pool: int, tier: int) -> None:
         self.manager.cache.evict(num_blocks, pool=pool, tier=Tier(tier))
@@ -239,18 +239,18 @@ class _Player:
         self.manager.cache.offload(num_blocks, pool=pool, tier=Tier(tier))
 
     def _onboard(self, prefix: list[Any], scope: list[int] | None) -> None:
-        self.manager.cache.onboard(self.operations.tokens(prefix), scope_of(scope))
+        self.manager.cache.onboard(self.operations.tokens(prefix), recorded_scope(scope))
 
     def _invalidate(self, prefix: list[Any] | None, scope: list[int] | None, session: int | None) -> None:
         if session is not None:
             self.manager.cache.invalidate(session=f"session {session}")
         else:
             self.manager.cache.invalidate(
-                None if prefix is None else self.operations.tokens(prefix), scope=scope_of(scope)
+                None if prefix is None else self.operations.tokens(prefix), scope=recorded_scope(scope)
             )
 
     def _invalidate_tenant(self, tenant: int) -> None:
-        self.manager.cache.invalidate(tenant=scope_of([tenant, 0]).tenant)
+        self.manager.cache.invalidate(tenant=recorded_scope([tenant, 0]).tenant)
 
     def _resize(self, num_blocks: int, pool: int, tier: int) -> None:
         if num_blocks > MAX_BLOCKS:

@@ -99,7 +99,7 @@ def simulate_fleet(trace: Trace, config: FleetConfig, progress: Callable[[int], 
     return _Cell(trace, config).run(progress)
 
 
-class _Node:
+class _FleetNode:
     """One machine: its cache, and the events that are on their way."""
 
     def __init__(self, config: FleetConfig, clock: Callable[[], float]) -> None:
@@ -142,7 +142,7 @@ class _Cell:
         self.now = 0.0
         self.index = ClusterIndex(1, seed=1)
         self.router = Router(self.index, _weights(trace.unit), clock=lambda: self.now)
-        self.nodes = [_Node(config, lambda: self.now) for _ in range(min(config.cell, config.nodes))]
+        self.nodes = [_FleetNode(config, lambda: self.now) for _ in range(min(config.cell, config.nodes))]
         self.places: dict[Hashable, int] = {number: number for number in range(len(self.nodes))}
         for name in self.places:
             self.router.add_node(name)
@@ -208,7 +208,7 @@ class _Cell:
         self._time(self.nodes[at], route, len(request.ids) - hits, request.output_length)
         return hits
 
-    def _time(self, node: _Node, route: Route | None, num_computed: int, num_output: int) -> None:
+    def _time(self, node: _FleetNode, route: Route | None, num_computed: int, num_output: int) -> None:
         """When the prompt is computed, behind those before it, and when the answer is over."""
         config = self.config
         node.free_at = max(self.now, node.free_at) + num_computed * self.trace.unit / config.prefill_tokens_per_second

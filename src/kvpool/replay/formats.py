@@ -20,7 +20,7 @@ from kvpool.jsonfile import parse_json
 from kvpool.pools.arrays import Int32Array
 from kvpool.recording.lines import Lines, open_bytes
 from kvpool.recording.operations import MAGIC_KEY, MAX_SECONDS, Operations, unpack
-from kvpool.recording.playback import scope_of
+from kvpool.recording.playback import recorded_scope
 from kvpool.replay.trace import MAX_LENGTH, Trace, TraceBuilder
 
 FORMATS = ("mooncake", "tokens", "azure", "recording")
@@ -289,7 +289,7 @@ def requests_of_recording(lines: Lines, limit: int | None = None) -> Trace:
             len(tokens),
             committed.get(serial, 0),
             session,
-            scope_of(more.get("scope")).tenant or None,
+            recorded_scope(more.get("scope")).tenant or None,
             said.stop,
             said.expected_seconds,
         )

@@ -97,12 +97,12 @@ def _print_plan(out: Any, made: Plan) -> None:
     table.add_column("how much", justify="right")
     table.add_column("why")
     for name, value in made.numbers.items():
-        table.add_row(name.replace("_", " "), show(name, value), made.why[name])
+        table.add_row(name.replace("_", " "), _shown(name, value), made.why[name])
     out.print(table)
     out.print(made.verdict, style="bold")
 
 
-def show(name: str, value: float) -> str:
+def _shown(name: str, value: float) -> str:
     """A number with the unit that its name says."""
     if name == "parameters":
         return f"{value / 1e9:.2f} B"

@@ -11,7 +11,7 @@ from kvpool.scheduling.batch_plan import BatchPlan
 from kvpool.scheduling.capacity import Capacity
 from kvpool.scheduling.request import ScheduledSequence
 from kvpool.scheduling.roster import Roster
-from kvpool.scheduling.round import DecodeRows, PromptChunk, Round, assemble
+from kvpool.scheduling.round import DecodeRows, PromptChunk, Round, plan_of
 from kvpool.scheduling.running import make_rows
 from kvpool.sequences.batch import SequenceBatch
 
@@ -42,7 +42,7 @@ class Planner:
             round.decode = self._settled(round.decode)
         if not num_in_flight and round.is_idle:
             self._break_deadlock(round)
-        return assemble(round), round
+        return plan_of(round), round
 
     def _begin(self, arrived: dict[ScheduledSequence, bool]) -> None:
         for sequence, decodes in arrived.items():

@@ -242,7 +242,7 @@ POLICIES: dict[str, Callable[[], SchedulingPolicy]] = {
 }
 
 
-def make_policy(policy: str | Callable[[], SchedulingPolicy]) -> SchedulingPolicy:
+def make_scheduling_policy(policy: str | Callable[[], SchedulingPolicy]) -> SchedulingPolicy:
     """A policy by its name in `POLICIES`, or made by a class or function of your own."""
     if isinstance(policy, str):
         if policy not in POLICIES:

@@ -9,7 +9,7 @@ from kvpool.config import Tier
 from kvpool.eviction.hints import ReuseHint
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling.cost_model import CostModel
-from kvpool.scheduling.policies import OrderedQueue, make_policy
+from kvpool.scheduling.policies import OrderedQueue, make_scheduling_policy
 from kvpool.scheduling.request import FinishReason, ScheduledSequence, SequenceState
 from kvpool.scheduling.running import Running
 from kvpool.scheduling.scheduler_config import PreemptionMode, SchedulerConfig
@@ -50,7 +50,7 @@ class Roster:
         self.config = config
         self.costs = costs
         self.clock = clock
-        self.policy = make_policy(config.policy)
+        self.policy = make_scheduling_policy(config.policy)
         self.resuming = OrderedQueue(lambda sequence: sequence.rank)
         self.running = Running(manager, config.max_sequences)
         self.stats = SchedulerStats()
@@ -183,7 +183,7 @@ class Roster:
                 self.leave_queue(sequence)
             if sequence.handle is not None:
                 handles.append(sequence.handle)
-                said = hint or _said(sequence, reason)
+                said = hint or _hint_of(sequence, reason)
                 if said is not None:
                     self.manager.hint(sequence.handle, said)
                 sequence.handle = None
@@ -200,7 +200,7 @@ class Roster:
             self.policy.charge(sequence, -unused)
 
 
-def _said(sequence: ScheduledSequence, reason: FinishReason) -> ReuseHint | None:
+def _hint_of(sequence: ScheduledSequence, reason: FinishReason) -> ReuseHint | None:
     """What a sequence that ends says about its continuation: by its request, or by the reason alone."""
     usual, request = _SAYS.get(reason), sequence.request
     if usual is None or request.hint is None:

@@ -1,6 +1,6 @@
 """What one step has decided so far: rows that decode, chunks of prompts, who came and who went.
 
-`assemble` makes a `BatchPlan` of it: flat arrays for the forward pass. From then on its tokens are in flight.
+`plan_of` makes a `BatchPlan` of it: flat arrays for the forward pass. From then on its tokens are in flight.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Round:
         return num_planned
 
 
-def assemble(round: Round) -> BatchPlan:
+def plan_of(round: Round) -> BatchPlan:
     """The plan of a round."""
     roster = round.roster
     round.take_copies()

@@ -21,7 +21,7 @@ from kvpool.sequences.batch import SequenceBatch
 from kvpool.sequences.handle import KVCacheHandle
 
 
-class _Held(NamedTuple):
+class _HeldBack(NamedTuple):
     """A sequence that waits."""
 
     plans: frozenset[int]  # that bring its blocks
@@ -33,7 +33,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._incoming: dict[int, list[tuple[int, Int32Array]]] = {}  # plan -> (layer group, blocks)
-        self._held: dict[ScheduledSequence, _Held] = {}
+        self._held: dict[ScheduledSequence, _HeldBack] = {}
 
     def __len__(self) -> int:
         return len(self._held)
@@ -53,7 +53,7 @@ class Arrivals:
         handle = sequence.live_handle()
         plans = frozenset(number for number, parts in self._incoming.items() if _reads(handle, parts))
         if plans:
-            self._held[sequence] = _Held(plans, decodes)
+            self._held[sequence] = _HeldBack(plans, decodes)
         return bool(plans)
 
     def take_landed(self) -> dict[ScheduledSequence, bool]:
@@ -65,7 +65,7 @@ class Arrivals:
         first = min((max(held.plans) for held in self._held.values()), default=0)
         return self._take(lambda held: max(held.plans) == first)
 
-    def _take(self, chosen: Callable[[_Held], bool]) -> dict[ScheduledSequence, bool]:
+    def _take(self, chosen: Callable[[_HeldBack], bool]) -> dict[ScheduledSequence, bool]:
         taken = {sequence: held.decodes for sequence, held in self._held.items() if chosen(held)}
         for sequence in taken:
             del self._held[sequence]

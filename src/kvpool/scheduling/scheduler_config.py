@@ -8,7 +8,7 @@ from enum import Enum
 
 from kvpool.checks import check_bool, check_int, check_seconds
 from kvpool.errors import ConfigError
-from kvpool.scheduling.policies import SchedulingPolicy, make_policy
+from kvpool.scheduling.policies import SchedulingPolicy, make_scheduling_policy
 
 MAX_TOKENS_PER_STEP = 2**24
 MAX_SEQUENCES = 2**16
@@ -72,7 +72,7 @@ class SchedulerConfig:
             except ValueError:
                 choices = ", ".join(repr(item.value) for item in kind)
                 raise ConfigError(f"{name} must be one of {choices}, got {value!r}") from None
-        make_policy(self.policy)  # an unknown name is refused here
+        make_scheduling_policy(self.policy)  # an unknown name is refused here
 
     @property
     def chunk_tokens(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
+from kvpool.checks import as_count
 from kvpool.config import KVCacheConfig, Tier
 from kvpool.config.layers import ceil_div
 from kvpool.errors import (
@@ -17,7 +18,6 @@ from kvpool.errors import (
 )
 from kvpool.events import EventLog, PoolSize
 from kvpool.eviction import EvictionPolicy
-from kvpool.pools.arrays import as_count
 from kvpool.pools.groups import make_groups
 from kvpool.pools.pool import GPU, BlockPool, CopyOp
 from kvpool.pools.rows import SequenceRows

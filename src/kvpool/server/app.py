@@ -41,7 +41,7 @@ from kvpool.server.schema import (
     PromptForOthers,
     Tokenize,
 )
-from kvpool.server.served_model import ServedModel, scope_of
+from kvpool.server.served_model import ServedModel, scope_for_tenant
 from kvpool.server.tracing import Tracing
 from kvpool.version import __version__
 from kvpool.web import BodyLimit, LocalNames
@@ -67,7 +67,7 @@ class Server:
         self.gate = Gate(limits)
         self.metrics = Metrics(models)
         pins = PinBook(limits.pins_per_tenant)
-        self.desk = CacheRoutes(pins)
+        self.cache = CacheRoutes(pins)
         self.context = RequestContext(self.gate, self.metrics.latencies, pins, tracing)
         self.views = LiveViews(models, self.metrics.latencies, self.gate)
 
@@ -230,7 +230,7 @@ def _add_looks(app: FastAPI, server: Server) -> None:
         """Token ids of a text or a conversation; with `cache_keys`, what isolates the caller's cache in published events."""
         model = server.model(body.model)
         tokens = await named_tokens(model, body.prompt, body.messages)
-        keys = scope_keys(scope_of(caller.tenant, body.cache_salt))[1]
+        keys = scope_keys(scope_for_tenant(caller.tenant, body.cache_salt))[1]
         limit = model.engine.config.max_seq_len
         return {"tokens": tokens.tolist(), "count": len(tokens), "max_model_len": limit, "cache_keys": list(keys)}
 
@@ -281,38 +281,38 @@ def _add_generation(app: FastAPI, server: Server) -> None:
 
 
 def _add_cache(app: FastAPI, server: Server) -> None:
-    caller_of, desk = _caller_of(server), server.desk
+    caller_of, cache = _caller_of(server), server.cache
 
     @app.post("/v1/cache/query")
     async def query(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
         """How much of a prompt is cached."""
-        return await desk.query(body, server.model(body.model), caller)
+        return await cache.query(body, server.model(body.model), caller)
 
     @app.post("/v1/cache/pin")
     async def pin(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
         """Keeps a cached prompt."""
-        return await desk.pin(body, server.model(body.model), caller)
+        return await cache.pin(body, server.model(body.model), caller)
 
     @app.get("/v1/cache/pin")
     async def pins(caller: Caller = caller_of) -> dict[str, Any]:
         """The caller's own pins."""
-        return await desk.pins(caller)
+        return await cache.pins(caller)
 
     @app.delete("/v1/cache/pin/{name}")
     async def unpin(name: str, caller: Caller = caller_of) -> dict[str, Any]:
         """Ends a pin."""
-        return await desk.unpin(name, caller)
+        return await cache.unpin(name, caller)
 
     @app.post("/v1/cache/invalidate")
     async def invalidate(body: Invalidation, caller: Caller = caller_of) -> dict[str, Any]:
         """Forgets a prompt, a session, or everything of the caller's; of another tenant's with an admin key."""
-        return await desk.invalidate(body, server.model(body.model), caller)
+        return await cache.invalidate(body, server.model(body.model), caller)
 
     @app.post("/v1/cache/warm")
     async def warm(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
         """Computes a prompt ahead of its use."""
         with server.gate.passed(caller.key):
-            return await desk.warm(body, server.model(body.model), caller)
+            return await cache.warm(body, server.model(body.model), caller)
 
     @app.post("/v1/cache/prefetch")
     async def prefetch_prompt(body: CacheQuery, caller: Caller = caller_of) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def _add_cache(app: FastAPI, server: Server) -> None:
     def stats(caller: Caller = caller_of) -> dict[str, Any]:  # not async: the engines are asked in a thread
         """What the caches count; for administrators, since it tells of all tenants."""
         _require_admin(caller)
-        return desk.stats(list(server.models.values()))
+        return cache.stats(list(server.models.values()))
 
 
 def _add_live_view(app: FastAPI, server: Server) -> None:

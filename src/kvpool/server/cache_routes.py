@@ -28,7 +28,7 @@ from kvpool.server.limits import Gate
 from kvpool.server.parameters import session_name
 from kvpool.server.pins import PinBook
 from kvpool.server.schema import CacheQuery, Invalidation, PromptForOthers
-from kvpool.server.served_model import ServedModel, scope_of
+from kvpool.server.served_model import ServedModel, scope_for_tenant
 from kvpool.web import EventStream, unless_gone
 
 ALIVE_SECONDS = 1.0  # in which a stream says something, also while its prompt waits
@@ -74,7 +74,7 @@ class CacheRoutes:
             removed = await _quietly(lambda: engine.invalidate(session=session_name(caller, str(body.session_id))))
         elif body.prompt is None and body.messages is None:
             name, salt = caller.tenant, body.cache_salt
-            what: dict[str, Any] = {"scope": scope_of(name, salt)} if salt else {"tenant": name}
+            what: dict[str, Any] = {"scope": scope_for_tenant(name, salt)} if salt else {"tenant": name}
             removed = await _quietly(lambda: engine.invalidate(**what))
         else:
             tokens, scope = await _asked(body, model, caller)
@@ -99,7 +99,7 @@ class CacheRoutes:
 
 async def _asked(body: CacheQuery, model: ServedModel, caller: Caller) -> tuple[Int32Array, ReuseScope]:
     """The prompt of a body, and the scope in which the caller may look."""
-    return await named_tokens(model, body.prompt, body.messages), scope_of(caller.tenant, body.cache_salt)
+    return await named_tokens(model, body.prompt, body.messages), scope_for_tenant(caller.tenant, body.cache_salt)
 
 
 async def _quietly(call: Any, *arguments: Any) -> Any:
@@ -119,7 +119,7 @@ async def prefill(request: Request, body: PromptForOthers, model: ServedModel, c
     stack = ExitStack()
     stack.enter_context(gate.passed(caller.key))
     try:
-        running = await _Running.start(model, tokens, body, caller)
+        running = await _RunningPrefill.start(model, tokens, body, caller)
         stack.callback(running.prefill.cancel)
         if body.stream:
             return EventStream(running.events(), stack.close, gate.limits.send_seconds)
@@ -133,7 +133,10 @@ async def prefill(request: Request, body: PromptForOthers, model: ServedModel, c
 
 async def prefetch(body: CacheQuery, model: ServedModel, caller: Caller) -> dict[str, Any]:
     """Brings what tiers have of a prompt into the cache."""
-    tokens, scope = await named_tokens(model, body.prompt, body.messages), scope_of(caller.tenant, body.cache_salt)
+    tokens, scope = (
+        await named_tokens(model, body.prompt, body.messages),
+        scope_for_tenant(caller.tenant, body.cache_salt),
+    )
     try:
         found = await asyncio.to_thread(model.engine.prefetch, tokens, scope=scope)
     except KVPoolError as error:
@@ -141,7 +144,7 @@ async def prefetch(body: CacheQuery, model: ServedModel, caller: Caller) -> dict
     return {"prompt_tokens": len(tokens), "cached_tokens": await asyncio.wrap_future(found)}
 
 
-class _Running:
+class _RunningPrefill:
     """A prefill as an event loop sees it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -150,7 +153,9 @@ class _Running:
         self.prefill: Prefill
 
     @classmethod
-    async def start(cls, model: ServedModel, tokens: Int32Array, body: PromptForOthers, caller: Caller) -> _Running:
+    async def start(
+        cls, model: ServedModel, tokens: Int32Array, body: PromptForOthers, caller: Caller
+    ) -> _RunningPrefill:
         """Begins it; in a thread, since keys of a long prompt take a while."""
         running = cls(asyncio.get_running_loop())
         begin = partial(
@@ -159,7 +164,7 @@ class _Running:
             on_progress=lambda num_tokens: running._tell(),
             on_end=running._tell,
             priority=body.priority,
-            scope=scope_of(caller.tenant, body.cache_salt),
+            scope=scope_for_tenant(caller.tenant, body.cache_salt),
             deadline=None if body.deadline_ms is None else body.deadline_ms / 1e3,
         )
         try:

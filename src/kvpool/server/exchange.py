@@ -21,7 +21,7 @@ from kvpool.server.metrics import Latencies
 from kvpool.server.parameters import pins_of, request_options
 from kvpool.server.pins import PinBook
 from kvpool.server.schema import Sampling
-from kvpool.server.served_model import LiveRequest, ServedModel, scope_of
+from kvpool.server.served_model import LiveRequest, ServedModel, scope_for_tenant
 from kvpool.server.tracing import RequestTrace, Tracing
 from kvpool.web import EventStream, unless_gone
 
@@ -118,7 +118,7 @@ class Exchange:
         """Pins what was asked for, at the first token: the prompt is computed, and the request still holds its blocks."""
         made: list[dict[str, Any]] = []
         tenant = self._caller.tenant
-        scope = scope_of(tenant, self._body.cache_salt)
+        scope = scope_for_tenant(tenant, self._body.cache_salt)
         try:
             for kept in pins_of(self._body):
                 tokens = running.generation.prompt[: kept.end]

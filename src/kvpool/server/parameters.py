@@ -15,7 +15,7 @@ from kvpool.server.auth import Caller
 from kvpool.server.errors import Problem, problem_of
 from kvpool.server.limits import Limits
 from kvpool.server.schema import KeptTokens, ResponseFormat, Sampling
-from kvpool.server.served_model import ServedModel, scope_of
+from kvpool.server.served_model import ServedModel, scope_for_tenant
 
 SESSION_HEADER = "x-session-id"
 MAX_NAME = 256  # characters, as of the field `session_id`
@@ -82,7 +82,7 @@ def request_options(body: Sampling, caller: Caller, headers: Mapping[str, str]) 
     return {
         "retention": _retention(body.retention or ()),
         "priority": body.priority,
-        "scope": scope_of(caller.tenant, body.cache_salt),
+        "scope": scope_for_tenant(caller.tenant, body.cache_salt),
         "session": session_name(caller, session) if session else None,
         "hint": None if body.expected_seconds is None else ReuseHint(expected_seconds=body.expected_seconds),
         "deadline": None if body.deadline_ms is None else body.deadline_ms / 1e3,

@@ -144,7 +144,7 @@ class LiveRequest:
         self.generation.cancel()
 
 
-def scope_of(tenant: str, salt: str) -> ReuseScope:
+def scope_for_tenant(tenant: str, salt: str) -> ReuseScope:
     """Whose cache a request may use: that of its tenant, and within it of those who send the same salt."""
     return ReuseScope(tenant=tenant, salt=salt)
 

@@ -22,7 +22,7 @@ MAX_RUNS = 2000  # of the tree that are told, those nearest to the top
 _MAX_NAME = 80
 
 
-def as_event(name: str, data: Mapping[str, Any]) -> bytes:
+def view_event(name: str, data: Mapping[str, Any]) -> bytes:
     """A server-sent event."""
     return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
 

@@ -15,7 +15,7 @@ from typing import Any
 from kvpool.errors import InvalidArgumentError
 from kvpool.manager import KVCacheManager
 from kvpool.version import __version__
-from kvpool.view.frames import as_event, frame
+from kvpool.view.frames import frame, view_event
 from kvpool.view.sampling import Look, Sampler
 
 log = logging.getLogger("kvpool")
@@ -42,7 +42,7 @@ class Viewer:
         with self._lock:
             if len(self._pending) >= MAX_PENDING:
                 self.num_skipped += len(self._pending)
-                self._pending = [as_event("skipped", {"messages": self.num_skipped}), snapshot()]
+                self._pending = [view_event("skipped", {"messages": self.num_skipped}), snapshot()]
             else:
                 self._pending.append(message)
 
@@ -101,7 +101,7 @@ class Hub:
         with self._wake:
             if len(self._viewers) >= MAX_VIEWERS:
                 raise InvalidArgumentError(f"{MAX_VIEWERS} pages watch already; close one of them")
-            viewer.offer(as_event("hello", self._about), bytes)
+            viewer.offer(view_event("hello", self._about), bytes)
             if self._look is not None:
                 viewer.offer(_message(None, self._look), bytes)
             self._viewers.append(viewer)
@@ -184,4 +184,4 @@ def _is_same(old: Look, new: Look) -> bool:
 
 
 def _message(old: Look | None, new: Look) -> bytes:
-    return as_event("frame", frame(old, new))
+    return view_event("frame", frame(old, new))

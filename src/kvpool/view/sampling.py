@@ -148,7 +148,7 @@ class Look(NamedTuple):
 
 
 @dataclass
-class _Known:
+class _LastSeen:
     """What is known of the blocks of a pool beyond their state."""
 
     tenant: npt.NDArray[np.uint32]
@@ -161,7 +161,7 @@ class _Known:
     words: Words  # of the last look, as many as there were blocks
 
     @classmethod
-    def of_size(cls, num_blocks: int) -> _Known:
+    def of_size(cls, num_blocks: int) -> _LastSeen:
         return cls(
             np.zeros(num_blocks, np.uint32),
             np.full(num_blocks, DEFAULT_PRIORITY, np.uint8),
@@ -181,7 +181,7 @@ class Sampler:
     manager: KVCacheManager
     with_events: bool = True
     runs_seconds: float = RUNS_SECONDS
-    _known: dict[tuple[int, Tier], _Known] = field(default_factory=dict)
+    _known: dict[tuple[int, Tier], _LastSeen] = field(default_factory=dict)
     _tenants: dict[str, int] = field(default_factory=lambda: {"": 0})
     _subscription: Subscription | None = None
     _number: int = 0
@@ -251,11 +251,11 @@ class Sampler:
                 known.touched[at] = touched[run]
                 known.is_pinned[at] = runs.is_pinned[run] if tier != Tier.GPU or not slides else False
 
-    def _known_of(self, pool: int, tier: Tier, num_blocks: int) -> _Known:
+    def _known_of(self, pool: int, tier: Tier, num_blocks: int) -> _LastSeen:
         """What is known of a pool, for at least so many blocks; what is new has the usual values."""
         known = self._known.get((pool, tier))
         if known is None or len(known.tenant) < num_blocks:
-            grown = _Known.of_size(num_blocks)
+            grown = _LastSeen.of_size(num_blocks)
             if known is not None:
                 for name, old in vars(known).items():
                     if name != "words":

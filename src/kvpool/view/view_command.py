@@ -31,7 +31,7 @@ _STEPS_AHEAD = 200  # so that there is something to see
 
 
 @dataclass
-class _Running:
+class _RunningChat:
     chat: int
     handle: KVCacheHandle
     tokens: Int32Array
@@ -61,7 +61,7 @@ class Traffic:
         self._systems = {tenant: [self._ids(4 * self._turn) for _ in range(2)] for tenant in TENANTS}
         self._chats: dict[int, tuple[str, Int32Array]] = {}
         self._waiting: deque[tuple[int, float]] = deque()
-        self._running: list[_Running] = []
+        self._running: list[_RunningChat] = []
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
@@ -126,7 +126,7 @@ class Traffic:
             if chat % 20 == 0:
                 self._pin(tokens[:first], scope)
             length = int(self._turn * (0.2 + self._random.random()))
-            self._running.append(_Running(chat, handle, tokens, max(length, 8)))
+            self._running.append(_RunningChat(chat, handle, tokens, max(length, 8)))
 
     def _pin(self, tokens: Int32Array, scope: ReuseScope) -> None:
         try:
@@ -151,7 +151,7 @@ class Traffic:
             if not one.left:
                 self._end(one)
 
-    def _end(self, one: _Running) -> None:
+    def _end(self, one: _RunningChat) -> None:
         self.manager.free(one.handle)
         self._running.remove(one)
         tenant, _ = self._chats[one.chat]

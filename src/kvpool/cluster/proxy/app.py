@@ -27,6 +27,7 @@ from kvpool.cluster.proxy.backends import Backend, Backends, NodeLostError, Prox
 from kvpool.cluster.proxy.passing import (
     ELSEWHERE,
     NODE_HEADER,
+    ElsewhereError,
     are_tokens,
     is_event_stream,
     lost,
@@ -38,7 +39,7 @@ from kvpool.cluster.proxy.prefill_pool import MIN_TOKENS, PrefillPool
 from kvpool.cluster.router import Route, Router, RoutingConfig
 from kvpool.errors import ConfigError, NoNodeError
 from kvpool.version import __version__
-from kvpool.view.frames import as_event
+from kvpool.view.frames import view_event
 from kvpool.view.http import HEADERS, PREFIX, asset, has_key, is_local_name, is_loopback
 from kvpool.web import BodyLimit, EventStream, LocalNames, unless_gone
 
@@ -88,7 +89,7 @@ class ClusterView:
 
     async def _looks(self) -> AsyncIterator[bytes]:
         while not self.is_closing:
-            yield as_event("look", self._look())
+            yield view_event("look", self._look())
             await asyncio.sleep(_EVERY_SECONDS)
 
     def _refused(self, request: Request) -> Response | None:
@@ -180,13 +181,13 @@ class Proxy:
                 route.end()
                 message = f"{route.node} said nothing for {self.limits.silence_seconds:g} seconds"
                 return refusal(504, message, "silence")
-            except (_ElsewhereError, NodeLostError, httpx.RequestError) as error:
+            except (ElsewhereError, NodeLostError, httpx.RequestError) as error:
                 route.end()
                 tried.append(str(route.node))
-                if not isinstance(error, _ElsewhereError):
+                if not isinstance(error, ElsewhereError):
                     self.backends.note(str(route.node), is_ready=False)
                 log.info("%s did not answer (%s): elsewhere", route.node, error)
-                num_lost += not isinstance(error, (_ElsewhereError, httpx.ConnectError, httpx.ConnectTimeout))
+                num_lost += not isinstance(error, (ElsewhereError, httpx.ConnectError, httpx.ConnectTimeout))
                 if num_lost == MOST_LOST:
                     return refusal(502, f"{num_lost} servers failed while they had this request", "node_lost")
             except BaseException:
@@ -220,7 +221,7 @@ class Proxy:
             is_stream = False
             try:
                 if answer.status_code in ELSEWHERE:
-                    raise _ElsewhereError(f"status {answer.status_code}")
+                    raise ElsewhereError(f"status {answer.status_code}")
                 is_stream = answer.status_code == 200 and is_event_stream(answer.headers.raw)
                 parts = answer.aiter_raw()
                 # nothing is sent before there is something: all of an answer, or the first part of a stream
@@ -335,7 +336,3 @@ def _address(node: str, scope: Scope) -> httpx.URL | None:
         return url.copy_with(raw_path=url.raw_path.rstrip(b"/") + scope["raw_path"] + query)
     except httpx.InvalidURL:
         return None
-
-
-class _ElsewhereError(Exception):
-    """A node says that it cannot answer now."""

@@ -33,6 +33,10 @@ _CREDENTIALS = ("authorization", "x-api-key")  # OpenAI's clients send the one, 
 _ANY_TEXT = "a"  # for a question whose answer is wanted for its `cache_keys`
 
 
+class ElsewhereError(Exception):
+    """A server says that it cannot answer now: another one is asked."""
+
+
 def passed_on(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """The headers that are not about one connection, byte for byte, also those that come twice."""
     named = [value for name, value in headers if name.lower() == b"connection"]

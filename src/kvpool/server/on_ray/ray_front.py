@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from kvpool.cluster.proxy.passing import (
     ELSEWHERE,
     NODE_HEADER,
+    ElsewhereError,
     are_tokens,
     credentials,
     is_event_stream,
@@ -74,12 +75,12 @@ class Front:
         while True:
             try:
                 return await self._forward(scope, content, ticket)
-            except (*_DEAD, _ElsewhereError) as error:
+            except (*_DEAD, ElsewhereError) as error:
                 log.info("%s did not answer (%s): elsewhere", ticket.route and ticket.route.node, error)
                 num_replicas = ticket.num_replicas
                 ticket.fail()
-                num_refused += isinstance(error, _ElsewhereError)
-                num_lost += not isinstance(error, _ElsewhereError)
+                num_refused += isinstance(error, ElsewhereError)
+                num_lost += not isinstance(error, ElsewhereError)
             if num_lost == _MOST_LOST:
                 return refusal(502, f"{num_lost} replicas failed while they had this request", "node_lost")
             if num_refused >= max(num_replicas, 1):
@@ -90,7 +91,7 @@ class Front:
         parts = self._engines.answer.remote(scope, content, ticket)
         head = await self._first(parts, ticket)
         if head.status in ELSEWHERE:
-            raise _ElsewhereError(f"status {head.status}")
+            raise ElsewhereError(f"status {head.status}")
         ticket.first_token()
         node = str(ticket.route.node) if ticket.route else ""
         answer: Response
@@ -173,10 +174,6 @@ class _Streamed(StreamingResponse):
                 yield part
         except (RayError, RayServeException) as error:
             yield lost(error)
-
-
-class _ElsewhereError(Exception):
-    """A replica says that it cannot answer now."""
 
 
 class _NobodyError(Exception):
