@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from harness import Case, Runner, argument_parser, cpu_ms, freeze_heap, main, random_tokens
-from kvpool.integrations.connector.orders import Introduction, Orders, Progress, Report
+from kvpool.integrations.connector.orders import Introduction, JobProgress, Orders, Report
 from kvpool.integrations.connector.scheduler_side import SchedulerSide
 from kvpool.integrations.connector.settings import ConnectorSettings
 from kvpool.tiers import Fingerprint, Shard
@@ -73,8 +73,8 @@ class Steps:
         return list(range(self._page - number, self._page))
 
     def _confirm(self, orders: Orders) -> None:
-        done = {store.job: Progress(1, len(store.rows)) for store in orders.stores}
-        done.update((spill.job, Progress(1, len(spill.rows))) for spill in orders.spills)
+        done = {store.job: JobProgress(1, len(store.rows)) for store in orders.stores}
+        done.update((spill.job, JobProgress(1, len(spill.rows))) for spill in orders.spills)
         if done:
             self._side.take_report(Report(done))
 

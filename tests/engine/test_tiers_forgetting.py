@@ -20,7 +20,7 @@ from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.errors import InvalidArgumentError  # noqa: E402
 from kvpool.scope import ReuseScope  # noqa: E402
 from kvpool.tiers import MemoryTier, Outcome  # noqa: E402
-from kvpool.tiers.transport.deciding import Decision  # noqa: E402
+from kvpool.tiers.transport.deciding import LoadDecision  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_self_check")
 
@@ -36,7 +36,7 @@ SALTED = ReuseScope(tenant="acme", salt="chat 7")
 def _loads_all_it_finds(patient_tiers: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine also loads what it finds, whatever computing it would take."""
     decide = "kvpool.tiers.transport.deciding.Decider._decide"
-    monkeypatch.setattr(decide, lambda self, options, *_: Decision([None, *options][-1], "always"))
+    monkeypatch.setattr(decide, lambda self, options, *_: LoadDecision([None, *options][-1], "always"))
 
 
 def make_engine(tier: MemoryTier, family: str = "llama") -> Engine:

@@ -18,7 +18,7 @@ from models import random_prompt, tiny_model  # noqa: E402
 from kvpool.engine import Engine, SamplingParams  # noqa: E402
 from kvpool.scope import ReuseScope  # noqa: E402
 from kvpool.tiers import MemoryTier  # noqa: E402
-from kvpool.tiers.transport.deciding import Decision  # noqa: E402
+from kvpool.tiers.transport.deciding import LoadDecision  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 SECONDS = 60.0
@@ -76,7 +76,7 @@ def test_given_a_pool_that_evicts_all_the_time_then_nothing_that_comes_back_is_w
     deciding = "kvpool.tiers.transport.deciding."
     monkeypatch.setattr(deciding + "Decider.is_worth_looking", lambda self, num_tokens: True)
     monkeypatch.setattr(
-        deciding + "Decider._decide", lambda self, options, *_: Decision([None, *options][-1], "always")
+        deciding + "Decider._decide", lambda self, options, *_: LoadDecision([None, *options][-1], "always")
     )
     prompts = [random_prompt(150, seed=seed).tolist() for seed in range(12)]
     params = SamplingParams(max_new_tokens=3, ignore_eos=True)

@@ -71,12 +71,12 @@ def test_given_a_disk_that_is_a_file_then_one_line_says_so(tmp_path: Path) -> No
     pytest.importorskip("torch")
     from toy import introduction
 
-    from kvpool.integrations.connector.settings import open_tiers
+    from kvpool.integrations.connector.settings import open_worker_tiers
 
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(ConfigError, match=r"disk='.*file' cannot be used: File exists"):
-        open_tiers(ConnectorSettings.of({"disk": str(file)}), introduction(4))
+        open_worker_tiers(ConnectorSettings.of({"disk": str(file)}), introduction(4))
 
 
 def test_given_a_disk_in_the_home_directory_then_it_is_not_a_folder_with_a_strange_name() -> None:
@@ -102,18 +102,18 @@ def test_given_a_directory_that_somebody_writes_to_then_read_only_reads_it_and_s
     pytest.importorskip("torch")
     from toy import introduction
 
-    from kvpool.integrations.connector.settings import open_tiers
+    from kvpool.integrations.connector.settings import open_worker_tiers
     from kvpool.tiers import Outcome
 
     worker, settings = introduction(4), ConnectorSettings.of({"disk": str(tmp_path), "disk_bytes": "16MB"})
-    (writer,) = open_tiers(settings, worker)
+    (writer,) = open_worker_tiers(settings, worker)
     with pytest.raises(ConfigError, match="read_only=True"):
-        open_tiers(settings, worker)
+        open_worker_tiers(settings, worker)
     writer.store([bytes(32)], [bytes(4096)])
-    (reader,) = open_tiers(replace(settings, read_only=True), worker)
+    (reader,) = open_worker_tiers(replace(settings, read_only=True), worker)
     assert list(reader.contains([bytes(32), bytes(31) + b"1"])) == [True, False]
     assert reader.store([bytes(31) + b"1"], [bytes(4096)]) != [Outcome.OK]
     for tier in (reader, writer):
         tier.close()
     with pytest.raises(ConfigError, match=r"there is no directory .*nowhere, and read_only=True makes none"):
-        open_tiers(ConnectorSettings.of({"disk": str(tmp_path / "nowhere"), "read_only": True}), worker)
+        open_worker_tiers(ConnectorSettings.of({"disk": str(tmp_path / "nowhere"), "read_only": True}), worker)

@@ -245,7 +245,7 @@ def given(monkeypatch: pytest.MonkeyPatch, *tiers: KeyedTier) -> None:
     """These tiers, which stay open when a life ends."""
     for tier in tiers:
         monkeypatch.setattr(tier, "close", lambda: None)
-    monkeypatch.setattr("kvpool.integrations.llama_states.open_tiers", lambda *args: list(tiers))
+    monkeypatch.setattr("kvpool.integrations.llama_states.open_worker_tiers", lambda *args: list(tiers))
 
 
 # --- whose it is ---------------------------------------------------------------------------------------------------------

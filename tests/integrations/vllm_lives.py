@@ -593,11 +593,11 @@ def ranks(folder: Path) -> Any:
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
-    from kvpool.integrations.connector.orders import Progress, Report
+    from kvpool.integrations.connector.orders import JobProgress, Report
     from kvpool.integrations.vllm_versions.connector import WorkerMetadata
 
     def said(jobs: dict[int, int], **more: Any) -> ModelRunnerOutput:
-        report = Report({job: Progress(1, num_blocks) for job, num_blocks in jobs.items()})
+        report = Report({job: JobProgress(1, num_blocks) for job, num_blocks in jobs.items()})
         output = KVConnectorOutput(kv_connector_worker_meta=WorkerMetadata(report) if jobs else None, **more)
         return copy(ModelRunnerOutput.with_kv_conn_output_only(output))  # one without news is vLLM's only one
 

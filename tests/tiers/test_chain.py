@@ -12,7 +12,7 @@ import pytest
 from kvpool.testing import key, value
 from kvpool.tiers import KeyPattern, MemoryTier, Outcome, Purged
 from kvpool.tiers.transport import chain as watching
-from kvpool.tiers.transport.chain import SHORTEST_CALL, TierChain, seconds_left
+from kvpool.tiers.transport.chain import SHORTEST_CALL, TierChain, call_seconds
 from kvpool.tiers.transport.lanes import Lane, Pending
 from kvpool.tiers.transport.prefix_options import NOWHERE
 
@@ -86,7 +86,7 @@ def test_given_two_tiers_then_the_second_is_asked_only_for_what_the_first_lacks(
 def test_given_no_time_then_nothing_is_found_and_a_call_still_gets_the_shortest_time() -> None:
     chain = TierChain([tier_with(0)])
     assert chain.find([key(0)], due(0.0)) == [NOWHERE]
-    assert seconds_left(due(-1.0)) == SHORTEST_CALL
+    assert call_seconds(due(-1.0)) == SHORTEST_CALL
 
 
 def test_given_a_tier_that_hangs_then_it_is_passed_by(monkeypatch: pytest.MonkeyPatch) -> None:

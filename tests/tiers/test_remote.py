@@ -16,59 +16,59 @@ from kvpool.tiers.remote.remote_tier import (
     MAX_STALE,
     SHARE_BYTES,
     Listing,
-    Node,
     NodeError,
     Purging,
     RemoteTier,
     Share,
     Stale,
+    StoreNode,
 )
 from kvpool.tiers.upkeep import listed, store_figures, verify_store
 
-Behaviour = Callable[[Share[Node]], None]
+Behaviour = Callable[[Share[StoreNode]], None]
 
 
-class Puppet(RemoteTier[Node]):
+class Puppet(RemoteTier[StoreNode]):
     """Two nodes, chosen by the last bit of a key; `behaviour` serves every share of either."""
 
     def __init__(self, behaviour: Behaviour, *, pause: float = 3600.0, max_value_bytes: int = 10**9) -> None:
         super().__init__("puppet", timeout=30.0, max_value_bytes=max_value_bytes)
-        self.nodes = [Node(name, 2, Breaker(pause=pause)) for name in ("left", "right")]
+        self.nodes = [StoreNode(name, 2, Breaker(pause=pause)) for name in ("left", "right")]
         self.behaviour = behaviour
-        self.shares: list[Share[Node]] = []
+        self.shares: list[Share[StoreNode]] = []
         self.probed = threading.Event()
         self.probe: Callable[[], None] = lambda: None
-        self.listing: Callable[[Node], Iterator[dict[bytes, int]]] = lambda node: iter(())
-        self.purge_behaviour: Callable[[Purging[Node]], None] = lambda purging: None
+        self.listing: Callable[[StoreNode], Iterator[dict[bytes, int]]] = lambda node: iter(())
+        self.purge_behaviour: Callable[[Purging[StoreNode]], None] = lambda purging: None
 
-    def _nodes(self) -> list[Node]:
+    def _nodes(self) -> list[StoreNode]:
         return self.nodes
 
-    def _node_of(self, key: bytes) -> Node:
+    def _node_of(self, key: bytes) -> StoreNode:
         return self.nodes[key[-1] & 1]
 
-    def _probe(self, node: Node) -> None:
+    def _probe(self, node: StoreNode) -> None:
         try:
             self.probe()
         finally:
             self.probed.set()
 
-    def _serve_one(self, share: Share[Node]) -> None:
+    def _serve_one(self, share: Share[StoreNode]) -> None:
         self.shares.append(share)
         with share.node.asking():
             self.behaviour(share)
 
-    def _list_node(self, node: Node, deadline: float) -> Iterator[dict[bytes, int]]:
+    def _list_node(self, node: StoreNode, deadline: float) -> Iterator[dict[bytes, int]]:
         yield from self.listing(node)
 
-    def _purge_share(self, purging: Purging[Node]) -> None:
+    def _purge_share(self, purging: Purging[StoreNode]) -> None:
         purging.removed += 5
         self.purge_behaviour(purging)
 
     _find_share = _load_share = _store_share = _remove_share = _serve_one
 
 
-def works(share: Share[Node]) -> None:
+def works(share: Share[StoreNode]) -> None:
     share.outcomes = [Outcome.OK] * len(share.keys)
 
 
@@ -90,7 +90,7 @@ def test_given_keys_of_two_nodes_then_each_gets_its_own_in_shares_of_bounded_siz
 
 
 def test_given_a_node_that_cannot_serve_then_its_keys_fail_at_once_from_then_on() -> None:
-    def left_is_down(share: Share[Node]) -> None:
+    def left_is_down(share: Share[StoreNode]) -> None:
         if share.node.name == "left":
             raise NodeError("gone fishing")
         works(share)
@@ -104,14 +104,14 @@ def test_given_a_node_that_cannot_serve_then_its_keys_fail_at_once_from_then_on(
 
 
 def test_given_a_purge_then_every_node_is_looked_through_and_one_that_fails_is_told() -> None:
-    def refuses(purging: Purging[Node]) -> None:
+    def refuses(purging: Purging[StoreNode]) -> None:
         purging.num_left += 1
 
-    def fails(purging: Purging[Node]) -> None:
+    def fails(purging: Purging[StoreNode]) -> None:
         if purging.node.name == "left":
             raise NodeError("gone fishing")
 
-    def is_late(purging: Purging[Node]) -> None:
+    def is_late(purging: Purging[StoreNode]) -> None:
         raise TimeoutError
 
     with Puppet(works) as tier:
@@ -125,7 +125,7 @@ def test_given_a_purge_then_every_node_is_looked_through_and_one_that_fails_is_t
 
 
 def test_given_a_share_that_is_late_half_way_then_what_was_reached_counts() -> None:
-    def slow(share: Share[Node]) -> None:
+    def slow(share: Share[StoreNode]) -> None:
         share.outcomes[0] = Outcome.OK
         raise TimeoutError
 
@@ -154,7 +154,7 @@ def test_given_threads_that_are_busy_then_shares_that_wait_in_vain_are_late_and_
 
 
 def test_given_a_node_that_is_down_when_a_probe_is_due_then_it_runs_in_the_background_and_closes_the_breaker() -> None:
-    def down(share: Share[Node]) -> None:
+    def down(share: Share[StoreNode]) -> None:
         raise NodeError("down")
 
     begun, answer = threading.Event(), threading.Event()
@@ -198,7 +198,7 @@ def test_given_one_key_twice_and_a_large_value_then_each_is_sent_once_or_not_at_
 
 
 def test_given_one_key_twice_that_is_not_stored_then_neither_is() -> None:
-    def refuses(share: Share[Node]) -> None:
+    def refuses(share: Share[StoreNode]) -> None:
         share.outcomes = [Outcome.REFUSED] * len(share.keys)
 
     with Puppet(refuses) as tier:
@@ -206,7 +206,7 @@ def test_given_one_key_twice_that_is_not_stored_then_neither_is() -> None:
 
 
 def test_given_a_node_that_refused_a_value_then_it_counts_as_full_for_a_moment() -> None:
-    node = Node("one", 1, Breaker())
+    node = StoreNode("one", 1, Breaker())
     assert not node.is_full()
     node.refused()
     assert node.is_full()
@@ -245,7 +245,7 @@ def test_given_a_stale_key_then_it_is_a_miss_whatever_the_store_says(call: str) 
 
 
 def test_given_nodes_that_list_then_all_values_are_found_and_what_a_node_did_not_say_is_told() -> None:
-    def listing(node: Node) -> Iterator[dict[bytes, int]]:
+    def listing(node: StoreNode) -> Iterator[dict[bytes, int]]:
         yield {key(1): 10, key(2): 20}
         if node.name == "right":
             raise NodeError("the line was cut")
@@ -278,7 +278,7 @@ def test_given_a_store_that_cannot_list_then_stat_tells_whether_it_answers_and_t
 
 
 def test_given_a_store_that_is_lost_while_it_is_verified_then_nothing_is_called_damaged() -> None:
-    def dies(share: Share[Node]) -> None:
+    def dies(share: Share[StoreNode]) -> None:
         raise NodeError("it burnt down")
 
     with Puppet(dies) as tier:

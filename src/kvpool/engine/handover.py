@@ -27,7 +27,7 @@ from kvpool.errors import KVPoolError, SequenceStateError
 from kvpool.manager import KVCacheManager
 from kvpool.scheduling import BatchPlan, Request, ScheduledSequence, Scheduler
 from kvpool.tiers.transport.block_keys import BlockKeys, PromptKeys
-from kvpool.tiers.transport.cache_blocks import Offers, Progress
+from kvpool.tiers.transport.cache_blocks import OfferProgress, Offers
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.prefix_options import HERE, NOWHERE, next_query, usable_blocks
 from kvpool.tiers.transport.storing import Storer
@@ -43,7 +43,7 @@ class Collector:
     def __init__(self, scheduler: Scheduler, offers: Offers) -> None:
         self._scheduler = scheduler
         self._offers = offers
-        self._progress: dict[Hashable, dict[int, Progress]] = {}  # by request and sample
+        self._progress: dict[Hashable, dict[int, OfferProgress]] = {}  # by request and sample
         self._demanded: set[Hashable] = set()
 
     def demand(self, request_id: Hashable) -> None:
@@ -76,7 +76,7 @@ class Collector:
             is_demanded=request.id in self._demanded,
         )
 
-    def _progress_of(self, sequence: ScheduledSequence) -> Progress:
+    def _progress_of(self, sequence: ScheduledSequence) -> OfferProgress:
         of_request = self._progress.setdefault(sequence.request.id, {})
         found = of_request.get(sequence.index)
         if found is None:

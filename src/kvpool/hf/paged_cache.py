@@ -22,7 +22,7 @@ from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.data_plane import StepSlots
 from kvpool.storage.moving import upload
-from kvpool.tiers.transport.cache_blocks import Progress
+from kvpool.tiers.transport.cache_blocks import OfferProgress
 
 
 class PagedCache(Cache):  # type: ignore[misc]
@@ -50,7 +50,7 @@ class PagedCache(Cache):  # type: ignore[misc]
         self.length = 0  # tokens of each row that the model may look back at
         self.num_cached_tokens = 0  # of the first prompt, per row
         self._irregular: BoolArray = np.zeros(0, np.bool_)  # rows of this pass that others must not find
-        self._offered: dict[Hashable, Progress] = {}  # what of each sequence went to tiers
+        self._offered: dict[Hashable, OfferProgress] = {}  # what of each sequence went to tiers
         self._began = 0.0
         self._step: StepSlots | None = None
         self._places: Tensor | None = None  # slots of every token of every row, flat

@@ -18,7 +18,7 @@ from kvpool.scope import ReuseScope
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.storage.data_plane import DataPlane
 from kvpool.tiers.model_tiers import OpenedTiers
-from kvpool.tiers.transport.cache_blocks import Progress
+from kvpool.tiers.transport.cache_blocks import OfferProgress
 from kvpool.tiers.transport.fetching import Fetch
 from kvpool.tiers.transport.lanes import Pending
 from kvpool.tiers.transport.prefix_options import next_query
@@ -106,11 +106,11 @@ class PoolTiers:
 
     # --- blocks go ---------------------------------------------------------------------------------------------------
 
-    def begin_offers(self, scope: ReuseScope) -> Progress:
+    def begin_offers(self, scope: ReuseScope) -> OfferProgress:
         """Of a sequence of which nothing was offered."""
         return self.transport.offers.begin(scope)
 
-    def offer(self, handle: KVCacheHandle, progress: Progress) -> None:
+    def offer(self, handle: KVCacheHandle, progress: OfferProgress) -> None:
         """Full blocks of a sequence go to tiers, in the background."""
         num_full = handle.num_committed // self.transport.keys.block_size
         if num_full <= progress.num_blocks or not handle.publishes or self._closed:

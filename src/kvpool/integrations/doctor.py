@@ -18,25 +18,25 @@ if TYPE_CHECKING:
 VersionOf = Callable[[str], str | None]
 
 
-class Part(NamedTuple):
-    """A part of kvpool, the packages that it needs (`a|b`: one of them), and the extra that brings them."""
+class Feature(NamedTuple):
+    """A feature of kvpool, the packages that it needs (`a|b`: one of them), and the extra that brings them."""
 
     name: str
     needs: tuple[str, ...]
     extra: str
 
 
-PARTS = (
-    Part("command line", ("typer", "rich"), "cli"),
-    Part("data plane, attention", ("torch",), "torch"),
-    Part("engine", ("torch", "transformers", "safetensors"), "hf"),
-    Part("server", ("torch", "transformers", "fastapi", "uvicorn"), "server"),
-    Part("events and routing", ("pyzmq", "msgspec", "httpx", "starlette"), "cluster"),
-    Part("server on Ray Serve", ("ray", "torch", "transformers", "fastapi", "pyzmq"), "ray"),
-    Part("disk tier", ("xxhash",), "tiers"),
-    Part("Redis and Valkey tier", ("xxhash", "valkey-glide-sync"), "redis"),
-    Part("S3 tier", ("xxhash", "obstore"), "s3"),
-    Part("Mooncake tier", ("xxhash", "mooncake-transfer-engine-non-cuda|mooncake-transfer-engine"), "mooncake"),
+FEATURES = (
+    Feature("command line", ("typer", "rich"), "cli"),
+    Feature("data plane, attention", ("torch",), "torch"),
+    Feature("engine", ("torch", "transformers", "safetensors"), "hf"),
+    Feature("server", ("torch", "transformers", "fastapi", "uvicorn"), "server"),
+    Feature("events and routing", ("pyzmq", "msgspec", "httpx", "starlette"), "cluster"),
+    Feature("server on Ray Serve", ("ray", "torch", "transformers", "fastapi", "pyzmq"), "ray"),
+    Feature("disk tier", ("xxhash",), "tiers"),
+    Feature("Redis and Valkey tier", ("xxhash", "valkey-glide-sync"), "redis"),
+    Feature("S3 tier", ("xxhash", "obstore"), "s3"),
+    Feature("Mooncake tier", ("xxhash", "mooncake-transfer-engine-non-cuda|mooncake-transfer-engine"), "mooncake"),
 )
 
 _DISK = "/var/cache/kvpool"
@@ -63,7 +63,7 @@ def diagnosis(find: VersionOf = version_of) -> list[str]:
     return [
         f"kvpool {__version__} ({kind}), Python {platform.python_version()}, numpy {find('numpy')}",
         "",
-        *(_part_line(part, find) for part in PARTS),
+        *(_feature_line(feature, find) for feature in FEATURES),
         "",
         "Inside other engines:",
         *_vllm_lines(find),
@@ -72,11 +72,11 @@ def diagnosis(find: VersionOf = version_of) -> list[str]:
     ]
 
 
-def _part_line(part: Part, find: VersionOf) -> str:
-    found = [_first_found(package, find) for package in part.needs]
+def _feature_line(feature: Feature, find: VersionOf) -> str:
+    found = [_first_found(package, find) for package in feature.needs]
     if missing := [package for package, version in found if version is None]:
-        return f"  no   {part.name}: {_listed(missing)} not installed; pip install 'kvpool[{part.extra}]'"
-    return f"  yes  {part.name} ({', '.join(f'{package} {version}' for package, version in found)})"
+        return f"  no   {feature.name}: {_listed(missing)} not installed; pip install 'kvpool[{feature.extra}]'"
+    return f"  yes  {feature.name} ({', '.join(f'{package} {version}' for package, version in found)})"
 
 
 def _first_found(package: str, find: VersionOf) -> tuple[str, str | None]:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from kvpool.config.layers import ceil_div
 from kvpool.errors import ConfigError, StorageError
 from kvpool.integrations.connector.orders import Introduction
-from kvpool.integrations.connector.settings import ConnectorSettings, open_tiers
+from kvpool.integrations.connector.settings import ConnectorSettings, open_worker_tiers
 from kvpool.prefix.digests import chain_digests, root_digest
 from kvpool.scope import ReuseScope
 from kvpool.tiers import CompressedTier, Fingerprint, KeyedTier, KeySpace, Outcome, TierStats
@@ -35,7 +35,7 @@ from kvpool.tiers.codecs import Fp8
 from kvpool.tiers.envelope import checksum
 from kvpool.tiers.keys import named
 from kvpool.tiers.remote.remote_tier import RemoteTier
-from kvpool.tiers.transport.chain import KnownKeys, TierChain, WatchedTier, seconds_left
+from kvpool.tiers.transport.chain import KnownKeys, TierChain, WatchedTier, call_seconds
 from kvpool.tiers.transport.staging import Bytes
 
 PIECE_BYTES = 2**20
@@ -155,7 +155,7 @@ class StateStore:
         self._min_tokens = min_tokens
         self._max_bytes = max_bytes
         self._space = KeySpace(fingerprint)
-        opened = open_tiers(settings, Introduction(0, 1, 0, fingerprint))
+        opened = open_worker_tiers(settings, Introduction(0, 1, 0, fingerprint))
         try:
             for tier in opened:
                 _check_holds_pieces(tier)
@@ -230,7 +230,7 @@ class StateStore:
             if isinstance(problem, _TooLargeError):
                 self._too_large.update(keys[index] for index in useless)
             elif problem is not None and not isinstance(problem, _RefusedError) and not self.is_reader:
-                watched.remove([keys[index] for index in useless], seconds_left(due))
+                watched.remove([keys[index] for index in useless], call_seconds(due))
             found = [index for index in found if index not in useless]
         return 0
 
@@ -256,7 +256,7 @@ class StateStore:
         if signpost.num_bytes > self._max_bytes:
             raise _TooLargeError(f"it has {signpost.num_bytes:,} bytes, more than max_bytes={self._max_bytes:,}")
         blob = StateBlob(signpost)
-        outcomes = watched.load(self._piece_keys(signpost), blob.pieces, seconds_left(due))
+        outcomes = watched.load(self._piece_keys(signpost), blob.pieces, call_seconds(due))
         _check_in_time(outcomes)
         if wrong := len(outcomes) - outcomes.count(Outcome.OK):
             raise _UnusableError(f"{wrong} of its {len(outcomes)} pieces are missing or broken")
@@ -270,11 +270,11 @@ class StateStore:
         """Which blocks have a signpost in a tier."""
         if not keys or watched.num_hung:
             return []
-        return [index for index, there in enumerate(watched.contains(keys, seconds_left(due))) if there]
+        return [index for index, there in enumerate(watched.contains(keys, call_seconds(due))) if there]
 
     def _signposts(self, watched: WatchedTier, keys: Sequence[bytes], due: float) -> list[Signpost | None]:
         values = [bytearray(SIGNPOST_BYTES) for _ in keys]
-        outcomes = watched.load(keys, values, seconds_left(due))
+        outcomes = watched.load(keys, values, call_seconds(due))
         _check_in_time(outcomes)
         return [
             Signpost.read(value) if outcome == Outcome.OK else None

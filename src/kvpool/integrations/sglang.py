@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvpool.errors import ConfigError
 from kvpool.integrations.connector.orders import Introduction
-from kvpool.integrations.connector.settings import ConnectorSettings, open_tiers
+from kvpool.integrations.connector.settings import ConnectorSettings, open_worker_tiers
 from kvpool.tiers import Fingerprint, KeySpace, Outcome, Shard
 from kvpool.tiers.identity import files_id, settings_id
 from kvpool.tiers.transport.chain import TierChain
@@ -38,7 +38,7 @@ class PageStore:
         self.is_reader = is_reader or settings.read_only
         self._timeout = settings.timeout
         self._space = KeySpace(worker.fingerprint)
-        self._tiers = TierChain(open_tiers(settings, worker, is_reader=is_reader))
+        self._tiers = TierChain(open_worker_tiers(settings, worker, is_reader=is_reader))
         self._epoch = ""
 
     def num_found(self, names: Sequence[str]) -> int:

@@ -38,10 +38,10 @@ from kvpool.storage.disk import DiskStore
 from kvpool.storage.moving import move
 from kvpool.storage.store import BlockStore
 from kvpool.storage.transfer_steps import (
-    Ending,
-    Promised,
-    Recorded,
-    Sent,
+    DiskEnd,
+    EventEnd,
+    LinkEnd,
+    StepEnd,
     StepInFlight,
     StepsInFlight,
     Store,
@@ -60,7 +60,7 @@ _Check: TypeAlias = tuple[TransferStep, Tensor]
 class Transfer:
     """Copies in flight. `wait` returns when all of them are done, or raises what went wrong."""
 
-    def __init__(self, completions: list[Ending], verify: Callable[[], None], watcher: ThreadPoolExecutor) -> None:
+    def __init__(self, completions: list[StepEnd], verify: Callable[[], None], watcher: ThreadPoolExecutor) -> None:
         self._completions = completions
         self._verify = verify
         self._watcher = watcher
@@ -206,7 +206,7 @@ class TransferEngine:
 
     def _run(self, steps: list[TransferStep], overlap: bool) -> Transfer:
         self._forget_done()
-        started: list[Ending] = []
+        started: list[StepEnd] = []
         self._to_verify = []
         left = deque(steps)
         try:
@@ -231,7 +231,7 @@ class TransferEngine:
     def _forget_done(self) -> None:
         self._in_flight.forget_done()
         if self.device.type == "cuda":
-            on_link = any(isinstance(item.completion, Sent) and not item.failed() for item in self._in_flight)
+            on_link = any(isinstance(item.completion, LinkEnd) and not item.failed() for item in self._in_flight)
             note_transfers(self.device, id(self), on_link)
 
     def _start(self, step: TransferStep) -> StepInFlight | None:
@@ -251,9 +251,9 @@ class TransferEngine:
         for completion in before:
             completion.order()
         self._to_verify.extend(self._move(step))
-        return StepInFlight(step, Recorded(torch.cuda.current_stream(self.device)))
+        return StepInFlight(step, EventEnd(torch.cuda.current_stream(self.device)))
 
-    def _start_on_link(self, step: TransferStep, before: list[Ending]) -> StepInFlight:
+    def _start_on_link(self, step: TransferStep, before: list[StepEnd]) -> StepInFlight:
         """Between GPU and host: beside the newest step if that touches none of the blocks, else behind it."""
         compute, newest, checks = torch.cuda.current_stream(self.device), self._announced, self._to_verify
         stream = self._out if step.source.tier == Tier.GPU else self._in
@@ -270,7 +270,7 @@ class TransferEngine:
 
         sent: Future[Any] = Future()
         self._to_send.append((sent, run))
-        return StepInFlight(step, Sent(sent, self.device))
+        return StepInFlight(step, LinkEnd(sent, self.device))
 
     def _hand_over(self) -> None:
         """Gives the steps over the link that were begun to the thread that sends them, all at once."""
@@ -279,9 +279,9 @@ class TransferEngine:
             self._link_worker.submit(_send, self._to_send)
             self._to_send = []
 
-    def _start_on_disk(self, step: TransferStep, before: list[Ending]) -> StepInFlight:
+    def _start_on_disk(self, step: TransferStep, before: list[StepEnd]) -> StepInFlight:
         for completion in before:
-            if isinstance(completion, Promised) and completion.done():
+            if isinstance(completion, DiskEnd) and completion.done():
                 completion.wait()  # raises what went wrong there
         cuda = self.device.type == "cuda"
         written = torch.cuda.current_stream(self.device).record_event() if cuda else None
@@ -297,7 +297,7 @@ class TransferEngine:
                 _verify(self._move(step))
                 self._disk.synchronize()
 
-        return StepInFlight(step, Promised(self._disk_worker.submit(run)))
+        return StepInFlight(step, DiskEnd(self._disk_worker.submit(run)))
 
     def _move(self, step: TransferStep) -> list[_Check]:
         """Moves the bytes; returns what is to be verified once they are there."""

@@ -174,7 +174,7 @@ def _mask(store: Store, blocks: Int32Array) -> BoolArray:
 # --- steps in flight -------------------------------------------------------------------------------------------------
 
 
-class Ending(Protocol):
+class StepEnd(Protocol):
     """The end of a step."""
 
     def done(self) -> bool: ...
@@ -183,7 +183,7 @@ class Ending(Protocol):
         """Makes what follows on the current stream come after it."""
 
 
-class Recorded:
+class EventEnd:
     """A step on a CUDA stream: over when the event is reached."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
@@ -200,7 +200,7 @@ class Recorded:
         torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
-class Sent:
+class LinkEnd:
     """A step over the link, which a thread hands to the driver: over when that is done and its event is reached."""
 
     def __init__(self, event: Future[Any], device: torch.device) -> None:
@@ -217,7 +217,7 @@ class Sent:
         torch.cuda.current_stream(self.device).wait_event(self.future.result())
 
 
-class Promised:
+class DiskEnd:
     """A step of the disk worker: over when its future is."""
 
     def __init__(self, future: Future[None]) -> None:
@@ -236,11 +236,11 @@ class StepInFlight(NamedTuple):
     """A step that was started."""
 
     step: TransferStep
-    completion: Ending
+    completion: StepEnd
 
     def failed(self) -> bool:
         """Whether it ended with an error; it is kept, to be tried again."""
-        if not isinstance(self.completion, (Promised, Sent)) or not self.completion.future.done():
+        if not isinstance(self.completion, (DiskEnd, LinkEnd)) or not self.completion.future.done():
             return False
         return self.completion.future.exception() is not None
 
@@ -275,14 +275,14 @@ class StepsInFlight:
         self._keep([not has_failed for has_failed in failed])
         return steps
 
-    def before(self, step: TransferStep) -> list[Ending]:
+    def before(self, step: TransferStep) -> list[StepEnd]:
         """The ends that a new step must wait for: it reads what they write, or writes what they read or write."""
         writes_target, reads_target = self._meet(step.target, step.dst)
         if not (writes_target or reads_target or self._meet(step.source, step.src)[0]):
             return []
         return [item.completion for item in self._items if item.step.conflicts(step)]
 
-    def before_work(self, store: Store, written: Int32Array | None, read: Int32Array | None) -> list[Ending]:
+    def before_work(self, store: Store, written: Int32Array | None, read: Int32Array | None) -> list[StepEnd]:
         """The same for work that writes and reads these blocks of a store; None stands for every block."""
         if not any(self._meet(store, written)) and not self._meet(store, read)[0]:
             return []
@@ -292,7 +292,7 @@ class StepsInFlight:
             if step.writes(store, written) or step.reads(store, written) or step.writes(store, read)
         ]
 
-    def touching(self, store: Store) -> list[Ending]:
+    def touching(self, store: Store) -> list[StepEnd]:
         """The ends of steps that read or write anything of a store."""
         return self.before_work(store, None, None)
 

@@ -15,7 +15,7 @@ from kvpool.integrations.connector.orders import Introduction, Load, Orders
 from kvpool.integrations.connector.reports import BlockEvents
 from kvpool.integrations.connector.requests import TrackedRequest
 from kvpool.integrations.connector.saving import take_rows
-from kvpool.integrations.connector.settings import ConnectorSettings, open_tiers
+from kvpool.integrations.connector.settings import ConnectorSettings, open_worker_tiers
 from kvpool.manager import KVCacheManager
 from kvpool.sequences.handle import KVCacheHandle
 from kvpool.tiers import KeyedTier, KeySpace
@@ -194,7 +194,7 @@ class TierLookups:
         self._timeout = settings.timeout
         self.patience = settings.timeout + GRACE_SECONDS  # seconds after which a tier is taken to hang
         self._spaces = [KeySpace(worker.fingerprint) for worker in workers]
-        self._chains = [TierChain(open_tiers(settings, worker, is_reader=True)) for worker in workers]
+        self._chains = [TierChain(open_worker_tiers(settings, worker, is_reader=True)) for worker in workers]
         watched = [each for chain in self._chains for each in chain.watched]
         self._lane = Lane("look-up", _THREADS, 1024, watched)
 

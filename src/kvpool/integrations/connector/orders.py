@@ -56,22 +56,22 @@ class Orders:
 
 
 @dataclass
-class Progress:
+class JobProgress:
     """How a job went: how many workers have done it, and the fewest blocks that one of them got right."""
 
     num_workers: int
     num_blocks: int
 
-    def joined(self, other: Progress) -> Progress:
+    def joined(self, other: JobProgress) -> JobProgress:
         """Of two sets of workers."""
-        return Progress(self.num_workers + other.num_workers, min(self.num_blocks, other.num_blocks))
+        return JobProgress(self.num_workers + other.num_workers, min(self.num_blocks, other.num_blocks))
 
 
 @dataclass
 class Report:
     """Jobs that came to an end in a step."""
 
-    jobs: dict[int, Progress] = field(default_factory=dict)
+    jobs: dict[int, JobProgress] = field(default_factory=dict)
 
     def joined(self, other: Report) -> Report:
         """What two sets of workers report of one step."""

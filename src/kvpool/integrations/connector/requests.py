@@ -36,7 +36,7 @@ _OF_THIS_PROCESS = frozenset({"lora_int_id", "lora_path", "base_model_name", "lo
 _State = tuple[tuple[str, int, int], ...]
 
 
-class _Known(NamedTuple):
+class _KnownAdapter(NamedTuple):
     directory: Path | None
     state: _State
     content: str
@@ -46,7 +46,7 @@ class Adapters:
     """The adapters of one engine. What it loaded under a number stays that until it loads something else under another."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], _Known] = {}
+        self._known: dict[tuple[int, str], _KnownAdapter] = {}
         self._quiet = QuietLog(_log)
 
     def identity(self, adapter: Any) -> str | None:
@@ -59,7 +59,7 @@ class Adapters:
         known = self._known.get(key)
         if known is None:
             directory = _directory(key[1])
-            known = self._known[key] = _Known(directory, _state(directory), _content(directory))
+            known = self._known[key] = _KnownAdapter(directory, _state(directory), _content(directory))
         elif known.state != _state(known.directory):
             self._quiet.warning(
                 "kvpool connector: the files of adapter %s in %s have changed while the engine uses them: its requests "

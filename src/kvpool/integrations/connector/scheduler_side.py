@@ -20,7 +20,7 @@ from typing import Any
 from kvpool.config import KVCacheConfig, LayerSpec
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.integrations.connector.loading import Loader, TierLookups
-from kvpool.integrations.connector.orders import Introduction, Orders, Progress, Report
+from kvpool.integrations.connector.orders import Introduction, JobProgress, Orders, Report
 from kvpool.integrations.connector.reports import BlockEvent, BlockEvents, Increments, NoHitWarning
 from kvpool.integrations.connector.requests import (
     NO_OPTIONS,
@@ -108,7 +108,7 @@ class SchedulerSide:
         self._loads, self._stores = loads, stores
         self._has_disk = settings.disk is not None
         self._requests: dict[str, TrackedRequest] = {}
-        self._reports: dict[int, Progress] = {}  # jobs that some workers have done
+        self._reports: dict[int, JobProgress] = {}  # jobs that some workers have done
         self._orders = Orders()
         self._num_jobs = 0
         self._epoch = ""

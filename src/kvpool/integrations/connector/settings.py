@@ -125,7 +125,7 @@ class ConnectorSettings:
         return min(self.host_bytes // block_bytes, MAX_BLOCKS)
 
 
-def open_tiers(settings: ConnectorSettings, worker: Introduction, *, is_reader: bool = False) -> list[KeyedTier]:
+def open_worker_tiers(settings: ConnectorSettings, worker: Introduction, *, is_reader: bool = False) -> list[KeyedTier]:
     """The tiers of one worker, fastest first. A reader stores nothing, and needs no lock on the disk."""
     directory = None if settings.disk is None else Path(settings.disk)
     if directory is not None:

@@ -14,16 +14,16 @@ from kvpool.errors import TransferError
 from kvpool.integrations.connector.orders import (
     NO_PAGE,
     Introduction,
+    JobProgress,
     Load,
     Orders,
-    Progress,
     Report,
     Spill,
     Store,
 )
 from kvpool.integrations.connector.pages import EnginePages, HostRows, Move
 from kvpool.integrations.connector.reports import Increments
-from kvpool.integrations.connector.settings import ConnectorSettings, open_tiers
+from kvpool.integrations.connector.settings import ConnectorSettings, open_worker_tiers
 from kvpool.quiet import QuietLog
 from kvpool.tiers import KeySpace, TierStats
 from kvpool.tiers.transport.chain import TierChain
@@ -58,7 +58,7 @@ class WorkerSide:
         self._pages = pages
         self._host = HostRows(introduction.num_rows, pages.row_bytes, pages.gpu)
         self._space = KeySpace(introduction.fingerprint)
-        self._tiers = TierChain(open_tiers(settings, introduction, is_reader=is_reader))
+        self._tiers = TierChain(open_worker_tiers(settings, introduction, is_reader=is_reader))
         self._memory = StagingMemory(max(_STAGING_BYTES, _STAGING_BLOCKS * pages.row_bytes))
         stores = self._tiers and not is_reader and not settings.read_only
         self._storer = Storer(self._tiers.watched, self._memory) if stores else None
@@ -154,7 +154,7 @@ class WorkerSide:
             self._warn(f"{len(lost)} of {len(load.pages[0])} blocks of {load.request_id} could not be loaded")
 
     def _done(self, job: int, num_blocks: int) -> None:
-        self._report.jobs[job] = Progress(1, num_blocks)
+        self._report.jobs[job] = JobProgress(1, num_blocks)
 
     # --- what the engine asks for ------------------------------------------------------------------------------------
 

@@ -108,7 +108,7 @@ class Workers:
             job()
 
 
-class Finished(NamedTuple):
+class FinishedJob(NamedTuple):
     """The job for one key of a call has ended; the caller gives the buffer back."""
 
     number: int
@@ -123,7 +123,7 @@ class Call:
         self.num_pending = 0
         self._workers = workers
         self._deadline = deadline
-        self._finished: queue.SimpleQueue[Finished] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[FinishedJob] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._has_left = False
 
@@ -135,11 +135,11 @@ class Call:
         """A job has ended, in whichever thread."""
         with self._lock:
             if not self._has_left:
-                self._finished.put(Finished(index, outcome, buffer))
+                self._finished.put(FinishedJob(index, outcome, buffer))
             elif buffer is not None:
                 self._workers.give_buffer(buffer)
 
-    def next(self) -> Finished | None:
+    def next(self) -> FinishedJob | None:
         """The next job that has ended; None at the deadline."""
         seconds = self._deadline - time.monotonic()
         try:

@@ -26,7 +26,7 @@ from kvpool.tiers.envelope import HEADER_BYTES, is_whole, seal
 from kvpool.tiers.keys import SPACE_BYTES
 from kvpool.tiers.options import ANY_TEXT, NAMESPACE, SECONDS, TierURL, option, read_options, size, text
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
-from kvpool.tiers.remote.remote_tier import SHARE_BYTES, SHARE_KEYS, Node, NodeError, Purging, RemoteTier, Share
+from kvpool.tiers.remote.remote_tier import SHARE_BYTES, SHARE_KEYS, NodeError, Purging, RemoteTier, Share, StoreNode
 
 NUM_BUFFERS = 4
 MIN_BUFFER_BYTES = NUM_BUFFERS * (SHARE_BYTES + SHARE_KEYS * HEADER_BYTES)  # a buffer holds any share
@@ -105,7 +105,7 @@ class MooncakeOptions:
     devices: str = option(ANY_TEXT, "")
 
 
-class MooncakeTier(RemoteTier[Node]):
+class MooncakeTier(RemoteTier[StoreNode]):
     """Values in a Mooncake Store.
 
     `mooncake://master[:port]?option=value&…`. Options: `hostname` (of this machine, as the others reach it), `protocol`
@@ -132,19 +132,19 @@ class MooncakeTier(RemoteTier[Node]):
         self._calls = ThreadPoolExecutor(NUM_BUFFERS, thread_name_prefix="kvpool mooncake")
         self._lock = threading.Lock()
         self._client: Any = None
-        self._node = Node(parsed.host, NUM_BUFFERS, Breaker(pause=options.pause, proven=False))
+        self._node = StoreNode(parsed.host, NUM_BUFFERS, Breaker(pause=options.pause, proven=False))
         first = self._probe_in_background(self._node)
         wait([first] if first else [], options.timeout)
 
     # --- the client --------------------------------------------------------------------------------------------------
 
-    def _nodes(self) -> list[Node]:
+    def _nodes(self) -> list[StoreNode]:
         return [self._node]
 
-    def _node_of(self, key: bytes) -> Node:
+    def _node_of(self, key: bytes) -> StoreNode:
         return self._node
 
-    def _probe(self, node: Node) -> None:
+    def _probe(self, node: StoreNode) -> None:
         if self._client is None:
             self._connect()
         call = self._calls.submit(self._client.batch_is_exist, [self._prefix])
@@ -174,7 +174,7 @@ class MooncakeTier(RemoteTier[Node]):
         client.close()
         raise NodeError(f"Mooncake could not register {memory.nbytes:,} bytes ({code})" if code else "closed")
 
-    def _call(self, share: Share[Node], buffer: CallBuffer | None, function: str, *arguments: object) -> Any:
+    def _call(self, share: Share[StoreNode], buffer: CallBuffer | None, function: str, *arguments: object) -> Any:
         """What a call of the client returns, unless it takes past the deadline; then it goes on alone, with its buffer."""
         with share.node.asking():
             call = self._calls.submit(getattr(self._client, function), *arguments)
@@ -202,17 +202,17 @@ class MooncakeTier(RemoteTier[Node]):
     def _names(self, keys: Sequence[bytes]) -> list[str]:
         return [f"{self._prefix}{key.hex()}" for key in keys]
 
-    def _find_share(self, share: Share[Node]) -> None:
+    def _find_share(self, share: Share[StoreNode]) -> None:
         answers = self._call(share, None, "batch_is_exist", self._names(share.keys))
         share.outcomes = [Outcome.OK if answer == 1 else Outcome.MISS for answer in answers]
 
-    def _remove_share(self, share: Share[Node]) -> None:
+    def _remove_share(self, share: Share[StoreNode]) -> None:
         answers = self._call(share, None, "batch_remove", self._names(share.keys), True)
         for place, answer in enumerate(answers):
             share.outcomes[place] = {0: Outcome.OK, _NOT_FOUND: Outcome.MISS}.get(answer, Outcome.FAILED)
             self.stale.discard(share.keys[place])
 
-    def _purge_share(self, purging: Purging[Node]) -> None:
+    def _purge_share(self, purging: Purging[StoreNode]) -> None:
         pattern = purging.pattern
         space = f"[0-9a-f]{{{2 * SPACE_BYTES}}}" if pattern.space is None else pattern.space.hex()
         call = self._calls.submit(
@@ -226,10 +226,10 @@ class MooncakeTier(RemoteTier[Node]):
             raise NodeError(_message(answer))
         purging.removed += answer
 
-    def _list_node(self, node: Node, deadline: float) -> Iterator[dict[bytes, int]]:
+    def _list_node(self, node: StoreNode, deadline: float) -> Iterator[dict[bytes, int]]:
         raise NodeError("Mooncake's client cannot list what the store holds")
 
-    def _load_share(self, share: Share[Node]) -> None:
+    def _load_share(self, share: Share[StoreNode]) -> None:
         sizes: dict[bytes, int] = {}  # Mooncake loads a key once per call
         for key, view in zip(share.keys, share.views, strict=True):
             sizes[key] = max(view.nbytes, sizes.get(key, 0))
@@ -256,7 +256,7 @@ class MooncakeTier(RemoteTier[Node]):
         self.left_unfilled(view.nbytes - data.nbytes)
         return Outcome.OK
 
-    def _store_share(self, share: Share[Node]) -> None:
+    def _store_share(self, share: Share[StoreNode]) -> None:
         names = self._names(share.keys)
         answers = self._call(share, None, "batch_is_exist", names)
         missing = []
@@ -273,7 +273,7 @@ class MooncakeTier(RemoteTier[Node]):
         if missing:
             self._store_missing(share, missing, names)
 
-    def _store_missing(self, share: Share[Node], missing: list[int], names: list[str]) -> None:
+    def _store_missing(self, share: Share[StoreNode], missing: list[int], names: list[str]) -> None:
         with self._buffers.buffer(share.seconds_left()) as buffer:
             addresses, sizes = [], []
             for place in missing:

@@ -20,7 +20,7 @@ from kvpool.tiers.contract import KEY_BYTES, Outcome
 from kvpool.tiers.envelope import is_whole, num_bytes, seal
 from kvpool.tiers.keys import SPACE_BYTES, KeyPattern
 from kvpool.tiers.options import TierURL
-from kvpool.tiers.remote.redis_node import RedisNode, RedisOptions, Refusal
+from kvpool.tiers.remote.redis_node import CommandError, RedisNode, RedisOptions
 from kvpool.tiers.remote.remote_tier import NodeError, Purging, RemoteTier, Share, seconds_left
 
 PIPELINE_BYTES = 2 << 20
@@ -106,7 +106,7 @@ class RedisTier(RemoteTier[RedisNode]):
         for node in gone:
             node.close()
 
-    def _moved(self, node: RedisNode, refusal: Refusal) -> None:
+    def _moved(self, node: RedisNode, refusal: CommandError) -> None:
         """Slots have moved: asks who has them now, in the background."""
         if not self._options.cluster:
             problem = "it is a node of a cluster: add cluster=1 to the address"
@@ -118,7 +118,7 @@ class RedisTier(RemoteTier[RedisNode]):
     # --- shares ------------------------------------------------------------------------------------------------------
 
     def _run(self, share: Share[RedisNode], client: object, commands: list[list[object]]) -> list[object]:
-        """Answers of the node, each a value or a `Refusal`."""
+        """Answers of the node, each a value or a `CommandError`."""
         return share.node.run(client, commands, share.seconds_left())
 
     def _ask(
@@ -126,7 +126,7 @@ class RedisTier(RemoteTier[RedisNode]):
     ) -> Iterator[tuple[int, object]]:
         """The answer to each place's command; refused ones are failed, or the node is."""
         for place, answer in zip(places, self._run(share, client, commands), strict=True):
-            if not isinstance(answer, Refusal):
+            if not isinstance(answer, CommandError):
                 yield place, answer
                 continue
             share.outcomes[place] = Outcome.FAILED
@@ -173,7 +173,7 @@ class RedisTier(RemoteTier[RedisNode]):
             for names in self._scanned(purging.node, client, purging.pattern, purging.deadline):
                 answers = self._answers(purging.node, client, [["UNLINK", name] for name in names], purging.deadline)
                 for name, removed in zip(names, answers, strict=True):
-                    if isinstance(removed, Refusal):
+                    if isinstance(removed, CommandError):
                         purging.num_left += 1
                     elif not name.endswith(_SEAL):
                         purging.removed += removed
@@ -197,7 +197,7 @@ class RedisTier(RemoteTier[RedisNode]):
         while True:
             scan = ["SCAN", cursor, "MATCH", shape, "COUNT", str(SCAN_COUNT)]
             (answer,) = self._answers(node, client, [scan], deadline)
-            if isinstance(answer, Refusal):
+            if isinstance(answer, CommandError):
                 raise NodeError(answer.text)
             cursor = answer[0].decode()
             yield [name for name in answer[1] if _is_value(name)]
@@ -277,7 +277,7 @@ class RedisTier(RemoteTier[RedisNode]):
             commands.append(["SET", seal_name, seal(key, view), *self._expiry])
         answers = self._run(share, client, commands)
         for place, of_bytes, of_seal in zip(part, answers[::2], answers[1::2], strict=True):
-            refusal = next((answer for answer in (of_bytes, of_seal) if isinstance(answer, Refusal)), None)
+            refusal = next((answer for answer in (of_bytes, of_seal) if isinstance(answer, CommandError)), None)
             if refusal is None:
                 share.outcomes[place] = Outcome.OK
                 self.stale.discard(share.keys[place])

@@ -20,7 +20,7 @@ from kvpool.plainfile import read_plain
 from kvpool.tiers.contract import CALL_TIMEOUT
 from kvpool.tiers.options import ANY_TEXT, FLAG, NAMESPACE, SECONDS, TierURL, count, option, read_options, size
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
-from kvpool.tiers.remote.remote_tier import Node, NodeError
+from kvpool.tiers.remote.remote_tier import NodeError, StoreNode
 
 DEFAULT_PORT = 6379
 MAX_VALUE_BYTES = 512 << 20  # the longest string that Redis takes
@@ -100,7 +100,7 @@ def _file(path: str | None, name: str, url: TierURL) -> bytes | None:
 _MOVED = ("Moved:", "Ask:", "TryAgain:", "MOVED", "ASK ", "TRYAGAIN")
 
 
-class Refusal:
+class CommandError:
     """A command that the server answered with an error."""
 
     def __init__(self, error: Exception) -> None:
@@ -117,7 +117,7 @@ class Refusal:
         return "WRONGTYPE" in self.text
 
 
-class RedisNode(Node):
+class RedisNode(StoreNode):
     """One server, and the connections to it."""
 
     def __init__(self, host: str, port: int, options: RedisOptions) -> None:
@@ -176,7 +176,7 @@ class RedisNode(Node):
                 self._close_clients()
 
     def run(self, client: Any, commands: Sequence[Sequence[Any]], seconds: float) -> list[Any]:
-        """The answers to commands that travel together, each a value or a `Refusal`."""
+        """The answers to commands that travel together, each a value or a `CommandError`."""
         with self.asking():
             return self._send(client, commands, seconds)
 
@@ -225,7 +225,7 @@ class RedisNode(Node):
 
     def _answer(self, client: Any, command: list[str], seconds: float) -> Any:
         answer = self._send(client, [command], seconds)[0]
-        if isinstance(answer, Refusal):
+        if isinstance(answer, CommandError):
             raise NodeError(answer.text)
         return answer
 
@@ -235,7 +235,7 @@ class RedisNode(Node):
             batch.custom_command(list(command))
         with self._translated():
             answers = client.exec(batch, False, self._glide.BatchOptions(timeout=_milliseconds(seconds)))
-        return [Refusal(answer) if isinstance(answer, Exception) else answer for answer in answers]
+        return [CommandError(answer) if isinstance(answer, Exception) else answer for answer in answers]
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ class NodeError(Exception):
     """A node cannot serve at the moment; the message says why."""
 
 
-class Node:
+class StoreNode:
     """One server of a tier: its name, its breaker, its threads, and whether it has room."""
 
     def __init__(self, name: str, num_threads: int, breaker: Breaker) -> None:
@@ -70,7 +70,7 @@ class Node:
         self.threads.shutdown(wait=False, cancel_futures=True)
 
 
-_Node = TypeVar("_Node", bound=Node)
+_Node = TypeVar("_Node", bound=StoreNode)
 
 
 @dataclass

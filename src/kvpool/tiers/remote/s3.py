@@ -23,7 +23,7 @@ from kvpool.tiers.envelope import HEADER_BYTES, is_whole, num_bytes, seal
 from kvpool.tiers.keys import SPACE_BYTES, TAG_BYTES, TENANT_BYTES
 from kvpool.tiers.options import ANY_TEXT, FLAG, SECONDS, TierURL, count, option, read_options, size, text
 from kvpool.tiers.remote.breaker import FIRST_PAUSE, Breaker
-from kvpool.tiers.remote.remote_tier import Node, NodeError, Purging, RemoteTier, Share, seconds_left
+from kvpool.tiers.remote.remote_tier import NodeError, Purging, RemoteTier, Share, StoreNode, seconds_left
 
 MAX_VALUE_BYTES = (5 << 30) - HEADER_BYTES  # the largest object that one request may bring
 MAX_CONNECTIONS = 256
@@ -34,7 +34,7 @@ _PARTS = (0, SPACE_BYTES, SPACE_BYTES + TENANT_BYTES, SPACE_BYTES + TAG_BYTES, K
 _VALUE = re.compile("(?:^|/)(?:([0-9a-f]{16}/[0-9a-f]{4}/[0-9a-f]{4}/[0-9a-f]{40})|[0-9a-f]{16}/[0-9a-f]{48})$")
 _FULL = ("QuotaExceeded", "StorageFull", "InsufficientStorage", "507 ")
 
-Request = Callable[[Share[Node], int], Awaitable[Outcome]]
+Request = Callable[[Share[StoreNode], int], Awaitable[Outcome]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class S3Options:
     anonymous: bool = option(FLAG, False)
 
 
-class S3Tier(RemoteTier[Node]):
+class S3Tier(RemoteTier[StoreNode]):
     """Values in a bucket.
 
     `s3://[access key:secret key@]bucket/prefix?option=value&…`. Options: `endpoint` (for other stores than Amazon's),
@@ -70,7 +70,7 @@ class S3Tier(RemoteTier[Node]):
         super().__init__(parsed.shown, timeout=options.timeout, max_value_bytes=options.max_value_bytes)
         self._obstore = _import_obstore()
         self._bucket = _bucket(self._obstore, parsed, options)
-        self._node = Node(parsed.host, NUM_THREADS, Breaker(pause=options.pause, proven=False))
+        self._node = StoreNode(parsed.host, NUM_THREADS, Breaker(pause=options.pause, proven=False))
         self._loop = LoopThread(f"kvpool {parsed.host}")
         first = self._probe_in_background(self._node)
         wait([first] if first else [], options.timeout)
@@ -89,13 +89,13 @@ class S3Tier(RemoteTier[Node]):
 
     # --- nodes -------------------------------------------------------------------------------------------------------
 
-    def _nodes(self) -> list[Node]:
+    def _nodes(self) -> list[StoreNode]:
         return [self._node]
 
-    def _node_of(self, key: bytes) -> Node:
+    def _node_of(self, key: bytes) -> StoreNode:
         return self._node
 
-    def _probe(self, node: Node) -> None:
+    def _probe(self, node: StoreNode) -> None:
         """Asks for an object that is not there: who can say so can be asked for others."""
         share = Share(node, [0], [bytes(32)], [memoryview(bytearray())], time.monotonic() + self.timeout)
         self._loop.wait_for(self._all(share, self._load_one))
@@ -108,19 +108,19 @@ class S3Tier(RemoteTier[Node]):
 
     # --- shares ------------------------------------------------------------------------------------------------------
 
-    def _find_share(self, share: Share[Node]) -> None:
+    def _find_share(self, share: Share[StoreNode]) -> None:
         self._ask(share, self._find_one)
 
-    def _load_share(self, share: Share[Node]) -> None:
+    def _load_share(self, share: Share[StoreNode]) -> None:
         self._ask(share, self._load_one)
 
-    def _store_share(self, share: Share[Node]) -> None:
+    def _store_share(self, share: Share[StoreNode]) -> None:
         self._ask(share, self._store_one)
 
-    def _remove_share(self, share: Share[Node]) -> None:
+    def _remove_share(self, share: Share[StoreNode]) -> None:
         self._ask(share, self._remove_one)
 
-    def _purge_share(self, purging: Purging[Node]) -> None:
+    def _purge_share(self, purging: Purging[StoreNode]) -> None:
         try:
             self._loop.wait_for(asyncio.wait_for(self._purge_all(purging), purging.seconds_left()))
         except asyncio.TimeoutError:
@@ -128,7 +128,7 @@ class S3Tier(RemoteTier[Node]):
         except (FileNotFoundError, self._obstore.exceptions.BaseError) as error:
             raise NodeError(_message(error)) from None
 
-    def _list_node(self, node: Node, deadline: float) -> Iterator[dict[bytes, int]]:
+    def _list_node(self, node: StoreNode, deadline: float) -> Iterator[dict[bytes, int]]:
         try:
             yield self._loop.wait_for(asyncio.wait_for(self._sizes(), seconds_left(deadline)))
         except asyncio.TimeoutError:
@@ -144,7 +144,7 @@ class S3Tier(RemoteTier[Node]):
                     sizes[bytes.fromhex(value[1].replace("/", ""))] = found["size"] - HEADER_BYTES
         return sizes
 
-    async def _purge_all(self, purging: Purging[Node]) -> None:
+    async def _purge_all(self, purging: Purging[StoreNode]) -> None:
         pattern = purging.pattern
         parts = [pattern.tag[:TENANT_BYTES].hex(), pattern.tag[TENANT_BYTES:].hex()]
         if pattern.space is None:
@@ -159,13 +159,13 @@ class S3Tier(RemoteTier[Node]):
                 await self._obstore.delete_async(self._bucket, paths)
                 purging.removed += len(paths)
 
-    def _ask(self, share: Share[Node], request: Request) -> None:
+    def _ask(self, share: Share[StoreNode], request: Request) -> None:
         with share.node.asking():
             self._loop.wait_for(self._all(share, request))
             if Outcome.LATE in share.outcomes:
                 raise TimeoutError
 
-    async def _all(self, share: Share[Node], request: Request) -> None:
+    async def _all(self, share: Share[StoreNode], request: Request) -> None:
         """Makes all requests of a share; after it returns, none of them touches the caller's memory."""
         free = asyncio.Semaphore(self._connections)
         tasks = [asyncio.create_task(self._one(share, place, request, free)) for place in range(len(share.keys))]
@@ -177,19 +177,19 @@ class S3Tier(RemoteTier[Node]):
         if problems:
             raise NodeError(_message(problems[0]))
 
-    async def _one(self, share: Share[Node], place: int, request: Request, free: asyncio.Semaphore) -> None:
+    async def _one(self, share: Share[StoreNode], place: int, request: Request, free: asyncio.Semaphore) -> None:
         async with free:
             share.outcomes[place] = await request(share, place)
             share.node.breaker.succeeded()
 
-    async def _find_one(self, share: Share[Node], place: int) -> Outcome:
+    async def _find_one(self, share: Share[StoreNode], place: int) -> Outcome:
         try:
             found = await self._obstore.head_async(self._bucket, object_path(share.keys[place]))
         except FileNotFoundError as error:
             return _absent(error)
         return Outcome.OK if found["size"] >= HEADER_BYTES else Outcome.MISS
 
-    async def _load_one(self, share: Share[Node], place: int) -> Outcome:
+    async def _load_one(self, share: Share[StoreNode], place: int) -> Outcome:
         key, view = share.keys[place], share.views[place]
         try:
             found = await self._obstore.get_async(self._bucket, object_path(key))
@@ -206,7 +206,7 @@ class S3Tier(RemoteTier[Node]):
         self.left_unfilled(view.nbytes - data.nbytes)
         return Outcome.OK
 
-    async def _store_one(self, share: Share[Node], place: int) -> Outcome:
+    async def _store_one(self, share: Share[StoreNode], place: int) -> Outcome:
         key, view = share.keys[place], share.views[place]
         if key not in self.stale and await self._find_one(share, place) == Outcome.OK:
             return Outcome.OK
@@ -226,7 +226,7 @@ class S3Tier(RemoteTier[Node]):
         self.stale.discard(key)
         return Outcome.OK
 
-    async def _remove_one(self, share: Share[Node], place: int) -> Outcome:
+    async def _remove_one(self, share: Share[StoreNode], place: int) -> Outcome:
         self.stale.discard(share.keys[place])
         found = await self._find_one(share, place)
         if found == Outcome.OK:

@@ -161,7 +161,7 @@ BATCH_BYTES = 2**25  # that go to a tier in one call
 
 
 @dataclass
-class Progress:
+class OfferProgress:
     """How many blocks of a sequence were offered, the digest of the last one, and what the next are renamed with."""
 
     num_blocks: int
@@ -189,16 +189,16 @@ class Offers:
         self._min_uses = min_uses
         self._uses: OrderedDict[bytes, int] = OrderedDict()  # by digest, those of late
 
-    def begin(self, scope: ReuseScope) -> Progress:
+    def begin(self, scope: ReuseScope) -> OfferProgress:
         """Of a sequence of which nothing was offered."""
         root = root_digest(scope)
-        return Progress(0, root, self._keys.salt_of(scope, root))
+        return OfferProgress(0, root, self._keys.salt_of(scope, root))
 
     def offer(
         self,
         handle: KVCacheHandle,
         tokens: Int32Array,
-        progress: Progress,
+        progress: OfferProgress,
         multimodal: Sequence[MultimodalItem] = (),
         session: str | None = None,
         *,

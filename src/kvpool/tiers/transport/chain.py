@@ -139,7 +139,7 @@ class WatchedTier:
 SHORTEST_CALL = 0.001  # seconds; a tier is not asked with less
 
 
-def seconds_left(due: float) -> float:
+def call_seconds(due: float) -> float:
     """How long a call may take that must be over at `due`, by `time.monotonic`."""
     return max(due - time.monotonic(), SHORTEST_CALL)
 

@@ -90,7 +90,7 @@ class TransferSpeed:
         return (latency, slope) if slope >= 0 else (self._seconds / self._weight, 0.0)
 
 
-class Decision(NamedTuple):
+class LoadDecision(NamedTuple):
     """What to do for a request, why, and what that was expected to take."""
 
     option: Option | None  # what to load; None: compute everything
@@ -156,7 +156,7 @@ class Decider:
             self._looked_at = now
             return True
 
-    def decide(self, options: Sequence[Option], first: int, block_size: int) -> Decision:
+    def decide(self, options: Sequence[Option], first: int, block_size: int) -> LoadDecision:
         """The option that saves most over computing what follows the `first` blocks."""
         with self._lock:
             decision = self._decide(options, first, block_size)
@@ -169,26 +169,26 @@ class Decider:
                 stats.unmeasured += not decision.is_prediction
             return decision
 
-    def _decide(self, options: Sequence[Option], first: int, block_size: int) -> Decision:
+    def _decide(self, options: Sequence[Option], first: int, block_size: int) -> LoadDecision:
         if not options:
-            return Decision(None, "no tier has more of it")
+            return LoadDecision(None, "no tier has more of it")
         if not self.prompts.count:
-            return Decision(options[-1], "the speed of prompts is not known yet")
+            return LoadDecision(options[-1], "the speed of prompts is not known yet")
         best, best_saved = None, 0.0
         for option in options:
             computing = self.prompts.expect((option.num_blocks - first) * block_size)
             unknown = any(num and not speed.count for num, speed in zip(option.num_bytes, self.speeds, strict=True))
             if unknown:
-                return Decision(option, "a tier was not measured yet", 0.0, computing)
+                return LoadDecision(option, "a tier was not measured yet", 0.0, computing)
             loading = self.predict(option)
             if computing - MARGIN * loading > best_saved:
                 best_saved = computing - MARGIN * loading
-                best = Decision(option, "loading is faster", loading, computing)
+                best = LoadDecision(option, "loading is faster", loading, computing)
         if best is not None:
             return best
         shortest = options[0]
         computing = self.prompts.expect((shortest.num_blocks - first) * block_size)
-        return Decision(None, "computing is faster", self.predict(shortest), computing, self._is_stale(shortest))
+        return LoadDecision(None, "computing is faster", self.predict(shortest), computing, self._is_stale(shortest))
 
     def predict(self, option: Option) -> float:
         """Seconds that a request will wait for this."""
@@ -221,7 +221,7 @@ class Decider:
         with self._lock:
             self.speeds[tier].observe(num_bytes, seconds, self._clock())
 
-    def observe_wait(self, decision: Decision, num_bytes: int, waited: float, loading: float) -> None:
+    def observe_wait(self, decision: LoadDecision, num_bytes: int, waited: float, loading: float) -> None:
         """A request waited so long for what it loaded, of which tiers took `loading`."""
         with self._lock:
             self.wait.observe(num_bytes, max(0.0, waited - loading), self._clock())

@@ -19,8 +19,8 @@ from kvpool.pools.arrays import Int64Array
 from kvpool.pools.groups import Group
 from kvpool.tiers.contract import Outcome
 from kvpool.tiers.transport.block_keys import PromptKeys
-from kvpool.tiers.transport.chain import TierChain, WatchedTier, seconds_left
-from kvpool.tiers.transport.deciding import Decider, Decision
+from kvpool.tiers.transport.chain import TierChain, WatchedTier, call_seconds
+from kvpool.tiers.transport.deciding import Decider, LoadDecision
 from kvpool.tiers.transport.prefix_options import (
     HERE,
     NOWHERE,
@@ -55,7 +55,7 @@ class Fetch:
     began: float  # by `time.monotonic`
     due: float  # when the request stops waiting
     is_asked_for: bool = False  # the caller wants it loaded even where computing it would be faster
-    decision: Decision | None = None
+    decision: LoadDecision | None = None
     num_blocks: int = 0  # of the prefix that is usable after the fetch; `first` or less: nothing was loaded
     groups: list[GroupRows] = dataclass_field(default_factory=list)
     loading_seconds: float = 0.0  # that tiers took
@@ -143,7 +143,7 @@ class Fetcher:
         prompt, size = fetch.prompt, self.block_size
         options = prefix_options(self.groups, sources, fetch.first, prompt.num_tokens, size, len(self.tiers))
         if fetch.is_asked_for and options:
-            decision = fetch.decision = Decision(options[-1], "it was asked for")
+            decision = fetch.decision = LoadDecision(options[-1], "it was asked for")
         else:
             decision = fetch.decision = self.decider.decide(options, fetch.first, size)
         self._stats.found += bool(options)
@@ -157,7 +157,7 @@ class Fetcher:
                 return
             share = (part.num_blocks - fetch.first) / (option.num_blocks - fetch.first)
             times = share * decision.load_seconds, share * decision.compute_seconds
-            fetch.decision = Decision(part, decision.reason, *times)
+            fetch.decision = LoadDecision(part, decision.reason, *times)
             fetch.is_part, option = True, part
         fetch.groups = self._take_rows(fetch, option)
         if not fetch.groups:
@@ -212,7 +212,7 @@ class Fetcher:
         if not keys:
             return
         began = time.monotonic()
-        outcomes = _load_marked(self.tiers[index], keys, rows, seconds_left(fetch.due), fetch.stage)
+        outcomes = _load_marked(self.tiers[index], keys, rows, call_seconds(fetch.due), fetch.stage)
         seconds = time.monotonic() - began
         good = [i for i, outcome in enumerate(outcomes) if outcome == Outcome.OK]
         num_bytes = sum(rows[i].nbytes for i in good)
