@@ -56,7 +56,7 @@ def test_given_nodes_that_cached_before_and_after_when_followed_then_the_index_k
         opened.append(NodeSubscriber(index, name, publisher.endpoint, publisher.replay_endpoint))
     managers.cached(nodes["b"], 12)
     until(lambda: index.match(PROMPT) == {"a": Hit(12, 12, 12), "b": Hit(12, 12, 12)})
-    nodes["a"].reset_prefix_cache()
+    nodes["a"].cache.reset()
     until(lambda: index.match(PROMPT) == {"b": Hit(12, 12, 12)})
 
 

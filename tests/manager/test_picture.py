@@ -77,7 +77,7 @@ def test_given_runs_of_two_tenants_then_the_picture_holds_each_as_it_is() -> Non
 
 
 def test_given_runs_behind_others_then_each_names_the_run_that_it_continues() -> None:
-    runs = branched_manager().runs_picture()
+    runs = branched_manager().inspect.runs_snapshot()
     for place, parent in enumerate(runs.parent.tolist()):
         if parent < 0:
             assert runs.start[place] == 0

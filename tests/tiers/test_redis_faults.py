@@ -267,6 +267,18 @@ def test_given_a_dead_first_node_then_another_one_of_the_address_leads_into_the_
             assert load(tier, safe)[0] == [Outcome.OK] * len(safe)
 
 
+def test_given_a_node_that_has_just_died_when_slots_are_asked_for_then_the_next_one_is_asked(tmp_path: Path) -> None:
+    cluster = RedisCluster(tmp_path)
+    with running(cluster), opened(cluster.url) as tier:
+        eventually(lambda: is_up(tier), "all nodes are up")
+        cluster.nodes[0].kill()
+        by_name = {node.name: node for node in tier._nodes()}
+        first, second = (by_name[f"127.0.0.1:{node.port}"] for node in cluster.nodes[:2])
+        before = tier._slots
+        tier._learn_slots([first, second])
+        assert tier._slots is not before
+
+
 def test_given_slots_that_move_then_they_are_found_on_their_new_node(tmp_path: Path) -> None:
     cluster = RedisCluster(tmp_path)
     with running(cluster), opened(cluster.url) as tier:
