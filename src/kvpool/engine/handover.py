@@ -267,7 +267,7 @@ class Handovers:
     def follow(
         self, request: Request, on_progress: Callable[[int], None] | None, on_end: Callable[[], None] | None
     ) -> Prefill:
-        """A prompt that is about to be computed for others. What was invalidated here has keys that nobody else knows."""
+        """A prompt that will be computed for others. They do not know the keys of what was invalidated here."""
         keys = self._transport.keys
         own = keys.of_prompt(request.prompt, request.scope, request.multimodal)
         plain = keys.plain(request.prompt, request.scope, request.multimodal)

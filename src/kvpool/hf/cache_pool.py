@@ -145,7 +145,7 @@ class CachePool:
         handles.clear()
 
     def free_gone(self) -> None:
-        """Ends the sequences of caches that nobody has any more."""
+        """Ends the sequences of caches that were garbage-collected."""
         while self._gone:
             try:
                 handles = self._gone.popleft()

@@ -121,7 +121,7 @@ class PoolTiers:
             log.exception("blocks could not be copied for tiers; they are not stored")
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A pass computed so many tokens of prompts in so long: what loading must beat."""
+        """Learns how long computing takes: a pass computed `num_tokens` of prompts in `seconds`."""
         if num_tokens >= self.transport.keys.block_size:
             self.transport.decider.observe_prompt(num_tokens, seconds)
 

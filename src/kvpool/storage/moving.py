@@ -48,7 +48,7 @@ def _copy(
     num_tokens: Int32Array | None,
     layout: GroupLayout | StateLayout,
 ) -> None:
-    """Between two tensors of blocks, in memory of whatever kind."""
+    """Copies between two tensors of blocks, on any device."""
     if source.device.type != target.device.type:
         if num_tokens is None:
             copy_over_link(source, target, src, dst)

@@ -263,7 +263,7 @@ class KeyedTier(ABC):
         return Room()
 
     def left_unfilled(self, num_bytes: int) -> None:
-        """For `_load` to call: a value that was loaded is shorter than its buffer by so many bytes."""
+        """For `_load` to call: a loaded value is `num_bytes` shorter than its buffer."""
         if num_bytes:
             with self._counting:
                 self._unfilled_bytes += num_bytes
@@ -279,7 +279,7 @@ class KeyedTier(ABC):
         views: list[memoryview],
         timeout: float | None,
     ) -> list[Outcome]:
-        """Loads or stores, and adds what came of it to the sums of that direction."""
+        """Loads or stores, and counts the outcomes."""
         started = time.monotonic()
         outcomes = self._guarded(lambda deadline: call(keys, views, deadline), timeout)
         outcomes = [Outcome.FAILED] * len(keys) if outcomes is None else outcomes

@@ -114,7 +114,7 @@ def _described(group: LayerGroup) -> str:
 
 
 def tenant_digest(tenant: str) -> bytes:
-    """A name for everything of a tenant, whatever its scopes, as a root's digest is one for everything of a scope."""
+    """A digest that stands for all scopes of a tenant, as the digest of a root stands for one scope."""
     return hashlib.sha256(b"kvpool tenant\0" + tenant.encode("utf-8", "surrogatepass")).digest()
 
 
@@ -157,7 +157,7 @@ class KeyPattern:
 
     @classmethod
     def of_tenant(cls, tenant: str, space: bytes | None = None) -> KeyPattern:
-        """All that a tenant stored, whatever its adapters and salts."""
+        """All that a tenant stored, with any adapter and salt."""
         if not isinstance(tenant, str):
             raise InvalidArgumentError(f"a tenant is named by a string, got {show(tenant)}")
         return cls(space, tenant_tag(tenant))

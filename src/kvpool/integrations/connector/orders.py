@@ -52,7 +52,7 @@ class Orders:
     stores: list[Store] = field(default_factory=list)
     spills: list[Spill] = field(default_factory=list)
     is_idle: bool = False
-    """The step computes nothing, so that waiting a little for loads holds nobody up."""
+    """The step computes nothing, so a short wait for loads delays no request."""
 
 
 @dataclass

@@ -160,7 +160,7 @@ class NoHitWarning:
         self._is_settled = False  # something was found, or the line was written
 
     def looked(self, tracked: TrackedRequest, num_local: int, num_found: int) -> None:
-        """A request was looked up for the first time: so many blocks were in the engine's own cache, so many were found."""
+        """A request was looked up for the first time: the engine had `num_local` blocks, and `num_found` more were found."""
         if self._is_settled:
             return
         if num_found:

@@ -80,7 +80,7 @@ class Saver:
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def save(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """The step that is planned computes a request up to so many tokens: its whole blocks are to be stored."""
+        """Stores whole blocks of a request, which the planned step computes up to `num_tokens`."""
         last = min(num_tokens, tracked.num_ids) // self._block_size
         if tracked.num_seen < last <= min(map(len, tracked.pages)) and tracked.is_known:
             self._due.append((tracked, last))
@@ -142,7 +142,7 @@ class Saver:
     # --- what the workers did ----------------------------------------------------------------------------------------
 
     def confirm(self, job: int, num_blocks: int) -> None:
-        """All workers are done with a job and got so many blocks right."""
+        """All workers are done with a job; each of them moved `num_blocks` blocks or more."""
         if job in self._spills:
             for spilled in self._spills.pop(job):
                 if self._events is not None and not spilled.saving.is_spoiled:
@@ -257,7 +257,7 @@ class HeldRows:
         return saving
 
     def grow(self, growing: Sequence[tuple[Saving, int]]) -> None:
-        """Rows for so many blocks; a request that cannot have them stays as it is."""
+        """Takes rows up to the given number of blocks; a request that cannot have them stays as it is."""
         short = {id(saving): last for saving, last in growing if last > len(saving.rows)}
         if not short:
             return

@@ -132,7 +132,7 @@ class SchedulerSide:
         return num_tokens, waits
 
     def order_load(self, request: Any, pages: Sequence[list[int]], num_tokens: int) -> None:
-        """The engine gave the request these pages of each group, so many tokens of which are to be loaded."""
+        """The engine gave the request these pages of each group; `num_tokens` of them are to be loaded."""
         tracked = self._tracked(request)
         tracked.hits = (0, 0, 0)
         if num_tokens:
@@ -146,7 +146,7 @@ class SchedulerSide:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def follow(self, request_id: str, pages: Sequence[Sequence[int]], num_tokens: int) -> None:
-        """A step computes a request, new or resumed, up to so many tokens; these are all its pages."""
+        """A step computes a request, new or resumed, up to `num_tokens`; `pages` are all its pages."""
         if (tracked := self._requests.get(request_id)) is not None:
             tracked.pages, tracked.num_seen = [list(of_group) for of_group in pages], 0
             self._consider(tracked, num_tokens)

@@ -117,7 +117,7 @@ class ConnectorSettings:
         return self.disk is not None or self.remote is not None
 
     def num_rows(self, block_bytes: int) -> int:
-        """Blocks of the host, of so many bytes each."""
+        """How many blocks of `block_bytes` the host holds."""
         if self.host_blocks is not None:
             return self.host_blocks
         if self.host_bytes < block_bytes:

@@ -43,7 +43,7 @@ class Buffer:
         self._memory = memoryview(mmap.mmap(-1, PAGE))
 
     def view(self, num_bytes: int) -> memoryview:
-        """The first so many bytes of it."""
+        """Its first `num_bytes` bytes."""
         if num_bytes > self._memory.nbytes:
             self._memory = _allocated(num_bytes)
         return self._memory[:num_bytes]

@@ -163,7 +163,7 @@ class Catalog:
         slab.newest_use = max(slab.newest_use, used)
 
     def stamp(self, count: int) -> int:
-        """The latest of so many new times of use, in microseconds; they never go back, whatever the clock does."""
+        """Takes `count` new times of use, in microseconds; returns the latest. They grow even if the clock goes back."""
         self._newest = max(self._newest + count, microseconds())
         return self._newest
 

@@ -83,7 +83,7 @@ def microseconds() -> int:
 
 
 def take_damaged(records: Records, slab_id: int, max_length: int) -> int:
-    """Empties records that nobody wrote like this, and takes back uses in the future; returns how many were emptied."""
+    """Empties damaged records, and sets times of use in the future to now; returns how many records were emptied."""
     records["used"] = np.minimum(records["used"], np.uint64(microseconds()))
     words = records.view(np.uint64).reshape(len(records), -1)
     wrong = (records["check"] != _checks(records, slab_id, 0)) | (records["length"] > max_length)
@@ -242,7 +242,7 @@ class Slab:
         return ours and bool(record["key"] != known["key"] or record["check"] != known["check"])
 
     def _rebuild(self) -> None:
-        """Records from the headers in the slots; the oldest of all, because nobody knows when they were used."""
+        """Makes records from the headers in the slots. They count as the oldest: their times of use are lost."""
         fd = open_plain(self.path)
         try:
             for slot in range(self.num_slots):
@@ -333,7 +333,7 @@ def file_bytes(slot_bytes: int, num_slots: int) -> int:
 
 
 def slab_bytes(slot_bytes: int, num_slots: int) -> int:
-    """What a slab of so many slots takes on the disk, with its records."""
+    """Bytes that a slab of `num_slots` slots takes on the disk, with its records."""
     return file_bytes(slot_bytes, num_slots) + _HEAD_BYTES + num_slots * RECORD_BYTES
 
 

@@ -40,7 +40,7 @@ _NO_MASTER = -900
 
 
 class CallBuffers:
-    """Memory for so many calls at once, each with a buffer of its own for as long as it runs."""
+    """Memory for `NUM_BUFFERS` calls at once. Each call has a buffer of its own while it runs."""
 
     def __init__(self, num_bytes: int) -> None:
         self.memory = np.zeros(num_bytes, np.uint8)
@@ -294,7 +294,7 @@ class MooncakeTier(RemoteTier[StoreNode]):
 
 
 def _settings(options: MooncakeOptions, master: tuple[str, int]) -> dict[str, str]:
-    """What Mooncake's setup is told; all its values are text."""
+    """The arguments of Mooncake's setup; all of them are text."""
     return {
         "local_hostname": socket.gethostname() if options.hostname is None else options.hostname,
         "metadata_server": options.metadata,

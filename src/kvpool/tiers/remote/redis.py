@@ -205,7 +205,7 @@ class RedisTier(RemoteTier[RedisNode]):
                 return
 
     def _answers(self, node: RedisNode, client: object, commands: list[Any], deadline: float) -> list[Any]:
-        """What a node answers to commands that nobody waits for, none of them longer than a request may take."""
+        """The answers of a node to commands of a scan. Each command takes no longer than a request may."""
         return node.run(client, commands, min(self.timeout, seconds_left(deadline))) if commands else []
 
     def _shape(self, pattern: KeyPattern) -> str:
@@ -291,7 +291,7 @@ class RedisTier(RemoteTier[RedisNode]):
 
 
 def _is_value(name: bytes) -> bool:
-    """Whether a name is that of a value's bytes or seal: whatever else begins like it is not ours to touch."""
+    """Whether a name is that of a value's bytes or seal. Other names with our prefix are not ours to touch."""
     return _VALUE.search(name) is not None
 
 

@@ -158,7 +158,7 @@ class RedisNode(StoreNode):
 
     @contextmanager
     def connection(self) -> Iterator[Any]:
-        """A connection that nobody else uses, or one of them where all are in use. It stays open until it is given back."""
+        """A connection that no other thread uses; if all are in use, the first. It stays open until it is given back."""
         with self._lock:
             if self._closing:
                 raise NodeError("closed")

@@ -62,7 +62,7 @@ class StoreNode:
         return time.monotonic() < self.full_until
 
     def refused(self) -> None:
-        """It had no room: the next moment nobody sends it values in vain."""
+        """It had no room: for a moment nobody sends it values."""
         self.full_until = time.monotonic() + FULL_SECONDS
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class RemoteTier(KeyedTier, Generic[_Node]):
         return Purged(sum(each.removed for each in found), all(each.is_complete for each in found))
 
     def _purge_node(self, node: _Node, pattern: KeyPattern, deadline: float) -> Purged:
-        """One node after another: nobody waits for a purge."""
+        """Purges one node. Nodes are purged one after another, because no request waits for a purge."""
         if not self._is_up(node):
             return Purged()
         found = Purging(node, pattern, deadline)

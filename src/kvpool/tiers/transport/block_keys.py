@@ -129,7 +129,7 @@ class BlockKeys:
     def plain(
         self, tokens: Int32Array, scope: ReuseScope, multimodal: Sequence[MultimodalItem] = ()
     ) -> tuple[list[bytes], ...]:
-        """The same keys as they are for everybody, whatever was forgotten here."""
+        """The keys that processes use which have forgotten nothing."""
         return self.of_digests(named(scope, self.digests(root_digest(scope), tokens, multimodal)))
 
     def digests(self, parent: bytes, tokens: Int32Array, multimodal: Sequence[MultimodalItem] = ()) -> list[bytes]:

@@ -41,7 +41,7 @@ class TransferSpeed:
         self._error = 0.0  # mean relative error of predictions
 
     def observe(self, num_bytes: int, seconds: float, now: float = 0.0) -> None:
-        """A load of so many bytes took so long."""
+        """Learns from a load of `num_bytes` that took `seconds`."""
         if self.count:
             predicted = self.expect(num_bytes)
             off = max(0.0, seconds / predicted - 1.0) if predicted > 0 else 0.0
@@ -57,7 +57,7 @@ class TransferSpeed:
 
     @property
     def latency(self) -> float:
-        """Seconds that a load takes whatever its size."""
+        """Seconds that a load takes besides those for its bytes."""
         return self._fit()[0]
 
     @property
@@ -67,11 +67,11 @@ class TransferSpeed:
         return 1.0 / slope if slope > 0 else 0.0
 
     def predict(self, num_bytes: int) -> float:
-        """Seconds that so many bytes will take, with what predictions were too low by of late. 0.0 for an unknown tier."""
+        """Seconds that `num_bytes` will take, raised by the recent error of predictions; 0.0 for an unmeasured tier."""
         return self.expect(num_bytes) * (1.0 + self._error) if self.count else 0.0
 
     def expect(self, num_bytes: int) -> float:
-        """Seconds by the line itself."""
+        """Seconds without that raise."""
         latency, slope = self._fit()
         return latency + slope * num_bytes
 
@@ -135,7 +135,7 @@ class Decider:
         self._stats = DecisionStats()
 
     def compute_seconds(self, num_tokens: int) -> float | None:
-        """What so many tokens of a prompt take to compute; None before that was measured."""
+        """Seconds that `num_tokens` of a prompt take to compute; None before that was measured."""
         with self._lock:
             return self.prompts.expect(num_tokens) if self.prompts.count else None
 
@@ -204,12 +204,12 @@ class Decider:
         return stale
 
     def observe_prompt(self, num_tokens: int, seconds: float) -> None:
-        """A step computed so many tokens of prompts in so long."""
+        """Learns from a step that computed `num_tokens` of prompts in `seconds`."""
         with self._lock:
             self.prompts.observe(num_tokens, seconds, self._clock())
 
     def observe_lookup(self, seconds: float, has_helped: bool) -> None:
-        """A request asked the tiers for so long; whether something was loaded for it."""
+        """Learns from a look-up that took `seconds`; `has_helped` says whether a load followed."""
         with self._lock:
             share = SMOOTHING if self._num_looks else 1.0
             self._look_seconds += share * (seconds - self._look_seconds)
@@ -217,12 +217,12 @@ class Decider:
             self._num_looks += 1
 
     def observe_load(self, tier: int, num_bytes: int, seconds: float) -> None:
-        """A tier brought so many bytes in so long."""
+        """Learns from a tier that loaded `num_bytes` in `seconds`."""
         with self._lock:
             self.speeds[tier].observe(num_bytes, seconds, self._clock())
 
     def observe_wait(self, decision: LoadDecision, num_bytes: int, waited: float, loading: float) -> None:
-        """A request waited so long for what it loaded, of which tiers took `loading`."""
+        """Learns from a request that waited `waited` seconds for its load; tiers took `loading` of them."""
         with self._lock:
             self.wait.observe(num_bytes, max(0.0, waited - loading), self._clock())
             if decision.is_prediction:

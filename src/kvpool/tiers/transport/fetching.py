@@ -30,8 +30,8 @@ from kvpool.tiers.transport.prefix_options import (
     read_columns,
     usable_blocks,
 )
-from kvpool.tiers.transport.staging import Bytes, StagingMemory
-from kvpool.tiers.transport.storing import SharedStage, Storer
+from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory
+from kvpool.tiers.transport.storing import Storer
 
 PROBE_BLOCKS = 4
 _SHARES = 4  # of the staging memory that one request may take at a time
@@ -105,7 +105,7 @@ class Fetcher:
         self._stats = FetchStats()
 
     def run(self, fetch: Fetch, done: Callable[[Fetch], None]) -> None:
-        """Fetches, and calls `done` exactly once, whatever happens."""
+        """Fetches, and calls `done` exactly once, also after an error."""
         sources: list[Sources] = []
         try:
             sources = self._look_up(fetch)
@@ -201,7 +201,7 @@ class Fetcher:
         return found
 
     def _load_from(self, index: int, fetch: Fetch, sources: list[Sources], loaded: list[Sources]) -> None:
-        """Loads what comes from one tier; notes in `loaded` what came whole."""
+        """Loads the blocks that one tier has, and notes in `loaded` which of them are whole."""
         keys, rows, places = [], [], []
         for g, (columns, of_group) in enumerate(fetch.groups):
             for at, column in enumerate(columns.tolist()):

@@ -126,12 +126,12 @@ class Lane:
             return True
 
     def flush(self, seconds: float) -> bool:
-        """Waits until nothing is left to do, for so long at most; whether that is so."""
+        """Waits until no job is left, for `seconds` at most; returns whether none is."""
         with self._wake:
             return self._wake.wait_for(lambda: not self._jobs and not self._running, seconds)
 
     def stop(self, seconds: float) -> bool:
-        """Drops what has not begun, and waits for what has, for so long at most; whether all threads have ended."""
+        """Drops jobs that have not begun, waits `seconds` at most for the others; returns whether all threads have ended."""
         with self._wake:
             self._stopped = True
             dropped = list(self._jobs)

@@ -30,7 +30,7 @@ class Option(NamedTuple):
 
 
 def next_query(num_blocks: int, num_tokens: int, block_size: int) -> int:
-    """The position that is computed first behind so many blocks of a prompt: its last token always is."""
+    """The first position to compute after `num_blocks` loaded blocks. The last token of a prompt is always computed."""
     return min(num_blocks * block_size, num_tokens - 1)
 
 

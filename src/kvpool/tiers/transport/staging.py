@@ -84,3 +84,27 @@ class StagingMemory:
         with self._lock:
             self._lent -= len(staged.whole)
             self._idle.append(staged.whole)
+
+
+class SharedStage:
+    """Staging memory with several users; the last one gives it back."""
+
+    def __init__(self, memory: StagingMemory, staged: Staged, users: int = 1) -> None:
+        self.data: Bytes = staged.data
+        self._memory = memory
+        self._staged = staged
+        self._users = users
+        self._lock = threading.Lock()
+
+    def share(self) -> None:
+        """One more user."""
+        with self._lock:
+            self._users += 1
+
+    def release(self) -> None:
+        """One user less."""
+        with self._lock:
+            self._users -= 1
+            is_last = not self._users
+        if is_last:
+            self._memory.give(self._staged)

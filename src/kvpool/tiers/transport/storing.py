@@ -16,7 +16,7 @@ from kvpool.tiers.contract import PURGE_TIMEOUT, Outcome
 from kvpool.tiers.keys import KeyPattern
 from kvpool.tiers.transport.chain import WatchedTier
 from kvpool.tiers.transport.lanes import Lane
-from kvpool.tiers.transport.staging import Bytes, Staged, StagingMemory
+from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory
 
 STORE_TIMEOUT = 10.0  # nobody waits for it
 _MAX_BATCHES = 256
@@ -36,30 +36,6 @@ class StoreStats:
     bytes_stored: int = 0
     removed: int = 0  # values that were taken out because they were invalidated
     not_removed: int = 0  # that may still be there: the tier failed, was late, or too much waited; 1 for a whole scope
-
-
-class SharedStage:
-    """Staging memory with several users; the last one gives it back."""
-
-    def __init__(self, memory: StagingMemory, staged: Staged, users: int = 1) -> None:
-        self.data: Bytes = staged.data
-        self._memory = memory
-        self._staged = staged
-        self._users = users
-        self._lock = threading.Lock()
-
-    def share(self) -> None:
-        """One more user."""
-        with self._lock:
-            self._users += 1
-
-    def release(self) -> None:
-        """One user less."""
-        with self._lock:
-            self._users -= 1
-            is_last = not self._users
-        if is_last:
-            self._memory.give(self._staged)
 
 
 class Storer:
@@ -218,13 +194,13 @@ class Storer:
             return replace(self._stats)
 
     def flush(self, seconds: float) -> bool:
-        """Waits until everything is stored, for so long at most; whether it is."""
+        """Waits until no store is in flight, for `seconds` at most; returns whether that is so."""
         deadline = time.monotonic() + seconds
         flushed = [lane.flush(max(0.0, deadline - time.monotonic())) for lane in self._lanes]
         return all(flushed)
 
     def close(self, seconds: float) -> None:
-        """Stores what waits within so many seconds and drops the rest."""
+        """Stores what waits, for `seconds` at most, and drops the rest."""
         deadline = time.monotonic() + seconds
         self.flush(seconds)
         for lane in self._lanes:

@@ -28,8 +28,8 @@ from kvpool.tiers.transport.chain import GRACE_SECONDS, TierChain
 from kvpool.tiers.transport.deciding import Decider, DecisionStats
 from kvpool.tiers.transport.fetching import Fetch, Fetcher, FetchStats
 from kvpool.tiers.transport.lanes import Lane
-from kvpool.tiers.transport.staging import Bytes, StagingMemory, page_aligned
-from kvpool.tiers.transport.storing import SharedStage, Storer, StoreStats
+from kvpool.tiers.transport.staging import Bytes, SharedStage, StagingMemory, page_aligned
+from kvpool.tiers.transport.storing import Storer, StoreStats
 
 FETCH_THREADS = 2
 MAX_HELD = 256  # requests; more are not held but computed
@@ -99,12 +99,12 @@ class TierTransport:
         self._tokens_loaded = self._imports = self._no_room = 0
 
     def patience(self, num_tokens: int) -> float:
-        """Seconds that a request waits for so many tokens: no longer than computing them takes, once that is known."""
+        """Seconds that a request waits for `num_tokens`: no longer than computing them takes, once that is measured."""
         computing = self.decider.compute_seconds(num_tokens)
         return self.timeout if computing is None else min(self.timeout, max(SHORTEST_WAIT, computing))
 
     def is_worth_waiting(self, num_tokens: int, make: Callable[[], Fetch]) -> bool:
-        """Whether a request should wait for so many tokens. If not, tiers may be measured again beside it, with a fetch."""
+        """Whether a request should wait for `num_tokens`. If not, a fetch without a waiter may measure the tiers again."""
         if self.decider.is_worth_looking(num_tokens):
             return True
         if self.decider.is_time_to_look():
